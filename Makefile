@@ -1,0 +1,54 @@
+# Everything a newcomer needs: `make train` and `make test`. Both set up .venv first when it is missing or out of date.
+#
+#   make test ARGS="-k gpipe"                 passes ARGS on
+#   make train ARGS="trainer.devices=4"
+#   make PYTHON=/usr/bin/python3.12 test      chooses the Python that .venv is made with
+
+SHELL := /bin/sh
+.DEFAULT_GOAL := help
+.PHONY: help train test test-all check format bench clean
+
+ARGS ?=
+# The first of these that is Python >= 3.11 and can make virtual environments.
+PYTHON ?= $(shell for python in python3 python3.11 python3.12 python3.13 python3.14 python; do \
+	"$$python" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 \
+	&& { echo "$$python"; break; }; done)
+BIN := .venv/bin
+# One thread per process: several processes share the cores, here as in training.
+RUN := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python
+
+help:  ## list these targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+train: .venv/ready  ## train GPT-2 in two pipeline stages on two CPU processes (about two minutes)
+	@$(RUN) -m recipes.train experiment=gpt2_wikitext2 $(ARGS)
+
+test: .venv/ready  ## run the fast tests (under ten minutes on two cores)
+	@$(RUN) -m pytest -n 2 --dist loadscope -m "not slow and not gpu" $(ARGS)
+
+test-all: .venv/ready  ## run every test, the long sweeps too (hours on two cores)
+	@$(RUN) -m pytest -n 2 --dist loadscope $(ARGS)
+
+check: .venv/ready  ## lint, formatting, types
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+
+format: .venv/ready  ## let ruff repair what it can
+	@$(BIN)/ruff check --fix-only --quiet .
+	@$(BIN)/ruff format .
+
+bench: .venv/ready  ## measure bubbles, speed and overheads on this machine
+	@$(RUN) -m benchmarks $(ARGS)
+
+clean:  ## remove .venv, caches and the outputs of runs
+	rm -rf .venv build dist outputs multirun .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+.venv/ready: pyproject.toml constraints.txt
+	@[ -n "$(PYTHON)" ] || { echo "make: no Python >= 3.11 with its venv module was found." \
+		"Install one, or name it: make PYTHON=/path/to/python3 $(MAKECMDGOALS)" >&2; exit 1; }
+	@echo "Setting up .venv with $$($(PYTHON) -V) and the versions in constraints.txt (once; a few minutes) ..."
+	@$(PYTHON) -m venv .venv
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@touch $@
