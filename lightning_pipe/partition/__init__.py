@@ -1,0 +1,7 @@
+"""Finds the layers of a module and divides them over stages."""
+
+from lightning_pipe.partition.balancing import balance
+from lightning_pipe.partition.cost import Balance, divide, parameter_costs
+from lightning_pipe.partition.sequence import Layers, find_layers, parameter_count
+
+__all__ = ["Balance", "Layers", "balance", "divide", "find_layers", "parameter_costs", "parameter_count"]

@@ -1,0 +1,56 @@
+"""Numbers and names as people read them, for plans and error messages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+
+def amount(number: float) -> str:
+    """Writes a count with three digits and a unit.
+
+    Example:
+        >>> amount(124_439_808), amount(8_200), amount(17)
+        ('124 M', '8.2 k', '17')
+    """
+    return _scaled(number, ("", "k", "M", "G", "T"), 1000)
+
+
+def memory(number_of_bytes: float) -> str:
+    """Writes a number of bytes in binary units.
+
+    Example:
+        >>> memory(1_991_036_928), memory(512)
+        ('1.85 GiB', '512 B')
+    """
+    return _scaled(number_of_bytes, ("B", "KiB", "MiB", "GiB", "TiB"), 1024)
+
+
+def several(number: int, noun: str) -> str:
+    """Writes a number with its noun in singular or plural.
+
+    Example:
+        >>> several(1, "layer"), several(3, "layer")
+        ('1 layer', '3 layers')
+    """
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """The known name most like the given one, or None where nothing is alike.
+
+    Example:
+        >>> nearest("encodr.block", ["encoder.block", "decoder.block"])
+        'encoder.block'
+    """
+    found = get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return found[0] if found else None
+
+
+def _scaled(number: float, units: tuple[str, ...], base: int) -> str:
+    # 999.5 would be rounded to 1000: it belongs to the next unit
+    for unit in units[:-1]:
+        if abs(number) < 999.5:
+            return f"{number:.3g} {unit}".rstrip()
+        number /= base
+    return f"{number:.3g} {units[-1]}" if abs(number) < 999.5 else f"{number:.0f} {units[-1]}"
