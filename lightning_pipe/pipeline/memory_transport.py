@@ -1,0 +1,359 @@
+"""A transport between the threads of one process: engine sweeps and property tests need no processes."""
+
+from __future__ import annotations
+
+import ctypes
+import pickle
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_pipe.errors import CommunicationError
+from lightning_pipe.pipeline.topology import Topology
+from lightning_pipe.pipeline.transport import (
+    DONE,
+    Collective,
+    Lane,
+    Message,
+    Reduction,
+    Transport,
+    Work,
+    check_message,
+)
+
+T = TypeVar("T")
+
+_REDUCE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
+
+
+@dataclass
+class _Half:
+    """One end of a message, waiting for the other one."""
+
+    payload: Any
+    done: threading.Event = field(default_factory=threading.Event)
+    error: str | None = None
+
+
+@dataclass
+class _Meeting:
+    """The members of a collective that have come so far, with what each brought."""
+
+    brought: dict[int, Any] = field(default_factory=dict)
+    done: threading.Event = field(default_factory=threading.Event)
+    result: Any = None
+
+
+class _Channel:
+    """The sends and receives of one lane that have not met yet; never both."""
+
+    def __init__(self) -> None:
+        self.sends: deque[_Half] = deque()
+        self.receives: deque[_Half] = deque()
+
+
+class _World:
+    """What the threads share."""
+
+    def __init__(self, topology: Topology) -> None:
+        self.topology = topology
+        self.lock = threading.Lock()
+        self.channels: defaultdict[Hashable, _Channel] = defaultdict(_Channel)
+        self.meetings: dict[Hashable, _Meeting] = {}
+        self.pending: set[threading.Event] = set()
+        self.failure: tuple[int, BaseException] | None = None
+
+    def fail(self, process: int, error: BaseException) -> None:
+        """Remember the first failure and wake all who wait."""
+        with self.lock:
+            if self.failure is None:
+                self.failure = (process, error)
+            pending, self.pending = self.pending, set()
+        for event in pending:
+            event.set()
+
+    def post(self, key: Hashable, half: _Half, *, sending: bool) -> None:
+        """Match the half with the oldest one of the other side, or let it wait."""
+        with self.lock:
+            channel = self.channels[key]
+            mine, other = (channel.sends, channel.receives) if sending else (channel.receives, channel.sends)
+            self.pending.add(half.done)
+            if not other:
+                mine.append(half)
+                return
+            match = other.popleft()
+        source, target = (half, match) if sending else (match, half)
+        if source.payload.numel() == target.payload.numel():
+            _copy(target.payload, source.payload)
+        else:
+            source.error = target.error = (
+                f"{source.payload.numel()} bytes were sent, {target.payload.numel()} expected: the ranks disagree"
+            )
+        self.finish(source.done, target.done)
+
+    def meet(self, key: Hashable, process: int, brought: Any, members: int, conclude: Callable[[Any], Any]) -> _Meeting:
+        """Bring something to a meeting; who comes last concludes it."""
+        with self.lock:
+            meeting = self.meetings.setdefault(key, _Meeting())
+            self.pending.add(meeting.done)
+            meeting.brought[process] = brought
+            if len(meeting.brought) < members:
+                return meeting
+            del self.meetings[key]
+        meeting.result = conclude(meeting.brought)
+        self.finish(meeting.done)
+        return meeting
+
+    def finish(self, *events: threading.Event) -> None:
+        """Wake those who wait for an operation that is now done."""
+        with self.lock:
+            self.pending.difference_update(events)
+        for event in events:
+            event.set()
+
+
+class _MemoryWork:
+    """An operation that another thread completes."""
+
+    def __init__(self, transport: MemoryTransport, operation: object, half: _Half | _Meeting) -> None:
+        self._transport = transport
+        self._operation = operation
+        self._half = half
+
+    def wait(self) -> None:
+        """Return when the other side has come."""
+        self._transport.block(self._half.done, self._operation)
+        error = getattr(self._half, "error", None)
+        if error is not None:
+            raise self._transport.error(self._operation, CommunicationError(error))
+
+    def is_completed(self) -> bool:
+        """Whether the other side has come."""
+        return self._half.done.is_set() and self._transport.world.failure is None
+
+
+class MemoryTransport(Transport):
+    """Messages between threads, with the semantics of the real transports; see `memory_world`."""
+
+    def __init__(self, world: _World, process: int, timeout: timedelta, device: torch.device) -> None:
+        super().__init__(world.topology, process, device, timeout)
+        self.world = world
+        self._groups: set[tuple[int, ...]] = {tuple(range(world.topology.world_size))}
+        self._calls: defaultdict[tuple[int, ...], int] = defaultdict(int)
+
+    @property
+    @override
+    def inline_control(self) -> bool:
+        return self.device.type == "cpu"
+
+    @override
+    def send(self, data: Tensor, peer: int, lane: Lane) -> Work:
+        check_message(data)
+        return self._post("send", data, (self.process, self.peers[peer], lane), peer, lane)
+
+    @override
+    def receive(self, data: Tensor, peer: int, lane: Lane) -> Work:
+        check_message(data)
+        return self._post("receive", data, (self.peers[peer], self.process, lane), peer, lane)
+
+    @override
+    def send_object(self, obj: object, peer: int, tag: int) -> Work:
+        data = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
+        size = torch.tensor([data.numel()]).view(torch.uint8)
+        ends = (self.process, self.peers[peer])
+        lane = f"the object lane with tag {tag}"
+        self._post("send", size, (*ends, "size", tag), peer, lane)
+        return self._post("send", data, (*ends, "object", tag), peer, lane)
+
+    @override
+    def receive_object(self, peer: int, tag: int) -> Any:
+        ends = (self.peers[peer], self.process)
+        lane = f"the object lane with tag {tag}"
+        size = torch.zeros(1, dtype=torch.int64)
+        self._post("receive", size.view(torch.uint8), (*ends, "size", tag), peer, lane).wait()
+        data = torch.empty(int(size), dtype=torch.uint8)
+        self._post("receive", data, (*ends, "object", tag), peer, lane).wait()
+        return pickle.loads(data.numpy().tobytes())
+
+    @override
+    def make_groups(self, groups: Sequence[tuple[int, ...]]) -> None:
+        self._groups.update(tuple(group) for group in groups)
+
+    @override
+    def all_reduce(self, tensor: Tensor, members: tuple[int, ...], op: Reduction = "sum") -> Work:
+        def conclude(brought: dict[int, Tensor]) -> None:
+            with torch.no_grad():
+                total = brought[members[0]].clone()
+                for member in members[1:]:
+                    total = _REDUCE[op](total, brought[member])
+            for target in brought.values():
+                _copy(target, total)
+
+        return self._meet("all-reduce", tensor, tensor.nbytes, members, conclude)
+
+    @override
+    def broadcast(self, tensor: Tensor, source: int, members: tuple[int, ...]) -> Work:
+        def conclude(brought: dict[int, Tensor]) -> None:
+            for member, target in brought.items():
+                if member != source:
+                    _copy(target, brought[source])
+
+        return self._meet("broadcast", tensor, tensor.nbytes, members, conclude)
+
+    @override
+    def broadcast_object(self, obj: object, source: int, members: tuple[int, ...]) -> Any:
+        data = pickle.dumps(obj) if self.process == source else None
+        meeting = self._attend("object broadcast", data, 0, members, lambda brought: brought[source])
+        return obj if self.process == source else pickle.loads(meeting.result)
+
+    @override
+    def all_gather_object(self, obj: object, members: tuple[int, ...]) -> list[Any]:
+        data = pickle.dumps(obj)
+        meeting = self._attend("object gather", data, 0, members, lambda brought: [brought[m] for m in members])
+        return [pickle.loads(item) for item in meeting.result]
+
+    @override
+    def barrier(self, members: tuple[int, ...] | None = None) -> None:
+        members = tuple(range(self.topology.world_size)) if members is None else members
+        self._attend("barrier", None, 0, members, lambda brought: None)
+
+    @override
+    def abort(self) -> None:
+        self.world.fail(self.process, CommunicationError(f"{self.describe().capitalize()} gave up."))
+
+    @override
+    def close(self) -> None:
+        self.waiting = None
+
+    def block(self, event: threading.Event, operation: object) -> None:
+        """Wait for an event; raise if a thread has failed or the time is up."""
+        self.waiting = operation
+        in_time = event.wait(self.timeout.total_seconds())
+        failure = self.world.failure
+        if failure is not None:
+            process, cause = failure
+            raise CommunicationError(
+                f"{self.describe().capitalize()} could not {operation}: {self.describe(process)} failed with "
+                f"{type(cause).__name__}: {cause}"
+            )
+        if not in_time:
+            raise self.error(operation, None, timed_out=True)
+        self.waiting = None
+
+    def _post(self, verb: Any, data: Tensor, key: Hashable, peer: int, lane: Lane | str) -> _MemoryWork:
+        half = _Half(data)
+        operation = Message(verb, data.numel(), self.names[peer], lane)
+        self.world.post(key, half, sending=verb == "send")
+        return _MemoryWork(self, operation, half)
+
+    def _meet(
+        self, name: str, brought: Any, size: int, members: tuple[int, ...], conclude: Callable[[Any], Any]
+    ) -> Work:
+        self.check_members(members)
+        if len(members) == 1:
+            return DONE
+        if members not in self._groups:
+            raise CommunicationError(f"The group {members} was never made.", hint="Call make_groups on all processes.")
+        if isinstance(brought, Tensor) and not brought.is_contiguous():
+            raise CommunicationError(f"A {name} needs a contiguous tensor, not strides {brought.stride()}.")
+        self._calls[members] += 1
+        key = (members, self._calls[members])
+        meeting = self.world.meet(key, self.process, brought, len(members), conclude)
+        return _MemoryWork(self, Collective(name, size, members), meeting)
+
+    def _attend(
+        self, name: str, brought: Any, size: int, members: tuple[int, ...], conclude: Callable[[Any], Any]
+    ) -> _Meeting:
+        work = self._meet(name, brought, size, members, conclude)
+        if not isinstance(work, _MemoryWork):
+            return _Meeting(result=conclude({self.process: brought}))
+        work.wait()
+        meeting = work._half
+        assert isinstance(meeting, _Meeting)
+        return meeting
+
+
+def memory_world(
+    topology: Topology, timeout: timedelta = timedelta(seconds=30), device: torch.device | None = None
+) -> list[MemoryTransport]:
+    """One transport per process of the topology, for threads of this process.
+
+    Args:
+        topology: the place of every process.
+        timeout: the longest that a blocking call waits.
+        device: where messages live; the CPU by default.
+
+    Returns:
+        The transports, indexed by process. Give each to one thread, or all to `run_threads`.
+    """
+    world = _World(topology)
+    device = torch.device("cpu") if device is None else device
+    return [MemoryTransport(world, process, timeout, device) for process in range(topology.world_size)]
+
+
+def run_threads(
+    world: Sequence[MemoryTransport], fn: Callable[[MemoryTransport], T], timeout: float | timedelta = 60.0
+) -> list[T]:
+    """Run ``fn(transport)`` in one thread per process and return the results, indexed by process.
+
+    Args:
+        world: the transports of a `memory_world`.
+        fn: what every process does.
+        timeout: seconds after which all of it must be done.
+
+    Raises:
+        BaseException: the first failing thread's own error; the others stop with `CommunicationError`.
+        CommunicationError: not all threads were done in time; the message says where each of them was.
+    """
+    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+    results: dict[int, T] = {}
+
+    def body(transport: MemoryTransport) -> None:
+        try:
+            results[transport.process] = fn(transport)
+        except BaseException as error:
+            transport.world.fail(transport.process, error)
+
+    threads = [
+        threading.Thread(target=body, args=(transport,), daemon=True, name=f"process {transport.process}")
+        for transport in world
+    ]
+    for thread in threads:
+        thread.start()
+    shared = world[0].world
+    deadline = time.monotonic() + seconds
+    while any(thread.is_alive() for thread in threads) and shared.failure is None and time.monotonic() < deadline:
+        next(thread for thread in threads if thread.is_alive() or thread is threads[-1]).join(0.02)
+    if shared.failure is None and any(thread.is_alive() for thread in threads):
+        late = [transport for transport, thread in zip(world, threads, strict=True) if thread.is_alive()]
+        error = CommunicationError(f"Not done within {seconds:g} s.\n" + "\n".join(map(_where, late)))
+        shared.fail(late[0].process, error)
+    if shared.failure is not None:
+        for thread in threads:
+            thread.join(1.0)
+        raise shared.failure[1]
+    return [results[transport.process] for transport in world]
+
+
+def _where(transport: MemoryTransport) -> str:
+    place = f"waits to {transport.waiting}" if transport.waiting is not None else "computes"
+    position = "" if transport.board is None else f" at {transport.board.position}"
+    return f"  {transport.describe()}{position}: {place}"
+
+
+def _copy(target: Tensor, source: Tensor) -> None:
+    """Copy bytes as a network would: without autograd, version counters or the thread's inference mode."""
+    if target.device.type == source.device.type == "cpu":
+        if source.nbytes:
+            ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes)
+        return
+    with torch.no_grad():
+        target.copy_(source)
