@@ -1,0 +1,103 @@
+"""Is a schedule complete and able to run? The first offending action is named."""
+
+from __future__ import annotations
+
+from lightning_pipe.errors import ScheduleError
+from lightning_pipe.schedules.dependencies import (
+    FORWARD_DONE,
+    GRADIENT_DONE,
+    Result,
+    local_need,
+    play,
+)
+from lightning_pipe.schedules.ir import COMPUTE, Action, Kind, Schedule
+
+WEIGHT_DONE = "weight gradient"
+
+_GIVES: dict[Kind, tuple[str, ...]] = {
+    Kind.FORWARD: (FORWARD_DONE,),
+    Kind.BACKWARD: (GRADIENT_DONE, WEIGHT_DONE),
+    Kind.BACKWARD_INPUT: (GRADIENT_DONE,),
+    Kind.BACKWARD_WEIGHT: (WEIGHT_DONE,),
+}
+_LETTERS = {FORWARD_DONE: "F", GRADIENT_DONE: "B or I", WEIGHT_DONE: "B or W"}
+
+
+def check(schedule: Schedule) -> None:
+    """Raise a :class:`ScheduleError` unless every micro-batch passes every stage once, in an order that can run."""
+    _check_placement(schedule)
+    pipes: dict[int | None, int] = {}
+    done: set[Result] = set()
+    for rank, actions in enumerate(schedule.actions):
+        for index, action in enumerate(actions):
+            complaint = _out_of_place(schedule, rank, action) or _out_of_order(action, pipes, done)
+            if complaint:
+                raise ScheduleError(f"Schedule {schedule.name!r}, rank {rank}, action {index} ({action}): {complaint}.")
+    _check_complete(schedule, done)
+    play(schedule)
+
+
+def _check_placement(schedule: Schedule) -> None:
+    wanted = {(pipe, stage) for pipe in range(max(1, schedule.pipes)) for stage in range(schedule.stages)}
+    if set(schedule.placement) != wanted:
+        odd = min(wanted.symmetric_difference(schedule.placement))
+        raise ScheduleError(
+            f"Schedule {schedule.name!r}: the placement must name a rank for each of {schedule.stages} stages in each "
+            f"of {schedule.pipes} pipes; (pipe, stage) {odd} is {'missing' if odd in wanted else 'unknown'}."
+        )
+    for (pipe, stage), rank in schedule.placement.items():
+        if not 0 <= rank < schedule.ranks:
+            raise ScheduleError(
+                f"Schedule {schedule.name!r}: stage {stage} of pipe {pipe} is placed on rank {rank}, "
+                f"but ranks are 0 to {schedule.ranks - 1}."
+            )
+    if len(schedule.actions) != schedule.ranks:
+        raise ScheduleError(
+            f"Schedule {schedule.name!r} has actions for {len(schedule.actions)} ranks, but ranks={schedule.ranks}."
+        )
+
+
+def _out_of_place(schedule: Schedule, rank: int, action: Action) -> str | None:
+    """What is wrong with an action in itself."""
+    kind, stage, micro_batch, pipe, _ = action
+    if kind not in COMPUTE:
+        return "only compute actions belong into a schedule; messages and reductions are inserted by lower()"
+    if not 0 <= stage < schedule.stages:
+        return f"stages are 0 to {schedule.stages - 1}"
+    if micro_batch is None or not 0 <= micro_batch < schedule.micro_batches:
+        return f"micro-batches are 0 to {schedule.micro_batches - 1}"
+    if schedule.forward_only and kind is not Kind.FORWARD:
+        return "a forward-only schedule has forward actions only"
+    if schedule.placement.get((pipe, stage)) != rank:
+        return f"stage {stage} of pipe {pipe} is placed on rank {schedule.placement.get((pipe, stage))}"
+    return None
+
+
+def _out_of_order(action: Action, pipes: dict[int | None, int], done: set[Result]) -> str | None:
+    """What is wrong with an action after what its rank has done before; notes what it does."""
+    kind, stage, micro_batch, pipe, _ = action
+    if pipes.setdefault(micro_batch, pipe) != pipe:
+        return f"micro-batch {micro_batch} already takes pipe {pipes[micro_batch]}"
+    need = local_need(action)
+    if need is not None and need not in done:
+        return f"{_LETTERS[need[0]]} of micro-batch {micro_batch} at stage {stage} must come before it"
+    if kind is Kind.RECOMPUTE and (GRADIENT_DONE, stage, micro_batch) in done:
+        return f"the backward of micro-batch {micro_batch} at stage {stage} comes before it"
+    for what in _GIVES.get(kind, ()):
+        result = (what, stage, micro_batch)
+        if result in done:
+            return f"the {what} of micro-batch {micro_batch} at stage {stage} is computed a second time"
+        done.add(result)
+    return None
+
+
+def _check_complete(schedule: Schedule, done: set[Result]) -> None:
+    wanted = (FORWARD_DONE,) if schedule.forward_only else (FORWARD_DONE, GRADIENT_DONE, WEIGHT_DONE)
+    for what in wanted:
+        for micro_batch in range(schedule.micro_batches):
+            for stage in range(schedule.stages):
+                if (what, stage, micro_batch) not in done:
+                    raise ScheduleError(
+                        f"Schedule {schedule.name!r} never runs {_LETTERS[what]} "
+                        f"of micro-batch {micro_batch} at stage {stage}."
+                    )

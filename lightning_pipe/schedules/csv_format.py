@@ -1,0 +1,59 @@
+"""Schedules as CSV files, in the format of torch.distributed.pipelining's compute-only schedules."""
+
+from __future__ import annotations
+
+import csv
+import re
+from os import PathLike
+from pathlib import Path
+
+from lightning_pipe.errors import ScheduleError
+from lightning_pipe.schedules.family import schedule_of
+from lightning_pipe.schedules.ir import COMPUTE, Action, Schedule
+
+_CELL = re.compile(r"(\d+)([A-Z]+)(\d+)(?:@(\d+))?")
+_KINDS = {kind.value: kind for kind in COMPUTE}
+
+
+def write_csv(schedule: Schedule, path: str | PathLike[str]) -> None:
+    """Write one row per rank, one cell per action: ``2F0`` is the forward of micro-batch 0 at stage 2.
+
+    Letters are ``F``, ``B`` (whole backward), ``I`` and ``W`` (its input and weight part) and ``R`` (recompute).
+    Micro-batches on a pipe other than 0 carry it behind an ``@``: ``2F0@1``. Files without ``R`` and ``@`` are
+    torch's compute-only format.
+    """
+    with open(path, "w", newline="", encoding="utf-8") as file:
+        csv.writer(file).writerows(schedule.actions)
+
+
+def read_csv(path: str | PathLike[str], name: str | None = None) -> Schedule:
+    """Read a schedule that :meth:`Schedule.to_csv` or torch wrote; empty cells (idle) are skipped.
+
+    Args:
+        path: the file.
+        name: the schedule's name; by default the file's.
+
+    Raises:
+        ScheduleError: there is no such file, a cell cannot be read, or the schedule cannot run.
+    """
+    orders = []
+    try:
+        with open(path, newline="", encoding="utf-8-sig") as file:
+            for rank, row in enumerate(csv.reader(file)):
+                orders.append([_action(cell, path, rank, column) for column, cell in enumerate(row) if cell.strip()])
+    except OSError as error:
+        raise ScheduleError(f"The schedule file {path} cannot be read: {error.strerror}.") from error
+    schedule = schedule_of(name or Path(path).stem, orders)
+    schedule.validate()
+    return schedule
+
+
+def _action(cell: str, path: str | PathLike[str], rank: int, column: int) -> Action:
+    match = _CELL.fullmatch(cell.strip())
+    if match is None or match[2] not in _KINDS:
+        raise ScheduleError(
+            f"{path}, row {rank + 1}, column {column + 1}: {cell.strip()!r} is not an action.",
+            hint=f"Write stage, kind and micro-batch, as in 2F0; kinds are {', '.join(sorted(_KINDS))}.",
+        )
+    stage, kind, micro_batch, pipe = match.groups()
+    return Action(_KINDS[kind], int(stage), int(micro_batch), int(pipe or 0))

@@ -1,0 +1,148 @@
+"""The base of every schedule family: options in, :class:`Schedule` out, for any ranks, micro-batches and stages."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+from itertools import accumulate
+from typing import ClassVar
+
+from lightning_pipe.errors import ScheduleError
+from lightning_pipe.schedules.ir import Action, Kind, Placement, Schedule
+
+Orders = Sequence[Sequence[Action]]
+"""For every rank its compute actions in order."""
+
+
+@dataclass(frozen=True)
+class Family(ABC):
+    """A family of schedules; its fields are the family's options.
+
+    A family says in :meth:`orders` what every rank computes if the model is cut into ``ranks * stages_per_rank``
+    stages. :meth:`build` does the rest: more stages than that are folded, so that a rank holds several consecutive
+    stages in the place of one.
+
+    Example:
+        >>> from dataclasses import dataclass
+        >>> from lightning_pipe.schedules import Action, Family, Kind
+        >>> @dataclass(frozen=True)
+        ... class ForwardThenBackward(Family):
+        ...     name = "forward_then_backward"
+        ...
+        ...     def orders(self, ranks, micro_batches):
+        ...         kinds, indices = (Kind.FORWARD, Kind.BACKWARD), range(micro_batches)
+        ...         return [[Action(kind, rank, i) for kind in kinds for i in indices] for rank in range(ranks)]
+        >>> schedule = ForwardThenBackward().build(ranks=2, micro_batches=2, stages=3)
+        >>> print(*schedule.actions[0])
+        0F0 1F0 0F1 1F1 1B0 0B0 1B1 0B1
+    """
+
+    synchronous: ClassVar[bool] = True
+
+    @property
+    def name(self) -> str:
+        """The name in drawings and messages; families write ``name = "…"``."""
+        return type(self).__name__
+
+    @property
+    def stages_per_rank(self) -> int:
+        """Stages that each rank holds by default."""
+        return 1
+
+    @abstractmethod
+    def orders(self, ranks: int, micro_batches: int) -> Orders:
+        """What every rank computes, in order, with ``ranks * stages_per_rank`` stages."""
+
+    def placed(self, ranks: int, stages: int | None) -> tuple[Family, int]:
+        """The family with options that suit the number of stages asked for, and the number that its orders have.
+
+        Raises:
+            ScheduleError: too few stages.
+        """
+        needed = ranks * self.stages_per_rank
+        if stages is not None and stages < needed:
+            raise ScheduleError(
+                f"Schedule {self.name!r} on {ranks} ranks needs at least {needed} stages "
+                f"({self.stages_per_rank} per rank), got stages={stages}.",
+                hint=f"Use stages={needed} or more, or {max(1, stages // self.stages_per_rank)} ranks or fewer.",
+            )
+        return self, needed
+
+    def options(self) -> dict[str, object]:
+        """The options to show."""
+        return {option.name: getattr(self, option.name) for option in fields(self)}
+
+    def build(self, ranks: int, micro_batches: int, stages: int | None = None) -> Schedule:
+        """Build the schedule.
+
+        Args:
+            ranks: number of ranks in one pipeline, 1 or more.
+            micro_batches: number of micro-batches in a batch, 1 or more.
+            stages: number of stages the model is cut into, at least as many as the family needs; by default
+                ``ranks * stages_per_rank``.
+
+        Raises:
+            ScheduleError: the numbers do not fit together.
+        """
+        for what, value in (("ranks", ranks), ("micro_batches", micro_batches)):
+            if value < 1:
+                raise ScheduleError(f"Schedule {self.name!r} needs {what} >= 1, got {what}={value}.")
+        family, coarse = self.placed(ranks, stages)
+        schedule = schedule_of(
+            family.name,
+            fold(family.orders(ranks, micro_batches), coarse, stages or coarse),
+            micro_batches=micro_batches,
+            synchronous=family.synchronous,
+            options=family.options(),
+        )
+        schedule.validate()
+        return schedule
+
+
+def schedule_of(
+    name: str,
+    orders: Iterable[Sequence[Action]],
+    *,
+    micro_batches: int | None = None,
+    synchronous: bool = True,
+    options: dict[str, object] | None = None,
+) -> Schedule:
+    """Make a schedule of every rank's compute actions; stages, placement and the rest follow from them."""
+    actions = tuple(tuple(order) for order in orders)
+    placement: Placement = {(action.pipe, action.stage): rank for rank, order in enumerate(actions) for action in order}
+    everything = [action for order in actions for action in order]
+    if not everything:
+        raise ScheduleError(f"Schedule {name!r} has no actions.")
+    return Schedule(
+        name=name,
+        stages=1 + max(action.stage for action in everything),
+        ranks=len(actions),
+        micro_batches=micro_batches or 1 + max(action.micro_batch or 0 for action in everything),
+        placement=dict(sorted(placement.items())),
+        actions=actions,
+        forward_only=all(action.kind is Kind.FORWARD for action in everything),
+        synchronous=synchronous,
+        options=options or {},
+    )
+
+
+def fold(orders: Orders, coarse: int, stages: int) -> list[list[Action]]:
+    """Replace each of ``coarse`` stages by a block of consecutive ones, so that there are ``stages`` in all.
+
+    Blocks are as equal as possible, larger ones first; a backward action runs through its block from the end.
+    """
+    if coarse == stages:
+        return [list(order) for order in orders]
+    sizes = [stages // coarse + (index < stages % coarse) for index in range(coarse)]
+    ends = list(accumulate(sizes))
+    blocks = [range(end - size, end) for size, end in zip(sizes, ends, strict=True)]
+    forwards = (Kind.FORWARD, Kind.RECOMPUTE)
+    return [
+        [
+            action._replace(stage=stage)
+            for action in order
+            for stage in (blocks[action.stage] if action.kind in forwards else reversed(blocks[action.stage]))
+        ]
+        for order in orders
+    ]

@@ -1,0 +1,34 @@
+"""GPipe: all forwards, then all backwards."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from lightning_pipe.schedules.family import Family, Orders
+from lightning_pipe.schedules.ir import Action, Kind
+
+
+@dataclass(frozen=True)
+class GPipe(Family):
+    """GPipe (Huang et al. 2019, section 2.3): all forwards, then all backwards, the last micro-batch first.
+
+    Bubble ratio ``(ranks - 1) / (micro_batches + ranks - 1)``; every rank holds the activations of all
+    ``micro_batches`` (the paper's M; our ranks are its K)::
+
+        rank 0  0 1 2 3                   3 3 2 2 1 1 0 0
+        rank 1    0 1 2 3             3 3 2 2 1 1 0 0
+        rank 2      0 1 2 3       3 3 2 2 1 1 0 0
+        rank 3        0 1 2 3 3 3 2 2 1 1 0 0
+    """
+
+    name: ClassVar[str] = "gpipe"
+
+    def orders(self, ranks: int, micro_batches: int) -> Orders:
+        """All forwards in order, all backwards in reverse order."""
+        indices = range(micro_batches)
+        return [
+            [Action(Kind.FORWARD, rank, index) for index in indices]
+            + [Action(Kind.BACKWARD, rank, index) for index in reversed(indices)]
+            for rank in range(ranks)
+        ]

@@ -1,0 +1,143 @@
+"""From compute order to what a rank really does: sends, receives and reductions inserted between the actions."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from lightning_pipe.schedules.dependencies import (
+    Number,
+    Result,
+    Timed,
+    consumer_rank,
+    play,
+    remote_need,
+    result_of,
+)
+from lightning_pipe.schedules.ir import Action, Kind, Schedule
+
+_MESSAGE = {
+    Kind.FORWARD: (Kind.SEND_FORWARD, Kind.RECEIVE_FORWARD, 1),
+    Kind.BACKWARD: (Kind.SEND_BACKWARD, Kind.RECEIVE_BACKWARD, -1),
+    Kind.BACKWARD_INPUT: (Kind.SEND_BACKWARD, Kind.RECEIVE_BACKWARD, -1),
+}
+_WEIGHT_GRADIENT = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
+
+Lowered = tuple[tuple[Action, ...], ...]
+Slots = list[list[tuple[Number, Action]]]
+"""For every index of a rank's list what goes before (or after) that action, with the time that orders it."""
+
+
+class _Message(NamedTuple):
+    """A value on its way between two ranks; the fields sort messages by the time they are produced."""
+
+    sent: Number
+    sender: int
+    producer: int
+    receiver: int
+    consumer: int
+    action: Action
+
+    def ends(self) -> tuple[Action, Action]:
+        """The send and the receive action."""
+        send, receive, step = _MESSAGE[self.action.kind]
+        return (
+            self.action._replace(kind=send, peer=self.receiver),
+            self.action._replace(kind=receive, peer=self.sender, stage=self.action.stage + step),
+        )
+
+
+def lower(schedule: Schedule) -> Lowered:
+    """Insert messages and reductions into every rank's compute actions.
+
+    A send follows the action that produces the value. Its receive stands one compute action before the one that
+    needs the value, so that the transfer hides behind compute and buffers follow the micro-batches in flight.
+    A receive may stand earlier, so that this holds:
+
+    For every pair of ranks and every lane (direction and pipe) the messages are ordered by the time at which they are
+    produced in a simulation of all ranks, and both ends post their sends and receives of the lane in this order. So
+    lanes may be first-in-first-out, in both directions together, and nothing deadlocks: an action that runs at time t
+    of the simulation needs only messages produced before t, and so does every message ahead of them in their lanes.
+
+    A reduction of a stage's gradients follows the last backward action of the stage on its rank. Ranks that hold
+    several stages reduce them in one order that is the same on all ranks.
+
+    Returns:
+        For every rank its actions. Sends and receives name the stage of their own rank: the action
+        ``SEND_FORWARD(stage=s)`` on one rank meets ``RECEIVE_FORWARD(stage=s+1)`` on its peer.
+
+    Example:
+        >>> from lightning_pipe.schedules import GPipe
+        >>> for actions in lower(GPipe().build(ranks=2, micro_batches=1)):
+        ...     print(*actions)
+        0F0 0SEND_F0>1 0RECV_B0<1 0B0 0REDUCE
+        1RECV_F0<0 1F0 1B0 1SEND_B0>0 1REDUCE
+    """
+    played = play(schedule)
+    before: list[Slots] = [[[] for _ in timed] for timed in played]
+    after: list[Slots] = [[[] for _ in timed] for timed in played]
+    for lane in _lanes(schedule, played):
+        _place_lane(sorted(lane), before, after)
+    if not schedule.forward_only:
+        _place_reductions(played, after)
+    return tuple(tuple(_merge(timed, before[rank], after[rank])) for rank, timed in enumerate(played))
+
+
+def _merge(timed: list[Timed], before: Slots, after: Slots) -> Iterable[Action]:
+    for entry, first, then in zip(timed, before, after, strict=True):
+        yield from (action for _, action in sorted(first))
+        yield entry.action
+        yield from (action for _, action in then)
+
+
+def _lanes(schedule: Schedule, played: list[list[Timed]]) -> Iterable[list[_Message]]:
+    """All messages, one list per pair of ranks, direction and pipe."""
+    consumers: dict[Result, int] = {}
+    for timed in played:
+        for index, entry in enumerate(timed):
+            need = remote_need(entry.action, schedule.stages)
+            if need is not None:
+                consumers[need] = index
+    lanes: dict[tuple[int, int, Kind, int], list[_Message]] = defaultdict(list)
+    for rank, timed in enumerate(played):
+        for index, (action, _, end) in enumerate(timed):
+            peer = consumer_rank(action, schedule.stages, schedule.placement)
+            result = result_of(action)
+            if peer is not None and peer != rank and result is not None:
+                lane = (min(rank, peer), max(rank, peer), _MESSAGE[action.kind][0], action.pipe)
+                lanes[lane].append(_Message(end, rank, index, peer, consumers[result], action))
+    return lanes.values()
+
+
+def _place_lane(lane: list[_Message], before: list[Slots], after: list[Slots]) -> None:
+    """Put a lane's sends behind their producers, its receives before their consumers, in the lane's order."""
+    earliest: dict[int, int] = {}
+    lower_bounds = []
+    for message in lane:
+        lower_bounds.append(earliest.get(message.receiver, 0))
+        earliest[message.sender] = message.producer + 1
+    latest: dict[int, int] = {}
+    for message, lower_bound in zip(reversed(lane), reversed(lower_bounds), strict=True):
+        send, receive = message.ends()
+        after[message.sender][message.producer].append((message.sent, send))
+        latest[message.sender] = message.producer
+        slot = max(lower_bound, min(message.consumer - 1, latest.get(message.receiver, message.consumer)))
+        before[message.receiver][slot].append((message.sent, receive))
+        latest[message.receiver] = slot
+
+
+def _place_reductions(played: list[list[Timed]], after: list[Slots]) -> None:
+    """One reduction per stage and rank, as soon as the stage's gradients are complete there, in one global order."""
+    last: dict[int, dict[int, int]] = defaultdict(dict)
+    complete: dict[int, Number] = {}
+    for rank, timed in enumerate(played):
+        for index, (action, _, end) in enumerate(timed):
+            if action.kind in _WEIGHT_GRADIENT:
+                last[action.stage][rank] = index
+                complete[action.stage] = max(end, complete.get(action.stage, end))
+    slots = [0] * len(played)
+    for stage in sorted(complete, key=lambda stage: (complete[stage], -stage)):
+        for rank, index in last[stage].items():
+            slots[rank] = max(slots[rank], index)
+            after[rank][slots[rank]].append((complete[stage], Action(Kind.REDUCE, stage, None)))

@@ -1,0 +1,155 @@
+"""Schedules by name, object or file; users register their own."""
+
+from __future__ import annotations
+
+import difflib
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from os import PathLike, fspath
+from pathlib import Path
+from typing import TypeVar
+
+from lightning_pipe.errors import ScheduleError
+from lightning_pipe.schedules.dependencies import held
+from lightning_pipe.schedules.fallback import list_schedule
+from lightning_pipe.schedules.family import Family, Orders
+from lightning_pipe.schedules.ir import Action, Kind, Schedule
+
+Factory = TypeVar("Factory", bound=Callable[..., object])
+_families: dict[str, Callable[..., Family]] = {}
+
+
+def register(name: str) -> Callable[[Factory], Factory]:
+    """Register a schedule under a name: a :class:`Family`, or a function from ranks and micro-batches to orders.
+
+    Example:
+        >>> from lightning_pipe.schedules import Action, Kind, get, register
+        >>> @register("gpipe_in_order")
+        ... def gpipe_in_order(ranks, micro_batches):
+        ...     kinds, indices = (Kind.FORWARD, Kind.BACKWARD), range(micro_batches)
+        ...     return [[Action(kind, rank, i) for kind in kinds for i in indices] for rank in range(ranks)]
+        >>> print(*get("gpipe_in_order").build(ranks=2, micro_batches=2).actions[1])
+        1F0 1F1 1B0 1B1
+    """
+
+    def decorate(factory: Factory) -> Factory:
+        if isinstance(factory, type) and issubclass(factory, Family):
+            _families[name] = factory
+        else:
+            _families[name] = lambda **options: FromFunction(name, factory, tuple(options.items()))  # type: ignore[arg-type]
+        return factory
+
+    return decorate
+
+
+def names() -> tuple[str, ...]:
+    """The registered names, in the order of their registration."""
+    return tuple(_families)
+
+
+def get(schedule: str | PathLike[str] | Family | Schedule, **options: object) -> Family:
+    """The schedule family of a name, an object or a CSV file.
+
+    Args:
+        schedule: a registered name, a family, a finished schedule, or the path of a CSV file.
+        options: the family's options, with a name only.
+
+    Raises:
+        ScheduleError: no such name, file or option.
+    """
+    if isinstance(schedule, Family):
+        return schedule
+    if isinstance(schedule, Schedule):
+        return Fixed(schedule)
+    name = fspath(schedule)
+    if name.lower().endswith(".csv"):
+        from lightning_pipe.schedules.csv_format import read_csv
+
+        return Fixed(read_csv(Path(name)))
+    factory = _families.get(name) or _families.get(name.lower())
+    if factory is None:
+        near = difflib.get_close_matches(name.lower(), _families, n=1, cutoff=0.4)
+        raise ScheduleError(
+            f"There is no schedule {name!r}; known are {', '.join(map(repr, _families))}.",
+            hint=f"Did you mean {near[0]!r}?" if near else "Use one of these, or the path of a .csv file.",
+        )
+    try:
+        return factory(**options)
+    except TypeError as error:
+        raise ScheduleError(f"Schedule {name!r} does not take these options: {error}.") from error
+
+
+@dataclass(frozen=True)
+class FromFunction(Family):
+    """A family made of a function ``(ranks, micro_batches, **options) -> orders`` with one stage per rank."""
+
+    label: str
+    function: Callable[..., Orders]
+    arguments: tuple[tuple[str, object], ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The registered name."""
+        return self.label
+
+    def orders(self, ranks: int, micro_batches: int) -> Orders:
+        """What the function returns."""
+        return self.function(ranks, micro_batches, **dict(self.arguments))
+
+    def options(self) -> dict[str, object]:
+        """The arguments of the function."""
+        return dict(self.arguments)
+
+
+@dataclass(frozen=True)
+class Fixed(Family):
+    """A finished schedule as a family: itself, and for other numbers of micro-batches a list-scheduled order."""
+
+    schedule: Schedule
+
+    @property
+    def name(self) -> str:
+        """The schedule's name."""
+        return self.schedule.name
+
+    def placed(self, ranks: int, stages: int | None) -> tuple[Family, int]:
+        """The schedule's own ranks and stages; more stages are folded onto it."""
+        own = self.schedule
+        if ranks != own.ranks:
+            raise ScheduleError(
+                f"Schedule {own.name!r} is made for {own.ranks} ranks, got ranks={ranks}.",
+                hint=f"Use {own.ranks} ranks, or a schedule family by name.",
+            )
+        if stages is not None and stages < own.stages:
+            raise ScheduleError(
+                f"Schedule {own.name!r} is made for {own.stages} stages, got stages={stages}.",
+                hint=f"Use stages={own.stages} or more.",
+            )
+        return self, own.stages
+
+    def orders(self, ranks: int, micro_batches: int) -> Orders:
+        """The schedule's own orders, or list-scheduled ones on its placement."""
+        own = self.schedule
+        if micro_batches == own.micro_batches:
+            return own.actions
+        warnings.warn(
+            f"Schedule {own.name!r} is made for {own.micro_batches} micro-batches; "
+            f"{micro_batches} run in a list-scheduled order on the same placement instead.",
+            stacklevel=2,
+        )
+        forwards = [
+            [
+                Action(Kind.FORWARD, stage, index, pipe)
+                for index in range(micro_batches)
+                for (pipe, stage), holder in own.placement.items()
+                if holder == rank and pipe == index % own.pipes
+            ]
+            for rank in range(ranks)
+        ]
+        limits = [max(1, peak) for peak in held(own.actions)]
+        return list_schedule(forwards, own.stages, limits=limits, forward_only=own.forward_only)
+
+    def options(self) -> dict[str, object]:
+        """The schedule's options."""
+        return dict(self.schedule.options)
