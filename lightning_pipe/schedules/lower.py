@@ -30,13 +30,18 @@ Slots = list[list[tuple[Number, Action]]]
 
 
 class _Message(NamedTuple):
-    """A value on its way between two ranks; the fields sort messages by the time they are produced."""
+    """A value on its way between two ranks; the fields sort messages by the time they are produced.
+
+    ``producer`` and ``consumer`` are indices into the ranks' lists, ``known`` is the first index of the receiver at
+    which it can prepare for the message.
+    """
 
     sent: Number
     sender: int
     producer: int
     receiver: int
     consumer: int
+    known: int
     action: Action
 
     def ends(self) -> tuple[Action, Action]:
@@ -52,8 +57,9 @@ def lower(schedule: Schedule) -> Lowered:
     """Insert messages and reductions into every rank's compute actions.
 
     A send follows the action that produces the value. Its receive stands one compute action before the one that
-    needs the value, so that the transfer hides behind compute and buffers follow the micro-batches in flight.
-    A receive may stand earlier, so that this holds:
+    needs the value (the receive of a gradient after the stage's own forward of the micro-batch at least), so that the
+    transfer hides behind compute and buffers follow the micro-batches in flight. It may stand earlier, so that this
+    holds:
 
     For every pair of ranks and every lane (direction and pipe) the messages are ordered by the time at which they are
     produced in a simulation of all ranks, and both ends post their sends and receives of the lane in this order. So
@@ -94,28 +100,34 @@ def _merge(timed: list[Timed], before: Slots, after: Slots) -> Iterable[Action]:
 def _lanes(schedule: Schedule, played: list[list[Timed]]) -> Iterable[list[_Message]]:
     """All messages, one list per pair of ranks, direction and pipe."""
     consumers: dict[Result, int] = {}
+    forwards: dict[tuple[int, int | None], int] = {}
     for timed in played:
-        for index, entry in enumerate(timed):
-            need = remote_need(entry.action, schedule.stages)
+        for index, (action, _, _) in enumerate(timed):
+            need = remote_need(action, schedule.stages)
             if need is not None:
                 consumers[need] = index
+            if action.kind is Kind.FORWARD:
+                forwards[action.stage, action.micro_batch] = index
     lanes: dict[tuple[int, int, Kind, int], list[_Message]] = defaultdict(list)
     for rank, timed in enumerate(played):
         for index, (action, _, end) in enumerate(timed):
             peer = consumer_rank(action, schedule.stages, schedule.placement)
             result = result_of(action)
             if peer is not None and peer != rank and result is not None:
+                known = 0 if action.kind is Kind.FORWARD else forwards[action.stage - 1, action.micro_batch] + 1
                 lane = (min(rank, peer), max(rank, peer), _MESSAGE[action.kind][0], action.pipe)
-                lanes[lane].append(_Message(end, rank, index, peer, consumers[result], action))
+                lanes[lane].append(_Message(end, rank, index, peer, consumers[result], known, action))
     return lanes.values()
 
 
 def _place_lane(lane: list[_Message], before: list[Slots], after: list[Slots]) -> None:
     """Put a lane's sends behind their producers, its receives before their consumers, in the lane's order."""
-    earliest: dict[int, int] = {}
+    earliest: dict[int, int] = defaultdict(int)
     lower_bounds = []
     for message in lane:
-        lower_bounds.append(earliest.get(message.receiver, 0))
+        # What a gradient looks like is known once the stage's own forward has run.
+        earliest[message.receiver] = max(earliest[message.receiver], message.known)
+        lower_bounds.append(earliest[message.receiver])
         earliest[message.sender] = message.producer + 1
     latest: dict[int, int] = {}
     for message, lower_bound in zip(reversed(lane), reversed(lower_bounds), strict=True):
