@@ -30,10 +30,10 @@ def several(number: int, noun: str) -> str:
     """Writes a number with its noun in singular or plural.
 
     Example:
-        >>> several(1, "layer"), several(3, "layer")
-        ('1 layer', '3 layers')
+        >>> several(1, "layer"), several(3, "micro-batch")
+        ('1 layer', '3 micro-batches')
     """
-    return f"{number} {noun}{'' if number == 1 else 's'}"
+    return f"{number} {noun}{'' if number == 1 else 'es' if noun.endswith('ch') else 's'}"
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:

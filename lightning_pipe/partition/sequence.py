@@ -133,9 +133,12 @@ def _named(module: nn.Module, paths: list[str]) -> Layers:
 
 
 def _candidates(module: nn.Module) -> list[_Candidate]:
-    """Sequences of two or more layers in the order of registration, without those inside one of several like blocks."""
+    """Sequences of two or more layers in the order of registration, without those inside one of several like blocks.
+
+    Nothing inside compiled code is a candidate: the calls of its layers cannot be seen.
+    """
     found: list[_Candidate] = []
-    inside: list[str] = []
+    inside: list[str] = [path for path, part in module.named_modules() if _is_compiled(part)]
     for path, container in module.named_modules():
         if not isinstance(container, nn.Sequential | nn.ModuleList) or any(_within(path, outer) for outer in inside):
             continue
@@ -158,8 +161,12 @@ def _is_transparent(module: nn.Module) -> bool:
     """Calls to the container are nothing but calls of its children, one after the other, that can be told apart."""
     if isinstance(module, nn.ModuleList | nn.ModuleDict):
         return True
-    compiled = getattr(module, "_compiled_call_impl", None) is not None
-    return isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward and not compiled
+    plain = isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
+    return plain and not _is_compiled(module)
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return getattr(module, "_compiled_call_impl", None) is not None or "_orig_mod" in module._modules
 
 
 def _flatten(path: str, container: nn.Module) -> Layers:
@@ -228,9 +235,12 @@ def _unclear(module: nn.Module, candidates: list[_Candidate], total: int) -> Par
     name = type(module).__name__
     if not candidates:
         children = [child for child, _ in module.named_children()]
+        compiled = any(_is_compiled(part) for part in module.modules())
         return PartitionError(
             f"{name} holds no nn.Sequential or nn.ModuleList of at least 2 layers that the stages could be cut from.",
-            hint=f"Name the modules that run one after the other: layers={_paste(children) if children else '[…]'}.",
+            hint="Compile the layers one by one; code compiled as a whole cannot be cut."
+            if compiled
+            else f"Name the modules that run one after the other: layers={_paste(children) if children else '[…]'}.",
         )
     outermost = [one for one in candidates if not any(one is not o and _within(one.path, o.path) for o in candidates)]
     table = "\n".join(

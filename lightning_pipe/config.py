@@ -1,0 +1,249 @@
+"""The arithmetic of a run: ranks and stages out of the world size, micro-batches out of the batch.
+
+This is the one home of the batch equation::
+
+    global batch = batch x data_parallel_size x accumulation
+    batch        = sum of the sizes of its micro-batches
+
+where *batch* is what one DataLoader iteration yields to one pipeline.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from lightning_pipe.errors import ConfigurationError
+from lightning_pipe.text import several
+
+Auto = Literal["auto"]
+
+MICRO_BATCHES_PER_RANK = 4
+"""GPipe's rule: with four micro-batches per rank the bubble is negligible."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the processes of a run are arranged.
+
+    Args:
+        pipeline_parallel_size: ranks in one pipeline.
+        data_parallel_size: number of pipelines side by side.
+        stages: number of stages the module is cut into.
+
+    Example:
+        >>> layout(world_size=8, pipeline_parallel_size=4)
+        Layout(pipeline_parallel_size=4, data_parallel_size=2, stages=4)
+    """
+
+    pipeline_parallel_size: int
+    data_parallel_size: int
+    stages: int
+
+    @property
+    def world_size(self) -> int:
+        """Number of processes."""
+        return self.pipeline_parallel_size * self.data_parallel_size
+
+
+@dataclass(frozen=True)
+class BatchEquation:
+    """What one optimizer step is made of.
+
+    Args:
+        batch: samples of one batch of one pipeline.
+        micro_batches: number of micro-batches of that batch.
+        data_parallel_size: number of pipelines.
+        accumulation: batches per optimizer step (``accumulate_grad_batches``).
+
+    Example:
+        >>> print(BatchEquation(batch=32, micro_batches=8, data_parallel_size=2, accumulation=4))
+        256 samples per optimizer step = 32 (batch) x 2 (replicas) x 4 (accumulation); batch = 8 micro-batches x 4
+    """
+
+    batch: int
+    micro_batches: int
+    data_parallel_size: int = 1
+    accumulation: int = 1
+
+    @property
+    def global_batch(self) -> int:
+        """Samples of one optimizer step."""
+        return self.batch * self.data_parallel_size * self.accumulation
+
+    @property
+    def sizes(self) -> list[int]:
+        """Samples of every micro-batch."""
+        return micro_batch_sizes(self.batch, self.micro_batches)
+
+    def __str__(self) -> str:
+        factors = f"{self.batch} (batch) x {self.data_parallel_size} (replicas) x {self.accumulation} (accumulation)"
+        split = f"{several(self.micro_batches, 'micro-batch')} x {_range(self.sizes)}"
+        return f"{self.global_batch} samples per optimizer step = {factors}; batch = {split}"
+
+
+def layout(
+    world_size: int,
+    pipeline_parallel_size: int | Auto = "auto",
+    data_parallel_size: int | Auto = "auto",
+    stages: int | Auto = "auto",
+    stages_per_rank: int = 1,
+) -> Layout:
+    """Arranges the processes: world size = pipeline_parallel_size x data_parallel_size.
+
+    Args:
+        world_size: number of processes that came up.
+        pipeline_parallel_size: ranks in one pipeline; ``"auto"``: all that ``data_parallel_size`` leaves.
+        data_parallel_size: number of pipelines; ``"auto"``: what ``pipeline_parallel_size`` leaves, otherwise 1.
+        stages: number of stages, a multiple of the ranks; ``"auto"``: ranks x ``stages_per_rank``.
+        stages_per_rank: what the schedule puts on one rank by itself.
+
+    Returns:
+        The sizes as numbers.
+
+    Raises:
+        ConfigurationError: the numbers do not fit together; the message shows the arithmetic and what would fit.
+
+    Example:
+        >>> layout(world_size=8, data_parallel_size=2, stages_per_rank=2)
+        Layout(pipeline_parallel_size=4, data_parallel_size=2, stages=8)
+    """
+    sizes = {"pipeline_parallel_size": pipeline_parallel_size, "data_parallel_size": data_parallel_size}
+    for name, value in {**sizes, "stages": stages}.items():
+        _check_count(name, value)
+    ranks, replicas = _factors(world_size, pipeline_parallel_size, data_parallel_size)
+    count = ranks * stages_per_rank if stages == "auto" else stages
+    if count % ranks:
+        raise ConfigurationError(
+            f"stages={count} cannot be spread evenly over {several(ranks, 'rank')} of one pipeline "
+            f"({count} / {ranks} = {count / ranks:.2f}).",
+            hint=f"Use stages={_nearest_text(_multiples(count, ranks))}, or change pipeline_parallel_size.",
+        )
+    return Layout(ranks, replicas, count)
+
+
+def micro_batch_count(batch: int, ranks: int, micro_batches: int | Auto = "auto") -> int:
+    """Number of micro-batches a batch is cut into: never more than it has samples.
+
+    Args:
+        batch: samples of the batch.
+        ranks: ranks in one pipeline.
+        micro_batches: the number wanted. ``"auto"``: up to four per rank, the largest number that divides the batch
+            evenly; where all such are small, the smallest one whose micro-batches hold no more samples than with four
+            per rank.
+
+    Returns:
+        The number of micro-batches, at least 1.
+
+    Raises:
+        ConfigurationError: the batch is empty or the number is not positive.
+
+    Example:
+        >>> micro_batch_count(batch=30, ranks=4), micro_batch_count(batch=13, ranks=2)
+        (15, 7)
+        >>> micro_batch_count(batch=3, ranks=4, micro_batches=8)
+        3
+    """
+    _check_count("micro_batches", micro_batches)
+    if batch < 1:
+        raise ConfigurationError(f"A batch of {batch} samples cannot be cut into micro-batches.")
+    if micro_batches != "auto":
+        return min(micro_batches, batch)
+    most = min(MICRO_BATCHES_PER_RANK * ranks, batch)
+    even = max(m for m in range(1, most + 1) if batch % m == 0)
+    if 2 * even >= most:
+        return even
+    size = -(-batch // most)
+    return -(-batch // size)
+
+
+def micro_batch_sizes(batch: int, micro_batches: int) -> list[int]:
+    """Samples of every micro-batch; the first ones take the remainder, as in ``torch.tensor_split``.
+
+    Example:
+        >>> micro_batch_sizes(10, 4)
+        [3, 3, 2, 2]
+    """
+    size, remainder = divmod(batch, micro_batches)
+    return [size + (index < remainder) for index in range(micro_batches)]
+
+
+def micro_batch_weights(amounts: Sequence[float], total: float | None = None) -> list[float]:
+    """What the loss of every micro-batch counts: its share of all samples (or tokens, or what ``loss_weight`` says).
+
+    Args:
+        amounts: samples of every micro-batch of this pipeline's batch.
+        total: samples of the batches of all pipelines together; ``None``: there is one pipeline.
+
+    Returns:
+        Weights that sum to 1 over all pipelines, so that losses and gradients are summed, never averaged.
+
+    Raises:
+        ConfigurationError: an amount is negative or they sum to zero.
+
+    Example:
+        >>> micro_batch_weights([3, 3, 2], total=16)
+        [0.1875, 0.1875, 0.125]
+    """
+    whole = sum(amounts) if total is None else total
+    if whole <= 0 or any(amount < 0 for amount in amounts):
+        raise ConfigurationError(
+            f"The weights of the micro-batches are {list(amounts)}, {whole} in total.",
+            hint="They must not be negative, and their sum must be positive; look at loss_weight.",
+        )
+    return [amount / whole for amount in amounts]
+
+
+def _factors(world_size: int, ranks: int | Auto, replicas: int | Auto) -> tuple[int, int]:
+    if ranks == "auto" and replicas == "auto":
+        return world_size, 1
+    if ranks == "auto":
+        return _quotient(world_size, "data_parallel_size", replicas), int(replicas)
+    if replicas == "auto":
+        return ranks, _quotient(world_size, "pipeline_parallel_size", ranks)
+    if ranks * replicas != world_size:
+        raise ConfigurationError(
+            f"pipeline_parallel_size={ranks} x data_parallel_size={replicas} = {ranks * replicas} processes, "
+            f"but the world size is {world_size}.",
+            hint=f"Start {ranks * replicas} processes (Trainer(devices=…, num_nodes=…)), or leave one of the two "
+            'sizes at "auto".',
+        )
+    return ranks, replicas
+
+
+def _quotient(world_size: int, name: str, size: int | Auto) -> int:
+    whole = int(size)
+    if world_size % whole:
+        divisors = [n for n in range(1, world_size + 1) if world_size % n == 0]
+        raise ConfigurationError(
+            f"The world size {world_size} is not divisible by {name}={whole} ({world_size} / {whole} = "
+            f"{world_size / whole:.2f}).",
+            hint=f"Use {name}={_nearest_text(_around(whole, divisors))}, or start "
+            f"{_nearest_text(_multiples(world_size, whole))} processes.",
+        )
+    return world_size // whole
+
+
+def _check_count(name: str, value: object) -> None:
+    if value != "auto" and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+        raise ConfigurationError(f'{name}={value!r}: a positive whole number or "auto" is needed.')
+
+
+def _around(value: int, sorted_values: Sequence[int]) -> list[int]:
+    below = [n for n in sorted_values if n <= value][-1:]
+    above = [n for n in sorted_values if n > value][:1]
+    return below + above
+
+
+def _multiples(value: int, factor: int) -> list[int]:
+    below = value // factor * factor
+    return [n for n in (below, below + factor) if n]
+
+
+def _nearest_text(values: Sequence[int]) -> str:
+    return " or ".join(map(str, values))
+
+
+def _range(sizes: Sequence[int]) -> str:
+    return str(max(sizes)) if min(sizes) == max(sizes) else f"{min(sizes)} to {max(sizes)}"
