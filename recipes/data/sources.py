@@ -1,0 +1,184 @@
+"""Where text comes from: WikiText on the hub, WikiText in local files, or Python's own standard library."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import platform
+import sysconfig
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from datasets import Dataset, DatasetDict, load_dataset
+
+from recipes.errors import RecipeError
+
+log = logging.getLogger(__name__)
+
+# Left out of the standard library's text: what is not part of every installation, and what is mostly tables.
+SKIPPED_FOLDERS = frozenset(
+    {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "encodings"}
+)
+VALIDATION_SHARE = 0.1
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Text in two splits.
+
+    Args:
+        title: what the text is, for the log: it must never pass for something else.
+        splits: "train" and "validation", each with one column, "text".
+        documents: rows are documents of their own and get a separator; else they are lines of one running text.
+        fingerprint: changes whenever the text may have changed; part of the cache's name.
+    """
+
+    title: str
+    splits: DatasetDict
+    documents: bool
+    fingerprint: str
+
+
+def standard_library(folder: Path | None = None) -> Corpus:
+    """Reads the sources of the installed Python's standard library: real text that every machine has.
+
+    A file belongs to the validation split by a hash of its name, so the split is the same on every machine.
+
+    Args:
+        folder: where to look; the running interpreter's own standard library by default.
+    """
+    root = folder or Path(sysconfig.get_paths()["stdlib"])
+    texts: dict[str, list[str]] = {"train": [], "validation": []}
+    digest = hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        name = path.relative_to(root)
+        if SKIPPED_FOLDERS.intersection(name.parts[:-1]):
+            continue
+        content = path.read_bytes()
+        try:
+            text = content.decode("utf-8")
+        except UnicodeDecodeError:  # a handful of files declare another encoding
+            continue
+        digest.update(name.as_posix().encode() + content)
+        texts[_split_of(name.as_posix())].append(text)
+    files = sum(map(len, texts.values()))
+    if not texts["train"] or not texts["validation"]:
+        raise RecipeError(
+            f"{root} has {files} Python sources; both splits need at least one.",
+            hint="Name local text with data.source=files data.files=FOLDER.",
+        )
+    size = sum(len(text) for split in texts.values() for text in split) / 1e6
+    return Corpus(
+        title=f"the standard library of Python {platform.python_version()} ({files} source files, {size:.1f} MB)",
+        splits=DatasetDict({name: Dataset.from_dict({"text": rows}) for name, rows in texts.items()}),
+        documents=True,
+        fingerprint=digest.hexdigest(),
+    )
+
+
+def _split_of(name: str) -> str:
+    draw = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") / 2**64
+    return "validation" if draw < VALIDATION_SHARE else "train"
+
+
+def local_files(folder: Path) -> Corpus:
+    """Reads a data set in WikiText's format: parquet files of the hub, or the text files of the original archive.
+
+    Args:
+        folder: holds ``train*`` and ``valid*`` or ``wiki.train.*`` and ``wiki.valid.*``, as ``.parquet`` (a column
+            "text"), ``.txt``, ``.raw`` or ``.tokens``.
+    """
+    if not folder.is_dir():
+        raise RecipeError(f"There is no folder {folder}.", hint="data.files names the folder that holds the text.")
+    files = {split: _files_of(folder, prefix) for split, prefix in (("train", "train"), ("validation", "valid"))}
+    formats = {path.suffix == ".parquet" for paths in files.values() for path in paths}
+    if len(formats) > 1:
+        raise RecipeError(f"{folder} mixes parquet and text files.", hint="Keep one format in the folder.")
+    names = {split: [str(path) for path in paths] for split, paths in files.items()}
+    if formats == {True}:
+        splits = load_dataset("parquet", data_files=names)
+    else:
+        splits = load_dataset("text", data_files=names, keep_linebreaks=True)
+    digest = hashlib.sha256()
+    for path in (path for paths in files.values() for path in paths):
+        digest.update(path.name.encode() + hashlib.sha256(path.read_bytes()).digest())
+    return Corpus(f"the files in {folder}", _text_only(splits, str(folder)), False, digest.hexdigest())
+
+
+def _files_of(folder: Path, prefix: str) -> list[Path]:
+    found = sorted(
+        path
+        for path in folder.iterdir()
+        if path.name.removeprefix("wiki.").startswith(prefix) and path.suffix in {".parquet", ".txt", ".raw", ".tokens"}
+    )
+    if not found:
+        raise RecipeError(
+            f"{folder} has no {prefix}* file ending in .parquet, .txt, .raw or .tokens.",
+            hint="Both splits are needed: train* and valid* (wiki.train.raw and wiki.valid.raw will do).",
+        )
+    return found
+
+
+def hub(name: str, configuration: str) -> Corpus:
+    """Downloads a data set from the Hugging Face hub, or takes it from the hub's cache on this machine."""
+    splits = load_dataset(name, configuration)
+    fingerprint = "".join(splits[split]._fingerprint for split in ("train", "validation"))
+    return Corpus(f"{name} ({configuration}) from the hub", _text_only(splits, name), False, fingerprint)
+
+
+def hub_answers(name: str, seconds: float = 3.0) -> bool:
+    """Asks the hub for the data set, quickly: False without network, offline, or when it has no such data set."""
+    from huggingface_hub import HfApi
+
+    try:
+        HfApi().dataset_info(name, timeout=seconds)
+    except Exception as error:  # every client and system reports "no network" in its own way
+        log.debug("The hub does not answer: %s", error)
+        return False
+    return True
+
+
+def _text_only(splits: DatasetDict, origin: str) -> DatasetDict:
+    for split in ("train", "validation"):
+        if "text" not in splits[split].column_names:
+            raise RecipeError(
+                f"The {split} split of {origin} has the columns {splits[split].column_names}; 'text' is needed.",
+                hint="Rename the column that holds the text.",
+            )
+        if not any(_not_blank(splits[split]["text"])):
+            raise RecipeError(f"The {split} split of {origin} is empty.", hint="Check the files' contents.")
+    return DatasetDict({split: splits[split].select_columns(["text"]) for split in ("train", "validation")})
+
+
+def _not_blank(rows: Iterable[str | None]) -> Iterable[bool]:
+    return (bool(row and row.strip()) for row in rows)
+
+
+def read(source: str, files: str | None, name: str, configuration: str) -> Corpus:
+    """Reads the text from where the configuration says.
+
+    Args:
+        source: "auto", "hub", "files" or "standard_library". "auto" takes ``files`` where they are given, else the hub
+            where it answers, else the standard library.
+        files: folder with local files.
+        name: data set on the hub.
+        configuration: its configuration there.
+    """
+    if source == "auto":
+        source = "files" if files else "hub" if hub_answers(name) else "standard_library"
+        if source == "standard_library":
+            log.info(
+                "The hub does not answer, so %s is replaced by Python's standard library (data.files=FOLDER names "
+                "local files).",
+                configuration,
+            )
+    if source == "files":
+        if files is None:
+            raise RecipeError("data.source=files needs a folder.", hint="Add data.files=FOLDER.")
+        return local_files(Path(files).expanduser())
+    if source == "hub":
+        return hub(name, configuration)
+    if source == "standard_library":
+        return standard_library()
+    raise RecipeError(f"data.source={source} is unknown.", hint="Choose auto, hub, files or standard_library.")

@@ -1,0 +1,142 @@
+"""Blocks of text for language models, as a LightningDataModule."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from dataclasses import asdict
+from pathlib import Path
+
+import lightning as L
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+from typing_extensions import override
+
+from recipes.data import sources
+from recipes.data.tokens import Tokenised, tokenise
+from recipes.errors import RecipeError
+
+log = logging.getLogger(__name__)
+
+
+class Blocks(Dataset[dict[str, Tensor]]):
+    """Blocks of tokens as a causal language model wants them.
+
+    Args:
+        blocks: integers of shape [blocks, length].
+
+    Example:
+        >>> Blocks(np.array([[5, 6, 7]]))[0]
+        {'input_ids': tensor([5, 6, 7]), 'labels': tensor([5, 6, 7])}
+    """
+
+    def __init__(self, blocks: NDArray[np.integer]) -> None:
+        self.blocks = blocks
+
+    def __len__(self) -> int:
+        return len(self.blocks)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        block = torch.from_numpy(self.blocks[index].astype(np.int64))
+        return {"input_ids": block, "labels": block}  # Hugging Face models shift the labels themselves
+
+
+class TextBlocks(L.LightningDataModule):
+    """WikiText, local files in its format, or Python's standard library, in blocks of tokens.
+
+    Args:
+        source: "auto", "hub", "files" or "standard_library"; "auto" takes ``files`` where they are given, else the hub
+            where it answers, else the standard library.
+        files: folder with ``train*`` and ``valid*`` files, parquet or text.
+        name: data set on the hub.
+        configuration: its configuration there.
+        vocabulary: size of the byte-level BPE trained on the training split.
+        tokenizer: a ready tokeniser instead, by its name on the hub or its folder.
+        block_length: tokens in a block.
+        batch_size: blocks in a batch of one pipeline.
+        cache: folder for tokenised text.
+        workers: processes that load batches.
+    """
+
+    def __init__(
+        self,
+        *,
+        source: str = "auto",
+        files: str | None = None,
+        name: str = "Salesforce/wikitext",
+        configuration: str = "wikitext-2-raw-v1",
+        vocabulary: int = 2048,
+        tokenizer: str | None = None,
+        block_length: int = 128,
+        batch_size: int = 16,
+        cache: str = "data",
+        workers: int = 0,
+    ) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.source, self.files, self.hub = source, files, (name, configuration)
+        self.vocabulary, self.tokenizer, self.block_length = vocabulary, tokenizer, block_length
+        self.batch_size, self.workers = batch_size, workers
+        self.cache = Path(cache).expanduser() / "text"
+        self.tokenised: Tokenised | None = None
+        self._prepared = False
+
+    @override
+    def prepare_data(self) -> None:
+        """Runs in one process: reads and tokenises the text, and notes for the other processes where it is."""
+        if self._prepared:  # the Trainer asks before each of validate, fit and test
+            return
+        corpus = sources.read(self.source, self.files, *self.hub)
+        tokenised = tokenise(corpus, self.vocabulary, self.tokenizer, self.block_length, self.cache)
+        self._note.write_text(json.dumps(asdict(tokenised)))
+        log.info(
+            "Text: %s; %.2f M tokens for training, %.2f M for validation.",
+            tokenised.title,
+            tokenised.train_tokens / 1e6,
+            tokenised.validation_tokens / 1e6,
+        )
+        self._prepared = True
+
+    @property
+    def _note(self) -> Path:
+        # Which source "auto" means is decided once, by the process that prepares; the others must not ask again.
+        return self.cache / f"{hashlib.sha256(repr(sorted(self.hparams.items())).encode()).hexdigest()[:16]}.json"
+
+    @override
+    def setup(self, stage: str) -> None:
+        """Opens the blocks that ``prepare_data`` has left."""
+        if self.tokenised is not None:
+            return
+        self.tokenised = Tokenised(**json.loads(self._note.read_text()))
+        if self.tokenised.vocabulary > self.vocabulary:
+            raise RecipeError(
+                f"The tokeniser has {self.tokenised.vocabulary} tokens, the model is built for {self.vocabulary}.",
+                hint=f"Set data.vocabulary={self.tokenised.vocabulary}.",
+            )
+
+    @property
+    def _ready(self) -> Tokenised:
+        if self.tokenised is None:
+            raise RecipeError("The data module is not set up.", hint="Call prepare_data() and setup() first.")
+        return self.tokenised
+
+    @override
+    def train_dataloader(self) -> DataLoader[dict[str, Tensor]]:
+        return self._loader("train", shuffle=True)
+
+    @override
+    def val_dataloader(self) -> DataLoader[dict[str, Tensor]]:
+        return self._loader("validation", shuffle=False)
+
+    def _loader(self, split: str, shuffle: bool) -> DataLoader[dict[str, Tensor]]:
+        return DataLoader(
+            Blocks(self._ready.blocks(split)),
+            batch_size=self.batch_size,
+            shuffle=shuffle,
+            num_workers=self.workers,
+            persistent_workers=self.workers > 0,
+        )

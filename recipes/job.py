@@ -1,0 +1,61 @@
+"""One training run: validate, fit, validate again, report."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import time
+from pathlib import Path
+
+import lightning as L
+from hydra.utils import instantiate
+from omegaconf import DictConfig, OmegaConf
+
+from recipes.callbacks import Throughput
+from recipes.report import Report
+
+log = logging.getLogger(__name__)
+
+
+def run(config: DictConfig, children: list[subprocess.Popen[bytes]]) -> Report:
+    """Trains what the configuration describes.
+
+    Args:
+        config: a checked configuration.
+        children: takes up the processes that the run starts.
+    """
+    started = time.perf_counter()
+    L.seed_everything(config.seed, workers=True, verbose=False)
+    data: L.LightningDataModule = instantiate(config.data)
+    module: L.LightningModule = instantiate(
+        config.model,
+        optimizer=instantiate(config.optim, _convert_="all"),
+        scheduler=instantiate(config.scheduler, _convert_="all"),
+    )
+    callbacks = [instantiate(callback) for callback in config.callbacks.values()]
+    trainer = make_trainer(config, callbacks)
+    if trainer.is_global_zero:
+        Path(config.paths.output, "config.yaml").write_text(OmegaConf.to_yaml(config, resolve=True))
+
+    before = trainer.validate(module, datamodule=data, verbose=False)[0]
+    children += getattr(trainer.strategy.launcher, "procs", [])
+    trainer.fit(module, datamodule=data, ckpt_path=config.ckpt_path)
+
+    after = {name: float(trainer.callback_metrics[name]) for name in before if name in trainer.callback_metrics}
+    speed = next((call.samples_per_second for call in callbacks if isinstance(call, Throughput)), None)
+    report = Report(config.recipe, config.paths.output, before, after, speed, time.perf_counter() - started)
+    if trainer.is_global_zero:
+        report.write()
+        log.info("%s", report)
+    return report
+
+
+def make_trainer(config: DictConfig, callbacks: list[L.Callback]) -> L.Trainer:
+    """Builds the Trainer with its strategy and loggers."""
+    return instantiate(  # type: ignore[no-any-return]
+        config.trainer,
+        strategy="auto" if config.pipe is None else instantiate(config.pipe, _convert_="all"),
+        callbacks=callbacks,
+        logger=[instantiate(logger) for logger in config.logger.values()],
+        _convert_="all",
+    )

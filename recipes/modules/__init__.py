@@ -1,0 +1,1 @@
+"""LightningModules: plain models and their training, unaware of pipelines."""

@@ -1,0 +1,66 @@
+"""What a run says at its end, and leaves in its folder for other programs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Report:
+    """The results of one run.
+
+    Args:
+        recipe: its name.
+        output: its folder.
+        before: validation metrics before training.
+        after: validation metrics after training.
+        samples_per_second: training speed over all replicas; None when too short to measure.
+        seconds: from start to end.
+    """
+
+    recipe: str
+    output: str
+    before: Mapping[str, float]
+    after: Mapping[str, float]
+    samples_per_second: float | None
+    seconds: float
+
+    def write(self) -> None:
+        """Writes ``summary.json`` into the run's folder."""
+        (Path(self.output) / "summary.json").write_text(json.dumps(asdict(self), indent=2) + "\n")
+
+    def __str__(self) -> str:
+        minutes, seconds = divmod(round(self.seconds), 60)
+        lines = [f"\n{self.recipe}: done in {minutes} min {seconds} s"]
+        for name, value in self.after.items():
+            lines.append(
+                f"  {_readable(name):<24}{_number(self.before.get(name))} before training, {_number(value)} after"
+            )
+        if self.samples_per_second is not None:
+            lines.append(f"  {'training speed':<24}{_number(self.samples_per_second)} samples/s")
+        lines.append(f"  everything is in {self.output}")
+        return "\n".join([*lines, *(f"    {name:<22}{text}" for name, text in self.contents())])
+
+    def contents(self) -> list[tuple[str, str]]:
+        """The files that a run leaves, as far as they are there, with a word about each."""
+        known = {
+            "checkpoints/last.ckpt": "an ordinary Lightning checkpoint of the whole model",
+            "timeline.png": "who computed what when, measured on the last batches",
+            "metrics.csv": "loss and validation metrics by step",
+            "config.yaml": "the whole configuration of this run",
+            "train.log": "the log",
+        }
+        return [(name, text) for name, text in known.items() if (Path(self.output) / name).exists()]
+
+
+def _readable(name: str) -> str:
+    return "validation " + name.removeprefix("val_") if name.startswith("val_") else name
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return "?"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
