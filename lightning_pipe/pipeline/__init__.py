@@ -1,0 +1,1 @@
+"""The engine: runs a schedule over the ranks of a pipeline, on the user's own module."""

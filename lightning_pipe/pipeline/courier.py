@@ -1,0 +1,242 @@
+"""Carries what crosses the cuts: agreed in full the first time, afterwards only the tensors that are used."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_pipe.errors import CommunicationError
+from lightning_pipe.pipeline.cut.path import Crossing, Path
+from lightning_pipe.pipeline.layout import Layout, mask_words, to_bits, to_words
+from lightning_pipe.pipeline.transport import Lane, Transport, Work
+
+_AGREED, _CHANGED = 0, 1
+
+
+class Crossroad(NamedTuple):
+    """One micro-batch at one cut: between ``stage`` and the next, on its pipe."""
+
+    pipe: int
+    stage: int
+    micro_batch: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What both ends of a cut have agreed on for micro-batches of one signature.
+
+    Args:
+        path: the calls and the live tensors of the sending stage.
+        sent: the numbers of the tensors that travel.
+    """
+
+    path: Path
+    sent: frozenset[int]
+
+    @property
+    def layout(self) -> Layout:
+        """The forward message."""
+        return Layout(1, tuple(entry.spec for entry in self.path.entries if entry.number in self.sent))
+
+
+@dataclass
+class Transfer:
+    """A crossing that has happened; both ends keep it until the gradients have come back.
+
+    Args:
+        key: the micro-batch's signature.
+        path: the path in force.
+        numbers: the tensors that travelled, by number, in the order of the path's entries.
+        used: those that the receiver or a later stage used; known after the backward pass.
+    """
+
+    key: Hashable
+    path: Path
+    numbers: tuple[int, ...]
+    used: frozenset[int] | None = None
+
+    @property
+    def gradients(self) -> tuple[int, ...]:
+        """The numbers of the tensors whose gradients come back."""
+        sent = set(self.numbers)
+        return tuple(entry.number for entry in self.path.entries if entry.requires_grad and entry.number in sent)
+
+    def gradient_layout(self) -> Layout:
+        """The backward message: masks of used tensors and of gradients, then the gradients."""
+        wanted = set(self.gradients)
+        specs = tuple(entry.spec for entry in self.path.entries if entry.number in wanted)
+        return Layout(mask_words(len(self.numbers)) + mask_words(len(specs)), specs)
+
+
+@dataclass
+class _Posted:
+    work: Work
+    data: Tensor
+    layout: Layout
+    plan: Plan | None = None
+
+
+@dataclass
+class Courier:
+    """Sends and receives crossings and their gradients over a transport.
+
+    A plan comes into force at the next `settle`, when no message is under way: both ends then know it. Until then, and
+    whenever a step takes a path that the plan does not know, the crossing goes in full over the slow path.
+
+    Args:
+        transport: the rank's transport.
+    """
+
+    transport: Transport
+    transfers: dict[Crossroad, Transfer] = field(default_factory=dict)
+    sent_bytes: int = 0
+    _plans: dict[tuple[int, Hashable], Plan] = field(default_factory=dict)
+    _posted: dict[tuple[str, Crossroad], _Posted] = field(default_factory=dict)
+    _sending: list[tuple[Work, Tensor | None]] = field(default_factory=list)
+
+    # ------------------------------------------------------------------ forward
+
+    def send(self, at: Crossroad, peer: int, key: Hashable, crossing: Crossing) -> None:
+        """Start to send what leaves a stage."""
+        plan = self._plans.get((at.stage, key))
+        numbers = {entry.number: tensor for entry, tensor in zip(crossing.path.entries, crossing.tensors, strict=True)}
+        lane = Lane("forward", at.pipe)
+        if plan is not None:
+            agreed = _fits(plan, crossing.path)
+            tensors = [numbers[n] if agreed else None for n in _order(plan)]
+            self._send(plan.layout, [_AGREED if agreed else _CHANGED], tensors, peer, lane, at)
+            if agreed:
+                self.transfers[at] = Transfer(key, plan.path, tuple(_order(plan)))
+                return
+        values = [tensor.detach().cpu() for tensor in crossing.tensors]
+        self._sending.append((self.transport.send_object((crossing.path, values), peer, _tag(at, 0)), None))
+        self.transfers[at] = Transfer(key, crossing.path, tuple(entry.number for entry in crossing.path.entries))
+
+    def expect(self, at: Crossroad, peer: int, key: Hashable) -> None:
+        """Post the buffer for what will come, as soon as its size is agreed."""
+        plan = self._plans.get((at.stage, key))
+        if plan is not None:
+            self._post("forward", at, peer, plan.layout, plan)
+
+    def receive(self, at: Crossroad, peer: int, key: Hashable) -> tuple[Path, dict[int, Tensor]]:
+        """Wait for what the previous stage sent: the path and the tensors by number."""
+        posted = self._posted.pop(("forward", at), None)
+        if posted is not None and posted.plan is not None:
+            posted.work.wait()
+            control, tensors = self._unpack(posted, peer, at)
+            if control[0] == _AGREED:
+                numbers = tuple(_order(posted.plan))
+                self.transfers[at] = Transfer(key, posted.plan.path, numbers)
+                return posted.plan.path, dict(zip(numbers, tensors, strict=True))
+        path, values = self.transport.receive_object(peer, _tag(at, 0))
+        numbers = tuple(entry.number for entry in path.entries)
+        self.transfers[at] = Transfer(key, path, numbers)
+        return path, {number: value.to(self.transport.device) for number, value in zip(numbers, values, strict=True)}
+
+    # ------------------------------------------------------------------ backward
+
+    def send_gradients(self, at: Crossroad, peer: int, gradients: dict[int, Tensor], used: frozenset[int]) -> None:
+        """Start to send back the gradients of what was received."""
+        transfer = self.transfers[at]
+        transfer.used = used
+        if not transfer.gradients:
+            return
+        masks = to_words(number in used for number in transfer.numbers)
+        masks += to_words(number in gradients for number in transfer.gradients)
+        tensors = [gradients.get(number) for number in transfer.gradients]
+        self._send(transfer.gradient_layout(), masks, tensors, peer, Lane("backward", at.pipe), at)
+
+    def expect_gradients(self, at: Crossroad, peer: int) -> None:
+        """Post the buffer for the gradients of what was sent."""
+        transfer = self.transfers[at]
+        if transfer.gradients:
+            self._post("backward", at, peer, transfer.gradient_layout())
+
+    def receive_gradients(self, at: Crossroad, peer: int) -> tuple[dict[int, Tensor], frozenset[int]]:
+        """Wait for the gradients, by number, and the numbers that later stages used."""
+        transfer = self.transfers[at]
+        if not transfer.gradients:
+            transfer.used = frozenset(transfer.numbers)
+            return {}, transfer.used
+        posted = self._posted.pop(("backward", at))
+        posted.work.wait()
+        masks, tensors = self._unpack(posted, peer, at)
+        split = mask_words(len(transfer.numbers))
+        used = to_bits(masks[:split], len(transfer.numbers))
+        present = to_bits(masks[split:], len(transfer.gradients))
+        transfer.used = frozenset(n for n, flag in zip(transfer.numbers, used, strict=True) if flag)
+        gradients = {n: tensor for n, tensor, flag in zip(transfer.gradients, tensors, present, strict=True) if flag}
+        return gradients, transfer.used
+
+    # ------------------------------------------------------------------ bookkeeping
+
+    def settle(self) -> None:
+        """End a batch: wait for all sends and bring new plans into force, the same at both ends of every cut."""
+        for work, _ in self._sending:
+            work.wait()
+        self._sending.clear()
+        if self._posted:
+            raise CommunicationError(f"internal error: {len(self._posted)} messages were posted and never used.")
+        fresh: dict[tuple[int, Hashable], tuple[Path, set[int]]] = {}
+        for at in sorted(self.transfers, key=lambda at: (at.stage, at.micro_batch)):
+            transfer = self.transfers[at]
+            place = (at.stage, transfer.key)
+            plan = self._plans.get(place)
+            if plan is not None and plan.path is transfer.path:
+                continue
+            used = transfer.numbers if transfer.used is None else transfer.used
+            path, union = fresh.get(place, (transfer.path, set()))
+            fresh[place] = (transfer.path, (union if path == transfer.path else set()) | set(used))
+        for place, (path, union) in fresh.items():
+            self._plans[place] = Plan(path, frozenset(union))
+        self.transfers.clear()
+
+    def reset(self) -> None:
+        """Forget a batch that was given up."""
+        self.transfers.clear()
+        self._posted.clear()
+        self._sending.clear()
+
+    def _send(
+        self, layout: Layout, control: list[int], tensors: list[Tensor | None], peer: int, lane: Lane, at: Crossroad
+    ) -> None:
+        transport = self.transport
+        data = layout.pack(control if transport.inline_control else (), tensors, transport.device)
+        if not transport.inline_control:
+            tag = _tag(at, 1 if lane.direction == "forward" else 2)
+            self._sending.append((transport.send_object(control, peer, tag), None))
+        self.sent_bytes += layout.size
+        self._sending.append((transport.send(data, peer, lane), data))
+
+    def _post(self, direction: str, at: Crossroad, peer: int, layout: Layout, plan: Plan | None = None) -> None:
+        data = torch.empty(layout.size, dtype=torch.uint8, device=self.transport.device)
+        lane = Lane("forward" if direction == "forward" else "backward", at.pipe)
+        self._posted[direction, at] = _Posted(self.transport.receive(data, peer, lane), data, layout, plan)
+
+    def _unpack(self, posted: _Posted, peer: int, at: Crossroad) -> tuple[list[int], list[Tensor]]:
+        if self.transport.inline_control:
+            return posted.layout.unpack(posted.data)
+        control = self.transport.receive_object(peer, _tag(at, 1 if posted.plan is not None else 2))
+        return control, posted.layout.tensors(posted.data)
+
+
+def _order(plan: Plan) -> Iterable[int]:
+    return (entry.number for entry in plan.path.entries if entry.number in plan.sent)
+
+
+def _fits(plan: Plan, path: Path) -> bool:
+    """Whether a run took the planned path and everything that is to travel is there, in the planned form."""
+    if path.calls != plan.path.calls:
+        return False
+    if path.entries == plan.path.entries:
+        return True
+    found = {entry.number: entry for entry in path.entries}
+    return all(found.get(entry.number) == entry for entry in plan.path.entries if entry.number in plan.sent)
+
+
+def _tag(at: Crossroad, channel: int) -> int:
+    return (at.micro_batch * 256 + at.stage) * 3 + channel

@@ -1,0 +1,1 @@
+"""The cut: running one stage of an unmodified module by interception."""

@@ -1,0 +1,172 @@
+"""The loop over one rank's actions: a table from the kind of an action to a short method."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from torch import Tensor
+
+from lightning_pipe.pipeline.courier import Courier, Crossroad
+from lightning_pipe.pipeline.cut.path import Crossing, Path
+from lightning_pipe.pipeline.stage import Batch, Saved, Stages
+from lightning_pipe.schedules import Action, Kind
+
+Inbound = tuple[Path, dict[int, Tensor]]
+
+
+class Event(NamedTuple):
+    """When an action ran, in seconds of the host's monotonic clock."""
+
+    action: Action
+    start: float
+    end: float
+
+
+@dataclass
+class Executor:
+    """Runs lowered actions.
+
+    Args:
+        stages: computes.
+        courier: communicates.
+        placement: ``(pipe, stage) -> rank``.
+        rank: this rank.
+        reduce: called with a stage when its gradients are complete on this rank.
+        position: the action under way, for reports about failures.
+        held: forward passes whose backward pass is still to come.
+        peak_held: the most of them at any time of the last batch.
+    """
+
+    stages: Stages
+    courier: Courier
+    placement: Mapping[tuple[int, int], int]
+    rank: int
+    reduce: Callable[[int], None]
+    position: Action | None = None
+    held: int = 0
+    peak_held: int = 0
+    events: list[Event] | None = None
+    _batch: Batch = field(init=False)
+    _saved: dict[Crossroad, Saved] = field(default_factory=dict)
+    _inbound: dict[Crossroad, Inbound] = field(default_factory=dict)
+    _crossing: dict[Crossroad, Crossing] = field(default_factory=dict)
+    _gradients: dict[Crossroad, tuple[dict[int, Tensor], frozenset[int]]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._methods: dict[Kind, Callable[[Action], None]] = {
+            Kind.FORWARD: self._forward,
+            Kind.BACKWARD: self._backward,
+            Kind.SEND_FORWARD: self._send_forward,
+            Kind.RECEIVE_FORWARD: self._receive_forward,
+            Kind.SEND_BACKWARD: self._send_backward,
+            Kind.RECEIVE_BACKWARD: self._receive_backward,
+            Kind.REDUCE: self._reduce,
+        }
+
+    def run(self, actions: Sequence[Action], batch: Batch) -> None:
+        """Run one batch from the first action to the flush."""
+        self._batch = batch
+        self.peak_held = 0
+        events = self.events
+        try:
+            for action in actions:
+                self.position = action
+                if events is None:
+                    self._methods[action.kind](action)
+                else:
+                    start = time.perf_counter()
+                    self._methods[action.kind](action)
+                    events.append(Event(action, start, time.perf_counter()))
+            self.courier.settle()
+            self.position = None
+        except BaseException:
+            self._abandon()
+            raise
+
+    def _abandon(self) -> None:
+        """Drop a batch that failed, so that the next one starts clean and no graph stays in memory."""
+        self.courier.reset()
+        for kept in (self._saved, self._inbound, self._crossing, self._gradients):
+            kept.clear()
+        self.held = 0
+
+    # ------------------------------------------------------------------ compute
+
+    def _forward(self, action: Action) -> None:
+        stage, micro_batch, pipe = action.stage, _index(action), action.pipe
+        inbound = None
+        if stage > 0:
+            at = Crossroad(pipe, stage - 1, micro_batch)
+            inbound = self._inbound.pop(at, None)
+            if inbound is None:
+                peer = self.placement[pipe, stage - 1]
+                inbound = self.courier.receive(at, peer, self._batch.keys[micro_batch])
+        saved, crossing = self.stages.forward(stage, micro_batch, self._batch, inbound)
+        here = Crossroad(pipe, stage, micro_batch)
+        if self._batch.training:
+            self._saved[here] = saved
+            self.held += 1
+            self.peak_held = max(self.peak_held, self.held)
+        if crossing is None:
+            return
+        if self.placement[pipe, stage + 1] == self.rank:
+            self._inbound[here] = hand_over(crossing)
+        else:
+            self._crossing[here] = crossing
+
+    def _backward(self, action: Action) -> None:
+        stage, micro_batch, pipe = action.stage, _index(action), action.pipe
+        here = Crossroad(pipe, stage, micro_batch)
+        gradients: dict[int, Tensor] = {}
+        used: frozenset[int] = frozenset()
+        if stage + 1 < len(self.stages.layers):
+            local = self._gradients.pop(here, None)
+            if local is None:
+                local = self.courier.receive_gradients(here, self.placement[pipe, stage + 1])
+            gradients, used = local
+        returned = self.stages.backward(self._saved.pop(here), gradients, used)
+        self.held -= 1
+        if stage > 0:
+            # The next one to need them: the previous stage, here or by a message.
+            self._gradients[Crossroad(pipe, stage - 1, micro_batch)] = returned
+
+    # ------------------------------------------------------------------ messages
+
+    def _send_forward(self, action: Action) -> None:
+        at = Crossroad(action.pipe, action.stage, _index(action))
+        self.courier.send(at, _peer(action), self._batch.keys[at.micro_batch], self._crossing.pop(at))
+
+    def _receive_forward(self, action: Action) -> None:
+        at = Crossroad(action.pipe, action.stage - 1, _index(action))
+        self.courier.expect(at, _peer(action), self._batch.keys[at.micro_batch])
+
+    def _send_backward(self, action: Action) -> None:
+        at = Crossroad(action.pipe, action.stage - 1, _index(action))
+        self.courier.send_gradients(at, _peer(action), *self._gradients.pop(at))
+
+    def _receive_backward(self, action: Action) -> None:
+        self.courier.expect_gradients(Crossroad(action.pipe, action.stage, _index(action)), _peer(action))
+
+    def _reduce(self, action: Action) -> None:
+        self.reduce(action.stage)
+
+
+def hand_over(crossing: Crossing) -> Inbound:
+    """A crossing between two stages of one rank: no copy, nothing left out."""
+    pairs = zip(crossing.path.entries, crossing.tensors, strict=True)
+    return crossing.path, {entry.number: tensor.detach() for entry, tensor in pairs}
+
+
+def _index(action: Action) -> int:
+    if action.micro_batch is None:
+        raise ValueError(f"{action} has no micro-batch")
+    return action.micro_batch
+
+
+def _peer(action: Action) -> int:
+    if action.peer is None:
+        raise ValueError(f"{action} has no peer")
+    return action.peer

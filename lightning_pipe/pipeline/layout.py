@@ -1,0 +1,101 @@
+"""Several tensors and a few control words in one flat message."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from lightning_pipe.pipeline.cut.path import TensorSpec
+
+_ALIGNMENT = 16
+_BITS = 62
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the parts of a message lie.
+
+    Args:
+        words: number of 64-bit control words at its head.
+        specs: shapes and dtypes of the tensors behind them.
+
+    Example:
+        >>> layout = Layout(1, (TensorSpec((2,), torch.float32),))
+        >>> layout.size
+        32
+        >>> layout.unpack(layout.pack([7], [torch.ones(2)], torch.device("cpu")))
+        ([7], [tensor([1., 1.])])
+    """
+
+    words: int
+    specs: tuple[TensorSpec, ...]
+
+    @cached_property
+    def _parts(self) -> tuple[tuple[int, int], ...]:
+        parts, offset = [], _aligned(8 * self.words)
+        for shape, dtype in self.specs:
+            count = torch.Size(shape).numel() * dtype.itemsize
+            parts.append((offset, count))
+            offset = _aligned(offset + count)
+        return (*parts, (offset, 0))
+
+    @cached_property
+    def size(self) -> int:
+        """Bytes of the whole message."""
+        return self._parts[-1][0]
+
+    def pack(self, control: Sequence[int], tensors: Sequence[Tensor | None], device: torch.device) -> Tensor:
+        """A message; the places of missing tensors are left as they are."""
+        data = torch.empty(self.size, dtype=torch.uint8, device=device)
+        if control:
+            data[: 8 * self.words].view(torch.int64).copy_(torch.tensor(control, dtype=torch.int64))
+        with torch.no_grad():
+            for tensor, (offset, count), spec in zip(tensors, self._parts, self.specs, strict=False):
+                if tensor is not None and count:
+                    data[offset : offset + count].view(spec.dtype).view(spec.shape).copy_(tensor)
+        return data
+
+    def unpack(self, data: Tensor) -> tuple[list[int], list[Tensor]]:
+        """The control words and the tensors."""
+        return data[: 8 * self.words].view(torch.int64).tolist(), self.tensors(data)
+
+    def tensors(self, data: Tensor) -> list[Tensor]:
+        """The tensors; they share the message's memory but not its version counter."""
+        storage = data.untyped_storage()
+        tensors = []
+        for (offset, _), (shape, dtype) in zip(self._parts, self.specs, strict=False):
+            tensor = torch.empty(0, dtype=dtype, device=data.device)
+            tensors.append(tensor.set_(storage, offset // dtype.itemsize, shape))  # type: ignore[call-overload]
+        return tensors
+
+
+def _aligned(offset: int) -> int:
+    return -(-offset // _ALIGNMENT) * _ALIGNMENT
+
+
+def mask_words(count: int) -> int:
+    """Control words that a mask of ``count`` bits takes."""
+    return -(-count // _BITS)
+
+
+def to_words(bits: Iterable[bool]) -> list[int]:
+    """A mask as control words.
+
+    Example:
+        >>> to_words([True, False, True]), to_bits([5], 3)
+        ([5], [True, False, True])
+    """
+    flags = list(bits)
+    return [
+        sum(1 << i for i, flag in enumerate(flags[start : start + _BITS]) if flag)
+        for start in range(0, len(flags), _BITS)
+    ]
+
+
+def to_bits(words: Sequence[int], count: int) -> list[bool]:
+    """The mask of `to_words`."""
+    return [bool(words[i // _BITS] >> (i % _BITS) & 1) for i in range(count)]

@@ -1,0 +1,204 @@
+"""Who holds which parameter and buffer: an explicit map, never inferred from devices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_pipe.errors import CutError
+from lightning_pipe.pipeline.cut.intercept import outside_modules
+
+
+class Ownership:
+    """The holders of every parameter and buffer, as pipeline ranks.
+
+    Layers belong to the ranks of their stage; a parameter shared by layers of several stages belongs to all of them.
+    Parameters outside the sequence are held by every rank until the first training batch has shown which ranks use
+    them (`settle`); what nobody used belongs to the ranks with the loss.
+
+    Args:
+        module: the user's module.
+        layers: the layer sequence with dotted names.
+        layer_ranks: for each layer the ranks that compute it.
+        rank: this rank.
+        ranks: number of ranks in the pipeline.
+        loss_ranks: the ranks that compute the loss.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        layers: Sequence[tuple[str, nn.Module]],
+        layer_ranks: Sequence[tuple[int, ...]],
+        rank: int,
+        ranks: int,
+        loss_ranks: tuple[int, ...],
+    ) -> None:
+        self.rank, self.ranks, self.loss_ranks = rank, ranks, loss_ranks
+        self.settled = False
+        self.used: set[str] = set()
+        self._module, self._layers, self._layer_ranks = module, list(layers), list(layer_ranks)
+        self._holders: dict[str, tuple[int, ...]] = {}
+        self._names: dict[int, str] = {}
+        self._inside: set[str] = set()
+        self._aliases: dict[str, str] = {}
+        self._modules = {id(child): name for name, child in outside_modules(module, [layer for _, layer in layers])}
+        self._map()
+
+    def _map(self) -> None:
+        """Find the holders of what the layers own; the rest is held everywhere for now."""
+        inside: dict[int, set[int]] = {}
+        for (_, layer), ranks in zip(self._layers, self._layer_ranks, strict=True):
+            for tensor in _owned(layer):
+                inside.setdefault(id(tensor), set()).update(ranks)
+        everyone = tuple(range(self.ranks))
+        for name, tensor in named_tensors(self._module):
+            first = self._names.setdefault(id(tensor), name)
+            self._aliases[name] = first
+            if id(tensor) in inside:
+                self._inside.add(first)
+            self._holders.setdefault(first, tuple(sorted(inside.get(id(tensor), everyone))))
+
+    # ------------------------------------------------------------------ questions
+
+    def owners(self, name: str) -> tuple[int, ...]:
+        """The ranks that hold the true value of a named parameter or buffer, ascending."""
+        return self._holders[self._aliases.get(name, name)] if name in self._aliases else self.loss_ranks
+
+    def holds(self, name: str) -> bool:
+        """Whether this rank is one of the holders."""
+        return self.rank in self.owners(name)
+
+    def counted(self, name: str) -> bool:
+        """Whether this rank is the one that counts the parameter in sums over the model: the first holder."""
+        return self.owners(name)[0] == self.rank
+
+    def outside(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters outside the sequence, each once."""
+        for name, parameter in self._module.named_parameters():
+            if self._aliases.get(name) not in self._inside:
+                yield name, parameter
+
+    # ------------------------------------------------------------------ what the tracker asks
+
+    def use(self, parameter: nn.Parameter) -> None:
+        """Note that code outside layers uses ``parameter`` on this rank.
+
+        Raises:
+            CutError: another rank holds it.
+        """
+        name = self._names.get(id(parameter))
+        if name is None or name in self.used:
+            return
+        if not self.holds(name):
+            raise CutError(
+                f"'{name}' is used on rank {self.rank}, but rank(s) {', '.join(map(str, self.owners(name)))} hold it"
+                + ("." if name in self._inside else " (in the first training batch only they used it)."),
+                hint="Use it where its layer runs, or in every training step. For a penalty on all weights use the "
+                "optimizer's weight_decay.",
+            )
+        if name not in self._inside:
+            self.used.add(name)
+
+    def name_of(self, tensor: Tensor) -> str | None:
+        """The dotted name of a parameter or buffer of the module."""
+        return next((name for name, owned in named_tensors(self._module) if owned is tensor), None)
+
+    # ------------------------------------------------------------------ placeholders
+
+    def release_layers(self) -> None:
+        """Turn the parameters and buffers of foreign layers into ``meta`` tensors, in place: names, order and objects stay."""
+        kept = {name for name in self._holders if self.holds(name)}
+        for (_, layer), ranks in zip(self._layers, self._layer_ranks, strict=True):
+            if self.rank in ranks:
+                continue
+            for tensor in _owned(layer):
+                name = self._names[id(tensor)]
+                if name not in kept and tensor.device.type != "meta":
+                    _replace(tensor, torch.empty_like(tensor, device="meta"))
+            for part in layer.modules():
+                # ``module.to`` and its kin must pass by tensors without values.
+                part.__dict__["_apply"] = MethodType(_apply, part)
+
+    def settle(self, used_by_rank: Sequence[Iterable[str]]) -> None:
+        """Learn from the first training batch who uses the parameters outside the sequence, and free the others' copies.
+
+        Args:
+            used_by_rank: for each rank the names it has used.
+        """
+        users: dict[str, list[int]] = {}
+        for rank, names in enumerate(used_by_rank):
+            for name in names:
+                users.setdefault(name, []).append(rank)
+        for name, parameter in self.outside():
+            self._holders[name] = tuple(users.get(name, self.loss_ranks))
+            if not self.holds(name):
+                stub = torch.zeros((), dtype=parameter.dtype, device=parameter.device)
+                parameter.grad = None
+                _replace(parameter, stub.expand(parameter.shape))
+        for prefix, buffer in self._outside_buffers():
+            self._holders[self._aliases[buffer]] = self._users_of_module(prefix)
+        self.settled = True
+
+    def _outside_buffers(self) -> Iterator[tuple[str, str]]:
+        for module_name, module in self._module.named_modules():
+            for name, _ in module.named_buffers(recurse=False):
+                full = f"{module_name}.{name}" if module_name else name
+                if self._aliases.get(full) == full and full not in self._inside:
+                    yield module_name, full
+
+    def _users_of_module(self, prefix: str) -> tuple[int, ...]:
+        """The ranks that run an outside module: those that hold its parameters; without any, those with the loss."""
+        outside = [name for name in self._modules.values() if prefix == name or prefix.startswith(f"{name}.")]
+        for name in outside:
+            for parameter, _ in self._module.get_submodule(name).named_parameters():
+                return self.owners(f"{name}.{parameter}")
+        return self.loss_ranks
+
+    def restore(self, fetch: Callable[[str, tuple[int, ...], Tensor], Tensor]) -> None:
+        """Give this rank every value again.
+
+        Args:
+            fetch: collective; called on all ranks in the same order with name, owners and the local tensor; returns
+                the true value.
+        """
+        for name, tensor in list(named_tensors(self._module)):
+            owners = self._holders.get(name)
+            if owners is None or len(owners) == self.ranks or self._aliases[name] != name:
+                continue
+            value = fetch(name, owners, tensor)
+            if not self.holds(name):
+                _replace(tensor, value)
+        for _, layer in self._layers:
+            for part in layer.modules():
+                part.__dict__.pop("_apply", None)
+        everyone = tuple(range(self.ranks))
+        self._holders = dict.fromkeys(self._holders, everyone)
+
+
+def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and buffers under all their names."""
+    yield from module.named_parameters(remove_duplicate=False)
+    yield from module.named_buffers(remove_duplicate=False)
+
+
+def _owned(layer: nn.Module) -> Iterator[Tensor]:
+    yield from layer.parameters()
+    yield from layer.buffers()
+
+
+def _replace(tensor: Tensor, value: Tensor) -> None:
+    """Let the same object hold another value, device and memory; attributes and ``requires_grad`` stay."""
+    attributes: Mapping[str, Any] = dict(tensor.__dict__)
+    requires_grad = tensor.requires_grad
+    new: Tensor = nn.Parameter(value, requires_grad) if isinstance(tensor, nn.Parameter) else value
+    torch.utils.swap_tensors(tensor, new)
+    tensor.__dict__.update(attributes)
+
+
+def _apply(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+    return self

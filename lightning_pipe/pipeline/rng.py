@@ -1,0 +1,92 @@
+"""Random streams that do not depend on which rank computes what.
+
+Every rank runs the user's step, so code outside layers must draw the same numbers everywhere, while each layer draws
+numbers of its own. All streams are derived from the batch's seed, the micro-batch and a key, never from what ran before.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any
+
+import torch
+
+
+def mix(*parts: int) -> int:
+    """A seed derived from integers, the same in every process (hashes of integer tuples are not salted).
+
+    Example:
+        >>> mix(1, 2) == mix(1, 2), mix(1, 2) == mix(2, 1)
+        (True, False)
+    """
+    return hash(parts) & 0x7FFF_FFFF_FFFF_FFFF
+
+
+class _Isolated:
+    """Gives the code inside its own stream and puts the surrounding stream back. A class, for speed."""
+
+    __slots__ = ("_generators", "_seed", "_states")
+
+    def __init__(self, generators: list[torch.Generator], seed: int) -> None:
+        self._generators, self._seed = generators, seed
+
+    def __enter__(self) -> None:
+        self._states = [generator.get_state() for generator in self._generators]
+        for generator in self._generators:
+            generator.manual_seed(self._seed)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for generator, state in zip(self._generators, self._states, strict=True):
+            generator.set_state(state)
+
+
+class Streams:
+    """The random streams of one batch.
+
+    Args:
+        seed: the batch's seed, the same on all ranks of a pipeline.
+        device: where the layers run; its generator is seeded beside the CPU's.
+    """
+
+    def __init__(self, seed: int, device: torch.device) -> None:
+        self.seed = seed
+        self._generators = [torch.default_generator]
+        if device.type == "cuda":
+            index = torch.cuda.current_device() if device.index is None else device.index
+            self._generators.append(torch.cuda.default_generators[index])
+
+    def isolated(self, *key: int) -> _Isolated:
+        """A context with the stream of ``key``; the stream outside goes on as if nothing had happened."""
+        return _Isolated(self._generators, mix(self.seed, *key))
+
+    @contextmanager
+    def batch(self) -> Iterator[None]:
+        """Put all generators back after a batch: torch's, Python's and numpy's."""
+        states = [generator.get_state() for generator in self._generators]
+        python = random.getstate()
+        numpy: Any = sys.modules.get("numpy")
+        numpy_state = numpy.random.get_state() if numpy else None
+        try:
+            yield
+        finally:
+            for generator, state in zip(self._generators, states, strict=True):
+                generator.set_state(state)
+            random.setstate(python)
+            if numpy:
+                numpy.random.set_state(numpy_state)
+
+    def seed_user_code(self, micro_batch: int) -> None:
+        """Start the stream of the user's code outside layers for one run over ``micro_batch``."""
+        seed = mix(self.seed, micro_batch)
+        for generator in self._generators:
+            generator.manual_seed(seed)
+        random.seed(seed)
+        numpy: Any = sys.modules.get("numpy")
+        if numpy:
+            numpy.random.seed(seed & 0xFFFF_FFFF)

@@ -1,0 +1,339 @@
+"""A module over a pipeline: partition, training batches, evaluation batches, restoration. Knows no trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
+
+from lightning_pipe.errors import ConfigurationError, PartitionError
+from lightning_pipe.pipeline.courier import Courier
+from lightning_pipe.pipeline.cut.intercept import Interceptor
+from lightning_pipe.pipeline.executor import Event, Executor
+from lightning_pipe.pipeline.ownership import Ownership, named_tensors
+from lightning_pipe.pipeline.reduce import GradientReducer
+from lightning_pipe.pipeline.rng import Streams
+from lightning_pipe.pipeline.stage import Batch, Stages, Step
+from lightning_pipe.pipeline.transport import Channel, Lane, Transport
+from lightning_pipe.schedules import Action, Family, Kind, Schedule, forward_only, lower
+
+
+class Pipeline:
+    """Runs a user's steps over the ranks of a pipeline and its replicas.
+
+    Args:
+        module: the user's module, whole, with the same values on all ranks (or `synchronize` it).
+        layers: the layer sequence with dotted names.
+        balance: the number of layers of each stage.
+        family: the schedule family.
+        transport: this process's transport.
+
+    Raises:
+        PartitionError: the balance does not add up to the layers.
+        ScheduleError: the schedule cannot be built for these ranks and stages.
+
+    Example:
+        One process, two stages, three micro-batches::
+
+            transport, = memory_world(Topology(ranks=1))
+            pipeline = Pipeline(module, find_layers(module), [2, 2], GPipe(), transport)
+            losses = pipeline.train(step, micro_batches, weights=[1 / 3] * 3, seed=0)
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        layers: Sequence[tuple[str, nn.Module]],
+        balance: Sequence[int],
+        family: Family,
+        transport: Transport,
+    ) -> None:
+        if sum(balance) != len(layers):
+            raise PartitionError(
+                f"The balance {list(balance)} adds up to {sum(balance)}; there are {len(layers)} layers."
+            )
+        self.module, self.transport, self.family = module, transport, family
+        self.layers, self.balance = list(layers), list(balance)
+        self.names = [name for name, _ in layers]
+        self._topology = transport.topology
+        probe = self.schedule(micro_batches=2 * self._topology.ranks)
+        self.placement = dict(probe.placement)
+        self.loss_ranks = probe.loss_ranks
+        bounds = [0, *accumulate(balance)]
+        self.stage_layers = [range(start, stop) for start, stop in pairwise(bounds)]
+        stage_ranks = [probe.holders(stage) for stage in range(len(balance))]
+        self.stages_here = probe.stages_of(transport.rank)
+        layer_ranks = [stage_ranks[stage] for stage, span in enumerate(self.stage_layers) for _ in span]
+        self.ownership = Ownership(
+            module, self.layers, layer_ranks, transport.rank, self._topology.ranks, self.loss_ranks
+        )
+        self.executor = Executor(
+            Stages(Interceptor(module, self.layers), self.stage_layers, self.names, self.ownership, transport.device),
+            Courier(transport),
+            self.placement,
+            transport.rank,
+            self._stage_done,
+        )
+        self.reducer: GradientReducer | None = None
+        self._reducing = False
+        self._checked = False
+        self._program = cache(self._lowered)
+        self._connect(probe)
+
+    # ------------------------------------------------------------------ facts
+
+    @property
+    def is_loss_rank(self) -> bool:
+        """Whether this rank computes losses."""
+        return self.transport.rank in self.loss_ranks
+
+    @property
+    def loss_process(self) -> int:
+        """The process that speaks for this replica: the rank with the last stage of pipe 0."""
+        return self._topology.process(self.transport.replica, self.loss_ranks[0])
+
+    @property
+    def pipeline_members(self) -> tuple[int, ...]:
+        """The processes of this pipeline, sorted."""
+        return self._topology.members(self.transport.replica, range(self._topology.ranks))
+
+    @property
+    def replica_members(self) -> tuple[int, ...]:
+        """The processes with the same rank in all pipelines, sorted."""
+        return tuple(sorted(self._topology.replica_processes(self.transport.rank)))
+
+    def schedule(self, micro_batches: int) -> Schedule:
+        """The training schedule for a number of micro-batches."""
+        return self.family.build(self._topology.ranks, micro_batches, stages=len(self.balance))
+
+    def holds(self, name: str) -> bool:
+        """Whether this rank has the true value of a named parameter or buffer."""
+        return self.ownership.holds(name)
+
+    def owners(self, name: str) -> tuple[int, ...]:
+        """The pipeline ranks that have the true value of a named parameter or buffer."""
+        return self.ownership.owners(name)
+
+    def local_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters this rank holds, each once."""
+        return ((name, p) for name, p in self.module.named_parameters() if self.holds(name))
+
+    # ------------------------------------------------------------------ set-up and end
+
+    def partition(self) -> None:
+        """Free the layers of other ranks: their parameters become placeholders in place."""
+        self.ownership.release_layers()
+
+    def synchronize(self) -> None:
+        """Give all holders of a parameter or buffer the value of the first one of replica 0. Collective."""
+        for name, tensor in named_tensors(self.module):
+            members = self._members(self.owners(name))
+            if self.holds(name) and len(members) > 1:
+                source = self._topology.process(0, self.owners(name)[0])
+                data = tensor.detach().contiguous()
+                self.transport.broadcast(data, source, members).wait()
+                tensor.data.copy_(data)
+
+    def restore(self) -> None:
+        """Give every rank the whole module again. Collective over the pipeline."""
+
+        def fetch(name: str, owners: tuple[int, ...], tensor: Tensor) -> Tensor:
+            source = self._topology.process(self.transport.replica, owners[0])
+            shape, dtype = self.transport.broadcast_object((tensor.shape, tensor.dtype), source, self.pipeline_members)
+            mine = self.transport.process == source
+            data = (
+                tensor.detach().contiguous() if mine else torch.empty(shape, dtype=dtype, device=self.transport.device)
+            )
+            self.transport.broadcast(data, source, self.pipeline_members).wait()
+            return data
+
+        self.ownership.restore(fetch)
+
+    def _connect(self, probe: Schedule) -> None:
+        """Prepare all groups and channels, in the same order on all processes."""
+        topology = self._topology
+        groups = [topology.members(replica, range(topology.ranks)) for replica in range(topology.replicas)]
+        groups += [tuple(sorted(topology.replica_processes(rank))) for rank in range(topology.ranks)]
+        groups += [self._members(owners) for owners in self._owner_sets()]
+        self.transport.make_groups(list(dict.fromkeys(groups)))
+        channels: dict[Channel, None] = {}
+        for program in (lower(probe), lower(forward_only(probe, 1))):
+            for rank, actions in enumerate(program):
+                for action in actions:
+                    if action.kind in (Kind.SEND_FORWARD, Kind.SEND_BACKWARD) and action.peer is not None:
+                        direction = "forward" if action.kind is Kind.SEND_FORWARD else "backward"
+                        channels[Channel(rank, action.peer, Lane(direction, action.pipe))] = None  # type: ignore[arg-type]
+        self.transport.connect(channels)
+
+    def _owner_sets(self) -> list[tuple[int, ...]]:
+        return list(dict.fromkeys(self.owners(name) for name, _ in named_tensors(self.module)))
+
+    def _members(self, owners: Sequence[int]) -> tuple[int, ...]:
+        """The processes of some ranks in all replicas, sorted."""
+        topology = self._topology
+        return tuple(sorted(topology.process(r, rank) for r in range(topology.replicas) for rank in owners))
+
+    # ------------------------------------------------------------------ batches
+
+    def train(
+        self, step: Step, micro_batches: Sequence[Any], weights: Sequence[float], *, seed: int = 0, reduce: bool = True
+    ) -> dict[int, Any]:
+        """Run forward and backward passes of one batch.
+
+        The gradients of this rank's parameters are added to ``parameter.grad``; with ``reduce`` they are summed over
+        all holders of each parameter, overlapped with the remaining backward passes.
+
+        Args:
+            step: ``step(index, micro_batch)`` runs the user's training step and returns what it returns. It is called
+                for every stage of this rank and every micro-batch, and ended by an exception where another stage
+                goes on.
+            micro_batches: the slices of the batch, the same on all ranks of the pipeline.
+            weights: the factor of each micro-batch's loss; they add up to 1 over the batch for a mean.
+            seed: the seed of this batch's random streams, the same on all ranks of the pipeline.
+            reduce: ``False`` while gradients are still accumulated over batches; `reduce_gradients` later.
+
+        Returns:
+            What the step returned for each micro-batch, detached, on the ranks with the loss; empty elsewhere.
+        """
+        self._reducing = reduce and self.ownership.settled and self.reducer is not None
+        results = self._run(step, micro_batches, weights, seed, training=True)
+        if not self.ownership.settled:
+            self._settle()
+            if reduce:
+                self.reduce_gradients()
+        elif self._reducing:
+            self._finish_reducing()
+        return results
+
+    def evaluate(self, step: Step, micro_batches: Sequence[Any], *, seed: int = 0) -> dict[int, Any]:
+        """Run forward passes alone; see `train`."""
+        return self._run(step, micro_batches, [1.0] * len(micro_batches), seed, training=False)
+
+    def reduce_gradients(self) -> None:
+        """Sum ``parameter.grad`` over the holders of each parameter, all at once."""
+        if self.reducer is None:
+            return
+        for stage in self._reduction_order():
+            self.reducer.start(("stage", stage))
+        self._finish_reducing()
+
+    @contextmanager
+    def recorded(self) -> Iterator[list[Event]]:
+        """Record when each action runs."""
+        events: list[Event] = []
+        self.executor.events = events
+        try:
+            yield events
+        finally:
+            self.executor.events = None
+
+    def _run(
+        self, step: Step, micro_batches: Sequence[Any], weights: Sequence[float], seed: int, training: bool
+    ) -> dict[int, Any]:
+        if not micro_batches or len(micro_batches) != len(weights):
+            raise ConfigurationError(f"{len(micro_batches)} micro-batches came with {len(weights)} weights.")
+        streams = Streams(seed, self.transport.device)
+        mode = (
+            training,
+            torch.is_grad_enabled(),
+            self.module.training,
+            torch.is_autocast_enabled(self.transport.device.type),
+        )
+        keys = [(*mode, signature(micro_batch)) for micro_batch in micro_batches]
+        batch = Batch(step, micro_batches, keys, weights, streams, training)
+        with streams.batch(), self.executor.stages.interceptor.installed():
+            self.executor.run(self._program(len(micro_batches), training), batch)
+        if training and not self._checked:
+            self._check_called()
+        return batch.results
+
+    def _lowered(self, micro_batches: int, training: bool) -> tuple[Action, ...]:
+        schedule = self.schedule(micro_batches)
+        return lower(schedule if training else forward_only(schedule, micro_batches))[self.transport.rank]
+
+    def _check_called(self) -> None:
+        mine = {number for stage in self.stages_here for number in self.stage_layers[stage]}
+        missing = sorted(mine - self.executor.stages.called)
+        if missing:
+            raise PartitionError(
+                f"Layer '{self.names[missing[0]]}' was not called in the first training batch "
+                f"({len(missing)} of {len(mine)} layers on rank {self.transport.rank} were not).",
+                hint="Name the layers that the training step calls with layers=... .",
+            )
+        self._checked = True
+
+    # ------------------------------------------------------------------ reductions
+
+    def _stage_done(self, stage: int) -> None:
+        if self._reducing and self.reducer is not None:
+            self.reducer.start(("stage", stage))
+
+    def _reduction_order(self) -> Iterator[int]:
+        return (action.stage for action in self._program(1, True) if action.kind is Kind.REDUCE)
+
+    def _finish_reducing(self) -> None:
+        if self.reducer is None:
+            return
+        for owners in self._shared_keys:
+            self.reducer.start(("owners", owners))
+        self.reducer.finish()
+
+    def _settle(self) -> None:
+        """After the first training batch: agree on who holds the parameters outside the sequence."""
+        everyone = tuple(range(self._topology.world_size))
+        gathered = self.transport.all_gather_object(sorted(self.ownership.used), everyone)
+        used_by_rank: list[set[str]] = [set() for _ in range(self._topology.ranks)]
+        for process, names in enumerate(gathered):
+            used_by_rank[self._topology.locate(process)[1]].update(names)
+        self.ownership.settle(used_by_rank)
+        self._prepare_reductions()
+
+    def _prepare_reductions(self) -> None:
+        """Parameters of one stage alone are reduced when the stage is done, all others at the end of the batch."""
+        self.transport.make_groups([self._members(owners) for owners in sorted(self._owner_sets())])
+        layer_stages: dict[int, set[int]] = {}
+        for stage in self.stages_here:
+            for number in self.stage_layers[stage]:
+                for parameter in self.layers[number][1].parameters():
+                    layer_stages.setdefault(id(parameter), set()).add(stage)
+        by_key: dict[Hashable, list[nn.Parameter]] = {("stage", stage): [] for stage in self.stages_here}
+        members: dict[Hashable, tuple[int, ...]] = {}
+        for name, parameter in self.local_parameters():
+            stages = layer_stages.get(id(parameter), set())
+            alone = len(stages) == 1 and self.owners(name) == self._stage_holders(min(stages))
+            key: Hashable = ("stage", min(stages)) if alone else ("owners", self.owners(name))
+            by_key.setdefault(key, []).append(parameter)
+            members[key] = self._members(self.owners(name))
+        self.reducer = GradientReducer(self.transport)
+        for key, parameters in by_key.items():
+            self.reducer.add(key, parameters, members.get(key, (self.transport.process,)))
+        self._shared_keys = sorted(key[1] for key in by_key if isinstance(key, tuple) and key[0] == "owners")
+
+    def _stage_holders(self, stage: int) -> tuple[int, ...]:
+        return tuple(sorted({rank for (_, held), rank in self.placement.items() if held == stage}))
+
+
+def signature(micro_batch: Any) -> Hashable:
+    """What decides the shapes and the path of a step: structure, shapes, dtypes, and plain values.
+
+    Example:
+        >>> signature({"x": torch.zeros(2, 3)}) == signature({"x": torch.ones(2, 3)})
+        True
+        >>> signature({"x": torch.zeros(2, 3)}) == signature({"x": torch.zeros(1, 3)})
+        False
+    """
+    leaves, structure = tree_flatten(micro_batch)
+    return str(structure), tuple(
+        (tuple(leaf.shape), leaf.dtype)
+        if isinstance(leaf, Tensor)
+        else leaf
+        if leaf is None or isinstance(leaf, (bool, int))
+        else type(leaf)
+        for leaf in leaves
+    )

@@ -1,0 +1,155 @@
+"""One stage on one micro-batch: forward through the user's step, backward through what it left."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from lightning_pipe.errors import ConfigurationError
+from lightning_pipe.pipeline.cut.intercept import Interceptor, StageRun
+from lightning_pipe.pipeline.cut.path import Crossing, Path
+from lightning_pipe.pipeline.cut.received import Inbox
+from lightning_pipe.pipeline.ownership import Ownership
+from lightning_pipe.pipeline.rng import Streams
+
+Step = Callable[[int, Any], Any]
+
+
+@dataclass
+class Batch:
+    """What one batch brings to the engine.
+
+    Args:
+        step: ``step(index, micro_batch)`` runs the user's step; its value counts on the stage with the loss alone.
+        micro_batches: the slices of the batch.
+        keys: a signature for each of them: equal signatures, equal shapes.
+        weights: the factor of each micro-batch's loss.
+        streams: the batch's random streams.
+        training: whether gradients are wanted.
+        results: what the step returned for each micro-batch, detached, where the loss is.
+    """
+
+    step: Step
+    micro_batches: Sequence[Any]
+    keys: Sequence[Hashable]
+    weights: Sequence[float]
+    streams: Streams
+    training: bool
+    results: dict[int, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Saved:
+    """What a forward pass leaves for its backward pass."""
+
+    inbox: Inbox | None
+    inbound: tuple[int, ...]
+    outbound: dict[int, Tensor]
+    loss: Tensor | None
+    used: set[int]
+
+
+@dataclass
+class Stages:
+    """Runs the stages of one rank.
+
+    Args:
+        interceptor: stands between the user's step and the layers.
+        layers: for each stage its range of layers.
+        names: dotted names of all layers.
+        ownership: who holds which parameter.
+        device: the rank's device.
+    """
+
+    interceptor: Interceptor
+    layers: Sequence[range]
+    names: Sequence[str]
+    ownership: Ownership
+    device: torch.device
+    called: set[int] = field(default_factory=set)
+
+    def forward(
+        self, stage: int, micro_batch: int, batch: Batch, inbound: tuple[Path, dict[int, Tensor]] | None
+    ) -> tuple[Saved, Crossing | None]:
+        """Run the step for one stage. Returns what backward needs and what leaves (``None`` on the last stage)."""
+        run = StageRun(
+            layers=self.layers[stage],
+            total=len(self.names),
+            names=self.names,
+            inbound=inbound,
+            micro_batch=micro_batch,
+            streams=batch.streams,
+            holdings=self.ownership,
+            device=self.device,
+        )
+        received = (
+            tuple(e.number for e in inbound[0].entries if e.number in inbound[1] and e.requires_grad) if inbound else ()
+        )
+        batch.streams.seed_user_code(micro_batch)
+        with self.interceptor.running(run):
+            result = run.run(lambda: batch.step(micro_batch, batch.micro_batches[micro_batch]))
+        self.called |= run.called
+        saved = Saved(run.inbox, received, {}, None, run.tracker.used)
+        if run.crossing is None:
+            batch.results[micro_batch] = tree_map(
+                lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, result
+            )
+            if batch.training:
+                saved.loss = loss_of(result) * batch.weights[micro_batch]
+        elif batch.training:
+            pairs = zip(run.crossing.path.entries, run.crossing.tensors, strict=True)
+            saved.outbound = {entry.number: tensor for entry, tensor in pairs if entry.requires_grad}
+        return saved, run.crossing
+
+    def backward(
+        self, saved: Saved, gradients: Mapping[int, Tensor], used: frozenset[int]
+    ) -> tuple[dict[int, Tensor], frozenset[int]]:
+        """Run backward.
+
+        Args:
+            saved: what the forward pass left.
+            gradients: by number, the gradients of what left; empty on the last stage.
+            used: the numbers that later stages used.
+
+        Returns:
+            By number, the gradients of what was received, and the numbers used here or later.
+        """
+        if saved.loss is not None:
+            if saved.loss.requires_grad:
+                saved.loss.backward()  # type: ignore[no-untyped-call]
+        else:
+            wanted = [number for number in saved.outbound if number in gradients]
+            if wanted:
+                torch.autograd.backward([saved.outbound[n] for n in wanted], [gradients[n] for n in wanted])
+        returned: dict[int, Tensor] = {}
+        if saved.inbox is not None:
+            pairs = zip(saved.inbound, saved.inbox.gradients, strict=True)
+            returned = {number: gradient for number, gradient in pairs if gradient is not None}
+        return returned, frozenset(saved.used | used | returned.keys())
+
+
+def loss_of(result: Any) -> Tensor:
+    """The loss in what a training step returned: a tensor, or a mapping with the key ``loss``.
+
+    Raises:
+        ConfigurationError: there is none, or it is not a single number.
+    """
+    loss = result.get("loss") if isinstance(result, Mapping) else result
+    if not isinstance(loss, Tensor):
+        raise ConfigurationError(
+            f"The training step returned {type(result).__name__} without a loss tensor.",
+            hint="Return the loss, or a dictionary with the key 'loss'. Skipping batches by returning None is not supported.",
+        )
+    if loss.numel() != 1:
+        raise ConfigurationError(f"The loss must be a single number, not a tensor of shape {tuple(loss.shape)}.")
+    return loss.reshape(())
+
+
+def parameters_of(modules: Sequence[nn.Module]) -> list[nn.Parameter]:
+    """The parameters of some modules, each once."""
+    return list({id(p): p for module in modules for p in module.parameters()}.values())
