@@ -1,0 +1,106 @@
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable
+from dataclasses import fields
+from itertools import product
+from pathlib import Path
+
+import pytest
+from hydra.errors import ConfigCompositionException
+from hydra.utils import get_object
+from omegaconf import DictConfig, OmegaConf
+
+from recipes import config
+from recipes.errors import RecipeError
+from tests.recipes.conftest import CONF
+
+Compose = Callable[..., DictConfig]
+
+
+def names(group: str) -> list[str]:
+    return sorted(path.stem for path in (CONF / group).glob("*.yaml"))
+
+
+@pytest.mark.parametrize(("experiment", "pipe"), list(product(names("experiment"), names("pipe"))))
+def test_every_experiment_composes_with_every_schedule(composed: Compose, experiment: str, pipe: str) -> None:
+    settings = composed(f"experiment={experiment}", f"pipe={pipe}")
+    plain = OmegaConf.to_container(settings, resolve=True, throw_on_missing=True)
+    assert isinstance(plain, dict)
+    assert plain["recipe"] == experiment
+    assert (plain["pipe"] is None) == (pipe == "none")
+
+
+@pytest.mark.parametrize(
+    "choice", [f"{group.name}={name}" for group in CONF.iterdir() if group.is_dir() for name in names(group.name)]
+)
+def test_every_file_composes(composed: Compose, choice: str) -> None:
+    composed(choice)
+
+
+@pytest.mark.parametrize("path", sorted(CONF.rglob("*.yaml")), ids=lambda path: str(path.relative_to(CONF)))
+def test_every_file_opens_with_the_command_that_runs_it(path: Path) -> None:
+    head = re.match(r"(#.*\n)+", path.read_text())
+    assert head is not None
+    assert "python -m recipes.train experiment=" in head[0].replace(" -m experiment", " experiment")
+
+
+@pytest.mark.parametrize("schema", [schema for schema in config.SCHEMAS.values() if hasattr(schema, "_target_")])
+def test_every_key_of_a_schema_is_an_argument_of_its_target(schema: type) -> None:
+    arguments = inspect.signature(get_object(schema._target_)).parameters
+    assert {item.name for item in fields(schema)} - {"_target_", "_partial_"} <= set(arguments)
+
+
+def test_debug_and_hardware_win_over_the_experiment(composed: Compose) -> None:
+    settings = composed("experiment=gpt2_wikitext2", "debug=one_device", "trainer=cpu")
+    assert settings.pipe is None
+    assert settings.trainer.devices == 1
+    assert settings.threads == 1
+
+
+@pytest.mark.parametrize(
+    ("override", "place", "suggestion"),
+    [
+        ("model.widht=3", "model.widht", "model.width"),
+        ("+model.widht=3", "model.widht", "model.width"),
+        ("trainer.devcies=3", "trainer.devcies", "trainer.devices"),
+        ("pipe.microbatches=3", "pipe.microbatches", "pipe.micro_batches"),
+        ("modle.width=3", "modle", "model"),
+        ("+callbacks.checkpoint.save_topk=3", "callbacks.checkpoint.save_topk", "callbacks.checkpoint.save_top_k"),
+        ("paths.outptu=3", "paths.outptu", "paths.output"),
+    ],
+)
+def test_an_unknown_key_is_refused_with_the_nearest(
+    composed: Compose, override: str, place: str, suggestion: str
+) -> None:
+    with pytest.raises((RecipeError, ConfigCompositionException)) as caught:
+        composed(override)
+    error = caught.value if isinstance(caught.value, RecipeError) else config.explain(caught.value)
+    assert f"no key {place}." in error.message
+    assert error.hint is not None
+    assert f"Did you mean {suggestion}?" in error.hint
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("model.width=wide", "model.width: Value 'wide' of type 'str' could not be converted to Integer"),
+        ("data.batch_size=null", "data.batch_size: field 'data.batch_size' is not Optional"),
+        ("model=gpt3", "Could not find 'model/gpt3'"),
+        ("experiment=gpt", "gpt2_wikitext2"),
+    ],
+)
+def test_a_wrong_value_is_explained(composed: Compose, override: str, words: str) -> None:
+    with pytest.raises(ConfigCompositionException) as caught:
+        composed(override)
+    assert words in str(config.explain(caught.value))
+
+
+def test_a_typing_error_in_a_file_is_explained(composed: Compose, tmp_path: Path) -> None:
+    folder = tmp_path / "experiment"
+    folder.mkdir()
+    (folder / "mine.yaml").write_text("# @package _global_\nmodel:\n  widht: 7\n")
+    with pytest.raises(ConfigCompositionException) as caught:
+        composed("experiment=mine", f"hydra.searchpath=[file://{tmp_path}]")
+    assert "Did you mean model.width?" in str(config.explain(caught.value))

@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import lightning as L
+import pytest
+import torch
+
+from recipes.callbacks import Throughput
+from recipes.data.text import TextBlocks
+from recipes.modules.gpt2 import GPT2, Perplexity
+from recipes.optim import decay_groups, warmup_cosine
+from tests.recipes.conftest import write_text
+
+
+def small_gpt2() -> GPT2:
+    return GPT2(
+        vocabulary=300,
+        positions=16,
+        width=32,
+        layers=2,
+        heads=2,
+        dropout=0.0,
+        optimizer=partial(torch.optim.AdamW, lr=1e-2),
+        scheduler=warmup_cosine,
+    )
+
+
+def test_perplexity_is_the_exponential_of_the_mean_loss_per_sample() -> None:
+    perplexity = Perplexity()
+    perplexity.update(torch.tensor(1.0), weight=3)
+    perplexity.update(torch.tensor(2.0), weight=1)
+    assert perplexity.compute() == pytest.approx(torch.tensor(1.25).exp())
+
+
+def test_weight_decay_spares_vectors() -> None:
+    model = small_gpt2()
+    decayed, spared = decay_groups(model, 0.1)
+    assert {parameter.dim() for parameter in decayed["params"]} == {2}
+    assert {parameter.dim() for parameter in spared["params"]} == {1}
+    assert len(decayed["params"]) + len(spared["params"]) == len(list(model.parameters()))
+
+
+def test_it_learns_on_one_device_and_its_checkpoint_loads_alone(tmp_path: Path) -> None:
+    L.seed_everything(0)
+    data = TextBlocks(
+        files=str(write_text(tmp_path / "wiki")),
+        vocabulary=300,
+        block_length=16,
+        batch_size=8,
+        cache=str(tmp_path / "c"),
+    )
+    model, throughput = small_gpt2(), Throughput()
+    trainer = L.Trainer(
+        max_steps=40,
+        accelerator="cpu",
+        callbacks=[throughput],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        gradient_clip_val=1.0,
+        inference_mode=False,
+    )
+    before = trainer.validate(model, data, verbose=False)[0]
+    trainer.fit(model, data)
+    after = trainer.validate(model, data, verbose=False)[0]
+    assert before["val_perplexity"] > 200
+    assert after["val_perplexity"] < before["val_perplexity"] / 4
+    assert after["val_perplexity"] == pytest.approx(torch.tensor(after["val_loss"]).exp().item(), rel=1e-4)
+    assert throughput.samples == (40 - throughput.warm_up) * 8
+    assert throughput.samples_per_second is not None
+
+    trainer.save_checkpoint(tmp_path / "gpt2.ckpt")
+    again = GPT2.load_from_checkpoint(tmp_path / "gpt2.ckpt", weights_only=True)
+    batch = next(iter(data.val_dataloader()))
+    with torch.no_grad():
+        assert torch.equal(again.eval().model(**batch).loss, model.eval().model(**batch).loss)
+    with pytest.raises(TypeError, match="without an optimizer"):
+        again.configure_optimizers()
