@@ -96,7 +96,7 @@ def layout(
         world_size: number of processes that came up.
         pipeline_parallel_size: ranks in one pipeline; ``"auto"``: all that ``data_parallel_size`` leaves.
         data_parallel_size: number of pipelines; ``"auto"``: what ``pipeline_parallel_size`` leaves, otherwise 1.
-        stages: number of stages, a multiple of the ranks; ``"auto"``: ranks x ``stages_per_rank``.
+        stages: number of stages, at least one per rank; ``"auto"``: ranks x ``stages_per_rank``.
         stages_per_rank: what the schedule puts on one rank by itself.
 
     Returns:
@@ -114,11 +114,10 @@ def layout(
         _check_count(name, value)
     ranks, replicas = _factors(world_size, pipeline_parallel_size, data_parallel_size)
     count = ranks * stages_per_rank if stages == "auto" else stages
-    if count % ranks:
+    if count < ranks:
         raise ConfigurationError(
-            f"stages={count} cannot be spread evenly over {several(ranks, 'rank')} of one pipeline "
-            f"({count} / {ranks} = {count / ranks:.2f}).",
-            hint=f"Use stages={_nearest_text(_multiples(count, ranks))}, or change pipeline_parallel_size.",
+            f"{several(count, 'stage')} cannot occupy {several(ranks, 'rank')}: each holds at least 1.",
+            hint=f"Use stages={ranks} or more, or pipeline_parallel_size={count} or less.",
         )
     return Layout(ranks, replicas, count)
 

@@ -7,10 +7,10 @@ from math import isfinite
 from typing import Literal
 
 from torch import nn
-from torch.nn.parameter import is_lazy
 
 from lightning_pipe.errors import ConfigurationError, PartitionError
 from lightning_pipe.partition.balancing import balance as balance_costs
+from lightning_pipe.partition.holding import parameter_costs
 from lightning_pipe.partition.sequence import Layers, finer_path
 from lightning_pipe.text import several
 
@@ -55,52 +55,6 @@ def divide(module: nn.Module, layers: Layers, stages: int, balance: Balance = "p
         f"balance={balance!r} is unknown.",
         hint='Use "parameters", "time", "memory", a list such as [2, 3, 2], or a function of a layer.',
     )
-
-
-def parameter_costs(module: nn.Module, layers: Layers) -> list[int]:
-    """Number of parameters that every layer brings to its stage.
-
-    A parameter shared by layers is charged to the first of them. One outside the layers is charged to the layer
-    registered after it, or to the last one where none is; under several names (tied embeddings) it is charged once for
-    each of these places, as it will be held at each.
-
-    Args:
-        module: the whole module.
-        layers: the layer sequence.
-
-    Returns:
-        Parameters per layer; parameters not yet materialised count 0.
-
-    Example:
-        >>> net = nn.Sequential(nn.Embedding(10, 2), nn.Linear(2, 2), nn.Linear(2, 3))
-        >>> parameter_costs(net, [("1", net[1]), ("2", net[2])])
-        [26, 9]
-    """
-    costs = [0] * len(layers)
-    position = {
-        id(parameter): i for i, (_, layer) in reversed(list(enumerate(layers))) for parameter in layer.parameters()
-    }
-    charged: set[tuple[int, int]] = set()
-    following = list(_following_layer(module, layers))
-    for (_, parameter), after in zip(module.named_parameters(remove_duplicate=False), following, strict=True):
-        place = position.get(id(parameter), after)
-        if (id(parameter), place) not in charged and not is_lazy(parameter):
-            charged.add((id(parameter), place))
-            costs[place] += parameter.numel()
-    return costs
-
-
-def _following_layer(module: nn.Module, layers: Layers) -> list[int]:
-    """For every named parameter, repeated ones included, the index of the layer that holds or follows it."""
-    index = {name: i for i, (name, _) in enumerate(layers)}
-    following: list[int] = []
-    after = len(layers) - 1
-    for name, _ in reversed(list(module.named_parameters(remove_duplicate=False))):
-        parts = name.split(".")
-        held = next((index[p] for p in (".".join(parts[:n]) for n in range(len(parts) + 1)) if p in index), None)
-        after = after if held is None else held
-        following.append(after)
-    return following[::-1]
 
 
 def _called(cost: Callable[[nn.Module], float], name: str, layer: nn.Module) -> float:

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from lightning_pipe.errors import ConfigurationError, PartitionError
-from lightning_pipe.partition import divide, find_layers, parameter_costs
+from lightning_pipe.partition import divide, find_layers, held_by_stages, parameter_costs
 from lightning_pipe.partition.cost import Balance
 
 
@@ -126,3 +126,23 @@ def test_an_unknown_word() -> None:
     net = widths(1, 1)
     with pytest.raises(ConfigurationError, match="'size' is unknown"):
         divide(net, find_layers(net), 2, "size")  # type: ignore[arg-type]
+
+
+def test_what_every_stage_holds() -> None:
+    model = Tied()
+    first, last = held_by_stages(model, find_layers(model, "layers"), [1, 2])
+    assert [held.name for held in first] == ["embedding.weight", "layers.0.weight"]
+    assert [held.name for held in last] == [
+        "embedding.weight",
+        "layers.1.weight",
+        "layers.2.weight",
+        "norm.weight",
+        "norm.bias",
+    ]
+    net = widths(4, 4, 4)
+    net[2].weight = net[0].weight
+    assert [[h.name for h in stage] for stage in held_by_stages(net, find_layers(net), [1, 1, 1])] == [
+        ["0.weight"],
+        ["1.weight"],
+        ["0.weight"],
+    ]
