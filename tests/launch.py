@@ -99,8 +99,16 @@ def run_pipeline(
     fn: Callable[..., Any], topology: Topology, *, timeout: float = 60.0, group_timeout: float = 15.0, **kwargs: Any
 ) -> list[Any]:
     """Call ``fn(transport, **kwargs)`` in one process per place of the topology; the twin of `run_threads`."""
-    kwargs |= {"fn": fn, "topology": topology, "seconds": group_timeout}
-    return run_world(_with_transport, topology.world_size, timeout=timeout, group_timeout=group_timeout, **kwargs)
+    ended = pipeline_outcomes(fn, topology, timeout=timeout, group_timeout=group_timeout, **kwargs)
+    return results(ended)
+
+
+def pipeline_outcomes(
+    fn: Callable[..., Any], topology: Topology, *, timeout: float = 60.0, group_timeout: float = 15.0, **kwargs: Any
+) -> list[Outcome]:
+    """As `run_pipeline`, but says how each process ended instead of raising."""
+    call = (fn, topology, group_timeout, kwargs)
+    return outcomes(_with_transport, topology.world_size, timeout=timeout, group_timeout=group_timeout, call=call)
 
 
 def run_trainers(fn: Callable[..., Any], world_size: int, *, timeout: float = 90.0, **kwargs: Any) -> list[Any]:
@@ -281,11 +289,12 @@ def _call(process: int, world_size: int, group_timeout: float | None, call: byte
     return value
 
 
-def _with_transport(process: int, fn: Callable[..., Any], topology: Topology, seconds: float, **kwargs: Any) -> Any:
+def _with_transport(process: int, call: tuple[Callable[..., Any], Topology, float, dict[str, Any]]) -> Any:
     import torch
 
     from lightning_pipe.pipeline.transports import open_transport
 
+    fn, topology, seconds, kwargs = call
     transport: Transport = open_transport(topology, torch.device("cpu"), timedelta(seconds=seconds))
     value = fn(transport, **kwargs)
     transport.barrier()

@@ -125,5 +125,5 @@ class Topology:
     def _check(self, what: str, value: int, limit: int) -> None:
         if not 0 <= value < limit:
             raise ConfigurationError(
-                f"There is no {what} {value}; with {self.ranks} ranks x {self.replicas} replicas the last is {limit - 1}."
+                f"There is no {what} {value}: {self.ranks} ranks x {self.replicas} replicas end at {limit - 1}."
             )

@@ -85,7 +85,7 @@ class Transport(ABC):
         replica: the pipeline that this process belongs to.
         peers: the process of each rank of this pipeline.
         names: how messages name each rank of this pipeline.
-        board: where failures are looked up and reported; set by `FailureBoard.attach`.
+        board: where failures are looked up and reported; set by `FailureBoard`.
         waiting: what the process is blocked on, for reports; ``None`` while it is not.
     """
 
@@ -118,7 +118,10 @@ class Transport(ABC):
 
     @abstractmethod
     def receive(self, data: Tensor, peer: int, lane: Lane) -> Work:
-        """Start to receive into a flat, contiguous ``uint8`` tensor that has exactly the message's size."""
+        """Start to receive into a flat, contiguous ``uint8`` tensor that has exactly the message's size.
+
+        Both ends must agree on it: Gloo takes a shorter message without a word and ends the process on a longer one.
+        """
 
     @abstractmethod
     def send_object(self, obj: object, peer: int, tag: int) -> Work:

@@ -1,0 +1,267 @@
+"""One rank failing ends all of them with that rank's traceback; a hang ends with a report of every rank.
+
+The board hangs on the store over which the processes found each other, so it works when nothing else does any more::
+
+    board = FailureBoard(store, transport)      # on every process
+    board.watch()                               # a thread that looks at the board once a second
+    board.position = action                     # before each action; None between batches
+    board.fail(error)                           # when an error leaves the strategy: publish it, wake the others
+    board.close()                               # at the end
+
+A process whose communication breaks asks the board why (`Transport.error` does so by itself) and raises an error that
+quotes the process that failed first. A process whose patience ends asks all others where they are: that is the report.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+import traceback
+from dataclasses import asdict, dataclass
+
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from lightning_pipe.errors import CommunicationError
+from lightning_pipe.pipeline.transport import Transport
+from lightning_pipe.pipeline.watchdog import Watchdog
+
+_LEFT = "No rank has said why: a process may have been killed (out of memory?) or have left without an error."
+_HANG = "Look at the rank that computes, or at the first rank that waits for one that does not send."
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What went wrong first.
+
+    Args:
+        process: where.
+        name: how messages name it.
+        text: the traceback, or the report of a hang.
+        hang: whether it is a report.
+    """
+
+    process: int
+    name: str
+    text: str
+    hang: bool = False
+
+    def __str__(self) -> str:
+        if self.hang:
+            return f"Nobody has failed; {self.name} asked all ranks where they are:\n{self.text}"
+        return f"{self.name.capitalize()} failed first:\n{self.text}"
+
+
+class Bulletin:
+    """The board's entries in the store. Every thread has one of its own, since a store client serves one at a time."""
+
+    def __init__(self, store: Store, prefix: str) -> None:
+        self._store = store
+        self._prefix = prefix
+
+    def clone(self) -> Bulletin:
+        """The same entries over a connection of its own."""
+        return Bulletin(self._store.clone(), self._prefix)
+
+    def publish(self, failure: Failure) -> bool:
+        """Enter a failure; whether it is the first one."""
+        text = json.dumps(asdict(failure))
+        return self._enter("failure", text)
+
+    def failure(self) -> Failure | None:
+        """The first failure."""
+        if not self._has("failure"):
+            return None
+        return Failure(**json.loads(self._store.get(self._prefix + "failure")))
+
+    def acknowledge(self) -> None:
+        """Enter that one more process has read the failure."""
+        self._store.add(self._prefix + "readers", 1)
+
+    def readers(self) -> int:
+        """How many processes have read the failure."""
+        return self._store.add(self._prefix + "readers", 0)
+
+    def ask(self, process: int) -> bool:
+        """Ask all processes where they are; whether this process is the one that asks and reports."""
+        return self._enter("asker", str(process))
+
+    def asked(self) -> bool:
+        """Whether a process asks where all are."""
+        return self._has("asker")
+
+    def answer(self, process: int, place: str) -> None:
+        """Enter where a process is."""
+        self._store.set(f"{self._prefix}place/{process}", place)
+
+    def place(self, process: int) -> str | None:
+        """Where a process is; ``None`` while it has not answered."""
+        return self._store.get(f"{self._prefix}place/{process}").decode() if self._has(f"place/{process}") else None
+
+    def _has(self, key: str) -> bool:
+        return bool(self._store.check([self._prefix + key]))
+
+    def _enter(self, key: str, value: str) -> bool:
+        return self._store.compare_set(self._prefix + key, "", value) == value.encode()
+
+
+class FailureBoard:
+    """Where processes tell each other why they fail.
+
+    Args:
+        store: reached by all processes; each must make its boards in the same order.
+        transport: this process's transport. From now on it asks this board about its errors.
+        patience: seconds to wait for the origin of a broken connection, and for answers in a report.
+    """
+
+    def __init__(self, store: Store, transport: Transport, patience: float = 2.0) -> None:
+        self.transport = transport
+        self.patience = patience
+        generation = store.add(f"lightning_pipe/boards/{transport.process}", 1)
+        self.bulletin = Bulletin(store, f"lightning_pipe/board/{generation}/")
+        self.noticed = threading.Event()
+        self._thread_id = threading.get_ident()
+        self._position: object | None = None
+        self._beats = 0
+        self._failure: Failure | None = None
+        self._place: str | None = None
+        self._watchdog: Watchdog | None = None
+        transport.board = self
+
+    @property
+    def position(self) -> object | None:
+        """What the process is doing, in any form that prints; ``None`` between batches.
+
+        Raises:
+            CommunicationError: on setting, once another process is known to have failed.
+        """
+        return self._position
+
+    @position.setter
+    def position(self, value: object | None) -> None:
+        self._position = value
+        self._beats += 1
+        if self._failure is not None and value is not None:
+            raise self.explain(f"{self.transport.describe().capitalize()} stops before {value}.")
+
+    @property
+    def beats(self) -> int:
+        """How often the position was set: a process whose count stands still is at the same place."""
+        return self._beats
+
+    def fail(self, error: BaseException) -> None:
+        """Publish why this process fails and make the others stop. Never raises; call it from the main thread.
+
+        The consequence of another process's failure is not published. Process 0 waits a moment before it returns,
+        until the others have read what it wrote: the store usually goes with it.
+        """
+        self.noticed.set()
+        try:
+            published = self._publish(error)
+            self.transport.abort()
+            if published and self.transport.process == 0:
+                self._linger()
+        except RuntimeError:  # the store has gone, and with it those who would read it
+            self.transport.abort()
+
+    def explain(self, message: str, *, timed_out: bool = False) -> CommunicationError:
+        """The error for an operation that failed, with what is known about the reason.
+
+        Args:
+            message: what could not be done.
+            timed_out: the peer did not answer in time; if nobody has failed, all processes are asked where they are.
+        """
+        self.noticed.set()
+        try:
+            failure = self.report(self.bulletin) if timed_out else self.await_failure(self.bulletin, self.patience)
+        except RuntimeError as error:
+            return CommunicationError(f"{message}\nThe store has gone as well: {error}", hint=_LEFT)
+        if failure is None:
+            return CommunicationError(message, hint=_LEFT)
+        return CommunicationError(f"{message}\n{failure}", hint=_HANG if failure.hang else None)
+
+    def watch(self, interval: float = 1.0, stall: float | None = None, exit_after: float | None = 10.0) -> None:
+        """Start a thread that looks at the board, for a main thread that cannot; see `Watchdog`.
+
+        Args:
+            interval: seconds between two looks.
+            stall: seconds at one position that are a hang; the transport's timeout by default.
+            exit_after: seconds after which a main thread that does not notice another's failure is ended with its
+                process; ``None``: never.
+        """
+        stall = self.transport.timeout.total_seconds() if stall is None else stall
+        self._watchdog = Watchdog(self, self.bulletin.clone(), interval, stall, exit_after)
+
+    def close(self) -> None:
+        """Stop watching; idempotent."""
+        self.noticed.set()
+        if self._watchdog is not None:
+            self._watchdog.stop()
+            self._watchdog = None
+        if self.transport.board is self:
+            self.transport.board = None
+
+    def find_failure(self, bulletin: Bulletin) -> Failure | None:
+        """The first failure, if one is published; answers a process that asks where this one is."""
+        if self._failure is None:
+            if self._place is None and bulletin.asked():
+                self._answer(bulletin)
+            failure = bulletin.failure()
+            if failure is not None and self._failure is None:
+                self._failure = failure
+                bulletin.acknowledge()
+        return self._failure
+
+    def await_failure(self, bulletin: Bulletin, patience: float) -> Failure | None:
+        """The first failure, if one is published within ``patience`` seconds, or while a report is being made."""
+        start = time.monotonic()
+        while (failure := self.find_failure(bulletin)) is None:
+            asked = self._place is not None
+            if time.monotonic() - start > (patience + 2 * self.patience if asked else patience):
+                break
+            time.sleep(0.05)
+        return failure
+
+    def report(self, bulletin: Bulletin) -> Failure | None:
+        """Ask all processes where they are and publish the answers; or what another process has published."""
+        if (failure := self.find_failure(bulletin)) is not None:
+            return failure
+        self._answer(bulletin)
+        if not bulletin.ask(self.transport.process):
+            return self.await_failure(bulletin, self.patience)
+        processes = range(self.transport.topology.world_size)
+        deadline = time.monotonic() + self.patience
+        while any(bulletin.place(process) is None for process in processes) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        places = {process: bulletin.place(process) or "no answer" for process in processes}
+        describe = self.transport.describe
+        text = "\n".join(f"  {describe(process)}: {place}" for process, place in places.items())
+        bulletin.publish(Failure(self.transport.process, describe(), text, hang=True))
+        return self.find_failure(bulletin)
+
+    def _publish(self, error: BaseException) -> bool:
+        if self.find_failure(self.bulletin) is not None:
+            return False
+        text = "".join(traceback.format_exception(error)).rstrip()
+        return self.bulletin.publish(Failure(self.transport.process, self.transport.describe(), text))
+
+    def _linger(self) -> None:
+        deadline = time.monotonic() + self.patience
+        others = self.transport.topology.world_size - 1
+        while self.bulletin.readers() < others and time.monotonic() < deadline:
+            time.sleep(0.05)
+
+    def _answer(self, bulletin: Bulletin) -> None:
+        self._place = self._where()
+        bulletin.answer(self.transport.process, self._place)
+
+    def _where(self) -> str:
+        position = "between batches" if self._position is None else str(self._position)
+        if self.transport.waiting is not None:
+            return f"{position}; waits to {self.transport.waiting}"
+        frame = sys._current_frames().get(self._thread_id)
+        if frame is None or self._thread_id == threading.get_ident():
+            return position
+        calls = traceback.extract_stack(frame)[-3:]
+        return f"{position}; computes in " + " > ".join(f"{call.filename}:{call.lineno} {call.name}" for call in calls)

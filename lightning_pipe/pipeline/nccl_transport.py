@@ -1,0 +1,106 @@
+"""The transport over NCCL: tensors go from GPU to GPU, objects and control words through the host."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from typing_extensions import override
+
+from lightning_pipe.errors import CommunicationError
+from lightning_pipe.pipeline.topology import Topology
+from lightning_pipe.pipeline.torch_transport import GroupWork, TorchTransport
+from lightning_pipe.pipeline.transport import Channel, Lane, Message, Work, check_message
+
+
+class NcclTransport(TorchTransport):
+    """Messages between GPUs; one per process, one GPU each.
+
+    NCCL ignores tags and runs all operations of a communicator in the order in which they were issued. So every
+    channel (two ranks and a lane) has a communicator of its own, with a stream of its own: a pending receive holds up
+    neither a send in the other direction nor a message to another rank. `connect` opens them, in the same order on all
+    ranks: opening one waits for the other end, and opened on first use that wait could go round in a circle.
+
+    Waiting for an operation makes the current stream wait, not the host. A peer that never answers is noticed where
+    the host next waits for the GPU: by NCCL's watchdog, or before it by the failure board's thread.
+    """
+
+    def __init__(self, topology: Topology, device: torch.device, timeout: timedelta) -> None:
+        torch.cuda.set_device(device)
+        super().__init__(topology, device, timeout, backend="nccl")
+        self._channels: dict[Channel, ProcessGroup] = {}
+        self._known: set[Channel] = set()
+
+    @property
+    @override
+    def inline_control(self) -> bool:
+        return False
+
+    @override
+    def connect(self, channels: Iterable[Channel]) -> None:
+        wanted = {Channel(min(c.rank, c.peer), max(c.rank, c.peer), c.lane) for c in channels if c.rank != c.peer}
+        for channel in sorted(wanted - self._known):
+            self._known.add(channel)
+            for replica in range(self.topology.replicas):
+                members = self.topology.members(replica, (channel.rank, channel.peer))
+                group = self.new_group(members, "nccl")
+                if self.process in members:
+                    self._channels[channel] = group
+                    self._open(group, channel)
+
+    @override
+    def send(self, data: Tensor, peer: int, lane: Lane) -> Work:
+        check_message(data)
+        operation = Message("send", data.numel(), self.names[peer], lane)
+        group = self._channel(peer, lane)
+        with self.failing(operation):
+            work = group.send([data], 1 - group.rank(), 0)
+        return GroupWork(self, operation, work, data)
+
+    @override
+    def receive(self, data: Tensor, peer: int, lane: Lane) -> Work:
+        check_message(data)
+        operation = Message("receive", data.numel(), self.names[peer], lane)
+        group = self._channel(peer, lane)
+        with self.failing(operation):
+            work = group.recv([data], 1 - group.rank(), 0)
+        return GroupWork(self, operation, work, data)
+
+    @override
+    def abort(self) -> None:
+        groups = {id(group): group for group in (*self._channels.values(), *self._device_groups.values())}
+        super().abort()
+        for group in groups.values():
+            group.abort()
+
+    @override
+    def close(self) -> None:
+        if dist.is_initialized():
+            for group in self._channels.values():
+                dist.destroy_process_group(group)
+        self._channels.clear()
+        super().close()
+
+    def _open(self, group: ProcessGroup, channel: Channel) -> None:
+        """Make the communicator now. One byte each way opens what NCCL may keep apart for the two directions."""
+        byte = torch.zeros(1, dtype=torch.uint8, device=self.device)
+        operation = f"open {channel.lane} between ranks {channel.rank} and {channel.peer}"
+        first = group.rank() == 0
+        with self.failing(operation):
+            for sending in (first, not first):
+                work = group.send([byte], 1 - group.rank(), 0) if sending else group.recv([byte], 1 - group.rank(), 0)
+                GroupWork(self, operation, work, byte).wait()
+            torch.cuda.current_stream(self.device).synchronize()
+
+    def _channel(self, peer: int, lane: Lane) -> ProcessGroup:
+        group = self._channels.get(Channel(min(self.rank, peer), max(self.rank, peer), lane))
+        if group is None:
+            raise CommunicationError(
+                f"{self.describe().capitalize()} is not connected to {self.names[peer]} on {lane}.",
+                hint="Call connect with the schedule's channels on all processes first.",
+            )
+        return group

@@ -1,0 +1,457 @@
+"""Transports over torch.distributed: what both have in common, and the one over Gloo."""
+
+from __future__ import annotations
+
+import pickle
+import queue
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup, ReduceOp, Store  # type: ignore[attr-defined]
+from typing_extensions import override
+
+from lightning_pipe.errors import CommunicationError, ConfigurationError
+from lightning_pipe.pipeline.topology import Topology
+from lightning_pipe.pipeline.transport import (
+    DONE,
+    Collective,
+    Lane,
+    Message,
+    Reduction,
+    Transport,
+    Work,
+    check_message,
+)
+
+_OPS = {"sum": ReduceOp.SUM, "max": ReduceOp.MAX, "min": ReduceOp.MIN}
+# Objects up to this size travel in the message that announces their size.
+_HEAD = 1024
+# Tags below are lanes; each object tag takes two above.
+_OBJECT_TAGS = 1 << 16
+_ABORT_TAG = _OBJECT_TAGS - 1
+# From this size on a thread watches over a send, so that its buffer is freed as soon as it is done: Gloo cannot be
+# asked whether an operation is done (`is_completed` is False until `wait` returns, torch 2.13).
+_WATCHED_SIZE = 1 << 18
+
+
+class GroupWork:
+    """An operation of a process group. Its tensors are held until it is done, and no longer.
+
+    The process group's own work must be waited for once only: on Gloo a second wait lasts until the timeout.
+    """
+
+    def __init__(self, transport: TorchTransport, operation: object, work: dist.Work, held: Tensor | None) -> None:
+        self._transport = transport
+        self._operation = operation
+        self._work: dist.Work | None = work
+        self._held = held
+        self._error: CommunicationError | None = None
+
+    def wait(self) -> None:
+        """Return when the operation is done."""
+        if self._work is not None:
+            self._transport.waiting = self._operation
+            self.complete()
+            self._transport.waiting = None
+        if self._error is not None:
+            raise self._error
+
+    def is_completed(self) -> bool:
+        """Whether the operation is known to be done."""
+        return self._work is None or self._work.is_completed()
+
+    def complete(self) -> None:
+        """Wait without raising, and let go of the tensors."""
+        work = self._work
+        assert work is not None
+        try:
+            work.wait()
+        except RuntimeError as error:
+            self._error = self._transport.failed(self._operation, error)
+            self._error.__cause__ = error
+        self._work = self._held = None
+
+
+class WatchedWork(GroupWork):
+    """An operation that a `Watcher` waits for."""
+
+    def __init__(self, transport: TorchTransport, operation: object, work: dist.Work, held: Tensor | None) -> None:
+        super().__init__(transport, operation, work, held)
+        self._done = threading.Event()
+
+    @override
+    def wait(self) -> None:
+        if not self._done.is_set():
+            self._transport.waiting = self._operation
+            self._done.wait()
+            self._transport.waiting = None
+        if self._error is not None:
+            raise self._error
+
+    @override
+    def is_completed(self) -> bool:
+        return self._done.is_set()
+
+    @override
+    def complete(self) -> None:
+        super().complete()
+        self._done.set()
+
+
+class StagedReceive(GroupWork):
+    """A receive into pinned host memory, copied to the device when it has arrived."""
+
+    def __init__(
+        self, transport: TorchTransport, operation: object, work: dist.Work, host: Tensor, target: Tensor
+    ) -> None:
+        super().__init__(transport, operation, work, None)
+        self._staging: tuple[Tensor, Tensor] | None = (host, target)
+
+    @override
+    def wait(self) -> None:
+        super().wait()
+        if self._staging is not None:
+            host, target = self._staging
+            # The caching host allocator keeps the pinned memory until the copy is done.
+            with torch.no_grad():
+                target.copy_(host, non_blocking=True)
+            self._staging = None
+
+
+class Several:
+    """Several operations that count as one."""
+
+    def __init__(self, *works: Work) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        """Return when all are done."""
+        for work in self._works:
+            work.wait()
+
+    def is_completed(self) -> bool:
+        """Whether all are known to be done."""
+        return all(work.is_completed() for work in self._works)
+
+
+class Watcher:
+    """A thread that waits for operations in the order in which it gets them."""
+
+    def __init__(self, name: str) -> None:
+        self._queue: queue.SimpleQueue[WatchedWork | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def watch(self, work: WatchedWork) -> None:
+        """Complete the operation after those before it."""
+        self._queue.put(work)
+
+    def stop(self) -> None:
+        """End the thread after the operations that it has."""
+        self._queue.put(None)
+
+    def _run(self) -> None:
+        while (work := self._queue.get()) is not None:
+            work.complete()
+
+
+class TorchTransport(Transport):
+    """What all transports over torch.distributed share: objects, host-side collectives and groups, all over Gloo.
+
+    Needs an initialised default process group and makes its own groups, so that nothing the user or Lightning does
+    with the default group can come between. Creating one is a collective.
+
+    Args:
+        topology: the place of every process of the default group.
+        device: where messages live.
+        timeout: the longest that an operation may take.
+        backend: the backend of the groups for tensors.
+    """
+
+    def __init__(self, topology: Topology, device: torch.device, timeout: timedelta, backend: str) -> None:
+        if dist.get_world_size() != topology.world_size:
+            raise ConfigurationError(
+                f"{topology.ranks} ranks x {topology.replicas} replicas need {topology.world_size} processes; "
+                f"{dist.get_world_size()} have come up.",
+                hint="Choose devices and num_nodes so that they multiply to that number.",
+            )
+        super().__init__(topology, dist.get_rank(), device, timeout)
+        self._backend = backend
+        self._host_groups: dict[tuple[int, ...], ProcessGroup] = {}
+        self._device_groups: dict[tuple[int, ...], ProcessGroup] = {}
+        self._made: set[tuple[int, ...]] = set()
+        self._watchers: dict[tuple[int, Lane], Watcher] = {}
+        self._closed = False
+        self._everyone = tuple(range(topology.world_size))
+        self._make_group(self._everyone)
+        pipelines = [self.new_group(topology.pipeline_processes(replica)) for replica in range(topology.replicas)]
+        self._messages = pipelines[self.replica]
+        self._group_ranks = tuple(sorted(self.peers).index(peer) for peer in self.peers)
+
+    @override
+    def send_object(self, obj: object, peer: int, tag: int) -> Work:
+        head, body = _pack(obj)
+        lane, number = f"the object lane with tag {tag}", _object_tag(tag)
+        work = self._start_send(head, peer, lane, number)
+        return work if body is None else Several(work, self._start_send(body, peer, lane, number + 1))
+
+    @override
+    def receive_object(self, peer: int, tag: int) -> Any:
+        lane, number = f"the object lane with tag {tag}", _object_tag(tag)
+        head = torch.empty(_HEAD, dtype=torch.uint8)
+        self._start_receive(head, peer, lane, number).wait()
+        size = _body_size(head)
+        if not size:
+            return _unpack(head)
+        body = torch.empty(size, dtype=torch.uint8)
+        self._start_receive(body, peer, lane, number + 1).wait()
+        return pickle.loads(body.numpy().data)
+
+    @override
+    def make_groups(self, groups: Sequence[tuple[int, ...]]) -> None:
+        for group in groups:
+            self._make_group(tuple(group))
+
+    @override
+    def all_reduce(self, tensor: Tensor, members: tuple[int, ...], op: Reduction = "sum") -> Work:
+        group = self._group(members, host=tensor.device.type == "cpu")
+        if group is None:
+            return DONE
+        operation = Collective("all-reduce", tensor.nbytes, members)
+        with self.failing(operation):
+            work = dist.all_reduce(tensor, _OPS[op], group=group, async_op=True)
+        return GroupWork(self, operation, work, tensor)
+
+    @override
+    def broadcast(self, tensor: Tensor, source: int, members: tuple[int, ...]) -> Work:
+        group = self._group(members, host=tensor.device.type == "cpu")
+        if group is None:
+            return DONE
+        operation = Collective("broadcast", tensor.nbytes, members)
+        with self.failing(operation):
+            work = dist.broadcast(tensor, source, group=group, async_op=True)
+        return GroupWork(self, operation, work, tensor)
+
+    @override
+    def broadcast_object(self, obj: object, source: int, members: tuple[int, ...]) -> Any:
+        if self._group(members, host=True) is None:
+            return obj
+        sending = self.process == source
+        head, body = _pack(obj) if sending else (torch.empty(_HEAD, dtype=torch.uint8), None)
+        self.broadcast(head, source, members).wait()
+        size = _body_size(head)
+        if not size:
+            return obj if sending else _unpack(head)
+        body = torch.empty(size, dtype=torch.uint8) if body is None else body
+        self.broadcast(body, source, members).wait()
+        return obj if sending else pickle.loads(body.numpy().data)
+
+    @override
+    def all_gather_object(self, obj: object, members: tuple[int, ...]) -> list[Any]:
+        group = self._group(members, host=True)
+        if group is None:
+            return [obj]
+        head, body = _pack(obj)
+        heads = self._all_gather(head, group, members)
+        sizes = [_body_size(each) for each in heads]
+        if not any(sizes):
+            return [_unpack(each) for each in heads]
+        padded = torch.zeros(max(sizes), dtype=torch.uint8)
+        if body is not None:
+            padded[: body.numel()] = body
+        bodies = self._all_gather(padded, group, members)
+        parts = zip(heads, bodies, sizes, strict=True)
+        return [pickle.loads(tail[:size].numpy().data) if size else _unpack(each) for each, tail, size in parts]
+
+    @override
+    def barrier(self, members: tuple[int, ...] | None = None) -> None:
+        members = self._everyone if members is None else members
+        if self._group(members, host=True) is not None:
+            self.all_reduce(torch.zeros(1), members).wait()
+
+    @override
+    def abort(self) -> None:
+        for group in (self._messages, *self._host_groups.values()):
+            _abort_gloo(group)
+        # Others may be on their way into a collective of the default group, where nobody will meet them any more.
+        if dist.is_initialized() and dist.get_backend() == "gloo" and dist.group.WORLD is not None:
+            _abort_gloo(dist.group.WORLD)
+
+    @override
+    def close(self) -> None:
+        for watcher in self._watchers.values():
+            watcher.stop()
+        self._watchers.clear()
+        if not self._closed and dist.is_initialized():
+            groups = (self._messages, *self._host_groups.values(), *self._device_groups.values())
+            for group in {id(group): group for group in groups}.values():
+                dist.destroy_process_group(group)
+        self._closed = True
+
+    def new_group(self, processes: Sequence[int], backend: str = "gloo") -> ProcessGroup:
+        """A process group of its own, with this transport's timeout. Collective over the world."""
+        # Without a timeout torch would take its default of half an hour, not that of the default group.
+        group: ProcessGroup = dist.new_group(sorted(processes), timeout=self.timeout, backend=backend)
+        return group
+
+    def failed(self, operation: object, cause: BaseException) -> CommunicationError:
+        """The error for an operation that the process group could not do."""
+        return self.error(operation, cause, timed_out="timed out" in str(cause).lower())
+
+    @contextmanager
+    def failing(self, operation: object) -> Iterator[None]:
+        """Turns the process group's errors into those of this package."""
+        try:
+            yield
+        except CommunicationError:
+            raise
+        except RuntimeError as error:
+            raise self.failed(operation, error) from error
+
+    def _make_group(self, members: tuple[int, ...]) -> None:
+        if len(members) == 1 or members in self._made:
+            return
+        self._made.add(members)
+        host = self.new_group(members)
+        device = host if self._backend == "gloo" else self.new_group(members, self._backend)
+        if self.process in members:
+            self._host_groups[members] = host
+            self._device_groups[members] = device
+
+    def _group(self, members: tuple[int, ...], *, host: bool) -> ProcessGroup | None:
+        """The group of these members; ``None`` if there is nobody else in it."""
+        self.check_members(members)
+        if len(members) == 1:
+            return None
+        groups = self._host_groups if host else self._device_groups
+        if members not in groups:
+            raise CommunicationError(f"The group {members} was never made.", hint="Call make_groups on all processes.")
+        return groups[members]
+
+    def _all_gather(self, tensor: Tensor, group: ProcessGroup, members: tuple[int, ...]) -> list[Tensor]:
+        parts = [torch.empty_like(tensor) for _ in members]
+        operation = Collective("object gather", tensor.nbytes, members)
+        with self.failing(operation):
+            work = dist.all_gather(parts, tensor, group=group, async_op=True)
+        GroupWork(self, operation, work, tensor).wait()
+        return parts
+
+    def _start_send(self, data: Tensor, peer: int, lane: Lane | str, tag: int) -> Work:
+        operation = Message("send", data.numel(), self.names[peer], lane)
+        try:
+            # What torch's isend calls, without its checks: they are half of the cost of a small message.
+            work = self._messages.send([data], self._group_ranks[peer], tag)
+        except RuntimeError as error:
+            raise self.failed(operation, error) from error
+        if data.numel() < _WATCHED_SIZE or not isinstance(lane, Lane):
+            return GroupWork(self, operation, work, data)
+        watched = WatchedWork(self, operation, work, data)
+        watcher = self._watchers.get((peer, lane))
+        if watcher is None:
+            watcher = self._watchers[peer, lane] = Watcher(f"sends to {self.names[peer]} on {lane}")
+        watcher.watch(watched)
+        return watched
+
+    def _start_receive(self, data: Tensor, peer: int, lane: Lane | str, tag: int) -> GroupWork:
+        operation = Message("receive", data.numel(), self.names[peer], lane)
+        try:
+            work = self._messages.recv([data], self._group_ranks[peer], tag)
+        except RuntimeError as error:
+            raise self.failed(operation, error) from error
+        return GroupWork(self, operation, work, data)
+
+
+class GlooTransport(TorchTransport):
+    """Messages through host memory; tensors of a GPU are staged through pinned memory.
+
+    All lanes of a pipeline share one process group and have a tag each: Gloo moves the bytes of a message only once
+    its receiver has come, so a pending operation of one lane holds up no other.
+    """
+
+    def __init__(self, topology: Topology, device: torch.device, timeout: timedelta) -> None:
+        super().__init__(topology, device, timeout, backend="gloo")
+
+    @property
+    @override
+    def inline_control(self) -> bool:
+        return self.device.type == "cpu"
+
+    @override
+    def send(self, data: Tensor, peer: int, lane: Lane) -> Work:
+        check_message(data)
+        if data.device.type != "cpu":
+            host = torch.empty(data.shape, dtype=data.dtype, pin_memory=True)
+            host.copy_(data, non_blocking=True)
+            # The bytes must be in host memory before Gloo sees them; only what computes them is waited for.
+            torch.cuda.current_stream(data.device).synchronize()
+            data = host
+        return self._start_send(data, peer, lane, _lane_tag(lane))
+
+    @override
+    def receive(self, data: Tensor, peer: int, lane: Lane) -> Work:
+        check_message(data)
+        if data.device.type == "cpu":
+            return self._start_receive(data, peer, lane, _lane_tag(lane))
+        operation = Message("receive", data.numel(), self.names[peer], lane)
+        host = torch.empty(data.shape, dtype=data.dtype, pin_memory=True)
+        with self.failing(operation):
+            work = self._messages.recv([host], self._group_ranks[peer], _lane_tag(lane))
+        return StagedReceive(self, operation, work, host, data)
+
+
+def default_store() -> Store:
+    """The store over which the processes have found each other."""
+    # torch has no public way to it (2.13); Lightning and torch's own pipelining use the same function.
+    store: Store = dist.distributed_c10d._get_default_store()
+    return store
+
+
+def _lane_tag(lane: Lane) -> int:
+    return 2 * lane.pipe + (lane.direction == "backward")
+
+
+def _object_tag(tag: int) -> int:
+    if not 0 <= tag < 1 << 24:
+        raise CommunicationError(f"Objects have tags from 0 to {(1 << 24) - 1}, not {tag}.")
+    return _OBJECT_TAGS + 2 * tag
+
+
+def _pack(obj: object) -> tuple[Tensor, Tensor | None]:
+    """An object as a head of fixed size (length, content if it fits) and a body if it does not."""
+    data = pickle.dumps(obj, protocol=pickle.HIGHEST_PROTOCOL)
+    head = bytearray(_HEAD)
+    head[:8] = len(data).to_bytes(8, "little")
+    if len(data) > _HEAD - 8:
+        return torch.frombuffer(head, dtype=torch.uint8), torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    head[8 : 8 + len(data)] = data
+    return torch.frombuffer(head, dtype=torch.uint8), None
+
+
+def _body_size(head: Tensor) -> int:
+    """Bytes of the body that follows a head; 0 if all is in the head."""
+    size = int.from_bytes(head[:8].numpy().tobytes(), "little")
+    return size if size > _HEAD - 8 else 0
+
+
+def _unpack(head: Tensor) -> Any:
+    return pickle.loads(head[8:].numpy().data)
+
+
+def _abort_gloo(group: ProcessGroup) -> None:
+    """Make all pending operations of a Gloo group fail, here and at the peers.
+
+    Gloo's own abort leaves pending operations alone (torch 2.13). A wait that times out closes the connections.
+    """
+    if group.size() == 1:
+        return
+    try:
+        peer = (group.rank() + 1) % group.size()
+        group.recv([torch.empty(1, dtype=torch.uint8)], peer, _ABORT_TAG).wait(timedelta(milliseconds=1))
+    except RuntimeError:
+        pass

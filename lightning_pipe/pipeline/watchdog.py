@@ -1,0 +1,71 @@
+"""The thread that looks at the failure board for a main thread that cannot."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lightning_pipe.pipeline.failure import Bulletin, Failure, FailureBoard
+
+
+class Watchdog:
+    """Looks at the board every ``interval`` seconds until it is stopped.
+
+    * Another process asks where this one is: it answers.
+    * Another process has failed and the main thread does not notice within the board's patience: it aborts the
+      transport. If even that does not help within ``exit_after`` seconds, it prints the failure and ends the process.
+    * The position stands still for longer than ``stall`` seconds: that is a hang. On a GPU the host does not wait for
+      messages, so nothing else would time out.
+    """
+
+    def __init__(
+        self, board: FailureBoard, bulletin: Bulletin, interval: float, stall: float, exit_after: float | None
+    ) -> None:
+        self._board = board
+        self._bulletin = bulletin
+        self._interval = interval
+        self._stall = stall
+        self._exit_after = exit_after
+        self._stopped = threading.Event()
+        self._beats = -1
+        self._since = time.monotonic()
+        self._thread = threading.Thread(target=self._run, name="lightning-pipe watchdog", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread."""
+        self._stopped.set()
+        self._thread.join(2 * self._interval)
+
+    def _run(self) -> None:
+        try:
+            while not self._stopped.wait(self._interval):
+                failure = self._board.find_failure(self._bulletin)
+                if failure is None and self._stands_still():
+                    failure = self._board.report(self._bulletin)
+                if failure is not None:
+                    self._end(failure)
+                    return
+        except RuntimeError:  # the store has gone
+            if not self._stopped.wait(self._board.patience) and self._board.position is not None:
+                self._board.transport.abort()
+
+    def _stands_still(self) -> bool:
+        if self._board.beats != self._beats or self._board.position is None:
+            self._beats = self._board.beats
+            self._since = time.monotonic()
+        return time.monotonic() - self._since > self._stall
+
+    def _end(self, failure: Failure) -> None:
+        if self._board.noticed.wait(self._board.patience):
+            return
+        self._board.transport.abort()
+        if self._exit_after is None or self._board.noticed.wait(self._exit_after):
+            return
+        name = self._board.transport.describe()
+        print(f"{name.capitalize()} does not react and is ended.\n{failure}", file=sys.stderr, flush=True)
+        os._exit(1)
