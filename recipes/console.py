@@ -22,4 +22,4 @@ def tidy() -> None:
 
 def _is_news(record: logging.LogRecord) -> bool:
     text = record.getMessage()
-    return "Tip:" not in text and "TPU available" not in text
+    return not any(words in text for words in ("Tip:", "TPU available", "Loading `train_dataloader`"))

@@ -1,0 +1,97 @@
+"""The command line from end to end, in processes of its own."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from recipes import processes
+from tests.recipes.conftest import ROOT, write_text
+
+SMALL = [
+    "experiment=gpt2_wikitext2",
+    "data.vocabulary=300",
+    "data.block_length=16",
+    "data.batch_size=8",
+    "model.width=32",
+    "model.layers=4",
+    "model.heads=2",
+    "optim.lr=1e-2",
+    "trainer.limit_train_batches=24",
+    "trainer.limit_val_batches=4",
+]
+
+
+def run(tmp_path: Path, *arguments: str, seconds: float = 100) -> subprocess.CompletedProcess[str]:
+    """Runs `python -m recipes.train` on small local text."""
+    environment = {name: value for name, value in os.environ.items() if name not in processes.RANK_VARIABLES}
+    files = write_text(tmp_path / "wiki")
+    command = [
+        sys.executable,
+        "-m",
+        "recipes.train",
+        *arguments,
+        f"data.files={files}",
+        f"paths.data={tmp_path / 'data'}",
+    ]
+    return subprocess.run(
+        command,
+        cwd=ROOT,
+        env=environment | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hf"), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=seconds,
+    )
+
+
+def summary(output: Path) -> dict[str, dict[str, float]]:
+    return json.loads((output / "summary.json").read_text())  # type: ignore[no-any-return]
+
+
+def test_two_processes_train_and_leave_everything_in_one_folder(tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    done = run(tmp_path, *SMALL, f"hydra.run.dir={output}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = summary(output)
+    assert result["after"]["val_perplexity"] < result["before"]["val_perplexity"] / 2
+    for name in ("checkpoints/last.ckpt", "metrics.csv", "config.yaml", "train.log", "timeline.png"):
+        assert (output / name).stat().st_size > 0, name
+        assert name in done.stdout
+    assert "before training" in done.stdout
+    with (output / "metrics.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["step"] for row in rows if row["val_loss"]] == ["0", "11", "23"]
+    assert f"the files in {tmp_path / 'wiki'}" in (output / "train.log").read_text()
+
+
+def test_a_sweep_gives_every_job_its_own_number_of_processes(tmp_path: Path) -> None:
+    folder = tmp_path / "sweep"
+    arguments = ["-m", *SMALL, "trainer.devices=2,3,2", "debug=fast", f"hydra.sweep.dir={folder}"]
+    done = run(tmp_path, *arguments, seconds=200)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert sorted(path.name for path in folder.iterdir() if path.is_dir()) == ["0", "1", "2"]
+    first, second, third = (summary(folder / str(job))["after"]["val_loss"] for job in range(3))
+    assert first == third
+    assert second == pytest.approx(first, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("argument", "words"),
+    [
+        ("model.widht=3", "Did you mean model.width?"),
+        ("+model.widht=3", "Did you mean model.width?"),
+        ("model.width=wide", "model.width: Value 'wide'"),
+        ("experiment=gpt3", "gpt2_wikitext2"),
+    ],
+)
+def test_a_mistake_is_one_clear_message(tmp_path: Path, argument: str, words: str) -> None:
+    done = run(tmp_path, "experiment=gpt2_wikitext2", argument, f"hydra.run.dir={tmp_path / 'out'}")
+    assert done.returncode == 1
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
