@@ -111,7 +111,7 @@ class Ownership:
     # ------------------------------------------------------------------ placeholders
 
     def release_layers(self) -> None:
-        """Turn the parameters and buffers of foreign layers into ``meta`` tensors, in place: names, order and objects stay."""
+        """Turn parameters and buffers of foreign layers into ``meta`` tensors, in place: names and objects stay."""
         kept = {name for name in self._holders if self.holds(name)}
         for (_, layer), ranks in zip(self._layers, self._layer_ranks, strict=True):
             if self.rank in ranks:
@@ -125,7 +125,7 @@ class Ownership:
                 part.__dict__["_apply"] = MethodType(_apply, part)
 
     def settle(self, used_by_rank: Sequence[Iterable[str]]) -> None:
-        """Learn from the first training batch who uses the parameters outside the sequence, and free the others' copies.
+        """Learn from the first training batch who uses the parameters outside the sequence; free the others' copies.
 
         Args:
             used_by_rank: for each rank the names it has used.
@@ -196,7 +196,7 @@ def _replace(tensor: Tensor, value: Tensor) -> None:
     attributes: Mapping[str, Any] = dict(tensor.__dict__)
     requires_grad = tensor.requires_grad
     new: Tensor = nn.Parameter(value, requires_grad) if isinstance(tensor, nn.Parameter) else value
-    torch.utils.swap_tensors(tensor, new)
+    torch.utils.swap_tensors(tensor, new)  # type: ignore[no-untyped-call]
     tensor.__dict__.update(attributes)
 
 

@@ -1,7 +1,7 @@
 """Random streams that do not depend on which rank computes what.
 
 Every rank runs the user's step, so code outside layers must draw the same numbers everywhere, while each layer draws
-numbers of its own. All streams are derived from the batch's seed, the micro-batch and a key, never from what ran before.
+numbers of its own. All streams derive from the batch's seed, the micro-batch and a key, never from what ran before.
 """
 
 from __future__ import annotations

@@ -7,13 +7,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from lightning_pipe.errors import ConfigurationError
-from lightning_pipe.pipeline.cut.intercept import Interceptor, StageRun
+from lightning_pipe.pipeline.cut.intercept import Interceptor
 from lightning_pipe.pipeline.cut.path import Crossing, Path
 from lightning_pipe.pipeline.cut.received import Inbox
+from lightning_pipe.pipeline.cut.stage_run import StageRun
 from lightning_pipe.pipeline.ownership import Ownership
 from lightning_pipe.pipeline.rng import Streams
 
@@ -143,13 +144,8 @@ def loss_of(result: Any) -> Tensor:
     if not isinstance(loss, Tensor):
         raise ConfigurationError(
             f"The training step returned {type(result).__name__} without a loss tensor.",
-            hint="Return the loss, or a dictionary with the key 'loss'. Skipping batches by returning None is not supported.",
+            hint="Return the loss, or a dictionary with the key 'loss'; a batch cannot be skipped by returning None.",
         )
     if loss.numel() != 1:
         raise ConfigurationError(f"The loss must be a single number, not a tensor of shape {tuple(loss.shape)}.")
     return loss.reshape(())
-
-
-def parameters_of(modules: Sequence[nn.Module]) -> list[nn.Parameter]:
-    """The parameters of some modules, each once."""
-    return list({id(p): p for module in modules for p in module.parameters()}.values())

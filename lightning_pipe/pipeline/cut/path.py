@@ -17,6 +17,7 @@ class TensorSpec(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor) -> TensorSpec:
+        """The specification of a tensor."""
         return cls(tuple(tensor.shape), tensor.dtype)
 
 

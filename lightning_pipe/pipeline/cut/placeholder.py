@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from lightning_pipe.errors import CutError
+from lightning_pipe.pipeline.cut.functions import function_name
 
 
 class Placeholder(Tensor):
@@ -22,20 +23,21 @@ class Placeholder(Tensor):
 
     meta: Tensor
 
-    @staticmethod
     def __new__(cls, meta: Tensor, device: torch.device) -> Placeholder:
-        make = Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
+        """Stand for a tensor like ``meta`` on ``device``."""
+        make = Tensor._make_wrapper_subclass
         placeholder: Placeholder = make(cls, meta.shape, strides=meta.stride(), dtype=meta.dtype, device=device)
         placeholder.meta = meta
         return placeholder
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: D105
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Answer what reaches the placeholder past the tracker, inside custom functions for instance."""
         return shape_only(func, args, kwargs or {})
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Placeholder(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Placeholder:
@@ -52,72 +54,65 @@ def shape_only(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[
 
     An argument that ``func`` changes in place is returned as the same object, as torch does.
     """
-    originals: dict[int, Tensor] = {}
-    device: torch.device | None = None
-
-    def to_meta(value: Any) -> Any:
-        nonlocal device
-        if isinstance(value, Tensor):
-            if device is None or isinstance(value, Placeholder):
-                device = value.device
-            if isinstance(value, Placeholder):
-                meta = value.meta
-            else:
-                meta = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
-            originals[id(meta)] = value
-            return meta
-        return value
-
-    def to_placeholder(value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        original = originals.get(id(value))
-        # ``to`` returns its argument when nothing changes: the same object must come back, unless it moved.
-        if original is not None and original.device == device:
-            if original.shape != value.shape:
-                raise CutError(
-                    f"'{function_name(func)}' changes the shape of a tensor in place before this stage has its value.",
-                    hint="Use the out-of-place form.",
-                )
-            return original
-        return Placeholder(value, device or torch.device("cpu"))
-
+    call = _Shapes()
     with torch.no_grad():
-        meta_args, meta_kwargs = tree_map(to_meta, (args, dict(kwargs)))
-        moved = _redirect(func, meta_args, meta_kwargs)
-        if moved is not None:
-            meta_args, meta_kwargs, device = moved
+        meta_args, meta_kwargs = tree_map(call.to_meta, (args, dict(kwargs)))
+        meta_args, meta_kwargs = call.redirect(func, meta_args, meta_kwargs)
         try:
             result = func(*meta_args, **meta_kwargs)
         except (RuntimeError, NotImplementedError, TypeError, ValueError, IndexError) as error:
             raise CutError(
                 f"'{function_name(func)}' needs the value of a tensor that only another stage has "
                 f"(it is computed by, or from, layers or parameters of an earlier stage): {error}",
-                hint="Read values only after the last layer, or inside a layer; shapes, dtypes and devices can be read anywhere.",
+                hint="Read values only after the last layer, or inside a layer; shapes, dtypes and devices can be read "
+                "anywhere.",
             ) from error
-    return tree_map(to_placeholder, result)
+    return tree_map(lambda value: call.to_placeholder(value, func), result)
 
 
-def function_name(func: Any) -> str:
-    """The name under which a torch function is recorded; property getters get their property's name."""
-    name = getattr(func, "__name__", str(func))
-    if name in ("__get__", "__set__"):
-        return f"{getattr(func.__self__, '__name__', '')}.{name}"
-    return str(name)
+class _Shapes:
+    """One call on meta tensors, with what is needed to come back from it."""
 
+    def __init__(self) -> None:
+        self.device: torch.device | None = None
+        self._originals: dict[int, Tensor] = {}
 
-_MOVES: dict[str, str] = {"cpu": "cpu", "cuda": "cuda"}
+    def to_meta(self, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        if self.device is None or isinstance(value, Placeholder):
+            self.device = value.device
+        if isinstance(value, Placeholder):
+            meta = value.meta
+        else:
+            meta = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+        self._originals[id(meta)] = value
+        return meta
 
+    def redirect(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Keep a call that names a device on meta, and note which device its result would have been on."""
+        name = getattr(func, "__name__", "")
+        if name in ("cpu", "cuda"):
+            self.device = torch.device(name, *(argument for argument in args[1:] if isinstance(argument, int)))
+            return args[:1], {}
+        if kwargs.get("device") is not None:
+            self.device = torch.device(kwargs["device"])
+            return args, {**kwargs, "device": "meta"}
+        if name == "to" and len(args) > 1 and isinstance(args[1], (str, torch.device, int)):
+            self.device = torch.device(args[1])
+            return (args[0], "meta", *args[2:]), kwargs
+        return args, kwargs
 
-def _redirect(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any], torch.device] | None:
-    """Keep a call that names a device on meta, and say which device its result would have been on."""
-    name = getattr(func, "__name__", "")
-    if name in _MOVES and not isinstance(func, torch._ops.OpOverload):
-        return (args[0],), {}, torch.device(_MOVES[name], *(a for a in args[1:] if isinstance(a, int)))
-    if kwargs.get("device") is not None:
-        return args, {**kwargs, "device": "meta"}, torch.device(kwargs["device"])
-    if name == "to" and len(args) > 1 and isinstance(args[1], (str, torch.device, int)):
-        return (args[0], "meta", *args[2:]), kwargs, torch.device(args[1])
-    return None
+    def to_placeholder(self, value: Any, func: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        original = self._originals.get(id(value))
+        # ``to`` returns its argument when nothing changes: the same object must come back, unless it moved.
+        if original is None or original.device != self.device:
+            return Placeholder(value, self.device or torch.device("cpu"))
+        if original.shape != value.shape:
+            raise CutError(
+                f"'{function_name(func)}' changes the shape of a tensor in place before this stage has its value.",
+                hint="Use the out-of-place form.",
+            )
+        return original

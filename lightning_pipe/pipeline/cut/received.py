@@ -23,7 +23,9 @@ class Inbox:
         self.requires_grad = tuple(requires_grad)
         self.gradients: tuple[Tensor | None, ...] = (None,) * sum(self.requires_grad)
         wanted = [tensor for tensor, needed in zip(tensors, requires_grad, strict=True) if needed]
-        entered = iter(_Enter.apply(torch.zeros((), requires_grad=True), self, *wanted) if wanted else ())
+        with torch.enable_grad():
+            anchor = torch.zeros((), requires_grad=True)
+            entered = iter(_Enter.apply(anchor, self, *wanted) if wanted else ())  # type: ignore[no-untyped-call]
         self.tensors = [
             next(entered) if needed else tensor.detach() for tensor, needed in zip(tensors, requires_grad, strict=True)
         ]

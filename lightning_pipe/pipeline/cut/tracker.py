@@ -1,4 +1,4 @@
-"""Follows the user's code outside layers: which tensors derive from layers or parameters, numbered alike on all ranks."""
+"""Follows the user's code outside layers and numbers, alike on all ranks, what derives from layers or parameters."""
 
 from __future__ import annotations
 
@@ -14,31 +14,19 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode
 from torch.utils._pytree import tree_leaves
 
 from lightning_pipe.errors import CutError
+from lightning_pipe.pipeline.cut.functions import (
+    METADATA,
+    RANDOM,
+    changed_in_place,
+    function_name,
+    results_of,
+)
 from lightning_pipe.pipeline.cut.path import Call
-from lightning_pipe.pipeline.cut.placeholder import Placeholder, function_name, shape_only
+from lightning_pipe.pipeline.cut.placeholder import Placeholder, shape_only
 from lightning_pipe.pipeline.rng import Streams
 
-# Functions that look at a tensor without reading its value: they run as they are and are not recorded.
-_METADATA = frozenset(
-    "size dim stride numel nelement element_size storage_offset is_contiguous is_floating_point is_complex is_pinned "
-    "ndimension get_device type_as_string __len__ __hash__ __repr__ __str__ __format__ has_names is_same_size "
-    "is_tensor is_storage result_type requires_grad_ retain_grad register_hook".split()
-)
-_METADATA_PROPERTIES = frozenset(
-    f"{name}.__get__"
-    for name in "shape dtype device ndim layout requires_grad is_leaf grad_fn is_cuda is_cpu is_meta is_sparse "
-    "is_quantized is_nested names itemsize nbytes output_nr _version _base retains_grad grad".split()
-)
-# Functions that draw random numbers: outside layers each draws from a stream of its own, so that a stage that only
-# stands in for the call does not fall behind.
-_RANDOM = frozenset(
-    "dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout feature_dropout rrelu bernoulli bernoulli_ "
-    "multinomial normal normal_ poisson rand_like randn_like randint_like random_ uniform_ exponential_ geometric_ "
-    "log_normal_ cauchy_ scaled_dot_product_attention gumbel_softmax".split()
-)
-_IN_PLACE = frozenset(
-    "__setitem__ __iadd__ __isub__ __imul__ __itruediv__ __ifloordiv__ __imod__ __ipow__ __iand__ __ior__ __ixor__".split()
-)
+_SAME_PATH = "The step must take the same path on all ranks: no decisions by rank, time, unseeded randomness or values."
+_NO_VIEWS = "Do not keep views of, or weak references to, tensors across layer calls; use .clone()."
 _tokens = itertools.count()
 
 
@@ -55,10 +43,11 @@ class Holdings(Protocol):
 class Tracker(TorchFunctionMode):
     """A mode around one run of the user's step on one stage.
 
-    A tensor is *derived* if it comes from a layer or a parameter. Derived tensors get numbers in the order in which they
-    appear; all ranks run the same code, so they get the same numbers everywhere. Before the stage's first layer
-    (``waiting``) derived tensors are placeholders here and their calls are only checked against ``expected``, the calls
-    the previous stage made; afterwards they are real.
+    A tensor is *derived* if it comes from a layer or a parameter. Derived tensors get numbers in the order in which
+    they appear; all ranks run the same code, so they get the same numbers everywhere. While the stage is ``waiting``,
+    derived tensors are placeholders here and their calls are only checked against ``expected``, the calls that the
+    previous stage made up to its cut. At this stage's first layer the placeholders are filled, and derived tensors are
+    real from there on.
 
     Args:
         expected: the calls of the previous stage up to its cut; ``None`` on the first stage.
@@ -79,6 +68,7 @@ class Tracker(TorchFunctionMode):
         self.used: set[int] = set()
         self.waiting = expected is not None
         self._expected = expected or ()
+        self._unfilled: dict[int, str] = {}
         self._token = next(_tokens)
         self._alive: dict[int, weakref.ref[Tensor]] = {}
         self._next = 0
@@ -123,7 +113,10 @@ class Tracker(TorchFunctionMode):
                 yield number, tensor
 
     def fill(self, number: int, value: Tensor) -> None:
-        """Give the placeholder with ``number`` its value, in place: every reference to it sees the value."""
+        """Give the placeholder with ``number`` its value, in place: every reference to it sees the value.
+
+        One that cannot be filled, because autograd or a view refers to it as well, is an error only if it is used.
+        """
         reference = self._alive.pop(number, None)
         placeholder = reference() if reference is not None else None
         del reference  # tensors with weak references cannot be swapped (torch 2.13)
@@ -133,11 +126,14 @@ class Tracker(TorchFunctionMode):
             raise CutError(
                 f"tensor {number} is {tuple(value.shape)} {value.dtype} on the stage that computes it and "
                 f"{tuple(placeholder.shape)} {placeholder.dtype} on this one.",
-                hint="The step must take the same path on all ranks: no decisions by rank, time or unseeded randomness.",
+                hint=_SAME_PATH,
             )
         self.bind(value, number)
         self._alive.pop(number)
-        swap(placeholder, value)
+        try:
+            swap(placeholder, value)
+        except CutError as error:
+            self._unfilled[number] = error.message
         self._alive[number] = weakref.ref(placeholder)
 
     # ------------------------------------------------------------------ the record
@@ -152,16 +148,21 @@ class Tracker(TorchFunctionMode):
         found = f"'{self._expected[position].name}'" if position < len(self._expected) else "none"
         raise CutError(
             f"this stage makes call number {position} outside its layers to '{name}', the previous stage made {found}.",
-            hint="The step must take the same path on all ranks: no decisions by rank, time, unseeded randomness or values.",
+            hint=_SAME_PATH,
         )
 
+    @property
+    def complete(self) -> bool:
+        """Whether all expected calls have come."""
+        return len(self.calls) == len(self._expected)
+
     def arrive(self) -> None:
-        """The stage's first layer is reached: from here on derived tensors are real."""
-        if len(self.calls) != len(self._expected):
+        """The stage's first layer is reached: the previous stage must have come here after the same calls."""
+        if not self.complete:
             raise CutError(
-                f"this stage reached its first layer after {len(self.calls)} calls, "
-                f"the previous stage had made {len(self._expected)} (next: '{self._expected[len(self.calls)].name}').",
-                hint="The step must take the same path on all ranks: no decisions by rank, time, unseeded randomness or values.",
+                f"this stage reached its first layer after {len(self.calls)} calls outside its layers, the previous "
+                f"stage after {len(self._expected)}.",
+                hint=_SAME_PATH,
             )
         self.waiting = False
 
@@ -179,13 +180,17 @@ class Tracker(TorchFunctionMode):
     def touch(self, tensors: list[Tensor], name: str) -> None:
         """Note that real code uses ``tensors``; a placeholder among them has not been sent and is an error."""
         for position, tensor in enumerate(tensors):
-            if isinstance(tensor, Placeholder):
-                raise CutError(
-                    f"'{name}' needs tensor argument {position}, {tuple(tensor.shape)} {tensor.dtype}, which an earlier "
-                    "stage has and did not send: in the first batch of this shape nothing needed it.",
-                    hint="The step must use the same tensors in every batch of the same shape; make optional uses unconditional.",
-                )
             known = self.number_of(tensor)
+            if isinstance(tensor, Placeholder):
+                if known in self._unfilled:
+                    raise CutError(
+                        f"'{name}' needs tensor argument {position}: {self._unfilled[known]}", hint=_NO_VIEWS
+                    )
+                raise CutError(
+                    f"'{name}' needs tensor argument {position}, {tuple(tensor.shape)} {tensor.dtype}, which an "
+                    "earlier stage has and did not send: in the first batch of this shape nothing needed it.",
+                    hint="Use the same tensors in every batch of the same shape: make optional uses unconditional.",
+                )
             if known is not None:
                 self.used.add(known)
 
@@ -197,7 +202,7 @@ class Tracker(TorchFunctionMode):
         if self._off:
             return func(*args, **kwargs)
         name = function_name(func)
-        if name in _METADATA or name in _METADATA_PROPERTIES:
+        if name in METADATA:
             return func(*args, **kwargs)
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if not any(self.derived(tensor) for tensor in tensors):
@@ -208,11 +213,11 @@ class Tracker(TorchFunctionMode):
 
     def _stand_in(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
         call = self.expect(name)
-        changed = _changed_in_place(name, args, kwargs)
+        changed = changed_in_place(name, args, kwargs)
         if changed is not None:
             self.forget(changed, name)
         result = shape_only(func, args, kwargs)
-        self.follow(_results(result, changed), call.numbers)
+        self.follow(results_of(result, changed), call.numbers)
         return result
 
     def forget(self, changed: Tensor, name: str) -> None:
@@ -232,12 +237,12 @@ class Tracker(TorchFunctionMode):
             if isinstance(tensor, nn.Parameter):
                 self._holdings.use(tensor)
         self.touch(tensors, name)
-        if name in _RANDOM:
+        if name in RANDOM:
             with self._streams.isolated(self._micro_batch, -1, len(self.calls)):
                 result = func(*args, **kwargs)
         else:
             result = func(*args, **kwargs)
-        numbers = tuple(self.number(tensor) for tensor in _results(result, _changed_in_place(name, args, kwargs)))
+        numbers = tuple(self.number(tensor) for tensor in results_of(result, changed_in_place(name, args, kwargs)))
         self.calls.append(Call(name, numbers))
         return result
 
@@ -255,7 +260,7 @@ class _Paused:
         self._tracker = tracker
 
     def __enter__(self) -> None:
-        self._popped = _get_current_function_mode() is self._tracker
+        self._popped = _get_current_function_mode() is self._tracker  # type: ignore[no-untyped-call]
         if self._popped:
             torch._C._pop_torch_function_stack()
         else:
@@ -273,28 +278,10 @@ class _Paused:
 def swap(old: Tensor, new: Tensor) -> None:
     """Make the object ``old`` hold what ``new`` holds, for everyone who has a reference to it."""
     try:
-        torch.utils.swap_tensors(old, new)
+        torch.utils.swap_tensors(old, new)  # type: ignore[no-untyped-call]
     except (RuntimeError, TypeError) as error:
         raise CutError(
             f"a tensor {tuple(old.shape)} {old.dtype} computed before this stage's layers cannot be filled in, because "
             f"something else shares its memory or refers to it weakly: {error}",
-            hint="Do not keep views of, or weak references to, tensors across layer calls; use .clone().",
+            hint=_NO_VIEWS,
         ) from error
-
-
-def _changed_in_place(name: str, args: Any, kwargs: Any) -> Tensor | None:
-    """The tensor that a torch function changes in place, by torch's naming rule."""
-    if name in _IN_PLACE or name.endswith(".__set__") or (name.endswith("_") and not name.endswith("__")):
-        return args[0] if args and isinstance(args[0], Tensor) else None
-    out = kwargs.get("out")
-    return out if isinstance(out, Tensor) else None
-
-
-def _results(result: Any, changed: Tensor | None) -> list[Tensor]:
-    """The tensors a call leaves behind: its results and what it changed in place, each object once."""
-    leaves = (
-        [result] if isinstance(result, Tensor) else [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-    )
-    if changed is not None and all(changed is not leaf for leaf in leaves):
-        leaves.append(changed)
-    return leaves

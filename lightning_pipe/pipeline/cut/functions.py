@@ -1,0 +1,67 @@
+"""What kinds of torch functions there are, as far as the tracker must know: by name, since torch has no other way."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+# ruff: noqa: SIM905  a table of names is easier to read as words than as a list of strings
+
+METADATA = frozenset(
+    """
+    size dim stride numel nelement element_size storage_offset is_contiguous is_floating_point is_complex is_pinned
+    ndimension get_device __len__ __hash__ __repr__ __str__ __format__ has_names is_same_size is_tensor is_storage
+    result_type
+    """.split()
+) | frozenset(
+    f"{name}.__get__"
+    for name in """
+    shape dtype device ndim layout requires_grad is_leaf grad_fn is_cuda is_cpu is_meta is_sparse is_quantized is_nested
+    names itemsize nbytes output_nr _version _base retains_grad grad
+    """.split()
+)
+"""Functions that look at a tensor without reading its value: they run as they are and are not recorded."""
+
+AUTOGRAD = frozenset("requires_grad_ retain_grad register_hook".split())
+"""Functions that concern the graph behind a tensor: a stage without the tensor has nothing to do."""
+
+RANDOM = frozenset(
+    """
+    dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout feature_dropout rrelu bernoulli bernoulli_
+    multinomial normal normal_ poisson rand_like randn_like randint_like random_ uniform_ exponential_ geometric_
+    log_normal_ cauchy_ scaled_dot_product_attention gumbel_softmax
+    """.split()
+)
+"""Functions that draw random numbers."""
+
+_IN_PLACE = frozenset(
+    """
+    __setitem__ __iadd__ __isub__ __imul__ __itruediv__ __ifloordiv__ __imod__ __ipow__ __iand__ __ior__ __ixor__
+    """.split()
+)
+
+
+def function_name(func: Any) -> str:
+    """The name under which a torch function is recorded; property getters get their property's name."""
+    name = getattr(func, "__name__", str(func))
+    if name in ("__get__", "__set__"):
+        return f"{getattr(func.__self__, '__name__', '')}.{name}"
+    return str(name)
+
+
+def changed_in_place(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+    """The tensor that a torch function changes in place, by torch's naming rule."""
+    if name in _IN_PLACE or name.endswith(".__set__") or (name.endswith("_") and not name.endswith("__")):
+        return args[0] if args and isinstance(args[0], Tensor) else None
+    out = kwargs.get("out")
+    return out if isinstance(out, Tensor) else None
+
+
+def results_of(result: Any, changed: Tensor | None) -> list[Tensor]:
+    """The tensors a call leaves behind: its results and what it changed in place, each object once."""
+    leaves = [result] if isinstance(result, Tensor) else [x for x in tree_leaves(result) if isinstance(x, Tensor)]
+    if changed is not None and all(changed is not leaf for leaf in leaves):
+        leaves.append(changed)
+    return leaves

@@ -1,0 +1,235 @@
+"""One run of the user's step for one stage: runs local layers, stands in for foreign ones, ends at the cut."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from lightning_pipe.errors import CutError
+from lightning_pipe.pipeline.cut.path import Call, Crossing, Entry, Passed, Path, TensorSpec
+from lightning_pipe.pipeline.cut.placeholder import Placeholder
+from lightning_pipe.pipeline.cut.received import Inbox
+from lightning_pipe.pipeline.cut.tracker import Holdings, Tracker
+from lightning_pipe.pipeline.rng import Streams
+
+_PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
+
+
+class _EndOfStage(BaseException):
+    """Ends the user's step at a cut. Not an ``Exception``: the step's own handlers must not catch it."""
+
+
+class StageRun:
+    """One run of the user's step for one stage and one micro-batch.
+
+    Args:
+        layers: the half-open range of layer numbers of this stage.
+        total: number of layers of the whole sequence.
+        names: dotted names of the layers, for messages.
+        inbound: the previous stage's path with the tensors received for it; ``None`` on the first stage.
+        micro_batch: keys the random streams.
+        streams: the batch's random streams.
+        holdings: the module's parameters and buffers outside layers.
+        device: where placeholders pretend to be.
+    """
+
+    def __init__(
+        self,
+        layers: range,
+        total: int,
+        names: Sequence[str],
+        inbound: tuple[Path, dict[int, Tensor]] | None,
+        micro_batch: int,
+        streams: Streams,
+        holdings: Holdings,
+        device: torch.device,
+    ) -> None:
+        self.layers, self._total, self._names = layers, total, names
+        self.called: set[int] = set()
+        self.crossing: Crossing | None = None
+        self.inside = False
+        self.inbox: Inbox | None = None
+        self._inbound = inbound
+        self._shared: list[tuple[Tensor, int, int]] = []
+        self._micro_batch, self._streams, self._device = micro_batch, streams, device
+        self._holdings = holdings
+        self.tracker = Tracker(inbound[0].calls if inbound else None, streams, micro_batch, holdings)
+
+    # ------------------------------------------------------------------ the run
+
+    def run(self, step: Callable[[], Any]) -> Any:
+        """Run the step. Returns what it returned on the last stage; elsewhere ``crossing`` holds what leaves."""
+        result = None
+        try:
+            with self.tracker:
+                result = step()
+        except _EndOfStage:
+            pass
+        else:
+            self._returned(result)
+        for tensor, version, number in self._shared:
+            if version_of(tensor) != version:
+                raise CutError(
+                    f"tensor {number}, {tuple(tensor.shape)}, is changed in place after a cut, and another tensor that "
+                    "crosses the cut shares its memory.",
+                    hint="Use the out-of-place form, or .clone() one of them.",
+                )
+        return result
+
+    def _returned(self, result: Any) -> None:
+        last = self.layers.stop == self._total
+        if self._inbound is not None or not last:
+            missing = self.layers.stop if self._inbound is None else self.layers.start
+            raise CutError(
+                f"the step returned before layer '{self._names[missing]}' was called.",
+                hint="Every step must call the whole layer sequence once; name another sequence with layers=... .",
+            )
+        self.tracker.touch([leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)], "the step's result")
+
+    # ------------------------------------------------------------------ calls that arrive from the user's code
+
+    def call_layer(self, number: int, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """A layer of the sequence is called."""
+        name = self._names[number]
+        if self.tracker.waiting and number < self.layers.start:
+            return self._stand_in(name, args, kwargs)
+        self.arrive()
+        if number >= self.layers.stop:
+            self._cut()
+        if number < self.layers.start or number in self.called:
+            raise CutError(
+                f"layer '{name}' is called a second time, or out of order, in one step.",
+                hint="A step may run the layer sequence once, in order (model.generate() and siamese networks call it "
+                "several times); name another sequence with layers=... or use one device.",
+            )
+        self.called.add(number)
+        return self._execute(name, number, forward, args, kwargs)
+
+    def call_module(
+        self, name: str, key: int, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
+        """A module outside the sequence that has parameters is called."""
+        if self.tracker.waiting:
+            return self._stand_in(name, args, kwargs)
+        for parameter in module.parameters():
+            self._holdings.use(parameter)
+        return self._execute(name, key, forward, args, kwargs)
+
+    def _execute(self, name: str, key: int, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        tracker = self.tracker
+        arguments = tree_leaves((args, kwargs))
+        self.inside = True
+        try:
+            with tracker.paused(), self._streams.isolated(self._micro_batch, key):
+                tracker.touch([leaf for leaf in arguments if isinstance(leaf, Tensor)], name)
+                versions = [version_of(leaf) if isinstance(leaf, Tensor) else 0 for leaf in arguments]
+                result = forward(*args, **kwargs)
+                tracker.calls.append(self._describe(name, result, arguments, versions))
+        finally:
+            self.inside = False
+        return result
+
+    def _describe(self, name: str, result: Any, arguments: list[Any], versions: list[int]) -> Call:
+        """Number what a layer or module leaves behind and describe it for the stages that stand in for it."""
+        leaves, structure = tree_flatten(result)
+        mutated = tuple(
+            i for i, leaf in enumerate(arguments) if isinstance(leaf, Tensor) and version_of(leaf) != versions[i]
+        )
+        numbers = [self.tracker.number(arguments[i]) for i in mutated]
+        described: list[Any] = []
+        for leaf in leaves:
+            if leaf is None or isinstance(leaf, _PLAIN):
+                described.append(leaf)
+                continue
+            passed = next((i for i, argument in enumerate(arguments) if argument is leaf), None)
+            if passed is not None:
+                described.append(Passed(passed))
+            elif isinstance(leaf, Tensor):
+                self.tracker.touch([leaf], f"the result of {name}")
+                described.append(TensorSpec.of(leaf))
+                numbers.append(self.tracker.number(leaf))
+            else:
+                raise CutError(
+                    f"'{name}' returns a {type(leaf).__qualname__}, which cannot be shown to the next stages.",
+                    hint="Return tensors, numbers, strings, None, and tuples, lists or dictionaries of them, or "
+                    "register the type with torch.utils._pytree.register_pytree_node.",
+                )
+        return Call(name, tuple(numbers), structure, tuple(described), mutated)
+
+    def _stand_in(self, name: str, args: Any, kwargs: Any) -> Any:
+        """Answer for a call that an earlier stage really makes."""
+        tracker = self.tracker
+        with tracker.paused():
+            call = tracker.expect(name)
+            arguments = tree_leaves((args, kwargs))
+            results: list[Tensor] = []
+            for position in call.mutated:
+                tracker.forget(arguments[position], name)
+                results.append(arguments[position])
+            leaves: list[Any] = []
+            for leaf in call.leaves:
+                if isinstance(leaf, Passed):
+                    leaves.append(arguments[leaf.argument])
+                elif isinstance(leaf, TensorSpec):
+                    leaves.append(Placeholder.of(leaf.shape, leaf.dtype, self._device))
+                    results.append(leaves[-1])
+                else:
+                    leaves.append(leaf)
+            tracker.follow(results, call.numbers)
+            return tree_unflatten(leaves, call.structure)
+
+    # ------------------------------------------------------------------ the two ends of a stage
+
+    def arrive(self) -> None:
+        """This stage's first layer is reached: give the placeholders the received values."""
+        if self._inbound is None:
+            return
+        self.tracker.arrive()
+        path, values = self._inbound
+        self._inbound = None
+        with self.tracker.paused():
+            entries = [entry for entry in path.entries if entry.number in values]
+            self.inbox = Inbox([values[entry.number] for entry in entries], [entry.requires_grad for entry in entries])
+            for entry, tensor in zip(entries, self.inbox.tensors, strict=True):
+                self.tracker.fill(entry.number, tensor)
+            self.inbox.tensors.clear()
+            alive = dict(self.tracker.alive())
+            self._shared = [
+                (alive[entry.number], version_of(alive[entry.number]), entry.number)
+                for entry in entries
+                if entry.shared and entry.number in alive
+            ]
+
+    def _cut(self) -> None:
+        """The next stage's first layer is reached: collect what is alive and end the step."""
+        with self.tracker.paused():
+            alive = [
+                (number, tensor)
+                for number, tensor in sorted(self.tracker.alive(), key=lambda pair: pair[0])
+                if not isinstance(tensor, (Placeholder, nn.Parameter))
+            ]
+            owners: dict[int, int] = {}
+            for _, tensor in alive:
+                storage = tensor.untyped_storage()._cdata
+                owners[storage] = owners.get(storage, 0) + 1
+            entries = tuple(
+                Entry(
+                    number,
+                    TensorSpec.of(tensor),
+                    tensor.requires_grad,
+                    owners[tensor.untyped_storage()._cdata] > 1,
+                )
+                for number, tensor in alive
+            )
+            path = Path(tuple(self.tracker.calls), entries)
+            self.crossing = Crossing(path, tuple(tensor for _, tensor in alive))
+        raise _EndOfStage
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often a tensor was changed in place; inference tensors do not count (torch 2.13)."""
+    return 0 if tensor.is_inference() else tensor._version

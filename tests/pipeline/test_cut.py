@@ -1,0 +1,436 @@
+"""Steps of every shape give the numbers of one device, or raise: never a wrong number."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from lightning_pipe.errors import CutError, PartitionError
+from tests.pipeline.engine import assert_same, pipelined, single_device
+
+WIDTH = 6
+
+
+@pytest.fixture(autouse=True)
+def _float64() -> Any:
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x))
+
+
+class Net(nn.Module):
+    """Four blocks with an embedding before and a head behind them; subclasses change ``body``."""
+
+    block: type[nn.Module] = Block
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList(self.block() for _ in range(4))
+        self.head = nn.Linear(WIDTH, 1)
+
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        return F.mse_loss(self.head(self.body(self.embed(x), x)), y)
+
+    def body(self, h: Tensor, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            h = layer(h)
+        return h
+
+
+def batch(samples: int = 7, width: int = WIDTH) -> dict[str, Tensor]:
+    return {"x": torch.randn(samples, width), "y": torch.randn(samples, 1)}
+
+
+def batches(count: int = 3) -> list[dict[str, Tensor]]:
+    return [batch() for _ in range(count)]
+
+
+RUNS = [
+    {"ranks": 2},
+    {"ranks": 4, "schedule": "gpipe"},
+    {"ranks": 2, "schedule": "interleaved"},
+    {"ranks": 1, "stages": 4},
+]
+
+
+@pytest.fixture(params=RUNS, ids=lambda run: "-".join(map(str, run.values())))
+def run(request: pytest.FixtureRequest) -> dict[str, Any]:
+    return {"layers": "layers", **request.param}
+
+
+class InPlaceBlock(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        x.mul_(0.5)
+        return self.linear(torch.sin(x))  # type: ignore[no-any-return]
+
+
+class DictBlock(Block):
+    def forward(self, state: dict[str, Any]) -> dict[str, Any]:
+        return {
+            "h": super().forward(state["h"]),
+            "count": state["count"] + 1,
+            "ids": state["ids"].roll(1, 0) if state["ids"] is not None else torch.arange(len(state["h"])),
+            "none": None,
+            "text": "kept",
+        }
+
+
+class TransposingBlock(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).t().contiguous().t()
+
+
+class InPlace(Net):
+    """The input of a layer changes in place, and the batch with it; the batch is the target as well."""
+
+    block = InPlaceBlock
+
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        x = x * 1.0
+        h = x
+        for layer in self.layers:
+            h = layer(h)
+        return F.mse_loss(h, x) + F.mse_loss(self.head(h), y)
+
+
+class Dictionaries(Net):
+    block = DictBlock
+
+    def body(self, h: Tensor, x: Tensor) -> Tensor:
+        state: dict[str, Any] = {"h": h, "count": 0, "ids": None}
+        for layer in self.layers:
+            state = layer(state)
+        assert (state["count"], state["text"], state["none"]) == (4, "kept", None)
+        return state["h"][state["ids"]]
+
+
+class NonContiguous(Net):
+    block = TransposingBlock
+
+
+class Assembled(Net):
+    """A buffer of the step's own is filled with derived values before the layers."""
+
+    def body(self, h: Tensor, x: Tensor) -> Tensor:
+        tokens = torch.zeros(len(x), WIDTH)
+        tokens[:, :3] = h[:, :3]
+        tokens += 0.1
+        return super().body(tokens, x)
+
+
+class Carried(Net):
+    """The input of the first layer is needed after the last one, and a list of all states between them."""
+
+    def body(self, h: Tensor, x: Tensor) -> Tensor:
+        states = [h]
+        for layer in self.layers:
+            states.append(layer(sum(states) / len(states)))
+        return torch.stack(states).mean(0) + h * x
+
+
+class Scaled(Net):
+    """One parameter used before, between and after the layers, and a norm shared by all of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.rand(5))
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def body(self, h: Tensor, x: Tensor) -> Tensor:
+        h = h * self.scale[4]
+        for number, layer in enumerate(self.layers):
+            h = h + self.scale[number] * layer(self.norm(h))
+        return self.norm(h) * self.scale[4]
+
+
+class KnownPath(Net):
+    """The path depends on values of the batch, which every rank knows."""
+
+    def body(self, h: Tensor, x: Tensor) -> Tensor:
+        for number, layer in enumerate(self.layers):
+            if x[0, number] > 0:
+                h = h + 1
+            h = layer(h)
+        return h if x[0, 0] > 0 else h * 2
+
+
+class Square(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return 2 * x * gradient
+
+
+class CustomFunction(Net):
+    def body(self, h: Tensor, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            h = layer(Square.apply(h))
+        return h
+
+
+class Frozen(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed.requires_grad_(False)
+        self.layers[0].requires_grad_(False)
+        self.layers[1].requires_grad_(False)
+
+
+class NoGradPrefix(Net):
+    def body(self, h: Tensor, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            for layer in self.layers[:2]:
+                h = layer(h)
+        for layer in self.layers[2:]:
+            h = layer(h)
+        return h
+
+
+class Checkpointed(Net):
+    reentrant = False
+
+    def body(self, h: Tensor, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            h = checkpoint(layer, h, use_reentrant=self.reentrant)
+        return h
+
+
+class ReentrantCheckpointed(Checkpointed):
+    reentrant = True
+
+
+class SharedByLayers(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[3].linear.weight = self.layers[0].linear.weight
+
+
+class TiedEnds(Net):
+    def body(self, h: Tensor, x: Tensor) -> Tensor:
+        return F.linear(super().body(h, x), self.embed.weight.t())
+
+
+class UnusedParameter(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.spare = nn.Linear(WIDTH, WIDTH)
+
+
+class ReturnsDictionary(Net):
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        h = self.body(self.embed(x), x)
+        return {"loss": F.mse_loss(self.head(h), y), "hidden": h}
+
+
+class ViewsAndChunks(Net):
+    def body(self, h: Tensor, x: Tensor) -> Tensor:
+        left, right = h.chunk(2, dim=1)
+        flat = h.view(-1)
+        for layer in self.layers:
+            h = layer(torch.cat([left, right], 1) + flat.view_as(h) + h)
+        return h * left.sum() + flat.view_as(h)
+
+
+class KeepsState(Net):
+    def body(self, h: Tensor, x: Tensor) -> Tensor:
+        self.kept = [h]
+        for layer in self.layers:
+            h = layer(h)
+            self.kept.append(h)
+        result = sum(self.kept)
+        self.kept = []
+        return result
+
+
+EXACT = [
+    Net, InPlace, Dictionaries, NonContiguous, Assembled, Carried, Scaled, KnownPath, CustomFunction, Frozen,
+    NoGradPrefix, Checkpointed, ReentrantCheckpointed, SharedByLayers, TiedEnds, UnusedParameter, ReturnsDictionary,
+    ViewsAndChunks, KeepsState,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("model", EXACT, ids=lambda model: model.__name__)
+def test_equals_one_device(model: type[Net], run: dict[str, Any]) -> None:
+    assert_same(model(), batches(), **run)
+
+
+def test_shapes_may_change_from_batch_to_batch(run: dict[str, Any]) -> None:
+    sizes = [7, 7, 2, 7, 1, 2, 9]
+    assert_same(Carried(), [batch(samples) for samples in sizes], micro_batches=4, **run)
+
+
+def test_weight_decay_leaves_parameters_without_gradient_alone(run: dict[str, Any]) -> None:
+    def decaying(parameters: Any, lr: float) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.5, eps=1e-2)
+
+    assert_same(UnusedParameter(), batches(), optimizer=decaying, **run)
+
+
+def test_only_what_is_used_travels_after_the_first_batch() -> None:
+    sent: list[int] = []
+
+    def note(pipeline: Any, module: nn.Module) -> None:
+        if pipeline.transport.rank == 0:
+            sent.append(pipeline.executor.courier.sent_bytes)
+
+    pipelined(ViewsAndChunks(), batches(), 1, ranks=2, layers="layers", between=note)
+    pipelined(Net(), batches(), 1, ranks=2, layers="layers", between=note)
+    one_tensor = 7 * WIDTH * 8
+    assert sent[0] == sent[3] == 0, "the first batch goes over the slow path"
+    assert sent[4] - sent[3] == pytest.approx(one_tensor, abs=64), "a plain chain sends one tensor"
+
+
+def test_evaluation_between_batches_changes_nothing(run: dict[str, Any]) -> None:
+    extra = batch(5)
+
+    def evaluate(pipeline: Any, module: nn.Module) -> None:
+        for context in (torch.no_grad(), torch.inference_mode()):
+            with context:
+                results = pipeline.evaluate(lambda _, part: module(**part), [extra])
+                assert bool(results) == pipeline.is_loss_rank
+
+    assert_same(Carried(), batches(), between=evaluate, **run)
+
+
+class ReadsValue(Net):
+    def body(self, h: Tensor, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            h = layer(h)
+            if h.mean() > 0:
+                h = h * 2
+        return h
+
+
+class Penalty(Net):
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        return super().forward(x, y) + sum(p.pow(2).sum() for p in self.parameters())
+
+
+class Twice(Net):
+    def body(self, h: Tensor, x: Tensor) -> Tensor:
+        return super().body(super().body(h, x), x)
+
+
+class Skips(Net):
+    def body(self, h: Tensor, x: Tensor) -> Tensor:
+        for layer in self.layers[:3]:
+            h = layer(h)
+        return h
+
+
+class SharedMemoryChanged(Net):
+    def body(self, h: Tensor, x: Tensor) -> Tensor:
+        row = h[0]
+        for layer in self.layers:
+            h = layer(h) + h
+        row.add_(1)
+        return h + row
+
+
+class OpaqueResult(Net):
+    class block(Block):
+        def forward(self, x: Any) -> Any:
+            return Box(super().forward(x.value if isinstance(x, Box) else x))
+
+    def body(self, h: Tensor, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            h = layer(h)
+        return h.value  # type: ignore[attr-defined,no-any-return]
+
+
+class Box:
+    def __init__(self, value: Tensor) -> None:
+        self.value = value
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (ReadsValue, "needs the value of a tensor that only another stage has"),
+        (Penalty, "'layers.0.linear.weight' is used on rank"),
+        (Twice, "called a second time"),
+        (SharedMemoryChanged, "shares its memory"),
+        (OpaqueResult, "cannot be shown to the next stages"),
+    ],
+)
+def test_what_cannot_be_served_raises(model: type[Net], message: str) -> None:
+    with pytest.raises(CutError, match=message):
+        pipelined(model(), batches(), 2, ranks=2, layers="layers")
+
+
+def test_a_layer_that_is_never_called_raises() -> None:
+    with pytest.raises((PartitionError, CutError), match="layers.3"):
+        pipelined(Skips(), batches(), 2, ranks=2, layers="layers")
+
+
+class Sometimes(Net):
+    """Needs a tensor from before the cut only if the batch says so; the shapes never tell."""
+
+    def body(self, h: Tensor, x: Tensor) -> Tensor:
+        first = h
+        h = super().body(h, x)
+        return h + first if x[0, 0] > 0 else h
+
+
+def test_a_tensor_that_was_not_sent_is_missed() -> None:
+    quiet, loud = batch(2), batch(2)
+    quiet["x"][:, 0], loud["x"][:, 0] = -1, 1
+    with pytest.raises(CutError, match="did not send"):
+        pipelined(Sometimes(), [quiet, quiet, loud], 1, ranks=2, layers="layers")
+
+
+class Noisy(Net):
+    class block(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            return F.dropout(super().forward(x), 0.3, self.training)
+
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        x = x + torch.randn_like(x)
+        h = F.dropout(self.embed(x), 0.2)
+        noise = torch.rand(WIDTH)
+        h = self.body(h, x) + torch.rand(WIDTH) * noise
+        return F.mse_loss(self.head(F.dropout(h, 0.5)), y)
+
+
+def test_random_numbers_do_not_depend_on_the_cut() -> None:
+    data = batches()
+    # Threads share torch's generator: one rank at a time.
+    model = Noisy()
+    found = [pipelined(model, data, 3, ranks=1, stages=stages, layers="layers").losses for stages in (1, 2, 4)]
+    assert found[0] == pytest.approx(found[1], abs=1e-12)
+    assert found[0] == pytest.approx(found[2], abs=1e-12)
+    assert found[0] != pytest.approx(single_device(model, data, 3).losses, abs=1e-6)
+
+
+def test_nothing_stays_patched() -> None:
+    outcome = pipelined(Net(), batches(1), 2, ranks=2, layers="layers")
+    for pipeline in outcome.pipelines:
+        assert not any({"forward", "_apply"} & module.__dict__.keys() for module in pipeline.module.modules())
+
+
+@pytest.mark.parametrize(("schedule", "peaks"), [("gpipe", [6, 6, 6, 6]), ("1f1b", [4, 3, 2, 1])])
+def test_activations_held_are_those_of_the_schedule(schedule: str, peaks: list[int]) -> None:
+    outcome = pipelined(Net(), [batch(6)] * 2, 6, ranks=4, schedule=schedule, layers="layers")
+    found = {pipeline.transport.rank: pipeline.executor.peak_held for pipeline in outcome.pipelines}
+    assert [found[rank] for rank in range(4)] == peaks
