@@ -62,7 +62,7 @@ class Bulletin:
 
     def clone(self) -> Bulletin:
         """The same entries over a connection of its own."""
-        return Bulletin(self._store.clone(), self._prefix)
+        return Bulletin(self._store.clone(), self._prefix)  # type: ignore[attr-defined]
 
     def publish(self, failure: Failure) -> bool:
         """Enter a failure; whether it is the first one."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from lightning_pipe.errors import ConfigurationError
@@ -30,7 +32,7 @@ def test_linear_schedules_are_reversed() -> None:
 @pytest.mark.parametrize("loss_rank", range(4))
 def test_neighbours_stay_neighbours(loss_rank: int) -> None:
     order = Topology.for_schedule(4, 1, loss_rank).order
-    assert all((b - a) % 4 in (1, 3) for a, b in zip(order, order[1:], strict=False))
+    assert all((b - a) % 4 in (1, 3) for a, b in itertools.pairwise(order))
 
 
 def test_names_for_messages() -> None:
