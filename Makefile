@@ -15,7 +15,7 @@ PYTHON ?= $(shell for python in python3 python3.11 python3.12 python3.13 python3
 	&& { echo "$$python"; break; }; done)
 BIN := .venv/bin
 # One thread per process: several processes share the cores, here as in training.
-RUN := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python
+RUN := OMP_NUM_THREADS=1 $(BIN)/python
 
 help:  ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
