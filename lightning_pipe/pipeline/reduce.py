@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from torch.nn import Parameter
 from lightning_pipe.errors import ConfigurationError
 from lightning_pipe.pipeline.transport import Transport, Work
 
-Key = int | str
+Key = Any
 BUCKET_BYTES = 25 * 2**20
 
 
@@ -78,7 +79,8 @@ class GradientReducer:
         """Name what is to be reduced. Replaces what the key stood for.
 
         Args:
-            key: the same on all members; stages are numbers, other sets (tied weights) strings.
+            key: the same on all members, such as ``("stage", 3)``; all keys must compare with each other. The largest
+                comes first, so that last stages do, whose backward passes end first.
             parameters: the same ones in the same order on all members.
             members: the processes that hold them, sorted. Their group must have been made.
         """
@@ -108,14 +110,14 @@ class GradientReducer:
             entry.wanted = True
         for members in {entry.members: None for entry in self._entries.values()}:
             self._issue(members)
-        for key in self._ordered(self._entries):
+        for key in sorted(self._entries, reverse=True):
             self._finish(key, self._entries[key])
 
     def _issue(self, members: tuple[int, ...]) -> None:
         """Start the wanted keys of a group in their order, up to the first that is not wanted yet."""
         if len(members) == 1:
             return
-        for key in self._ordered(key for key, entry in self._entries.items() if entry.members == members):
+        for key in sorted((key for key, entry in self._entries.items() if entry.members == members), reverse=True):
             entry = self._entries[key]
             if not entry.wanted:
                 return
@@ -180,13 +182,6 @@ class GradientReducer:
                         )
                     parameter.grad = view if flags[index] else None
         entry.wanted, entry.presence, entry.trainable, entry.buckets = False, None, [], []
-
-    @staticmethod
-    def _ordered(keys: Iterable[Key]) -> list[Key]:
-        """Last stages first, as backward passes end; then names."""
-        keys = list(keys)
-        numbers = sorted((key for key in keys if isinstance(key, int)), reverse=True)
-        return [*numbers, *sorted(key for key in keys if isinstance(key, str))]
 
 
 def _views(flat: Tensor, parameters: Sequence[Parameter]) -> Iterator[tuple[Parameter, Tensor]]:

@@ -83,7 +83,7 @@ def test_a_gradient_may_be_missing_on_some_members_or_on_all() -> None:
 
 def test_members_may_start_in_different_orders() -> None:
     def fn(transport: MemoryTransport) -> list[float]:
-        keys: list[int | str] = [0, 1, 10, "a", "b"]
+        keys = [("stage", 0), ("stage", 1), ("stage", 10), ("owners", (0,)), ("owners", (0, 1))]
         parameters = {key: Parameter(torch.zeros(1 + i)) for i, key in enumerate(keys)}
         reducer = GradientReducer(transport)
         order = random.Random(transport.process)
