@@ -23,6 +23,9 @@ from lightning_pipe.pipeline.stage import Batch, Stages, Step
 from lightning_pipe.pipeline.transport import Channel, Lane, Transport
 from lightning_pipe.schedules import Action, Family, Kind, Schedule, forward_only, lower
 
+# Keys of reductions: what comes first in a group is what is largest.
+_SHARED, _STAGE = 0, 1
+
 
 class Pipeline:
     """Runs a user's steps over the ranks of a pipeline and its replicas.
@@ -207,8 +210,8 @@ class Pipeline:
             self._settle()
             if reduce:
                 self.reduce_gradients()
-        elif self._reducing:
-            self._finish_reducing()
+        elif reduce:
+            self.reduce_gradients()
         return results
 
     def evaluate(self, step: Step, micro_batches: Sequence[Any], *, seed: int = 0) -> dict[int, Any]:
@@ -217,11 +220,8 @@ class Pipeline:
 
     def reduce_gradients(self) -> None:
         """Sum ``parameter.grad`` over the holders of each parameter, all at once."""
-        if self.reducer is None:
-            return
-        for stage in self._reduction_order():
-            self.reducer.start(("stage", stage))
-        self._finish_reducing()
+        if self.reducer is not None:
+            self.reducer.finish()
 
     @contextmanager
     def recorded(self) -> Iterator[list[Event]]:
@@ -272,17 +272,7 @@ class Pipeline:
 
     def _stage_done(self, stage: int) -> None:
         if self._reducing and self.reducer is not None:
-            self.reducer.start(("stage", stage))
-
-    def _reduction_order(self) -> Iterator[int]:
-        return (action.stage for action in self._program(1, True) if action.kind is Kind.REDUCE)
-
-    def _finish_reducing(self) -> None:
-        if self.reducer is None:
-            return
-        for owners in self._shared_keys:
-            self.reducer.start(("owners", owners))
-        self.reducer.finish()
+            self.reducer.start(_stage_key(stage))
 
     def _settle(self) -> None:
         """After the first training batch: agree on who holds the parameters outside the sequence."""
@@ -302,21 +292,24 @@ class Pipeline:
             for number in self.stage_layers[stage]:
                 for parameter in self.layers[number][1].parameters():
                     layer_stages.setdefault(id(parameter), set()).add(stage)
-        by_key: dict[Hashable, list[nn.Parameter]] = {("stage", stage): [] for stage in self.stages_here}
-        members: dict[Hashable, tuple[int, ...]] = {}
+        by_key: dict[tuple[int, ...], list[nn.Parameter]] = {_stage_key(stage): [] for stage in self.stages_here}
+        members: dict[tuple[int, ...], tuple[int, ...]] = {}
         for name, parameter in self.local_parameters():
             stages = layer_stages.get(id(parameter), set())
             alone = len(stages) == 1 and self.owners(name) == self._stage_holders(min(stages))
-            key: Hashable = ("stage", min(stages)) if alone else ("owners", self.owners(name))
+            key = _stage_key(min(stages)) if alone else (_SHARED, *self.owners(name))
             by_key.setdefault(key, []).append(parameter)
             members[key] = self._members(self.owners(name))
         self.reducer = GradientReducer(self.transport)
         for key, parameters in by_key.items():
             self.reducer.add(key, parameters, members.get(key, (self.transport.process,)))
-        self._shared_keys = sorted(key[1] for key in by_key if isinstance(key, tuple) and key[0] == "owners")
 
     def _stage_holders(self, stage: int) -> tuple[int, ...]:
         return tuple(sorted({rank for (_, held), rank in self.placement.items() if held == stage}))
+
+
+def _stage_key(stage: int) -> tuple[int, ...]:
+    return (_STAGE, stage)
 
 
 def signature(micro_batch: Any) -> Hashable:

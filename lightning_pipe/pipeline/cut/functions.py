@@ -65,3 +65,10 @@ def results_of(result: Any, changed: Tensor | None) -> list[Tensor]:
     if changed is not None and all(changed is not leaf for leaf in leaves):
         leaves.append(changed)
     return leaves
+
+
+def leaves_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """The leaves of a call's arguments; most calls have plain tensors, which need no search."""
+    if not kwargs and all(type(argument) is Tensor for argument in args):
+        return list(args)
+    return tree_leaves((args, kwargs))

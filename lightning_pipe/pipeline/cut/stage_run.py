@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from lightning_pipe.errors import CutError
+from lightning_pipe.pipeline.cut.functions import leaves_of
 from lightning_pipe.pipeline.cut.path import Call, Crossing, Entry, Passed, Path, TensorSpec
 from lightning_pipe.pipeline.cut.placeholder import Placeholder
 from lightning_pipe.pipeline.cut.received import Inbox
@@ -121,7 +122,7 @@ class StageRun:
 
     def _execute(self, name: str, key: int, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         tracker = self.tracker
-        arguments = tree_leaves((args, kwargs))
+        arguments = leaves_of(args, kwargs)
         self.inside = True
         try:
             with tracker.paused(), self._streams.isolated(self._micro_batch, key):
@@ -165,7 +166,7 @@ class StageRun:
         tracker = self.tracker
         with tracker.paused():
             call = tracker.expect(name)
-            arguments = tree_leaves((args, kwargs))
+            arguments = leaves_of(args, kwargs)
             results: list[Tensor] = []
             for position in call.mutated:
                 tracker.forget(arguments[position], name)

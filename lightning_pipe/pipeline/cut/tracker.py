@@ -11,7 +11,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
-from torch.utils._pytree import tree_leaves
 
 from lightning_pipe.errors import CutError
 from lightning_pipe.pipeline.cut.functions import (
@@ -19,6 +18,7 @@ from lightning_pipe.pipeline.cut.functions import (
     RANDOM,
     changed_in_place,
     function_name,
+    leaves_of,
     results_of,
 )
 from lightning_pipe.pipeline.cut.path import Call
@@ -204,7 +204,7 @@ class Tracker(TorchFunctionMode):
         name = function_name(func)
         if name in METADATA:
             return func(*args, **kwargs)
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        tensors = [leaf for leaf in leaves_of(args, kwargs) if isinstance(leaf, Tensor)]
         if not any(self.derived(tensor) for tensor in tensors):
             return func(*args, **kwargs)
         return (
