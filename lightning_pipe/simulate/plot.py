@@ -1,0 +1,81 @@
+"""Timelines as pictures, by matplotlib."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from os import PathLike
+from typing import TYPE_CHECKING
+
+from lightning_pipe.schedules.ir import Kind
+from lightning_pipe.simulate.style import COLOURS, NAMES, summary
+from lightning_pipe.simulate.timeline import Event, Timeline
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_ROW_INCHES, _MARGIN_INCHES = 0.42, 1.15
+_DIGIT_INCHES = 0.085
+_FIGURE_INCHES = (8.0, 16.0)
+
+
+def plot(timeline: Timeline, path: str | PathLike[str]) -> None:
+    """Draw one row per rank, a box per action with its micro-batch, and the bubble ratio in the title."""
+    # Not pyplot: no window system is looked for, and no global state is left behind.
+    from matplotlib.figure import Figure
+
+    width = _width(timeline)
+    figure = Figure(figsize=(width, _MARGIN_INCHES + _ROW_INCHES * timeline.ranks), layout="constrained")
+    axes = figure.add_subplot()
+    for rank, row in enumerate(timeline.compute):
+        axes.axhspan(rank - 0.42, rank + 0.42, color="#F2F2F2", linewidth=0)
+        _boxes(axes, row, rank, inches_per_time=0.93 * width / float(timeline.makespan or 1))
+    for event in timeline.events:
+        if event.kind is Kind.REDUCE:
+            span = (float(event.start), float(event.end - event.start))
+            axes.broken_barh([span], (event.rank + 0.34, 0.12), facecolors=COLOURS[Kind.REDUCE])
+    _decorate(figure, axes, timeline)
+    figure.savefig(path, dpi=160)
+
+
+def _width(timeline: Timeline) -> float:
+    """Wide enough for a number in the shortest box, within reason."""
+    durations = [float(event.end - event.start) for row in timeline.compute for event in row if event.end > event.start]
+    low, high = _FIGURE_INCHES
+    return min(high, max(low, 0.27 * float(timeline.makespan) / min(durations, default=1.0)))
+
+
+def _boxes(axes: Axes, row: Sequence[Event], rank: int, inches_per_time: float) -> None:
+    stages = sorted({event.stage for event in row})
+    for event in row:
+        start, length = float(event.start), float(event.end - event.start)
+        # A rank's later stages are drawn lighter.
+        colour = _lighter(COLOURS[event.kind], 0.7 * stages.index(event.stage) / len(stages))
+        axes.broken_barh([(start, length)], (rank - 0.42, 0.84), facecolors=colour, edgecolor="white", linewidth=0.8)
+        number = "" if event.micro_batch is None else str(event.micro_batch)
+        if len(number) * _DIGIT_INCHES < length * inches_per_time:
+            centre = start + length / 2
+            axes.text(centre, rank, number, ha="center", va="center_baseline", fontsize=8, color="#1A1A1A")
+
+
+def _lighter(colour: str, share: float) -> tuple[float, ...]:
+    channels = (int(colour[index : index + 2], 16) / 255 for index in (1, 3, 5))
+    return tuple(channel + (1 - channel) * share for channel in channels)
+
+
+def _decorate(figure: Figure, axes: Axes, timeline: Timeline) -> None:
+    from matplotlib.patches import Patch
+
+    milliseconds = timeline.unit == "s" and timeline.makespan < 1
+    axes.set_title(summary(timeline), fontsize=11, loc="left")
+    axes.set_yticks(range(timeline.ranks), [f"rank {rank}" for rank in range(timeline.ranks)])
+    axes.invert_yaxis()
+    axes.set_xlim(0, float(timeline.makespan) or 1)
+    axes.set_xlabel("time" + f" ({'ms' if milliseconds else timeline.unit})" * bool(timeline.unit), fontsize=9)
+    if milliseconds:
+        axes.xaxis.set_major_formatter(lambda time, _: f"{time * 1000:g}")
+    axes.tick_params(labelsize=9, left=False)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    kinds = [kind for kind in COLOURS if any(event.kind is kind for event in timeline.events)]
+    handles = [Patch(color=COLOURS[kind], label=NAMES[kind]) for kind in kinds]
+    figure.legend(handles=handles, loc="outside lower right", ncols=len(kinds), frameon=False, fontsize=9)

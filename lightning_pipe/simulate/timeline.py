@@ -1,0 +1,168 @@
+"""Who computed what, when: one type for simulated and measured timelines."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property
+from os import PathLike
+from typing import NamedTuple
+
+from lightning_pipe.errors import ScheduleError
+from lightning_pipe.schedules.dependencies import Number, held
+from lightning_pipe.schedules.ir import COMPUTE, Action, Kind
+
+
+class Event(NamedTuple):
+    """One action with its start and end."""
+
+    rank: int
+    kind: Kind
+    stage: int
+    micro_batch: int | None
+    pipe: int
+    start: Number
+    end: Number
+
+    @property
+    def action(self) -> Action:
+        """The action."""
+        return Action(self.kind, self.stage, self.micro_batch, self.pipe)
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """The events of all ranks, ordered by rank and start; make one with :meth:`of`.
+
+    Compute (forward, backward and its parts, recompute, optimizer steps) is what keeps a rank busy; other events,
+    such as reductions, are drawn and count for the makespan alone.
+
+    Args:
+        events: the events.
+        ranks: number of ranks.
+        title: what ran.
+        unit: ``""`` for a simulation, ``"s"`` where times are seconds.
+    """
+
+    events: tuple[Event, ...]
+    ranks: int
+    title: str = ""
+    unit: str = ""
+
+    @classmethod
+    def of(
+        cls,
+        events: Iterable[Event | Sequence[object]],
+        *,
+        ranks: int | None = None,
+        title: str = "",
+        unit: str = "",
+    ) -> Timeline:
+        """Make a timeline of events in any order; the earliest start becomes time zero.
+
+        Args:
+            events: events, or tuples ``(rank, kind, stage, micro_batch, pipe, start, end)``.
+            ranks: number of ranks; by default as many as have events.
+            title: what ran.
+            unit: ``"s"`` for measured times in seconds (all ranks by the same clock).
+
+        Raises:
+            ScheduleError: there are no events, or one ends before it starts.
+
+        Example:
+            >>> measured = [(0, "F", 0, 0, 0, 7.25, 7.5), (0, "B", 0, 0, 0, 7.75, 8.25)]
+            >>> timeline = Timeline.of(measured, title="one rank", unit="s")
+            >>> timeline.makespan, timeline.bubble_ratio
+            (1.0, 0.25)
+        """
+        made = [event if isinstance(event, Event) else Event(*event) for event in events]  # type: ignore[arg-type]
+        if not made:
+            raise ScheduleError("A timeline needs at least one event.")
+        zero = min(event.start for event in made)
+        shifted = [
+            event._replace(kind=Kind(event.kind), start=event.start - zero, end=event.end - zero) for event in made
+        ]
+        for event in shifted:
+            if event.end < event.start:
+                raise ScheduleError(
+                    f"{event.action} on rank {event.rank} ends {event.start - event.end} before it starts."
+                )
+        shifted.sort(key=lambda event: (event.rank, event.start))
+        return cls(tuple(shifted), ranks or 1 + shifted[-1].rank, title, unit)
+
+    @cached_property
+    def makespan(self) -> Number:
+        """Time from the first start to the last end."""
+        return max(event.end for event in self.events)
+
+    @cached_property
+    def compute(self) -> tuple[tuple[Event, ...], ...]:
+        """For every rank the events that keep it busy."""
+        rows: list[list[Event]] = [[] for _ in range(self.ranks)]
+        for event in self.events:
+            if event.kind in COMPUTE:
+                rows[event.rank].append(event)
+        return tuple(map(tuple, rows))
+
+    @cached_property
+    def busy(self) -> tuple[Number, ...]:
+        """For every rank the time it computes."""
+        return tuple(sum(event.end - event.start for event in row) for row in self.compute)
+
+    @cached_property
+    def bubble_ratio(self) -> Number:
+        """Idle time of the ranks / (ranks x makespan): a fraction of the whole time."""
+        whole = self.ranks * self.makespan
+        return ratio(whole - sum(self.busy), whole)
+
+    @cached_property
+    def idle_in_span(self) -> tuple[Number, ...]:
+        """For every rank its idle time between its own first and last action: the bubble of the zero-bubble papers."""
+        return tuple(
+            max(event.end for event in row) - row[0].start - busy if row else 0
+            for row, busy in zip(self.compute, self.busy, strict=True)
+        )
+
+    @cached_property
+    def steady_bubble_ratio(self) -> Number:
+        """Idle part of what repeats: the period in the middle of a long timeline, or else all of it.
+
+        A period is a number of micro-batches after which every action comes again, all after the same time.
+        """
+        from lightning_pipe.simulate.steady import steady_bubble_ratio
+
+        return steady_bubble_ratio(self)
+
+    @cached_property
+    def peak_activations(self) -> tuple[int, ...]:
+        """For every rank the most stage-micro-batches whose activations it holds at once.
+
+        From the forward to the last backward action; where activations are recomputed, from the recomputation on.
+        """
+        return tuple(held([event.action for event in row] for row in self.compute))
+
+    def plot(self, path: str | PathLike[str]) -> None:
+        """Draw the timeline into a picture; the file's ending says the format (png, svg, pdf)."""
+        from lightning_pipe.simulate.plot import plot
+
+        plot(self, path)
+
+    def to_chrome_trace(self, path: str | PathLike[str]) -> None:
+        """Write the timeline for https://ui.perfetto.dev or chrome://tracing."""
+        from lightning_pipe.simulate.chrome_trace import write_chrome_trace
+
+        write_chrome_trace(self, path)
+
+    def __str__(self) -> str:
+        from lightning_pipe.simulate.terminal import draw
+
+        return draw(self, colour=sys.stdout.isatty())
+
+
+def ratio(part: Number, whole: Number) -> Number:
+    """``part / whole``, exact if both are."""
+    if not whole:
+        return 0
+    return part / whole if isinstance(part, float) or isinstance(whole, float) else Fraction(part) / whole
