@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from itertools import accumulate, pairwise
@@ -10,9 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten
 
 from lightning_pipe.errors import ConfigurationError, PartitionError
+from lightning_pipe.pipeline.batches import signature
 from lightning_pipe.pipeline.courier import Courier
 from lightning_pipe.pipeline.cut.intercept import Interceptor
 from lightning_pipe.pipeline.executor import Event, Executor
@@ -246,9 +247,11 @@ class Pipeline:
             torch.is_autocast_enabled(self.transport.device.type),
         )
         keys = [(*mode, signature(micro_batch)) for micro_batch in micro_batches]
-        batch = Batch(step, micro_batches, keys, weights, streams, training)
+        program = self._program(len(micro_batches), training)
+        runs = Counter(action.micro_batch for action in program if action.kind in (Kind.FORWARD, Kind.RECOMPUTE))
+        batch = Batch(step, micro_batches, keys, weights, streams, training, runs)
         with streams.batch(), self.executor.stages.interceptor.installed():
-            self.executor.run(self._program(len(micro_batches), training), batch)
+            self.executor.run(program, batch)
         if training and not self._checked:
             self._check_called()
         return batch.results
@@ -310,23 +313,3 @@ class Pipeline:
 
 def _stage_key(stage: int) -> tuple[int, ...]:
     return (_STAGE, stage)
-
-
-def signature(micro_batch: Any) -> Hashable:
-    """What decides the shapes and the path of a step: structure, shapes, dtypes, and plain values.
-
-    Example:
-        >>> signature({"x": torch.zeros(2, 3)}) == signature({"x": torch.ones(2, 3)})
-        True
-        >>> signature({"x": torch.zeros(2, 3)}) == signature({"x": torch.zeros(1, 3)})
-        False
-    """
-    leaves, structure = tree_flatten(micro_batch)
-    return str(structure), tuple(
-        (tuple(leaf.shape), leaf.dtype)
-        if isinstance(leaf, Tensor)
-        else leaf
-        if leaf is None or isinstance(leaf, (bool, int))
-        else type(leaf)
-        for leaf in leaves
-    )

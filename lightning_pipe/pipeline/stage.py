@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from lightning_pipe.errors import ConfigurationError
+from lightning_pipe.pipeline.batches import fresh
 from lightning_pipe.pipeline.cut.intercept import Interceptor
 from lightning_pipe.pipeline.cut.path import Crossing, Path
 from lightning_pipe.pipeline.cut.received import Inbox
@@ -32,6 +33,7 @@ class Batch:
         weights: the factor of each micro-batch's loss.
         streams: the batch's random streams.
         training: whether gradients are wanted.
+        runs: how often this rank runs the step on each micro-batch.
         results: what the step returned for each micro-batch, detached, where the loss is.
     """
 
@@ -41,7 +43,12 @@ class Batch:
     weights: Sequence[float]
     streams: Streams
     training: bool
+    runs: Mapping[int | None, int]
     results: dict[int, Any] = field(default_factory=dict)
+
+    def slice(self, micro_batch: int) -> Any:
+        """A micro-batch for one run; the step may change it without harm to the rank's other runs on it."""
+        return fresh(self.micro_batches[micro_batch], clone=self.runs[micro_batch] > 1)
 
 
 @dataclass
@@ -93,7 +100,7 @@ class Stages:
         )
         batch.streams.seed_user_code(micro_batch)
         with self.interceptor.running(run):
-            result = run.run(lambda: batch.step(micro_batch, batch.micro_batches[micro_batch]))
+            result = run.run(lambda: batch.step(micro_batch, batch.slice(micro_batch)))
         self.called |= run.called
         saved = Saved(run.inbox, received, {}, None, run.tracker.used)
         if run.crossing is None:

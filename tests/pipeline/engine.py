@@ -72,6 +72,7 @@ def pipelined(
     layers: Any = None,
     optimizer: Callable[..., Any] = torch.optim.SGD,
     between: Callable[[Pipeline, nn.Module], None] | None = None,
+    call: Callable[[nn.Module, Any], Any] = lambda module, part: module(**part),
     seed: int = 0,
 ) -> Outcome:
     """Train over ``ranks`` threads; ``between(pipeline, module)`` runs on every rank after each batch."""
@@ -89,7 +90,7 @@ def pipelined(
         for number, batch in enumerate(batches):
             parts, weights = split(batch, micro_batches)
             optim.zero_grad()
-            results = pipeline.train(lambda _, part: module(**part), parts, weights, seed=seed + number)
+            results = pipeline.train(lambda _, part: call(module, part), parts, weights, seed=seed + number)
             outcome.losses.append(sum(float(loss_of(results[i])) * weights[i] for i in results))
             optim.step()
             if between is not None:

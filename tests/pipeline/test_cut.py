@@ -263,6 +263,15 @@ class KeepsState(Net):
         return result
 
 
+class TakesBatchApart(Net):
+    """The step changes its batch: the tensors in place, and the container."""
+
+    def forward(self, *, parts: dict[str, Tensor]) -> Any:  # type: ignore[override]
+        x, y = parts.pop("x"), parts.pop("y")
+        x -= x.mean(0)
+        return super().forward(x, y)
+
+
 EXACT = [
     Net, InPlace, Dictionaries, NonContiguous, Assembled, Carried, Scaled, KnownPath, CustomFunction, Frozen,
     NoGradPrefix, Checkpointed, ReentrantCheckpointed, SharedByLayers, TiedEnds, UnusedParameter, ReturnsDictionary,
@@ -273,6 +282,16 @@ EXACT = [
 @pytest.mark.parametrize("model", EXACT, ids=lambda model: model.__name__)
 def test_equals_one_device(model: type[Net], run: dict[str, Any]) -> None:
     assert_same(model(), batches(), **run)
+
+
+def test_a_step_may_take_its_batch_apart(run: dict[str, Any]) -> None:
+    model, data = TakesBatchApart(), [batch(6) for _ in range(3)]
+    shifted = [{"x": d["x"] - d["x"].mean(0), "y": d["y"]} for d in data]
+    plain = Net()
+    plain.load_state_dict(model.state_dict())
+    whole = single_device(plain, shifted, 1)
+    found = pipelined(model, data, 1, call=lambda module, part: module(parts=part), **run)
+    assert found.losses == pytest.approx(whole.losses, abs=1e-12)
 
 
 def test_shapes_may_change_from_batch_to_batch(run: dict[str, Any]) -> None:
@@ -368,7 +387,7 @@ class Box:
     ("model", "message"),
     [
         (ReadsValue, "needs the value of a tensor that only another stage has"),
-        (Penalty, "'layers.0.linear.weight' is used on rank"),
+        (Penalty, r"'layers.0.linear.weight' is used on rank"),
         (Twice, "called a second time"),
         (SharedMemoryChanged, "shares its memory"),
         (OpaqueResult, "cannot be shown to the next stages"),
