@@ -73,5 +73,4 @@ def signature(node: Any) -> Hashable:
     contents = children(node)
     if contents is not None:
         return type(node), tuple((str(key), signature(child)) for key, child in contents.items())
-    plain: Hashable = node if node is None or isinstance(node, bool | int) else type(node)
-    return plain
+    return ("", node) if node is None or isinstance(node, bool | int) else ("", type(node))

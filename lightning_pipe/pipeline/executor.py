@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from torch import Tensor
 
@@ -13,16 +13,9 @@ from lightning_pipe.pipeline.courier import Courier, Crossroad
 from lightning_pipe.pipeline.cut.path import Crossing, Path
 from lightning_pipe.pipeline.stage import Batch, Saved, Stages
 from lightning_pipe.schedules import Action, Kind
+from lightning_pipe.simulate import Event
 
 Inbound = tuple[Path, dict[int, Tensor]]
-
-
-class Event(NamedTuple):
-    """When an action ran, in seconds of the host's monotonic clock."""
-
-    action: Action
-    start: float
-    end: float
 
 
 @dataclass
@@ -38,6 +31,7 @@ class Executor:
         position: the action under way, for reports about failures.
         held: forward passes whose backward pass is still to come.
         peak_held: the most of them at any time of the last batch.
+        events: where to note when each action computed, in seconds of the host's monotonic clock; ``None``: nowhere.
     """
 
     stages: Stages
@@ -70,16 +64,10 @@ class Executor:
         """Run one batch from the first action to the flush."""
         self._batch = batch
         self.peak_held = 0
-        events = self.events
         try:
             for action in actions:
                 self.position = action
-                if events is None:
-                    self._methods[action.kind](action)
-                else:
-                    start = time.perf_counter()
-                    self._methods[action.kind](action)
-                    events.append(Event(action, start, time.perf_counter()))
+                self._methods[action.kind](action)
             self.courier.settle()
             self.position = None
         except BaseException:
@@ -93,6 +81,15 @@ class Executor:
             kept.clear()
         self.held = 0
 
+    @contextmanager
+    def _timed(self, action: Action) -> Iterator[None]:
+        """Note when an action computes; waiting for its input is not part of it."""
+        start = time.perf_counter()
+        yield
+        if self.events is not None:
+            kind, stage, micro_batch, pipe, _ = action
+            self.events.append(Event(self.rank, kind, stage, micro_batch, pipe, start, time.perf_counter()))
+
     # ------------------------------------------------------------------ compute
 
     def _forward(self, action: Action) -> None:
@@ -104,7 +101,8 @@ class Executor:
             if inbound is None:
                 peer = self.placement[pipe, stage - 1]
                 inbound = self.courier.receive(at, peer, self._batch.keys[micro_batch])
-        saved, crossing = self.stages.forward(stage, micro_batch, self._batch, inbound)
+        with self._timed(action):
+            saved, crossing = self.stages.forward(stage, micro_batch, self._batch, inbound)
         here = Crossroad(pipe, stage, micro_batch)
         if self._batch.training:
             self._saved[here] = saved
@@ -127,7 +125,8 @@ class Executor:
             if local is None:
                 local = self.courier.receive_gradients(here, self.placement[pipe, stage + 1])
             gradients, used = local
-        returned = self.stages.backward(self._saved.pop(here), gradients, used)
+        with self._timed(action):
+            returned = self.stages.backward(self._saved.pop(here), gradients, used)
         self.held -= 1
         if stage > 0:
             # The next one to need them: the previous stage, here or by a message.

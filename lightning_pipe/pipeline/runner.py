@@ -16,13 +16,14 @@ from lightning_pipe.errors import ConfigurationError, PartitionError
 from lightning_pipe.pipeline.batches import signature
 from lightning_pipe.pipeline.courier import Courier
 from lightning_pipe.pipeline.cut.intercept import Interceptor
-from lightning_pipe.pipeline.executor import Event, Executor
+from lightning_pipe.pipeline.executor import Executor
 from lightning_pipe.pipeline.ownership import Ownership, named_tensors
 from lightning_pipe.pipeline.reduce import GradientReducer
 from lightning_pipe.pipeline.rng import Streams
 from lightning_pipe.pipeline.stage import Batch, Stages, Step
 from lightning_pipe.pipeline.transport import Channel, Lane, Transport
 from lightning_pipe.schedules import Action, Family, Kind, Schedule, forward_only, lower
+from lightning_pipe.simulate import Event, Timeline
 
 # Keys of reductions: what comes first in a group is what is largest.
 _SHARED, _STAGE = 0, 1
@@ -226,13 +227,19 @@ class Pipeline:
 
     @contextmanager
     def recorded(self) -> Iterator[list[Event]]:
-        """Record when each action runs."""
+        """Note when the actions of this rank compute, for `timeline`."""
         events: list[Event] = []
         self.executor.events = events
         try:
             yield events
         finally:
             self.executor.events = None
+
+    def timeline(self, events: Sequence[Event], title: str | None = None) -> Timeline:
+        """The measured timeline of the whole pipeline. Collective over it; right for the ranks of one host."""
+        gathered = self.transport.all_gather_object(list(events), self.pipeline_members)
+        everything = [event for of_rank in gathered for event in of_rank]
+        return Timeline.of(everything, ranks=self._topology.ranks, title=title or self.family.name, unit="s")
 
     def _run(
         self, step: Step, micro_batches: Sequence[Any], weights: Sequence[float], seed: int, training: bool
