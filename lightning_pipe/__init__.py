@@ -1,1 +1,33 @@
-"""Pipeline parallelism for PyTorch Lightning."""
+"""Pipeline parallelism for PyTorch Lightning: ``Trainer(strategy="pipe")``."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from lightning_pipe import registry, schedules
+
+if TYPE_CHECKING:
+    from lightning_pipe import partition, simulate
+    from lightning_pipe.simulate import Costs
+    from lightning_pipe.strategy import PipeStrategy
+
+__all__ = ["Costs", "PipeStrategy", "partition", "schedules", "simulate"]
+
+_MODULES = ("partition", "simulate")
+_HOMES = {"Costs": "lightning_pipe.simulate", "PipeStrategy": "lightning_pipe.strategy"}
+
+registry.install()
+
+
+def __getattr__(name: str) -> Any:
+    """Import what is asked for, no sooner: schedules and simulations need neither torch nor lightning."""
+    if name in _MODULES:
+        return importlib.import_module(f"lightning_pipe.{name}")
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'lightning_pipe' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

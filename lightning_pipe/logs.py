@@ -1,0 +1,266 @@
+"""What the user logs in a step: recorded where the loss is, merged over micro-batches, logged alike on all ranks."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+from torchmetrics import Metric
+
+from lightning_pipe.errors import ConfigurationError
+
+_log = pl.LightningModule.log
+
+
+class Key(NamedTuple):
+    """What the calls of ``self.log`` in different micro-batches have in common.
+
+    Args:
+        module: dotted name of the LightningModule that logged; empty for the outermost.
+        name: the name of the value.
+        occurrence: how many times this name had been logged before in the same step.
+    """
+
+    module: str
+    name: str
+    occurrence: int
+
+
+@dataclass
+class Entry:
+    """What one call of ``self.log`` was given.
+
+    Args:
+        value: a tensor with one element; for a metric the value its ``forward`` has computed, if any.
+        metric: dotted name of the metric that is logged.
+        options: the other arguments of ``log``.
+    """
+
+    value: Tensor | None
+    metric: str | None
+    options: dict[str, Any]
+
+
+@dataclass
+class Merged:
+    """What some micro-batches logged under one key.
+
+    Args:
+        key: names it.
+        metric: dotted name of the metric that is logged.
+        options: the other arguments of ``log``.
+        dtype: of the values; ``None`` for a metric without a value.
+        reduction: ``"mean"``, ``"sum"``, ``"min"`` or ``"max"``.
+        value: sum of value x weight for the mean; otherwise the reduced value.
+        weight: samples behind the value.
+        micro_batches: number of micro-batches behind the value.
+    """
+
+    key: Key
+    metric: str | None
+    options: dict[str, Any]
+    dtype: torch.dtype | None
+    reduction: str
+    value: float
+    weight: float
+    micro_batches: int = 1
+
+    @property
+    def result(self) -> float:
+        """The value for all of them."""
+        return self.value / self.weight if self.reduction == "mean" and self.weight else self.value
+
+    def merge(self, other: Merged) -> None:
+        """Add what other micro-batches logged."""
+        self.value = _REDUCTIONS[self.reduction](self.value, other.value)
+        self.weight += other.weight
+        self.micro_batches += other.micro_batches
+
+
+@dataclass
+class Log:
+    """Records ``self.log`` while steps run.
+
+    Args:
+        module: the LightningModule.
+        metrics: dotted name of each metric in it, by ``id``.
+    """
+
+    module: pl.LightningModule
+    metrics: Mapping[int, str]
+    entries: dict[int, dict[Key, Entry]] = field(default_factory=dict)
+    _current: dict[Key, Entry] | None = None
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Around a batch: catch the calls, on the class, so that a ``log`` of the user's own comes first."""
+        self.entries = {}
+        names = {id(part): name for name, part in self.module.named_modules() if isinstance(part, pl.LightningModule)}
+
+        def log(module: pl.LightningModule, name: str, value: Any, *args: Any, **options: Any) -> None:
+            if self._current is None or id(module) not in names:
+                _log(module, name, value, *args, **options)
+            else:
+                self._record(names[id(module)], module, name, value, _named(args) | options)
+
+        pl.LightningModule.log = log  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            pl.LightningModule.log = _log  # type: ignore[method-assign]
+
+    @contextmanager
+    def recording(self, micro_batch: int) -> Iterator[None]:
+        """Around one run of the step; what a run logs that is cut short is forgotten."""
+        self._current = {}
+        try:
+            yield
+            self.entries[micro_batch] = self._current
+        finally:
+            self._current = None
+
+    def merged(self, samples: Sequence[float]) -> list[Merged]:
+        """What was logged, over the micro-batches of this rank.
+
+        Args:
+            samples: of every micro-batch of the batch.
+        """
+        found = [
+            (key, entry, samples[micro_batch])
+            for micro_batch, entries in sorted(self.entries.items())
+            for key, entry in entries.items()
+        ]
+        values = _to_host([entry.value for _, entry, _ in found])
+        return combine(_single(*one, value) for one, value in zip(found, values, strict=True))
+
+    def replay(self, merged: Iterable[Merged], micro_batches: int, device: torch.device) -> None:
+        """Log for the whole batch what its micro-batches have logged.
+
+        Args:
+            merged: of all ranks with a loss, combined.
+            micro_batches: how many the batch has.
+            device: where values belong.
+        """
+        for one in merged:
+            module: Any = self.module.get_submodule(one.key.module)
+            options = dict(one.options)
+            if options.get("batch_size") is not None or (one.micro_batches < micro_batches and one.reduction == "mean"):
+                options["batch_size"] = int(one.weight) if one.weight.is_integer() else one.weight
+            value = None if one.dtype is None else torch.tensor(one.result, dtype=one.dtype, device=device)
+            if one.metric is not None:
+                metric: Any = self.module.get_submodule(one.metric)
+                metric._forward_cache = value
+                value, options["metric_attribute"] = metric, one.metric
+            _log(module, one.key.name, value, **options)
+
+    def _record(self, owner: str, module: pl.LightningModule, name: str, value: Any, options: dict[str, Any]) -> None:
+        if options.get("sync_dist_group") is not None:
+            raise ConfigurationError(
+                f"self.log({name!r}, sync_dist_group=…) names a process group; with a pipeline the ranks of a group "
+                "do not run the same part of the step.",
+                hint="Leave sync_dist_group out: sync_dist=True reduces over the replicas.",
+            )
+        metric: str | None = None
+        if isinstance(value, Metric):
+            metric = options.pop("metric_attribute", None) or self.metrics.get(id(value))
+            if metric is None:
+                raise ConfigurationError(
+                    f"self.log({name!r}, …) is given a metric that is no attribute of the LightningModule.",
+                    hint="Create the metric in __init__ or setup and keep it as an attribute.",
+                )
+            value = value._forward_cache
+        # apart from the cut, which follows the torch calls of the step
+        with torch._C.DisableTorchFunction():
+            kept = _single_value(value)
+            if kept is None and metric is None:
+                _log(module, name, value, **options)  # raises Lightning's own error
+                return
+        assert self._current is not None
+        occurrence = sum(key[:2] == (owner, name) for key in self._current)
+        self._current[Key(owner, name, occurrence)] = Entry(kept, metric, options)
+
+
+def combine(merged: Iterable[Merged]) -> list[Merged]:
+    """Merge what was logged under the same key."""
+    result: dict[Key, Merged] = {}
+    for one in merged:
+        if one.key in result:
+            result[one.key].merge(one)
+        else:
+            result[one.key] = one
+    return list(result.values())
+
+
+def _single(key: Key, entry: Entry, samples: float, value: float) -> Merged:
+    given = entry.options.get("batch_size")
+    weight = float(samples if given is None else given)
+    reduction = "mean" if entry.metric else _reduction(entry.options.get("reduce_fx", "mean"))
+    dtype = None if entry.value is None else entry.value.dtype if entry.value.is_floating_point() else _default_dtype()
+    whole = value * weight if reduction == "mean" else value
+    return Merged(key, entry.metric, entry.options, dtype, reduction, whole, weight)
+
+
+def _single_value(value: Any) -> Tensor | None:
+    """A number as a tensor of its own; ``None`` for what cannot be logged."""
+    if isinstance(value, Tensor):
+        return value.detach().clone() if value.numel() == 1 else None
+    return torch.tensor(value, dtype=_default_dtype()) if isinstance(value, numbers.Real) else None
+
+
+def _reduction(function: Any) -> str:
+    name = function if isinstance(function, str) else getattr(function, "__name__", "")
+    name = {"avg": "mean", "amin": "min", "amax": "max"}.get(name.lower(), name.lower())
+    # anything else is refused by Lightning when it is logged
+    return name if name in _REDUCTIONS else "mean"
+
+
+def _smallest(one: float, other: float) -> float:
+    return math.nan if math.isnan(one) or math.isnan(other) else min(one, other)
+
+
+def _largest(one: float, other: float) -> float:
+    return math.nan if math.isnan(one) or math.isnan(other) else max(one, other)
+
+
+def _sum(one: float, other: float) -> float:
+    return one + other
+
+
+_REDUCTIONS: dict[str, Callable[[float, float], float]] = {
+    "mean": _sum,
+    "sum": _sum,
+    "min": _smallest,
+    "max": _largest,
+}
+
+
+def _to_host(values: Sequence[Tensor | None]) -> list[float]:
+    """The values as numbers, with one transfer from each device."""
+    numbers_ = [0.0] * len(values)
+    groups: dict[torch.device, list[int]] = {}
+    for index, value in enumerate(values):
+        if value is not None:
+            groups.setdefault(value.device, []).append(index)
+    for indices in groups.values():
+        stacked = torch.stack([values[i].reshape(()).to(torch.float64) for i in indices])  # type: ignore[union-attr]
+        for index, number in zip(indices, stacked.tolist(), strict=True):
+            numbers_[index] = number
+    return numbers_
+
+
+def _default_dtype() -> torch.dtype:
+    dtype = torch.get_default_dtype()
+    return dtype if dtype in (torch.float32, torch.float64) else torch.float32
+
+
+def _named(args: Sequence[Any]) -> dict[str, Any]:
+    """Positional options of ``log`` by name."""
+    order = ("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx", "enable_graph", "sync_dist", "sync_dist_group")
+    return dict(zip(order, args, strict=False))

@@ -1,0 +1,98 @@
+"""The micro-batches of a batch with what each of them counts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_pipe.config import Auto, micro_batch_count, micro_batch_sizes, micro_batch_weights
+from lightning_pipe.errors import ConfigurationError
+from lightning_pipe.split import SplitBatch, samples, split
+
+LossWeight = Callable[[Any], float]
+
+
+@dataclass(frozen=True)
+class MicroBatches:
+    """A batch, cut.
+
+    Args:
+        parts: the micro-batches.
+        sizes: samples of each.
+        amounts: what the loss of each counts, before the batches of other replicas are known.
+    """
+
+    parts: list[Any]
+    sizes: list[int]
+    amounts: list[float]
+
+    @property
+    def shares(self) -> list[float]:
+        """The share of each micro-batch in this batch; they add up to 1."""
+        return micro_batch_weights(self.amounts)
+
+    def weights(self, total: float) -> list[float]:
+        """The share of each micro-batch in the batches of all replicas, which count ``total``."""
+        return micro_batch_weights(self.amounts, total)
+
+
+def divide_batch(
+    batch: Any,
+    ranks: int,
+    micro_batches: int | Auto = "auto",
+    split_batch: SplitBatch | None = None,
+    loss_weight: LossWeight | None = None,
+) -> MicroBatches:
+    """Cut a batch as the options of the strategy say.
+
+    Args:
+        batch: what the DataLoader has yielded.
+        ranks: ranks in one pipeline.
+        micro_batches: how many; a batch of fewer samples is cut into fewer.
+        split_batch: the user's own way to cut.
+        loss_weight: what the loss of a micro-batch counts; by default its samples.
+
+    Raises:
+        ConfigurationError: how to cut the batch, or what a part of it counts, is not clear.
+
+    Example:
+        >>> cut = divide_batch({"x": torch.zeros(5, 2)}, ranks=1, micro_batches=2)
+        >>> cut.sizes, cut.shares
+        ([3, 2], [0.6, 0.4])
+    """
+    if split_batch is not None:
+        parts = list(split_batch(batch, _wanted(batch, ranks, micro_batches)))
+        if not parts:
+            raise ConfigurationError("split_batch returned no micro-batches.", hint="Return a list with at least one.")
+        sizes = _sizes(parts, needed=loss_weight is None)
+    elif micro_batches == 1:
+        parts, sizes = [batch], _sizes([batch], needed=False)
+    else:
+        length = samples(batch)
+        sizes = micro_batch_sizes(length, micro_batch_count(length, ranks, micro_batches))
+        parts = split(batch, sizes)
+    return MicroBatches(
+        parts, sizes, [float(loss_weight(part)) for part in parts] if loss_weight else [*map(float, sizes)]
+    )
+
+
+def _wanted(batch: Any, ranks: int, micro_batches: int | Auto) -> int:
+    """How many micro-batches the user's own function is asked for."""
+    try:
+        return micro_batch_count(samples(batch), ranks, micro_batches)
+    except ConfigurationError:
+        return 4 * ranks if micro_batches == "auto" else micro_batches
+
+
+def _sizes(parts: list[Any], needed: bool) -> list[int]:
+    """Samples of every micro-batch; equal ones where they are not needed and cannot be counted."""
+    try:
+        return [samples(part) for part in parts]
+    except ConfigurationError as error:
+        if needed and len(parts) > 1:
+            raise ConfigurationError(
+                f"The number of samples in a micro-batch from split_batch is not clear: {error.message}",
+                hint="Say what each counts: PipeStrategy(loss_weight=lambda micro_batch: …).",
+            ) from error
+        return [1] * len(parts)

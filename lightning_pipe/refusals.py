@@ -1,0 +1,120 @@
+"""What cannot work in a pipeline is refused before it starts, with what to do instead."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import BatchSizeFinder, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch.optim import Optimizer
+
+from lightning_pipe.errors import ConfigurationError
+
+# Optimizers whose step joins numbers of all parameters: on a pipeline each stage would join its own alone.
+_JOINING = {
+    "LBFGS": "searches along one direction through all parameters",
+    "SAM": "scales its ascent by the norm of all gradients",
+    "ASAM": "scales its ascent by the norm of all gradients",
+    "Prodigy": "estimates one step size from all parameters",
+    "DAdaptAdam": "estimates one step size from all parameters",
+    "DAdaptSGD": "estimates one step size from all parameters",
+    "DAdaptLion": "estimates one step size from all parameters",
+    "DAdaptAdaGrad": "estimates one step size from all parameters",
+}
+_OWN_CLIPPING = ("max_grad_norm", "clip_grad_norm", "grad_clip_norm")
+
+
+def check_module(module: pl.LightningModule, trainer: pl.Trainer, *, fitting: bool, ranks: int) -> None:
+    """Refuse a LightningModule or Trainer that a pipeline cannot run.
+
+    Args:
+        module: the LightningModule.
+        trainer: its Trainer.
+        fitting: whether it will be trained.
+        ranks: ranks in the pipeline.
+
+    Raises:
+        ConfigurationError: names what it is and what to do.
+    """
+    if fitting and not module.automatic_optimization:
+        raise ConfigurationError(
+            "Manual optimization (automatic_optimization=False) does not work with a pipeline: training_step runs once "
+            "for each micro-batch and stage, so it cannot run backward passes and optimizer steps itself.",
+            hint="Use automatic optimization with one optimizer, or another strategy.",
+        )
+    if fitting and is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
+        raise ConfigurationError(
+            "training_step(dataloader_iter) fetches batches itself; a pipeline must cut them into micro-batches first.",
+            hint="Use training_step(batch, batch_idx).",
+        )
+    if ranks > 1 and any(isinstance(callback, BatchSizeFinder) for callback in trainer.callbacks):
+        raise ConfigurationError(
+            "The BatchSizeFinder tries sizes until memory runs out, which happens on one rank alone.",
+            hint="Find the batch size by hand; memory grows with the size of a micro-batch.",
+        )
+    sharded = sorted(
+        {type(p).__name__ for p in module.parameters() if type(p).__name__ in ("DTensor", "FlatParameter")}
+    )
+    if sharded:
+        raise ConfigurationError(
+            f"The module has parameters of type {sharded[0]}: they are sharded already.",
+            hint="FSDP and tensor parallelism inside a stage are not supported; pass the module as it was built.",
+        )
+
+
+def check_copies(trainer: pl.Trainer, module: pl.LightningModule) -> None:
+    """Refuse callbacks that have copied the module before its layers were divided."""
+    for callback in trainer.callbacks:
+        if isinstance(callback, WeightAveraging | StochasticWeightAveraging) and callback._average_model is not None:
+            raise ConfigurationError(
+                f"{type(callback).__name__} copied {type(module).__name__} before its layers were there to be divided "
+                "over the ranks.",
+                hint="Build the layers in __init__ instead of setup or configure_model, or leave the callback out.",
+            )
+
+
+def check_optimizers(optimizers: Sequence[Optimizer], ranks: int) -> None:
+    """Refuse optimizers that would silently do something else on every rank.
+
+    Args:
+        optimizers: what ``configure_optimizers`` returned.
+        ranks: ranks in the pipeline.
+
+    Raises:
+        ConfigurationError: names the optimizer and what to do.
+    """
+    if len(optimizers) > 1:
+        names = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
+        raise ConfigurationError(
+            f"configure_optimizers returned {len(optimizers)} optimizers ({names}); a pipeline works with one.",
+            hint="Use one optimizer with several parameter groups.",
+        )
+    for optimizer in optimizers:
+        kinds = [kind.__name__ for kind in type(optimizer).__mro__]
+        reason = next((_JOINING[kind] for kind in kinds if kind in _JOINING), None)
+        if isinstance(optimizer, torch.optim.LBFGS) or (reason is not None and ranks > 1):
+            raise ConfigurationError(
+                f"{kinds[0]} {reason}; on a pipeline no rank has all parameters.",
+                hint="Use an optimizer that treats every parameter by itself, such as AdamW or SGD.",
+            )
+        for group in optimizer.param_groups:
+            limit = next((name for name in _OWN_CLIPPING if group.get(name)), None)
+            if limit is not None and ranks > 1:
+                raise ConfigurationError(
+                    f"{kinds[0]}({limit}={group[limit]}) clips by the norm of the gradients that it sees, which on a "
+                    "pipeline are those of one rank.",
+                    hint=f"Use {limit}=None and Trainer(gradient_clip_val={group[limit]}).",
+                )
+
+
+def several_optimizers(error: RuntimeError) -> Any:
+    """Our error for Lightning's refusal of several optimizers; its advice, manual optimization, does not help here."""
+    if "multiple optimizers" not in str(error):
+        return error
+    return ConfigurationError(
+        "configure_optimizers returned several optimizers; a pipeline works with one.",
+        hint="Use one optimizer with several parameter groups.",
+    )

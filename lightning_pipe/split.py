@@ -1,0 +1,216 @@
+"""A batch into micro-batches: along dimension 0 of everything that has the batch's length."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
+
+from lightning_pipe.errors import ConfigurationError
+
+SplitBatch = Callable[[Any, int], Sequence[Any]]
+
+_FEW = 4
+"""A list of this many tensors is taken for the fields of a batch, a longer one of tensors alike for its samples."""
+_HINT = "Say how to split it: PipeStrategy(split_batch=lambda batch, m: […]) returns m micro-batches."
+
+
+def samples(batch: Any) -> int:
+    """Number of samples in a batch: the length that all its tensors have on dimension 0.
+
+    Tensors of length 1 and without dimensions belong to every sample. Lists of strings, numbers or dictionaries, and
+    nested lists of tensors, may hold one element per sample instead.
+
+    Args:
+        batch: tensors, arrays, strings and numbers in dictionaries, lists, tuples and dataclasses.
+
+    Raises:
+        ConfigurationError: the lengths differ, there is none, or the batch holds an object of unknown structure.
+
+    Example:
+        >>> samples({"image": torch.zeros(6, 3, 8, 8), "label": torch.zeros(6), "name": list("abcdef")})
+        6
+    """
+    firm, loose = _evidence(batch)
+    lengths = {length for _, length in firm} - {1} or {length for _, length in firm}
+    if not lengths:
+        lengths = {len(sequence) for _, sequence in loose if not _is_tensors(sequence)} or _of_loose(loose)
+    if len(lengths) != 1:
+        found = ", ".join(f"{path} {length}" for path, length in firm) or "no tensors"
+        raise ConfigurationError(
+            f"The number of samples in the batch is not clear. Lengths found: {found}.", hint=_HINT
+        )
+    length = lengths.pop()
+    for path, sequence in loose:
+        _check_loose(path, sequence, length, certain=bool(firm))
+    return length
+
+
+def split(batch: Any, sizes: Sequence[int]) -> list[Any]:
+    """Cut a batch into micro-batches of the given sizes.
+
+    Args:
+        batch: as for `samples`; what does not have the batch's length goes into every micro-batch as it is.
+        sizes: samples of every micro-batch; they add up to those of the batch.
+
+    Returns:
+        The micro-batches, of the same types as the batch; their tensors are views of the batch's.
+
+    Example:
+        >>> split({"x": torch.arange(5), "scale": 2.0}, [3, 2])
+        [{'x': tensor([0, 1, 2]), 'scale': 2.0}, {'x': tensor([3, 4]), 'scale': 2.0}]
+    """
+    return [batch] if len(sizes) == 1 else _columns(batch, list(sizes))
+
+
+def _columns(node: Any, sizes: list[int]) -> list[Any]:
+    """The parts of one node of the batch, one for every micro-batch."""
+    length = sum(sizes)
+    if isinstance(node, Tensor | np.ndarray):
+        if node.ndim == 0 or len(node) != length:
+            return [node] * len(sizes)
+        return list(torch.split(node, sizes)) if isinstance(node, Tensor) else np.split(node, np.cumsum(sizes)[:-1])
+    children = _children(node)
+    if children is None:
+        return [node] * len(sizes)
+    if _is_per_sample(node, length):
+        ends = np.cumsum(sizes).tolist()
+        return [node[end - size : end] for size, end in zip(sizes, ends, strict=True)]
+    columns = {key: _columns(child, sizes) for key, child in children.items()}
+    return [_rebuild(node, {key: column[i] for key, column in columns.items()}) for i in range(len(sizes))]
+
+
+def _children(node: Any) -> dict[Any, Any] | None:
+    """What a container holds by key, position or field; ``None`` for a leaf."""
+    if isinstance(node, Mapping):
+        return dict(node)
+    if isinstance(node, list | tuple) and not isinstance(node, PackedSequence):
+        return dict(enumerate(node))
+    if dataclasses.is_dataclass(node) and not isinstance(node, type):
+        return {field.name: getattr(node, field.name) for field in dataclasses.fields(node)}
+    return None
+
+
+def _rebuild(node: Any, children: dict[Any, Any]) -> Any:
+    """A container like another one, with other contents."""
+    if type(node) is dict:
+        return children
+    if isinstance(node, Mapping):
+        clone: Any = copy.copy(node)
+        for key, child in children.items():
+            clone[key] = child
+        return clone
+    if isinstance(node, list | tuple):
+        return type(node)(*children.values()) if hasattr(node, "_fields") else type(node)(children.values())
+    return dataclasses.replace(node, **children)
+
+
+def _evidence(batch: Any) -> tuple[list[tuple[str, int]], list[tuple[str, Sequence[Any]]]]:
+    """The lengths of tensors, and the sequences that may hold one element per sample."""
+    firm: list[tuple[str, int]] = []
+    loose: list[tuple[str, Sequence[Any]]] = []
+
+    def walk(path: str, node: Any) -> None:
+        if isinstance(node, Tensor | np.ndarray):
+            if isinstance(node, Tensor) and (node.layout is not torch.strided or node.is_nested):
+                raise _unknown(path, f"a {node.layout} tensor")
+            if node.ndim:
+                firm.append((path, len(node)))
+            return
+        children = _children(node)
+        if children is None:
+            if not _is_plain(node):
+                raise _unknown(path, f"a {type(node).__qualname__}")
+        elif _may_be_samples(node, outermost=node is batch):
+            loose.append((path, node))
+        else:
+            for key, child in children.items():
+                walk(f"{path}.{key}" if dataclasses.is_dataclass(node) else f"{path}[{key!r}]", child)
+
+    walk("batch", batch)
+    return firm, loose
+
+
+def _may_be_samples(node: Any, outermost: bool) -> bool:
+    """Whether a sequence may hold one element per sample rather than the fields of a batch."""
+    if not isinstance(node, list | tuple) or hasattr(node, "_fields") or not node:
+        return False
+    if outermost and all(isinstance(child, Tensor | np.ndarray) for child in node):
+        return len(node) > _FEW and _is_tensors(node)
+    return _is_tensors(node) or _is_records(node) or (isinstance(node, list) and all(map(_is_plain, node)))
+
+
+def _is_per_sample(node: Any, length: int) -> bool:
+    if not isinstance(node, list | tuple) or hasattr(node, "_fields") or len(node) != length:
+        return False
+    if _is_tensors(node):
+        return not all(_length(child) == length for child in node)
+    return _is_records(node) or (isinstance(node, list) and all(map(_is_plain, node)))
+
+
+def _is_tensors(node: Sequence[Any]) -> bool:
+    """Tensors of one kind."""
+    if not all(isinstance(child, Tensor | np.ndarray) for child in node):
+        return False
+    return len({(child.ndim, child.dtype) for child in node}) == 1
+
+
+def _is_records(node: Sequence[Any]) -> bool:
+    """Dictionaries or dataclasses of one kind, with tensors of different lengths or none inside."""
+    if not all(isinstance(child, Mapping) or dataclasses.is_dataclass(child) for child in node):
+        return False
+    fields = [_children(child) or {} for child in node]
+    return len({tuple(each) for each in fields}) == 1
+
+
+def _of_loose(loose: list[tuple[str, Sequence[Any]]]) -> set[int]:
+    """The length where there is nothing but lists of tensors of one kind: fields of a batch, if they are few."""
+    lengths = {_length(child) for _, sequence in loose for child in sequence}
+    looks_like_images = any(child.ndim == 3 and len(child) in (1, 3, 4) for _, each in loose for child in each)
+    if any(len(sequence) > _FEW for _, sequence in loose) or looks_like_images:
+        return set()
+    return lengths
+
+
+def _check_loose(path: str, sequence: Sequence[Any], length: int, certain: bool) -> None:
+    """Refuse a sequence that fits neither as one element per sample nor as fields of the batch."""
+    inside = {_length(child) for child in _tensors(sequence)}
+    fields = bool(inside) and inside <= {length, 1, 0}
+    if len(sequence) == length:
+        if not certain and length > 1 and inside == {length}:
+            raise ConfigurationError(
+                f"{path} has {length} elements with tensors of length {length}: they may be samples or fields.",
+                hint=_HINT,
+            )
+        return
+    if not fields and inside:
+        raise ConfigurationError(
+            f"{path} has {len(sequence)} elements with tensors of length {', '.join(map(str, sorted(inside)))}, "
+            f"but the batch has {length} samples.",
+            hint=_HINT,
+        )
+
+
+def _tensors(node: Any) -> Iterator[Any]:
+    if isinstance(node, Tensor | np.ndarray):
+        yield node
+    for child in (_children(node) or {}).values():
+        yield from _tensors(child)
+
+
+def _length(tensor: Any) -> int:
+    return len(tensor) if tensor.ndim else 0
+
+
+def _is_plain(node: Any) -> bool:
+    return node is None or isinstance(node, bool | int | float | complex | str | bytes | np.generic)
+
+
+def _unknown(path: str, what: str) -> ConfigurationError:
+    return ConfigurationError(f"{path} is {what}, which cannot be split into micro-batches.", hint=_HINT)

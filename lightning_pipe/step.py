@@ -1,0 +1,216 @@
+"""One batch of the user's step: run over the pipeline, then made known to all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from lightning_pipe import wire
+from lightning_pipe.logs import Log, Merged, combine
+from lightning_pipe.metrics import Metrics
+from lightning_pipe.pipeline.runner import Pipeline
+from lightning_pipe.state import Change, Memory, Tracked, portable
+from lightning_pipe.text import memory
+
+OUTPUT_LIMIT = 64 << 20
+"""Bytes up to which what a step returns is brought to the ranks without the loss."""
+
+
+@dataclass
+class Part:
+    """What one rank with a loss tells the others about a batch.
+
+    Args:
+        outputs: what the step returned for each micro-batch; ``None`` if it is too large to be sent.
+        logged: what the step logged.
+        changes: what the step changed in the attributes of the LightningModule.
+        stop: whether it asked the Trainer to stop.
+    """
+
+    outputs: dict[int, Any] | None
+    logged: list[Merged]
+    changes: list[Change]
+    stop: bool
+
+
+@dataclass
+class Result:
+    """What is known on all ranks about a batch.
+
+    Args:
+        outputs: what the step returned for each micro-batch, as far as it is known here.
+        complete: whether that is everything.
+    """
+
+    outputs: dict[int, Any] = field(default_factory=dict)
+    complete: bool = True
+
+
+class UserStep:
+    """Runs the steps of a LightningModule and brings their consequences to all ranks of the pipeline.
+
+    A step runs on every rank, and on most it is cut short. What such a run did to attributes, metrics and logs is
+    undone; what the complete run did is repeated on the other ranks before any hook outside the step can see it.
+
+    Args:
+        module: the LightningModule.
+        pipeline: runs it.
+        metrics: its torchmetrics.
+    """
+
+    def __init__(self, module: pl.LightningModule, pipeline: Pipeline, metrics: Metrics) -> None:
+        self._module, self._pipeline, self._metrics = module, pipeline, metrics
+        self._log = Log(module, metrics.names)
+        self._tracked = Tracked(module, [layer for _, layer in pipeline.layers])
+        # a rank that holds the last stage alone completes every run
+        self._cut_here = not (pipeline.is_loss_rank and len(pipeline.stages_here) == 1)
+        self._warned: set[str] = set()
+
+    def run(
+        self,
+        name: str,
+        rest: Sequence[Any],
+        context: Callable[[], AbstractContextManager[None]],
+        run: Callable[[Callable[[int, Any], Any]], dict[int, Any]],
+        samples: Sequence[float],
+    ) -> Result:
+        """Run one batch.
+
+        Args:
+            name: the method of the LightningModule.
+            rest: its arguments after the batch.
+            context: entered around each run of it, for precision.
+            run: gets the step and runs it over the pipeline.
+            samples: of every micro-batch.
+        """
+        method = getattr(self._module, name)
+
+        def step(index: int, micro_batch: Any) -> Any:
+            with self._log.recording(index), self._undone(), context():
+                return method(micro_batch, *rest)
+
+        loss_here = self._pipeline.is_loss_rank
+        before = self._tracked.capture() if loss_here and self._alone is False else None
+        with self._metrics.in_step(), self._log.installed():
+            outputs = run(step)
+        mine = self._part(outputs, before, samples) if loss_here else None
+        return self._publish(mine, before, len(samples))
+
+    @property
+    def _alone(self) -> bool:
+        return len(self._pipeline.pipeline_members) == 1
+
+    @contextmanager
+    def _undone(self) -> Iterator[None]:
+        """Around a run of the step: its traces are removed if it is cut short."""
+        if not self._cut_here:
+            yield
+            return
+        kept: Memory = self._tracked.capture()
+        try:
+            with self._metrics.undone():
+                yield
+        except BaseException:
+            kept.undo()
+            raise
+
+    def _part(self, outputs: dict[int, Any], before: Memory | None, samples: Sequence[float]) -> Part:
+        changes, lost = portable(before.changes()) if before is not None else ([], [])
+        for attribute in lost:
+            self._warn_once(
+                attribute,
+                f"The step sets `self.{attribute}` to something that cannot be pickled: it exists on the rank with the "
+                "loss alone.",
+            )
+        return Part(outputs, self._log.merged(samples), changes, self._module.trainer.should_stop)
+
+    def _publish(self, mine: Part | None, before: Memory | None, micro_batches: int) -> Result:
+        """Exchange what the ranks with a loss have to tell, and let it happen here."""
+        transport, members = self._pipeline.transport, self._pipeline.pipeline_members
+        sources = [transport.topology.process(transport.replica, rank) for rank in self._pipeline.loss_ranks]
+        parts: list[Part] = []
+        for source in sources:
+            own = mine if source == transport.process else None
+            small = own if self._alone or own is None else self._within_limit(own)
+            part: Part = wire.broadcast(transport, small, source, members)
+            parts.append(own if own is not None else part)
+        several = len(sources) > 1
+        if before is not None and several:
+            before.undo()
+        if mine is None or several:
+            for part in parts:
+                self._tracked.apply(part.changes, add=several)
+        self._log.replay(combine(one for part in parts for one in part.logged), micro_batches, transport.device)
+        self._module.trainer.should_stop = self._agreed(any(part.stop for part in parts))
+        known = [part.outputs for part in parts if part.outputs is not None]
+        return Result({i: output for each in known for i, output in each.items()}, len(known) == len(parts))
+
+    def _within_limit(self, part: Part) -> Part:
+        size = sum(leaf.nbytes for leaf in tree_leaves(part.outputs) if isinstance(leaf, Tensor))
+        if size <= OUTPUT_LIMIT:
+            return part
+        self._warn_once(
+            "outputs",
+            f"The step returns {memory(size)}, more than the {memory(OUTPUT_LIMIT)} that are sent to ranks without the "
+            "loss: hooks there get the loss alone, or None.",
+        )
+        losses = {i: {"loss": out["loss"]} for i, out in (part.outputs or {}).items() if _has_loss(out)}
+        return Part(losses or None, part.logged, part.changes, part.stop)
+
+    def _agreed(self, stop: bool) -> bool:
+        """Whether any process wants to stop."""
+        transport = self._pipeline.transport
+        everyone = tuple(range(transport.topology.world_size))
+        if len(everyone) == 1:
+            return stop
+        flag = torch.tensor([stop or self._module.trainer.should_stop], dtype=torch.int32)
+        transport.all_reduce(flag, everyone, "max").wait()
+        return bool(flag.item())
+
+    def _warn_once(self, key: str, message: str) -> None:
+        if key not in self._warned:
+            self._warned.add(key)
+            rank_zero_warn(message)
+
+
+def join(outputs: Mapping[int, Any], sizes: Sequence[int], weights: Sequence[float]) -> Any:
+    """What one step over the whole batch would have returned, from what its micro-batches returned.
+
+    Tensors with one row per sample are concatenated, single numbers averaged by weight; of the rest there is a list.
+
+    Args:
+        outputs: what the step returned for each micro-batch.
+        sizes: samples of every micro-batch.
+        weights: share of every micro-batch; they add up to 1.
+
+    Example:
+        >>> join({0: {"n": torch.tensor(1.0)}, 1: {"n": torch.tensor(4.0)}}, [2, 1], [2 / 3, 1 / 3])
+        {'n': tensor(2.)}
+    """
+    values = [outputs[index] for index in sorted(outputs)]
+    if len(values) == 1:
+        return values[0]
+    first = values[0]
+    if isinstance(first, Mapping) and all(isinstance(value, Mapping) for value in values):
+        keys = [key for key in first if all(key in value for value in values)]
+        return {key: join({i: value[key] for i, value in enumerate(values)}, sizes, weights) for key in keys}
+    if all(isinstance(value, Tensor) for value in values):
+        if all(value.ndim and len(value) == size for value, size in zip(values, sizes, strict=True)):
+            return torch.cat(values)
+        if all(value.numel() == 1 and value.is_floating_point() for value in values):
+            stacked = torch.stack([value.reshape(()).double() for value in values])
+            shares = torch.tensor(weights, dtype=torch.float64, device=stacked.device)
+            return (stacked * shares).sum().to(first.dtype)
+    return values
+
+
+def _has_loss(output: Any) -> bool:
+    return isinstance(output, Mapping) and "loss" in output
