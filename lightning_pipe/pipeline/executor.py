@@ -10,12 +10,10 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from lightning_pipe.pipeline.courier import Courier, Crossroad
-from lightning_pipe.pipeline.cut.path import Crossing, Path
-from lightning_pipe.pipeline.stage import Batch, Saved, Stages
+from lightning_pipe.pipeline.cut.path import Crossing
+from lightning_pipe.pipeline.stage import Batch, Inbound, Kept, Saved, Stages
 from lightning_pipe.schedules import Action, Kind
 from lightning_pipe.simulate import Event
-
-Inbound = tuple[Path, dict[int, Tensor]]
 
 
 @dataclass
@@ -44,6 +42,8 @@ class Executor:
     peak_held: int = 0
     events: list[Event] | None = None
     _batch: Batch = field(init=False)
+    _again: set[Crossroad] = field(default_factory=set)
+    _kept: dict[Crossroad, Kept] = field(default_factory=dict)
     _saved: dict[Crossroad, Saved] = field(default_factory=dict)
     _inbound: dict[Crossroad, Inbound] = field(default_factory=dict)
     _crossing: dict[Crossroad, Crossing] = field(default_factory=dict)
@@ -52,6 +52,7 @@ class Executor:
     def __post_init__(self) -> None:
         self._methods: dict[Kind, Callable[[Action], None]] = {
             Kind.FORWARD: self._forward,
+            Kind.RECOMPUTE: self._recompute,
             Kind.BACKWARD: self._backward,
             Kind.SEND_FORWARD: self._send_forward,
             Kind.RECEIVE_FORWARD: self._receive_forward,
@@ -63,6 +64,7 @@ class Executor:
     def run(self, actions: Sequence[Action], batch: Batch) -> None:
         """Run one batch from the first action to the flush."""
         self._batch = batch
+        self._again = {_here(action) for action in actions if action.kind is Kind.RECOMPUTE}
         self.peak_held = 0
         try:
             for action in actions:
@@ -77,7 +79,7 @@ class Executor:
     def _abandon(self) -> None:
         """Drop a batch that failed, so that the next one starts clean and no graph stays in memory."""
         self.courier.reset()
-        for kept in (self._saved, self._inbound, self._crossing, self._gradients):
+        for kept in (self._kept, self._saved, self._inbound, self._crossing, self._gradients):
             kept.clear()
         self.held = 0
 
@@ -93,7 +95,8 @@ class Executor:
     # ------------------------------------------------------------------ compute
 
     def _forward(self, action: Action) -> None:
-        stage, micro_batch, pipe = action.stage, _index(action), action.pipe
+        here = _here(action)
+        pipe, stage, micro_batch = here
         inbound = None
         if stage > 0:
             at = Crossroad(pipe, stage - 1, micro_batch)
@@ -102,12 +105,12 @@ class Executor:
                 peer = self.placement[pipe, stage - 1]
                 inbound = self.courier.receive(at, peer, self._batch.keys[micro_batch])
         with self._timed(action):
-            saved, crossing = self.stages.forward(stage, micro_batch, self._batch, inbound)
-        here = Crossroad(pipe, stage, micro_batch)
-        if self._batch.training:
-            self._saved[here] = saved
-            self.held += 1
-            self.peak_held = max(self.peak_held, self.held)
+            if here in self._again:
+                self._kept[here], crossing = self.stages.forward_again(stage, micro_batch, self._batch, inbound)
+            else:
+                saved, crossing = self.stages.forward(stage, micro_batch, self._batch, inbound)
+                if self._batch.training:
+                    self._hold(here, saved)
         if crossing is None:
             return
         if self.placement[pipe, stage + 1] == self.rank:
@@ -115,9 +118,19 @@ class Executor:
         else:
             self._crossing[here] = crossing
 
+    def _recompute(self, action: Action) -> None:
+        here = _here(action)
+        with self._timed(action):
+            self._hold(here, self.stages.recompute(here.stage, here.micro_batch, self._batch, self._kept.pop(here)))
+
+    def _hold(self, here: Crossroad, saved: Saved) -> None:
+        self._saved[here] = saved
+        self.held += 1
+        self.peak_held = max(self.peak_held, self.held)
+
     def _backward(self, action: Action) -> None:
-        stage, micro_batch, pipe = action.stage, _index(action), action.pipe
-        here = Crossroad(pipe, stage, micro_batch)
+        here = _here(action)
+        pipe, stage, micro_batch = here
         gradients: dict[int, Tensor] = {}
         used: frozenset[int] = frozenset()
         if stage + 1 < len(self.stages.layers):
@@ -135,7 +148,7 @@ class Executor:
     # ------------------------------------------------------------------ messages
 
     def _send_forward(self, action: Action) -> None:
-        at = Crossroad(action.pipe, action.stage, _index(action))
+        at = _here(action)
         self.courier.send(at, _peer(action), self._batch.keys[at.micro_batch], self._crossing.pop(at))
 
     def _receive_forward(self, action: Action) -> None:
@@ -147,7 +160,7 @@ class Executor:
         self.courier.send_gradients(at, _peer(action), *self._gradients.pop(at))
 
     def _receive_backward(self, action: Action) -> None:
-        self.courier.expect_gradients(Crossroad(action.pipe, action.stage, _index(action)), _peer(action))
+        self.courier.expect_gradients(_here(action), _peer(action))
 
     def _reduce(self, action: Action) -> None:
         self.reduce(action.stage)
@@ -157,6 +170,10 @@ def hand_over(crossing: Crossing) -> Inbound:
     """A crossing between two stages of one rank: no copy, nothing left out."""
     pairs = zip(crossing.path.entries, crossing.tensors, strict=True)
     return crossing.path, {entry.number: tensor.detach() for entry, tensor in pairs}
+
+
+def _here(action: Action) -> Crossroad:
+    return Crossroad(action.pipe, action.stage, _index(action))
 
 
 def _index(action: Action) -> int:

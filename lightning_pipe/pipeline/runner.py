@@ -18,6 +18,7 @@ from lightning_pipe.pipeline.courier import Courier
 from lightning_pipe.pipeline.cut.intercept import Interceptor
 from lightning_pipe.pipeline.executor import Executor
 from lightning_pipe.pipeline.ownership import Ownership, named_tensors
+from lightning_pipe.pipeline.recompute import BufferGuard
 from lightning_pipe.pipeline.reduce import GradientReducer
 from lightning_pipe.pipeline.rng import Streams
 from lightning_pipe.pipeline.stage import Batch, Stages, Step
@@ -79,7 +80,14 @@ class Pipeline:
             module, self.layers, layer_ranks, transport.rank, self._topology.ranks, self.loss_ranks
         )
         self.executor = Executor(
-            Stages(Interceptor(module, self.layers), self.stage_layers, self.names, self.ownership, transport.device),
+            Stages(
+                Interceptor(module, self.layers),
+                self.stage_layers,
+                self.names,
+                self.ownership,
+                transport.device,
+                BufferGuard([module]),
+            ),
             Courier(transport),
             self.placement,
             transport.rank,

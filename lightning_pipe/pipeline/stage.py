@@ -10,16 +10,18 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from lightning_pipe.errors import ConfigurationError
+from lightning_pipe.errors import ConfigurationError, CutError
 from lightning_pipe.pipeline.batches import fresh
 from lightning_pipe.pipeline.cut.intercept import Interceptor
 from lightning_pipe.pipeline.cut.path import Crossing, Path
 from lightning_pipe.pipeline.cut.received import Inbox
 from lightning_pipe.pipeline.cut.stage_run import StageRun
 from lightning_pipe.pipeline.ownership import Ownership
+from lightning_pipe.pipeline.recompute import BufferGuard, nothing_saved, recomputing
 from lightning_pipe.pipeline.rng import Streams
 
 Step = Callable[[int, Any], Any]
+Inbound = tuple[Path, dict[int, Tensor]]
 
 
 @dataclass
@@ -53,13 +55,29 @@ class Batch:
 
 @dataclass
 class Saved:
-    """What a forward pass leaves for its backward pass."""
+    """What a forward pass leaves for its backward pass.
+
+    Args:
+        inbox: the entry of the received tensors into the graph.
+        inbound: the numbers of the received tensors that need gradients.
+        outbound: by number, the tensors that left and need gradients.
+        loss: the weighted loss, on the last stage.
+        used: the numbers of the received tensors that were used.
+    """
 
     inbox: Inbox | None
     inbound: tuple[int, ...]
     outbound: dict[int, Tensor]
     loss: Tensor | None
     used: set[int]
+
+
+@dataclass
+class Kept:
+    """What a forward pass leaves that will run again: its input, and the path it took."""
+
+    inbound: Inbound | None
+    path: Path | None
 
 
 @dataclass
@@ -72,6 +90,8 @@ class Stages:
         names: dotted names of all layers.
         ownership: who holds which parameter.
         device: the rank's device.
+        buffers: puts buffers back that a second run changes.
+        called: the layers that have been called so far.
     """
 
     interceptor: Interceptor
@@ -79,12 +99,47 @@ class Stages:
     names: Sequence[str]
     ownership: Ownership
     device: torch.device
+    buffers: BufferGuard
     called: set[int] = field(default_factory=set)
 
     def forward(
-        self, stage: int, micro_batch: int, batch: Batch, inbound: tuple[Path, dict[int, Tensor]] | None
+        self, stage: int, micro_batch: int, batch: Batch, inbound: Inbound | None
     ) -> tuple[Saved, Crossing | None]:
         """Run the step for one stage. Returns what backward needs and what leaves (``None`` on the last stage)."""
+        saved, crossing, result = self._run(stage, micro_batch, batch, inbound)
+        if crossing is None:
+            batch.results[micro_batch] = _detached(result)
+        return saved, crossing
+
+    def forward_again(
+        self, stage: int, micro_batch: int, batch: Batch, inbound: Inbound | None
+    ) -> tuple[Kept, Crossing | None]:
+        """Run the step for one stage, to be run again by `recompute`: keep the input alone."""
+        # The first run may change what it received; the second one must find it as it came.
+        copies = None if inbound is None else (inbound[0], {n: tensor.clone() for n, tensor in inbound[1].items()})
+        with nothing_saved():
+            _, crossing, result = self._run(stage, micro_batch, batch, copies)
+        if crossing is None:
+            batch.results[micro_batch] = _detached(result)
+            return Kept(inbound, None), None
+        tensors = tuple(tensor.detach() for tensor in crossing.tensors)
+        return Kept(inbound, crossing.path), Crossing(crossing.path, tensors)
+
+    def recompute(self, stage: int, micro_batch: int, batch: Batch, kept: Kept) -> Saved:
+        """Run the step again, now keeping what the backward pass needs."""
+        with recomputing(), self.buffers.restored():
+            saved, crossing, _ = self._run(stage, micro_batch, batch, kept.inbound)
+        if (crossing.path.calls if crossing else None) != (kept.path.calls if kept.path else None):
+            raise CutError(
+                f"stage {stage} took another path when micro-batch {micro_batch} was computed again.",
+                hint="Steps must not depend on counters, time or random numbers of other libraries than torch, random "
+                "and numpy; or use recompute='never'.",
+            )
+        return saved
+
+    def _run(
+        self, stage: int, micro_batch: int, batch: Batch, inbound: Inbound | None
+    ) -> tuple[Saved, Crossing | None, Any]:
         run = StageRun(
             layers=self.layers[stage],
             total=len(self.names),
@@ -104,15 +159,12 @@ class Stages:
         self.called |= run.called
         saved = Saved(run.inbox, received, {}, None, run.tracker.used)
         if run.crossing is None:
-            batch.results[micro_batch] = tree_map(
-                lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, result
-            )
             if batch.training:
                 saved.loss = loss_of(result) * batch.weights[micro_batch]
         elif batch.training:
             pairs = zip(run.crossing.path.entries, run.crossing.tensors, strict=True)
             saved.outbound = {entry.number: tensor for entry, tensor in pairs if entry.requires_grad}
-        return saved, run.crossing
+        return saved, run.crossing, result
 
     def backward(
         self, saved: Saved, gradients: Mapping[int, Tensor], used: frozenset[int]
@@ -139,6 +191,10 @@ class Stages:
             pairs = zip(saved.inbound, saved.inbox.gradients, strict=True)
             returned = {number: gradient for number, gradient in pairs if gradient is not None}
         return returned, frozenset(saved.used | used | returned.keys())
+
+
+def _detached(result: Any) -> Any:
+    return tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, result)
 
 
 def loss_of(result: Any) -> Tensor:
