@@ -1,0 +1,48 @@
+"""Runs the benchmarks one after the other and prints what they found."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import platform
+import sys
+import time
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("PYTHONWARNINGS", "ignore")
+
+BENCHMARKS = {
+    "transport_cost": "cost of one message",
+    "engine_cost": "cost of the engine per action, and of interception",
+    "bubble": "bubble of the running engine, with layers that sleep",
+    "against_torch": "samples per second over torch.distributed.pipelining's",
+    "accumulation": "one stage with m micro-batches over the plain Trainer with accumulate_grad_batches=m",
+}
+
+
+def main() -> int:
+    """Run the named benchmarks, or all; the exit code says whether every target was reached."""
+    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks", description=__doc__)
+    parser.add_argument("names", nargs="*", choices=[*BENCHMARKS, []], help="benchmarks to run; all by default")
+    parser.add_argument("--quick", action="store_true", help="fewer rounds, wider intervals")
+    arguments = parser.parse_args()
+    import torch
+
+    print(
+        f"torch {torch.__version__}, Python {platform.python_version()}, {os.cpu_count()} cores, load {os.getloadavg()}"
+    )
+    missed = 0
+    for name in arguments.names or BENCHMARKS:
+        start = time.perf_counter()
+        print(f"\n{name}: {BENCHMARKS[name]}", flush=True)
+        for finding in importlib.import_module(f"tests.benchmarks.{name}").run(arguments.quick):
+            print(finding, flush=True)
+            missed += finding.reached is False
+        print(f"  ({time.perf_counter() - start:.0f} s)")
+    print(f"\n{missed} targets missed" if missed else "\nall targets reached")
+    return int(missed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

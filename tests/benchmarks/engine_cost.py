@@ -1,0 +1,100 @@
+"""What the engine itself costs: per action without user code, and the interception of the user's step."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_pipe import schedules
+from lightning_pipe.partition import find_layers
+from lightning_pipe.pipeline.cut.path import Crossing, Entry, Path, TensorSpec
+from lightning_pipe.pipeline.memory_transport import memory_world
+from lightning_pipe.pipeline.runner import Pipeline
+from lightning_pipe.pipeline.stage import Batch, Saved, Stages
+from lightning_pipe.pipeline.topology import Topology
+from lightning_pipe.pipeline.transport import Transport
+from tests import launch
+from tests.benchmarks.measure import Finding, microseconds
+
+LIMIT = 40e-6
+STAGES, MICRO_BATCHES = 4, 16
+
+
+def run(quick: bool) -> list[Finding]:
+    """Engine per action on one rank and with messages over Gloo; interception per stage and micro-batch."""
+    rounds = 20 if quick else 100
+    alone = without_user_code(memory_world(Topology(1))[0], rounds)
+    messages = max(launch.run_pipeline(without_user_code, Topology(2), rounds=rounds))
+    findings = [
+        Finding("engine per action, one rank", microseconds(alone), "at most 40 us", alone <= LIMIT),
+        Finding("the same with messages over Gloo, in processor time", microseconds(messages)),
+    ]
+    for layers in (4, 16):
+        step, plain = interception(memory_world(Topology(1))[0], layers, rounds)
+        findings.append(
+            Finding(
+                f"a training step of {layers} tiny layers, one stage and micro-batch",
+                f"{microseconds(step)}, on its own {microseconds(plain)}",
+            )
+        )
+    return findings
+
+
+class NoStages(Stages):
+    """Stages that compute nothing: one tensor goes on and its gradient comes back."""
+
+    def __init__(self, stages: Stages) -> None:
+        self.__dict__.update(vars(stages))
+        self.tensor = torch.ones(16)
+        self.path = Path((), (Entry(0, TensorSpec.of(self.tensor), True, False),))
+
+    def forward(self, stage: int, micro_batch: int, batch: Batch, inbound: Any) -> tuple[Saved, Crossing | None]:
+        last = stage == len(self.layers) - 1
+        return Saved(None, (), {}, None, set()), None if last else Crossing(self.path, (self.tensor,))
+
+    def backward(
+        self, saved: Saved, gradients: Mapping[int, Tensor], used: frozenset[int]
+    ) -> tuple[dict[int, Tensor], frozenset[int]]:
+        return {0: self.tensor}, frozenset({0})
+
+
+def without_user_code(transport: Transport, rounds: int) -> float:
+    """Seconds per action of a 1F1B batch in which the stages do nothing."""
+    ranks = transport.topology.ranks
+    stages = STAGES if ranks == 1 else ranks
+    module = nn.Sequential(*(nn.Linear(1, 1) for _ in range(stages)))
+    pipeline = Pipeline(module, find_layers(module), [1] * stages, schedules.get("1f1b"), transport)
+    pipeline.executor.stages = NoStages(pipeline.executor.stages)
+    pipeline._checked = True
+    actions = pipeline._lowered(MICRO_BATCHES, True)
+    parts = [torch.ones(1)] * MICRO_BATCHES
+    samples = []
+    for _ in range(rounds + 2):
+        transport.barrier()
+        start = time.thread_time()  # without the time spent waiting for the peer
+        pipeline.train(lambda index, part: None, parts, [1.0] * MICRO_BATCHES)
+        samples.append((time.thread_time() - start) / len(actions))
+    return statistics.median(samples[2:])
+
+
+def interception(transport: Transport, layers: int, rounds: int) -> tuple[float, float]:
+    """Seconds for forward and backward of one micro-batch on one stage, under the engine and on its own."""
+    module = nn.Sequential(*(nn.Linear(4, 4) for _ in range(layers)))
+    pipeline = Pipeline(module, find_layers(module), [layers], schedules.get("gpipe"), transport)
+    parts = [torch.ones(1, 4) for _ in range(MICRO_BATCHES)]
+    weights = [1 / MICRO_BATCHES] * MICRO_BATCHES
+    ours, plain = [], []
+    for number in range(rounds):
+        start = time.perf_counter()
+        pipeline.train(lambda _, part: module(part).sum(), parts, weights, seed=number)
+        between = time.perf_counter()
+        for part, weight in zip(parts, weights, strict=True):
+            (module(part).sum() * weight).backward()
+        ours.append((between - start) / MICRO_BATCHES)
+        plain.append((time.perf_counter() - between) / MICRO_BATCHES)
+    return statistics.median(ours), statistics.median(plain)
