@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipe.errors import CutError
-from lightning_pipe.pipeline.cut.intercept import outside_modules
 
 
 class Ownership:
@@ -46,7 +45,6 @@ class Ownership:
         self._names: dict[int, str] = {}
         self._inside: set[str] = set()
         self._aliases: dict[str, str] = {}
-        self._modules = {id(child): name for name, child in outside_modules(module, [layer for _, layer in layers])}
         self._map()
 
     def _map(self) -> None:
@@ -104,6 +102,10 @@ class Ownership:
         if name not in self._inside:
             self.used.add(name)
 
+    def run(self, module: str) -> None:
+        """Note that this rank runs an outside module, and so decides about its buffers."""
+        self.used.add(f"{module}.")
+
     def name_of(self, tensor: Tensor) -> str | None:
         """The dotted name of a parameter or buffer of the module."""
         return next((name for name, owned in named_tensors(self._module) if owned is tensor), None)
@@ -128,7 +130,8 @@ class Ownership:
         """Learn from the first training batch who uses the parameters outside the sequence; free the others' copies.
 
         Args:
-            used_by_rank: for each rank the names it has used.
+            used_by_rank: for each rank the names of the parameters it has used, and of the modules it has run with a
+                dot behind them.
         """
         users: dict[str, list[int]] = {}
         for rank, names in enumerate(used_by_rank):
@@ -141,7 +144,8 @@ class Ownership:
                 parameter.grad = None
                 _replace(parameter, stub.expand(parameter.shape))
         for prefix, buffer in self._outside_buffers():
-            self._holders[self._aliases[buffer]] = self._users_of_module(prefix)
+            ran = [ranks for name, ranks in users.items() if name.endswith(".") and f"{prefix}.".startswith(name)]
+            self._holders[self._aliases[buffer]] = tuple(ran[0]) if ran else self.loss_ranks
         self.settled = True
 
     def _outside_buffers(self) -> Iterator[tuple[str, str]]:
@@ -150,14 +154,6 @@ class Ownership:
                 full = f"{module_name}.{name}" if module_name else name
                 if self._aliases.get(full) == full and full not in self._inside:
                     yield module_name, full
-
-    def _users_of_module(self, prefix: str) -> tuple[int, ...]:
-        """The ranks that run an outside module: those that hold its parameters; without any, those with the loss."""
-        outside = [name for name in self._modules.values() if prefix == name or prefix.startswith(f"{name}.")]
-        for name in outside:
-            for parameter, _ in self._module.get_submodule(name).named_parameters():
-                return self.owners(f"{name}.{parameter}")
-        return self.loss_ranks
 
     def restore(self, fetch: Callable[[str, tuple[int, ...], Tensor], Tensor]) -> None:
         """Give this rank every value again.

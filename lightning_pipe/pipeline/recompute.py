@@ -70,39 +70,32 @@ class BufferGuard:
     @contextmanager
     def restored(self) -> Iterator[None]:
         """Run the code inside and put the buffers back."""
-        before = [self._get(place) for place in self._places]
-        copies = {
-            index: buffer.clone()
-            for index, buffer in enumerate(before)
-            if buffer is not None and (self._changing is None or index in self._changing)
-        }
+        before = [module._buffers[name] for module, name in self._places]
         versions = [None if buffer is None else buffer._version for buffer in before]
+        # Versions alone do not tell: batch norm changes its statistics behind autograd's back (torch 2.13).
+        candidates = range(len(before)) if self._changing is None else self._changing
+        copies = {index: buffer.clone() for index in candidates if (buffer := before[index]) is not None}
         yield
-        changed: set[int] = set()
-        for index, (place, buffer, version) in enumerate(zip(self._places, before, versions, strict=True)):
-            if self._get(place) is buffer and (buffer is None or buffer._version == version):
+        changed = set(self._changing or ())
+        for index, ((module, name), buffer) in enumerate(zip(self._places, before, strict=True)):
+            replaced = module._buffers[name] is not buffer
+            module._buffers[name] = buffer
+            if buffer is None:
                 continue
-            changed.add(index)
-            intact = buffer is None or buffer._version == version
-            self._put_back(place, buffer, None if intact else copies.get(index), intact=intact)
-        self._changing = changed | (self._changing or set())
+            if index in copies:
+                if buffer._version != versions[index] or not _same(buffer, copies[index]):
+                    buffer.data.copy_(copies[index])  # without a new version: graphs refer to the buffer
+                    changed.add(index)
+            elif buffer._version != versions[index]:
+                raise CutError(
+                    f"buffer '{name}' of a {type(module).__name__} changed while a forward pass ran again, for the "
+                    "first time in this run: its value is lost.",
+                    hint="Change it in every forward pass or in none, or not while lightning_pipe.is_recomputing().",
+                )
+            if replaced:
+                changed.add(index)
+        self._changing = changed
 
-    @staticmethod
-    def _get(place: tuple[nn.Module, str]) -> Tensor | None:
-        module, name = place
-        return module._buffers[name]
 
-    @staticmethod
-    def _put_back(place: tuple[nn.Module, str], buffer: Tensor | None, copy: Tensor | None, *, intact: bool) -> None:
-        module, name = place
-        module._buffers[name] = buffer
-        if intact or buffer is None:
-            return
-        if copy is None:
-            raise CutError(
-                f"buffer '{name}' of a {type(module).__name__} changed while a forward pass ran again, for the first "
-                "time in this run: its value is lost.",
-                hint="Change it in every forward pass or in none, or not while lightning_pipe.is_recomputing().",
-            )
-        with torch.no_grad():
-            buffer.copy_(copy)
+def _same(buffer: Tensor, copy: Tensor) -> bool:
+    return buffer.is_meta or torch.equal(buffer, copy)

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from lightning_pipe.pipeline.cut.checkpoints import checkpoints_know
 from lightning_pipe.pipeline.cut.stage_run import StageRun
@@ -77,7 +78,7 @@ class Interceptor:
 
 
 def outside_modules(module: nn.Module, layers: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    """The largest modules that have parameters and a forward of their own and neither contain nor belong to a layer."""
+    """The largest modules with a forward of their own that have parameters, or statistics, and concern no layer."""
     inside = {id(part) for layer in layers for part in layer.modules()}
     ids = {id(layer) for layer in layers}
 
@@ -90,7 +91,7 @@ def outside_modules(module: nn.Module, layers: Sequence[nn.Module]) -> Iterator[
             callable_ = type(child).forward is not nn.Module.forward
             if holds_layers or not callable_:
                 yield from walk(child, f"{path}.")
-            elif any(True for _ in child.parameters()):
+            elif any(True for _ in child.parameters()) or any(isinstance(part, _NormBase) for part in child.modules()):
                 yield path, child
 
     seen: set[int] = set()

@@ -116,6 +116,7 @@ class StageRun:
         """A module outside the sequence that has parameters is called."""
         if self.tracker.waiting:
             return self._stand_in(name, args, kwargs)
+        self._holdings.run(name)
         for parameter in module.parameters():
             self._holdings.use(parameter)
         return self._execute(name, key, forward, args, kwargs)

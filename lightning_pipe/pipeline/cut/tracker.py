@@ -36,6 +36,9 @@ class Holdings(Protocol):
     def use(self, parameter: nn.Parameter) -> None:
         """Note that this stage uses ``parameter`` for real; raises if this rank does not hold it."""
 
+    def run(self, module: str) -> None:
+        """Note that this stage runs an outside module."""
+
     def name_of(self, tensor: Tensor) -> str | None:
         """The dotted name of a parameter or buffer of the module, ``None`` for other tensors."""
 
