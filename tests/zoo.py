@@ -419,14 +419,13 @@ class Branches(Regression):
 
     def __init__(self) -> None:
         super().__init__(blocks(4))
-        self.detour = nn.Linear(WIDTH, WIDTH)
 
     def training_step(self, batch: Mapping[str, Tensor], batch_idx: int) -> Tensor:
         x = self.embed(batch["x"])
         for i, layer in enumerate(self.layers):
             x = layer(x)
             if i == 1 and batch_idx % 2:
-                x = x + self.detour(x)
+                x = x + torch.sin(3 * x)
         return F.mse_loss(self.head(x), batch["y"])
 
 

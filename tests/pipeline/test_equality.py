@@ -1,0 +1,64 @@
+"""Losses and weights of the engine equal those of one plain device, for every model, schedule and size.
+
+`make test` runs every model at a few named points; the full grid is for `make test-all`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tests.pipeline.sweep import Point, check, grid
+from tests.zoo import MAIN, SMALL, ZOO, Entry
+
+NAMED = [
+    Point("gpipe", stages=4, micro_batches=3),
+    Point("1f1b", stages=2, micro_batches=8, replicas=2),
+    Point("1f1b", stages=4, micro_batches=1),
+    Point("interleaved", stages=4, micro_batches=3, replicas=2),
+    Point("1f1b", stages=4, micro_batches=3, ranks=1),
+]
+
+
+def threaded(entries: list[Entry]) -> list[Entry]:
+    return [entry for entry in entries if entry.threads]
+
+
+@pytest.mark.parametrize("point", NAMED, ids=str)
+@pytest.mark.parametrize("entry", threaded(MAIN), ids=str)
+def test_main_models(entry: Entry, point: Point) -> None:
+    check(entry, point)
+
+
+@pytest.mark.parametrize("point", [NAMED[0], NAMED[1], NAMED[3]], ids=str)
+@pytest.mark.parametrize("entry", threaded(SMALL), ids=str)
+def test_small_models(entry: Entry, point: Point) -> None:
+    check(entry, point)
+
+
+@pytest.mark.parametrize("name", ["mlp", "residual", "gpt2", "shared_norm", "frozen_prefix", "branches", "odd_batches"])
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_accumulation_over_batches(name: str, replicas: int) -> None:
+    check(ZOO[name], Point("1f1b", stages=2, micro_batches=3, replicas=replicas, accumulate=2, steps=2))
+
+
+@pytest.mark.parametrize("name", ["mlp", "residual", "bert", "t5", "sequence_lengths", "structures"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved"])
+def test_evaluation_between_training_steps_changes_nothing(name: str, schedule: str) -> None:
+    point = Point(schedule, stages=4, micro_batches=3, evaluate=True)
+    check(ZOO[name], point)
+    # gradients that are still being accumulated are left alone, too
+    check(ZOO[name], replace(point, stages=2, accumulate=2, steps=2))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "residual"])
+def test_without_clipping(name: str) -> None:
+    check(ZOO[name], Point("1f1b", stages=2, clip=None))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("point", grid(), ids=str)
+@pytest.mark.parametrize("entry", threaded([*MAIN, *SMALL]), ids=str)
+def test_everything(entry: Entry, point: Point) -> None:
+    check(entry, point)
