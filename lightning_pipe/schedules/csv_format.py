@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import re
+from collections.abc import Iterable
 from os import PathLike
 from pathlib import Path
 
@@ -39,8 +40,8 @@ def read_csv(path: str | PathLike[str], name: str | None = None) -> Schedule:
     orders = []
     try:
         with open(path, newline="", encoding="utf-8-sig") as file:
-            for rank, row in enumerate(csv.reader(file)):
-                orders.append([_action(cell, path, rank, column) for column, cell in enumerate(row) if cell.strip()])
+            for number, row in enumerate(csv.reader(file), start=1):
+                orders.append(parse_row(row, where=f"{path}, row {number}"))
     except OSError as error:
         raise ScheduleError(f"The schedule file {path} cannot be read: {error.strerror}.") from error
     schedule = schedule_of(name or Path(path).stem, orders)
@@ -48,12 +49,22 @@ def read_csv(path: str | PathLike[str], name: str | None = None) -> Schedule:
     return schedule
 
 
-def _action(cell: str, path: str | PathLike[str], rank: int, column: int) -> Action:
-    match = _CELL.fullmatch(cell.strip())
-    if match is None or match[2] not in _KINDS:
-        raise ScheduleError(
-            f"{path}, row {rank + 1}, column {column + 1}: {cell.strip()!r} is not an action.",
-            hint=f"Write stage, kind and micro-batch, as in 2F0; kinds are {', '.join(sorted(_KINDS))}.",
-        )
-    stage, kind, micro_batch, pipe = match.groups()
-    return Action(_KINDS[kind], int(stage), int(micro_batch), int(pipe or 0))
+def parse_row(cells: Iterable[str], where: str = "schedule") -> list[Action]:
+    """The actions of one rank; empty cells are skipped.
+
+    Example:
+        >>> parse_row(["2F0", "", "2B0@1"])[1]
+        Action(kind=<Kind.BACKWARD: 'B'>, stage=2, micro_batch=0, pipe=1, peer=None)
+    """
+    actions = []
+    for column, cell in enumerate(map(str.strip, cells), start=1):
+        match = _CELL.fullmatch(cell)
+        if match is not None and match[2] in _KINDS:
+            stage, kind, micro_batch, pipe = match.groups()
+            actions.append(Action(_KINDS[kind], int(stage), int(micro_batch), int(pipe or 0)))
+        elif cell:
+            raise ScheduleError(
+                f"{where}, column {column}: {cell!r} is not an action.",
+                hint=f"Write stage, kind and micro-batch, as in 2F0; kinds are {', '.join(sorted(_KINDS))}.",
+            )
+    return actions

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
@@ -20,8 +21,8 @@ class Family(ABC):
     """A family of schedules; its fields are the family's options.
 
     A family says in :meth:`orders` what every rank computes if the model is cut into ``ranks * stages_per_rank``
-    stages. :meth:`build` does the rest: more stages than that are folded, so that a rank holds several consecutive
-    stages in the place of one.
+    stages, and in :meth:`published` for how many micro-batches. :meth:`build` does the rest: any number of
+    micro-batches, and more stages by folding, so that a rank holds several consecutive stages in the place of one.
 
     Example:
         >>> from dataclasses import dataclass
@@ -52,7 +53,20 @@ class Family(ABC):
 
     @abstractmethod
     def orders(self, ranks: int, micro_batches: int) -> Orders:
-        """What every rank computes, in order, with ``ranks * stages_per_rank`` stages."""
+        """What every rank computes, in order, with ``ranks * stages_per_rank`` stages.
+
+        Args:
+            ranks: number of ranks.
+            micro_batches: a number that :meth:`published` has returned.
+        """
+
+    def published(self, ranks: int, micro_batches: int) -> int:
+        """The smallest number of micro-batches, not less than asked for, for which the family has an order.
+
+        For other numbers :meth:`build` leaves the last micro-batches of that order out. This can never deadlock, as
+        no micro-batch waits for another, and keeps the family's limits of time and memory.
+        """
+        return micro_batches
 
     def placed(self, ranks: int, stages: int | None) -> tuple[Family, int]:
         """The family with options that suit the number of stages asked for, and the number that its orders have.
@@ -89,9 +103,17 @@ class Family(ABC):
             if value < 1:
                 raise ScheduleError(f"Schedule {self.name!r} needs {what} >= 1, got {what}={value}.")
         family, coarse = self.placed(ranks, stages)
+        whole = family.published(ranks, micro_batches)
+        if whole != micro_batches:
+            warnings.warn(
+                f"Schedule {self.name!r} has no order of its own for {micro_batches} micro-batches on {ranks} ranks; "
+                f"they run in the order for {whole}, cut short.",
+                stacklevel=2,
+            )
+        orders = _without(family.orders(ranks, whole), range(micro_batches, whole))
         schedule = schedule_of(
             family.name,
-            fold(family.orders(ranks, micro_batches), coarse, stages or coarse),
+            fold(orders, coarse, stages or coarse),
             micro_batches=micro_batches,
             synchronous=family.synchronous,
             options=family.options(),
@@ -124,6 +146,12 @@ def schedule_of(
         forward_only=all(action.kind is Kind.FORWARD for action in everything),
         synchronous=synchronous,
         options=options or {},
+    )
+
+
+def _without(orders: Orders, left_out: range) -> Orders:
+    return (
+        [[action for action in order if action.micro_batch not in left_out] for order in orders] if left_out else orders
     )
 
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass
 from typing import ClassVar
 
 from lightning_pipe.errors import ScheduleError
-from lightning_pipe.schedules.fallback import list_schedule
 from lightning_pipe.schedules.family import Family, Orders
 from lightning_pipe.schedules.ir import Action, Kind
 from lightning_pipe.schedules.one_f_one_b import alternate
@@ -18,10 +16,9 @@ class Interleaved(Family):
     """Interleaved 1F1B (Megatron-LM, Narayanan et al. 2021, section 2.2); stage ``s`` is on rank ``s % ranks``.
 
     Bubble time ``(ranks - 1) / (virtual_stages * micro_batches)`` of the ideal time, with ``virtual_stages`` times
-    1F1B's messages. Rank ``r`` holds activations of
+    1F1B's messages; with one virtual stage it is 1F1B. Otherwise rank ``r`` holds activations of
     ``min(2 (ranks - r - 1) + (virtual_stages - 1) ranks + 1, micro_batches * virtual_stages)`` stage-micro-batches.
-    The published order exists for micro-batches that are a multiple of the ranks (cut short elsewhere, it can
-    deadlock); other numbers get a list-scheduled order on the same placement, and a warning says so.
+    The published order exists for micro-batches that are a multiple of the ranks.
 
     Args:
         virtual_stages: stages per rank; by default 2, or ``stages / ranks`` where the number of stages is given.
@@ -46,28 +43,23 @@ class Interleaved(Family):
             return Interleaved(max(1, stages // ranks)).placed(ranks, stages)
         return super().placed(ranks, stages)
 
+    def published(self, ranks: int, micro_batches: int) -> int:
+        """Multiples of the ranks; with one virtual stage any number."""
+        return micro_batches if self.stages_per_rank == 1 else -(-micro_batches // ranks) * ranks
+
     def orders(self, ranks: int, micro_batches: int) -> Orders:
         """Micro-batches go through the virtual stages in groups of ``ranks``; warm-up and alternation as in 1F1B."""
         virtual = self.stages_per_rank
-        total = micro_batches * virtual
 
-        def warm_up(rank: int) -> int:
-            return min(total, 2 * (ranks - rank - 1) + (virtual - 1) * ranks)
-
-        forwards = [_sequence(Kind.FORWARD, ranks, micro_batches, range(virtual), rank) for rank in range(ranks)]
-        if micro_batches % ranks and virtual > 1:
-            below = micro_batches // ranks * ranks
-            nearest = f"{below} or {below + ranks}" if below else f"{ranks}"
-            warnings.warn(
-                f"Interleaved 1F1B is published for micro-batches that are a multiple of the ranks; "
-                f"{micro_batches} on {ranks} ranks run in a list-scheduled order instead ({nearest} would fit).",
-                stacklevel=2,
+        def order(rank: int) -> list[Action]:
+            later = ranks - rank - 1
+            return alternate(
+                _sequence(Kind.FORWARD, ranks, micro_batches, range(virtual), rank),
+                _sequence(Kind.BACKWARD, ranks, micro_batches, range(virtual)[::-1], rank),
+                warm_up=min(micro_batches * virtual, 2 * later + (virtual - 1) * ranks if virtual > 1 else later),
             )
-            return list_schedule(forwards, ranks * virtual, limits=[warm_up(rank) + 1 for rank in range(ranks)])
-        backwards = [
-            _sequence(Kind.BACKWARD, ranks, micro_batches, range(virtual)[::-1], rank) for rank in range(ranks)
-        ]
-        return [alternate(forwards[rank], backwards[rank], warm_up(rank)) for rank in range(ranks)]
+
+        return [order(rank) for rank in range(ranks)]
 
 
 def _sequence(kind: Kind, ranks: int, micro_batches: int, chunks: range, rank: int) -> list[Action]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from os import PathLike, fspath
@@ -11,10 +10,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from lightning_pipe.errors import ScheduleError
-from lightning_pipe.schedules.dependencies import held
-from lightning_pipe.schedules.fallback import list_schedule
 from lightning_pipe.schedules.family import Family, Orders
-from lightning_pipe.schedules.ir import Action, Kind, Schedule
+from lightning_pipe.schedules.ir import Schedule
 
 Factory = TypeVar("Factory", bound=Callable[..., object])
 _families: dict[str, Callable[..., Family]] = {}
@@ -104,7 +101,7 @@ class FromFunction(Family):
 
 @dataclass(frozen=True)
 class Fixed(Family):
-    """A finished schedule as a family: itself, and for other numbers of micro-batches a list-scheduled order."""
+    """A finished schedule as a family: itself, for more micro-batches repeated, for fewer cut short."""
 
     schedule: Schedule
 
@@ -128,27 +125,22 @@ class Fixed(Family):
             )
         return self, own.stages
 
+    def published(self, ranks: int, micro_batches: int) -> int:
+        """Multiples of the schedule's own number."""
+        own = self.schedule.micro_batches
+        return -(-micro_batches // own) * own
+
     def orders(self, ranks: int, micro_batches: int) -> Orders:
-        """The schedule's own orders, or list-scheduled ones on its placement."""
+        """The schedule's own orders, as often as needed one after the other."""
         own = self.schedule
-        if micro_batches == own.micro_batches:
-            return own.actions
-        warnings.warn(
-            f"Schedule {own.name!r} is made for {own.micro_batches} micro-batches; "
-            f"{micro_batches} run in a list-scheduled order on the same placement instead.",
-            stacklevel=2,
-        )
-        forwards = [
+        return [
             [
-                Action(Kind.FORWARD, stage, index, pipe)
-                for index in range(micro_batches)
-                for (pipe, stage), holder in own.placement.items()
-                if holder == rank and pipe == index % own.pipes
+                action._replace(micro_batch=first + (action.micro_batch or 0))
+                for first in range(0, micro_batches, own.micro_batches)
+                for action in order
             ]
-            for rank in range(ranks)
+            for order in own.actions
         ]
-        limits = [max(1, peak) for peak in held(own.actions)]
-        return list_schedule(forwards, own.stages, limits=limits, forward_only=own.forward_only)
 
     def options(self) -> dict[str, object]:
         """The schedule's options."""

@@ -31,13 +31,13 @@ class Costs:
         reduce: time to sum a stage's gradients over its copies. It overlaps with compute.
     """
 
-    forward: PerStage = 1.0
-    backward: PerStage = 2.0
+    forward: PerStage = 1
+    backward: PerStage = 2
     backward_input: PerStage | None = None
     backward_weight: PerStage | None = None
     recompute: PerStage | None = None
-    send: PerStage = 0.0
-    reduce: PerStage = 0.0
+    send: PerStage = 0
+    reduce: PerStage = 0
 
     def check(self, stages: int) -> None:
         """Raise a :class:`ScheduleError` unless every sequence has one number per stage and none is negative."""

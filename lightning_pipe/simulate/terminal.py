@@ -54,8 +54,10 @@ def _columns_per_time(timeline: Timeline, labels: dict[Event, str], available: i
     durations = [event.end - event.start for event in labels if event.end > event.start]
     if not durations:
         return 0.0
-    wanted = (max(map(len, labels.values())) + 1) / float(min(durations))
-    return min(wanted, available / float(timeline.makespan))
+    unit = float(min(durations))
+    wanted, most = max(map(len, labels.values())) + 1, available * unit / float(timeline.makespan)
+    # Whole columns where possible: equal actions then have equal cells.
+    return (min(wanted, int(most)) or most) / unit
 
 
 def _row(row: tuple[Event, ...], labels: dict[Event, str], scale: float, colour: bool) -> str:
@@ -68,9 +70,11 @@ def _row(row: tuple[Event, ...], labels: dict[Event, str], scale: float, colour:
 
 
 def _cell(text: str, kind: Kind, width: int, colour: bool) -> str:
-    """``F3``, a line to the end of the action and a free column; letters alone where that is too long."""
+    """``F3``, a line to the end of the action and a free column; the kind alone where that is too long."""
     if width > len(text):
         cell, gap = text + "─" * (width - len(text) - 1), " "
+    elif width > 1:
+        cell, gap = kind[0] + "─" * (width - 2), " "
     else:
         cell, gap = kind[0] * width, ""
     return f"\x1b[38;5;16;48;5;{_BACKGROUND[kind]}m{cell}\x1b[0m{gap}" if colour and cell else cell + gap

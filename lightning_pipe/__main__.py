@@ -1,0 +1,5 @@
+"""``python -m lightning_pipe``."""
+
+from lightning_pipe.cli import main
+
+main()

@@ -1,0 +1,137 @@
+"""The command line: ``lightning-pipe schedule …`` draws, simulates and exports schedules."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from functools import partial
+from typing import Any, NoReturn
+
+from lightning_pipe import schedules
+from lightning_pipe.errors import PipeError
+from lightning_pipe.schedules.dependencies import Number
+from lightning_pipe.simulate import Costs, simulate
+
+_PROGRAM = "lightning-pipe"
+
+
+class _Parser(argparse.ArgumentParser):
+    """Mistakes are answered with one line and exit code 2."""
+
+    def error(self, message: str) -> NoReturn:
+        _fail(f"{message} (see {self.prog} --help)")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line.
+
+    Args:
+        arguments: the arguments, by default those of the process.
+    """
+    parser = _Parser(prog=_PROGRAM, description="Pipeline parallelism for PyTorch Lightning.")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True, title="commands")
+    _add_schedule(commands.add_parser("schedule", help="draw, simulate and export a schedule"))
+    values = parser.parse_args(arguments)
+    with warnings.catch_warnings():
+        warnings.showwarning = _show_warning
+        try:
+            values.run(values)
+        except PipeError as error:
+            _fail(" ".join(str(error).split()))
+
+
+def _add_schedule(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Draw a schedule, simulate it and export it."
+    parser.set_defaults(run=_schedule)
+    add = parser.add_argument
+    add("name", help=f"{', '.join(schedules.names())}, or the path of a .csv file")
+    number = partial(add, type=int, metavar="N")
+    number("--ranks", default=4, help="ranks in the pipeline (default: %(default)s)")
+    number("--micro-batches", default=8, help="micro-batches in a batch (default: %(default)s)")
+    number("--stages", help="stages of the model (default: as many as the schedule needs)")
+    option = partial(add, type=_option, action="append", default=[])
+    option("--option", metavar="NAME=VALUE", help="an option of the schedule, such as virtual_stages=3")
+    time = partial(add, type=_cost, metavar="TIME")
+    time("--forward", default=1, help="of a forward pass: 1, 0.5, 1/3, or 1,2,1 by stage (default: %(default)s)")
+    time("--backward", default=2, help="of a backward pass (default: %(default)s)")
+    time("--backward-input", help="of its part for the input, where it is split (default: half)")
+    time("--backward-weight", help="of its part for the weights (default: the rest)")
+    time("--recompute", help="of a repeated forward pass (default: that of a forward pass)")
+    time("--send", default=0, help="of a message between ranks (default: %(default)s)")
+    time("--reduce", default=0, help="to sum a stage's gradients over its copies (default: %(default)s)")
+    add("--png", metavar="PATH", help="draw a picture (.png, .svg or .pdf)")
+    add("--trace", metavar="PATH", help="write a trace for https://ui.perfetto.dev")
+    add("--csv", metavar="PATH", help="write the schedule in the format of torch's pipelining")
+
+
+def _schedule(values: argparse.Namespace) -> None:
+    schedule = schedules.get(values.name, **dict(values.option)).build(
+        values.ranks, values.micro_batches, values.stages
+    )
+    timeline = simulate(schedule, _costs(values))
+    print(timeline)
+    writers: dict[str | None, Callable[[str], None]] = {
+        values.png: timeline.plot,
+        values.trace: timeline.to_chrome_trace,
+        values.csv: schedule.to_csv,
+    }
+    for path, write in writers.items():
+        if path is not None:
+            _write(path, write)
+
+
+def _costs(values: argparse.Namespace) -> Costs:
+    return Costs(
+        forward=values.forward,
+        backward=values.backward,
+        backward_input=values.backward_input,
+        backward_weight=values.backward_weight,
+        recompute=values.recompute,
+        send=values.send,
+        reduce=values.reduce,
+    )
+
+
+def _write(path: str, write: Callable[[str], None]) -> None:
+    try:
+        write(path)
+    except (OSError, ValueError) as error:
+        _fail(f"{path} cannot be written: {getattr(error, 'strerror', None) or error}.")
+    print(f"wrote {path}")
+
+
+def _option(text: str) -> tuple[str, Any]:
+    name, equals, value = text.partition("=")
+    if not (equals and name.isidentifier()):
+        raise argparse.ArgumentTypeError(f"{text!r} is not of the form NAME=VALUE")
+    try:
+        return name, ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        return name, value
+
+
+def _cost(text: str) -> Number | list[Number]:
+    """A number, exactly: ``1``, ``0.5``, ``1/3``; or several, separated by commas."""
+    try:
+        numbers = [_exact(part) for part in text.split(",")]
+    except (ValueError, ZeroDivisionError):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a time such as 1, 0.5, 1/3 or 1,2,1") from None
+    return numbers if len(numbers) > 1 else numbers[0]
+
+
+def _exact(text: str) -> Number:
+    value = Fraction(text)
+    return value.numerator if value.denominator == 1 else value
+
+
+def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
+    print(f"{_PROGRAM}: note: {message}", file=sys.stderr)
+
+
+def _fail(message: str) -> NoReturn:
+    print(f"{_PROGRAM}: error: {message}", file=sys.stderr)
+    raise SystemExit(2)

@@ -1,0 +1,99 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from lightning_pipe import schedules
+from lightning_pipe.errors import ScheduleError
+from lightning_pipe.schedules import Action, Family, GPipe, Interleaved, Kind, OneFOneB, get, register, registry
+from lightning_pipe.schedules.family import Orders
+
+
+@pytest.fixture(autouse=True)
+def own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_families", dict(registry._families))
+
+
+def all_forwards_first(ranks: int, micro_batches: int, reverse: bool = False) -> Orders:
+    indices = range(micro_batches)[::-1] if reverse else range(micro_batches)
+    return [
+        [Action(Kind.FORWARD, rank, i) for i in range(micro_batches)]
+        + [Action(Kind.BACKWARD, rank, i) for i in indices]
+        for rank in range(ranks)
+    ]
+
+
+def test_names_lead_to_families() -> None:
+    assert get("gpipe") == GPipe()
+    assert get("GPipe") == GPipe()
+    assert get("interleaved", virtual_stages=3) == Interleaved(virtual_stages=3)
+    assert get(Interleaved(3)) == Interleaved(3)
+    assert {"naive", "gpipe", "1f1b", "interleaved"} <= set(schedules.names())
+
+
+@pytest.mark.parametrize(("name", "nearest"), [("1f2b", "1f1b"), ("g-pipe", "gpipe"), ("interleave", "interleaved")])
+def test_an_unknown_name_gets_the_nearest(name: str, nearest: str) -> None:
+    with pytest.raises(ScheduleError, match=f"Did you mean '{nearest}'"):
+        get(name)
+
+
+def test_unknown_names_and_options_say_what_there_is() -> None:
+    with pytest.raises(ScheduleError, match="known are 'naive', 'gpipe'"):
+        get("zzzz")
+    with pytest.raises(ScheduleError, match=r"'gpipe' does not take these options.*chunks"):
+        get("gpipe", chunks=4)
+    with pytest.raises(ScheduleError, match="virtual_stages >= 1"):
+        get("interleaved", virtual_stages=0)
+
+
+def test_a_function_becomes_a_schedule() -> None:
+    register("mine")(all_forwards_first)
+    schedule = get("mine").build(ranks=2, micro_batches=2, stages=3)
+    assert schedule.name == "mine"
+    assert " ".join(map(str, schedule.actions[0])) == "0F0 1F0 0F1 1F1 1B0 0B0 1B1 0B1"
+    assert get("mine", reverse=True).build(2, 2).actions == GPipe().build(2, 2).actions
+
+
+def test_a_class_becomes_a_schedule() -> None:
+    @register("reversible")
+    @dataclass(frozen=True)
+    class Mine(Family):
+        name = "reversible"
+        reverse: bool = True
+
+        def orders(self, ranks: int, micro_batches: int) -> Orders:
+            return all_forwards_first(ranks, micro_batches, self.reverse)
+
+    schedule = get("reversible").build(2, 2)
+    assert (schedule.name, schedule.options) == ("reversible", {"reverse": True})
+    assert schedule.actions == GPipe().build(2, 2).actions
+
+
+def test_a_broken_schedule_of_a_user_is_refused() -> None:
+    register("broken")(lambda ranks, micro_batches: [order[::-1] for order in all_forwards_first(ranks, micro_batches)])
+    with pytest.raises(ScheduleError, match=r"'broken', rank 0, action 0 \(0B1\): F of micro-batch 1"):
+        get("broken").build(2, 2)
+
+
+def test_a_finished_schedule_and_a_file_are_families_too(tmp_path: Path) -> None:
+    schedule = OneFOneB().build(ranks=2, micro_batches=4)
+    schedule.to_csv(tmp_path / "own.csv")
+    for family in (get(schedule), get(tmp_path / "own.csv"), get(str(tmp_path / "own.csv"))):
+        assert family.build(ranks=2, micro_batches=4).actions == schedule.actions
+        assert family.build(ranks=2, micro_batches=4, stages=5).stages == 5
+        with pytest.warns(UserWarning, match="in the order for 4, cut short"):
+            assert family.build(ranks=2, micro_batches=3).placement == schedule.placement
+        with pytest.raises(ScheduleError, match="made for 2 ranks, got ranks=3"):
+            family.build(ranks=3, micro_batches=4)
+        with pytest.raises(ScheduleError, match="made for 2 stages, got stages=1"):
+            family.build(ranks=2, micro_batches=4, stages=1)
+
+
+def test_importing_schedules_needs_nothing_heavy() -> None:
+    program = "import sys, lightning_pipe.schedules, lightning_pipe.simulate, lightning_pipe.cli; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
+    assert not {"torch", "lightning", "numpy", "matplotlib", "pytorch_lightning"} & set(loaded)

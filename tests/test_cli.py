@@ -1,0 +1,92 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from lightning_pipe import schedules
+from lightning_pipe.cli import main
+from lightning_pipe.schedules import Interleaved, read_csv
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    main(["schedule", *arguments])
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", schedules.names())
+def test_every_schedule_is_drawn(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    out = run(capsys, name)
+    assert out.startswith(f"{name}: 4 ranks, 8 micro-batches, bubble ratio ")
+    assert all(f"rank {rank}  " in out for rank in range(4))
+
+
+def test_sizes_costs_and_options(capsys: pytest.CaptureFixture[str]) -> None:
+    out = run(
+        capsys,
+        *("interleaved", "--ranks", "2", "--micro-batches", "2", "--option", "virtual_stages=3"),
+        *("--forward", "1/3", "--backward", "2/3"),
+    )
+    assert "5F1" in out
+    assert "makespan 7," in out
+    assert "makespan 27," in run(
+        capsys, "gpipe", "--ranks", "3", "--micro-batches", "4", "--stages", "3", "--forward", "1,2,3"
+    )
+
+
+def test_pictures_traces_and_files_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    paths = [str(tmp_path / name) for name in ("x.png", "x.json", "x.csv")]
+    out = run(capsys, "interleaved", "--png", paths[0], "--trace", paths[1], "--csv", paths[2])
+    assert [line for line in out.splitlines() if "wrote" in line] == [f"wrote {path}" for path in paths]
+    assert all(Path(path).stat().st_size > 100 for path in paths)
+    assert read_csv(paths[2]).actions == Interleaved().build(4, 8).actions
+    assert "x: 4 ranks, 8 micro-batches" in run(capsys, paths[2])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["schedule", "1f2b"], "There is no schedule '1f2b'; known are"),
+        (["schedule", "1f1b", "--ranks", "0"], "needs ranks >= 1"),
+        (["schedule", "1f1b", "--ranks", "two"], "--ranks: invalid int value: 'two'"),
+        (["schedule", "1f1b", "--forward", "1,x"], "'1,x' is not a time"),
+        (["schedule", "1f1b", "--forward", "1,2"], "Costs.forward has 2 numbers, but the schedule has 4 stages"),
+        (["schedule", "1f1b", "--backward", "-1"], "Costs.backward must not be negative, got -1"),
+        (["schedule", "gpipe", "--option", "chunks"], "'chunks' is not of the form NAME=VALUE"),
+        (["schedule", "gpipe", "--option", "chunks=2"], "does not take these options"),
+        (["schedule", "gpipe", "--stages", "3"], "needs at least 4 stages"),
+        (["schedule", "nothing.csv"], "nothing.csv cannot be read: No such file or directory"),
+        (["schedule", "gpipe", "--csv", "/nowhere/x.csv"], "/nowhere/x.csv cannot be written: No such file"),
+        (["schedule", "gpipe", "--png", "x.gpipe"], "x.gpipe cannot be written: Format 'gpipe' is not supported"),
+        (["schedule"], "required: name"),
+        (["plot"], "invalid choice: 'plot'"),
+        ([], "required: COMMAND"),
+    ],
+)
+def test_mistakes_get_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith("lightning-pipe: error: ")
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_notes_are_lines_too(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["schedule", "interleaved", "--micro-batches", "3"])
+    assert capsys.readouterr().err.startswith("lightning-pipe: note: Schedule 'interleaved' has no order of its own")
+
+
+def test_the_command_starts_at_once() -> None:
+    command = [sys.executable, "-m", "lightning_pipe", "schedule", "1f1b"]
+    times = []
+    for _ in range(3):
+        start = time.perf_counter()
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        times.append(time.perf_counter() - start)
+    assert done.stdout.startswith("1f1b: 4 ranks")
+    assert min(times) < 1.0
