@@ -11,6 +11,7 @@ import lightning as L
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
+from lightning_pipe.callbacks import PipelineTimeline
 from recipes.callbacks import Throughput
 from recipes.report import Report
 
@@ -42,8 +43,14 @@ def run(config: DictConfig, children: list[subprocess.Popen[bytes]]) -> Report:
     trainer.fit(module, datamodule=data, ckpt_path=config.ckpt_path)
 
     after = {name: float(trainer.callback_metrics[name]) for name in before if name in trainer.callback_metrics}
-    speed = next((call.samples_per_second for call in callbacks if isinstance(call, Throughput)), None)
-    report = Report(config.recipe, config.paths.output, before, after, speed, time.perf_counter() - started)
+    report = Report(
+        recipe=config.recipe,
+        output=config.paths.output,
+        before=before,
+        after=after,
+        **_measured(callbacks),
+        seconds=time.perf_counter() - started,
+    )
     if trainer.is_global_zero:
         report.write()
         log.info("%s", report)
@@ -59,3 +66,16 @@ def make_trainer(config: DictConfig, callbacks: list[L.Callback]) -> L.Trainer:
         logger=[instantiate(logger) for logger in config.logger.values()],
         _convert_="all",
     )
+
+
+def _measured(callbacks: list[L.Callback]) -> dict[str, float | None]:
+    """What the callbacks have measured, as far as they are there."""
+    speed = next((call.samples_per_second for call in callbacks if isinstance(call, Throughput)), None)
+    timeline = next((call for call in callbacks if isinstance(call, PipelineTimeline)), None)
+    if timeline is None or timeline.timeline is None or timeline.predicted is None:
+        return {"samples_per_second": speed, "bubble": None, "predicted_bubble": None}
+    return {
+        "samples_per_second": speed,
+        "bubble": float(timeline.timeline.bubble_ratio),
+        "predicted_bubble": float(timeline.predicted.bubble_ratio),
+    }

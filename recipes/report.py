@@ -18,6 +18,8 @@ class Report:
         before: validation metrics before training.
         after: validation metrics after training.
         samples_per_second: training speed over all replicas; None when too short to measure.
+        bubble: measured share of the ranks' time spent waiting; None without a pipeline.
+        predicted_bubble: the schedule's own, with equal stages.
         seconds: from start to end.
     """
 
@@ -26,6 +28,8 @@ class Report:
     before: Mapping[str, float]
     after: Mapping[str, float]
     samples_per_second: float | None
+    bubble: float | None
+    predicted_bubble: float | None
     seconds: float
 
     def write(self) -> None:
@@ -41,6 +45,9 @@ class Report:
             )
         if self.samples_per_second is not None:
             lines.append(f"  {'training speed':<24}{_number(self.samples_per_second)} samples/s")
+        if self.bubble is not None and self.predicted_bubble is not None:
+            percent = f"{self.bubble:.1%} of the ranks' time measured, {self.predicted_bubble:.1%} by the schedule"
+            lines.append(f"  {'pipeline bubble':<24}{percent.replace('%', ' %')}")
         lines.append(f"  everything is in {self.output}")
         return "\n".join([*lines, *(f"    {name:<22}{text}" for name, text in self.contents())])
 
@@ -48,7 +55,7 @@ class Report:
         """The files that a run leaves, as far as they are there, with a word about each."""
         known = {
             "checkpoints/last.ckpt": "an ordinary Lightning checkpoint of the whole model",
-            "timeline.png": "who computed what when, measured on the last batches",
+            "timeline.png": "who computed what when in one batch, as measured",
             "metrics.csv": "loss and validation metrics by step",
             "config.yaml": "the whole configuration of this run",
             "train.log": "the log",
