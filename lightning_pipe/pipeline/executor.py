@@ -54,6 +54,8 @@ class Executor:
             Kind.FORWARD: self._forward,
             Kind.RECOMPUTE: self._recompute,
             Kind.BACKWARD: self._backward,
+            Kind.BACKWARD_INPUT: self._backward,
+            Kind.BACKWARD_WEIGHT: self._backward_weight,
             Kind.SEND_FORWARD: self._send_forward,
             Kind.RECEIVE_FORWARD: self._receive_forward,
             Kind.SEND_BACKWARD: self._send_backward,
@@ -139,11 +141,19 @@ class Executor:
                 local = self.courier.receive_gradients(here, self.placement[pipe, stage + 1])
             gradients, used = local
         with self._timed(action):
-            returned = self.stages.backward(self._saved.pop(here), gradients, used)
-        self.held -= 1
+            if action.kind is Kind.BACKWARD:
+                returned = self.stages.backward(self._saved.pop(here), gradients, used)
+                self.held -= 1
+            else:
+                returned = self.stages.backward_input(self._saved[here], gradients, used)
         if stage > 0:
             # The next one to need them: the previous stage, here or by a message.
             self._gradients[Crossroad(pipe, stage - 1, micro_batch)] = returned
+
+    def _backward_weight(self, action: Action) -> None:
+        with self._timed(action):
+            self.stages.backward_weight(self._saved.pop(_here(action)))
+        self.held -= 1
 
     # ------------------------------------------------------------------ messages
 

@@ -19,6 +19,7 @@ from lightning_pipe.pipeline.cut.stage_run import StageRun
 from lightning_pipe.pipeline.ownership import Ownership
 from lightning_pipe.pipeline.recompute import BufferGuard, nothing_saved, recomputing
 from lightning_pipe.pipeline.rng import Streams
+from lightning_pipe.pipeline.split_backward import SplitBackward
 
 Step = Callable[[int, Any], Any]
 Inbound = tuple[Path, dict[int, Tensor]]
@@ -63,6 +64,7 @@ class Saved:
         outbound: by number, the tensors that left and need gradients.
         loss: the weighted loss, on the last stage.
         used: the numbers of the received tensors that were used.
+        split: the backward pass between its two halves.
     """
 
     inbox: Inbox | None
@@ -70,6 +72,14 @@ class Saved:
     outbound: dict[int, Tensor]
     loss: Tensor | None
     used: set[int]
+    split: SplitBackward | None = None
+
+    def returned(self) -> dict[int, Tensor]:
+        """By number, the gradients of what was received, once the backward pass has run."""
+        if self.inbox is None:
+            return {}
+        pairs = zip(self.inbound, self.inbox.gradients, strict=True)
+        return {number: gradient for number, gradient in pairs if gradient is not None}
 
 
 @dataclass
@@ -179,18 +189,36 @@ class Stages:
         Returns:
             By number, the gradients of what was received, and the numbers used here or later.
         """
-        if saved.loss is not None:
-            if saved.loss.requires_grad:
-                saved.loss.backward()  # type: ignore[no-untyped-call]
-        else:
-            wanted = [number for number in saved.outbound if number in gradients]
-            if wanted:
-                torch.autograd.backward([saved.outbound[n] for n in wanted], [gradients[n] for n in wanted])
-        returned: dict[int, Tensor] = {}
-        if saved.inbox is not None:
-            pairs = zip(saved.inbound, saved.inbox.gradients, strict=True)
-            returned = {number: gradient for number, gradient in pairs if gradient is not None}
+        results, arrived = _ends(saved, gradients)
+        if results:
+            torch.autograd.backward(results, arrived)
+        returned = saved.returned()
         return returned, frozenset(saved.used | used | returned.keys())
+
+    def backward_input(
+        self, saved: Saved, gradients: Mapping[int, Tensor], used: frozenset[int]
+    ) -> tuple[dict[int, Tensor], frozenset[int]]:
+        """The half of `backward` that the previous stage waits for; `backward_weight` does the rest."""
+        results, arrived = _ends(saved, gradients)
+        if results:
+            entry = saved.inbox.anchor if saved.inbox is not None and saved.inbound else None
+            saved.split = SplitBackward(results, arrived, entry)
+            saved.split.input_half()
+        returned = saved.returned()
+        return returned, frozenset(saved.used | used | returned.keys())
+
+    def backward_weight(self, saved: Saved) -> None:
+        """The gradients of the weights."""
+        if saved.split is not None:
+            saved.split.weight_half()
+
+
+def _ends(saved: Saved, gradients: Mapping[int, Tensor]) -> tuple[list[Tensor], list[Tensor | None]]:
+    """Where a backward pass begins: tensors and their gradients."""
+    if saved.loss is not None:
+        return ([saved.loss], [None]) if saved.loss.requires_grad else ([], [])
+    wanted = [number for number in saved.outbound if number in gradients]
+    return [saved.outbound[n] for n in wanted], [gradients[n] for n in wanted]
 
 
 def _detached(result: Any) -> Any:

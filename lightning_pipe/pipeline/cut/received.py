@@ -17,6 +17,10 @@ class Inbox:
     Args:
         tensors: the received values in the order of the cut's entries.
         requires_grad: which of them need a gradient.
+
+    Attributes:
+        anchor: the leaf behind the entry; a backward pass "towards" it runs what leads to the received tensors.
+        gradients: those of the tensors that need one, after the backward pass.
     """
 
     def __init__(self, tensors: Sequence[Tensor], requires_grad: Sequence[bool]) -> None:
@@ -24,8 +28,8 @@ class Inbox:
         self.gradients: tuple[Tensor | None, ...] = (None,) * sum(self.requires_grad)
         wanted = [tensor for tensor, needed in zip(tensors, requires_grad, strict=True) if needed]
         with torch.enable_grad():
-            anchor = torch.zeros((), requires_grad=True)
-            entered = iter(_Enter.apply(anchor, self, *wanted) if wanted else ())  # type: ignore[no-untyped-call]
+            self.anchor = torch.zeros((), requires_grad=True)
+            entered = iter(_Enter.apply(self.anchor, self, *wanted) if wanted else ())  # type: ignore[no-untyped-call]
         self.tensors = [
             next(entered) if needed else tensor.detach() for tensor, needed in zip(tensors, requires_grad, strict=True)
         ]

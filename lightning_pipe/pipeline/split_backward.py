@@ -1,0 +1,172 @@
+"""A backward pass in two halves: the gradient of the input first, those of the weights when there is time.
+
+The graph behind a stage's results falls into two parts: nodes that lead to the stage's input, and nodes that lead to
+weights alone. The first half runs the former and keeps the gradients that arrive where the two parts meet; the second
+half goes on from there. Source: Qi et al., Zero Bubble Pipeline Parallelism, arXiv:2401.10241, section 2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, Node
+
+Gradients = tuple[Tensor | None, ...]
+
+
+@dataclass
+class _Junction:
+    """A node that leads to the input and, by ``edges``, to weights; with the gradients that arrived at it."""
+
+    node: Node
+    edges: list[int]
+    gradients: Gradients | None = None
+
+
+@dataclass
+class SplitBackward:
+    """The two halves of one backward pass.
+
+    Args:
+        results: what the stage computed, as far as it has gradients.
+        gradients: their gradients.
+        entry: the leaf through which the stage's input entered the graph; ``None`` on the first stage.
+    """
+
+    results: Sequence[Tensor]
+    gradients: Sequence[Tensor | None]
+    entry: Tensor | None
+    _junctions: list[_Junction] = field(default_factory=list)
+    _apart: list[bool] = field(default_factory=list)
+    _whole: bool = False
+
+    def input_half(self) -> None:
+        """Run what the previous stage waits for."""
+        if self.entry is None:
+            return
+        graph = _Graph.of([_node_of(result) for result in self.results], _node_of(self.entry))
+        self._whole = graph.indivisible
+        if self._whole:
+            torch.autograd.backward(self.results, self.gradients)
+            return
+        self._junctions = graph.junctions
+        self._apart = [_node_of(result) not in graph.towards_entry for result in self.results]
+        if all(self._apart):
+            return
+        hooks = [junction.node.register_prehook(_keep(junction)) for junction in self._junctions]
+        try:
+            torch.autograd.backward(self.results, self.gradients, retain_graph=True, inputs=[self.entry])
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def weight_half(self) -> None:
+        """Add the gradients of the weights to ``parameter.grad``."""
+        if self._whole:
+            return
+        if self.entry is None:
+            torch.autograd.backward(self.results, self.gradients)
+            return
+        # Graphs may be walked several times here; what they hold goes when the whole pass is dropped.
+        for result, gradient, apart in zip(self.results, self.gradients, self._apart, strict=True):
+            if apart:
+                torch.autograd.backward([result], [gradient], retain_graph=True)
+        owners: dict[Node, int] = {}
+        for junction in self._junctions:
+            for node in _leaves(junction):
+                owners[node] = owners.get(node, 0) + 1
+        for junction in self._junctions:
+            _finish(junction, alone=all(owners[node] == 1 for node in _leaves(junction)))
+        self._junctions.clear()
+
+
+@dataclass
+class _Graph:
+    """What a graph is made of, seen from its results."""
+
+    junctions: list[_Junction]
+    towards_entry: set[Node]
+    indivisible: bool
+
+    @classmethod
+    def of(cls, roots: Sequence[Node], entry: Node) -> _Graph:
+        """Walk the graph from ``roots``; ``entry`` is the node of the input."""
+        order = _postorder(roots)
+        leads: dict[Node, bool] = {}
+        for node in order:
+            leads[node] = node is entry or any(leads[after] for after, _ in node.next_functions if after is not None)
+        junctions = []
+        for node in order:
+            edges = [i for i, (after, _) in enumerate(node.next_functions) if after is not None and not leads[after]]
+            if leads[node] and edges:
+                junctions.append(_Junction(node, edges))
+        # A reentrant checkpoint runs a backward pass of its own inside one node and cannot be divided (torch 2.13).
+        indivisible = any("CheckpointFunction" in node.name() for node in order)
+        return cls(junctions, {node for node in order if leads[node]}, indivisible)
+
+
+def _postorder(roots: Sequence[Node]) -> list[Node]:
+    """All nodes, every one after those it leads to."""
+    order: list[Node] = []
+    seen: set[Node] = set()
+    stack: list[tuple[Node, bool]] = [(root, False) for root in roots]
+    while stack:
+        node, done = stack.pop()
+        if done:
+            order.append(node)
+        elif node not in seen:
+            seen.add(node)
+            stack.append((node, True))
+            stack.extend((after, False) for after, _ in node.next_functions if after is not None)
+    return order
+
+
+def _leaves(junction: _Junction) -> list[Node]:
+    """The nodes of the weights that a junction leads to, not by way of the input."""
+    starts = [junction.node.next_functions[edge][0] for edge in junction.edges]
+    return [node for node in _postorder([s for s in starts if s is not None]) if not node.next_functions]
+
+
+def _keep(junction: _Junction) -> Any:
+    def hook(gradients: Gradients) -> None:
+        junction.gradients = gradients
+
+    return hook
+
+
+def _finish(junction: _Junction, *, alone: bool) -> None:
+    """Go on from a junction towards its weights.
+
+    Args:
+        junction: where to start.
+        alone: no other junction leads to the same weights. Then autograd may be asked for them by name, and computes
+            nothing else. Otherwise it would find them by way of the input as well, and count them twice; so the node
+            is called by hand.
+    """
+    if junction.gradients is None or all(gradient is None for gradient in junction.gradients):
+        return
+    if alone:
+        weights = [node.variable for node in _leaves(junction) if hasattr(node, "variable")]
+        if weights:
+            edges = [GradientEdge(junction.node, i) for i, g in enumerate(junction.gradients) if g is not None]
+            arrived = [gradient for gradient in junction.gradients if gradient is not None]
+            torch.autograd.backward(edges, arrived, retain_graph=True, inputs=weights)
+        return
+    passed_on = junction.node(*junction.gradients)  # type: ignore[operator]
+    passed_on = passed_on if isinstance(passed_on, tuple) else (passed_on,)
+    for edge in junction.edges:
+        node, number = junction.node.next_functions[edge]
+        gradient = passed_on[edge]
+        if node is not None and gradient is not None:
+            # What autograd does between two nodes: undo broadcasting and promotion.
+            expected = node._input_metadata[number]
+            gradient = gradient.sum_to_size(expected.shape).to(expected.dtype)
+            torch.autograd.backward([GradientEdge(node, number)], [gradient], retain_graph=True)
+
+
+def _node_of(tensor: Tensor) -> Node:
+    return torch.autograd.graph.get_gradient_edge(tensor).node
