@@ -117,12 +117,13 @@ class Log:
             pl.LightningModule.log = _log  # type: ignore[method-assign]
 
     @contextmanager
-    def recording(self, micro_batch: int) -> Iterator[None]:
-        """Around one run of the step; what a run logs that is cut short is forgotten."""
+    def recording(self, micro_batch: int, *, counts: bool = True) -> Iterator[None]:
+        """Around one run of the step; what it logs is forgotten if it is cut short or does not count."""
         self._current = {}
         try:
             yield
-            self.entries[micro_batch] = self._current
+            if counts:
+                self.entries[micro_batch] = self._current
         finally:
             self._current = None
 

@@ -71,15 +71,11 @@ class Metrics:
             self._in_step = False
 
     @contextmanager
-    def undone(self) -> Iterator[None]:
-        """Around a run of the step: updates are undone if it is cut short."""
+    def remembered(self) -> Iterator[dict[int, Memory]]:
+        """Around a run of the step: the states of the metrics that it changes, as they were before."""
         self._touched = {}
         try:
-            yield
-        except BaseException:
-            for memory in self._touched.values():
-                memory.undo()
-            raise
+            yield self._touched
         finally:
             self._touched = None
 

@@ -16,9 +16,11 @@ from torch.utils._pytree import tree_leaves
 from lightning_pipe import wire
 from lightning_pipe.logs import Log, Merged, combine
 from lightning_pipe.metrics import Metrics
+from lightning_pipe.pipeline.recompute import is_recomputing
 from lightning_pipe.pipeline.runner import Pipeline
 from lightning_pipe.state import Change, Memory, Tracked, portable
 from lightning_pipe.text import memory
+from lightning_pipe.world import World
 
 OUTPUT_LIMIT = 64 << 20
 """Bytes up to which what a step returns is brought to the ranks without the loss."""
@@ -63,11 +65,12 @@ class UserStep:
     Args:
         module: the LightningModule.
         pipeline: runs it.
+        world: the processes.
         metrics: its torchmetrics.
     """
 
-    def __init__(self, module: pl.LightningModule, pipeline: Pipeline, metrics: Metrics) -> None:
-        self._module, self._pipeline, self._metrics = module, pipeline, metrics
+    def __init__(self, module: pl.LightningModule, pipeline: Pipeline, world: World, metrics: Metrics) -> None:
+        self._module, self._pipeline, self._world, self._metrics = module, pipeline, world, metrics
         self._log = Log(module, metrics.names)
         self._tracked = Tracked(module, [layer for _, layer in pipeline.layers])
         # a rank that holds the last stage alone completes every run
@@ -94,13 +97,17 @@ class UserStep:
         method = getattr(self._module, name)
 
         def step(index: int, micro_batch: Any) -> Any:
-            with self._log.recording(index), self._undone(), context():
+            with self._log.recording(index, counts=not is_recomputing()), self._undone(), context():
                 return method(micro_batch, *rest)
 
         loss_here = self._pipeline.is_loss_rank
-        before = self._tracked.capture() if loss_here and self._alone is False else None
+        before = self._tracked.capture() if loss_here and not self._alone else None
         with self._metrics.in_step(), self._log.installed():
-            outputs = run(step)
+            self._world.local = True
+            try:
+                outputs = run(step)
+            finally:
+                self._world.local = False
         mine = self._part(outputs, before, samples) if loss_here else None
         return self._publish(mine, before, len(samples))
 
@@ -110,17 +117,22 @@ class UserStep:
 
     @contextmanager
     def _undone(self) -> Iterator[None]:
-        """Around a run of the step: its traces are removed if it is cut short."""
-        if not self._cut_here:
+        """Around a run of the step: its traces are removed if it is cut short, or if it is not the first one."""
+        again = is_recomputing()
+        if not self._cut_here and not again:
             yield
             return
         kept: Memory = self._tracked.capture()
-        try:
-            with self._metrics.undone():
+        complete = False
+        with self._metrics.remembered() as metrics:
+            try:
                 yield
-        except BaseException:
-            kept.undo()
-            raise
+                complete = not again
+            finally:
+                if not complete:
+                    kept.undo()
+                    for memory_ in metrics.values():
+                        memory_.undo()
 
     def _part(self, outputs: dict[int, Any], before: Memory | None, samples: Sequence[float]) -> Part:
         changes, lost = portable(before.changes()) if before is not None else ([], [])
@@ -149,7 +161,8 @@ class UserStep:
             for part in parts:
                 self._tracked.apply(part.changes, add=several)
         self._log.replay(combine(one for part in parts for one in part.logged), micro_batches, transport.device)
-        self._module.trainer.should_stop = self._agreed(any(part.stop for part in parts))
+        trainer = self._module.trainer
+        trainer.should_stop = self._world.agree(trainer.should_stop or any(p.stop for p in parts), unanimous=False)
         known = [part.outputs for part in parts if part.outputs is not None]
         return Result({i: output for each in known for i, output in each.items()}, len(known) == len(parts))
 
@@ -164,16 +177,6 @@ class UserStep:
         )
         losses = {i: {"loss": out["loss"]} for i, out in (part.outputs or {}).items() if _has_loss(out)}
         return Part(losses or None, part.logged, part.changes, part.stop)
-
-    def _agreed(self, stop: bool) -> bool:
-        """Whether any process wants to stop."""
-        transport = self._pipeline.transport
-        everyone = tuple(range(transport.topology.world_size))
-        if len(everyone) == 1:
-            return stop
-        flag = torch.tensor([stop or self._module.trainer.should_stop], dtype=torch.int32)
-        transport.all_reduce(flag, everyone, "max").wait()
-        return bool(flag.item())
 
     def _warn_once(self, key: str, message: str) -> None:
         if key not in self._warned:

@@ -1,0 +1,214 @@
+"""One run (fit, validate, test or predict): the module divided over the ranks, and its steps driven through them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import lightning.pytorch as pl
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_pipe.config import Auto
+from lightning_pipe.handover import HeldGradients, held_back
+from lightning_pipe.metrics import Metrics
+from lightning_pipe.micro_batches import LossWeight, MicroBatches, divide_batch
+from lightning_pipe.mirror import Mirror
+from lightning_pipe.pipeline.rng import Streams, mix
+from lightning_pipe.pipeline.runner import Pipeline
+from lightning_pipe.precision import loss_scale, over_stages
+from lightning_pipe.split import SplitBatch
+from lightning_pipe.step import Result, UserStep, join
+from lightning_pipe.wire import broadcast
+from lightning_pipe.world import World
+
+T = TypeVar("T")
+Context = Callable[[], AbstractContextManager[None]]
+
+_TRAINING, _EVALUATION, _TRANSFER = range(3)
+
+
+@dataclass(frozen=True)
+class Cutting:
+    """How batches are cut into micro-batches; see `PipeStrategy`."""
+
+    micro_batches: int | Auto = "auto"
+    split_batch: SplitBatch | None = None
+    loss_weight: LossWeight | None = None
+
+
+class Run:
+    """A divided LightningModule at work.
+
+    Args:
+        module: the LightningModule.
+        pipeline: the module over the ranks.
+        world: the processes.
+        precision: the Trainer's precision plugin.
+        cutting: how batches are cut.
+        seed: from which all random streams derive.
+    """
+
+    def __init__(
+        self,
+        module: pl.LightningModule,
+        pipeline: Pipeline,
+        world: World,
+        precision: Precision,
+        cutting: Cutting,
+        seed: int,
+    ) -> None:
+        self.pipeline = pipeline
+        self.blocked = False
+        self._module, self._world, self._precision, self._cutting, self._seed = module, world, precision, cutting, seed
+        self._ranks = world.layout.pipeline_parallel_size
+        self._accumulated = False
+        self._counts = {_EVALUATION: 0, _TRANSFER: 0}
+        self._changed = ExitStack()
+        self._step: UserStep | None = None
+
+    # ------------------------------------------------------------------ beginning and end
+
+    def begin(self) -> None:
+        """Take over what must not stay changed when the run is over."""
+        self._changed.enter_context(over_stages(self._precision, self.pipeline))
+        metrics = Metrics(self._module, self._share, self._world.replicas)
+        metrics.install()
+        self._changed.callback(metrics.remove)
+        self._changed.enter_context(_without_example(self._module))
+        self._step = UserStep(self._module, self.pipeline, self._world, metrics)
+
+    def end(self) -> None:
+        """Leave everything as it was found; the module stays divided."""
+        self._step = None
+        self._changed.close()
+
+    def _share(self, value: T) -> T:
+        pipeline = self.pipeline
+        shared: T = broadcast(pipeline.transport, value, pipeline.loss_process, pipeline.pipeline_members)
+        return shared
+
+    # ------------------------------------------------------------------ data
+
+    def loader(self, dataloader: Any) -> Any:
+        """The loader that this rank iterates in the place of the user's."""
+        loader = dataloader.loader if isinstance(dataloader, Mirror) else dataloader
+        if self._ranks == 1:
+            return loader
+        return Mirror(loader, self.pipeline.transport, self.pipeline.loss_process, self.pipeline.pipeline_members)
+
+    @contextmanager
+    def transfer(self) -> Generator[None, None, None]:
+        """Around the user's transforms on the device, which must draw the same numbers on all ranks of a pipeline."""
+        streams = Streams(self._next_seed(_TRANSFER), self.pipeline.transport.device)
+        with streams.batch():
+            streams.seed_user_code(0)
+            yield
+
+    # ------------------------------------------------------------------ steps
+
+    def train(self, batch: Any, rest: Sequence[Any], optimizers: Sequence[Optimizer]) -> Any:
+        """Forward and backward passes of one batch; returns what the Trainer expects of ``training_step``.
+
+        Args:
+            batch: what the loader has yielded, on this device.
+            rest: the step's other arguments.
+            optimizers: those whose gradients are collected.
+        """
+        cutting, loop = self._cutting, self._module.trainer.fit_loop.epoch_loop
+        cut = divide_batch(batch, self._ranks, cutting.micro_batches, cutting.split_batch, cutting.loss_weight)
+        scale = loss_scale(self._precision)
+        total = self._world.sum_over_replicas(sum(cut.amounts))
+        weights = [weight * scale for weight in cut.weights(total)]
+        seed = mix(self._seed, _TRAINING, loop.total_batch_idx, self._world.transport.replica)
+        # over several batches, old and new gradients are reduced together after the last
+        reduce = not self.blocked and not self._accumulated
+        self._free_old_gradients(optimizers)
+        settled = self.pipeline.ownership.settled
+
+        def run(step: Callable[[int, Any], Any]) -> dict[int, Any]:
+            return self.pipeline.train(step, cut.parts, weights, seed=seed, reduce=reduce)
+
+        with held_back(list(self._module.parameters()), scale) as held:
+            result = self._run("training_step", rest, self._precision.train_step_context, run, cut)
+        self._accumulated |= self.blocked
+        if not settled:
+            self._drop_foreign_state(optimizers)
+        return self._output(result, cut, held)
+
+    def evaluate(self, name: str, batch: Any, rest: Sequence[Any], context: Context) -> Any:
+        """An evaluation step, once over the whole batch: its code sees what it would see on one device."""
+        seed = self._next_seed(_EVALUATION)
+
+        def run(step: Callable[[int, Any], Any]) -> dict[int, Any]:
+            return self.pipeline.evaluate(step, [batch], seed=seed)
+
+        return self._run(name, rest, context, run, MicroBatches([batch], [1], [1.0])).outputs.get(0)
+
+    def after_backward(self) -> None:
+        """Reduce what has been accumulated, once it is complete."""
+        if self._accumulated and not self.blocked:
+            self.pipeline.reduce_gradients()
+            self._accumulated = False
+
+    def _run(
+        self,
+        name: str,
+        rest: Sequence[Any],
+        context: Context,
+        run: Callable[[Callable[[int, Any], Any]], dict[int, Any]],
+        cut: MicroBatches,
+    ) -> Result:
+        assert self._step is not None
+        return self._step.run(name, rest, context, run, cut.sizes)
+
+    def _output(self, result: Result, cut: MicroBatches, held: HeldGradients) -> Any:
+        """The loss, whose backward pass hands over the gradients, with what else the step returned."""
+        outputs = [result.outputs[index] for index in sorted(result.outputs)]
+        losses = [output["loss"] if isinstance(output, Mapping) else output for output in outputs]
+        value = sum(share * float(loss) for share, loss in zip(cut.shares, losses, strict=True))
+        loss = held.loss(value, losses[0].dtype, self.pipeline.transport.device)
+        if not isinstance(outputs[0], Mapping):
+            return loss
+        others = {i: {k: v for k, v in output.items() if k != "loss"} for i, output in enumerate(outputs)}
+        return {**join(others, cut.sizes, cut.shares), "loss": loss}
+
+    def _next_seed(self, what: int) -> int:
+        self._counts[what] += 1
+        return mix(self._seed, what, self._counts[what], self._world.transport.replica)
+
+    # ------------------------------------------------------------------ gradients
+
+    def _free_old_gradients(self, optimizers: Sequence[Optimizer]) -> None:
+        """Free the gradients that Lightning is about to zero, unless a hook may look at them first."""
+        trainer = self._module.trainer
+        first = trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches == 0
+        hooks = ("on_before_zero_grad", "optimizer_zero_grad")
+        watched = any(is_overridden(hook, self._module) for hook in hooks) or any(
+            is_overridden("on_before_zero_grad", callback, pl.Callback) for callback in trainer.callbacks
+        )
+        if first and not watched:
+            for optimizer in optimizers:
+                optimizer.zero_grad(set_to_none=True)
+
+    def _drop_foreign_state(self, optimizers: Sequence[Optimizer]) -> None:
+        """Forget the optimizer states of parameters that the first batch has shown to belong to other ranks."""
+        held = {id(parameter) for _, parameter in self.pipeline.local_parameters()}
+        for optimizer in optimizers:
+            for parameter in [p for p in optimizer.state if isinstance(p, Tensor) and id(p) not in held]:
+                del optimizer.state[parameter]
+
+
+@contextmanager
+def _without_example(module: pl.LightningModule) -> Generator[None, None, None]:
+    """Hide the example input: model summaries and loggers would run the whole module on one rank."""
+    example = module._example_input_array
+    module._example_input_array = None
+    try:
+        yield
+    finally:
+        module._example_input_array = example
