@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from lightning_pipe.errors import ConfigurationError, PartitionError
 from lightning_pipe.pipeline.batches import signature
+from lightning_pipe.pipeline.batchnorm import DeferredBatchNorm, commit_all, discard_all
 from lightning_pipe.pipeline.courier import Courier
 from lightning_pipe.pipeline.cut.intercept import Interceptor
 from lightning_pipe.pipeline.executor import Executor
@@ -39,6 +40,7 @@ class Pipeline:
         balance: the number of layers of each stage.
         family: the schedule family.
         transport: this process's transport.
+        deferred_batch_norm: let batch norm keep the statistics of whole batches, not of micro-batches.
 
     Raises:
         PartitionError: the balance does not add up to the layers.
@@ -59,6 +61,8 @@ class Pipeline:
         balance: Sequence[int],
         family: Family,
         transport: Transport,
+        *,
+        deferred_batch_norm: bool = False,
     ) -> None:
         if sum(balance) != len(layers):
             raise PartitionError(
@@ -97,6 +101,8 @@ class Pipeline:
         self._reducing = False
         self._checked = False
         self._program = cache(self._lowered)
+        if deferred_batch_norm:
+            DeferredBatchNorm.convert(module)
         self._connect(probe)
 
     # ------------------------------------------------------------------ facts
@@ -167,6 +173,7 @@ class Pipeline:
             return data
 
         self.ownership.restore(fetch)
+        DeferredBatchNorm.revert(self.module)
 
     def _connect(self, probe: Schedule) -> None:
         """Prepare all groups and channels, in the same order on all processes."""
@@ -222,6 +229,7 @@ class Pipeline:
                 self.reduce_gradients()
         elif reduce:
             self.reduce_gradients()
+        self._commit_statistics()
         return results
 
     def evaluate(self, step: Step, micro_batches: Sequence[Any], *, seed: int = 0) -> dict[int, Any]:
@@ -265,8 +273,12 @@ class Pipeline:
         program = self._program(len(micro_batches), training)
         runs = Counter(action.micro_batch for action in program if action.kind in (Kind.FORWARD, Kind.RECOMPUTE))
         batch = Batch(step, micro_batches, keys, weights, streams, training, runs)
-        with streams.batch(), self.executor.stages.interceptor.installed():
-            self.executor.run(program, batch)
+        try:
+            with streams.batch(), self.executor.stages.interceptor.installed():
+                self.executor.run(program, batch)
+        except BaseException:
+            discard_all(self.module)
+            raise
         if training and not self._checked:
             self._check_called()
         return batch.results
@@ -321,6 +333,14 @@ class Pipeline:
         self.reducer = GradientReducer(self.transport)
         for key, parameters in by_key.items():
             self.reducer.add(key, parameters, members.get(key, (self.transport.process,)))
+
+    def _commit_statistics(self) -> None:
+        """End the mini-batch of the deferred batch norms that this rank runs."""
+        norms: list[tuple[DeferredBatchNorm, tuple[int, ...]]] = []
+        for name, part in self.module.named_modules():
+            if isinstance(part, DeferredBatchNorm) and self.holds(f"{name}.running_mean"):
+                norms.append((part, self._members(self.owners(f"{name}.running_mean"))))
+        commit_all(norms, self.transport)
 
     def _stage_holders(self, stage: int) -> tuple[int, ...]:
         return tuple(sorted({rank for (_, held), rank in self.placement.items() if held == stage}))

@@ -1,0 +1,164 @@
+"""Running statistics of whole mini-batches, whatever they were cut into."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_pipe.errors import ConfigurationError
+from lightning_pipe.partition import find_layers
+from lightning_pipe.pipeline.batchnorm import DeferredBatchNorm
+from lightning_pipe.pipeline.memory_transport import MemoryTransport, memory_world, run_threads
+from lightning_pipe.pipeline.runner import Pipeline
+from lightning_pipe.pipeline.topology import Topology
+from lightning_pipe.schedules import GPipe
+
+
+@pytest.fixture(autouse=True)
+def _float64() -> Any:
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+KINDS: list[tuple[type[nn.Module], tuple[int, ...]]] = [
+    (nn.BatchNorm1d, (10, 3)),
+    (nn.BatchNorm1d, (10, 3, 5)),
+    (nn.BatchNorm2d, (10, 3, 4, 2)),
+    (nn.BatchNorm3d, (10, 3, 2, 2, 2)),
+]
+OPTIONS: list[dict[str, Any]] = [{}, {"momentum": None}, {"momentum": 0.3}, {"affine": False}]
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3, 4])
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize(("kind", "shape"), KINDS, ids=lambda value: getattr(value, "__name__", str(value)))
+def test_statistics_are_those_of_the_whole_batch(
+    kind: Any, shape: tuple[int, ...], options: dict[str, Any], micro_batches: int
+) -> None:
+    plain = kind(3, **options)
+    deferred = DeferredBatchNorm.convert(copy.deepcopy(plain))
+    for _ in range(5):
+        batch = torch.randn(shape) * 3 + 100
+        plain(batch)
+        for part in batch.tensor_split(micro_batches):
+            deferred(part)
+        deferred.commit()
+    assert_same_statistics(deferred, plain)
+    plain.eval()
+    deferred.eval()
+    torch.testing.assert_close(deferred(batch), plain(batch), rtol=0, atol=1e-10)
+
+
+def assert_same_statistics(found: nn.Module, expected: nn.Module) -> None:
+    for (name, value), (_, reference) in zip(found.named_buffers(), expected.named_buffers(), strict=True):
+        torch.testing.assert_close(value, reference, rtol=1e-12, atol=1e-12, msg=name)
+
+
+def test_without_running_statistics_nothing_is_kept() -> None:
+    norm = DeferredBatchNorm.convert(nn.BatchNorm1d(3, track_running_stats=False))
+    plain, batch = nn.BatchNorm1d(3, track_running_stats=False), torch.randn(4, 3)
+    torch.testing.assert_close(norm(batch), plain(batch))
+    norm.commit()
+    assert list(norm.state_dict()) == list(plain.state_dict())
+
+
+def test_the_plain_norm_comes_back() -> None:
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.SyncBatchNorm(4))
+    keys = list(net.state_dict())
+    DeferredBatchNorm.convert(net)
+    assert isinstance(net[1], nn.BatchNorm2d)
+    assert isinstance(net[1], DeferredBatchNorm)
+    assert list(net.state_dict()) == keys
+    assert type(DeferredBatchNorm.revert(net)[1]) is nn.BatchNorm2d
+    assert type(net[2]) is nn.SyncBatchNorm
+
+
+def test_one_value_per_channel_is_refused() -> None:
+    norm = DeferredBatchNorm.convert(nn.BatchNorm1d(3))
+    with pytest.raises(ConfigurationError, match="more than one value per channel"):
+        norm(torch.randn(1, 3))
+
+
+def test_the_pipeline_leaves_norms_as_it_found_them_when_a_step_fails() -> None:
+    (transport,) = memory_world(Topology(ranks=1))
+    net = Net()
+    pipeline = Pipeline(net, find_layers(net, "layers"), [8, 8], GPipe(), transport, deferred_batch_norm=True)
+    calls = 0
+
+    def step(index: int, part: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            raise KeyError("the user's own")
+        return net(part)
+
+    parts = list(torch.randn(8, 3).tensor_split(2))
+    with pytest.raises(KeyError):
+        pipeline.train(step, parts, [0.5, 0.5])
+    assert all(norm.pending is None for norm in net.modules() if isinstance(norm, DeferredBatchNorm))
+    pipeline.train(step, parts, [0.5, 0.5])
+    assert int(net.layers[0][1].num_batches_tracked) == 1
+
+
+class Net(nn.Module):
+    """The first norm sees the batch itself, so its statistics are known exactly; one norm stands outside the layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        first = nn.Sequential(nn.Identity(), nn.BatchNorm1d(3), nn.Linear(3, 3), nn.Tanh())
+        others = [nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Dropout(0.5), nn.Tanh()) for _ in range(3)]
+        self.layers = nn.ModuleList([first, *others])
+        self.outside = nn.BatchNorm1d(3, affine=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return F.mse_loss(self.outside(x), x)
+
+
+def train(ranks: int, replicas: int, micro_batches: int, batches: list[Tensor], net: Net) -> list[dict[str, Tensor]]:
+    def body(transport: MemoryTransport) -> dict[str, Tensor]:
+        mine = copy.deepcopy(net)
+        sequence = find_layers(mine, "layers")
+        balance = [len(sequence) // ranks] * ranks
+        pipeline = Pipeline(mine, sequence, balance, GPipe(), transport, deferred_batch_norm=True)
+        pipeline.partition()
+        for batch in batches:
+            part = batch.tensor_split(replicas)[transport.replica]
+            parts = list(part.tensor_split(micro_batches))
+            pipeline.train(lambda _, x: mine(x), parts, [len(p) / len(batch) for p in parts])
+            mine.eval()
+            with torch.no_grad():
+                pipeline.evaluate(lambda _, x: mine(x), [batch])
+            mine.train()
+        pipeline.restore()
+        return mine.state_dict()
+
+    return run_threads(memory_world(Topology.for_schedule(ranks, replicas)), body, timeout=30)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "replicas", "micro_batches"), [(1, 1, 3), (2, 1, 4), (4, 1, 3), (1, 2, 2), (2, 2, 2), (2, 2, 1)]
+)
+def test_pipelines_and_replicas_share_one_mini_batch(ranks: int, replicas: int, micro_batches: int) -> None:
+    net, batches = Net(), [torch.randn(10, 3) * 2 + 5 for _ in range(5)]
+    reference = nn.BatchNorm1d(3)
+    for batch in batches:
+        reference(batch)
+    results = train(ranks, replicas, micro_batches, batches, net)
+    for found in results:
+        for name, value in reference.state_dict().items():
+            if name.startswith("running") or name == "num_batches_tracked":
+                torch.testing.assert_close(found[f"layers.0.1.{name}"], value, rtol=1e-12, atol=1e-12)
+        assert int(found["outside.num_batches_tracked"]) == 5
+    # All processes have the same module again, to the last bit.
+    for found in results[1:]:
+        for name, value in results[0].items():
+            assert torch.equal(value, found[name]), name
