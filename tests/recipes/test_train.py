@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -29,25 +30,20 @@ SMALL = [
 
 
 def run(tmp_path: Path, *arguments: str, seconds: float = 100) -> subprocess.CompletedProcess[str]:
-    """Runs `python -m recipes.train` on small local text."""
+    """Runs `python -m recipes.train` on small local text; no process of it outlives the test."""
     environment = {name: value for name, value in os.environ.items() if name not in processes.RANK_VARIABLES}
-    files = write_text(tmp_path / "wiki")
-    command = [
-        sys.executable,
-        "-m",
-        "recipes.train",
-        *arguments,
-        f"data.files={files}",
-        f"paths.data={tmp_path / 'data'}",
-    ]
-    return subprocess.run(
-        command,
-        cwd=ROOT,
-        env=environment | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hf"), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=seconds,
-    )
+    environment |= {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hf"), "OMP_NUM_THREADS": "1"}
+    text = [f"data.files={write_text(tmp_path / 'wiki')}", f"paths.data={tmp_path / 'data'}"]
+    command = [sys.executable, "-m", "recipes.train", *arguments, *text]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, cwd=ROOT, env=environment, text=True, start_new_session=True, **pipes) as process:
+        try:
+            out, errors = process.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            out, errors = process.communicate()
+            pytest.fail(f"not done after {seconds} s\n{out}\n{errors}")
+    return subprocess.CompletedProcess(command, process.returncode, out, errors)
 
 
 def summary(output: Path) -> dict[str, dict[str, float]]:
