@@ -39,7 +39,7 @@ format: .venv/ready  ## let ruff repair what it can
 	@$(BIN)/ruff format .
 
 bench: .venv/ready  ## measure bubbles, speed and overheads on this machine
-	@$(RUN) -m benchmarks $(ARGS)
+	@$(RUN) -m tests.benchmarks $(ARGS)
 
 clean:  ## remove .venv, caches and the outputs of runs
 	rm -rf .venv build dist outputs multirun .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
