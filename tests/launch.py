@@ -96,18 +96,33 @@ def run_world(
 
 
 def run_pipeline(
-    fn: Callable[..., Any], topology: Topology, *, timeout: float = 60.0, group_timeout: float = 15.0, **kwargs: Any
+    fn: Callable[..., Any],
+    topology: Topology,
+    *,
+    timeout: float = 60.0,
+    group_timeout: float = 15.0,
+    local: bool = True,
+    **kwargs: Any,
 ) -> list[Any]:
-    """Call ``fn(transport, **kwargs)`` in one process per place of the topology; the twin of `run_threads`."""
-    ended = pipeline_outcomes(fn, topology, timeout=timeout, group_timeout=group_timeout, **kwargs)
+    """Call ``fn(transport, **kwargs)`` in one process per place of the topology; the twin of `run_threads`.
+
+    ``local=False`` sends all messages over Gloo, as between hosts.
+    """
+    ended = pipeline_outcomes(fn, topology, timeout=timeout, group_timeout=group_timeout, local=local, **kwargs)
     return results(ended)
 
 
 def pipeline_outcomes(
-    fn: Callable[..., Any], topology: Topology, *, timeout: float = 60.0, group_timeout: float = 15.0, **kwargs: Any
+    fn: Callable[..., Any],
+    topology: Topology,
+    *,
+    timeout: float = 60.0,
+    group_timeout: float = 15.0,
+    local: bool = True,
+    **kwargs: Any,
 ) -> list[Outcome]:
     """As `run_pipeline`, but says how each process ended instead of raising."""
-    call = (fn, topology, group_timeout, kwargs)
+    call = (fn, topology, group_timeout, local, kwargs)
     return outcomes(_with_transport, topology.world_size, timeout=timeout, group_timeout=group_timeout, call=call)
 
 
@@ -289,13 +304,13 @@ def _call(process: int, world_size: int, group_timeout: float | None, call: byte
     return value
 
 
-def _with_transport(process: int, call: tuple[Callable[..., Any], Topology, float, dict[str, Any]]) -> Any:
+def _with_transport(process: int, call: tuple[Callable[..., Any], Topology, float, bool, dict[str, Any]]) -> Any:
     import torch
 
     from lightning_pipe.pipeline.transports import open_transport
 
-    fn, topology, seconds, kwargs = call
-    transport: Transport = open_transport(topology, torch.device("cpu"), timedelta(seconds=seconds))
+    fn, topology, seconds, local, kwargs = call
+    transport: Transport = open_transport(topology, torch.device("cpu"), timedelta(seconds=seconds), local=local)
     value = fn(transport, **kwargs)
     transport.barrier()
     transport.close()

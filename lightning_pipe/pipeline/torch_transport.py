@@ -17,6 +17,7 @@ from torch.distributed import ProcessGroup, ReduceOp, Store  # type: ignore[attr
 from typing_extensions import override
 
 from lightning_pipe.errors import CommunicationError, ConfigurationError
+from lightning_pipe.pipeline.local import LocalPeer, Posted, available, connect_local
 from lightning_pipe.pipeline.topology import Topology
 from lightning_pipe.pipeline.transport import (
     DONE,
@@ -104,24 +105,51 @@ class WatchedWork(GroupWork):
         self._done.set()
 
 
-class StagedReceive(GroupWork):
+class StagedReceive:
     """A receive into pinned host memory, copied to the device when it has arrived."""
 
-    def __init__(
-        self, transport: TorchTransport, operation: object, work: dist.Work, host: Tensor, target: Tensor
-    ) -> None:
-        super().__init__(transport, operation, work, None)
+    def __init__(self, work: Work, host: Tensor, target: Tensor) -> None:
+        self._work = work
         self._staging: tuple[Tensor, Tensor] | None = (host, target)
 
-    @override
     def wait(self) -> None:
-        super().wait()
+        """Wait for the message and start to copy it; the current stream waits for the copy."""
+        self._work.wait()
         if self._staging is not None:
             host, target = self._staging
             # The caching host allocator keeps the pinned memory until the copy is done.
             with torch.no_grad():
                 target.copy_(host, non_blocking=True)
             self._staging = None
+
+    def is_completed(self) -> bool:
+        """Whether the message has come to the host."""
+        return self._work.is_completed()
+
+
+class LocalReceive:
+    """A receive from a process of this host."""
+
+    def __init__(self, transport: TorchTransport, operation: object, peer: LocalPeer, posted: Posted) -> None:
+        self._transport = transport
+        self._operation = operation
+        self._peer = peer
+        self._posted = posted
+
+    def wait(self) -> None:
+        """Return when the message has come."""
+        if self._posted.done:
+            return
+        self._transport.waiting = self._operation
+        try:
+            self._peer.wait(self._posted)
+        except OSError as error:
+            raise self._transport.failed(self._operation, error) from error
+        self._transport.waiting = None
+
+    def is_completed(self) -> bool:
+        """Whether the message has come."""
+        return self._peer.poll(self._posted)
 
 
 class Several:
@@ -190,6 +218,7 @@ class TorchTransport(Transport):
         self._closed = False
         self._everyone = tuple(range(topology.world_size))
         self._make_group(self._everyone)
+        self._local: dict[int, LocalPeer] = {}
         pipelines = [self.new_group(topology.pipeline_processes(replica)) for replica in range(topology.replicas)]
         self._messages = pipelines[self.replica]
         self._group_ranks = tuple(sorted(self.peers).index(peer) for peer in self.peers)
@@ -277,6 +306,8 @@ class TorchTransport(Transport):
 
     @override
     def abort(self) -> None:
+        for peer in self._local.values():
+            peer.shutdown()
         for group in (self._messages, *self._host_groups.values()):
             _abort_gloo(group)
         # Others may be on their way into a collective of the default group, where nobody will meet them any more.
@@ -288,6 +319,9 @@ class TorchTransport(Transport):
         for watcher in self._watchers.values():
             watcher.stop()
         self._watchers.clear()
+        for peer in self._local.values():
+            peer.close()
+        self._local.clear()
         if not self._closed and dist.is_initialized():
             groups = (self._messages, *self._host_groups.values(), *self._device_groups.values())
             for group in {id(group): group for group in groups}.values():
@@ -345,9 +379,13 @@ class TorchTransport(Transport):
     def _start_send(self, data: Tensor, peer: int, lane: Lane | str, tag: int) -> Work:
         operation = Message("send", data.numel(), self.names[peer], lane)
         try:
+            local = self._local.get(peer)
+            if local is not None:
+                local.send(data, tag)
+                return DONE
             # What torch's isend calls, without its checks: they are half of the cost of a small message.
             work = self._messages.send([data], self._group_ranks[peer], tag)
-        except RuntimeError as error:
+        except (RuntimeError, OSError) as error:
             raise self.failed(operation, error) from error
         if data.numel() < _WATCHED_SIZE or not isinstance(lane, Lane):
             return GroupWork(self, operation, work, data)
@@ -358,11 +396,14 @@ class TorchTransport(Transport):
         watcher.watch(watched)
         return watched
 
-    def _start_receive(self, data: Tensor, peer: int, lane: Lane | str, tag: int) -> GroupWork:
+    def _start_receive(self, data: Tensor, peer: int, lane: Lane | str, tag: int) -> Work:
         operation = Message("receive", data.numel(), self.names[peer], lane)
         try:
+            local = self._local.get(peer)
+            if local is not None:
+                return LocalReceive(self, operation, local, local.receive(data, tag))
             work = self._messages.recv([data], self._group_ranks[peer], tag)
-        except RuntimeError as error:
+        except (RuntimeError, OSError) as error:
             raise self.failed(operation, error) from error
         return GroupWork(self, operation, work, data)
 
@@ -372,10 +413,24 @@ class GlooTransport(TorchTransport):
 
     All lanes of a pipeline share one process group and have a tag each: Gloo moves the bytes of a message only once
     its receiver has come, so a pending operation of one lane holds up no other.
+
+    Args:
+        topology: the place of every process of the default group.
+        device: where messages live.
+        timeout: the longest that an operation may take.
+        local: whether processes of one host use shared memory instead, for messages.
     """
 
-    def __init__(self, topology: Topology, device: torch.device, timeout: timedelta) -> None:
+    def __init__(self, topology: Topology, device: torch.device, timeout: timedelta, *, local: bool = True) -> None:
         super().__init__(topology, device, timeout, backend="gloo")
+        if local and available():
+            found = connect_local(
+                self.process,
+                self.peers,
+                timeout.total_seconds(),
+                lambda obj: self.all_gather_object(obj, self._everyone),
+            )
+            self._local = {self.peers.index(process): peer for process, peer in found.items()}
 
     @property
     @override
@@ -398,11 +453,9 @@ class GlooTransport(TorchTransport):
         check_message(data)
         if data.device.type == "cpu":
             return self._start_receive(data, peer, lane, _lane_tag(lane))
-        operation = Message("receive", data.numel(), self.names[peer], lane)
         host = torch.empty(data.shape, dtype=data.dtype, pin_memory=True)
-        with self.failing(operation):
-            work = self._messages.recv([host], self._group_ranks[peer], _lane_tag(lane))
-        return StagedReceive(self, operation, work, host, data)
+        work = self._start_receive(host, peer, lane, _lane_tag(lane))
+        return StagedReceive(work, host, data)
 
 
 def default_store() -> Store:

@@ -14,13 +14,14 @@ from lightning_pipe.pipeline.torch_transport import GlooTransport
 from lightning_pipe.pipeline.transport import Transport
 
 
-def open_transport(topology: Topology, device: torch.device, timeout: timedelta) -> Transport:
+def open_transport(topology: Topology, device: torch.device, timeout: timedelta, *, local: bool = True) -> Transport:
     """This process's transport; collective over the world.
 
     Args:
         topology: the place of every process. One process alone needs no process group.
         device: where this process's stages compute.
         timeout: the longest that an operation may take.
+        local: whether processes of one host may exchange messages through shared memory.
 
     Returns:
         NCCL if the default process group uses it for this device, else Gloo, with tensors of a GPU staged through
@@ -30,4 +31,4 @@ def open_transport(topology: Topology, device: torch.device, timeout: timedelta)
         return memory_world(topology, timeout, device)[0]
     if device.type == "cuda" and "nccl" in dist.get_backend_config():
         return NcclTransport(topology, device, timeout)
-    return GlooTransport(topology, device, timeout)
+    return GlooTransport(topology, device, timeout, local=local)

@@ -26,13 +26,13 @@ STAGES, MICRO_BATCHES = 4, 16
 
 
 def run(quick: bool) -> list[Finding]:
-    """Engine per action on one rank and with messages over Gloo; interception per stage and micro-batch."""
+    """Engine per action on one rank and with messages; interception per stage and micro-batch."""
     rounds = 20 if quick else 100
     alone = without_user_code(memory_world(Topology(1))[0], rounds)
     messages = max(launch.run_pipeline(without_user_code, Topology(2), rounds=rounds))
     findings = [
         Finding("engine per action, one rank", microseconds(alone), "at most 40 us", alone <= LIMIT),
-        Finding("the same with messages over Gloo, in processor time", microseconds(messages)),
+        Finding("the same with messages between processes, in processor time", microseconds(messages)),
     ]
     for layers in (4, 16):
         step, plain = interception(memory_world(Topology(1))[0], layers, rounds)

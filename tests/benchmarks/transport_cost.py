@@ -19,11 +19,12 @@ THERE, BACK = Lane("forward"), Lane("backward")
 
 
 def run(quick: bool) -> list[Finding]:
-    """Median costs over threads and over processes with Gloo."""
+    """Median costs between threads, and between processes over Gloo and over shared memory."""
     rounds = 100 if quick else 400
     worlds = {
-        "memory": run_threads(memory_world(Topology(2)), lambda transport: costs(transport, rounds))[0],
-        "gloo": launch.run_pipeline(costs, Topology(2), rounds=rounds)[0],
+        "threads": run_threads(memory_world(Topology(2)), lambda transport: costs(transport, rounds))[0],
+        "Gloo": launch.run_pipeline(costs, Topology(2), local=False, rounds=rounds)[0],
+        "shared memory": launch.run_pipeline(costs, Topology(2), rounds=rounds)[0],
     }
     return [
         Finding(f"{world}: {what}, {size}", microseconds(seconds))

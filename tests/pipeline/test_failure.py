@@ -110,7 +110,7 @@ def test_a_hang_ends_at_the_timeout_with_a_report_of_every_rank() -> None:
     assert len(reports) == 2
     for report in reports:
         assert "asked all ranks where they are" in report
-        assert f"rank 0 (process {topology.process(0, 0)}): batch 3; waits to" in report
+        assert f"rank 0 (process {topology.process(0, 0)}): batch 4; waits to finish all-reduce" in report
         assert "rank 1: batch 3; computes in" in report
         assert "misbehave" in report
         assert f"rank 2 (process {topology.process(0, 2)}): batch 3; waits to receive 8 bytes from rank 1" in report
