@@ -184,6 +184,11 @@ class PipeStrategy(ParallelStrategy):
         return self.world
 
     @property
+    def pipeline(self) -> Pipeline | None:
+        """The module over the ranks, during a run."""
+        return None if self.run is None else self.run.pipeline
+
+    @property
     def divided(self) -> Run:
         """The run, once the module is divided over the ranks."""
         if self.run is None:
@@ -383,10 +388,9 @@ class PipeStrategy(ParallelStrategy):
     # ------------------------------------------------------------------ checkpoints
 
     def _checkpoints(self) -> Checkpoints:
-        world = self.connected
-        pipeline = None if self.run is None else self.run.pipeline
+        transport = self.connected.transport
         # process 0 is the rank that speaks for the first pipeline
-        return Checkpoints(self._module(), pipeline, world.transport, world.transport.topology.locate(0)[1])
+        return Checkpoints(self._module(), self.pipeline, transport, transport.topology.locate(0)[1])
 
     @override
     def save_checkpoint(

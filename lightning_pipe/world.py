@@ -170,7 +170,7 @@ class World:
         return _sync_ddp_if_available(value, group, reduce_op=op)
 
     def all_gather(self, tensor: Tensor, group: Any | None, sync_grads: bool) -> Tensor:
-        """Gather from the replicas along a new first dimension; with one replica the tensor itself, as on one device."""
+        """Gather from the replicas along a new first dimension; one replica gets the tensor itself, as one device."""
         group = self.replicas if group is None or group is dist.group.WORLD else group
         return tensor if group is None else _all_gather_ddp_if_available(tensor, group=group, sync_grads=sync_grads)
 
