@@ -37,8 +37,8 @@ class Layout:
     @cached_property
     def _parts(self) -> tuple[tuple[int, int], ...]:
         parts, offset = [], _aligned(8 * self.words)
-        for shape, dtype in self.specs:
-            count = torch.Size(shape).numel() * dtype.itemsize
+        for spec in self.specs:
+            count = torch.Size(spec.shape).numel() * spec.dtype.itemsize
             parts.append((offset, count))
             offset = _aligned(offset + count)
         return (*parts, (offset, 0))
@@ -56,7 +56,9 @@ class Layout:
         with torch.no_grad():
             for tensor, (offset, count), spec in zip(tensors, self._parts, self.specs, strict=False):
                 if tensor is not None and count:
-                    data[offset : offset + count].view(spec.dtype).view(spec.shape).copy_(tensor)
+                    place = data[offset : offset + count].view(spec.dtype)
+                    place = place.as_strided(spec.shape, spec.strides) if _strided(spec) else place.view(spec.shape)
+                    place.copy_(tensor)
         return data
 
     def unpack(self, data: Tensor) -> tuple[list[int], list[Tensor]]:
@@ -67,10 +69,18 @@ class Layout:
         """The tensors; they share the message's memory but not its version counter."""
         storage = data.untyped_storage()
         tensors = []
-        for (offset, _), (shape, dtype) in zip(self._parts, self.specs, strict=False):
-            tensor = torch.empty(0, dtype=dtype, device=data.device)
-            tensors.append(tensor.set_(storage, offset // dtype.itemsize, shape))  # type: ignore[call-overload]
+        for (offset, _), spec in zip(self._parts, self.specs, strict=False):
+            tensor = torch.empty(0, dtype=spec.dtype, device=data.device)
+            place = (offset // spec.dtype.itemsize, spec.shape)
+            tensors.append(
+                tensor.set_(storage, *place, spec.strides) if _strided(spec) else tensor.set_(storage, *place)
+            )
         return tensors
+
+
+def _strided(spec: TensorSpec) -> bool:
+    """Whether a tensor keeps strides of its own; one with gaps or overlaps travels without them."""
+    return spec.strides is not None and spec.dense
 
 
 def _aligned(offset: int) -> int:

@@ -10,15 +10,40 @@ from torch import Tensor
 
 
 class TensorSpec(NamedTuple):
-    """Shape and dtype of a tensor that does not exist yet on this rank."""
+    """Shape, dtype and strides of a tensor that does not exist yet on this rank.
+
+    Strides count: they decide whether ``contiguous()`` or ``reshape()`` return a copy or the tensor itself, and so
+    what a later change in place reaches. ``None`` means contiguous.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+    strides: tuple[int, ...] | None = None
 
     @classmethod
     def of(cls, tensor: Tensor) -> TensorSpec:
         """The specification of a tensor."""
-        return cls(tuple(tensor.shape), tensor.dtype)
+        return cls(tuple(tensor.shape), tensor.dtype, None if tensor.is_contiguous() else tensor.stride())
+
+    def empty(self, device: torch.device | str) -> Tensor:
+        """A tensor like this without values."""
+        if self.strides is None:
+            return torch.empty(self.shape, dtype=self.dtype, device=device)
+        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=device)
+
+    @property
+    def dense(self) -> bool:
+        """Whether the elements fill their memory without gaps and overlaps, in whatever order."""
+        if self.strides is None:
+            return True
+        expected = 1
+        for stride, size in sorted(zip(self.strides, self.shape, strict=True)):
+            if size == 1:
+                continue
+            if stride != expected:
+                return False
+            expected *= size
+        return True
 
 
 class Passed(NamedTuple):
@@ -48,8 +73,8 @@ class Call(NamedTuple):
 class Entry(NamedTuple):
     """One tensor that is alive at a cut.
 
-    ``shared`` marks tensors whose memory another live tensor shares: they travel as copies, so changing one in place
-    after the cut would be wrong, and raises.
+    ``shared`` marks tensors whose memory another live tensor shares, or that are parts of a larger one: they travel as
+    copies, so changing one in place after the cut could be wrong, and raises.
     """
 
     number: int

@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_map
 
 from lightning_pipe.errors import CutError
 from lightning_pipe.pipeline.cut.functions import function_name
+from lightning_pipe.pipeline.cut.path import TensorSpec
 
 
 class Placeholder(Tensor):
@@ -46,9 +47,9 @@ class Placeholder(Tensor):
         return Placeholder(self.meta, self.device)
 
     @classmethod
-    def of(cls, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Placeholder:
-        """A contiguous placeholder."""
-        return cls(torch.empty(shape, dtype=dtype, device="meta"), device)
+    def of(cls, spec: TensorSpec, device: torch.device) -> Placeholder:
+        """A placeholder with the shape, dtype and strides of ``spec``."""
+        return cls(spec.empty("meta"), device)
 
 
 def shape_only(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

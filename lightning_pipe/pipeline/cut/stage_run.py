@@ -177,7 +177,7 @@ class StageRun:
                 if isinstance(leaf, Passed):
                     leaves.append(arguments[leaf.argument])
                 elif isinstance(leaf, TensorSpec):
-                    leaves.append(Placeholder.of(leaf.shape, leaf.dtype, self._device))
+                    leaves.append(Placeholder.of(leaf, self._device))
                     results.append(leaves[-1])
                 else:
                     leaves.append(leaf)
@@ -218,18 +218,17 @@ class StageRun:
             for _, tensor in alive:
                 storage = tensor.untyped_storage()._cdata
                 owners[storage] = owners.get(storage, 0) + 1
-            entries = tuple(
-                Entry(
-                    number,
-                    TensorSpec.of(tensor),
-                    tensor.requires_grad,
-                    owners[tensor.untyped_storage()._cdata] > 1,
-                )
-                for number, tensor in alive
-            )
+            entries = tuple(_entry(number, tensor, owners[tensor.untyped_storage()._cdata]) for number, tensor in alive)
             path = Path(tuple(self.tracker.calls), entries)
             self.crossing = Crossing(path, tuple(tensor for _, tensor in alive))
         raise _EndOfStage
+
+
+def _entry(number: int, tensor: Tensor, sharing: int) -> Entry:
+    spec = TensorSpec.of(tensor)
+    # A view made under no_grad says that it requires a gradient and has none to give (torch 2.13).
+    detached = tensor._is_view() and tensor.grad_fn is None
+    return Entry(number, spec, tensor.requires_grad and not detached, sharing > 1 or not spec.dense)
 
 
 def version_of(tensor: Tensor) -> int:

@@ -21,7 +21,7 @@ from lightning_pipe.pipeline.cut.functions import (
     leaves_of,
     results_of,
 )
-from lightning_pipe.pipeline.cut.path import Call
+from lightning_pipe.pipeline.cut.path import Call, TensorSpec
 from lightning_pipe.pipeline.cut.placeholder import Placeholder, shape_only
 from lightning_pipe.pipeline.rng import Streams
 
@@ -176,8 +176,13 @@ class Tracker(TorchFunctionMode):
                 f"'{self.calls[-1].name}' gives {len(tensors)} tensors here, {len(numbers)} on the previous stage."
             )
         for tensor, number in zip(tensors, numbers, strict=True):
-            if self.number_of(tensor) is None:
+            known = self.number_of(tensor)
+            if known is None:
                 self.bind(tensor, number)
+            elif known != number:
+                raise CutError(
+                    f"'{self.calls[-1].name}' returns one of its arguments here and a copy on the previous stage."
+                )
             self._next = max(self._next, number + 1)
 
     def touch(self, tensors: list[Tensor], name: str) -> None:
@@ -233,7 +238,7 @@ class Tracker(TorchFunctionMode):
                 f"'{name}' changes '{owned}' in place before this stage's layers, with values of an earlier stage.",
                 hint=f"Change '{owned}' after the last layer, or inside a layer.",
             )
-        swap(changed, Placeholder.of(tuple(changed.shape), changed.dtype, changed.device))
+        swap(changed, Placeholder.of(TensorSpec.of(changed), changed.device))
 
     def _run(self, name: str, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
         for tensor in tensors:
