@@ -191,7 +191,8 @@ def _replace(tensor: Tensor, value: Tensor) -> None:
     """Let the same object hold another value, device and memory; attributes and ``requires_grad`` stay."""
     attributes: Mapping[str, Any] = dict(tensor.__dict__)
     requires_grad = tensor.requires_grad
-    new: Tensor = nn.Parameter(value, requires_grad) if isinstance(tensor, nn.Parameter) else value
+    # detached: what carried the value here may still refer to it, and such tensors cannot be swapped (torch 2.13)
+    new: Tensor = nn.Parameter(value, requires_grad) if isinstance(tensor, nn.Parameter) else value.detach()
     torch.utils.swap_tensors(tensor, new)  # type: ignore[no-untyped-call]
     tensor.__dict__.update(attributes)
 
