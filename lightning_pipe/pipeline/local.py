@@ -142,8 +142,12 @@ class LocalPeer:
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Write what is left and close the connection."""
+        """Write the messages that are left and close the connection."""
         if self._writer is not None:
+            with self._lock:  # memory that comes back now is wanted by nobody, and maybe read by nobody
+                kept = [item for item in self._backlog if item[0][0] != _FREE]
+                self._backlog.clear()
+                self._backlog.extend(kept)
             self._writer.join(self._timeout)
         self._socket.close()
 
@@ -224,7 +228,7 @@ class LocalPeer:
         ready.register(self._socket, select.POLLOUT)
         with suppress(OSError):  # the main thread finds out when it reads
             while True:
-                ready.poll()
+                ready.poll(100)
                 with self._lock:
                     if self._flush():
                         return
