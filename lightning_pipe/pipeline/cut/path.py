@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_pipe.skip import Key
+
 
 class TensorSpec(NamedTuple):
     """Shape, dtype and strides of a tensor that does not exist yet on this rank.
@@ -61,6 +63,8 @@ class Call(NamedTuple):
         structure: for layers and modules, the pytree structure of the result; ``None`` for torch functions.
         leaves: for layers and modules, the result's leaves: :class:`TensorSpec`, :class:`Passed`, or plain values.
         mutated: for layers and modules, the arguments changed in place (positions among the argument's tensors).
+        stashed: the skip connections that begin in this call; their tensors are the last leaves.
+        popped: the skip connections that end in it.
     """
 
     name: str
@@ -68,6 +72,8 @@ class Call(NamedTuple):
     structure: Any = None
     leaves: tuple[Any, ...] = ()
     mutated: tuple[int, ...] = ()
+    stashed: tuple[Key, ...] = ()
+    popped: tuple[Key, ...] = ()
 
 
 class Entry(NamedTuple):

@@ -16,6 +16,7 @@ from lightning_pipe.pipeline.cut.placeholder import Placeholder
 from lightning_pipe.pipeline.cut.received import Inbox
 from lightning_pipe.pipeline.cut.tracker import Holdings, Tracker
 from lightning_pipe.pipeline.rng import Streams
+from lightning_pipe.skip import Store, stored_in
 
 _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 
@@ -55,6 +56,7 @@ class StageRun:
         self.inside = False
         self.inbox: Inbox | None = None
         self._inbound = inbound
+        self._skips: Store = {}
         self._shared: list[tuple[Tensor, int, int]] = []
         self._micro_batch, self._streams, self._device = micro_batch, streams, device
         self._holdings = holdings
@@ -126,18 +128,23 @@ class StageRun:
         arguments = leaves_of(args, kwargs)
         self.inside = True
         try:
-            with tracker.paused(), self._streams.isolated(self._micro_batch, key):
+            with tracker.paused(), self._streams.isolated(self._micro_batch, key), stored_in(self._skips):
                 tracker.touch([leaf for leaf in arguments if isinstance(leaf, Tensor)], name)
                 versions = [version_of(leaf) if isinstance(leaf, Tensor) else 0 for leaf in arguments]
+                skips = dict(self._skips)
                 result = forward(*args, **kwargs)
-                tracker.calls.append(self._describe(name, result, arguments, versions))
+                tracker.calls.append(self._describe(name, result, arguments, versions, skips))
         finally:
             self.inside = False
         return result
 
-    def _describe(self, name: str, result: Any, arguments: list[Any], versions: list[int]) -> Call:
+    def _describe(self, name: str, result: Any, arguments: list[Any], versions: list[int], skips: Store) -> Call:
         """Number what a layer or module leaves behind and describe it for the stages that stand in for it."""
+        stashed = tuple(key for key, tensor in self._skips.items() if key not in skips or skips[key] is not tensor)
+        popped = tuple(key for key in skips if key not in self._skips)
+        self.tracker.touch([tensor for key in popped if (tensor := skips[key]) is not None], name)
         leaves, structure = tree_flatten(result)
+        leaves += [self._skips[key] for key in stashed]
         mutated = tuple(
             i for i, leaf in enumerate(arguments) if isinstance(leaf, Tensor) and version_of(leaf) != versions[i]
         )
@@ -160,7 +167,7 @@ class StageRun:
                     hint="Return tensors, numbers, strings, None, and tuples, lists or dictionaries of them, or "
                     "register the type with torch.utils._pytree.register_pytree_node.",
                 )
-        return Call(name, tuple(numbers), structure, tuple(described), mutated)
+        return Call(name, tuple(numbers), structure, tuple(described), mutated, stashed, popped)
 
     def _stand_in(self, name: str, args: Any, kwargs: Any) -> Any:
         """Answer for a call that an earlier stage really makes."""
@@ -182,6 +189,11 @@ class StageRun:
                 else:
                     leaves.append(leaf)
             tracker.follow(results, call.numbers)
+            for key in call.popped:
+                del self._skips[key]
+            if call.stashed:
+                self._skips.update(zip(call.stashed, leaves[-len(call.stashed) :], strict=True))
+                del leaves[-len(call.stashed) :]
             return tree_unflatten(leaves, call.structure)
 
     # ------------------------------------------------------------------ the two ends of a stage
