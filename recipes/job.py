@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import subprocess
 import time
 from pathlib import Path
 
@@ -13,17 +12,18 @@ from omegaconf import DictConfig, OmegaConf
 
 from lightning_pipe.callbacks import PipelineTimeline
 from recipes.callbacks import Throughput
+from recipes.processes import Job
 from recipes.report import Report
 
 log = logging.getLogger(__name__)
 
 
-def run(config: DictConfig, children: list[subprocess.Popen[bytes]]) -> Report:
+def run(config: DictConfig, job: Job) -> Report:
     """Trains what the configuration describes.
 
     Args:
         config: a checked configuration.
-        children: takes up the processes that the run starts.
+        job: told what starts the other processes.
     """
     started = time.perf_counter()
     L.seed_everything(config.seed, workers=True, verbose=False)
@@ -35,11 +35,11 @@ def run(config: DictConfig, children: list[subprocess.Popen[bytes]]) -> Report:
     )
     callbacks = [instantiate(callback) for callback in config.callbacks.values()]
     trainer = make_trainer(config, callbacks)
+    job.launcher = trainer.strategy.launcher
     if trainer.is_global_zero:
         Path(config.paths.output, "config.yaml").write_text(OmegaConf.to_yaml(config, resolve=True))
 
     before = trainer.validate(module, datamodule=data, verbose=False)[0]
-    children += getattr(trainer.strategy.launcher, "procs", [])
     trainer.fit(module, datamodule=data, ckpt_path=config.ckpt_path)
 
     after = {name: float(trainer.callback_metrics[name]) for name in before if name in trainer.callback_metrics}

@@ -15,6 +15,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 log = logging.getLogger(__name__)
 
@@ -54,17 +55,45 @@ def _quoted(path: str) -> str:
     return "'" + path.replace("\\", "\\\\").replace("'", "\\'") + "'"
 
 
+@dataclass
+class Job:
+    """One job under way.
+
+    Args:
+        launcher: what has started the job's other processes, once it is known.
+    """
+
+    launcher: object | None = None
+
+    @property
+    def children(self) -> list[subprocess.Popen[bytes]]:
+        """The processes that this one has started; empty where something else starts them."""
+        return getattr(self.launcher, "procs", [])
+
+    def end(self, *, failed: bool, seconds: float = 30.0) -> None:
+        """Waits for the children; after a failure it does not wait long."""
+        for child in self.children:
+            if failed:
+                child.terminate()
+            try:
+                code = child.wait(seconds)
+            except subprocess.TimeoutExpired:
+                child.kill()
+                code = child.wait()
+            if code != 0:
+                log.warning("Process %d of this job ended with exit code %d.", child.pid, code)
+        # Lightning's observer, a thread, would find a failed child here later and kill this process in its next job.
+        self.children.clear()
+
+
 @contextlib.contextmanager
-def job(overrides: Sequence[str], output: str, threads: int | None) -> Iterator[list[subprocess.Popen[bytes]]]:
+def job(overrides: Sequence[str], output: str, threads: int | None) -> Iterator[Job]:
     """Frames one job: the others learn of it, and afterwards no process, group or variable of it remains.
 
     Args:
         overrides: the job's own overrides, a sweep's choices resolved.
         output: the job's output folder.
         threads: threads per process; None leaves it to torch.
-
-    Yields:
-        a list, to which the caller adds the processes that the job has started.
     """
     import torch.distributed
 
@@ -74,30 +103,16 @@ def job(overrides: Sequence[str], output: str, threads: int | None) -> Iterator[
     if threads is not None:
         os.environ["OMP_NUM_THREADS"] = str(threads)  # Lightning's launcher would set another number
         torch.set_num_threads(threads)
-    children: list[subprocess.Popen[bytes]] = []
+    current, failed = Job(), True
     try:
-        yield children
-    except BaseException:
-        for child in children:
-            child.terminate()
-        raise
+        yield current
+        failed = False
     finally:
-        _end(children)
+        current.end(failed=failed, seconds=5.0 if failed else 60.0)
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
         os.environ.clear()
         os.environ.update(before)
-
-
-def _end(children: Sequence[subprocess.Popen[bytes]], seconds: float = 30.0) -> None:
-    for child in children:
-        try:
-            code = child.wait(seconds)
-        except subprocess.TimeoutExpired:
-            child.kill()
-            code = child.wait()
-        if code != 0:
-            log.warning("Process %d of this job ended with exit code %d.", child.pid, code)
 
 
 def from_command_line() -> None:

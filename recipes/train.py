@@ -25,8 +25,8 @@ def train(settings: DictConfig) -> float:
 
     console.tidy()
     hydra_config = HydraConfig.get()
-    with processes.job(hydra_config.overrides.task, hydra_config.runtime.output_dir, settings.threads) as children:
-        report = job.run(settings, children)
+    with processes.job(hydra_config.overrides.task, hydra_config.runtime.output_dir, settings.threads) as current:
+        report = job.run(settings, current)
     return report.after.get("val_loss", float("nan"))
 
 

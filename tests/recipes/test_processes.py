@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed
@@ -43,23 +44,25 @@ def test_under_another_launcher_only_rank_zero_has_an_output_folder(monkeypatch:
 
 def test_a_job_leaves_no_variable_group_or_process() -> None:
     before = dict(os.environ)
-    with processes.job(["a=1"], "out", 1) as children:
+    with processes.job(["a=1"], "out", 1) as job:
         assert json.loads(os.environ[processes.JOB]) == {"overrides": ["a=1"], "output": "out"}
         assert os.environ["OMP_NUM_THREADS"] == "1"
         os.environ.update(MASTER_PORT="1", WORLD_SIZE="2", LOCAL_RANK="0")
         torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-        children.append(subprocess.Popen([sys.executable, "-c", "pass"]))
+        child = subprocess.Popen([sys.executable, "-c", "pass"])
+        job.launcher = SimpleNamespace(procs=[child])
     assert dict(os.environ) == before
     assert not torch.distributed.is_initialized()
-    assert children[0].returncode == 0
+    assert child.returncode == 0
+    assert not job.children
 
 
 def test_a_failed_job_ends_its_processes_at_once() -> None:
     sleeper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
 
     def fail() -> None:
-        with processes.job([], "out", None) as children:
-            children.append(sleeper)
+        with processes.job([], "out", None) as job:
+            job.launcher = SimpleNamespace(procs=[sleeper])
             raise ValueError("broken")
 
     with pytest.raises(ValueError, match="broken"):
