@@ -55,12 +55,14 @@ def _add_schedule(parser: argparse.ArgumentParser) -> None:
     number("--stages", help="stages of the model (default: as many as the schedule needs)")
     option = partial(add, type=_option, action="append", default=[])
     option("--option", metavar="NAME=VALUE", help="an option of the schedule, such as virtual_stages=3")
+    modes = ("never", "always", "except_last")
+    add("--recompute", choices=modes, default="never", help="recompute activations (default: %(default)s)")
     time = partial(add, type=_cost, metavar="TIME")
     time("--forward", default=1, help="of a forward pass: 1, 0.5, 1/3, or 1,2,1 by stage (default: %(default)s)")
     time("--backward", default=2, help="of a backward pass (default: %(default)s)")
     time("--backward-input", help="of its part for the input, where it is split (default: half)")
     time("--backward-weight", help="of its part for the weights (default: the rest)")
-    time("--recompute", help="of a repeated forward pass (default: that of a forward pass)")
+    time("--recompute-time", help="of a repeated forward pass (default: that of a forward pass)")
     time("--send", default=0, help="of a message between ranks (default: %(default)s)")
     time("--reduce", default=0, help="to sum a stage's gradients over its copies (default: %(default)s)")
     add("--png", metavar="PATH", help="draw a picture (.png, .svg or .pdf)")
@@ -90,7 +92,7 @@ def _costs(values: argparse.Namespace) -> Costs:
         backward=values.backward,
         backward_input=values.backward_input,
         backward_weight=values.backward_weight,
-        recompute=values.recompute,
+        recompute=values.recompute_time,
         send=values.send,
         reduce=values.reduce,
     )

@@ -1,23 +1,35 @@
 """Pipeline schedules as data: build them by name or class, check, fold, lower, read and write them."""
 
+from lightning_pipe.schedules.chimera import Chimera
 from lightning_pipe.schedules.csv_format import read_csv, write_csv
+from lightning_pipe.schedules.dual_pipe_v import DualPipeV
 from lightning_pipe.schedules.family import Family
 from lightning_pipe.schedules.forward_only import forward_only
+from lightning_pipe.schedules.gems import GEMS
 from lightning_pipe.schedules.gpipe import GPipe
 from lightning_pipe.schedules.interleaved import Interleaved
 from lightning_pipe.schedules.ir import Action, Kind, Placement, Schedule
 from lightning_pipe.schedules.lower import lower
 from lightning_pipe.schedules.naive import Naive
 from lightning_pipe.schedules.one_f_one_b import OneFOneB
+from lightning_pipe.schedules.recompute import with_recompute
 from lightning_pipe.schedules.registry import get, names, register
+from lightning_pipe.schedules.zero_bubble import ZeroBubble
 
 register("naive")(Naive)
 register("gpipe")(GPipe)
 register("1f1b")(OneFOneB)
 register("interleaved")(Interleaved)
+register("zero_bubble")(ZeroBubble)
+register("dualpipev")(DualPipeV)
+register("chimera")(Chimera)
+register("gems")(GEMS)
 
 __all__ = [
+    "GEMS",
     "Action",
+    "Chimera",
+    "DualPipeV",
     "Family",
     "GPipe",
     "Interleaved",
@@ -26,11 +38,13 @@ __all__ = [
     "OneFOneB",
     "Placement",
     "Schedule",
+    "ZeroBubble",
     "forward_only",
     "get",
     "lower",
     "names",
     "read_csv",
     "register",
+    "with_recompute",
     "write_csv",
 ]

@@ -13,6 +13,7 @@ from lightning_pipe.schedules.family import schedule_of
 from lightning_pipe.schedules.ir import COMPUTE, Action, Schedule
 
 _CELL = re.compile(r"(\d+)([A-Z]+)(\d+)(?:@(\d+))?")
+_OVERLAP = re.compile(r"\((.*)\)OVERLAP_F_B")
 _KINDS = {kind.value: kind for kind in COMPUTE}
 
 
@@ -50,21 +51,22 @@ def read_csv(path: str | PathLike[str], name: str | None = None) -> Schedule:
 
 
 def parse_row(cells: Iterable[str], where: str = "schedule") -> list[Action]:
-    """The actions of one rank; empty cells are skipped.
+    """The actions of one rank; empty cells are skipped, cells that overlap several actions become all of them.
 
     Example:
-        >>> parse_row(["2F0", "", "2B0@1"])[1]
-        Action(kind=<Kind.BACKWARD: 'B'>, stage=2, micro_batch=0, pipe=1, peer=None)
+        >>> print(*parse_row(["2F0", "", "2B0@1", "(3F1;2B0)OVERLAP_F_B"]))
+        2F0 2B0@1 3F1 2B0
     """
     actions = []
     for column, cell in enumerate(map(str.strip, cells), start=1):
-        match = _CELL.fullmatch(cell)
-        if match is not None and match[2] in _KINDS:
+        overlapped = _OVERLAP.fullmatch(cell)
+        for part in overlapped[1].split(";") if overlapped else [cell] * bool(cell):
+            match = _CELL.fullmatch(part.strip())
+            if match is None or match[2] not in _KINDS:
+                raise ScheduleError(
+                    f"{where}, column {column}: {part!r} is not an action.",
+                    hint=f"Write stage, kind and micro-batch, as in 2F0; kinds are {', '.join(sorted(_KINDS))}.",
+                )
             stage, kind, micro_batch, pipe = match.groups()
             actions.append(Action(_KINDS[kind], int(stage), int(micro_batch), int(pipe or 0)))
-        elif cell:
-            raise ScheduleError(
-                f"{where}, column {column}: {cell!r} is not an action.",
-                hint=f"Write stage, kind and micro-batch, as in 2F0; kinds are {', '.join(sorted(_KINDS))}.",
-            )
     return actions

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from itertools import accumulate
 from typing import ClassVar
@@ -49,6 +49,11 @@ class Family(ABC):
     @property
     def stages_per_rank(self) -> int:
         """Stages that each rank holds by default."""
+        return 1
+
+    @property
+    def pipes(self) -> int:
+        """Routes that micro-batches take through the ranks in turn."""
         return 1
 
     @abstractmethod
@@ -110,10 +115,13 @@ class Family(ABC):
                 f"they run in the order for {whole}, cut short.",
                 stacklevel=2,
             )
-        orders = _without(family.orders(ranks, whole), range(micro_batches, whole))
+        # Enough micro-batches for every pipe, so that the placement never depends on their number.
+        orders = family.orders(ranks, family.published(ranks, max(micro_batches, family.pipes)))
+        orders = fold(orders, coarse, stages or coarse)
         schedule = schedule_of(
             family.name,
-            fold(orders, coarse, stages or coarse),
+            [[action for action in order if (action.micro_batch or 0) < micro_batches] for order in orders],
+            placement=placement_of(orders),
             micro_batches=micro_batches,
             synchronous=family.synchronous,
             options=family.options(),
@@ -122,36 +130,36 @@ class Family(ABC):
         return schedule
 
 
+def placement_of(orders: Orders) -> Placement:
+    """The rank of every stage in every pipe."""
+    placement = {(action.pipe, action.stage): rank for rank, order in enumerate(orders) for action in order}
+    return dict(sorted(placement.items()))
+
+
 def schedule_of(
     name: str,
-    orders: Iterable[Sequence[Action]],
+    orders: Orders,
     *,
+    placement: Placement | None = None,
     micro_batches: int | None = None,
     synchronous: bool = True,
     options: dict[str, object] | None = None,
 ) -> Schedule:
-    """Make a schedule of every rank's compute actions; stages, placement and the rest follow from them."""
-    actions = tuple(tuple(order) for order in orders)
-    placement: Placement = {(action.pipe, action.stage): rank for rank, order in enumerate(actions) for action in order}
-    everything = [action for order in actions for action in order]
+    """Make a schedule of every rank's compute actions; what is not given follows from them."""
+    placement = placement or placement_of(orders)
+    everything = [action for order in orders for action in order]
     if not everything:
         raise ScheduleError(f"Schedule {name!r} has no actions.")
     return Schedule(
         name=name,
-        stages=1 + max(action.stage for action in everything),
-        ranks=len(actions),
+        stages=1 + max(stage for _, stage in placement),
+        ranks=len(orders),
         micro_batches=micro_batches or 1 + max(action.micro_batch or 0 for action in everything),
-        placement=dict(sorted(placement.items())),
-        actions=actions,
+        placement=placement,
+        actions=tuple(tuple(order) for order in orders),
         forward_only=all(action.kind is Kind.FORWARD for action in everything),
         synchronous=synchronous,
         options=options or {},
-    )
-
-
-def _without(orders: Orders, left_out: range) -> Orders:
-    return (
-        [[action for action in order if action.micro_batch not in left_out] for order in orders] if left_out else orders
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
+from itertools import pairwise
 from typing import NamedTuple
 
 from lightning_pipe.schedules.dependencies import (
@@ -26,7 +27,7 @@ _WEIGHT_GRADIENT = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
 
 Lowered = tuple[tuple[Action, ...], ...]
 Slots = list[list[tuple[Number, Action]]]
-"""For every index of a rank's list what goes before (or after) that action, with the time that orders it."""
+"""What goes before each action of a rank, or after the first 0, 1, … actions; with the time that orders it."""
 
 
 class _Message(NamedTuple):
@@ -66,8 +67,9 @@ def lower(schedule: Schedule) -> Lowered:
     lanes may be first-in-first-out, in both directions together, and nothing deadlocks: an action that runs at time t
     of the simulation needs only messages produced before t, and so does every message ahead of them in their lanes.
 
-    A reduction of a stage's gradients follows the last backward action of the stage on its rank. Ranks that hold
-    several stages reduce them in one order that is the same on all ranks.
+    A reduction of a stage's gradients follows the last backward action of the stage on its rank, unless the
+    schedule's option ``sync`` puts it off to the end: ``"lazy"`` always, ``"eager_opt"`` where one of the ranks that
+    hold the stage has no idle time after it. Reductions are in one order that is the same on all ranks.
 
     Returns:
         For every rank its actions. Sends and receives name the stage of their own rank: the action
@@ -82,16 +84,17 @@ def lower(schedule: Schedule) -> Lowered:
     """
     played = play(schedule)
     before: list[Slots] = [[[] for _ in timed] for timed in played]
-    after: list[Slots] = [[[] for _ in timed] for timed in played]
+    after: list[Slots] = [[[] for _ in range(len(timed) + 1)] for timed in played]
     for lane in _lanes(schedule, played):
         _place_lane(sorted(lane), before, after)
     if not schedule.forward_only:
-        _place_reductions(played, after)
+        _place_reductions(schedule, played, after)
     return tuple(tuple(_merge(timed, before[rank], after[rank])) for rank, timed in enumerate(played))
 
 
 def _merge(timed: list[Timed], before: Slots, after: Slots) -> Iterable[Action]:
-    for entry, first, then in zip(timed, before, after, strict=True):
+    yield from (action for _, action in after[0])
+    for entry, first, then in zip(timed, before, after[1:], strict=True):
         yield from (action for _, action in sorted(first))
         yield entry.action
         yield from (action for _, action in then)
@@ -132,24 +135,37 @@ def _place_lane(lane: list[_Message], before: list[Slots], after: list[Slots]) -
     latest: dict[int, int] = {}
     for message, lower_bound in zip(reversed(lane), reversed(lower_bounds), strict=True):
         send, receive = message.ends()
-        after[message.sender][message.producer].append((message.sent, send))
+        after[message.sender][message.producer + 1].append((message.sent, send))
         latest[message.sender] = message.producer
         slot = max(lower_bound, min(message.consumer - 1, latest.get(message.receiver, message.consumer)))
         before[message.receiver][slot].append((message.sent, receive))
         latest[message.receiver] = slot
 
 
-def _place_reductions(played: list[list[Timed]], after: list[Slots]) -> None:
-    """One reduction per stage and rank, as soon as the stage's gradients are complete there, in one global order."""
-    last: dict[int, dict[int, int]] = defaultdict(dict)
+def _place_reductions(schedule: Schedule, played: list[list[Timed]], after: list[Slots]) -> None:
+    """One reduction per stage and holder, when the stage's gradients are complete there, in one order for all ranks."""
+    last: dict[tuple[int, int], int] = {}
     complete: dict[int, Number] = {}
     for rank, timed in enumerate(played):
         for index, (action, _, end) in enumerate(timed):
             if action.kind in _WEIGHT_GRADIENT:
-                last[action.stage][rank] = index
+                last[rank, action.stage] = index + 1
                 complete[action.stage] = max(end, complete.get(action.stage, end))
+    sync = schedule.options.get("sync", "eager")
+
+    def put_off(stage: int) -> bool:
+        hides = (_idle_after(played[rank], last.get((rank, stage), 0)) for rank in schedule.holders(stage))
+        return sync == "lazy" or (sync == "eager_opt" and not all(hides))
+
     slots = [0] * len(played)
-    for stage in sorted(complete, key=lambda stage: (complete[stage], -stage)):
-        for rank, index in last[stage].items():
-            slots[rank] = max(slots[rank], index)
-            after[rank][slots[rank]].append((complete[stage], Action(Kind.REDUCE, stage, None)))
+    for late, time, negative in sorted((put_off(stage), complete[stage], -stage) for stage in complete):
+        for rank in schedule.holders(-negative):
+            # A rank that had no micro-batch of the stage takes part all the same: its copy must not fall behind.
+            slots[rank] = max(slots[rank], len(played[rank]) if late else last.get((rank, -negative), 0))
+            after[rank][slots[rank]].append((time, Action(Kind.REDUCE, -negative, None)))
+
+
+def _idle_after(timed: list[Timed], index: int) -> bool:
+    """Whether a rank is idle at some time after its first ``index`` actions, or has nothing more to do."""
+    rest = timed[max(0, index - 1) :]
+    return index == len(timed) or any(later.start > earlier.end for earlier, later in pairwise(rest))

@@ -110,6 +110,11 @@ class Fixed(Family):
         """The schedule's name."""
         return self.schedule.name
 
+    @property
+    def pipes(self) -> int:
+        """The schedule's own."""
+        return self.schedule.pipes
+
     def placed(self, ranks: int, stages: int | None) -> tuple[Family, int]:
         """The schedule's own ranks and stages; more stages are folded onto it."""
         own = self.schedule

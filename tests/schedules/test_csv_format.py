@@ -14,6 +14,8 @@ from tests.schedules.sweep import training_schedules
 @pytest.mark.parametrize("name", schedules.names())
 def test_what_was_written_is_read(name: str, tmp_path: Path) -> None:
     for schedule in list(training_schedules(name))[::5]:
+        if schedule.micro_batches < schedule.pipes:
+            continue  # A pipe that nothing takes is not in the file.
         schedule.to_csv(tmp_path / "x.csv")
         assert read_csv(tmp_path / "x.csv", name=name) == replace(schedule, options={})
 

@@ -1,0 +1,93 @@
+"""DualPipeV: a V-shaped schedule whose forward and backward passes run in pairs."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from itertools import count
+from typing import ClassVar
+
+from lightning_pipe.schedules.family import Family, Orders
+from lightning_pipe.schedules.ir import Action, Kind
+
+
+@dataclass(frozen=True)
+class DualPipeV(Family):
+    """DualPipeV (DeepSeek-AI 2025): DualPipe folded at its middle; two stages on each rank in the shape of a V.
+
+    Bubble ``(ranks - 1)(F + 2B - 3W)`` with backward B and its weight part W, a figure of the balanced case; up to
+    ``2 ranks + 1`` stage-micro-batches held. A forward and a backward that the original overlaps run one after the
+    other here. The published order is for ``2 ranks`` micro-batches or more.
+    """
+
+    name: ClassVar[str] = "dualpipev"
+
+    @property
+    def stages_per_rank(self) -> int:
+        """Two."""
+        return 2
+
+    def published(self, ranks: int, micro_batches: int) -> int:
+        """At least as many as stages."""
+        return max(micro_batches, 2 * ranks)
+
+    def orders(self, ranks: int, micro_batches: int) -> Orders:
+        """The eight steps of the original program."""
+        return [_Steps(ranks, micro_batches, rank).order() for rank in range(ranks)]
+
+
+class _Steps:
+    """The order of one rank. ``down`` and ``up`` are its stages, the original's phases 0 and 1."""
+
+    def __init__(self, ranks: int, micro_batches: int, rank: int) -> None:
+        self.rank, self.later = rank, ranks - 1 - rank
+        self.steady = micro_batches - 2 * ranks + rank + 1
+        self.down, self.up = rank, 2 * ranks - 1 - rank
+        self.actions: list[Action] = []
+        self.next = {(step, stage): count() for step in ("forward", "backward") for stage in (self.down, self.up)}
+        self.put_off: deque[Action] = deque()
+
+    def order(self) -> list[Action]:
+        down, up = self.down, self.up
+        for _ in range(2 * self.later):
+            self.forward(down)
+        for _ in range(self.rank + 1):
+            self.forward(down)
+            self.forward(up)
+        for _ in range(self.later):
+            self.backward(up, split=True)
+            self.weight()
+            self.forward(up)
+        for _ in range(self.steady):
+            self.forward(down)
+            self.backward(up)
+            self.forward(up)
+            self.backward(down)
+        for _ in range(self.later):
+            self.backward(up)
+            self.forward(up)
+            self.backward(down)
+        # The second half of what is left puts its weight parts off, to fill the end.
+        for index in range(2 * (self.rank + 1)):
+            self.backward(down if index % 2 else up, split=index > self.rank)
+        for _ in range(self.later):
+            self.weight()
+            self.backward(down, split=True)
+        while self.put_off:
+            self.weight()
+        return self.actions
+
+    def forward(self, stage: int) -> None:
+        self.actions.append(Action(Kind.FORWARD, stage, next(self.next["forward", stage])))
+
+    def backward(self, stage: int, *, split: bool = False) -> None:
+        """A backward pass; split, only its input part, and the weight part is put off."""
+        kind = Kind.BACKWARD_INPUT if split else Kind.BACKWARD
+        self.actions.append(Action(kind, stage, next(self.next["backward", stage])))
+        if split:
+            self.put_off.append(self.actions[-1]._replace(kind=Kind.BACKWARD_WEIGHT))
+
+    def weight(self) -> None:
+        """The weight part that was put off first."""
+        if self.put_off:
+            self.actions.append(self.put_off.popleft())

@@ -1,0 +1,147 @@
+"""Chimera and GEMS against the Chimera paper's tables, exactly."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import pytest
+
+from lightning_pipe.errors import ScheduleError
+from lightning_pipe.schedules import GEMS, Action, Chimera, Kind, lower
+from lightning_pipe.simulate import Costs, simulate
+from tests.simulate.blocks import blocks_of, play_blocks
+
+RANKS = (2, 4, 6, 8, 12, 16)
+
+
+def pipes_of(ranks: int) -> list[int]:
+    return [pipes for pipes in range(2, ranks + 1, 2) if ranks % pipes == 0]
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_bubble_and_activations_of_tables_2_and_3(ranks: int) -> None:
+    """Slots of equal length; 2f pipes, N a multiple of D."""
+    for pipes in pipes_of(ranks):
+        for micro_batches in (ranks, 2 * ranks, 3 * ranks, 4 * ranks):
+            timeline = simulate(Chimera(pipes).build(ranks, micro_batches), Costs(1, 1))
+            assert timeline.bubble_ratio == Fraction(ranks - pipes, pipes * micro_batches + ranks - pipes)
+            peaks = timeline.peak_activations
+            assert (min(peaks), max(peaks)) == (ranks - ranks // pipes + 1, ranks)
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_backward_twice_as_long_as_forward(ranks: int) -> None:
+    """(D-2)/(3N/2+D-2) at N = D; for N = KD directly concatenated units take K(4D-2)+(D-2)."""
+    for factor in (1, 2, 3, 4):
+        timeline = simulate(Chimera().build(ranks, factor * ranks), Costs(1, 2))
+        assert timeline.makespan == factor * (4 * ranks - 2) + ranks - 2
+        if factor == 1:
+            assert timeline.bubble_ratio == (ranks - 2) / (Fraction(3 * ranks, 2) + ranks - 2)
+
+
+def test_critical_path_of_six_ranks() -> None:
+    """Figure 6: C_f = 6 forwards and C_b = 10 backwards."""
+    for forward, backward in ((1, 2), (10, 21), (1, 1)):
+        timeline = simulate(Chimera().build(6, 6), Costs(forward, backward))
+        assert timeline.makespan == 6 * forward + 10 * backward
+    assert simulate(Chimera().build(6, 6), Costs(1, 2)).makespan == 26
+
+
+def slot_of_two(rank: int, index: int, first: Action, second: Action) -> bool:
+    """Two forwards of one pipe and stage, the second micro-batch following the first: one slot of doubling."""
+    forwards = first.kind is second.kind is Kind.FORWARD
+    return forwards and first.micro_batch % 2 == 0 and second == first._replace(micro_batch=first.micro_batch + 1)
+
+
+@pytest.mark.parametrize("ranks", [4, 6, 8])
+@pytest.mark.parametrize("factor", [1, 2, 3])
+def test_doubling_and_halving_in_whole_slots(ranks: int, factor: int) -> None:
+    """One forward slot counts as one action: (D-2)/(3N+D-2) with N micro-batches of two halves each."""
+    whole = factor * ranks
+    schedule = Chimera(scaling="backward_halving").build(ranks, 2 * whole)
+    makespan, _ = play_blocks(schedule, blocks_of(schedule, slot_of_two), Costs(Fraction(1, 2), 1))
+    assert 1 - 3 * whole / Fraction(makespan) == Fraction(ranks - 2, 3 * whole + ranks - 2)
+    doubled = Chimera(scaling="forward_doubling").build(ranks, 2 * whole)
+    makespan, _ = play_blocks(doubled, blocks_of(doubled, slot_of_two), Costs(1, 2, recompute=0))
+    assert 1 - 6 * whole / Fraction(makespan) == Fraction(ranks - 2, 3 * whole + ranks - 2)
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 6, 8])
+@pytest.mark.parametrize("factor", [1, 2, 3])
+def test_two_forwards_of_a_slot_sent_separately_attain_the_printed_formula(ranks: int, factor: int) -> None:
+    """(D-2)/(2N+D-2) of table 2, which whole slots do not reach."""
+    micro_batches = 2 * factor * ranks
+    for scaling in ("forward_doubling", "backward_halving"):
+        timeline = simulate(Chimera(scaling=scaling).build(ranks, micro_batches), Costs(1, 2, recompute=0))
+        assert timeline.bubble_ratio == Fraction(ranks - 2, 2 * micro_batches + ranks - 2)
+
+
+def test_doubling_with_recomputation() -> None:
+    doubled = Chimera(scaling="forward_doubling").build(4, 8)
+    makespan, _ = play_blocks(doubled, blocks_of(doubled, slot_of_two), Costs(1, 3, recompute=0))
+    assert round(1 - 32 / Fraction(makespan), 3) == Fraction("0.158")
+    timeline = simulate(doubled, Costs(1, 2))
+    assert timeline.bubble_ratio == Fraction(3, 35)
+    assert timeline.peak_activations == (1, 1, 1, 1)
+    assert {action.kind for order in doubled.actions for action in order} == {
+        Kind.FORWARD,
+        Kind.RECOMPUTE,
+        Kind.BACKWARD,
+    }
+
+
+def test_few_micro_batches_are_spread_over_the_pipes() -> None:
+    schedule = Chimera().build(ranks=4, micro_batches=3)
+    assert [schedule.pipe_of(index) for index in range(3)] == [0, 1, 0]
+    for micro_batches in (1, 2, 3):
+        few = Chimera().build(ranks=4, micro_batches=micro_batches)
+        assert few.placement == Chimera().build(ranks=4, micro_batches=8).placement
+        assert few.holders(0) == (0, 3)
+        assert few.loss_ranks == (3, 0)
+
+
+def test_a_rank_without_micro_batches_of_a_stage_takes_part_in_its_reduction() -> None:
+    lowered = lower(Chimera().build(ranks=2, micro_batches=1))
+    assert [sorted(a.stage for a in actions if a.kind is Kind.REDUCE) for actions in lowered] == [[0, 1], [0, 1]]
+
+
+def test_when_copies_are_reduced() -> None:
+    def reductions(sync: str) -> list[list[int]]:
+        """For every rank the number of actions left after each stage's reduction, by stage."""
+        result = []
+        for actions in lower(Chimera(sync=sync).build(ranks=4, micro_batches=4)):
+            compute = (Kind.FORWARD, Kind.BACKWARD)
+            place = {action.stage: index for index, action in enumerate(actions) if action.kind is Kind.REDUCE}
+            result.append([sum(a.kind in compute for a in actions[place[s] :]) for s in sorted(place)])
+        return result
+
+    assert reductions("lazy") == [[0, 0]] * 4
+    eager = reductions("eager")
+    assert max(map(max, eager)) > 0
+    # Ranks 1 and 2 hold the middle stages, have no idle time after either and reduce both at the end.
+    assert reductions("eager_opt") == [eager[0], [0, 0], [0, 0], eager[3]]
+
+
+@pytest.mark.parametrize(
+    ("options", "ranks", "message"),
+    [
+        ({"pipes": 3}, 4, "even number of pipes"),
+        ({"pipes": 4}, 6, r"pipes=4 and ranks=6.\nHint: Use pipes=2 or 6."),
+        ({}, 5, r"pipes=2 and ranks=5.\nHint: Use an even number of ranks"),
+        ({}, 1, "Use an even number of ranks"),
+        ({"scaling": "double"}, 4, "scaling='double'"),
+        ({"sync": "never"}, 4, "got 'never'"),
+    ],
+)
+def test_impossible_options_are_refused(options: dict[str, object], ranks: int, message: str) -> None:
+    with pytest.raises(ScheduleError, match=message):
+        Chimera(**options).build(ranks, micro_batches=4)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("ranks", range(1, 9))
+def test_gems(ranks: int) -> None:
+    """Two micro-batches take 4D+2 forwards in the steady state: (D-1)/(D+1/2)."""
+    timeline = simulate(GEMS().build(ranks, 256), Costs(1, 2))
+    assert timeline.peak_activations == (1,) * ranks
+    assert timeline.steady_bubble_ratio == (ranks - 1) / (ranks + Fraction(1, 2))
+    assert abs(timeline.bubble_ratio - timeline.steady_bubble_ratio) < 0.005

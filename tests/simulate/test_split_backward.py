@@ -1,0 +1,73 @@
+"""Zero bubble and DualPipeV against their papers, exactly."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import pytest
+
+from lightning_pipe.errors import ScheduleError
+from lightning_pipe.schedules import Action, DualPipeV, Kind, ZeroBubble
+from lightning_pipe.simulate import Costs, simulate
+from tests.simulate.blocks import blocks_of, play_blocks
+
+PARTS = [(1, 1, 1), (10, 11, 9), (1, Fraction(6, 5), Fraction(4, 5)), (3, 3, 2)]
+
+
+@pytest.mark.parametrize(("variant", "depth"), [("h1", 1), ("h2", 2)])
+def test_idle_time_in_span_and_peak_of_h1_and_h2(variant: str, depth: int) -> None:
+    for ranks in range(1, 9):
+        for micro_batches in (2 * ranks, 2 * ranks + 1, 4 * ranks):
+            schedule = ZeroBubble(variant).build(ranks, micro_batches)
+            for forward, for_input, for_weight in PARTS:
+                timeline = simulate(schedule, Costs(forward, 0, for_input, for_weight))
+                assert timeline.idle_in_span[0] == (ranks - 1) * (forward + for_input - depth * for_weight)
+                assert timeline.peak_activations == (depth * (ranks - 1) + 1,) * ranks
+
+
+def test_h2_gains_nothing_over_h1_in_makespan_with_a_flush() -> None:
+    timelines = [simulate(ZeroBubble(variant).build(4, 8), Costs(1, 2, 1, 1)) for variant in ("h1", "h2")]
+    assert [timeline.makespan for timeline in timelines] == [27, 27]
+    assert [timeline.bubble_ratio for timeline in timelines] == [Fraction(1, 9)] * 2
+
+
+def test_the_v_shape_is_never_idle_when_the_parts_are_equal() -> None:
+    for ranks in range(1, 9):
+        for micro_batches in range(2 * ranks, 4 * ranks):
+            timeline = simulate(ZeroBubble("v").build(ranks, micro_batches), Costs(1, 2, 1, 1))
+            assert timeline.idle_in_span == (0,) * ranks
+            # Two stages on a rank are half as large: 2 ranks of them are 1F1B's memory.
+            assert timeline.peak_activations == (2 * ranks,) * ranks
+
+
+def test_an_unknown_variant_is_refused() -> None:
+    with pytest.raises(ScheduleError, match="'h1', 'h2' and 'v', got 'h3'"):
+        ZeroBubble("h3")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("ranks", range(1, 7))
+def test_dual_pipe_v(ranks: int) -> None:
+    for micro_batches in (2 * ranks, 2 * ranks + 1, 5 * ranks):
+        timeline = simulate(DualPipeV().build(ranks, micro_batches), Costs(1, 2, 1, 1))
+        assert timeline.idle_in_span[0] == ranks - 1
+        assert timeline.peak_activations == (2 * ranks + 1,) * ranks
+
+
+@pytest.mark.parametrize(("ranks", "micro_batches"), [(2, 4), (3, 8), (4, 20), (5, 20)])
+def test_dual_pipe_v_with_overlapped_pairs_counted_as_one(ranks: int, micro_batches: int) -> None:
+    """The published (PP/2-1)(F&B + B - 3W) with PP = 2 ranks and F&B = F + B."""
+
+    def joins(rank: int, index: int, first: Action, second: Action) -> bool:
+        later = ranks - 1 - rank
+        start = 2 * later + 2 * (rank + 1) + 3 * later
+        alone = rank == ranks - 1 and index == start + 1
+        return (first.kind, second.kind) == (Kind.FORWARD, Kind.BACKWARD) and index > start and not alone
+
+    schedule = DualPipeV().build(ranks, micro_batches)
+    for (forward, backward, weight), exact in (((1, 2, 1), True), ((10, 22, 9), False)):
+        costs = Costs(forward, backward, backward_weight=weight)
+        _, idle = play_blocks(schedule, blocks_of(schedule, joins), costs)
+        published = (ranks - 1) * (forward + 2 * backward - 3 * weight)
+        assert idle[0] == published if exact else idle[0] < published
+    if (ranks, micro_batches) == (4, 20):
+        assert idle[0] == 72
