@@ -68,15 +68,23 @@ class Executor:
         self._batch = batch
         self._again = {_here(action) for action in actions if action.kind is Kind.RECOMPUTE}
         self.peak_held = 0
+        board = self.courier.transport.board
+        if board is not None:
+            board.program = actions
         try:
             for action in actions:
                 self.position = action
+                if board is not None:
+                    board.position = action
                 self._methods[action.kind](action)
             self.courier.settle()
             self.position = None
         except BaseException:
             self._abandon()
             raise
+        finally:
+            if board is not None:
+                board.position = None
 
     def _abandon(self) -> None:
         """Drop a batch that failed, so that the next one starts clean and no graph stays in memory."""

@@ -4,6 +4,7 @@ The board hangs on the store over which the processes found each other, so it wo
 
     board = FailureBoard(store, transport)      # on every process
     board.watch()                               # a thread that looks at the board once a second
+    board.program = actions                     # what the process is about to do, for its place in a report
     board.position = action                     # before each action; None between batches
     board.fail(error)                           # when an error leaves the strategy: publish it, wake the others
     board.close()                               # at the end
@@ -14,96 +15,22 @@ quotes the process that failed first. A process whose patience ends asks all oth
 
 from __future__ import annotations
 
-import json
 import sys
 import threading
 import time
 import traceback
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from lightning_pipe.errors import CommunicationError
+from lightning_pipe.pipeline.bulletin import Bulletin, Failure
 from lightning_pipe.pipeline.transport import Transport
 from lightning_pipe.pipeline.watchdog import Watchdog
+from lightning_pipe.schedules import Action
 
 _LEFT = "No rank has said why: a process may have been killed (out of memory?) or have left without an error."
 _HANG = "Look at the rank that computes, or at the first rank that waits for one that does not send."
-
-
-@dataclass(frozen=True)
-class Failure:
-    """What went wrong first.
-
-    Args:
-        process: where.
-        name: how messages name it.
-        text: the traceback, or the report of a hang.
-        hang: whether it is a report.
-    """
-
-    process: int
-    name: str
-    text: str
-    hang: bool = False
-
-    def __str__(self) -> str:
-        if self.hang:
-            return f"Nobody has failed; {self.name} asked all ranks where they are:\n{self.text}"
-        return f"{self.name.capitalize()} failed first:\n{self.text}"
-
-
-class Bulletin:
-    """The board's entries in the store. Every thread has one of its own, since a store client serves one at a time."""
-
-    def __init__(self, store: Store, prefix: str) -> None:
-        self._store = store
-        self._prefix = prefix
-
-    def clone(self) -> Bulletin:
-        """The same entries over a connection of its own."""
-        return Bulletin(self._store.clone(), self._prefix)  # type: ignore[attr-defined]
-
-    def publish(self, failure: Failure) -> bool:
-        """Enter a failure; whether it is the first one."""
-        text = json.dumps(asdict(failure))
-        return self._enter("failure", text)
-
-    def failure(self) -> Failure | None:
-        """The first failure."""
-        if not self._has("failure"):
-            return None
-        return Failure(**json.loads(self._store.get(self._prefix + "failure")))
-
-    def acknowledge(self) -> None:
-        """Enter that one more process has read the failure."""
-        self._store.add(self._prefix + "readers", 1)
-
-    def readers(self) -> int:
-        """How many processes have read the failure."""
-        return self._store.add(self._prefix + "readers", 0)
-
-    def ask(self, process: int) -> bool:
-        """Ask all processes where they are; whether this process is the one that asks and reports."""
-        return self._enter("asker", str(process))
-
-    def asked(self) -> bool:
-        """Whether a process asks where all are."""
-        return self._has("asker")
-
-    def answer(self, process: int, place: str) -> None:
-        """Enter where a process is."""
-        self._store.set(f"{self._prefix}place/{process}", place)
-
-    def place(self, process: int) -> str | None:
-        """Where a process is; ``None`` while it has not answered."""
-        return self._store.get(f"{self._prefix}place/{process}").decode() if self._has(f"place/{process}") else None
-
-    def _has(self, key: str) -> bool:
-        return bool(self._store.check([self._prefix + key]))
-
-    def _enter(self, key: str, value: str) -> bool:
-        return self._store.compare_set(self._prefix + key, "", value) == value.encode()
 
 
 class FailureBoard:
@@ -113,6 +40,9 @@ class FailureBoard:
         store: reached by all processes; each must make its boards in the same order.
         transport: this process's transport. From now on it asks this board about its errors.
         patience: seconds to wait for the origin of a broken connection, and for answers in a report.
+
+    Attributes:
+        program: the positions that follow each other in this batch.
     """
 
     def __init__(self, store: Store, transport: Transport, patience: float = 2.0) -> None:
@@ -121,7 +51,9 @@ class FailureBoard:
         generation = store.add(f"lightning_pipe/boards/{transport.process}", 1)
         self.bulletin = Bulletin(store, f"lightning_pipe/board/{generation}/")
         self.noticed = threading.Event()
+        self._lock = threading.Lock()
         self._thread_id = threading.get_ident()
+        self.program: Sequence[object] = ()
         self._position: object | None = None
         self._beats = 0
         self._failure: Failure | None = None
@@ -158,9 +90,9 @@ class FailureBoard:
         """
         self.noticed.set()
         try:
-            published = self._publish(error)
+            self._publish(error)
             self.transport.abort()
-            if published and self.transport.process == 0:
+            if self.transport.process == 0:
                 self._linger()
         except RuntimeError:  # the store has gone, and with it those who would read it
             self.transport.abort()
@@ -204,14 +136,14 @@ class FailureBoard:
 
     def find_failure(self, bulletin: Bulletin) -> Failure | None:
         """The first failure, if one is published; answers a process that asks where this one is."""
-        if self._failure is None:
-            if self._place is None and bulletin.asked():
-                self._answer(bulletin)
-            failure = bulletin.failure()
-            if failure is not None and self._failure is None:
-                self._failure = failure
-                bulletin.acknowledge()
-        return self._failure
+        with self._lock:
+            if self._failure is None:
+                if self._place is None and bulletin.asked():
+                    self._answer(bulletin)
+                self._failure = bulletin.failure()
+                if self._failure is not None:
+                    bulletin.acknowledge()
+            return self._failure
 
     def await_failure(self, bulletin: Bulletin, patience: float) -> Failure | None:
         """The first failure, if one is published within ``patience`` seconds, or while a report is being made."""
@@ -240,24 +172,30 @@ class FailureBoard:
         bulletin.publish(Failure(self.transport.process, describe(), text, hang=True))
         return self.find_failure(bulletin)
 
-    def _publish(self, error: BaseException) -> bool:
-        if self.find_failure(self.bulletin) is not None:
-            return False
-        text = "".join(traceback.format_exception(error)).rstrip()
-        return self.bulletin.publish(Failure(self.transport.process, self.transport.describe(), text))
+    def _publish(self, error: BaseException) -> None:
+        if self.find_failure(self.bulletin) is None:
+            text = "".join(traceback.format_exception(error)).rstrip()
+            self.bulletin.publish(Failure(self.transport.process, self.transport.describe(), text))
+            self.find_failure(self.bulletin)
 
     def _linger(self) -> None:
         deadline = time.monotonic() + self.patience
-        others = self.transport.topology.world_size - 1
-        while self.bulletin.readers() < others and time.monotonic() < deadline:
+        while self.bulletin.readers() < self.transport.topology.world_size and time.monotonic() < deadline:
             time.sleep(0.05)
 
     def _answer(self, bulletin: Bulletin) -> None:
         self._place = self._where()
         bulletin.answer(self.transport.process, self._place)
 
+    def _describe_position(self) -> str:
+        position, program = self._position, self.program
+        if position is None:
+            return "between batches"
+        text = _spell(position) if isinstance(position, Action) else str(position)
+        return f"{text} (action {program.index(position) + 1} of {len(program)})" if position in program else text
+
     def _where(self) -> str:
-        position = "between batches" if self._position is None else str(self._position)
+        position = self._describe_position()
         if self.transport.waiting is not None:
             return f"{position}; waits to {self.transport.waiting}"
         frame = sys._current_frames().get(self._thread_id)
@@ -265,3 +203,13 @@ class FailureBoard:
             return position
         calls = traceback.extract_stack(frame)[-3:]
         return f"{position}; computes in " + " > ".join(f"{call.filename}:{call.lineno} {call.name}" for call in calls)
+
+
+def _spell(action: Action) -> str:
+    """An action in words."""
+    words = [action.kind.name.lower().replace("_", " "), f"stage {action.stage}"]
+    if action.micro_batch is not None:
+        words.append(f"micro-batch {action.micro_batch}")
+    if action.pipe:
+        words.append(f"pipe {action.pipe}")
+    return ", ".join(words)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
 import time
 from datetime import timedelta
@@ -10,11 +11,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 from torch.distributed import HashStore
 
+from lightning_pipe import schedules
 from lightning_pipe.errors import CommunicationError
+from lightning_pipe.partition import find_layers
 from lightning_pipe.pipeline.failure import FailureBoard
 from lightning_pipe.pipeline.memory_transport import MemoryTransport, memory_world, run_threads
+from lightning_pipe.pipeline.runner import Pipeline
 from lightning_pipe.pipeline.topology import Topology
 from lightning_pipe.pipeline.torch_transport import default_store
 from lightning_pipe.pipeline.transport import Lane, Transport
@@ -60,6 +65,40 @@ def misbehave(fault: str) -> None:
     if fault == "exit":
         os._exit(5)
     time.sleep(100)
+
+
+class Faulty(nn.Module):
+    """A layer that misbehaves on its fifth call."""
+
+    def __init__(self, fault: str) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.fault = fault
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.fault and self.calls == 5:
+            misbehave(self.fault)
+        out: Tensor = self.linear(x)
+        return out
+
+
+def train(transport: Transport, fault: str, at: int) -> None:
+    """The same with the engine and a layer of the user's that misbehaves."""
+    ranks = transport.topology.ranks
+    module = nn.Sequential(*(Faulty(fault if rank == at else "") for rank in range(ranks)))
+    pipeline = Pipeline(module, find_layers(module), [1] * ranks, schedules.get("1f1b"), transport)
+    board = FailureBoard(default_store(), transport)
+    board.watch(interval=0.3, exit_after=2.0)
+    try:
+        for _ in range(4):
+            pipeline.train(lambda _, part: module(part).sum(), [torch.ones(1, 2)] * 4, [0.25] * 4)
+    except BaseException as error:
+        board.fail(error)
+        raise
+    finally:
+        board.close()
 
 
 def run(fault: str, at: int, ranks: int = 4, group_timeout: float = 30.0, **kwargs: Any) -> list[launch.Outcome]:
@@ -118,6 +157,29 @@ def test_a_hang_ends_at_the_timeout_with_a_report_of_every_rank() -> None:
     stuck = ended[topology.process(0, 1)]
     assert isinstance(stuck.error, launch.ProcessDiedError)
     assert "does not react and is ended" in stuck.output
+
+
+def test_a_layer_that_raises_takes_the_engine_down_everywhere() -> None:
+    topology = Topology.for_schedule(3)
+    ended = launch.pipeline_outcomes(train, topology, timeout=40, group_timeout=30.0, fault="raise", at=1)
+    assert max(outcome.seconds for outcome in ended) < 10
+    assert isinstance(ended[topology.process(0, 1)].error, ValueError)
+    for rank in (0, 2):
+        error = ended[topology.process(0, rank)].error
+        assert isinstance(error, CommunicationError)
+        assert "Rank 1 failed first" in str(error)
+        assert "in misbehave" in str(error)
+
+
+def test_a_layer_that_hangs_is_found_in_the_schedule() -> None:
+    topology = Topology.for_schedule(3)
+    ended = launch.pipeline_outcomes(train, topology, timeout=40, group_timeout=2.0, fault="hang", at=1)
+    assert max(outcome.seconds for outcome in ended) < 15
+    report = str(ended[topology.process(0, 2)].error)
+    assert re.search(r"rank 1: forward, stage 1, micro-batch 0 \(action \d+ of \d+\); computes in .*misbehave", report)
+    assert re.search(
+        r"rank 2 .*: forward, stage 2, micro-batch 0 \(.*\); waits to receive \d+ bytes from rank 1", report
+    )
 
 
 def test_a_rank_that_computes_while_another_fails_stops_at_its_next_action() -> None:
