@@ -25,6 +25,8 @@ from lightning_pipe.pipeline.rng import Streams
 from lightning_pipe.pipeline.stage import Batch, Stages, Step
 from lightning_pipe.pipeline.transport import Channel, Lane, Transport
 from lightning_pipe.schedules import Action, Family, Kind, Schedule, forward_only, lower
+from lightning_pipe.schedules.recompute import Mode as Recompute
+from lightning_pipe.schedules.recompute import with_recompute
 from lightning_pipe.simulate import Event, Timeline
 
 # Keys of reductions: what comes first in a group is what is largest.
@@ -40,6 +42,8 @@ class Pipeline:
         balance: the number of layers of each stage.
         family: the schedule family.
         transport: this process's transport.
+        recompute: whether forward passes keep only their input and run again before their backward pass: ``"never"``,
+            ``"always"``, or ``"except_last"`` for all but the last micro-batch of a stage.
         deferred_batch_norm: let batch norm keep the statistics of whole batches, not of micro-batches.
 
     Raises:
@@ -62,6 +66,7 @@ class Pipeline:
         family: Family,
         transport: Transport,
         *,
+        recompute: Recompute = "never",
         deferred_batch_norm: bool = False,
     ) -> None:
         if sum(balance) != len(layers):
@@ -69,6 +74,7 @@ class Pipeline:
                 f"The balance {list(balance)} adds up to {sum(balance)}; there are {len(layers)} layers."
             )
         self.module, self.transport, self.family = module, transport, family
+        self._recompute: Recompute = recompute
         self.layers, self.balance = list(layers), list(balance)
         self.names = [name for name, _ in layers]
         self._topology = transport.topology
@@ -129,7 +135,8 @@ class Pipeline:
 
     def schedule(self, micro_batches: int) -> Schedule:
         """The training schedule for a number of micro-batches."""
-        return self.family.build(self._topology.ranks, micro_batches, stages=len(self.balance))
+        schedule = self.family.build(self._topology.ranks, micro_batches, stages=len(self.balance))
+        return with_recompute(schedule, self._recompute)
 
     def holds(self, name: str) -> bool:
         """Whether this rank has the true value of a named parameter or buffer."""
@@ -280,15 +287,16 @@ class Pipeline:
             discard_all(self.module)
             raise
         if training and not self._checked:
-            self._check_called()
+            self._check_called({action.stage for action in program if action.kind is Kind.FORWARD})
         return batch.results
 
     def _lowered(self, micro_batches: int, training: bool) -> tuple[Action, ...]:
         schedule = self.schedule(micro_batches)
         return lower(schedule if training else forward_only(schedule, micro_batches))[self.transport.rank]
 
-    def _check_called(self) -> None:
-        mine = {number for stage in self.stages_here for number in self.stage_layers[stage]}
+    def _check_called(self, stages: set[int]) -> None:
+        """Raise if the first training batch has left out layers of the stages that it ran."""
+        mine = {number for stage in stages for number in self.stage_layers[stage]}
         missing = sorted(mine - self.executor.stages.called)
         if missing:
             raise PartitionError(

@@ -68,7 +68,8 @@ def pipelined(
     *,
     ranks: int = 2,
     stages: int | None = None,
-    schedule: str = "1f1b",
+    schedule: Any = "1f1b",
+    recompute: Any = "never",
     layers: Any = None,
     optimizer: Callable[..., Any] = torch.optim.SGD,
     between: Callable[[Pipeline, nn.Module], None] | None = None,
@@ -78,13 +79,14 @@ def pipelined(
     """Train over ``ranks`` threads; ``between(pipeline, module)`` runs on every rank after each batch."""
     family = schedules.get(schedule)
     total = stages or ranks * family.stages_per_rank
-    world = memory_world(Topology.for_schedule(ranks), timeout=timedelta(seconds=20))
+    loss_rank = family.build(ranks, 2 * ranks, stages=total).loss_ranks[0]
+    world = memory_world(Topology.for_schedule(ranks, loss_rank=loss_rank), timeout=timedelta(seconds=20))
 
     def body(transport: MemoryTransport) -> tuple[Outcome, Pipeline]:
         module = copy.deepcopy(model)
         sequence = find_layers(module, layers)
         balance = [len(sequence) // total + (stage < len(sequence) % total) for stage in range(total)]
-        pipeline = Pipeline(module, sequence, balance, family, transport)
+        pipeline = Pipeline(module, sequence, balance, family, transport, recompute=recompute)
         pipeline.partition()
         outcome, optim = Outcome(), optimizer(module.parameters(), lr=0.1)
         for number, batch in enumerate(batches):
@@ -103,6 +105,8 @@ def pipelined(
     outcome = results[0][0]
     for other, _ in results[1:]:
         assert_close(other.values, outcome.values, 0.0)
+    # Bidirectional schedules have a loss at two ranks, each for micro-batches of its own.
+    outcome.losses = [sum(parts) for parts in zip(*(each.losses for each, _ in results), strict=True)]
     outcome.pipelines = [pipeline for _, pipeline in results]
     return outcome
 
