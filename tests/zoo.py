@@ -449,6 +449,61 @@ class Appends(Regression):
         self.seen = 0
 
 
+class UnusedOutputs(Regression):
+    """Layers return tensors with a gradient path that nobody uses, or only a later layer does."""
+
+    class Layer(Block):
+        def forward(self, x: Tensor, scale: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+            x = super().forward(x if scale is None else x * scale)
+            return x, x.exp(), 2 * x.detach()
+
+    def __init__(self) -> None:
+        super().__init__([self.Layer() for _ in range(5)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, scale = self.embed(x), None
+        for i, layer in enumerate(self.layers):
+            x, new, _ = layer(x, scale if i == 3 else None)
+            scale = new if i == 0 else scale
+        return self.head(x)
+
+
+class Lookups(Module):
+    """Integer tensors go from layer to layer; an embedding between the layers looks them up."""
+
+    class Layer(Block):
+        def forward(self, x: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+            return super().forward(x), (3 * ids + 1) % 20
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(20, WIDTH)
+        self.layers = nn.ModuleList(self.Layer() for _ in range(4))
+
+    def loss(self, batch: Mapping[str, Tensor]) -> Tensor:
+        ids = batch["ids"]
+        x = self.embed(ids)
+        for layer in self.layers:
+            x, ids = layer(x, ids)
+            x = x + self.embed(ids)
+        return F.cross_entropy((x @ self.embed.weight.mT).mT, ids)
+
+
+class Statistics(Regression):
+    """Batch norm in the layers: its running statistics see every micro-batch once, in order."""
+
+    class Layer(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.norm(super().forward(x))
+
+    def __init__(self) -> None:
+        super().__init__([self.Layer() for _ in range(4)])
+
+
 class Noise(Regression):
     """Random noise is drawn in the step, before, between and after the layers."""
 
@@ -535,6 +590,10 @@ def t5_batches(number: int) -> list[dict[str, Tensor]]:
     return [{"input_ids": batch["ids"], "labels": batch["ids"][:, :7].contiguous()} for batch in token_batches(number)]
 
 
+def token_batches_of_20(number: int) -> list[dict[str, Tensor]]:
+    return token_batches(number, vocabulary=20)
+
+
 def sequence_batches(number: int) -> list[dict[str, Tensor]]:
     return token_batches(number, lengths=(6, 9, 4), vocabulary=20)
 
@@ -549,6 +608,8 @@ class Entry:
         batches: makes the first batches, always the same ones.
         layers: what the user passes as ``layers=``.
         threads: several ranks may live in one process. Not so where random numbers are drawn: threads share generators.
+        replicas: runs with several pipelines equal one device.
+        fewest: samples that a micro-batch must have.
         main: belongs to the full sweep; the others are swept at fewer points.
     """
 
@@ -557,6 +618,8 @@ class Entry:
     batches: Callable[[int], list[Any]] = field(default=regression_batches)
     layers: str | list[str] | None = None
     threads: bool = True
+    replicas: bool = True
+    fewest: int = 1
     main: bool = False
 
     def build(self) -> Module:
@@ -594,6 +657,9 @@ ZOO: dict[str, Entry] = {
         Entry("keywords", Keywords),
         Entry("branches", Branches),
         Entry("appends", Appends),
+        Entry("unused_outputs", UnusedOutputs),
+        Entry("lookups", Lookups, token_batches_of_20, layers="layers"),
+        Entry("statistics", Statistics, replicas=False, fewest=2),
         Entry("noise", Noise, threads=False),
         Entry("sequence_lengths", Sequences, sequence_batches, layers="layers"),
         Entry("odd_batches", Residual, odd_batches, layers="layers"),

@@ -5,12 +5,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
+from itertools import product
+from typing import Any
 
 import pytest
 
 from tests.pipeline.sweep import Point, check, grid
-from tests.zoo import MAIN, SMALL, ZOO, Entry
+from tests.zoo import BATCH, MAIN, SMALL, ZOO, Entry
 
 NAMED = [
     Point("gpipe", stages=4, micro_batches=3),
@@ -21,18 +24,21 @@ NAMED = [
 ]
 
 
-def threaded(entries: list[Entry]) -> list[Entry]:
-    return [entry for entry in entries if entry.threads]
+def cases(entries: Iterable[Entry], points: Iterable[Point]) -> list[Any]:
+    """The points at which each model can equal one device, threads being the ranks."""
+    return [
+        pytest.param(entry, point, id=f"{entry}-{point}")
+        for entry, point in product(entries, points)
+        if entry.threads and (entry.replicas or point.replicas == 1) and BATCH // point.micro_batches >= entry.fewest
+    ]
 
 
-@pytest.mark.parametrize("point", NAMED, ids=str)
-@pytest.mark.parametrize("entry", threaded(MAIN), ids=str)
+@pytest.mark.parametrize(("entry", "point"), cases(MAIN, NAMED))
 def test_main_models(entry: Entry, point: Point) -> None:
     check(entry, point)
 
 
-@pytest.mark.parametrize("point", [NAMED[0], NAMED[1], NAMED[3]], ids=str)
-@pytest.mark.parametrize("entry", threaded(SMALL), ids=str)
+@pytest.mark.parametrize(("entry", "point"), cases(SMALL, [NAMED[0], NAMED[1], NAMED[3]]))
 def test_small_models(entry: Entry, point: Point) -> None:
     check(entry, point)
 
@@ -58,7 +64,6 @@ def test_without_clipping(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("point", grid(), ids=str)
-@pytest.mark.parametrize("entry", threaded([*MAIN, *SMALL]), ids=str)
+@pytest.mark.parametrize(("entry", "point"), cases(ZOO.values(), list(grid())))
 def test_everything(entry: Entry, point: Point) -> None:
     check(entry, point)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from collections import OrderedDict
 from collections.abc import Iterator
 from types import TracebackType
 from typing import Any, Protocol
@@ -11,9 +12,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
+from torch.utils.hooks import RemovableHandle
 
 from lightning_pipe.errors import CutError
 from lightning_pipe.pipeline.cut.functions import (
+    AUTOGRAD,
     METADATA,
     RANDOM,
     changed_in_place,
@@ -222,6 +225,11 @@ class Tracker(TorchFunctionMode):
     def _stand_in(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
         call = self.expect(name)
         changed = changed_in_place(name, args, kwargs)
+        if name in AUTOGRAD:
+            if not isinstance(args[0], Placeholder):
+                return func(*args, **kwargs)
+            self.follow([] if changed is None else [changed], call.numbers)
+            return RemovableHandle(OrderedDict()) if name == "register_hook" else changed
         if changed is not None:
             self.forget(changed, name)
         result = shape_only(func, args, kwargs)
