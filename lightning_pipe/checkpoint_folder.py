@@ -79,15 +79,16 @@ def load(path: str, wanted: Callable[[Path, Sequence[Sequence[str | None]]], boo
         weights_only: as for ``torch.load``.
 
     Returns:
-        The checkpoint, without the tensors that are not needed.
+        The checkpoint; tensors that are not needed are on the meta device.
     """
     rest = torch.load(os.path.join(path, _REST), map_location="cpu", weights_only=weights_only)
     tensors: dict[str, Tensor] = {}
     entries: list[tuple[Path, Any]] = [(tuple(at), value) for at, value in rest["values"]]
     for at, key in rest["tensors"]:
+        like: Tensor = rest["like"][key]
         if wanted(tuple(at), rest["parameter_names"]):
-            like = rest["like"][key]
-            entries.append((tuple(at), tensors.setdefault(key, torch.empty(like.shape, dtype=like.dtype))))
+            like = tensors.setdefault(key, torch.empty(like.shape, dtype=like.dtype))
+        entries.append((tuple(at), like))
     dcp.load(tensors, checkpoint_id=path, no_dist=not _distributed())
     return assembled(rest["checkpoint"], entries)
 

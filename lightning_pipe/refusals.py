@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -24,6 +23,10 @@ _JOINING = {
     "DAdaptLion": "estimates one step size from all parameters",
     "DAdaptAdaGrad": "estimates one step size from all parameters",
 }
+SEVERAL_OPTIMIZERS = ConfigurationError(
+    "configure_optimizers returned several optimizers; a pipeline works with one.",
+    hint="Use one optimizer with several parameter groups.",
+)
 _OWN_CLIPPING = ("max_grad_norm", "clip_grad_norm", "grad_clip_norm")
 
 
@@ -87,11 +90,7 @@ def check_optimizers(optimizers: Sequence[Optimizer], ranks: int) -> None:
         ConfigurationError: names the optimizer and what to do.
     """
     if len(optimizers) > 1:
-        names = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
-        raise ConfigurationError(
-            f"configure_optimizers returned {len(optimizers)} optimizers ({names}); a pipeline works with one.",
-            hint="Use one optimizer with several parameter groups.",
-        )
+        raise SEVERAL_OPTIMIZERS
     for optimizer in optimizers:
         kinds = [kind.__name__ for kind in type(optimizer).__mro__]
         reason = next((_JOINING[kind] for kind in kinds if kind in _JOINING), None)
@@ -110,11 +109,6 @@ def check_optimizers(optimizers: Sequence[Optimizer], ranks: int) -> None:
                 )
 
 
-def several_optimizers(error: RuntimeError) -> Any:
-    """Our error for Lightning's refusal of several optimizers; its advice, manual optimization, does not help here."""
-    if "multiple optimizers" not in str(error):
-        return error
-    return ConfigurationError(
-        "configure_optimizers returned several optimizers; a pipeline works with one.",
-        hint="Use one optimizer with several parameter groups.",
-    )
+def is_about_several_optimizers(error: RuntimeError) -> bool:
+    """Whether Lightning has refused several optimizers; its advice, manual optimization, does not help here."""
+    return "multiple optimizers" in str(error)

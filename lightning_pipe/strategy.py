@@ -33,7 +33,13 @@ from lightning_pipe.launcher import ScriptLauncher
 from lightning_pipe.micro_batches import LossWeight
 from lightning_pipe.partition import Balance, divide, find_layers
 from lightning_pipe.pipeline.runner import Pipeline
-from lightning_pipe.refusals import check_copies, check_module, check_optimizers, several_optimizers
+from lightning_pipe.refusals import (
+    SEVERAL_OPTIMIZERS,
+    check_copies,
+    check_module,
+    check_optimizers,
+    is_about_several_optimizers,
+)
 from lightning_pipe.running import Cutting, Run
 from lightning_pipe.schedules import Family, Schedule
 from lightning_pipe.split import SplitBatch
@@ -296,7 +302,9 @@ class PipeStrategy(ParallelStrategy):
         try:
             super().setup_optimizers(trainer)
         except RuntimeError as error:
-            raise several_optimizers(error) from error
+            if is_about_several_optimizers(error):
+                raise SEVERAL_OPTIMIZERS from error
+            raise
         check_optimizers(self.optimizers, self.pipeline_parallel_size)
 
     @override
