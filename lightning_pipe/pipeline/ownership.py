@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipe.errors import CutError
+from lightning_pipe.pipeline.absent import Absent
 
 
 class Ownership:
@@ -140,9 +141,8 @@ class Ownership:
         for name, parameter in self.outside():
             self._holders[name] = tuple(users.get(name, self.loss_ranks))
             if not self.holds(name):
-                stub = torch.zeros((), dtype=parameter.dtype, device=parameter.device)
                 parameter.grad = None
-                _replace(parameter, stub.expand(parameter.shape))
+                _swap(parameter, Absent.like(parameter))
         for prefix, buffer in self._outside_buffers():
             ran = [ranks for name, ranks in users.items() if name.endswith(".") and f"{prefix}.".startswith(name)]
             self._holders[self._aliases[buffer]] = tuple(ran[0]) if ran else self.loss_ranks
@@ -189,10 +189,12 @@ def _owned(layer: nn.Module) -> Iterator[Tensor]:
 
 def _replace(tensor: Tensor, value: Tensor) -> None:
     """Let the same object hold another value, device and memory; attributes and ``requires_grad`` stay."""
-    attributes: Mapping[str, Any] = dict(tensor.__dict__)
-    requires_grad = tensor.requires_grad
     # detached: what carried the value here may still refer to it, and such tensors cannot be swapped (torch 2.13)
-    new: Tensor = nn.Parameter(value, requires_grad) if isinstance(tensor, nn.Parameter) else value.detach()
+    _swap(tensor, nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value.detach())
+
+
+def _swap(tensor: Tensor, new: Tensor) -> None:
+    attributes: Mapping[str, Any] = dict(tensor.__dict__)
     torch.utils.swap_tensors(tensor, new)  # type: ignore[no-untyped-call]
     tensor.__dict__.update(attributes)
 

@@ -1,0 +1,85 @@
+"""Parameters whose values other ranks have."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_pipe.errors import CutError
+from lightning_pipe.pipeline.absent import Absent
+
+
+@pytest.fixture
+def linear() -> nn.Linear:
+    """A module whose weight is elsewhere and whose bias is here."""
+    module = nn.Linear(3, 4)
+    torch.utils.swap_tensors(module.weight, Absent.like(module.weight))
+    return module
+
+
+def test_looks_like_the_parameter(linear: nn.Linear) -> None:
+    weight = linear.weight
+    assert isinstance(weight, nn.Parameter)
+    assert (weight.shape, weight.dtype, weight.device.type) == (torch.Size([4, 3]), torch.float32, "cpu")
+    assert weight.requires_grad
+    assert weight.is_leaf
+    assert weight.grad is None
+
+
+def test_takes_no_memory() -> None:
+    absent = Absent.like(nn.Parameter(torch.empty(1000, 1000)))
+    assert absent.untyped_storage().nbytes() == 4
+
+
+def test_follows_the_module(linear: nn.Linear) -> None:
+    assert isinstance(linear.double().weight, Absent)
+    assert linear.weight.dtype is torch.float64
+    assert isinstance(copy.deepcopy(linear).weight, Absent)
+    assert isinstance(linear.state_dict()["weight"], Absent)
+    linear.load_state_dict({"weight": torch.ones(4, 3), "bias": torch.ones(4)})
+    assert isinstance(linear.weight, Absent)
+
+
+def test_changes_in_place_do_nothing(linear: nn.Linear) -> None:
+    for parameter in linear.parameters():
+        parameter.data.clamp_(0.0, 0.1)
+        parameter.data.copy_(torch.ones_like(parameter))
+    assert torch.equal(linear.bias, torch.ones(4))
+    assert isinstance(linear.weight, Absent)
+
+
+def test_values_are_never_numbers(linear: nn.Linear) -> None:
+    with pytest.raises(CutError, match="only another stage has"):
+        (linear.weight**2).sum().item()
+    with pytest.raises(CutError, match="only another stage has"):
+        sum(parameter.pow(2).sum() for parameter in linear.parameters()).item()
+    assert torch.zeros(4, 3).copy_(linear.weight.data).isnan().all()
+    assert torch.zeros(4, 3).copy_(0.9 * torch.ones(4, 3) + 0.1 * linear.weight).isnan().all()
+
+
+def test_lists_are_worked_on_without_it(linear: nn.Linear) -> None:
+    averages = [torch.zeros(4, 3), torch.zeros(4)]
+    torch._foreach_lerp_(averages, [linear.weight.detach(), torch.ones(4)], 0.5)
+    assert torch.equal(averages[0], torch.zeros(4, 3))
+    assert torch.equal(averages[1], torch.full((4,), 0.5))
+
+
+def test_averaged_models_and_optimizers_pass_by(linear: nn.Linear) -> None:
+    optimizer = torch.optim.AdamW(linear.parameters())
+    average = torch.optim.swa_utils.AveragedModel(linear)
+    linear.bias.grad = torch.ones(4)
+    optimizer.step()
+    average.update_parameters(linear)
+    average.update_parameters(linear)
+    assert torch.equal(average.module.bias, linear.bias)
+
+
+def test_can_become_the_parameter_again(linear: nn.Linear) -> None:
+    optimizer = torch.optim.SGD(linear.parameters(), lr=1.0)
+    torch.utils.swap_tensors(linear.weight, nn.Parameter(torch.ones(4, 3)))
+    assert type(linear.weight) is nn.Parameter
+    assert optimizer.param_groups[0]["params"][0] is linear.weight
+    assert linear.weight.sum().item() == 12
