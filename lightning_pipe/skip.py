@@ -140,7 +140,7 @@ class SkippableMixin(nn.Module):
         self.__dict__["_namespaces"] = {**self.namespaces, **dict.fromkeys(names, namespace)}
         return self
 
-    def keys(self, names: Iterable[str]) -> list[Key]:
+    def skip_keys(self, names: Iterable[str]) -> list[Key]:
         """The names with their namespaces."""
         return [Key(self.namespaces.get(name), name) for name in sorted(names)]
 
@@ -264,11 +264,11 @@ def _problems(name: str, layer: SkippableMixin, stashed: dict[Key, str], popped:
     """What is wrong with one layer after those before it, which are noted in ``stashed`` and ``popped``."""
     for both in sorted(layer.stashable & layer.poppable):
         yield f"'{name}' stashes and pops '{both}'"
-    for key in layer.keys(layer.stashable - layer.poppable):
+    for key in layer.skip_keys(layer.stashable - layer.poppable):
         if key in stashed:
             yield f"'{key.name}' is stashed by '{stashed[key]}' and again by '{name}'"
         stashed[key] = name
-    for key in layer.keys(layer.poppable - layer.stashable):
+    for key in layer.skip_keys(layer.poppable - layer.stashable):
         if key in popped:
             yield f"'{key.name}' is popped by '{popped[key]}' and again by '{name}'"
         elif key not in stashed:

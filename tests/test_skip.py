@@ -145,6 +145,98 @@ def images(samples: int = 4) -> dict[str, Tensor]:
     return {"x": torch.randn(samples, 1, 8, 8)}
 
 
+@skippable(stash=["early"])
+class DeclaredDown(Down):
+    def forward(self, x: Tensor) -> Any:
+        x = torch.tanh(self.conv(x))
+        yield stash("early", x)
+        return F.max_pool2d(x, 2)
+
+
+@skippable(pop=["early"])
+class DeclaredUp(Up):
+    def forward(self, x: Tensor) -> Any:
+        early = yield pop("early")
+        return torch.tanh(self.conv(torch.cat([F.interpolate(x, early.shape[-2:]), early], 1)))
+
+
+class DeclaredUNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        a, b, c = Namespace(), Namespace(), Namespace()
+        self.layers = nn.Sequential(
+            DeclaredDown("", 1, 2).isolate(a), DeclaredDown("", 2, 3).isolate(b), DeclaredDown("", 3, 4).isolate(c),
+            nn.Conv2d(4, 4, 3, padding=1), DeclaredUp("", 8, 4).isolate(c), DeclaredUp("", 7, 3).isolate(b),
+            DeclaredUp("", 5, 2).isolate(a), nn.Conv2d(2, 1, 1),
+        )  # fmt: skip
+        verify_skippables(self.layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.mse_loss(self.layers(x), x)
+
+
+@pytest.mark.parametrize("recompute", ["never", "always", "except_last"])
+@pytest.mark.parametrize("balance", [[1, 2, 3, 2], [2, 2, 2, 2], [1, 1, 1, 5], [5, 1, 1, 1], [1, 3, 1, 3]], ids=str)
+def test_declared_skips_go_straight_whatever_the_balance(balance: list[int], recompute: str) -> None:
+    data = [images(), images(), images(3)]
+    schedule = "gpipe" if sum(balance[:2]) % 2 else "1f1b"
+    options: dict[str, Any] = {"ranks": 4, "schedule": schedule, "balance": balance, "recompute": recompute}
+    assert_same(DeclaredUNet(), data, micro_batches=2, layers="layers", **options)
+
+
+@pytest.mark.parametrize("schedule", ["interleaved", "zero_bubble", "chimera", "gems", "dualpipev"])
+def test_declared_skips_go_straight_in_any_schedule(schedule: str) -> None:
+    assert_same(DeclaredUNet(), [images()] * 3, micro_batches=3, ranks=2, schedule=schedule, layers="layers")
+
+
+class Wide(nn.Module):
+    """A large tensor from the first layer to the last, a small one through the layers between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(Narrowing(), nn.Linear(1, 1), nn.Linear(1, 1), Widening())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x).square().mean()
+
+
+@skippable(stash=["wide"])
+class Narrowing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(1000, 1)
+
+    def forward(self, x: Tensor) -> Any:
+        yield stash("wide", x * self.linear.weight)
+        return self.linear(x)
+
+
+@skippable(pop=["wide"])
+class Widening(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(1, 1)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.linear(x) * (yield pop("wide"))
+
+
+def test_a_skip_passes_over_the_ranks_between() -> None:
+    sent: dict[int, list[int]] = {rank: [] for rank in range(4)}
+
+    def note(pipeline: Any, module: nn.Module) -> None:
+        sent[pipeline.transport.rank].append(pipeline.executor.courier.sent_bytes)
+
+    data = [{"x": torch.randn(4, 1000)}] * 3
+    assert_same(Wide(), data, micro_batches=1, ranks=4, layers="layers", between=note)
+    per_batch = {rank: totals[-1] - totals[-2] for rank, totals in sent.items()}
+    wide = 4 * 1000 * 8
+    assert wide <= per_batch[0] < wide + 500
+    assert wide <= per_batch[3] < wide + 500
+    assert per_batch[1] < 500
+    assert per_batch[2] < 500
+
+
 @pytest.mark.parametrize(
     "options", [{"ranks": 2}, {"ranks": 4, "schedule": "gpipe"}, {"ranks": 2, "schedule": "interleaved"}]
 )

@@ -15,14 +15,16 @@ from lightning_pipe.pipeline.layout import Layout, mask_words, to_bits, to_words
 from lightning_pipe.pipeline.transport import Lane, Transport, Work
 
 _AGREED, _CHANGED = 0, 1
+_STAGES = 1024
 
 
-class Crossroad(NamedTuple):
-    """One micro-batch at one cut: between ``stage`` and the next, on its pipe."""
+class Way(NamedTuple):
+    """One micro-batch on its way from a stage to a later one, mostly the next, on its pipe."""
 
     pipe: int
     stage: int
     micro_batch: int
+    to: int
 
 
 @dataclass(frozen=True)
@@ -92,17 +94,17 @@ class Courier:
     """
 
     transport: Transport
-    transfers: dict[Crossroad, Transfer] = field(default_factory=dict)
+    transfers: dict[Way, Transfer] = field(default_factory=dict)
     sent_bytes: int = 0
-    _plans: dict[tuple[int, Hashable], Plan] = field(default_factory=dict)
-    _posted: dict[tuple[str, Crossroad], _Posted] = field(default_factory=dict)
+    _plans: dict[tuple[int, int, Hashable], Plan] = field(default_factory=dict)
+    _posted: dict[tuple[str, Way], _Posted] = field(default_factory=dict)
     _sending: list[tuple[Work, Tensor | None]] = field(default_factory=list)
 
     # ------------------------------------------------------------------ forward
 
-    def send(self, at: Crossroad, peer: int, key: Hashable, crossing: Crossing) -> None:
+    def send(self, at: Way, peer: int, key: Hashable, crossing: Crossing) -> None:
         """Start to send what leaves a stage."""
-        plan = self._plans.get((at.stage, key))
+        plan = self._plans.get((at.stage, at.to, key))
         numbers = {entry.number: tensor for entry, tensor in zip(crossing.path.entries, crossing.tensors, strict=True)}
         lane = Lane("forward", at.pipe)
         if plan is not None:
@@ -116,13 +118,13 @@ class Courier:
         self._sending.append((self.transport.send_object((crossing.path, values), peer, _tag(at, 0)), None))
         self.transfers[at] = Transfer(key, crossing.path, tuple(entry.number for entry in crossing.path.entries))
 
-    def expect(self, at: Crossroad, peer: int, key: Hashable) -> None:
+    def expect(self, at: Way, peer: int, key: Hashable) -> None:
         """Post the buffer for what will come, as soon as its size is agreed."""
-        plan = self._plans.get((at.stage, key))
+        plan = self._plans.get((at.stage, at.to, key))
         if plan is not None:
             self._post("forward", at, peer, plan.layout, plan)
 
-    def receive(self, at: Crossroad, peer: int, key: Hashable) -> tuple[Path, dict[int, Tensor]]:
+    def receive(self, at: Way, peer: int, key: Hashable) -> tuple[Path, dict[int, Tensor]]:
         """Wait for what the previous stage sent: the path and the tensors by number."""
         posted = self._posted.pop(("forward", at), None)
         if posted is not None and posted.plan is not None:
@@ -139,7 +141,7 @@ class Courier:
 
     # ------------------------------------------------------------------ backward
 
-    def send_gradients(self, at: Crossroad, peer: int, gradients: dict[int, Tensor], used: frozenset[int]) -> None:
+    def send_gradients(self, at: Way, peer: int, gradients: dict[int, Tensor], used: frozenset[int]) -> None:
         """Start to send back the gradients of what was received."""
         transfer = self.transfers[at]
         transfer.used = used
@@ -150,13 +152,13 @@ class Courier:
         tensors = [gradients.get(number) for number in transfer.gradients]
         self._send(transfer.gradient_layout(), masks, tensors, peer, Lane("backward", at.pipe), at)
 
-    def expect_gradients(self, at: Crossroad, peer: int) -> None:
+    def expect_gradients(self, at: Way, peer: int) -> None:
         """Post the buffer for the gradients of what was sent."""
         transfer = self.transfers[at]
         if transfer.gradients:
             self._post("backward", at, peer, transfer.gradient_layout())
 
-    def receive_gradients(self, at: Crossroad, peer: int) -> tuple[dict[int, Tensor], frozenset[int]]:
+    def receive_gradients(self, at: Way, peer: int) -> tuple[dict[int, Tensor], frozenset[int]]:
         """Wait for the gradients, by number, and the numbers that later stages used."""
         transfer = self.transfers[at]
         if not transfer.gradients:
@@ -181,10 +183,10 @@ class Courier:
         self._sending.clear()
         if self._posted:
             raise CommunicationError(f"internal error: {len(self._posted)} messages were posted and never used.")
-        fresh: dict[tuple[int, Hashable], tuple[Path, set[int]]] = {}
-        for at in sorted(self.transfers, key=lambda at: (at.stage, at.micro_batch)):
+        fresh: dict[tuple[int, int, Hashable], tuple[Path, set[int]]] = {}
+        for at in sorted(self.transfers, key=lambda at: (at.stage, at.to, at.micro_batch)):
             transfer = self.transfers[at]
-            place = (at.stage, transfer.key)
+            place = (at.stage, at.to, transfer.key)
             plan = self._plans.get(place)
             if plan is not None and plan.path is transfer.path:
                 continue
@@ -202,7 +204,7 @@ class Courier:
         self._sending.clear()
 
     def _send(
-        self, layout: Layout, control: list[int], tensors: list[Tensor | None], peer: int, lane: Lane, at: Crossroad
+        self, layout: Layout, control: list[int], tensors: list[Tensor | None], peer: int, lane: Lane, at: Way
     ) -> None:
         transport = self.transport
         data = layout.pack(control if transport.inline_control else (), tensors, transport.device)
@@ -212,12 +214,12 @@ class Courier:
         self.sent_bytes += layout.size
         self._sending.append((transport.send(data, peer, lane), data))
 
-    def _post(self, direction: str, at: Crossroad, peer: int, layout: Layout, plan: Plan | None = None) -> None:
+    def _post(self, direction: str, at: Way, peer: int, layout: Layout, plan: Plan | None = None) -> None:
         data = torch.empty(layout.size, dtype=torch.uint8, device=self.transport.device)
         lane = Lane("forward" if direction == "forward" else "backward", at.pipe)
         self._posted[direction, at] = _Posted(self.transport.receive(data, peer, lane), data, layout, plan)
 
-    def _unpack(self, posted: _Posted, peer: int, at: Crossroad) -> tuple[list[int], list[Tensor]]:
+    def _unpack(self, posted: _Posted, peer: int, at: Way) -> tuple[list[int], list[Tensor]]:
         if self.transport.inline_control:
             return posted.layout.unpack(posted.data)
         control = self.transport.receive_object(peer, _tag(at, 1 if posted.plan is not None else 2))
@@ -238,5 +240,5 @@ def _fits(plan: Plan, path: Path) -> bool:
     return all(found.get(entry.number) == entry for entry in plan.path.entries if entry.number in plan.sent)
 
 
-def _tag(at: Crossroad, channel: int) -> int:
-    return (at.micro_batch * 256 + at.stage) * 3 + channel
+def _tag(at: Way, channel: int) -> int:
+    return ((at.micro_batch * _STAGES + at.stage) * _STAGES + at.to) * 3 + channel

@@ -6,14 +6,27 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from torch import Tensor
 
-from lightning_pipe.pipeline.courier import Courier, Crossroad
-from lightning_pipe.pipeline.cut.path import Crossing
-from lightning_pipe.pipeline.stage import Batch, Inbound, Kept, Saved, Stages
+from lightning_pipe.errors import CutError
+from lightning_pipe.pipeline.courier import Courier, Way
+from lightning_pipe.pipeline.cut.path import Crossing, Path
+from lightning_pipe.pipeline.stage import Batch, Crossings, Inbound, Kept, Saved, Stages
 from lightning_pipe.schedules import Action, Kind
 from lightning_pipe.simulate import Event
+
+Returned = tuple[dict[int, Tensor], frozenset[int]]
+"""What goes back over a cut: gradients by number, and the numbers that were used."""
+
+
+class Place(NamedTuple):
+    """One stage and one micro-batch."""
+
+    pipe: int
+    stage: int
+    micro_batch: int
 
 
 @dataclass
@@ -25,6 +38,7 @@ class Executor:
         courier: communicates.
         placement: ``(pipe, stage) -> rank``.
         rank: this rank.
+        skips: pairs of stages, not neighbours, of which the first sends to the second past those between.
         reduce: called with a stage when its gradients are complete on this rank.
         position: the action under way, for reports about failures.
         held: forward passes whose backward pass is still to come.
@@ -36,18 +50,20 @@ class Executor:
     courier: Courier
     placement: Mapping[tuple[int, int], int]
     rank: int
+    skips: Sequence[tuple[int, int]]
     reduce: Callable[[int], None]
     position: Action | None = None
     held: int = 0
     peak_held: int = 0
     events: list[Event] | None = None
     _batch: Batch = field(init=False)
-    _again: set[Crossroad] = field(default_factory=set)
-    _kept: dict[Crossroad, Kept] = field(default_factory=dict)
-    _saved: dict[Crossroad, Saved] = field(default_factory=dict)
-    _inbound: dict[Crossroad, Inbound] = field(default_factory=dict)
-    _crossing: dict[Crossroad, Crossing] = field(default_factory=dict)
-    _gradients: dict[Crossroad, tuple[dict[int, Tensor], frozenset[int]]] = field(default_factory=dict)
+    _again: set[Place] = field(default_factory=set)
+    _kept: dict[Place, Kept] = field(default_factory=dict)
+    _saved: dict[Place, Saved] = field(default_factory=dict)
+    _arrived: dict[Place, dict[int, frozenset[int]]] = field(default_factory=dict)
+    _inbound: dict[Way, Inbound] = field(default_factory=dict)
+    _crossing: dict[Way, Crossing] = field(default_factory=dict)
+    _gradients: dict[Way, Returned] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._methods: dict[Kind, Callable[[Action], None]] = {
@@ -66,7 +82,7 @@ class Executor:
     def run(self, actions: Sequence[Action], batch: Batch) -> None:
         """Run one batch from the first action to the flush."""
         self._batch = batch
-        self._again = {_here(action) for action in actions if action.kind is Kind.RECOMPUTE}
+        self._again = {_place(action) for action in actions if action.kind is Kind.RECOMPUTE}
         self.peak_held = 0
         board = self.courier.transport.board
         if board is not None:
@@ -89,7 +105,7 @@ class Executor:
     def _abandon(self) -> None:
         """Drop a batch that failed, so that the next one starts clean and no graph stays in memory."""
         self.courier.reset()
-        for kept in (self._kept, self._saved, self._inbound, self._crossing, self._gradients):
+        for kept in (self._kept, self._saved, self._arrived, self._inbound, self._crossing, self._gradients):
             kept.clear()
         self.held = 0
 
@@ -99,86 +115,108 @@ class Executor:
         start = time.perf_counter()
         yield
         if self.events is not None:
-            kind, stage, micro_batch, pipe, _ = action
+            kind, stage, micro_batch, pipe, *_ = action
             self.events.append(Event(self.rank, kind, stage, micro_batch, pipe, start, time.perf_counter()))
 
     # ------------------------------------------------------------------ compute
 
     def _forward(self, action: Action) -> None:
-        here = _here(action)
-        pipe, stage, micro_batch = here
-        inbound = None
-        if stage > 0:
-            at = Crossroad(pipe, stage - 1, micro_batch)
-            inbound = self._inbound.pop(at, None)
-            if inbound is None:
-                peer = self.placement[pipe, stage - 1]
-                inbound = self.courier.receive(at, peer, self._batch.keys[micro_batch])
+        here = _place(action)
+        inbound = self._collect(here)
         with self._timed(action):
             if here in self._again:
-                self._kept[here], crossing = self.stages.forward_again(stage, micro_batch, self._batch, inbound)
+                self._kept[here], crossings = self.stages.forward_again(
+                    here.stage, here.micro_batch, self._batch, inbound
+                )
             else:
-                saved, crossing = self.stages.forward(stage, micro_batch, self._batch, inbound)
+                saved, crossings = self.stages.forward(here.stage, here.micro_batch, self._batch, inbound)
                 if self._batch.training:
                     self._hold(here, saved)
-        if crossing is None:
-            return
-        if self.placement[pipe, stage + 1] == self.rank:
-            self._inbound[here] = hand_over(crossing)
-        else:
-            self._crossing[here] = crossing
+        for to in self._later(here.stage):
+            crossing = crossings.get(to) or _empty(crossings)
+            way = Way(*here, to)
+            if self.placement[here.pipe, to] == self.rank:
+                self._inbound[way] = hand_over(crossing)
+            else:
+                self._crossing[way] = crossing
+
+    def _collect(self, here: Place) -> Inbound | None:
+        """What earlier stages send to a stage, put together."""
+        inbound: Inbound | None = None
+        for stage in self._earlier(here.stage):
+            way = Way(here.pipe, stage, here.micro_batch, here.stage)
+            part = self._inbound.pop(way, None)
+            if part is None:
+                peer = self.placement[here.pipe, stage]
+                part = self.courier.receive(way, peer, self._batch.keys[here.micro_batch])
+            if len(self._earlier(here.stage)) > 1:
+                self._arrived.setdefault(here, {})[stage] = frozenset(part[1])
+            inbound = part if inbound is None else joined(inbound, part)
+        return inbound
+
+    def _later(self, stage: int) -> list[int]:
+        """The stages that a stage sends to: the next one, and those at the other end of its skips."""
+        last = len(self.stages.layers) - 1
+        return [] if stage == last else [stage + 1, *(late for early, late in self.skips if early == stage)]
+
+    def _earlier(self, stage: int) -> list[int]:
+        """The stages that send to a stage."""
+        return [] if stage == 0 else [stage - 1, *(early for early, late in self.skips if late == stage)]
 
     def _recompute(self, action: Action) -> None:
-        here = _here(action)
+        here = _place(action)
         with self._timed(action):
             self._hold(here, self.stages.recompute(here.stage, here.micro_batch, self._batch, self._kept.pop(here)))
 
-    def _hold(self, here: Crossroad, saved: Saved) -> None:
+    def _hold(self, here: Place, saved: Saved) -> None:
         self._saved[here] = saved
         self.held += 1
         self.peak_held = max(self.peak_held, self.held)
 
     def _backward(self, action: Action) -> None:
-        here = _here(action)
-        pipe, stage, micro_batch = here
+        here = _place(action)
         gradients: dict[int, Tensor] = {}
         used: frozenset[int] = frozenset()
-        if stage + 1 < len(self.stages.layers):
-            local = self._gradients.pop(here, None)
-            if local is None:
-                local = self.courier.receive_gradients(here, self.placement[pipe, stage + 1])
-            gradients, used = local
+        for to in self._later(here.stage):
+            way = Way(*here, to)
+            part = self._gradients.pop(way, None)
+            if part is None:
+                part = self.courier.receive_gradients(way, self.placement[here.pipe, to])
+            gradients |= part[0]
+            used |= part[1]
         with self._timed(action):
             if action.kind is Kind.BACKWARD:
                 returned = self.stages.backward(self._saved.pop(here), gradients, used)
                 self.held -= 1
             else:
                 returned = self.stages.backward_input(self._saved[here], gradients, used)
-        if stage > 0:
-            # The next one to need them: the previous stage, here or by a message.
-            self._gradients[Crossroad(pipe, stage - 1, micro_batch)] = returned
+        arrived = self._arrived.pop(here, None)
+        for stage in self._earlier(here.stage):
+            part = returned if arrived is None else _of(returned, arrived[stage])
+            # Where it came from, here or by a message.
+            self._gradients[Way(here.pipe, stage, here.micro_batch, here.stage)] = part
 
     def _backward_weight(self, action: Action) -> None:
         with self._timed(action):
-            self.stages.backward_weight(self._saved.pop(_here(action)))
+            self.stages.backward_weight(self._saved.pop(_place(action)))
         self.held -= 1
 
     # ------------------------------------------------------------------ messages
 
     def _send_forward(self, action: Action) -> None:
-        at = _here(action)
-        self.courier.send(at, _peer(action), self._batch.keys[at.micro_batch], self._crossing.pop(at))
+        way = _way(action, 1)
+        self.courier.send(way, _peer(action), self._batch.keys[way.micro_batch], self._crossing.pop(way))
 
     def _receive_forward(self, action: Action) -> None:
-        at = Crossroad(action.pipe, action.stage - 1, _index(action))
-        self.courier.expect(at, _peer(action), self._batch.keys[at.micro_batch])
+        way = _way(action, -1)
+        self.courier.expect(way, _peer(action), self._batch.keys[way.micro_batch])
 
     def _send_backward(self, action: Action) -> None:
-        at = Crossroad(action.pipe, action.stage - 1, _index(action))
-        self.courier.send_gradients(at, _peer(action), *self._gradients.pop(at))
+        way = _way(action, -1)
+        self.courier.send_gradients(way, _peer(action), *self._gradients.pop(way))
 
     def _receive_backward(self, action: Action) -> None:
-        self.courier.expect_gradients(_here(action), _peer(action))
+        self.courier.expect_gradients(_way(action, 1), _peer(action))
 
     def _reduce(self, action: Action) -> None:
         self.reduce(action.stage)
@@ -190,8 +228,36 @@ def hand_over(crossing: Crossing) -> Inbound:
     return crossing.path, {entry.number: tensor.detach() for entry, tensor in pairs}
 
 
-def _here(action: Action) -> Crossroad:
-    return Crossroad(action.pipe, action.stage, _index(action))
+def _empty(crossings: Crossings) -> Crossing:
+    """What a skip carries for a micro-batch that stashed no tensor."""
+    return Crossing(Path(next(iter(crossings.values())).path.calls, ()), ())
+
+
+def joined(first: Inbound, second: Inbound) -> Inbound:
+    """What two earlier stages send to one. The later of them has made all the calls of the earlier one, and more."""
+    path, other = first[0], second[0]
+    if path.calls[: len(other.calls)] != other.calls:
+        raise CutError(
+            "the stage before this one has taken another path than the one that sends a skip connection.",
+            hint="The step must take the same path on all ranks: no decisions by rank, time, unseeded randomness or "
+            "values.",
+        )
+    return Path(path.calls, path.entries + other.entries), first[1] | second[1]
+
+
+def _of(returned: Returned, numbers: frozenset[int]) -> Returned:
+    """The part of what goes back that concerns some numbers."""
+    return {number: gradient for number, gradient in returned[0].items() if number in numbers}, returned[1]
+
+
+def _place(action: Action) -> Place:
+    return Place(action.pipe, action.stage, _index(action))
+
+
+def _way(action: Action, step: int) -> Way:
+    """The way that a message takes; ``step`` tells where the other end is if the action does not."""
+    other = action.stage + step if action.other is None else action.other
+    return Way(action.pipe, min(action.stage, other), _index(action), max(action.stage, other))
 
 
 def _index(action: Action) -> int:

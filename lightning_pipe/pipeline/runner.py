@@ -28,6 +28,7 @@ from lightning_pipe.schedules import Action, Family, Kind, Schedule, forward_onl
 from lightning_pipe.schedules.recompute import Mode as Recompute
 from lightning_pipe.schedules.recompute import with_recompute
 from lightning_pipe.simulate import Event, Timeline
+from lightning_pipe.skip import Key, SkippableMixin
 
 # Keys of reductions: what comes first in a group is what is largest.
 _SHARED, _STAGE = 0, 1
@@ -97,10 +98,12 @@ class Pipeline:
                 self.ownership,
                 transport.device,
                 BufferGuard([module]),
+                self._skip_routes(),
             ),
             Courier(transport),
             self.placement,
             transport.rank,
+            self._skips,
             self._stage_done,
         )
         self.reducer: GradientReducer | None = None
@@ -182,6 +185,23 @@ class Pipeline:
         self.ownership.restore(fetch)
         DeferredBatchNorm.revert(self.module)
 
+    def _skip_routes(self) -> dict[int, dict[Key, int]]:
+        """The declared skip connections that pass over at least one stage; also notes their ends in ``_skips``."""
+        stage_of = {number: stage for stage, span in enumerate(self.stage_layers) for number in span}
+        stashes: dict[Key, int] = {}
+        routes: dict[int, dict[Key, int]] = {}
+        for number, (_, layer) in enumerate(self.layers):
+            for part in layer.modules():
+                if not isinstance(part, SkippableMixin):
+                    continue
+                for key in part.skip_keys(part.poppable):
+                    early, late = stashes.get(key, number), stage_of[number]
+                    if late > stage_of[early] + 1:
+                        routes.setdefault(stage_of[early], {})[key] = late
+                stashes.update(dict.fromkeys(part.skip_keys(part.stashable), number))
+        self._skips = sorted({(early, late) for early, keys in routes.items() for late in keys.values()})
+        return routes
+
     def _connect(self, probe: Schedule) -> None:
         """Prepare all groups and channels, in the same order on all processes."""
         topology = self._topology
@@ -190,7 +210,7 @@ class Pipeline:
         groups += [self._members(owners) for owners in self._owner_sets()]
         self.transport.make_groups(list(dict.fromkeys(groups)))
         channels: dict[Channel, None] = {}
-        for program in (lower(probe), lower(forward_only(probe, 1))):
+        for program in (lower(probe, self._skips), lower(forward_only(probe, 1), self._skips)):
             for rank, actions in enumerate(program):
                 for action in actions:
                     if action.kind in (Kind.SEND_FORWARD, Kind.SEND_BACKWARD) and action.peer is not None:
@@ -292,7 +312,8 @@ class Pipeline:
 
     def _lowered(self, micro_batches: int, training: bool) -> tuple[Action, ...]:
         schedule = self.schedule(micro_batches)
-        return lower(schedule if training else forward_only(schedule, micro_batches))[self.transport.rank]
+        order = schedule if training else forward_only(schedule, micro_batches)
+        return lower(order, self._skips)[self.transport.rank]
 
     def _check_called(self, stages: set[int]) -> None:
         """Raise if the first training batch has left out layers of the stages that it ran."""

@@ -13,16 +13,19 @@ from torch.utils._pytree import tree_map
 from lightning_pipe.errors import ConfigurationError, CutError
 from lightning_pipe.pipeline.batches import fresh
 from lightning_pipe.pipeline.cut.intercept import Interceptor
-from lightning_pipe.pipeline.cut.path import Crossing, Path
+from lightning_pipe.pipeline.cut.path import Call, Crossing, Path
 from lightning_pipe.pipeline.cut.received import Inbox
 from lightning_pipe.pipeline.cut.stage_run import StageRun
 from lightning_pipe.pipeline.ownership import Ownership
 from lightning_pipe.pipeline.recompute import BufferGuard, nothing_saved, recomputing
 from lightning_pipe.pipeline.rng import Streams
 from lightning_pipe.pipeline.split_backward import SplitBackward
+from lightning_pipe.skip import Key
 
 Step = Callable[[int, Any], Any]
 Inbound = tuple[Path, dict[int, Tensor]]
+Crossings = dict[int, Crossing]
+"""What leaves a stage, by the stage that receives it; nothing leaves the last one."""
 
 
 @dataclass
@@ -84,10 +87,10 @@ class Saved:
 
 @dataclass
 class Kept:
-    """What a forward pass leaves that will run again: its input, and the path it took."""
+    """What a forward pass leaves that will run again: its input, and the calls it made up to the cut."""
 
     inbound: Inbound | None
-    path: Path | None
+    calls: tuple[Call, ...] | None
 
 
 @dataclass
@@ -101,6 +104,7 @@ class Stages:
         ownership: who holds which parameter.
         device: the rank's device.
         buffers: puts buffers back that a second run changes.
+        routes: for each stage the skip connections that go from it past the next one, with the stage they go to.
         called: the layers that have been called so far.
     """
 
@@ -110,36 +114,37 @@ class Stages:
     ownership: Ownership
     device: torch.device
     buffers: BufferGuard
+    routes: Mapping[int, Mapping[Key, int]] = field(default_factory=dict)
     called: set[int] = field(default_factory=set)
 
-    def forward(
-        self, stage: int, micro_batch: int, batch: Batch, inbound: Inbound | None
-    ) -> tuple[Saved, Crossing | None]:
-        """Run the step for one stage. Returns what backward needs and what leaves (``None`` on the last stage)."""
-        saved, crossing, result = self._run(stage, micro_batch, batch, inbound)
-        if crossing is None:
+    def forward(self, stage: int, micro_batch: int, batch: Batch, inbound: Inbound | None) -> tuple[Saved, Crossings]:
+        """Run the step for one stage. Returns what backward needs and, by receiving stage, what leaves."""
+        saved, crossings, result = self._run(stage, micro_batch, batch, inbound)
+        if not crossings:
             batch.results[micro_batch] = _detached(result)
-        return saved, crossing
+        return saved, crossings
 
     def forward_again(
         self, stage: int, micro_batch: int, batch: Batch, inbound: Inbound | None
-    ) -> tuple[Kept, Crossing | None]:
+    ) -> tuple[Kept, Crossings]:
         """Run the step for one stage, to be run again by `recompute`: keep the input alone."""
         # The first run may change what it received; the second one must find it as it came.
         copies = None if inbound is None else (inbound[0], {n: tensor.clone() for n, tensor in inbound[1].items()})
         with nothing_saved():
-            _, crossing, result = self._run(stage, micro_batch, batch, copies)
-        if crossing is None:
+            _, crossings, result = self._run(stage, micro_batch, batch, copies)
+        if not crossings:
             batch.results[micro_batch] = _detached(result)
-            return Kept(inbound, None), None
-        tensors = tuple(tensor.detach() for tensor in crossing.tensors)
-        return Kept(inbound, crossing.path), Crossing(crossing.path, tensors)
+        calls = next((crossing.path.calls for crossing in crossings.values()), None)
+        return Kept(inbound, calls), {
+            to: Crossing(crossing.path, tuple(tensor.detach() for tensor in crossing.tensors))
+            for to, crossing in crossings.items()
+        }
 
     def recompute(self, stage: int, micro_batch: int, batch: Batch, kept: Kept) -> Saved:
         """Run the step again, now keeping what the backward pass needs."""
         with recomputing(), self.buffers.restored():
-            saved, crossing, _ = self._run(stage, micro_batch, batch, kept.inbound)
-        if (crossing.path.calls if crossing else None) != (kept.path.calls if kept.path else None):
+            saved, crossings, _ = self._run(stage, micro_batch, batch, kept.inbound)
+        if next((crossing.path.calls for crossing in crossings.values()), None) != kept.calls:
             raise CutError(
                 f"stage {stage} took another path when micro-batch {micro_batch} was computed again.",
                 hint="Steps must not depend on counters, time or random numbers of other libraries than torch, random "
@@ -147,10 +152,9 @@ class Stages:
             )
         return saved
 
-    def _run(
-        self, stage: int, micro_batch: int, batch: Batch, inbound: Inbound | None
-    ) -> tuple[Saved, Crossing | None, Any]:
+    def _run(self, stage: int, micro_batch: int, batch: Batch, inbound: Inbound | None) -> tuple[Saved, Crossings, Any]:
         run = StageRun(
+            stage=stage,
             layers=self.layers[stage],
             total=len(self.names),
             names=self.names,
@@ -159,6 +163,7 @@ class Stages:
             streams=batch.streams,
             holdings=self.ownership,
             device=self.device,
+            routes=self.routes.get(stage),
         )
         received = (
             tuple(e.number for e in inbound[0].entries if e.number in inbound[1] and e.requires_grad) if inbound else ()
@@ -168,13 +173,14 @@ class Stages:
             result = run.run(lambda: batch.step(micro_batch, batch.slice(micro_batch)))
         self.called |= run.called
         saved = Saved(run.inbox, received, {}, None, run.tracker.used)
-        if run.crossing is None:
+        if not run.crossings:
             if batch.training:
                 saved.loss = loss_of(result) * batch.weights[micro_batch]
         elif batch.training:
-            pairs = zip(run.crossing.path.entries, run.crossing.tensors, strict=True)
-            saved.outbound = {entry.number: tensor for entry, tensor in pairs if entry.requires_grad}
-        return saved, run.crossing, result
+            for crossing in run.crossings.values():
+                pairs = zip(crossing.path.entries, crossing.tensors, strict=True)
+                saved.outbound.update((entry.number, tensor) for entry, tensor in pairs if entry.requires_grad)
+        return saved, run.crossings, result
 
     def backward(
         self, saved: Saved, gradients: Mapping[int, Tensor], used: frozenset[int]

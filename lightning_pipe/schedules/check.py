@@ -59,7 +59,7 @@ def _check_placement(schedule: Schedule) -> None:
 
 def _out_of_place(schedule: Schedule, rank: int, action: Action) -> str | None:
     """What is wrong with an action in itself."""
-    kind, stage, micro_batch, pipe, _ = action
+    kind, stage, micro_batch, pipe, *_ = action
     if kind not in COMPUTE:
         return "only compute actions belong into a schedule; messages and reductions are inserted by lower()"
     if not 0 <= stage < schedule.stages:
@@ -75,8 +75,8 @@ def _out_of_place(schedule: Schedule, rank: int, action: Action) -> str | None:
 
 def _out_of_order(action: Action, pipes: dict[int | None, int], done: set[Result]) -> str | None:
     """What is wrong with an action after what its rank has done before; notes what it does."""
-    kind, stage, micro_batch, pipe, _ = action
-    if pipes.setdefault(micro_batch, pipe) != pipe:
+    kind, stage, micro_batch, pipe, *_ = action
+    if kind is not Kind.STEP and pipes.setdefault(micro_batch, pipe) != pipe:
         return f"micro-batch {micro_batch} already takes pipe {pipes[micro_batch]}"
     need = local_need(action)
     if need is not None and need not in done:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from fractions import Fraction
 from typing import NamedTuple
@@ -47,7 +47,7 @@ def local_need(action: Action) -> Result | None:
     """The value of its own stage that an action waits for; the rank's order must already put it before."""
     if action.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.RECOMPUTE):
         return (FORWARD_DONE, action.stage, action.micro_batch)
-    if action.kind in (Kind.BACKWARD_WEIGHT, Kind.STEP):
+    if action.kind is Kind.BACKWARD_WEIGHT:
         return (GRADIENT_DONE, action.stage, action.micro_batch)
     return None
 
@@ -128,6 +128,35 @@ def held(orders: Iterable[Iterable[Action]]) -> list[int]:
                 alive.discard(where)
         peaks.append(peak)
     return peaks
+
+
+def steps_before_forwards(orders: Iterable[Iterable[Action]]) -> dict[tuple[int, int], int]:
+    """``(stage, micro_batch)`` -> optimizer steps that the stage's rank has made before the forward pass."""
+    seen: dict[tuple[int, int], int] = {}
+    for order in orders:
+        steps: Counter[int] = Counter()
+        for action in order:
+            if action.kind is Kind.STEP:
+                steps[action.stage] += 1
+            elif action.kind is Kind.FORWARD and action.micro_batch is not None:
+                seen[action.stage, action.micro_batch] = steps[action.stage]
+    return seen
+
+
+def live_versions(schedule: Schedule, rank: int) -> int:
+    """The most versions of a stage's weights on a rank: from the oldest still needed after a step to the newest."""
+    order = schedule.actions[rank]
+    newest = Counter(action.stage for action in order if action.kind is Kind.STEP)
+    oldest: dict[int, int] = {}
+    most = 1
+    for kind, stage, micro_batch, *_ in reversed(order):
+        if kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
+            version = schedule.versions.get((stage, micro_batch or 0), 0)
+            oldest[stage] = min(version, oldest.get(stage, version))
+        elif kind is Kind.STEP:
+            most = max(most, newest[stage] - oldest.get(stage, newest[stage]) + 1)
+            newest[stage] -= 1
+    return most
 
 
 NOMINAL: dict[Kind, Number] = {

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from itertools import accumulate
 from typing import ClassVar
 
 from lightning_pipe.errors import ScheduleError
+from lightning_pipe.schedules.dependencies import steps_before_forwards
 from lightning_pipe.schedules.ir import Action, Kind, Placement, Schedule
 
 Orders = Sequence[Sequence[Action]]
@@ -88,6 +89,10 @@ class Family(ABC):
             )
         return self, needed
 
+    def versions(self, schedule: Schedule) -> Mapping[tuple[int, int], int]:
+        """For :attr:`Schedule.versions`; by default each stage's newest."""
+        return schedule.versions
+
     def options(self) -> dict[str, object]:
         """The options to show."""
         return {option.name: getattr(self, option.name) for option in fields(self)}
@@ -116,16 +121,19 @@ class Family(ABC):
                 stacklevel=2,
             )
         # Enough micro-batches for every pipe, so that the placement never depends on their number.
-        orders = family.orders(ranks, family.published(ranks, max(micro_batches, family.pipes)))
-        orders = fold(orders, coarse, stages or coarse)
+        all_pipes = family.orders(ranks, family.published(ranks, max(micro_batches, family.pipes)))
+        orders = all_pipes if micro_batches >= family.pipes else family.orders(ranks, whole)
         schedule = schedule_of(
             family.name,
-            [[action for action in order if (action.micro_batch or 0) < micro_batches] for order in orders],
-            placement=placement_of(orders),
+            [
+                [action for action in order if (action.micro_batch or 0) < micro_batches]
+                for order in fold(orders, coarse, stages or coarse)
+            ],
+            placement=placement_of(fold(all_pipes, coarse, stages or coarse)),
             micro_batches=micro_batches,
-            synchronous=family.synchronous,
             options=family.options(),
         )
+        schedule = replace(schedule, versions=family.versions(schedule))
         schedule.validate()
         return schedule
 
@@ -142,14 +150,17 @@ def schedule_of(
     *,
     placement: Placement | None = None,
     micro_batches: int | None = None,
-    synchronous: bool = True,
     options: dict[str, object] | None = None,
 ) -> Schedule:
-    """Make a schedule of every rank's compute actions; what is not given follows from them."""
+    """Make a schedule of every rank's compute actions; what is not given follows from them.
+
+    Where ranks step on their own there is no flush, and stages use their newest weights.
+    """
     placement = placement or placement_of(orders)
     everything = [action for order in orders for action in order]
     if not everything:
         raise ScheduleError(f"Schedule {name!r} has no actions.")
+    steps = any(action.kind is Kind.STEP for action in everything)
     return Schedule(
         name=name,
         stages=1 + max(stage for _, stage in placement),
@@ -158,8 +169,9 @@ def schedule_of(
         placement=placement,
         actions=tuple(tuple(order) for order in orders),
         forward_only=all(action.kind is Kind.FORWARD for action in everything),
-        synchronous=synchronous,
+        synchronous=not steps,
         options=options or {},
+        versions=steps_before_forwards(orders) if steps else {},
     )
 
 

@@ -34,7 +34,8 @@ class Action(NamedTuple):
     """One step of one rank.
 
     ``stage`` counts along the model, ``micro_batch`` along the batch (over all pipes), ``pipe`` names the route the
-    micro-batch takes through the ranks. ``peer`` is the rank at the other end of a message and ``None`` elsewhere.
+    micro-batch takes through the ranks. ``peer`` is the rank at the other end of a message and ``None`` elsewhere;
+    ``other`` is the stage at the other end of a message that skips the stages between.
 
     Example:
         >>> print(Action(Kind.FORWARD, stage=2, micro_batch=0), Action(Kind.SEND_FORWARD, 2, 0, pipe=1, peer=3))
@@ -46,6 +47,7 @@ class Action(NamedTuple):
     micro_batch: int | None
     pipe: int = 0
     peer: int | None = None
+    other: int | None = None
 
     def __str__(self) -> str:
         micro_batch = "" if self.micro_batch is None else self.micro_batch
@@ -72,6 +74,8 @@ class Schedule:
         forward_only: evaluation order without backward passes.
         synchronous: all micro-batches of a batch are done before its optimizer step (a flush).
         options: the family's options, for display and for the passes that know them.
+        versions: asynchronous schedules only: ``(stage, micro_batch)`` -> the number of steps that the weights have
+            seen on which the stage runs the micro-batch, forward and backward.
 
     Example:
         >>> from lightning_pipe.schedules import OneFOneB
@@ -91,6 +95,7 @@ class Schedule:
     forward_only: bool = False
     synchronous: bool = True
     options: Mapping[str, object] = field(default_factory=dict)
+    versions: Mapping[tuple[int, int], int] = field(default_factory=dict)
 
     @cached_property
     def pipes(self) -> int:
@@ -109,10 +114,18 @@ class Schedule:
 
     @cached_property
     def _pipe_of(self) -> dict[int | None, int]:
-        return {action.micro_batch: action.pipe for actions in self.actions for action in actions}
+        forwards = (action for order in self.actions for action in order if action.kind is Kind.FORWARD)
+        return {action.micro_batch: action.pipe for action in forwards}
 
     def _ends(self, stage: int) -> tuple[int, ...]:
         return tuple(dict.fromkeys(self.placement[pipe, stage] for pipe in range(self.pipes)))
+
+    @cached_property
+    def weight_versions(self) -> tuple[int, ...]:
+        """For every rank the most versions of one stage's weights that it holds at once."""
+        from lightning_pipe.schedules.dependencies import live_versions
+
+        return tuple(live_versions(self, rank) for rank in range(self.ranks))
 
     def rank_of(self, pipe: int, stage: int) -> int:
         """The rank that computes ``stage`` for the micro-batches of ``pipe``."""

@@ -8,20 +8,19 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from lightning_pipe.schedules.dependencies import (
+    FORWARD_DONE,
     Number,
     Result,
     Timed,
-    consumer_rank,
     play,
-    remote_need,
     result_of,
 )
 from lightning_pipe.schedules.ir import Action, Kind, Schedule
 
 _MESSAGE = {
-    Kind.FORWARD: (Kind.SEND_FORWARD, Kind.RECEIVE_FORWARD, 1),
-    Kind.BACKWARD: (Kind.SEND_BACKWARD, Kind.RECEIVE_BACKWARD, -1),
-    Kind.BACKWARD_INPUT: (Kind.SEND_BACKWARD, Kind.RECEIVE_BACKWARD, -1),
+    Kind.FORWARD: (Kind.SEND_FORWARD, Kind.RECEIVE_FORWARD),
+    Kind.BACKWARD: (Kind.SEND_BACKWARD, Kind.RECEIVE_BACKWARD),
+    Kind.BACKWARD_INPUT: (Kind.SEND_BACKWARD, Kind.RECEIVE_BACKWARD),
 }
 _WEIGHT_GRADIENT = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
 
@@ -44,17 +43,20 @@ class _Message(NamedTuple):
     consumer: int
     known: int
     action: Action
+    stage: int
+    skips: bool
 
     def ends(self) -> tuple[Action, Action]:
-        """The send and the receive action."""
-        send, receive, step = _MESSAGE[self.action.kind]
+        """The send and the receive action; each names the other's stage where that is not the next one."""
+        send, receive = _MESSAGE[self.action.kind]
+        mine, other = self.action.stage, self.stage
         return (
-            self.action._replace(kind=send, peer=self.receiver),
-            self.action._replace(kind=receive, peer=self.sender, stage=self.action.stage + step),
+            self.action._replace(kind=send, peer=self.receiver, other=other if self.skips else None),
+            self.action._replace(kind=receive, peer=self.sender, stage=other, other=mine if self.skips else None),
         )
 
 
-def lower(schedule: Schedule) -> Lowered:
+def lower(schedule: Schedule, skips: Iterable[tuple[int, int]] = ()) -> Lowered:
     """Insert messages and reductions into every rank's compute actions.
 
     A send follows the action that produces the value. Its receive stands one compute action before the one that
@@ -71,6 +73,13 @@ def lower(schedule: Schedule) -> Lowered:
     schedule's option ``sync`` puts it off to the end: ``"lazy"`` always, ``"eager_opt"`` where one of the ranks that
     hold the stage has no idle time after it. Reductions are in one order that is the same on all ranks.
 
+    Without a flush there is a reduction before every step, of the same stage and with the micro-batch of the step.
+
+    Args:
+        schedule: the compute order.
+        skips: pairs of stages, not neighbours, of which the first sends each micro-batch something of its own, and
+            gets a gradient back.
+
     Returns:
         For every rank its actions. Sends and receives name the stage of their own rank: the action
         ``SEND_FORWARD(stage=s)`` on one rank meets ``RECEIVE_FORWARD(stage=s+1)`` on its peer.
@@ -85,9 +94,11 @@ def lower(schedule: Schedule) -> Lowered:
     played = play(schedule)
     before: list[Slots] = [[[] for _ in timed] for timed in played]
     after: list[Slots] = [[[] for _ in range(len(timed) + 1)] for timed in played]
-    for lane in _lanes(schedule, played):
+    for lane in _lanes(schedule, played, skips):
         _place_lane(sorted(lane), before, after)
-    if not schedule.forward_only:
+    if not schedule.synchronous:
+        _place_reductions_of_steps(played, after)
+    elif not schedule.forward_only:
         _place_reductions(schedule, played, after)
     return tuple(tuple(_merge(timed, before[rank], after[rank])) for rank, timed in enumerate(played))
 
@@ -95,31 +106,41 @@ def lower(schedule: Schedule) -> Lowered:
 def _merge(timed: list[Timed], before: Slots, after: Slots) -> Iterable[Action]:
     yield from (action for _, action in after[0])
     for entry, first, then in zip(timed, before, after[1:], strict=True):
-        yield from (action for _, action in sorted(first))
+        yield from (action for _, action in sorted(first, key=lambda timed: timed[0]))
         yield entry.action
         yield from (action for _, action in then)
 
 
-def _lanes(schedule: Schedule, played: list[list[Timed]]) -> Iterable[list[_Message]]:
+def _lanes(schedule: Schedule, played: list[list[Timed]], skips: Iterable[tuple[int, int]]) -> Iterable[list[_Message]]:
     """All messages, one list per pair of ranks, direction and pipe."""
-    consumers: dict[Result, int] = {}
-    forwards: dict[tuple[int, int | None], int] = {}
-    for timed in played:
+    steps = [(stage, stage + 1) for stage in range(schedule.stages - 1)]
+    beyond: dict[int, list[int]] = defaultdict(list)
+    before: dict[int, list[int]] = defaultdict(list)
+    for early, late in [*steps, *skips]:
+        beyond[early].append(late)
+        before[late].append(early)
+    places: dict[Result, tuple[int, int]] = {}
+    for rank, timed in enumerate(played):
         for index, (action, _, _) in enumerate(timed):
-            need = remote_need(action, schedule.stages)
-            if need is not None:
-                consumers[need] = index
-            if action.kind is Kind.FORWARD:
-                forwards[action.stage, action.micro_batch] = index
+            result = result_of(action)
+            if result is not None:
+                places[result] = rank, index
     lanes: dict[tuple[int, int, Kind, int], list[_Message]] = defaultdict(list)
     for rank, timed in enumerate(played):
         for index, (action, _, end) in enumerate(timed):
-            peer = consumer_rank(action, schedule.stages, schedule.placement)
             result = result_of(action)
-            if peer is not None and peer != rank and result is not None:
-                known = 0 if action.kind is Kind.FORWARD else forwards[action.stage - 1, action.micro_batch] + 1
+            if result is None:
+                continue
+            forward = action.kind is Kind.FORWARD
+            for stage in (beyond if forward else before)[action.stage]:
+                peer, consumer = places[result[0], stage, action.micro_batch]
+                if peer == rank:
+                    continue
+                # What a gradient looks like is known once the receiver's own forward has run.
+                known = 0 if forward else places[FORWARD_DONE, stage, action.micro_batch][1] + 1
                 lane = (min(rank, peer), max(rank, peer), _MESSAGE[action.kind][0], action.pipe)
-                lanes[lane].append(_Message(end, rank, index, peer, consumers[result], known, action))
+                skip = abs(stage - action.stage) != 1
+                lanes[lane].append(_Message(end, rank, index, peer, consumer, known, action, stage, skip))
     return lanes.values()
 
 
@@ -128,17 +149,16 @@ def _place_lane(lane: list[_Message], before: list[Slots], after: list[Slots]) -
     earliest: dict[int, int] = defaultdict(int)
     lower_bounds = []
     for message in lane:
-        # What a gradient looks like is known once the stage's own forward has run.
         earliest[message.receiver] = max(earliest[message.receiver], message.known)
         lower_bounds.append(earliest[message.receiver])
         earliest[message.sender] = message.producer + 1
     latest: dict[int, int] = {}
     for message, lower_bound in zip(reversed(lane), reversed(lower_bounds), strict=True):
         send, receive = message.ends()
-        after[message.sender][message.producer + 1].append((message.sent, send))
+        after[message.sender][message.producer + 1].insert(0, (message.sent, send))
         latest[message.sender] = message.producer
         slot = max(lower_bound, min(message.consumer - 1, latest.get(message.receiver, message.consumer)))
-        before[message.receiver][slot].append((message.sent, receive))
+        before[message.receiver][slot].insert(0, (message.sent, receive))
         latest[message.receiver] = slot
 
 
@@ -163,6 +183,14 @@ def _place_reductions(schedule: Schedule, played: list[list[Timed]], after: list
             # A rank that had no micro-batch of the stage takes part all the same: its copy must not fall behind.
             slots[rank] = max(slots[rank], len(played[rank]) if late else last.get((rank, -negative), 0))
             after[rank][slots[rank]].append((time, Action(Kind.REDUCE, -negative, None)))
+
+
+def _place_reductions_of_steps(played: list[list[Timed]], after: list[Slots]) -> None:
+    """Without a flush every step is preceded by its own reduction; all holders of a stage step equally often."""
+    for timed, slots in zip(played, after, strict=True):
+        for index, (action, start, _) in enumerate(timed):
+            if action.kind is Kind.STEP:
+                slots[index].append((start, action._replace(kind=Kind.REDUCE)))
 
 
 def _idle_after(timed: list[Timed], index: int) -> bool:

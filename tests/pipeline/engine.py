@@ -70,6 +70,7 @@ def pipelined(
     stages: int | None = None,
     schedule: Any = "1f1b",
     recompute: Any = "never",
+    balance: Sequence[int] | None = None,
     layers: Any = None,
     optimizer: Callable[..., Any] = torch.optim.SGD,
     between: Callable[[Pipeline, nn.Module], None] | None = None,
@@ -85,8 +86,8 @@ def pipelined(
     def body(transport: MemoryTransport) -> tuple[Outcome, Pipeline]:
         module = copy.deepcopy(model)
         sequence = find_layers(module, layers)
-        balance = [len(sequence) // total + (stage < len(sequence) % total) for stage in range(total)]
-        pipeline = Pipeline(module, sequence, balance, family, transport, recompute=recompute)
+        even = [len(sequence) // total + (stage < len(sequence) % total) for stage in range(total)]
+        pipeline = Pipeline(module, sequence, balance or even, family, transport, recompute=recompute)
         pipeline.partition()
         outcome, optim = Outcome(), optimizer(module.parameters(), lr=0.1)
         for number, batch in enumerate(batches):

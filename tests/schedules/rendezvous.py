@@ -19,15 +19,16 @@ def lane_of(rank: int, action: Action) -> Lane:
     return (min(rank, action.peer), max(rank, action.peer), action.kind[-1], action.pipe)
 
 
-def content(action: Action) -> tuple[int, int | None]:
-    """What a message carries, the same at both ends: boundary (the stage below it) and micro-batch."""
-    below = {Kind.SEND_FORWARD: 0, Kind.RECEIVE_FORWARD: -1, Kind.SEND_BACKWARD: -1, Kind.RECEIVE_BACKWARD: 0}
-    return action.stage + below[action.kind], action.micro_batch
+def content(action: Action) -> tuple[int, int, int | None]:
+    """What a message carries, the same at both ends: the earlier stage, the later one, and the micro-batch."""
+    step = {Kind.SEND_FORWARD: 1, Kind.RECEIVE_FORWARD: -1, Kind.SEND_BACKWARD: -1, Kind.RECEIVE_BACKWARD: 1}
+    other = action.stage + step[action.kind] if action.other is None else action.other
+    return min(action.stage, other), max(action.stage, other), action.micro_batch
 
 
 def assert_mirrored(lowered: Sequence[Sequence[Action]]) -> None:
     """Every lane's operations are the same, in the same order, at both ends: a send here is a receive there."""
-    lanes: dict[Lane, dict[int, list[tuple[bool, tuple[int, int | None]]]]] = defaultdict(lambda: defaultdict(list))
+    lanes: dict[Lane, dict[int, list[tuple[bool, tuple[int, int, int | None]]]]] = defaultdict(lambda: defaultdict(list))
     for rank, actions in enumerate(lowered):
         for action in actions:
             if action.kind in SENDS or action.kind in RECEIVES:
@@ -91,7 +92,7 @@ class _World:
 
     def _compute(self, rank: int, action: Action) -> bool:
         """Compute if the value of the neighbouring stage is here."""
-        kind, stage, micro_batch, pipe, _ = action
+        kind, stage, micro_batch, pipe, *_ = action
         forward = kind is Kind.FORWARD
         if (forward and stage > 0) or (kind in BACKWARDS and stage < self.last_stage):
             neighbour = stage - 1 if forward else stage + 1

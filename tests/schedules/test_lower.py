@@ -24,6 +24,21 @@ def test_both_ends_agree_on_the_order_of_messages_and_nothing_deadlocks(name: st
 
 
 @pytest.mark.parametrize("name", schedules.names())
+def test_both_ends_agree_on_messages_that_skip_stages(name: str) -> None:
+    for training in training_schedules(name):
+        last = training.stages - 1
+        skips = {(early, late) for early, late in ((0, last), (0, 2), (1, last)) if late - early > 1 and late <= last}
+        for schedule in (training, forward_only(training, training.micro_batches)):
+            lowered = lower(schedule, skips)
+            assert_mirrored(lowered)
+            assert any(action.other is not None for actions in lowered for action in actions) == any(
+                schedule.rank_of(pipe, early) != schedule.rank_of(pipe, late)
+                for pipe in map(schedule.pipe_of, range(schedule.micro_batches))
+                for early, late in skips
+            )
+
+
+@pytest.mark.parametrize("name", schedules.names())
 def test_one_message_per_boundary_and_one_reduction_per_stage_are_inserted(name: str) -> None:
     for training in training_schedules(name):
         for schedule in (training, forward_only(training, training.micro_batches)):
@@ -38,7 +53,7 @@ def test_one_message_per_boundary_and_one_reduction_per_stage_are_inserted(name:
             assert counts[Kind.SEND_FORWARD] == counts[Kind.RECEIVE_FORWARD] == boundaries
             assert counts[Kind.SEND_BACKWARD] == counts[Kind.RECEIVE_BACKWARD] == boundaries * backward
             copies = sum(len(schedule.holders(stage)) for stage in range(schedule.stages))
-            assert counts[Kind.REDUCE] == copies * backward
+            assert counts[Kind.REDUCE] == (copies if training.synchronous else counts[Kind.STEP]) * backward
             for order, actions in zip(schedule.actions, lowered, strict=True):
                 inserted = {*SENDS, *RECEIVES, Kind.REDUCE}
                 assert tuple(action for action in actions if action.kind not in inserted) == order
@@ -49,7 +64,7 @@ def test_every_action_finds_its_value_received_and_its_result_sent_at_once(name:
     for schedule in training_schedules(name):
         for actions in lower(schedule):
             place = {action[:4]: index for index, action in enumerate(actions)}
-            for index, (kind, stage, micro_batch, pipe, _) in enumerate(actions):
+            for index, (kind, stage, micro_batch, pipe, *_) in enumerate(actions):
                 if kind is Kind.RECEIVE_FORWARD:
                     assert index < place[Kind.FORWARD, stage, micro_batch, pipe]
                 if kind is Kind.RECEIVE_BACKWARD:
@@ -64,7 +79,7 @@ def test_every_action_finds_its_value_received_and_its_result_sent_at_once(name:
 
 @pytest.mark.parametrize("name", schedules.names())
 def test_ranks_that_share_several_stages_reduce_them_in_the_same_order(name: str) -> None:
-    for schedule in training_schedules(name):
+    for schedule in filter(lambda schedule: schedule.synchronous, training_schedules(name)):
         orders: dict[tuple[int, ...], set[tuple[int, ...]]] = defaultdict(set)
         for actions in lower(schedule):
             backwards = {Kind.BACKWARD, Kind.BACKWARD_WEIGHT}

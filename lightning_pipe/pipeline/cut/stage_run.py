@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from lightning_pipe.pipeline.cut.placeholder import Placeholder
 from lightning_pipe.pipeline.cut.received import Inbox
 from lightning_pipe.pipeline.cut.tracker import Holdings, Tracker
 from lightning_pipe.pipeline.rng import Streams
-from lightning_pipe.skip import Store, stored_in
+from lightning_pipe.skip import Key, Store, stored_in
 
 _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 
@@ -29,7 +29,8 @@ class StageRun:
     """One run of the user's step for one stage and one micro-batch.
 
     Args:
-        layers: the half-open range of layer numbers of this stage.
+        stage: the stage.
+        layers: its layers by number.
         total: number of layers of the whole sequence.
         names: dotted names of the layers, for messages.
         inbound: the previous stage's path with the tensors received for it; ``None`` on the first stage.
@@ -37,10 +38,12 @@ class StageRun:
         streams: the batch's random streams.
         holdings: the module's parameters and buffers outside layers.
         device: where placeholders pretend to be.
+        routes: the skip connections that leave this stage for another than the next, with the stage they go to.
     """
 
     def __init__(
         self,
+        stage: int,
         layers: range,
         total: int,
         names: Sequence[str],
@@ -49,14 +52,17 @@ class StageRun:
         streams: Streams,
         holdings: Holdings,
         device: torch.device,
+        routes: Mapping[Key, int] | None = None,
     ) -> None:
-        self.layers, self._total, self._names = layers, total, names
+        self._stage, self.layers, self._total, self._names = stage, layers, total, names
         self.called: set[int] = set()
-        self.crossing: Crossing | None = None
+        self.crossings: dict[int, Crossing] = {}
         self.inside = False
         self.inbox: Inbox | None = None
         self._inbound = inbound
         self._skips: Store = {}
+        self._routes = routes or {}
+        self._routed: dict[int, int] = {}
         self._shared: list[tuple[Tensor, int, int]] = []
         self._micro_batch, self._streams, self._device = micro_batch, streams, device
         self._holdings = holdings
@@ -65,7 +71,7 @@ class StageRun:
     # ------------------------------------------------------------------ the run
 
     def run(self, step: Callable[[], Any]) -> Any:
-        """Run the step. Returns what it returned on the last stage; elsewhere ``crossing`` holds what leaves."""
+        """Run the step. Returns what it returned on the last stage; elsewhere ``crossings`` has what leaves."""
         result = None
         try:
             with self.tracker:
@@ -133,14 +139,32 @@ class StageRun:
                 versions = [version_of(leaf) if isinstance(leaf, Tensor) else 0 for leaf in arguments]
                 skips = dict(self._skips)
                 result = forward(*args, **kwargs)
-                tracker.calls.append(self._describe(name, result, arguments, versions, skips))
+                stashed = self._stashed(skips)
+                tracker.calls.append(self._describe(name, result, arguments, versions, skips, stashed))
         finally:
             self.inside = False
         return result
 
-    def _describe(self, name: str, result: Any, arguments: list[Any], versions: list[int], skips: Store) -> Call:
+    def _stashed(self, before: Store) -> tuple[Key, ...]:
+        """The skip connections that have begun since ``before``; those that go their own way get their own numbers."""
+        stashed = tuple(key for key, tensor in self._skips.items() if key not in before or before[key] is not tensor)
+        for key in stashed:
+            tensor = self._skips[key]
+            if tensor is not None and key in self._routes:
+                alias = self._skips[key] = tensor.view_as(tensor)
+                self._routed[self.tracker.number(alias)] = self._routes[key]
+        return stashed
+
+    def _describe(
+        self,
+        name: str,
+        result: Any,
+        arguments: list[Any],
+        versions: list[int],
+        skips: Store,
+        stashed: tuple[Key, ...],
+    ) -> Call:
         """Number what a layer or module leaves behind and describe it for the stages that stand in for it."""
-        stashed = tuple(key for key, tensor in self._skips.items() if key not in skips or skips[key] is not tensor)
         popped = tuple(key for key in skips if key not in self._skips)
         self.tracker.touch([tensor for key in popped if (tensor := skips[key]) is not None], name)
         leaves, structure = tree_flatten(result)
@@ -230,9 +254,15 @@ class StageRun:
             for _, tensor in alive:
                 storage = tensor.untyped_storage()._cdata
                 owners[storage] = owners.get(storage, 0) + 1
-            entries = tuple(_entry(number, tensor, owners[tensor.untyped_storage()._cdata]) for number, tensor in alive)
-            path = Path(tuple(self.tracker.calls), entries)
-            self.crossing = Crossing(path, tuple(tensor for _, tensor in alive))
+            following = self._stage + 1
+            leaving: dict[int, list[tuple[Entry, Tensor]]] = {following: []}
+            for number, tensor in alive:
+                entry = _entry(number, tensor, owners[tensor.untyped_storage()._cdata])
+                leaving.setdefault(self._routed.get(number, following), []).append((entry, tensor))
+            calls = tuple(self.tracker.calls)
+            for to, pairs in leaving.items():
+                path = Path(calls, tuple(entry for entry, _ in pairs))
+                self.crossings[to] = Crossing(path, tuple(tensor for _, tensor in pairs))
         raise _EndOfStage
 
 
