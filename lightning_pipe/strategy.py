@@ -7,7 +7,7 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from os import PathLike
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import lightning.pytorch as pl
 import torch
@@ -42,6 +42,7 @@ from lightning_pipe.refusals import (
 )
 from lightning_pipe.running import Cutting, Run
 from lightning_pipe.schedules import Family, Schedule
+from lightning_pipe.schedules.recompute import Mode as Recompute
 from lightning_pipe.split import SplitBatch
 from lightning_pipe.world import World, arrange, check_world_size
 
@@ -50,7 +51,7 @@ T = TypeVar("T")
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 """As long as Lightning and torch wait: preparing data on one process counts."""
 
-_SUPPORTED = {"recompute": "never", "shard_optimizer": False}
+_SUPPORTED = {"shard_optimizer": False, "reproducible_rng": True}
 
 
 class PipeStrategy(ParallelStrategy):
@@ -67,13 +68,14 @@ class PipeStrategy(ParallelStrategy):
         stages: number of stages; ``"auto"``: ranks x the schedule's stages per rank.
         layers: where the layers are: a dotted path or several in order, with wildcards; ``None`` finds the sequence.
         balance: ``"parameters"``, a list such as ``[2, 3, 2]`` (layers per stage), or a function of a layer: its cost.
-        recompute: only ``"never"`` so far.
-        deferred_batch_norm: has no effect so far.
-        reproducible_rng: random numbers depend on seed, step, micro-batch and layer only, which is always so.
+        recompute: whether stages keep only their input and compute the rest again before their backward pass:
+            ``"never"``, ``"always"``, or ``"except_last"`` micro-batch.
+        deferred_batch_norm: let batch norm keep the statistics of whole batches rather than of micro-batches.
+        reproducible_rng: random numbers depend on seed, step, micro-batch and layer only. ``True`` is the only choice.
         loss_weight: what the loss of a micro-batch counts, as a function of it; ``None``: its number of samples.
         split_batch: ``split_batch(batch, m)`` returns m micro-batches; ``None``: along dimension 0 of every tensor that
             has the batch's length.
-        shard_optimizer: only ``False`` so far.
+        shard_optimizer: only ``False`` is supported.
         save_distributed_checkpoint: ``False``: one ordinary Lightning ``.ckpt``; ``True``: a folder, by all ranks.
         process_group_backend: of torch.distributed; ``None``: NCCL on GPUs, Gloo on CPUs.
         timeout: the longest that one process waits for another.
@@ -104,7 +106,7 @@ class PipeStrategy(ParallelStrategy):
         stages: int | Auto = "auto",
         layers: str | Sequence[str] | None = None,
         balance: Balance = "parameters",
-        recompute: Literal["never", "except_last", "always"] = "never",
+        recompute: Recompute = "never",
         deferred_batch_norm: bool = True,
         reproducible_rng: bool = True,
         loss_weight: LossWeight | None = None,
@@ -121,11 +123,9 @@ class PipeStrategy(ParallelStrategy):
         precision_plugin: Precision | None = None,
     ) -> None:
         super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
-        for name, value in {"recompute": recompute, "shard_optimizer": shard_optimizer}.items():
+        for name, value in {"shard_optimizer": shard_optimizer, "reproducible_rng": reproducible_rng}.items():
             if value != _SUPPORTED[name]:
-                raise ConfigurationError(
-                    f"{name}={value!r} is not supported.", hint=f"Use {name}={_SUPPORTED[name]!r}."
-                )
+                raise ConfigurationError(f"{name}={value!r} is not supported.", hint=f"Leave {name} out.")
         self.family = schedules.get(schedule)
         self.num_nodes = 1
         self.world: World | None = None
@@ -133,6 +133,8 @@ class PipeStrategy(ParallelStrategy):
         self._layout: Layout | None = None
         self._asked = (pipeline_parallel_size, data_parallel_size, stages)
         self._layers, self._balance = layers, balance
+        self._recompute: Recompute = recompute
+        self._deferred_batch_norm = deferred_batch_norm
         self._cutting = Cutting(micro_batches, split_batch, loss_weight)
         self._save_folder = save_distributed_checkpoint
         self._backend, self._timeout = process_group_backend, timeout
@@ -254,7 +256,15 @@ class PipeStrategy(ParallelStrategy):
             raise
         balance = divide(module, layers, self.layout.stages, self._balance)
         world = self.connected
-        pipeline = Pipeline(module, layers, balance, self.family, world.transport)
+        pipeline = Pipeline(
+            module,
+            layers,
+            balance,
+            self.family,
+            world.transport,
+            recompute=self._recompute,
+            deferred_batch_norm=self._deferred_batch_norm,
+        )
         pipeline.partition()
         # loading a whole state into a divided module passes by the layers of other ranks
         warnings.filterwarnings("ignore", message=".*copying from a non-meta parameter in the checkpoint to a meta.*")
