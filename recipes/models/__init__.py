@@ -1,0 +1,26 @@
+"""The models of the papers as plain modules. None of them knows about training, Lightning or pipelines."""
+
+from recipes.models.amoebanet import AmoebaNet, amoebanet_b, amoebanet_d
+from recipes.models.bert import bert, bert48
+from recipes.models.gpipe_transformer import GPipeTransformer, gpipe_transformer
+from recipes.models.gpt2 import gpt2, gpt2_chimera
+from recipes.models.nmt import NMTTransformer, nmt_transformer
+from recipes.models.resnet import resnet101
+from recipes.models.unet import UNet, unet
+
+__all__ = [
+    "AmoebaNet",
+    "GPipeTransformer",
+    "NMTTransformer",
+    "UNet",
+    "amoebanet_b",
+    "amoebanet_d",
+    "bert",
+    "bert48",
+    "gpipe_transformer",
+    "gpt2",
+    "gpt2_chimera",
+    "nmt_transformer",
+    "resnet101",
+    "unet",
+]

@@ -1,0 +1,117 @@
+"""Parameters of every published model, counted without a weight being made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from recipes.models import (
+    amoebanet_b,
+    amoebanet_d,
+    bert48,
+    gpipe_transformer,
+    gpt2_chimera,
+    nmt_transformer,
+    resnet101,
+    unet,
+)
+
+
+def on_meta(make: Callable[[], nn.Module]) -> nn.Module:
+    with torch.device("meta"):
+        model = make()
+    assert all(parameter.is_meta for parameter in model.parameters())
+    return model
+
+
+def count(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+TPU = {"num_classes": 1001, "wiring": "tpu"}
+
+
+@pytest.mark.parametrize(
+    ("make", "parameters"),
+    [
+        (partial(amoebanet_d, 18, 208), 81_505_540),
+        (partial(amoebanet_d, 18, 416), 319_024_120),
+        (partial(amoebanet_d, 18, 544), 542_734_840),
+        (partial(amoebanet_d, 36, 544), 1_055_832_376),
+        (partial(amoebanet_d, 72, 512), 1_844_858_344),
+        (partial(amoebanet_d, 18, 208, **TPU), 81_140_766),
+        (partial(amoebanet_d, 18, 416, **TPU), 317_548_353),
+        (partial(amoebanet_d, 18, 544, **TPU), 540_204_945),
+        (partial(amoebanet_d, 36, 544, **TPU), 1_053_302_481),
+        (partial(amoebanet_d, 72, 512, **TPU), 1_842_618_441),
+        (partial(amoebanet_b, 18, 512, **TPU), 557_286_057),
+        (partial(amoebanet_b, 18, 512, wiring="tpu"), 557_277_864),
+        (bert48, 669_790_012),
+        (gpt2_chimera, 1_389_327_360),
+        (partial(gpt2_chimera, layers=32), 759_649_280),
+        (partial(gpipe_transformer, 3), 282_182_912),
+        (partial(gpipe_transformer, 13), 785_765_632),
+        (partial(gpipe_transformer, 103), 5_318_010_112),
+        (partial(gpipe_transformer, 415), 21_029_790_976),
+        (resnet101, 44_549_160),
+        (partial(unet, 5, 64), 232_687_328),
+        (partial(unet, 6, 72), 362_157_516),
+        (partial(unet, 11, 128), 2_213_834_176),
+        (partial(unet, 24, 128), 4_993_859_008),
+        (partial(unet, 24, 160), 7_802_903_600),
+        (partial(unet, 48, 160), 15_822_206_000),
+    ],
+    ids=str,
+)
+def test_parameters_are_exactly_the_published_ones(make: Callable[[], nn.Module], parameters: int) -> None:
+    assert count(on_meta(make)) == parameters
+
+
+def test_the_largest_transformer_of_gpipe() -> None:
+    # its 1,663 blocks are alike: one more of them on top of 103 tells the rest
+    small, larger = (count(on_meta(partial(gpipe_transformer, layers))) for layers in (103, 104))
+    assert small + (1663 - 103) * (larger - small) == 83_876_914_432
+
+
+@pytest.mark.parametrize(("layers", "cells"), [(18, 24), (36, 42), (72, 78)])
+def test_amoebanet_has_six_layers_besides_its_normal_cells(layers: int, cells: int) -> None:
+    assert len(on_meta(partial(amoebanet_d, layers, 64)).layers) == cells  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("size", "shared", "separate"),
+    [
+        ((6, 8192, 16), "0.408", "0.474"),
+        ((24, 8192, 16), "1.239", "1.305"),
+        ((12, 16384, 32), "1.239", "1.305"),
+        ((32, 16384, 32), "3.086", "3.152"),
+        ((64, 16384, 32), "6.041", "6.107"),
+    ],
+)
+def test_multilingual_transformers(size: tuple[int, int, int], shared: str, separate: str) -> None:
+    counts = [count(on_meta(partial(nmt_transformer, *size, shared_embeddings=one))) for one in (True, False)]
+    assert [f"{number / 1e9:.3f}" for number in counts] == [shared, separate]
+
+
+def test_stage_sizes_of_chimera() -> None:
+    """The first stage of BERT-48 and GPT-2 as Chimera's performance model states it: embeddings and some blocks."""
+    bert = on_meta(bert48)
+    embeddings, block = count(bert.bert.embeddings), count(bert.bert.encoder.layer[0])  # type: ignore[union-attr,index]
+    assert [embeddings + 48 // stages * block for stages in (2, 4, 8, 16)] == [
+        334_092_288,
+        182_937_600,
+        107_360_256,
+        69_571_584,
+    ]
+    gpt2 = on_meta(gpt2_chimera).transformer
+    embeddings, block = count(gpt2.wte) + count(gpt2.wpe), count(gpt2.h[0])  # type: ignore[union-attr,arg-type,index]
+    assert [embeddings + 64 // stages * block for stages in (8, 16, 32, 64)] == [
+        223_059_200,
+        144_349_440,
+        104_994_560,
+        85_317_120,
+    ]
