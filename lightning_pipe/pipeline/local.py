@@ -13,17 +13,13 @@ import ctypes
 import mmap
 import os
 import select
-import shutil
 import socket
 import struct
-import tempfile
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
 from contextlib import suppress
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -232,61 +228,3 @@ class LocalPeer:
                 with self._lock:
                     if self._flush():
                         return
-
-
-def connect_local(
-    process: int, peers: Sequence[int], timeout: float, gather: Callable[[Any], list[Any]]
-) -> dict[int, LocalPeer]:
-    """Connect the processes of a pipeline that run on the same host. Collective over the world.
-
-    Args:
-        process: this process.
-        peers: the processes of this pipeline.
-        timeout: the longest that a receive waits, in seconds.
-        gather: gathers an object from all processes, by process.
-
-    Returns:
-        The connections, by process; those on other hosts, and those that could not be reached, are left out.
-    """
-    folder = Path(tempfile.mkdtemp(prefix="lightning-pipe-"))  # nobody else can enter it
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-        address = str(folder / "s")
-        try:
-            listener.bind(address)
-            listener.listen(len(peers))
-            addresses = gather((_host(), address))
-            connections: dict[int, socket.socket] = {}
-            for peer in peers:
-                if peer > process and addresses[peer][0] == addresses[process][0]:
-                    connection = _reach(addresses[peer][1], process)
-                    if connection is not None:
-                        connections[peer] = connection
-            reached = gather(sorted(connections))
-            for _ in range(sum(process in reached[peer] for peer in peers if peer < process)):
-                connection, _ = listener.accept()
-                connections[int.from_bytes(connection.recv(8), "little")] = connection
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
-    return {peer: LocalPeer(connection, timeout) for peer, connection in connections.items()}
-
-
-def available() -> bool:
-    """Whether this system has what it takes."""
-    return hasattr(os, "memfd_create") and hasattr(socket, "send_fds")
-
-
-def _host() -> str:
-    """The same on all processes of a host, different between hosts."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text()
-
-
-def _reach(address: str, process: int) -> socket.socket | None:
-    """A connection to a listener, introduced by this process's number; containers may keep processes apart."""
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    try:
-        connection.connect(address)
-        connection.send(process.to_bytes(8, "little"))
-    except OSError:
-        connection.close()
-        return None
-    return connection

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
 import pickle
 import threading
 import time
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -17,6 +15,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_pipe.errors import CommunicationError
+from lightning_pipe.pipeline.memory_world import Half, Meeting, SharedWorld, copy_bytes
 from lightning_pipe.pipeline.topology import Topology
 from lightning_pipe.pipeline.transport import (
     DONE,
@@ -34,96 +33,10 @@ T = TypeVar("T")
 _REDUCE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 
 
-@dataclass
-class _Half:
-    """One end of a message, waiting for the other one."""
-
-    payload: Any
-    done: threading.Event = field(default_factory=threading.Event)
-    error: str | None = None
-
-
-@dataclass
-class _Meeting:
-    """The members of a collective that have come so far, with what each brought."""
-
-    brought: dict[int, Any] = field(default_factory=dict)
-    done: threading.Event = field(default_factory=threading.Event)
-    result: Any = None
-
-
-class _Channel:
-    """The sends and receives of one lane that have not met yet; never both."""
-
-    def __init__(self) -> None:
-        self.sends: deque[_Half] = deque()
-        self.receives: deque[_Half] = deque()
-
-
-class _World:
-    """What the threads share."""
-
-    def __init__(self, topology: Topology) -> None:
-        self.topology = topology
-        self.lock = threading.Lock()
-        self.channels: defaultdict[Hashable, _Channel] = defaultdict(_Channel)
-        self.meetings: dict[Hashable, _Meeting] = {}
-        self.pending: set[threading.Event] = set()
-        self.failure: tuple[int, BaseException] | None = None
-
-    def fail(self, process: int, error: BaseException) -> None:
-        """Remember the first failure and wake all who wait."""
-        with self.lock:
-            if self.failure is None:
-                self.failure = (process, error)
-            pending, self.pending = self.pending, set()
-        for event in pending:
-            event.set()
-
-    def post(self, key: Hashable, half: _Half, *, sending: bool) -> None:
-        """Match the half with the oldest one of the other side, or let it wait."""
-        with self.lock:
-            channel = self.channels[key]
-            mine, other = (channel.sends, channel.receives) if sending else (channel.receives, channel.sends)
-            self.pending.add(half.done)
-            if not other:
-                mine.append(half)
-                return
-            match = other.popleft()
-        source, target = (half, match) if sending else (match, half)
-        if source.payload.numel() == target.payload.numel():
-            _copy(target.payload, source.payload)
-        else:
-            source.error = target.error = (
-                f"{source.payload.numel()} bytes were sent, {target.payload.numel()} expected: the ranks disagree"
-            )
-        self.finish(source.done, target.done)
-
-    def meet(self, key: Hashable, process: int, brought: Any, members: int, conclude: Callable[[Any], Any]) -> _Meeting:
-        """Bring something to a meeting; who comes last concludes it."""
-        with self.lock:
-            meeting = self.meetings.setdefault(key, _Meeting())
-            self.pending.add(meeting.done)
-            meeting.brought[process] = brought
-            if len(meeting.brought) < members:
-                return meeting
-            del self.meetings[key]
-        meeting.result = conclude(meeting.brought)
-        self.finish(meeting.done)
-        return meeting
-
-    def finish(self, *events: threading.Event) -> None:
-        """Wake those who wait for an operation that is now done."""
-        with self.lock:
-            self.pending.difference_update(events)
-        for event in events:
-            event.set()
-
-
 class _MemoryWork:
     """An operation that another thread completes."""
 
-    def __init__(self, transport: MemoryTransport, operation: object, half: _Half | _Meeting) -> None:
+    def __init__(self, transport: MemoryTransport, operation: object, half: Half | Meeting) -> None:
         self._transport = transport
         self._operation = operation
         self._half = half
@@ -143,7 +56,7 @@ class _MemoryWork:
 class MemoryTransport(Transport):
     """Messages between threads, with the semantics of the real transports; see `memory_world`."""
 
-    def __init__(self, world: _World, process: int, timeout: timedelta, device: torch.device) -> None:
+    def __init__(self, world: SharedWorld, process: int, timeout: timedelta, device: torch.device) -> None:
         super().__init__(world.topology, process, device, timeout)
         self.world = world
         self._groups: set[tuple[int, ...]] = {tuple(range(world.topology.world_size))}
@@ -195,7 +108,7 @@ class MemoryTransport(Transport):
                 for member in members[1:]:
                     total = _REDUCE[op](total, brought[member])
             for target in brought.values():
-                _copy(target, total)
+                copy_bytes(target, total)
 
         return self._meet("all-reduce", tensor, tensor.nbytes, members, conclude)
 
@@ -204,7 +117,7 @@ class MemoryTransport(Transport):
         def conclude(brought: dict[int, Tensor]) -> None:
             for member, target in brought.items():
                 if member != source:
-                    _copy(target, brought[source])
+                    copy_bytes(target, brought[source])
 
         return self._meet("broadcast", tensor, tensor.nbytes, members, conclude)
 
@@ -249,7 +162,7 @@ class MemoryTransport(Transport):
         self.waiting = None
 
     def _post(self, verb: Any, data: Tensor, key: Hashable, peer: int, lane: Lane | str) -> _MemoryWork:
-        half = _Half(data)
+        half = Half(data)
         operation = Message(verb, data.numel(), self.names[peer], lane)
         self.world.post(key, half, sending=verb == "send")
         return _MemoryWork(self, operation, half)
@@ -271,13 +184,13 @@ class MemoryTransport(Transport):
 
     def _attend(
         self, name: str, brought: Any, size: int, members: tuple[int, ...], conclude: Callable[[Any], Any]
-    ) -> _Meeting:
+    ) -> Meeting:
         work = self._meet(name, brought, size, members, conclude)
         if not isinstance(work, _MemoryWork):
-            return _Meeting(result=conclude({self.process: brought}))
+            return Meeting(result=conclude({self.process: brought}))
         work.wait()
         meeting = work._half
-        assert isinstance(meeting, _Meeting)
+        assert isinstance(meeting, Meeting)
         return meeting
 
 
@@ -294,7 +207,7 @@ def memory_world(
     Returns:
         The transports, indexed by process. Give each to one thread, or all to `run_threads`.
     """
-    world = _World(topology)
+    world = SharedWorld(topology)
     device = torch.device("cpu") if device is None else device
     return [MemoryTransport(world, process, timeout, device) for process in range(topology.world_size)]
 
@@ -347,13 +260,3 @@ def _where(transport: MemoryTransport) -> str:
     place = f"waits to {transport.waiting}" if transport.waiting is not None else "computes"
     position = "" if transport.board is None else f" at {transport.board.position}"
     return f"  {transport.describe()}{position}: {place}"
-
-
-def _copy(target: Tensor, source: Tensor) -> None:
-    """Copy bytes as a network would: without autograd, version counters or the thread's inference mode."""
-    if target.device.type == source.device.type == "cpu":
-        if source.nbytes:
-            ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes)
-        return
-    with torch.no_grad():
-        target.copy_(source)

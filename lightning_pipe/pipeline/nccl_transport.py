@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 
 import torch
@@ -13,8 +13,12 @@ from typing_extensions import override
 
 from lightning_pipe.errors import CommunicationError
 from lightning_pipe.pipeline.topology import Topology
-from lightning_pipe.pipeline.torch_transport import GroupWork, TorchTransport
+from lightning_pipe.pipeline.torch_transport import TorchTransport
 from lightning_pipe.pipeline.transport import Channel, Lane, Message, Work, check_message
+from lightning_pipe.pipeline.work import GroupWork
+
+# NCCL's own watchdog ends the process without a report; the failure board's thread must come before it.
+_WATCHDOG_SLACK = timedelta(seconds=60)
 
 
 class NcclTransport(TorchTransport):
@@ -34,6 +38,12 @@ class NcclTransport(TorchTransport):
         super().__init__(topology, device, timeout, backend="nccl")
         self._channels: dict[Channel, ProcessGroup] = {}
         self._known: set[Channel] = set()
+
+    @override
+    def new_group(self, processes: Sequence[int], backend: str = "gloo") -> ProcessGroup:
+        slack = _WATCHDOG_SLACK if backend == "nccl" else timedelta()
+        group: ProcessGroup = dist.new_group(sorted(processes), timeout=self.timeout + slack, backend=backend)
+        return group
 
     @property
     @override

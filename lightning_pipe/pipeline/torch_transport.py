@@ -1,10 +1,8 @@
-"""Transports over torch.distributed: what both have in common, and the one over Gloo."""
+"""What all transports over torch.distributed share: objects, collectives and groups, by Gloo on the host."""
 
 from __future__ import annotations
 
 import pickle
-import queue
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -17,176 +15,16 @@ from torch.distributed import ProcessGroup, ReduceOp, Store  # type: ignore[attr
 from typing_extensions import override
 
 from lightning_pipe.errors import CommunicationError, ConfigurationError
-from lightning_pipe.pipeline.local import LocalPeer, Posted, available, connect_local
+from lightning_pipe.pipeline.local import LocalPeer
+from lightning_pipe.pipeline.packing import HEAD, body_size, pack, unpack
 from lightning_pipe.pipeline.topology import Topology
-from lightning_pipe.pipeline.transport import (
-    DONE,
-    Collective,
-    Lane,
-    Message,
-    Reduction,
-    Transport,
-    Work,
-    check_message,
-)
+from lightning_pipe.pipeline.transport import DONE, Collective, Lane, Message, Reduction, Transport, Work
+from lightning_pipe.pipeline.work import WATCHED_SIZE, GroupWork, LocalReceive, Several, WatchedWork, Watcher
 
 _OPS = {"sum": ReduceOp.SUM, "max": ReduceOp.MAX, "min": ReduceOp.MIN}
-# Objects up to this size travel in the message that announces their size.
-_HEAD = 1024
 # Tags below are lanes; each object tag takes two above.
 _OBJECT_TAGS = 1 << 16
 _ABORT_TAG = _OBJECT_TAGS - 1
-# From this size on a thread watches over a send, so that its buffer is freed as soon as it is done: Gloo cannot be
-# asked whether an operation is done (`is_completed` is False until `wait` returns, torch 2.13).
-_WATCHED_SIZE = 1 << 18
-
-
-class GroupWork:
-    """An operation of a process group. Its tensors are held until it is done, and no longer.
-
-    The process group's own work must be waited for once only: on Gloo a second wait lasts until the timeout.
-    """
-
-    def __init__(self, transport: TorchTransport, operation: object, work: dist.Work, held: Tensor | None) -> None:
-        self._transport = transport
-        self._operation = operation
-        self._work: dist.Work | None = work
-        self._held = held
-        self._error: CommunicationError | None = None
-
-    def wait(self) -> None:
-        """Return when the operation is done."""
-        if self._work is not None:
-            self._transport.waiting = self._operation
-            self.complete()
-            self._transport.waiting = None
-        if self._error is not None:
-            raise self._error
-
-    def is_completed(self) -> bool:
-        """Whether the operation is known to be done."""
-        return self._work is None or self._work.is_completed()
-
-    def complete(self) -> None:
-        """Wait without raising, and let go of the tensors."""
-        work = self._work
-        assert work is not None
-        try:
-            work.wait()
-        except RuntimeError as error:
-            self._error = self._transport.failed(self._operation, error)
-            self._error.__cause__ = error
-        self._work = self._held = None
-
-
-class WatchedWork(GroupWork):
-    """An operation that a `Watcher` waits for."""
-
-    def __init__(self, transport: TorchTransport, operation: object, work: dist.Work, held: Tensor | None) -> None:
-        super().__init__(transport, operation, work, held)
-        self._done = threading.Event()
-
-    @override
-    def wait(self) -> None:
-        if not self._done.is_set():
-            self._transport.waiting = self._operation
-            self._done.wait()
-            self._transport.waiting = None
-        if self._error is not None:
-            raise self._error
-
-    @override
-    def is_completed(self) -> bool:
-        return self._done.is_set()
-
-    @override
-    def complete(self) -> None:
-        super().complete()
-        self._done.set()
-
-
-class StagedReceive:
-    """A receive into pinned host memory, copied to the device when it has arrived."""
-
-    def __init__(self, work: Work, host: Tensor, target: Tensor) -> None:
-        self._work = work
-        self._staging: tuple[Tensor, Tensor] | None = (host, target)
-
-    def wait(self) -> None:
-        """Wait for the message and start to copy it; the current stream waits for the copy."""
-        self._work.wait()
-        if self._staging is not None:
-            host, target = self._staging
-            # The caching host allocator keeps the pinned memory until the copy is done.
-            with torch.no_grad():
-                target.copy_(host, non_blocking=True)
-            self._staging = None
-
-    def is_completed(self) -> bool:
-        """Whether the message has come to the host."""
-        return self._work.is_completed()
-
-
-class LocalReceive:
-    """A receive from a process of this host."""
-
-    def __init__(self, transport: TorchTransport, operation: object, peer: LocalPeer, posted: Posted) -> None:
-        self._transport = transport
-        self._operation = operation
-        self._peer = peer
-        self._posted = posted
-
-    def wait(self) -> None:
-        """Return when the message has come."""
-        if self._posted.done:
-            return
-        self._transport.waiting = self._operation
-        try:
-            self._peer.wait(self._posted)
-        except OSError as error:
-            raise self._transport.failed(self._operation, error) from error
-        self._transport.waiting = None
-
-    def is_completed(self) -> bool:
-        """Whether the message has come."""
-        return self._peer.poll(self._posted)
-
-
-class Several:
-    """Several operations that count as one."""
-
-    def __init__(self, *works: Work) -> None:
-        self._works = works
-
-    def wait(self) -> None:
-        """Return when all are done."""
-        for work in self._works:
-            work.wait()
-
-    def is_completed(self) -> bool:
-        """Whether all are known to be done."""
-        return all(work.is_completed() for work in self._works)
-
-
-class Watcher:
-    """A thread that waits for operations in the order in which it gets them."""
-
-    def __init__(self, name: str) -> None:
-        self._queue: queue.SimpleQueue[WatchedWork | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
-
-    def watch(self, work: WatchedWork) -> None:
-        """Complete the operation after those before it."""
-        self._queue.put(work)
-
-    def stop(self) -> None:
-        """End the thread after the operations that it has."""
-        self._queue.put(None)
-
-    def _run(self) -> None:
-        while (work := self._queue.get()) is not None:
-            work.complete()
 
 
 class TorchTransport(Transport):
@@ -216,8 +54,8 @@ class TorchTransport(Transport):
         self._made: set[tuple[int, ...]] = set()
         self._watchers: dict[tuple[int, Lane], Watcher] = {}
         self._closed = False
-        self._everyone = tuple(range(topology.world_size))
-        self._make_group(self._everyone)
+        self.everyone = tuple(range(topology.world_size))
+        self._make_group(self.everyone)
         self._local: dict[int, LocalPeer] = {}
         pipelines = [self.new_group(topology.pipeline_processes(replica)) for replica in range(topology.replicas)]
         self._messages = pipelines[self.replica]
@@ -225,7 +63,7 @@ class TorchTransport(Transport):
 
     @override
     def send_object(self, obj: object, peer: int, tag: int) -> Work:
-        head, body = _pack(obj)
+        head, body = pack(obj)
         lane, number = f"the object lane with tag {tag}", _object_tag(tag)
         work = self._start_send(head, peer, lane, number)
         return work if body is None else Several(work, self._start_send(body, peer, lane, number + 1))
@@ -233,11 +71,11 @@ class TorchTransport(Transport):
     @override
     def receive_object(self, peer: int, tag: int) -> Any:
         lane, number = f"the object lane with tag {tag}", _object_tag(tag)
-        head = torch.empty(_HEAD, dtype=torch.uint8)
+        head = torch.empty(HEAD, dtype=torch.uint8)
         self._start_receive(head, peer, lane, number).wait()
-        size = _body_size(head)
+        size = body_size(head)
         if not size:
-            return _unpack(head)
+            return unpack(head)
         body = torch.empty(size, dtype=torch.uint8)
         self._start_receive(body, peer, lane, number + 1).wait()
         return pickle.loads(body.numpy().data)
@@ -272,11 +110,11 @@ class TorchTransport(Transport):
         if self._group(members, host=True) is None:
             return obj
         sending = self.process == source
-        head, body = _pack(obj) if sending else (torch.empty(_HEAD, dtype=torch.uint8), None)
+        head, body = pack(obj) if sending else (torch.empty(HEAD, dtype=torch.uint8), None)
         self.broadcast(head, source, members).wait()
-        size = _body_size(head)
+        size = body_size(head)
         if not size:
-            return obj if sending else _unpack(head)
+            return obj if sending else unpack(head)
         body = torch.empty(size, dtype=torch.uint8) if body is None else body
         self.broadcast(body, source, members).wait()
         return obj if sending else pickle.loads(body.numpy().data)
@@ -286,21 +124,21 @@ class TorchTransport(Transport):
         group = self._group(members, host=True)
         if group is None:
             return [obj]
-        head, body = _pack(obj)
+        head, body = pack(obj)
         heads = self._all_gather(head, group, members)
-        sizes = [_body_size(each) for each in heads]
+        sizes = [body_size(each) for each in heads]
         if not any(sizes):
-            return [_unpack(each) for each in heads]
+            return [unpack(each) for each in heads]
         padded = torch.zeros(max(sizes), dtype=torch.uint8)
         if body is not None:
             padded[: body.numel()] = body
         bodies = self._all_gather(padded, group, members)
         parts = zip(heads, bodies, sizes, strict=True)
-        return [pickle.loads(tail[:size].numpy().data) if size else _unpack(each) for each, tail, size in parts]
+        return [pickle.loads(tail[:size].numpy().data) if size else unpack(each) for each, tail, size in parts]
 
     @override
     def barrier(self, members: tuple[int, ...] | None = None) -> None:
-        members = self._everyone if members is None else members
+        members = self.everyone if members is None else members
         if self._group(members, host=True) is not None:
             self.all_reduce(torch.zeros(1), members).wait()
 
@@ -345,7 +183,7 @@ class TorchTransport(Transport):
             yield
         except CommunicationError:
             raise
-        except RuntimeError as error:
+        except (RuntimeError, OSError) as error:
             raise self.failed(operation, error) from error
 
     def _make_group(self, members: tuple[int, ...]) -> None:
@@ -387,7 +225,7 @@ class TorchTransport(Transport):
             work = self._messages.send([data], self._group_ranks[peer], tag)
         except (RuntimeError, OSError) as error:
             raise self.failed(operation, error) from error
-        if data.numel() < _WATCHED_SIZE or not isinstance(lane, Lane):
+        if data.numel() < WATCHED_SIZE or not isinstance(lane, Lane):
             return GroupWork(self, operation, work, data)
         watched = WatchedWork(self, operation, work, data)
         watcher = self._watchers.get((peer, lane))
@@ -408,56 +246,6 @@ class TorchTransport(Transport):
         return GroupWork(self, operation, work, data)
 
 
-class GlooTransport(TorchTransport):
-    """Messages through host memory; tensors of a GPU are staged through pinned memory.
-
-    All lanes of a pipeline share one process group and have a tag each: Gloo moves the bytes of a message only once
-    its receiver has come, so a pending operation of one lane holds up no other.
-
-    Args:
-        topology: the place of every process of the default group.
-        device: where messages live.
-        timeout: the longest that an operation may take.
-        local: whether processes of one host use shared memory instead, for messages.
-    """
-
-    def __init__(self, topology: Topology, device: torch.device, timeout: timedelta, *, local: bool = True) -> None:
-        super().__init__(topology, device, timeout, backend="gloo")
-        if local and available():
-            found = connect_local(
-                self.process,
-                self.peers,
-                timeout.total_seconds(),
-                lambda obj: self.all_gather_object(obj, self._everyone),
-            )
-            self._local = {self.peers.index(process): peer for process, peer in found.items()}
-
-    @property
-    @override
-    def inline_control(self) -> bool:
-        return self.device.type == "cpu"
-
-    @override
-    def send(self, data: Tensor, peer: int, lane: Lane) -> Work:
-        check_message(data)
-        if data.device.type != "cpu":
-            host = torch.empty(data.shape, dtype=data.dtype, pin_memory=True)
-            host.copy_(data, non_blocking=True)
-            # The bytes must be in host memory before Gloo sees them; only what computes them is waited for.
-            torch.cuda.current_stream(data.device).synchronize()
-            data = host
-        return self._start_send(data, peer, lane, _lane_tag(lane))
-
-    @override
-    def receive(self, data: Tensor, peer: int, lane: Lane) -> Work:
-        check_message(data)
-        if data.device.type == "cpu":
-            return self._start_receive(data, peer, lane, _lane_tag(lane))
-        host = torch.empty(data.shape, dtype=data.dtype, pin_memory=True)
-        work = self._start_receive(host, peer, lane, _lane_tag(lane))
-        return StagedReceive(work, host, data)
-
-
 def default_store() -> Store:
     """The store over which the processes have found each other."""
     # torch has no public way to it (2.13); Lightning and torch's own pipelining use the same function.
@@ -465,35 +253,10 @@ def default_store() -> Store:
     return store
 
 
-def _lane_tag(lane: Lane) -> int:
-    return 2 * lane.pipe + (lane.direction == "backward")
-
-
 def _object_tag(tag: int) -> int:
     if not 0 <= tag < 1 << 24:
         raise CommunicationError(f"Objects have tags from 0 to {(1 << 24) - 1}, not {tag}.")
     return _OBJECT_TAGS + 2 * tag
-
-
-def _pack(obj: object) -> tuple[Tensor, Tensor | None]:
-    """An object as a head of fixed size (length, content if it fits) and a body if it does not."""
-    data = pickle.dumps(obj, protocol=pickle.HIGHEST_PROTOCOL)
-    head = bytearray(_HEAD)
-    head[:8] = len(data).to_bytes(8, "little")
-    if len(data) > _HEAD - 8:
-        return torch.frombuffer(head, dtype=torch.uint8), torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    head[8 : 8 + len(data)] = data
-    return torch.frombuffer(head, dtype=torch.uint8), None
-
-
-def _body_size(head: Tensor) -> int:
-    """Bytes of the body that follows a head; 0 if all is in the head."""
-    size = int.from_bytes(head[:8].numpy().tobytes(), "little")
-    return size if size > _HEAD - 8 else 0
-
-
-def _unpack(head: Tensor) -> Any:
-    return pickle.loads(head[8:].numpy().data)
 
 
 def _abort_gloo(group: ProcessGroup) -> None:

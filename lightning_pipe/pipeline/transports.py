@@ -7,10 +7,10 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from lightning_pipe.pipeline.gloo_transport import GlooTransport
 from lightning_pipe.pipeline.memory_transport import memory_world
 from lightning_pipe.pipeline.nccl_transport import NcclTransport
 from lightning_pipe.pipeline.topology import Topology
-from lightning_pipe.pipeline.torch_transport import GlooTransport
 from lightning_pipe.pipeline.transport import Transport
 
 

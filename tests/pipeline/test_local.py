@@ -1,0 +1,132 @@
+"""Messages through shared memory: both ends in this process, without a world around them."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_pipe.pipeline import rendezvous
+from lightning_pipe.pipeline.local import LocalPeer
+from lightning_pipe.pipeline.topology import Topology
+from lightning_pipe.pipeline.torch_transport import TorchTransport
+from lightning_pipe.pipeline.transport import Lane, Transport
+from tests import launch
+
+Pair = tuple[LocalPeer, LocalPeer]
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    sockets = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    first, second = (LocalPeer(each, timeout=0.2) for each in sockets)
+    yield first, second
+    first.close()
+    second.close()
+
+
+def message(value: int, size: int) -> Tensor:
+    return torch.full((size,), value, dtype=torch.uint8)
+
+
+def test_tags_do_not_wait_for_each_other_and_keep_their_order(pair: Pair) -> None:
+    first, second = pair
+    for value, (tag, size) in enumerate([(1, 5), (2, 70_000), (1, 5), (1, 0), (2, 70_000)]):
+        first.send(message(value, size), tag)
+    targets = [
+        (2, message(9, 70_000)),
+        (2, message(9, 70_000)),
+        (1, message(9, 5)),
+        (1, message(9, 5)),
+        (1, message(9, 0)),
+    ]
+    posted = [second.receive(data, tag) for tag, data in targets]
+    for each in reversed(posted):
+        second.wait(each)
+    assert [data.unique().tolist() for _, data in targets] == [[1], [4], [0], [2], []]
+
+
+def test_memory_is_used_again(pair: Pair) -> None:
+    first, second = pair
+    data = message(0, 1 << 16)
+    for value in range(50):
+        first.send(message(value, 1 << 16), 0)
+        second.wait(second.receive(data, 0))
+        assert data[-1] == value
+    assert len(first._own) == 1
+    before = len(os.listdir("/proc/self/fd"))
+    for value in range(100):
+        first.send(message(value, 1 << 16), 0)
+    for _ in range(100):
+        second.wait(second.receive(data, 0))
+    assert len(first._own) == 128  # as many as were under way at once, in steps of two
+    # A mapping keeps a descriptor; there is one per step at each end, not one per message.
+    assert len(os.listdir("/proc/self/fd")) <= before + 2 * 7
+
+
+def test_sizes_that_differ_raise(pair: Pair) -> None:
+    first, second = pair
+    first.send(message(1, 3), 0)
+    with pytest.raises(ConnectionError, match="3 bytes were sent, 4 expected"):
+        second.wait(second.receive(message(0, 4), 0))
+
+
+def test_waiting_ends_at_the_timeout(pair: Pair) -> None:
+    with pytest.raises(TimeoutError, match="timed out"):
+        pair[0].wait(pair[0].receive(message(0, 4), 0))
+
+
+def test_what_was_sent_before_the_end_still_arrives(pair: Pair) -> None:
+    first, second = pair
+    first.send(message(7, 4), 0)
+    first.close()
+    data = message(0, 4)
+    second.wait(second.receive(data, 0))
+    assert data.tolist() == [7] * 4
+    with pytest.raises(ConnectionError, match="closed by peer"):
+        second.wait(second.receive(data, 0))
+    with pytest.raises(ConnectionError, match="closed by peer"):
+        second.send(message(0, 1 << 20), 0)
+
+
+def test_shutdown_wakes_both_ends(pair: Pair) -> None:
+    pair[0].shutdown()
+    for peer in pair:
+        with pytest.raises(ConnectionError, match="closed by peer"):
+            peer.wait(peer.receive(message(0, 4), 0))
+
+
+def exchange(transport: Transport) -> tuple[int, list[int]]:
+    assert isinstance(transport, TorchTransport)
+    peer = 1 - transport.rank
+    data = message(0, 3)
+    work = transport.send(message(transport.rank + 1, 3), peer, Lane("forward"))
+    transport.receive(data, peer, Lane("forward")).wait()
+    work.wait()
+    return len(transport._local), data.tolist()
+
+
+def unreachable(process: int) -> Any:
+    if process == 0:
+        rendezvous._reach = lambda address, process: None  # as from another container
+    return launch._with_transport(process, (exchange, Topology(2), 15.0, True, {}))
+
+
+def no_memory(process: int) -> Any:
+    if process == 1:
+        del os.memfd_create
+    return launch._with_transport(process, (exchange, Topology(2), 15.0, True, {}))
+
+
+def test_processes_of_one_host_find_each_other() -> None:
+    assert launch.run_pipeline(exchange, Topology(2)) == [(1, [2] * 3), (1, [1] * 3)]
+
+
+def test_processes_that_cannot_reach_each_other_use_gloo() -> None:
+    assert launch.run_world(unreachable, 2) == [(0, [2] * 3), (0, [1] * 3)]
+    assert launch.run_world(no_memory, 2) == [(0, [2] * 3), (0, [1] * 3)]
