@@ -74,6 +74,7 @@ def _schedule(values: argparse.Namespace) -> None:
     schedule = schedules.get(values.name, **dict(values.option)).build(
         values.ranks, values.micro_batches, values.stages
     )
+    schedule = schedules.with_recompute(schedule, values.recompute)
     timeline = simulate(schedule, _costs(values))
     print(timeline)
     writers: dict[str | None, Callable[[str], None]] = {

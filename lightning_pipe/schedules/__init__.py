@@ -12,6 +12,7 @@ from lightning_pipe.schedules.ir import Action, Kind, Placement, Schedule
 from lightning_pipe.schedules.lower import lower
 from lightning_pipe.schedules.naive import Naive
 from lightning_pipe.schedules.one_f_one_b import OneFOneB
+from lightning_pipe.schedules.pipedream import PipeDream, PipeDream2BW
 from lightning_pipe.schedules.recompute import with_recompute
 from lightning_pipe.schedules.registry import get, names, register
 from lightning_pipe.schedules.zero_bubble import ZeroBubble
@@ -24,6 +25,8 @@ register("zero_bubble")(ZeroBubble)
 register("dualpipev")(DualPipeV)
 register("chimera")(Chimera)
 register("gems")(GEMS)
+register("pipedream")(PipeDream)
+register("pipedream_2bw")(PipeDream2BW)
 
 __all__ = [
     "GEMS",
@@ -36,6 +39,8 @@ __all__ = [
     "Kind",
     "Naive",
     "OneFOneB",
+    "PipeDream",
+    "PipeDream2BW",
     "Placement",
     "Schedule",
     "ZeroBubble",

@@ -31,7 +31,9 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
         for rank, timed in enumerate(played)
         for action, start, end in timed
     ]
-    return Timeline.of([*events, *_reductions(schedule, costs, played)], ranks=schedule.ranks, title=schedule.name)
+    if schedule.synchronous:
+        events += _reductions(schedule, costs, played)
+    return Timeline.of(events, ranks=schedule.ranks, title=schedule.name)
 
 
 def _reductions(schedule: Schedule, costs: Costs, played: list[list[Timed]]) -> Iterator[Event]:

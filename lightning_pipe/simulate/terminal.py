@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Sequence
 
 from lightning_pipe.schedules.ir import Kind
 from lightning_pipe.simulate.style import label, stages_of, summary, time_of
@@ -33,10 +34,15 @@ def draw(timeline: Timeline, *, colour: bool = False, width: int | None = None) 
     margin = max(map(len, names)) + 2
     available = (width or shutil.get_terminal_size((_WIDE, 24)).columns) - margin - 1
     with_stage = any(len(stages) > 1 for stages in stages_of(timeline))
-    labels = {event: label(event, with_stage=with_stage) for row in timeline.compute for event in row}
+    labels = {
+        event: label(event, with_stage=with_stage)
+        for row in timeline.compute
+        for event in row
+        if event.end > event.start
+    }
     scale = _columns_per_time(timeline, labels, max(20, available))
     lines = [
-        f"{name:<{margin}}" + _row(row, labels, scale, colour)
+        f"{name:<{margin}}" + _row([event for event in row if event in labels], labels, scale, colour)
         for name, row in zip(names, timeline.compute, strict=True)
     ]
     peaks = " ".join(map(str, timeline.peak_activations))
@@ -51,16 +57,15 @@ def draw(timeline: Timeline, *, colour: bool = False, width: int | None = None) 
 
 def _columns_per_time(timeline: Timeline, labels: dict[Event, str], available: int) -> float:
     """As many columns as the shortest action's label needs, if the whole timeline then fits."""
-    durations = [event.end - event.start for event in labels if event.end > event.start]
-    if not durations:
+    if not labels:
         return 0.0
-    unit = float(min(durations))
+    unit = float(min(event.end - event.start for event in labels))
     wanted, most = max(map(len, labels.values())) + 1, available * unit / float(timeline.makespan)
     # Whole columns where possible: equal actions then have equal cells.
     return (min(wanted, int(most)) or most) / unit
 
 
-def _row(row: tuple[Event, ...], labels: dict[Event, str], scale: float, colour: bool) -> str:
+def _row(row: Sequence[Event], labels: dict[Event, str], scale: float, colour: bool) -> str:
     text, column = "", 0
     for event in row:
         start, end = (max(column, round(float(time) * scale)) for time in (event.start, event.end))

@@ -81,16 +81,16 @@ class Timeline:
         if not made:
             raise ScheduleError("A timeline needs at least one event.")
         zero = min(event.start for event in made)
-        shifted = [
-            event._replace(kind=Kind(event.kind), start=event.start - zero, end=event.end - zero) for event in made
-        ]
-        for event in shifted:
+        if zero or not all(isinstance(event.kind, Kind) for event in made):
+            made = [
+                event._replace(kind=Kind(event.kind), start=event.start - zero, end=event.end - zero) for event in made
+            ]
+        for event in made:
             if event.end < event.start:
-                raise ScheduleError(
-                    f"{event.action} on rank {event.rank} ends {event.start - event.end} before it starts."
-                )
-        shifted.sort(key=lambda event: (event.rank, event.start))
-        return cls(tuple(shifted), ranks or 1 + shifted[-1].rank, title, unit)
+                late = event.start - event.end
+                raise ScheduleError(f"{event.action} on rank {event.rank} ends {late} before it starts.")
+        made.sort(key=lambda event: (event.rank, event.start))
+        return cls(tuple(made), ranks or 1 + made[-1].rank, title, unit)
 
     @cached_property
     def makespan(self) -> Number:

@@ -11,6 +11,7 @@ SENDS = (Kind.SEND_FORWARD, Kind.SEND_BACKWARD)
 RECEIVES = (Kind.RECEIVE_FORWARD, Kind.RECEIVE_BACKWARD)
 BACKWARDS = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
 Lane = tuple[int, int, str, int]
+Content = tuple[int, int, int | None]
 
 
 def lane_of(rank: int, action: Action) -> Lane:
@@ -19,7 +20,7 @@ def lane_of(rank: int, action: Action) -> Lane:
     return (min(rank, action.peer), max(rank, action.peer), action.kind[-1], action.pipe)
 
 
-def content(action: Action) -> tuple[int, int, int | None]:
+def content(action: Action) -> Content:
     """What a message carries, the same at both ends: the earlier stage, the later one, and the micro-batch."""
     step = {Kind.SEND_FORWARD: 1, Kind.RECEIVE_FORWARD: -1, Kind.SEND_BACKWARD: -1, Kind.RECEIVE_BACKWARD: 1}
     other = action.stage + step[action.kind] if action.other is None else action.other
@@ -28,7 +29,7 @@ def content(action: Action) -> tuple[int, int, int | None]:
 
 def assert_mirrored(lowered: Sequence[Sequence[Action]]) -> None:
     """Every lane's operations are the same, in the same order, at both ends: a send here is a receive there."""
-    lanes: dict[Lane, dict[int, list[tuple[bool, tuple[int, int, int | None]]]]] = defaultdict(lambda: defaultdict(list))
+    lanes: dict[Lane, dict[int, list[tuple[bool, Content]]]] = defaultdict(lambda: defaultdict(list))
     for rank, actions in enumerate(lowered):
         for action in actions:
             if action.kind in SENDS or action.kind in RECEIVES:

@@ -141,7 +141,7 @@ def test_impossible_options_are_refused(options: dict[str, object], ranks: int, 
 @pytest.mark.parametrize("ranks", range(1, 9))
 def test_gems(ranks: int) -> None:
     """Two micro-batches take 4D+2 forwards in the steady state: (D-1)/(D+1/2)."""
-    timeline = simulate(GEMS().build(ranks, 256), Costs(1, 2))
+    timeline = simulate(GEMS().build(ranks, 120), Costs(1, 2))
     assert timeline.peak_activations == (1,) * ranks
     assert timeline.steady_bubble_ratio == (ranks - 1) / (ranks + Fraction(1, 2))
-    assert abs(timeline.bubble_ratio - timeline.steady_bubble_ratio) < 0.005
+    assert abs(timeline.bubble_ratio - timeline.steady_bubble_ratio) < 0.01

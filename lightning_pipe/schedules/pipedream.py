@@ -1,0 +1,155 @@
+"""PipeDream and PipeDream-2BW: asynchronous schedules without a flush."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from math import lcm
+from typing import ClassVar
+
+from lightning_pipe.errors import ScheduleError
+from lightning_pipe.schedules.family import Family, Orders
+from lightning_pipe.schedules.ir import Action, Kind, Schedule
+
+
+@dataclass(frozen=True)
+class PipeDream(Family):
+    """PipeDream (Narayanan et al. 2019): 1F1B without a flush, and a step after every backward pass.
+
+    The micro-batches of this schedule are the paper's minibatches, each a batch of its own. With ``n`` stages, stage
+    ``s`` runs minibatch ``t`` on weights that have seen ``max(0, t - (n - 1 - s))`` steps, forward and backward, so it
+    keeps up to ``n - s`` versions; with vertical sync all stages use ``max(0, t - (n - 1))``. No bubble in the steady
+    state.
+
+    Args:
+        vertical_sync: use the same version of the weights on all stages.
+        replicas: ranks for every stage (1F1B-RR): minibatches take the replicas of a stage in turn, which step
+            together; by default one for every stage.
+    """
+
+    name: ClassVar[str] = "pipedream"
+    synchronous: ClassVar[bool] = False
+
+    vertical_sync: bool = False
+    replicas: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.replicas is not None:
+            # Configuration files have lists.
+            object.__setattr__(self, "replicas", tuple(self.replicas))
+            if not self.replicas or min(self.replicas) < 1:
+                raise ScheduleError(f"PipeDream needs one replica or more of every stage, got {self.replicas}.")
+
+    @property
+    def pipes(self) -> int:
+        """One for every route through the replicas."""
+        return lcm(*self.replicas or (1,))
+
+    def placed(self, ranks: int, stages: int | None) -> tuple[Family, int]:
+        """With replicas there are as many stages as they say, on as many ranks as they sum to."""
+        if self.replicas is None:
+            return super().placed(ranks, stages)
+        if ranks != sum(self.replicas):
+            raise ScheduleError(
+                f"PipeDream with replicas={list(self.replicas)} needs {sum(self.replicas)} ranks, got ranks={ranks}."
+            )
+        if stages is not None and stages < len(self.replicas):
+            raise ScheduleError(
+                f"PipeDream with replicas={list(self.replicas)} has {len(self.replicas)} stages, got stages={stages}."
+            )
+        return self, len(self.replicas)
+
+    def orders(self, ranks: int, micro_batches: int) -> Orders:
+        """Each rank warms up with as many forwards as keep the later ranks busy, then alternates."""
+        replicas = self.replicas or (1,) * ranks
+        return [
+            self._order(stage, replica, copies, later=ranks - end, micro_batches=micro_batches)
+            for stage, (copies, end) in enumerate(zip(replicas, accumulate(replicas), strict=True))
+            for replica in range(copies)
+        ]
+
+    def _order(self, stage: int, replica: int, copies: int, later: int, micro_batches: int) -> list[Action]:
+        forwards, backwards = [], []
+        for first in range(0, micro_batches, copies):
+            index = first + replica
+            # A replica that gets no minibatch in the last round steps with the others all the same.
+            step = [Action(Kind.STEP, stage, first, index % self.pipes)]
+            if index < micro_batches:
+                forwards.append([Action(Kind.FORWARD, stage, index, index % self.pipes)])
+                step = [Action(Kind.BACKWARD, stage, index, index % self.pipes), *step]
+            backwards.append(step)
+        return alternate_blocks(forwards, backwards, warm_up=-(-later // copies))
+
+    def versions(self, schedule: Schedule) -> Mapping[tuple[int, int], int]:
+        """Each stage's newest or, with vertical sync, the number that is newest on the first stage."""
+        newest = schedule.versions
+        if not self.vertical_sync:
+            return newest
+        return {(stage, micro_batch): newest[0, micro_batch] for stage, micro_batch in newest}
+
+
+@dataclass(frozen=True)
+class PipeDream2BW(Family):
+    """PipeDream-2BW (Narayanan et al. 2021): 1F1B without a flush, a step after several micro-batches, two versions.
+
+    A batch ``b`` of ``accumulate`` micro-batches is computed, forward and backward, on the weights after
+    ``max(b - 1, 0)`` steps: W(t+1) = W(t) - lr grad(W(t-1)). So a rank never holds more than two versions. The
+    micro-batches of this schedule are those of all batches, one after the other. No bubble in the steady state.
+
+    Args:
+        accumulate: micro-batches in a batch; by default, and in the paper at least, as many as ranks.
+    """
+
+    name: ClassVar[str] = "pipedream_2bw"
+    synchronous: ClassVar[bool] = False
+
+    accumulate: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.accumulate is not None and self.accumulate < 1:
+            raise ScheduleError(f"PipeDream2BW needs accumulate >= 1, got {self.accumulate}.")
+
+    def placed(self, ranks: int, stages: int | None) -> tuple[Family, int]:
+        """With the number of micro-batches in a batch."""
+        if self.accumulate is None:
+            return PipeDream2BW(ranks).placed(ranks, stages)
+        if self.accumulate < ranks:
+            raise ScheduleError(
+                f"PipeDream2BW needs at least as many micro-batches in a batch as ranks, so that two versions of the "
+                f"weights suffice, got accumulate={self.accumulate} and ranks={ranks}.",
+                hint=f"Use accumulate={ranks} or more.",
+            )
+        return super().placed(ranks, stages)
+
+    def orders(self, ranks: int, micro_batches: int) -> Orders:
+        """1F1B, with a step behind the last backward pass of every batch."""
+        size = self.accumulate or ranks
+
+        def order(rank: int) -> list[Action]:
+            forwards = [[Action(Kind.FORWARD, rank, index)] for index in range(micro_batches)]
+            backwards = [[Action(Kind.BACKWARD, rank, index)] for index in range(micro_batches)]
+            for first in range(0, micro_batches, size):
+                backwards[min(first + size, micro_batches) - 1].append(Action(Kind.STEP, rank, first))
+            return alternate_blocks(forwards, backwards, warm_up=ranks - 1 - rank)
+
+        return [order(rank) for rank in range(ranks)]
+
+    def versions(self, schedule: Schedule) -> Mapping[tuple[int, int], int]:
+        """One step behind the batch."""
+        size = self.accumulate or schedule.ranks
+        return {
+            (stage, micro_batch): max(micro_batch // size - 1, 0)
+            for stage in range(schedule.stages)
+            for micro_batch in range(schedule.micro_batches)
+        }
+
+
+def alternate_blocks(forwards: Sequence[list[Action]], backwards: Sequence[list[Action]], warm_up: int) -> list[Action]:
+    """``warm_up`` forwards, then a forward and a block of backward actions in turn, then the blocks that are left."""
+    order = [action for block in forwards[:warm_up] for action in block]
+    paired = forwards[warm_up:]
+    for index, block in enumerate(backwards):
+        order += paired[index] if index < len(paired) else []
+        order += block
+    return order
