@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 from torchmetrics import Metric
@@ -14,26 +15,28 @@ from torchmetrics.utilities.distributed import gather_all_tensors
 
 from lightning_pipe.state import Memory
 
-Share = Callable[[Any], Any]
+State = tuple[dict[str, Any], int]
+Gather = Callable[[State | None], list[State]]
 
 
 class Metrics:
     """The metrics of a LightningModule while a strategy runs it.
 
-    Only the rank with the loss updates them. Outside a step ``compute`` first gives all ranks of the pipeline the state
-    of that rank, so it must be called on all of them. They synchronise over the replicas alone. (torchmetrics would do
-    so over all processes, most of which have seen nothing.)
+    Only ranks with a loss update them. Outside a step ``compute`` first gives all ranks of the pipeline the state of
+    these, so it must be called on all of them. They synchronise over the replicas alone. (torchmetrics would do so over
+    all processes, most of which have seen nothing.)
 
     Args:
         module: the LightningModule.
-        share: collective over the pipeline; returns on all ranks what the rank with the loss passes.
+        gather: collective over the pipeline; takes the state on ranks with a loss, returns those of all of them.
+        updates: whether this rank has a loss.
         replicas: the process group of this rank's replicas; ``None`` if there is one replica.
     """
 
-    def __init__(self, module: nn.Module, share: Share, replicas: Any | None) -> None:
+    def __init__(self, module: nn.Module, gather: Gather, updates: bool, replicas: Any | None) -> None:
         self.names = {id(part): name for name, part in module.named_modules() if isinstance(part, Metric)}
         self._metrics = [part for part in module.modules() if isinstance(part, Metric)]
-        self._share, self._replicas = share, replicas
+        self._gather, self._updates, self._replicas = gather, updates, replicas
         self._in_step = False
         self._touched: dict[int, Memory] | None = None
         self._before: list[tuple[Metric, dict[str, Any]]] = []
@@ -101,21 +104,42 @@ class Metrics:
 
     def _compute(self, metric: Metric, compute: Callable[..., Any]) -> Callable[..., Any]:
         def wrapper(*args: Any, **kwargs: Any) -> Any:
-            if not self._in_step:
-                self._fetch(metric)
-            return compute(*args, **kwargs)
+            if self._in_step:
+                return compute(*args, **kwargs)
+            mine = ({name: getattr(metric, name) for name in metric._defaults}, metric._update_count)
+            states = self._gather(mine if self._updates else None)
+            if self._updates and len(states) == 1:
+                return compute(*args, **kwargs)
+            _set(metric, _merge(metric, states) if len(states) > 1 else states[0])
+            try:
+                return compute(*args, **kwargs)
+            finally:
+                if self._updates:
+                    # what the other ranks have seen counts once, however often the result is asked for
+                    _set(metric, mine)
 
         return wrapper
 
-    def _fetch(self, metric: Metric) -> None:
-        mine = ({name: getattr(metric, name) for name in metric._defaults}, metric._update_count)
-        state, count = self._share(mine)
-        if state is mine[0]:
-            return
-        for name, value in state.items():
-            setattr(metric, name, tree_map(lambda v: v.to(metric.device) if isinstance(v, Tensor) else v, value))
-        metric._update_count = count
-        metric._computed = None
+
+def _set(metric: Metric, state: State) -> None:
+    values, count = state
+    for name, value in values.items():
+        setattr(metric, name, tree_map(lambda v: v.to(metric.device) if isinstance(v, Tensor) else v, value))
+    metric._update_count = count
+    metric._computed = None
+
+
+def _merge(metric: Metric, states: Sequence[State]) -> State:
+    """The state after the updates of all ranks, as torchmetrics merges those of processes."""
+    merged: dict[str, Any] = {}
+    for name, reduction in metric._reductions.items():
+        values = [state[name] for state, _ in states]
+        if isinstance(values[0], list):
+            merged[name] = [element for value in values for element in value]
+        else:
+            stacked = torch.stack([value.to(metric.device) for value in values])
+            merged[name] = stacked if reduction is None else reduction(stacked)
+    return merged, sum(count for _, count in states)
 
 
 def _never() -> bool:

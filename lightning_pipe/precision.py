@@ -64,11 +64,14 @@ def clip_grad_norm(pipeline: Pipeline, parameters: list[Tensor], limit: float) -
         for p in parameters
         if p.grad is not None and (id(p) not in names or pipeline.ownership.counted(names[id(p)]))
     ]
-    norm = get_total_norm(counted) if counted else torch.zeros((), device=pipeline.transport.device)
-    square = norm.to(pipeline.transport.device, torch.float64).square()
+    device = pipeline.transport.device
+    norm = get_total_norm(counted) if counted else torch.zeros(())
+    square = norm.to(device, torch.float64).square()
     pipeline.transport.all_reduce(square, pipeline.pipeline_members).wait()
-    total = square.sqrt().to(norm.dtype)
-    clip_grads_with_norm_([p for p in parameters if p.grad is not None], limit, total)
+    trained = [p for p in parameters if p.grad is not None]
+    # in the precision of the gradients, as on one device
+    total = square.sqrt().to(trained[0].grad.dtype if trained and trained[0].grad is not None else torch.float32)
+    clip_grads_with_norm_(trained, limit, total)
     return total
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.plugins.precision import Precision
@@ -22,11 +22,9 @@ from lightning_pipe.pipeline.rng import Streams, mix
 from lightning_pipe.pipeline.runner import Pipeline
 from lightning_pipe.precision import loss_scale, over_stages
 from lightning_pipe.split import SplitBatch
-from lightning_pipe.step import Result, UserStep, join
-from lightning_pipe.wire import broadcast
+from lightning_pipe.step import Result, UserStep, from_loss_ranks, join
 from lightning_pipe.world import World
 
-T = TypeVar("T")
 Context = Callable[[], AbstractContextManager[None]]
 
 _TRAINING, _EVALUATION, _TRANSFER = range(3)
@@ -76,7 +74,7 @@ class Run:
     def begin(self) -> None:
         """Take over what must not stay changed when the run is over."""
         self._changed.enter_context(over_stages(self._precision, self.pipeline))
-        metrics = Metrics(self._module, self._share, self._world.replicas)
+        metrics = Metrics(self._module, self._from_loss_ranks, self.pipeline.is_loss_rank, self._world.replicas)
         metrics.install()
         self._changed.callback(metrics.remove)
         self._changed.enter_context(_without_example(self._module))
@@ -87,10 +85,9 @@ class Run:
         self._step = None
         self._changed.close()
 
-    def _share(self, value: T) -> T:
-        pipeline = self.pipeline
-        shared: T = broadcast(pipeline.transport, value, pipeline.loss_process, pipeline.pipeline_members)
-        return shared
+    def _from_loss_ranks(self, value: Any) -> list[Any]:
+        """What each rank with a loss has, on all ranks of the pipeline."""
+        return from_loss_ranks(self.pipeline, value)
 
     # ------------------------------------------------------------------ data
 

@@ -146,21 +146,18 @@ class UserStep:
 
     def _publish(self, mine: Part | None, before: Memory | None, micro_batches: int) -> Result:
         """Exchange what the ranks with a loss have to tell, and let it happen here."""
-        transport, members = self._pipeline.transport, self._pipeline.pipeline_members
-        sources = [transport.topology.process(transport.replica, rank) for rank in self._pipeline.loss_ranks]
-        parts: list[Part] = []
-        for source in sources:
-            own = mine if source == transport.process else None
-            small = own if self._alone or own is None else self._within_limit(own)
-            part: Part = wire.broadcast(transport, small, source, members)
-            parts.append(own if own is not None else part)
-        several = len(sources) > 1
+        small = mine if mine is None or self._alone else self._within_limit(mine)
+        parts: list[Part] = [
+            mine if part is small and mine is not None else part for part in from_loss_ranks(self._pipeline, small)
+        ]
+        several = len(parts) > 1
         if before is not None and several:
             before.undo()
         if mine is None or several:
             for part in parts:
                 self._tracked.apply(part.changes, add=several)
-        self._log.replay(combine(one for part in parts for one in part.logged), micro_batches, transport.device)
+        logged = combine(one for part in parts for one in part.logged)
+        self._log.replay(logged, micro_batches, self._pipeline.transport.device)
         trainer = self._module.trainer
         trainer.should_stop = self._world.agree(trainer.should_stop or any(p.stop for p in parts), unanimous=False)
         known = [part.outputs for part in parts if part.outputs is not None]
@@ -182,6 +179,13 @@ class UserStep:
         if key not in self._warned:
             self._warned.add(key)
             rank_zero_warn(message)
+
+
+def from_loss_ranks(pipeline: Pipeline, value: Any) -> list[Any]:
+    """What each rank with a loss passes, on all ranks of the pipeline. Collective over it."""
+    transport = pipeline.transport
+    sources = [transport.topology.process(transport.replica, rank) for rank in pipeline.loss_ranks]
+    return [wire.broadcast(transport, value, source, pipeline.pipeline_members) for source in sources]
 
 
 def join(outputs: Mapping[int, Any], sizes: Sequence[int], weights: Sequence[float]) -> Any:
