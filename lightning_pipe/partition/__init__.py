@@ -3,12 +3,16 @@
 from lightning_pipe.partition.balancing import balance
 from lightning_pipe.partition.cost import Balance, divide
 from lightning_pipe.partition.holding import Held, held_by_stages, held_parameters, parameter_costs
+from lightning_pipe.partition.profile import LayerCost, Profile, ProfileStore
 from lightning_pipe.partition.sequence import Layers, find_layers, parameter_count
 
 __all__ = [
     "Balance",
     "Held",
+    "LayerCost",
     "Layers",
+    "Profile",
+    "ProfileStore",
     "balance",
     "divide",
     "find_layers",

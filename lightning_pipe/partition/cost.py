@@ -11,20 +11,29 @@ from torch import nn
 from lightning_pipe.errors import ConfigurationError, PartitionError
 from lightning_pipe.partition.balancing import balance as balance_costs
 from lightning_pipe.partition.holding import parameter_costs
+from lightning_pipe.partition.profile import Profile
 from lightning_pipe.partition.sequence import Layers, finer_path
 from lightning_pipe.text import several
 
 Balance = Literal["parameters", "time", "memory"] | Sequence[int] | Callable[[nn.Module], float]
 
 
-def divide(module: nn.Module, layers: Layers, stages: int, balance: Balance = "parameters") -> list[int]:
+def divide(
+    module: nn.Module,
+    layers: Layers,
+    stages: int,
+    balance: Balance = "parameters",
+    profile: Profile | None = None,
+) -> list[int]:
     """Divides the layers over the stages.
 
     Args:
         module: the whole module; its parameters outside the layers are charged to the stages that will hold them.
         layers: the layer sequence, from `find_layers`.
         stages: number of stages.
-        balance: ``"parameters"``, the number of layers of every stage, or the cost of a layer as a function of it.
+        balance: ``"parameters"``, ``"time"`` or ``"memory"`` as measured, the number of layers of every stage, or the
+            cost of a layer as a function of it.
+        profile: the measurements that ``"time"`` and ``"memory"`` need.
 
     Returns:
         Number of layers of every stage, each at least 1.
@@ -47,6 +56,8 @@ def divide(module: nn.Module, layers: Layers, stages: int, balance: Balance = "p
     if balance == "parameters":
         return balance_costs(parameter_costs(module, layers), stages)
     if balance in ("time", "memory"):
+        if profile is not None:
+            return balance_costs(profile.costs([name for name, _ in layers], balance, in_flight=stages), stages)
         raise ConfigurationError(
             f"balance={balance!r} needs the {balance} of every layer, and it has not been measured for this module.",
             hint='Use balance="parameters", or pass the costs as a function: balance=lambda layer: …',

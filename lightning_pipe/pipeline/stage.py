@@ -15,7 +15,7 @@ from lightning_pipe.pipeline.batches import fresh
 from lightning_pipe.pipeline.cut.intercept import Interceptor
 from lightning_pipe.pipeline.cut.path import Call, Crossing, Path
 from lightning_pipe.pipeline.cut.received import Inbox
-from lightning_pipe.pipeline.cut.stage_run import StageRun
+from lightning_pipe.pipeline.cut.stage_run import Profiler, StageRun
 from lightning_pipe.pipeline.ownership import Ownership
 from lightning_pipe.pipeline.recompute import BufferGuard, nothing_saved, recomputing
 from lightning_pipe.pipeline.rng import Streams
@@ -105,6 +105,7 @@ class Stages:
         device: the rank's device.
         buffers: puts buffers back that a second run changes.
         routes: for each stage the skip connections that go from it past the next one, with the stage they go to.
+        profiler: measures layers as they are called; ``None``: no measurement.
         called: the layers that have been called so far.
     """
 
@@ -115,6 +116,7 @@ class Stages:
     device: torch.device
     buffers: BufferGuard
     routes: Mapping[int, Mapping[Key, int]] = field(default_factory=dict)
+    profiler: Profiler | None = None
     called: set[int] = field(default_factory=set)
 
     def forward(self, stage: int, micro_batch: int, batch: Batch, inbound: Inbound | None) -> tuple[Saved, Crossings]:
@@ -164,6 +166,7 @@ class Stages:
             holdings=self.ownership,
             device=self.device,
             routes=self.routes.get(stage),
+            profiler=self.profiler if batch.training else None,
         )
         received = (
             tuple(e.number for e in inbound[0].entries if e.number in inbound[1] and e.requires_grad) if inbound else ()

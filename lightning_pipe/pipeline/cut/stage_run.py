@@ -21,6 +21,10 @@ from lightning_pipe.skip import Key, Store, stored_in
 _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 
 
+Profiler = Callable[[str, int, Callable[..., Any], Any, Any, Store], None]
+"""Called before a layer or outside module runs: name, key (negative outside), forward, arguments, skip tensors."""
+
+
 class _EndOfStage(BaseException):
     """Ends the user's step at a cut. Not an ``Exception``: the step's own handlers must not catch it."""
 
@@ -38,6 +42,7 @@ class StageRun:
         streams: the batch's random streams.
         holdings: the module's parameters and buffers outside layers.
         device: where placeholders pretend to be.
+        profiler: measures layers as they are called; ``None``: no measurement.
         routes: the skip connections that leave this stage for another than the next, with the stage they go to.
     """
 
@@ -53,6 +58,7 @@ class StageRun:
         holdings: Holdings,
         device: torch.device,
         routes: Mapping[Key, int] | None = None,
+        profiler: Profiler | None = None,
     ) -> None:
         self._stage, self.layers, self._total, self._names = stage, layers, total, names
         self.called: set[int] = set()
@@ -63,6 +69,7 @@ class StageRun:
         self._skips: Store = {}
         self._routes = routes or {}
         self._routed: dict[int, int] = {}
+        self._profiler = profiler
         self._shared: list[tuple[Tensor, int, int]] = []
         self._micro_batch, self._streams, self._device = micro_batch, streams, device
         self._holdings = holdings
@@ -138,6 +145,8 @@ class StageRun:
                 tracker.touch([leaf for leaf in arguments if isinstance(leaf, Tensor)], name)
                 versions = [version_of(leaf) if isinstance(leaf, Tensor) else 0 for leaf in arguments]
                 skips = dict(self._skips)
+                if self._profiler is not None:
+                    self._profiler(name, key, forward, args, kwargs, skips)
                 result = forward(*args, **kwargs)
                 stashed = self._stashed(skips)
                 tracker.calls.append(self._describe(name, result, arguments, versions, skips, stashed))
