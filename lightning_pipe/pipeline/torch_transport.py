@@ -254,8 +254,8 @@ def default_store() -> Store:
 
 
 def _object_tag(tag: int) -> int:
-    if not 0 <= tag < 1 << 24:
-        raise CommunicationError(f"Objects have tags from 0 to {(1 << 24) - 1}, not {tag}.")
+    if not 0 <= tag < 1 << 29:
+        raise CommunicationError(f"Objects have tags from 0 to {(1 << 29) - 1}, not {tag}.")
     return _OBJECT_TAGS + 2 * tag
 
 
