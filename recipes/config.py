@@ -127,7 +127,7 @@ class Train:
     recipe: str = MISSING  # names the output folder
     seed: int = 1
     threads: int | None = None  # threads per process; None leaves it to torch
-    ckpt_path: str | None = None  # resume from this checkpoint: a path, or "last"
+    ckpt_path: str | None = None  # resume from this checkpoint
     paths: Paths = field(default_factory=Paths)
     data: Any = MISSING
     model: Any = MISSING

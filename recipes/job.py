@@ -12,6 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from lightning_pipe.callbacks import PipelineTimeline
 from recipes.callbacks import Throughput
+from recipes.errors import RecipeError
 from recipes.processes import Job
 from recipes.report import Report
 
@@ -26,6 +27,10 @@ def run(config: DictConfig, job: Job) -> Report:
         job: told what starts the other processes.
     """
     started = time.perf_counter()
+    if config.ckpt_path is not None and not Path(config.ckpt_path).exists():
+        raise RecipeError(
+            f"There is no checkpoint {config.ckpt_path}.", hint="ckpt_path names a file of an earlier run."
+        )
     L.seed_everything(config.seed, workers=True, verbose=False)
     data: L.LightningDataModule = instantiate(config.data)
     module: L.LightningModule = instantiate(
@@ -39,7 +44,7 @@ def run(config: DictConfig, job: Job) -> Report:
     if trainer.is_global_zero:
         Path(config.paths.output, "config.yaml").write_text(OmegaConf.to_yaml(config, resolve=True))
 
-    before = trainer.validate(module, datamodule=data, verbose=False)[0]
+    before = trainer.validate(module, datamodule=data, ckpt_path=config.ckpt_path, verbose=False)[0]
     trainer.fit(module, datamodule=data, ckpt_path=config.ckpt_path)
 
     after = {name: float(trainer.callback_metrics[name]) for name in before if name in trainer.callback_metrics}
