@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import argparse
 import ast
+import re
 import sys
 import warnings
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 from functools import partial
+from pathlib import Path
 from typing import Any, NoReturn
 
 from lightning_pipe import schedules
 from lightning_pipe.errors import PipeError
 from lightning_pipe.schedules.dependencies import Number
-from lightning_pipe.simulate import Costs, simulate
+from lightning_pipe.simulate import Costs, compare, simulate, table
 
 _PROGRAM = "lightning-pipe"
+_COMPARE = "compare"
 
 
 class _Parser(argparse.ArgumentParser):
@@ -48,7 +51,7 @@ def _add_schedule(parser: argparse.ArgumentParser) -> None:
     parser.description = "Draw a schedule, simulate it and export it."
     parser.set_defaults(run=_schedule)
     add = parser.add_argument
-    add("name", help=f"{', '.join(schedules.names())}, or the path of a .csv file")
+    add("name", help=f"{', '.join(schedules.names())}, the path of a .csv file, or {_COMPARE!r}: a table of all")
     number = partial(add, type=int, metavar="N")
     number("--ranks", default=4, help="ranks in the pipeline (default: %(default)s)")
     number("--micro-batches", default=8, help="micro-batches in a batch (default: %(default)s)")
@@ -65,15 +68,17 @@ def _add_schedule(parser: argparse.ArgumentParser) -> None:
     time("--recompute-time", help="of a repeated forward pass (default: that of a forward pass)")
     time("--send", default=0, help="of a message between ranks (default: %(default)s)")
     time("--reduce", default=0, help="to sum a stage's gradients over its copies (default: %(default)s)")
-    add("--png", metavar="PATH", help="draw a picture (.png, .svg or .pdf)")
+    add("--png", metavar="PATH", help="draw a picture (.png, .svg or .pdf), or all of them into this folder")
     add("--trace", metavar="PATH", help="write a trace for https://ui.perfetto.dev")
     add("--csv", metavar="PATH", help="write the schedule in the format of torch's pipelining")
 
 
 def _schedule(values: argparse.Namespace) -> None:
-    schedule = schedules.get(values.name, **dict(values.option)).build(
-        values.ranks, values.micro_batches, values.stages
-    )
+    if values.name == _COMPARE:
+        _compare(values)
+        return
+    family = schedules.get(values.name, **dict(values.option))
+    schedule = family.build(values.ranks, values.micro_batches, values.stages)
     schedule = schedules.with_recompute(schedule, values.recompute)
     timeline = simulate(schedule, _costs(values))
     print(timeline)
@@ -85,6 +90,19 @@ def _schedule(values: argparse.Namespace) -> None:
     for path, write in writers.items():
         if path is not None:
             _write(path, write)
+
+
+def _compare(values: argparse.Namespace) -> None:
+    if values.option or values.trace or values.csv:
+        _fail("schedule compare shows all schedules: it takes no --option, --trace and --csv")
+    rows = compare(values.ranks, values.micro_batches, values.stages, _costs(values), values.recompute)
+    print(table(rows))
+    if values.png is not None:
+        folder = Path(values.png)
+        _write(values.png, lambda _: folder.mkdir(parents=True, exist_ok=True), silent=True)
+        for row in rows:
+            if row.timeline is not None:
+                _write(str(folder / (re.sub(r"\W+", "_", row.label) + ".png")), row.timeline.plot)
 
 
 def _costs(values: argparse.Namespace) -> Costs:
@@ -99,12 +117,13 @@ def _costs(values: argparse.Namespace) -> Costs:
     )
 
 
-def _write(path: str, write: Callable[[str], None]) -> None:
+def _write(path: str, write: Callable[[str], None], *, silent: bool = False) -> None:
     try:
         write(path)
     except (OSError, ValueError) as error:
         _fail(f"{path} cannot be written: {getattr(error, 'strerror', None) or error}.")
-    print(f"wrote {path}")
+    if not silent:
+        print(f"wrote {path}")
 
 
 def _option(text: str) -> tuple[str, Any]:

@@ -46,6 +46,22 @@ def test_pictures_traces_and_files_are_written(tmp_path: Path, capsys: pytest.Ca
     assert "x: 4 ranks, 8 micro-batches" in run(capsys, paths[2])
 
 
+def test_recomputation_is_drawn_and_charged(capsys: pytest.CaptureFixture[str]) -> None:
+    out = run(capsys, "gpipe", "--recompute", "always", "--recompute-time", "1/2", "--micro-batches", "2")
+    assert "R1 B1" in out
+    assert "makespan 16," in out
+
+
+def test_all_schedules_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = run(capsys, "compare", "--ranks", "2", "--micro-batches", "3", "--png", str(tmp_path / "new"))
+    for name in schedules.names():
+        assert f"\n{name} " in out
+    pictures = {path.name for path in (tmp_path / "new").iterdir()}
+    assert {"1f1b.png", "zero_bubble_variant_v.png", "chimera_scaling_forward_doubling.png"} <= pictures
+    odd = run(capsys, "compare", "--ranks", "3")
+    assert "chimera: Chimera needs pipes to divide the ranks, got pipes=2 and ranks=3." in odd
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -61,6 +77,8 @@ def test_pictures_traces_and_files_are_written(tmp_path: Path, capsys: pytest.Ca
         (["schedule", "nothing.csv"], "nothing.csv cannot be read: No such file or directory"),
         (["schedule", "gpipe", "--csv", "/nowhere/x.csv"], "/nowhere/x.csv cannot be written: No such file"),
         (["schedule", "gpipe", "--png", "x.gpipe"], "x.gpipe cannot be written: Format 'gpipe' is not supported"),
+        (["schedule", "compare", "--csv", "x.csv"], "it takes no --option, --trace and --csv"),
+        (["schedule", "compare", "--forward", "1,2"], "schedules have different numbers of stages"),
         (["schedule"], "required: name"),
         (["plot"], "invalid choice: 'plot'"),
         ([], "required: COMMAND"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 from lightning_pipe.errors import ScheduleError
@@ -11,6 +11,7 @@ from lightning_pipe.schedules.family import Family, Orders
 from lightning_pipe.schedules.ir import Action, Kind
 from lightning_pipe.schedules.recompute import insert_recompute
 
+Scaling = Literal["direct", "forward_doubling", "backward_halving"]
 Slotted = tuple[int, int, Action]
 """Time slot, turn within the slot, action."""
 
@@ -25,10 +26,10 @@ class Chimera(Family):
     backward = 2 forward and ``m = p`` it is ``(p - 2) / (3m/2 + p - 2)`` for two pipes; two pipes and two
     micro-batches on each, drawn with equal slots::
 
-        rank 0  0   2 1 0 3 2 1   3
-        rank 1    0 1 2 3 0 1 2 3
-        rank 2    1 0 3 2 1 0 3 2
-        rank 3  1   3 0 1 2 3 0   2
+        rank 0  0 2   1 1 3 3 0   2
+        rank 1    0 1 2 3 1 0 3 2
+        rank 2    1 0 3 2 0 1 2 3
+        rank 3  1 3   0 0 2 2 1   3
 
     More micro-batches than ranks are scheduled in units of ``ranks``, one after the other (``"direct"``), or in units
     of ``2 ranks`` that run the forwards of two micro-batches in one slot: ``"forward_doubling"`` for slots in which
@@ -46,7 +47,7 @@ class Chimera(Family):
     name: ClassVar[str] = "chimera"
 
     pipes: int = 2
-    scaling: Literal["direct", "forward_doubling", "backward_halving"] = "direct"
+    scaling: Scaling = "direct"
     sync: Literal["eager", "eager_opt", "lazy"] = "eager_opt"
 
     def __post_init__(self) -> None:
@@ -56,6 +57,11 @@ class Chimera(Family):
             raise ScheduleError(f"Chimera scales by {', '.join(map(repr, _PER_SLOT))}, got scaling={self.scaling!r}.")
         if self.sync not in ("eager", "eager_opt", "lazy"):
             raise ScheduleError(f"Chimera has sync='eager', 'eager_opt' or 'lazy', got {self.sync!r}.")
+
+    def variants(self) -> tuple[Family, ...]:
+        """The three ways to scale."""
+        scalings: tuple[Scaling, ...] = ("direct", "forward_doubling", "backward_halving")
+        return tuple(replace(self, scaling=scaling) for scaling in scalings)
 
     def placed(self, ranks: int, stages: int | None) -> tuple[Family, int]:
         """As others; the pipes must divide the ranks."""

@@ -57,6 +57,16 @@ class Family(ABC):
         """Routes that micro-batches take through the ranks in turn."""
         return 1
 
+    @property
+    def label(self) -> str:
+        """The name, and the options that are not the default."""
+        changed = (option for option in fields(self) if getattr(self, option.name) != option.default)
+        return " ".join([self.name, *(f"{option.name}={getattr(self, option.name)}" for option in changed)])
+
+    def variants(self) -> tuple[Family, ...]:
+        """The family with all options that a comparison of schedules shows."""
+        return (self,)
+
     @abstractmethod
     def orders(self, ranks: int, micro_batches: int) -> Orders:
         """What every rank computes, in order, with ``ranks * stages_per_rank`` stages.

@@ -81,14 +81,19 @@ def get(schedule: str | PathLike[str] | Family | Schedule, **options: object) ->
 class FromFunction(Family):
     """A family made of a function ``(ranks, micro_batches, **options) -> orders`` with one stage per rank."""
 
-    label: str
+    title: str
     function: Callable[..., Orders]
     arguments: tuple[tuple[str, object], ...] = ()
 
     @property
     def name(self) -> str:
         """The registered name."""
-        return self.label
+        return self.title
+
+    @property
+    def label(self) -> str:
+        """The registered name and all arguments."""
+        return " ".join([self.title, *(f"{name}={value}" for name, value in self.arguments)])
 
     def orders(self, ranks: int, micro_batches: int) -> Orders:
         """What the function returns."""
@@ -107,6 +112,11 @@ class Fixed(Family):
 
     @property
     def name(self) -> str:
+        """The schedule's name."""
+        return self.schedule.name
+
+    @property
+    def label(self) -> str:
         """The schedule's name."""
         return self.schedule.name
 

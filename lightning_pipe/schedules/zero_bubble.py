@@ -40,6 +40,10 @@ class ZeroBubble(Family):
         """Two in the shape of a V, else one."""
         return 2 if self.variant == "v" else 1
 
+    def variants(self) -> tuple[Family, ...]:
+        """H1, H2 and V."""
+        return ZeroBubble("h1"), ZeroBubble("h2"), ZeroBubble("v")
+
     def published(self, ranks: int, micro_batches: int) -> int:
         """V needs ``2 ranks - 1`` micro-batches to fill the pipeline."""
         return max(micro_batches, 2 * ranks - 1) if self.variant == "v" else micro_batches

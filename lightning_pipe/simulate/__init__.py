@@ -9,11 +9,12 @@ import sys
 from types import ModuleType
 
 from lightning_pipe.schedules.ir import Schedule
+from lightning_pipe.simulate.comparison import Comparison, compare, table
 from lightning_pipe.simulate.costs import Costs
 from lightning_pipe.simulate.simulator import simulate
 from lightning_pipe.simulate.timeline import Event, Timeline
 
-__all__ = ["Costs", "Event", "Timeline", "simulate"]
+__all__ = ["Comparison", "Costs", "Event", "Timeline", "compare", "simulate", "table"]
 
 
 class _CallableModule(ModuleType):

@@ -7,7 +7,7 @@ from os import PathLike
 from typing import TYPE_CHECKING
 
 from lightning_pipe.schedules.ir import Kind
-from lightning_pipe.simulate.style import COLOURS, NAMES, summary
+from lightning_pipe.simulate.style import COLOURS, NAMES, stages_of, summary
 from lightning_pipe.simulate.timeline import Event, Timeline
 
 if TYPE_CHECKING:
@@ -58,9 +58,9 @@ def _boxes(axes: Axes, row: Sequence[Event], rank: int, inches_per_time: float) 
             axes.text(centre, rank, number, ha="center", va="center_baseline", fontsize=8, color="#1A1A1A")
 
 
-def _lighter(colour: str, share: float) -> tuple[float, ...]:
-    channels = (int(colour[index : index + 2], 16) / 255 for index in (1, 3, 5))
-    return tuple(channel + (1 - channel) * share for channel in channels)
+def _lighter(colour: str, share: float) -> str:
+    channels = (int(colour[index : index + 2], 16) for index in (1, 3, 5))
+    return "#" + "".join(f"{round(channel + (255 - channel) * share):02x}" for channel in channels)
 
 
 def _decorate(figure: Figure, axes: Axes, timeline: Timeline) -> None:
@@ -78,4 +78,6 @@ def _decorate(figure: Figure, axes: Axes, timeline: Timeline) -> None:
     axes.spines[["top", "right", "left"]].set_visible(False)
     kinds = [kind for kind in COLOURS if any(event.kind is kind for event in timeline.events)]
     handles = [Patch(color=COLOURS[kind], label=NAMES[kind]) for kind in kinds]
-    figure.legend(handles=handles, loc="outside lower right", ncols=len(kinds), frameon=False, fontsize=9)
+    if any(len(stages) > 1 for stages in stages_of(timeline)):
+        handles.append(Patch(color=_lighter(COLOURS[kinds[0]], 0.4), label="lighter: later stage of the rank"))
+    figure.legend(handles=handles, loc="outside lower right", ncols=len(handles), frameon=False, fontsize=9)

@@ -1,0 +1,160 @@
+"""All schedules side by side: time, memory and messages for the same model on the same ranks."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, fields, replace
+
+from lightning_pipe import schedules
+from lightning_pipe.errors import ScheduleError
+from lightning_pipe.schedules import Family, Kind, Schedule
+from lightning_pipe.schedules.dependencies import Number
+from lightning_pipe.schedules.recompute import Mode
+from lightning_pipe.simulate.costs import Costs
+from lightning_pipe.simulate.simulator import simulate
+from lightning_pipe.simulate.style import time_of
+from lightning_pipe.simulate.timeline import Timeline, ratio
+
+_PER_MESSAGE = "send"
+_STEADY = 24
+"""Micro-batches per rank after which a schedule without a flush repeats for sure."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One schedule in the comparison.
+
+    Args:
+        label: name and options.
+        schedule: the schedule; ``None`` if it cannot be built.
+        timeline: its simulation.
+        bubble_ratio: idle share of the batch; without a flush, of the steady state.
+        problem: why it cannot be built.
+    """
+
+    label: str
+    schedule: Schedule | None = None
+    timeline: Timeline | None = None
+    bubble_ratio: Number = 0
+    problem: str = ""
+
+    @property
+    def time(self) -> Number:
+        """Time of the batch; without a flush, of as many micro-batches in the steady state."""
+        assert self.timeline is not None
+        return ratio(sum(self.timeline.busy), self.timeline.ranks * (1 - self.bubble_ratio))
+
+    @property
+    def activations(self) -> Number:
+        """The most that a rank holds, in micro-batches on 1/ranks of the model."""
+        assert self.schedule is not None
+        assert self.timeline is not None
+        return ratio(max(self.timeline.peak_activations) * self.schedule.ranks, self.schedule.stages)
+
+    @property
+    def weights(self) -> Number:
+        """The most that a rank holds with all versions, in 1/ranks of the model."""
+        assert self.schedule is not None
+        own = self.schedule
+        held = (len(own.stages_of(rank)) * own.weight_versions[rank] for rank in range(own.ranks))
+        return ratio(max(held) * own.ranks, own.stages)
+
+    @property
+    def messages(self) -> int:
+        """Messages between ranks in one batch."""
+        assert self.schedule is not None
+        sends = (Kind.SEND_FORWARD, Kind.SEND_BACKWARD)
+        return sum(action.kind in sends for order in schedules.lower(self.schedule) for action in order)
+
+
+def compare(
+    ranks: int,
+    micro_batches: int,
+    stages: int | None = None,
+    costs: Costs | None = None,
+    recompute: Mode = "never",
+) -> list[Comparison]:
+    """Simulate every registered schedule in its variants.
+
+    Args:
+        ranks: number of ranks.
+        micro_batches: number of micro-batches.
+        stages: cut the model into this many stages for all schedules; by default each schedule's own number.
+        costs: times of one stage; without ``stages``, of 1/ranks of the model, whatever the stages of a schedule.
+        recompute: recompute activations.
+    """
+    return [
+        _compared(variant, ranks, micro_batches, stages, costs or Costs(), recompute)
+        for name in schedules.names()
+        for variant in schedules.get(name).variants()
+    ]
+
+
+def _compared(
+    family: Family, ranks: int, micro_batches: int, stages: int | None, costs: Costs, recompute: Mode
+) -> Comparison:
+    def built(micro_batches: int) -> Schedule:
+        with warnings.catch_warnings():
+            # What does not fit a family's multiples is still comparable.
+            warnings.simplefilter("ignore")
+            return schedules.with_recompute(family.build(ranks, micro_batches, stages), recompute)
+
+    try:
+        schedule = built(micro_batches)
+    except ScheduleError as error:
+        return Comparison(family.label, problem=error.message)
+    own = costs if stages is not None else _of_a_share(costs, ratio(ranks, schedule.stages))
+    timeline = simulate(schedule, own)
+    if schedule.synchronous:
+        return Comparison(family.label, schedule, timeline, timeline.bubble_ratio)
+    run = simulate(built(max(micro_batches, _STEADY * ranks)), own)
+    return Comparison(family.label, schedule, timeline, run.steady_bubble_ratio)
+
+
+def _of_a_share(costs: Costs, share: Number) -> Costs:
+    """The costs of a stage that is this share of a rank's part of the model; its messages are as large."""
+    scaled = {}
+    for field in fields(costs):
+        value = getattr(costs, field.name)
+        if isinstance(value, (int, float)) or hasattr(value, "numerator"):
+            scaled[field.name] = value if field.name == _PER_MESSAGE else value * share
+        elif value is not None:
+            raise ScheduleError(
+                f"Costs.{field.name} has one number per stage, but schedules have different numbers of stages.",
+                hint="Say how many stages there are, or give one number for all.",
+            )
+    return replace(costs, **scaled)
+
+
+def table(rows: Iterable[Comparison]) -> str:
+    """The comparison as text, with what the columns mean."""
+    head = ("schedule", "stages", "time", "bubble", "activations", "weights", "messages")
+    lines = [head, *(tuple(_cells(row)) for row in rows if row.schedule is not None)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    text = [
+        "  ".join(cell.ljust(width) if index == 0 else cell.rjust(width) for index, (cell, width) in enumerate(pairs))
+        for pairs in (zip(line, widths, strict=True) for line in lines)
+    ]
+    problems = [f"{row.label}: {row.problem}" for row in rows if row.schedule is None]
+    return "\n".join([*text, *problems, *_LEGEND])
+
+
+_LEGEND = (
+    "",
+    "time, bubble: of a batch, or, without a flush, of as many micro-batches in the steady state",
+    "activations: most on a rank, in micro-batches on 1/ranks of the model",
+    "weights: most on a rank with all copies and versions, in 1/ranks of the model",
+)
+
+
+def _cells(row: Comparison) -> Iterator[str]:
+    assert row.schedule is not None
+    assert row.timeline is not None
+    yield row.label
+    yield str(row.schedule.stages)
+    yield time_of(float(row.time), row.timeline.unit)
+    yield f"{100 * float(row.bubble_ratio):.1f} %"
+    yield f"{float(row.activations):.4g}"
+    yield f"{float(row.weights):.4g}"
+    yield str(row.messages)
