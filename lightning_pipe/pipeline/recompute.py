@@ -56,7 +56,7 @@ def nothing_saved() -> Iterator[None]:
 class BufferGuard:
     """Puts buffers back that a second run changes.
 
-    Which ones do is learnt from the first second run, during which all are copied; later only these are.
+    Which ones do is learnt from the first second run of each stage, during which all are copied; later only these are.
 
     Args:
         modules: the modules whose buffers are guarded.
@@ -65,18 +65,18 @@ class BufferGuard:
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         parts = {id(part): part for module in modules for part in module.modules()}
         self._places = [(part, name) for part in parts.values() for name in part._buffers]
-        self._changing: set[int] | None = None
+        self._changing: dict[int, set[int]] = {}
 
     @contextmanager
-    def restored(self) -> Iterator[None]:
-        """Run the code inside and put the buffers back."""
+    def restored(self, stage: int = 0) -> Iterator[None]:
+        """Run the code of a stage inside and put the buffers back."""
         before = [module._buffers[name] for module, name in self._places]
         versions = [None if buffer is None else buffer._version for buffer in before]
         # Versions alone do not tell: batch norm changes its statistics behind autograd's back (torch 2.13).
-        candidates = range(len(before)) if self._changing is None else self._changing
+        candidates = self._changing.get(stage, range(len(before)))
         copies = {index: buffer.clone() for index in candidates if (buffer := before[index]) is not None}
         yield
-        changed = set(self._changing or ())
+        changed = set(self._changing.get(stage, ()))
         for index, ((module, name), buffer) in enumerate(zip(self._places, before, strict=True)):
             replaced = module._buffers[name] is not buffer
             module._buffers[name] = buffer
@@ -94,7 +94,7 @@ class BufferGuard:
                 )
             if replaced:
                 changed.add(index)
-        self._changing = changed
+        self._changing[stage] = changed
 
 
 def _same(buffer: Tensor, copy: Tensor) -> bool:

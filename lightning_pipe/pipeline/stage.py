@@ -144,7 +144,7 @@ class Stages:
 
     def recompute(self, stage: int, micro_batch: int, batch: Batch, kept: Kept) -> Saved:
         """Run the step again, now keeping what the backward pass needs."""
-        with recomputing(), self.buffers.restored():
+        with recomputing(), self.buffers.restored(stage):
             saved, crossings, _ = self._run(stage, micro_batch, batch, kept.inbound)
         if next((crossing.path.calls for crossing in crossings.values()), None) != kept.calls:
             raise CutError(

@@ -52,9 +52,9 @@ def single_device(
         optimizer.zero_grad()
         total = 0.0
         for part, weight in zip(*split(batch, micro_batches), strict=True):
-            loss = loss_of(model(**part)) * weight
-            loss.backward()
-            total += float(loss.detach())
+            loss = loss_of(model(**part))
+            (loss * weight).backward()
+            total += float(loss.detach()) * weight
         outcome.losses.append(total)
         optimizer.step()
     outcome.values = state_of(model)
