@@ -29,7 +29,7 @@ SMALL = [
 ]
 
 
-def run(tmp_path: Path, *arguments: str, seconds: float = 100) -> subprocess.CompletedProcess[str]:
+def run(tmp_path: Path, *arguments: str, seconds: float = 200) -> subprocess.CompletedProcess[str]:
     """Runs `python -m recipes.train` on small local text; no process of it outlives the test."""
     environment = {name: value for name, value in os.environ.items() if name not in processes.RANK_VARIABLES}
     environment |= {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hf"), "OMP_NUM_THREADS": "1"}
@@ -50,12 +50,13 @@ def summary(output: Path) -> dict[str, dict[str, float]]:
     return json.loads((output / "summary.json").read_text())  # type: ignore[no-any-return]
 
 
-def test_two_processes_train_and_leave_everything_in_one_folder(tmp_path: Path) -> None:
-    output = tmp_path / "out"
+@pytest.mark.timeout(400)
+def test_two_processes_train_and_one_device_goes_on(tmp_path: Path) -> None:
+    output, further = tmp_path / "out", tmp_path / "further"
     done = run(tmp_path, *SMALL, f"hydra.run.dir={output}")
     assert done.returncode == 0, done.stdout + done.stderr
-    result = summary(output)
-    assert result["after"]["val_perplexity"] < result["before"]["val_perplexity"] / 2
+    first = summary(output)
+    assert first["after"]["val_perplexity"] < first["before"]["val_perplexity"] / 2
     for name in ("checkpoints/last.ckpt", "metrics.csv", "config.yaml", "train.log", "timeline.png"):
         assert (output / name).stat().st_size > 0, name
         assert name in done.stdout
@@ -65,11 +66,20 @@ def test_two_processes_train_and_leave_everything_in_one_folder(tmp_path: Path) 
     assert [row["step"] for row in rows if row["val_loss"]] == ["0", "11", "23"]
     assert f"the files in {tmp_path / 'wiki'}" in (output / "train.log").read_text()
 
+    checkpoint = output / "checkpoints" / "last.ckpt"
+    arguments = ["trainer.max_epochs=2", "debug=one_device", f"ckpt_path={checkpoint}", f"hydra.run.dir={further}"]
+    done = run(tmp_path, *SMALL, *arguments)
+    assert done.returncode == 0, done.stdout + done.stderr
+    second = summary(further)
+    assert second["before"]["val_loss"] == pytest.approx(first["after"]["val_loss"], rel=1e-5)
+    assert second["after"]["val_loss"] < second["before"]["val_loss"]
 
+
+@pytest.mark.timeout(400)
 def test_a_sweep_gives_every_job_its_own_number_of_processes(tmp_path: Path) -> None:
     folder = tmp_path / "sweep"
     arguments = ["-m", *SMALL, "trainer.devices=2,3,2", "debug=fast", f"hydra.sweep.dir={folder}"]
-    done = run(tmp_path, *arguments, seconds=200)
+    done = run(tmp_path, *arguments, seconds=300)
     assert done.returncode == 0, done.stdout + done.stderr
     assert sorted(path.name for path in folder.iterdir() if path.is_dir()) == ["0", "1", "2"]
     first, second, third = (summary(folder / str(job))["after"]["val_loss"] for job in range(3))
