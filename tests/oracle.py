@@ -140,6 +140,7 @@ def train_with_lightning(
     micro_batches: int = 1,
     accumulate: int = 1,
     clip: float | None = 0.5,
+    validation: int = 0,
     **trainer_arguments: Any,
 ) -> Trace:
     """Trains with a plain Trainer on one CPU; its training step runs over the micro-batches.
@@ -153,6 +154,7 @@ def train_with_lightning(
         micro_batches: per batch; 1 is the unmodified module.
         accumulate: ``accumulate_grad_batches``.
         clip: ``gradient_clip_val``.
+        validation: batches to validate with, before and after training.
         trainer_arguments: what else the Trainer gets.
 
     Returns:
@@ -161,12 +163,17 @@ def train_with_lightning(
     module = entry.build()
     if micro_batches > 1:
         step_in_micro_batches(module, micro_batches)
-    batches = entry.batches(steps * accumulate)
-    return fit(module, batches, accumulate=accumulate, clip=clip, **trainer_arguments)
+    batches, more = entry.batches(steps * accumulate), entry.batches(validation)
+    return fit(module, batches, accumulate=accumulate, clip=clip, validation=more, **trainer_arguments)
 
 
 def fit(
-    module: Module, batches: Sequence[Any], accumulate: int = 1, clip: float | None = 0.5, **arguments: Any
+    module: Module,
+    batches: Sequence[Any],
+    accumulate: int = 1,
+    clip: float | None = 0.5,
+    validation: Sequence[Any] = (),
+    **arguments: Any,
 ) -> Trace:
     """One epoch over ready-made batches with a Trainer; used for the plain and for the pipelined one."""
     recorder = Recorder()
@@ -181,11 +188,16 @@ def fit(
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*")
         trainer = L.Trainer(accumulate_grad_batches=accumulate, gradient_clip_val=clip, callbacks=callbacks, **options)
-        trainer.fit(module, torch.utils.data.DataLoader(list(batches), batch_size=None))
+        trainer.fit(module, loader(batches), loader(validation) if validation else None)
     trace = recorder.trace
     trace.weights = state_of(module)
     trace.metrics = numbers(trainer.callback_metrics)
     return trace
+
+
+def loader(batches: Sequence[Any]) -> torch.utils.data.DataLoader[Any]:
+    """A DataLoader that hands out ready-made batches."""
+    return torch.utils.data.DataLoader(list(batches), batch_size=None)  # type: ignore[arg-type]
 
 
 class Recorder(L.Callback):

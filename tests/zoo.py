@@ -598,7 +598,7 @@ def sequence_batches(number: int) -> list[dict[str, Tensor]]:
     return token_batches(number, lengths=(6, 9, 4), vocabulary=20)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Entry:
     """One model of the sweeps.
 
