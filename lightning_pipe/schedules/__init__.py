@@ -9,6 +9,7 @@ from lightning_pipe.schedules.gems import GEMS
 from lightning_pipe.schedules.gpipe import GPipe
 from lightning_pipe.schedules.interleaved import Interleaved
 from lightning_pipe.schedules.ir import Action, Kind, Placement, Schedule
+from lightning_pipe.schedules.list_scheduling import list_schedule
 from lightning_pipe.schedules.lower import lower
 from lightning_pipe.schedules.naive import Naive
 from lightning_pipe.schedules.one_f_one_b import OneFOneB
@@ -46,6 +47,7 @@ __all__ = [
     "ZeroBubble",
     "forward_only",
     "get",
+    "list_schedule",
     "lower",
     "names",
     "read_csv",

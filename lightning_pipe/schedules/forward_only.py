@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from lightning_pipe.schedules.fallback import list_schedule
 from lightning_pipe.schedules.ir import Action, Kind, Schedule
+from lightning_pipe.schedules.list_scheduling import list_schedule
 
 
 def forward_only(schedule: Schedule, micro_batches: int, *, pipes: int | None = None) -> Schedule:
@@ -36,6 +36,7 @@ def forward_only(schedule: Schedule, micro_batches: int, *, pipes: int | None = 
         actions=tuple(tuple(order) for order in orders),
         forward_only=True,
         synchronous=True,
+        versions={},
     )
     result.validate()
     return result

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from lightning_pipe import schedules
 from lightning_pipe.schedules import Action, Kind, OneFOneB, forward_only, lower
-from lightning_pipe.schedules.fallback import list_schedule
 from lightning_pipe.schedules.family import schedule_of
+from lightning_pipe.schedules.list_scheduling import list_schedule
 from tests.schedules.rendezvous import RECEIVES, SENDS, assert_mirrored, run
 from tests.schedules.sweep import training_schedules
 

@@ -27,6 +27,14 @@ def list_schedule(
 
     Returns:
         For every rank its actions in an order that cannot deadlock.
+
+    Example:
+        >>> from lightning_pipe.schedules import Action, Kind
+        >>> forwards = [[Action(Kind.FORWARD, stage, index) for index in range(2)] for stage in (0, 1)]
+        >>> for order in list_schedule(forwards, stages=2, limits=[2, 1]):
+        ...     print(*order)
+        0F0 0F1 0B0 0B1
+        1F0 1B0 1F1 1B1
     """
     return _ListScheduler(forwards, stages, limits, forward_only).run()
 
