@@ -1,0 +1,187 @@
+"""What GPipe's additions cost and gain: recomputation, its early start, and a balance by measured time."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from lightning_pipe import schedules
+from lightning_pipe.partition import divide, find_layers
+from lightning_pipe.pipeline.memory_transport import memory_world
+from lightning_pipe.pipeline.profiling import profiled
+from lightning_pipe.pipeline.runner import Pipeline
+from lightning_pipe.pipeline.topology import Topology
+from lightning_pipe.pipeline.transport import Transport
+from lightning_pipe.schedules.recompute import with_recompute
+from lightning_pipe.simulate import Costs, simulate
+from tests import launch
+from tests.benchmarks.measure import Finding, Ratio, alternate
+
+RANKS = 4
+MICRO_BATCHES = 8
+UNIT = 0.01
+# Forward times in units of UNIT: the first cells work on large images, as AmoebaNet's do.
+LOPSIDED = (6, 5, 3, 2, 2, 1, 1, 1, 1, 1, 1, 1)
+
+
+def run(quick: bool) -> list[Finding]:
+    """All three."""
+    return [_cost_of_recomputation(quick), _early_recomputation(quick), *_balance(quick)]
+
+
+# ---------------------------------------------------------------------- recomputation on one device
+
+
+def _cost_of_recomputation(quick: bool) -> Finding:
+    """Two micro-batches on one device, the first computed again: 6 units of work instead of 7."""
+    torch.set_num_threads(1)
+    runs = {mode: _dense(mode) for mode in ("never", "except_last")}
+    rounds = 9 if quick else 31
+    ratio = Ratio.of(*alternate(runs["never"], runs["except_last"], rounds))
+    expected = 3 / 3.5
+    return Finding(
+        "throughput with except_last, two micro-batches, one device",
+        f"{ratio} of that without",
+        f"{expected:.3f} within 5 %",
+        abs(ratio.median / expected - 1) <= 0.05,
+    )
+
+
+def _dense(mode: Any) -> Any:
+    net = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(768, 768), nn.ReLU())))
+    (transport,) = memory_world(Topology(ranks=1))
+    layers = find_layers(net)
+    pipeline = Pipeline(net, layers, [len(layers)], schedules.GPipe(), transport, recompute=mode)
+    # Input that needs a gradient: otherwise the first layer's backward pass is cheaper than the others'.
+    parts = list(torch.randn(512, 768, requires_grad=True).tensor_split(2))
+
+    def once() -> float:
+        net.zero_grad()
+        start = time.perf_counter()
+        pipeline.train(lambda _, part: net(part.detach().requires_grad_()).sum(), parts, [0.5, 0.5])
+        return time.perf_counter() - start
+
+    once()
+    return once
+
+
+# ---------------------------------------------------------------------- layers that sleep
+
+
+class _Sleep(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
+        ctx.seconds = seconds
+        time.sleep(seconds)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        time.sleep(2 * ctx.seconds)
+        return gradients[0], None
+
+
+class _Sleeper(nn.Module):
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+        self.seconds = seconds
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = _Sleep.apply(x * self.scale, self.seconds)
+        return out
+
+
+def _makespans(
+    transport: Transport,
+    seconds: Sequence[float],
+    balance: Sequence[int],
+    schedule: str,
+    recompute: Literal["never", "always"],
+    rounds: int,
+) -> list[float]:
+    """From the last rank's arrival at the start barrier to the last rank's end, for every round."""
+    net = nn.Sequential(*(_Sleeper(each) for each in seconds))
+    pipeline = Pipeline(net, find_layers(net), balance, schedules.get(schedule), transport, recompute=recompute)
+    pipeline.partition()
+    parts = [torch.ones(1, 4) for _ in range(MICRO_BATCHES)]
+    everyone = tuple(range(transport.topology.world_size))
+    found = []
+    for _ in range(rounds + 2):
+        arrived = time.monotonic()
+        transport.barrier()
+        pipeline.train(lambda _, part: net(part).sum(), parts, [1 / MICRO_BATCHES] * MICRO_BATCHES)
+        times = transport.all_gather_object((arrived, time.monotonic()), everyone)
+        found.append(max(end for _, end in times) - max(start for start, _ in times))
+    return found[2:]  # the first batches agree on what travels and who holds what
+
+
+def _measured(rounds: int, **options: Any) -> float:
+    found = launch.run_pipeline(_makespans, Topology.for_schedule(RANKS), timeout=200, rounds=rounds, **options)
+    return statistics.median(found[0])
+
+
+def _simulated(schedule: str, costs: Costs, recompute: Literal["never", "always"] = "never") -> float:
+    built = schedules.get(schedule).build(RANKS, MICRO_BATCHES)
+    return float(simulate(with_recompute(built, recompute), costs).makespan)
+
+
+def _early_recomputation(quick: bool) -> Finding:
+    """Recomputation starts before the gradient arrives: in GPipe's order all ranks but the last have time for it."""
+    unit = 0.03
+    found = _measured(
+        rounds=2 if quick else 5, seconds=[unit] * RANKS, balance=[1] * RANKS, schedule="gpipe", recompute="always"
+    )
+    expected = _simulated("gpipe", Costs(unit, 2 * unit, recompute=unit), "always")
+    late = _simulated("gpipe", Costs(unit, 3 * unit))
+    return Finding(
+        f"GPipe with recomputation, {RANKS} ranks, {MICRO_BATCHES} micro-batches",
+        f"{found:.3f} s, simulated {expected:.3f} s",
+        f"within 5 % ({late:.3f} s late)",
+        abs(found / expected - 1) <= 0.05,
+    )
+
+
+def _balance(quick: bool) -> list[Finding]:
+    seconds = [UNIT * each for each in LOPSIDED]
+    net = nn.Sequential(*(_Sleeper(each) for each in seconds))
+    layers = find_layers(net)
+    equal = [len(LOPSIDED) // RANKS] * RANKS
+    balanced = divide(net, layers, RANKS, "time", _profile(net))
+    rounds = 2 if quick else 5
+    times = {
+        str(balance): _measured(rounds, seconds=seconds, balance=balance, schedule="1f1b", recompute="never")
+        for balance in (equal, balanced)
+    }
+    predicted = _simulated("1f1b", _costs(balanced, seconds))
+    gain = times[str(equal)] / times[str(balanced)]
+    return [
+        Finding(f"speed of {balanced} over {equal}", f"{gain:.2f}", "at least 1.3", gain >= 1.3),
+        Finding(
+            f"time of a batch with {balanced}",
+            f"{times[str(balanced)]:.3f} s, predicted {predicted:.3f} s",
+            "within 10 %",
+            abs(times[str(balanced)] / predicted - 1) <= 0.1,
+        ),
+    ]
+
+
+def _profile(net: nn.Module) -> Any:
+    (transport,) = memory_world(Topology(ranks=1))
+    layers = find_layers(net)
+    pipeline = Pipeline(net, layers, [len(layers)], schedules.GPipe(), transport)
+    with profiled(pipeline) as profiler:
+        pipeline.train(lambda _, part: net(part).sum(), [torch.ones(1, 4)], [1.0])
+    return profiler.gather()
+
+
+def _costs(balance: Sequence[int], seconds: Sequence[float]) -> Costs:
+    bounds = [sum(balance[:stage]) for stage in range(len(balance) + 1)]
+    forward = [sum(seconds[a:b]) for a, b in pairwise(bounds)]
+    return Costs(forward, [2 * each for each in forward])
