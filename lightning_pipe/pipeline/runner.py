@@ -74,6 +74,12 @@ class Pipeline:
             raise PartitionError(
                 f"The balance {list(balance)} adds up to {sum(balance)}; there are {len(layers)} layers."
             )
+        if not family.synchronous:
+            raise ConfigurationError(
+                f"Schedule {family.name!r} keeps work in flight between batches; it can be drawn and simulated, but "
+                "not run yet.",
+                hint="Use a schedule with a flush, such as '1f1b'.",
+            )
         self.module, self.transport, self.family = module, transport, family
         self._recompute: Recompute = recompute
         self.layers, self.balance = list(layers), list(balance)

@@ -1,0 +1,107 @@
+"""Every synchronous schedule that is registered, run by the engine: the numbers of one device."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_pipe import schedules
+from lightning_pipe.errors import ScheduleError
+from lightning_pipe.schedules import Family
+from tests.pipeline.engine import Batch, assert_same
+from tests.pipeline.test_cut import Block
+
+WIDTH = 6
+
+
+@pytest.fixture(autouse=True)
+def _float64() -> Any:
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+class Tied(nn.Module):
+    """Eight layers; one matrix before and behind them, a scale and a norm between, a tensor carried past all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList(Block(WIDTH) for _ in range(8))
+        self.layers[5].linear.bias = self.layers[2].linear.bias
+        self.norm = nn.LayerNorm(WIDTH)
+        self.scale = nn.Parameter(torch.rand(8))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = first = self.embed(x)
+        for number, layer in enumerate(self.layers):
+            h = h + self.scale[number] * layer(self.norm(h))
+        return F.mse_loss(F.linear(h + first, self.embed.weight), y)
+
+
+def families() -> Iterator[Family]:
+    for name in schedules.names():
+        family = schedules.get(name)
+        if family.synchronous:
+            yield from family.variants()
+
+
+def label(family: Family) -> str:
+    return "-".join([family.name, *(str(value) for value in family.options().values())])
+
+
+def batches(samples: int, count: int = 2) -> list[Batch]:
+    return [{"x": torch.randn(samples, WIDTH), "y": torch.randn(samples, WIDTH)} for _ in range(count)]
+
+
+def check(family: Family, ranks: int, micro_batches: int, **options: Any) -> None:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            family.build(ranks, micro_batches)
+            assert_same(
+                Tied(),
+                batches(2 * micro_batches + 1),
+                micro_batches,
+                ranks=ranks,
+                schedule=family,
+                layers="layers",
+                **options,
+            )
+    except ScheduleError as error:
+        pytest.skip(str(error))
+
+
+@pytest.mark.parametrize("micro_batches", [1, 5])
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("family", families(), ids=label)
+def test_equals_one_device(family: Family, ranks: int, micro_batches: int) -> None:
+    check(family, ranks, micro_batches)
+
+
+@pytest.mark.parametrize("recompute", ["except_last", "always"])
+@pytest.mark.parametrize("family", families(), ids=label)
+def test_recomputation_equals_one_device(family: Family, recompute: str) -> None:
+    check(family, 2, 4, recompute=recompute)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("micro_batches", [1, 3, 8, 16, 17])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("family", families(), ids=label)
+def test_equals_one_device_everywhere(family: Family, ranks: int, micro_batches: int) -> None:
+    check(family, ranks, micro_batches)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("micro_batches", [1, 8, 17])
+@pytest.mark.parametrize("family", [family for family in families() if family.stages_per_rank == 1], ids=label)
+def test_equals_one_device_on_eight_ranks(family: Family, micro_batches: int) -> None:
+    check(family, 8, micro_batches)
