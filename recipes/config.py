@@ -89,6 +89,9 @@ class Pipe:
     stages: Any = "auto"
     layers: Any = None
     balance: Any = "parameters"
+    recompute: str = "never"
+    deferred_batch_norm: bool = True
+    save_distributed_checkpoint: bool = False
 
 
 @dataclass
