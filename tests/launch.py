@@ -8,13 +8,14 @@ import faulthandler
 import multiprocessing
 import os
 import pickle
+import random
 import signal
 import socket
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -101,12 +102,13 @@ def run_pipeline(
     *,
     timeout: float = 60.0,
     group_timeout: float = 15.0,
-    local: bool = True,
+    local: bool | str = True,
     **kwargs: Any,
 ) -> list[Any]:
     """Call ``fn(transport, **kwargs)`` in one process per place of the topology; the twin of `run_threads`.
 
-    ``local=False`` sends all messages over Gloo, as between hosts.
+    ``local=False`` sends all messages over Gloo, as between hosts; ``local="channels"`` is NCCL's transport with groups
+    of Gloo in NCCL's place, ``local="closed channels"`` the same before any channel is opened.
     """
     ended = pipeline_outcomes(fn, topology, timeout=timeout, group_timeout=group_timeout, local=local, **kwargs)
     return results(ended)
@@ -118,7 +120,7 @@ def pipeline_outcomes(
     *,
     timeout: float = 60.0,
     group_timeout: float = 15.0,
-    local: bool = True,
+    local: bool | str = True,
     **kwargs: Any,
 ) -> list[Outcome]:
     """As `run_pipeline`, but says how each process ended instead of raising."""
@@ -175,11 +177,12 @@ def outcomes(
 
 
 def free_port() -> int:
-    """A port of this host that nobody uses."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port: int = sock.getsockname()[1]
-        return port
+    """A port of this host that nobody uses, below those that the system gives to others in the meantime."""
+    while True:
+        port = random.SystemRandom().randrange(10_000, 32_000)
+        with socket.socket() as sock, contextlib.suppress(OSError):
+            sock.bind(("127.0.0.1", port))
+            return port
 
 
 class _Child:
@@ -304,17 +307,42 @@ def _call(process: int, world_size: int, group_timeout: float | None, call: byte
     return value
 
 
-def _with_transport(process: int, call: tuple[Callable[..., Any], Topology, float, bool, dict[str, Any]]) -> Any:
+def _with_transport(process: int, call: tuple[Callable[..., Any], Topology, float, bool | str, dict[str, Any]]) -> Any:
     import torch
 
     from lightning_pipe.pipeline.transports import open_transport
 
     fn, topology, seconds, local, kwargs = call
-    transport: Transport = open_transport(topology, torch.device("cpu"), timedelta(seconds=seconds), local=local)
+    transport: Transport
+    if isinstance(local, str):
+        transport = _channels(topology, timedelta(seconds=seconds), opened=local == "channels")
+    else:
+        transport = open_transport(topology, torch.device("cpu"), timedelta(seconds=seconds), local=bool(local))
     value = fn(transport, **kwargs)
     transport.barrier()
     transport.close()
     return value
+
+
+def _channels(topology: Topology, timeout: timedelta, opened: bool) -> Transport:
+    """NCCL's transport, except for what moves the bytes, with every channel opened or none."""
+    import torch
+    from torch.distributed import ProcessGroup
+
+    from lightning_pipe.pipeline.nccl_transport import NcclTransport
+    from lightning_pipe.pipeline.transport import Channel, Lane
+
+    class Channels(NcclTransport):
+        def new_group(self, processes: Sequence[int], backend: str = "gloo") -> ProcessGroup:
+            return super().new_group(processes)
+
+    transport = Channels(topology, torch.device("cpu"), timeout)
+    if not opened:
+        return transport
+    lanes = [Lane("forward", 0), Lane("backward", 0), Lane("forward", 1), Lane("backward", 1)]
+    ranks = range(topology.ranks)
+    transport.connect(Channel(rank, peer, lane) for rank in ranks for peer in ranks for lane in lanes if rank != peer)
+    return transport
 
 
 def _portable(error: BaseException) -> BaseException:

@@ -25,16 +25,17 @@ class NcclTransport(TorchTransport):
     """Messages between GPUs; one per process, one GPU each.
 
     NCCL ignores tags and runs all operations of a communicator in the order in which they were issued. So every
-    channel (two ranks and a lane) has a communicator of its own, with a stream of its own: a pending receive holds up
-    neither a send in the other direction nor a message to another rank. `connect` opens them, in the same order on all
-    ranks: opening one waits for the other end, and opened on first use that wait could go round in a circle.
+    channel (a lane from one rank to another) has a communicator of its own, with a stream of its own: a pending receive
+    holds up neither a send to the same rank nor a message to another one. `connect` opens them, in the same order on
+    all ranks: opening one waits for the other end, and opened on first use that wait could go round in a circle.
 
     Waiting for an operation makes the current stream wait, not the host. A peer that never answers is noticed where
     the host next waits for the GPU: by NCCL's watchdog, or before it by the failure board's thread.
     """
 
     def __init__(self, topology: Topology, device: torch.device, timeout: timedelta) -> None:
-        torch.cuda.set_device(device)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
         super().__init__(topology, device, timeout, backend="nccl")
         self._channels: dict[Channel, ProcessGroup] = {}
         self._known: set[Channel] = set()
@@ -52,8 +53,7 @@ class NcclTransport(TorchTransport):
 
     @override
     def connect(self, channels: Iterable[Channel]) -> None:
-        wanted = {Channel(min(c.rank, c.peer), max(c.rank, c.peer), c.lane) for c in channels if c.rank != c.peer}
-        for channel in sorted(wanted - self._known):
+        for channel in sorted(set(channels) - self._known):
             self._known.add(channel)
             for replica in range(self.topology.replicas):
                 members = self.topology.members(replica, (channel.rank, channel.peer))
@@ -66,7 +66,7 @@ class NcclTransport(TorchTransport):
     def send(self, data: Tensor, peer: int, lane: Lane) -> Work:
         check_message(data)
         operation = Message("send", data.numel(), self.names[peer], lane)
-        group = self._channel(peer, lane)
+        group = self._group_of(Channel(self.rank, peer, lane))
         with self.failing(operation):
             work = group.send([data], 1 - group.rank(), 0)
         return GroupWork(self, operation, work, data)
@@ -75,7 +75,7 @@ class NcclTransport(TorchTransport):
     def receive(self, data: Tensor, peer: int, lane: Lane) -> Work:
         check_message(data)
         operation = Message("receive", data.numel(), self.names[peer], lane)
-        group = self._channel(peer, lane)
+        group = self._group_of(Channel(peer, self.rank, lane))
         with self.failing(operation):
             work = group.recv([data], 1 - group.rank(), 0)
         return GroupWork(self, operation, work, data)
@@ -96,21 +96,20 @@ class NcclTransport(TorchTransport):
         super().close()
 
     def _open(self, group: ProcessGroup, channel: Channel) -> None:
-        """Make the communicator now. One byte each way opens what NCCL may keep apart for the two directions."""
+        """Make the communicator now, by one byte."""
         byte = torch.zeros(1, dtype=torch.uint8, device=self.device)
-        operation = f"open {channel.lane} between ranks {channel.rank} and {channel.peer}"
-        first = group.rank() == 0
+        operation = f"open {channel}"
+        start = group.send if self.rank == channel.rank else group.recv
         with self.failing(operation):
-            for sending in (first, not first):
-                work = group.send([byte], 1 - group.rank(), 0) if sending else group.recv([byte], 1 - group.rank(), 0)
-                GroupWork(self, operation, work, byte).wait()
-            torch.cuda.current_stream(self.device).synchronize()
+            GroupWork(self, operation, start([byte], 1 - group.rank(), 0), byte).wait()
+            if self.device.type == "cuda":
+                torch.cuda.current_stream(self.device).synchronize()
 
-    def _channel(self, peer: int, lane: Lane) -> ProcessGroup:
-        group = self._channels.get(Channel(min(self.rank, peer), max(self.rank, peer), lane))
+    def _group_of(self, channel: Channel) -> ProcessGroup:
+        group = self._channels.get(channel)
         if group is None:
             raise CommunicationError(
-                f"{self.describe().capitalize()} is not connected to {self.names[peer]} on {lane}.",
+                f"{self.describe().capitalize()} has not opened {channel}.",
                 hint="Call connect with the schedule's channels on all processes first.",
             )
         return group

@@ -34,11 +34,14 @@ class Lane(NamedTuple):
 
 
 class Channel(NamedTuple):
-    """A lane between two pipeline ranks, in the form in which `Transport.connect` is told about it."""
+    """A lane from one pipeline rank to another, in the form in which `Transport.connect` is told about it."""
 
     rank: int
     peer: int
     lane: Lane
+
+    def __str__(self) -> str:
+        return f"{self.lane} from rank {self.rank} to rank {self.peer}"
 
 
 class Work(Protocol):
