@@ -113,7 +113,7 @@ class FailureBoard:
             return CommunicationError(message, hint=_LEFT)
         return CommunicationError(f"{message}\n{failure}", hint=_HANG if failure.hang else None)
 
-    def watch(self, interval: float = 1.0, stall: float | None = None, exit_after: float | None = 10.0) -> None:
+    def watch(self, interval: float = 1.0, stall: float | None = None, exit_after: float | None = 5.0) -> None:
         """Start a thread that looks at the board, for a main thread that cannot; see `Watchdog`.
 
         Args:
