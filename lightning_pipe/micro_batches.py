@@ -57,6 +57,7 @@ def divide_batch(
         ConfigurationError: how to cut the batch, or what a part of it counts, is not clear.
 
     Example:
+        >>> import torch
         >>> cut = divide_batch({"x": torch.zeros(5, 2)}, ranks=1, micro_batches=2)
         >>> cut.sizes, cut.shares
         ([3, 2], [0.6, 0.4])

@@ -66,10 +66,13 @@ def split(batch: Any, sizes: Sequence[int]) -> list[Any]:
         >>> split({"x": torch.arange(5), "scale": 2.0}, [3, 2])
         [{'x': tensor([0, 1, 2]), 'scale': 2.0}, {'x': tensor([3, 4]), 'scale': 2.0}]
     """
-    return [batch] if len(sizes) == 1 else _columns(batch, list(sizes))
+    if len(sizes) == 1:
+        return [batch]
+    firm, _ = _evidence(batch)
+    return _columns(batch, list(sizes), certain=bool(firm))
 
 
-def _columns(node: Any, sizes: list[int]) -> list[Any]:
+def _columns(node: Any, sizes: list[int], certain: bool) -> list[Any]:
     """The parts of one node of the batch, one for every micro-batch."""
     length = sum(sizes)
     if isinstance(node, Tensor | np.ndarray):
@@ -79,10 +82,10 @@ def _columns(node: Any, sizes: list[int]) -> list[Any]:
     children = _children(node)
     if children is None:
         return [node] * len(sizes)
-    if _is_per_sample(node, length):
+    if _is_per_sample(node, length, certain):
         ends = np.cumsum(sizes).tolist()
         return [node[end - size : end] for size, end in zip(sizes, ends, strict=True)]
-    columns = {key: _columns(child, sizes) for key, child in children.items()}
+    columns = {key: _columns(child, sizes, certain) for key, child in children.items()}
     return [_rebuild(node, {key: column[i] for key, column in columns.items()}) for i in range(len(sizes))]
 
 
@@ -146,11 +149,12 @@ def _may_be_samples(node: Any, outermost: bool) -> bool:
     return _is_tensors(node) or _is_records(node) or (isinstance(node, list) and all(map(_is_plain, node)))
 
 
-def _is_per_sample(node: Any, length: int) -> bool:
+def _is_per_sample(node: Any, length: int, certain: bool) -> bool:
+    """Whether a sequence has one element per sample; ``certain``: tensors elsewhere have shown the batch's length."""
     if not isinstance(node, list | tuple) or hasattr(node, "_fields") or len(node) != length:
         return False
     if _is_tensors(node):
-        return not all(_length(child) == length for child in node)
+        return not all(_length(child) == length for child in node) or (not certain and _are_images(node))
     return _is_records(node) or (isinstance(node, list) and all(map(_is_plain, node)))
 
 
@@ -172,10 +176,14 @@ def _is_records(node: Sequence[Any]) -> bool:
 def _of_loose(loose: list[tuple[str, Sequence[Any]]]) -> set[int]:
     """The length where there is nothing but lists of tensors of one kind: fields of a batch, if they are few."""
     lengths = {_length(child) for _, sequence in loose for child in sequence}
-    looks_like_images = any(child.ndim == 3 and len(child) in (1, 3, 4) for _, each in loose for child in each)
-    if any(len(sequence) > _FEW for _, sequence in loose) or looks_like_images:
+    if any(len(sequence) > _FEW or _are_images(sequence) for _, sequence in loose):
         return set()
     return lengths
+
+
+def _are_images(sequence: Sequence[Any]) -> bool:
+    """Whether tensors look like single images: channels, height, width."""
+    return all(child.ndim == 3 and len(child) in (1, 3, 4) for child in sequence)
 
 
 def _check_loose(path: str, sequence: Sequence[Any], length: int, certain: bool) -> None:
@@ -183,7 +191,7 @@ def _check_loose(path: str, sequence: Sequence[Any], length: int, certain: bool)
     inside = {_length(child) for child in _tensors(sequence)}
     fields = bool(inside) and inside <= {length, 1, 0}
     if len(sequence) == length:
-        if not certain and length > 1 and inside == {length}:
+        if not certain and length > 1 and inside == {length} and not (_is_tensors(sequence) and _are_images(sequence)):
             raise ConfigurationError(
                 f"{path} has {length} elements with tensors of length {length}: they may be samples or fields.",
                 hint=_HINT,

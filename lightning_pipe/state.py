@@ -266,10 +266,12 @@ class _Tensor(_Node):
         self.owner, self.kind = owner, type(owner)
         small = (owner.numel() if isinstance(owner, Tensor) else owner.size) <= _CLONED
         self.kept = _clone(owner) if small else None
-        self.version = _version(owner)
+        self.version, self.place = _version(owner), _place(owner)
 
     def _changed(self) -> bool:
         if type(self.owner) is not self.kind or _version(self.owner) != self.version:
+            return True
+        if _place(self.owner) != self.place:  # swapped for another tensor, with all who refer to it
             return True
         return self.version is None and self.kept is not None and not _equal(self.owner, self.kept)
 
@@ -282,8 +284,8 @@ class _Tensor(_Node):
                 "by a run of the step that ends at a cut.",
                 hint="Change it after the last layer, or outside the step.",
             )
-        # a tensor that the cut has swapped for a placeholder cannot take its value back
-        if type(self.owner) is not self.kind or self.owner.shape != self.kept.shape:
+        # a tensor that the cut has swapped for another cannot take its value back
+        if type(self.owner) is not self.kind or _place(self.owner) != self.place:
             return self.kept
         with torch.no_grad():
             self.owner[...] = self.kept
@@ -385,6 +387,10 @@ def _clone(value: Any) -> Any:
 
 def _equal(one: Any, other: Any) -> bool:
     return bool((one == other).all()) if tuple(one.shape) == tuple(other.shape) else False
+
+
+def _place(value: Any) -> Any:
+    return (value.data_ptr(), tuple(value.shape)) if type(value) is Tensor else None
 
 
 def _version(value: Any) -> int | None:
