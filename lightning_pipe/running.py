@@ -18,9 +18,13 @@ from lightning_pipe.handover import HeldGradients, held_back
 from lightning_pipe.metrics import Metrics
 from lightning_pipe.micro_batches import LossWeight, MicroBatches, divide_batch
 from lightning_pipe.mirror import Mirror
+from lightning_pipe.partition import ProfileStore
+from lightning_pipe.pipeline.batches import signature
+from lightning_pipe.pipeline.profiling import profiled
 from lightning_pipe.pipeline.rng import Streams, mix
 from lightning_pipe.pipeline.runner import Pipeline
 from lightning_pipe.precision import loss_scale, over_stages
+from lightning_pipe.reporting import Report
 from lightning_pipe.split import SplitBatch
 from lightning_pipe.step import Result, UserStep, from_loss_ranks, join
 from lightning_pipe.world import World
@@ -48,6 +52,8 @@ class Run:
         world: the processes.
         precision: the Trainer's precision plugin.
         cutting: how batches are cut.
+        report: tells the user about the training.
+        profiles: where the costs of the layers are to be stored after the first batch; ``None``: they are not measured.
         seed: from which all random streams derive.
     """
 
@@ -58,10 +64,14 @@ class Run:
         world: World,
         precision: Precision,
         cutting: Cutting,
+        report: Report,
+        profiles: ProfileStore | None,
         seed: int,
     ) -> None:
         self.pipeline = pipeline
+        self.report = report
         self.blocked = False
+        self._profiles = profiles
         self._module, self._world, self._precision, self._cutting, self._seed = module, world, precision, cutting, seed
         self._ranks = world.layout.pipeline_parallel_size
         self._accumulated = False
@@ -126,9 +136,11 @@ class Run:
         reduce = not self.blocked and not self._accumulated
         self._free_old_gradients(optimizers)
         settled = self.pipeline.ownership.settled
+        self.report.batch(cut)
 
         def run(step: Callable[[int, Any], Any]) -> dict[int, Any]:
-            return self.pipeline.train(step, cut.parts, weights, seed=seed, reduce=reduce)
+            with self._measured(cut):
+                return self.pipeline.train(step, cut.parts, weights, seed=seed, reduce=reduce)
 
         with held_back(list(self._module.parameters()), scale) as held:
             result = self._run("training_step", rest, self._precision.train_step_context, run, cut)
@@ -136,6 +148,20 @@ class Run:
         if not settled:
             self._drop_foreign_state(optimizers)
         return self._output(result, cut, held)
+
+    @contextmanager
+    def _measured(self, cut: MicroBatches) -> Generator[None, None, None]:
+        """Measure the layers during the first batch, for the next run to be balanced by."""
+        store, self._profiles = self._profiles, None
+        if store is None:
+            yield
+            return
+        with profiled(self.pipeline) as profiler:
+            yield
+        profile = profiler.gather()
+        if self._world.transport.process == 0:
+            path = store.save(self._module, self.pipeline.layers, str(signature(cut.parts[0])), profile)
+            self._module.print(f"Measured the layers: the next run is balanced by {path}")
 
     def evaluate(self, name: str, batch: Any, rest: Sequence[Any], context: Context) -> Any:
         """An evaluation step, once over the whole batch: its code sees what it would see on one device."""

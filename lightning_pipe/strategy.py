@@ -31,7 +31,7 @@ from lightning_pipe.config import Auto, Layout
 from lightning_pipe.errors import ConfigurationError, PartitionError
 from lightning_pipe.launcher import ScriptLauncher
 from lightning_pipe.micro_batches import LossWeight
-from lightning_pipe.partition import Balance, divide, find_layers
+from lightning_pipe.partition import Balance, Layers, ProfileStore, divide, find_layers
 from lightning_pipe.pipeline.runner import Pipeline
 from lightning_pipe.refusals import (
     SEVERAL_OPTIMIZERS,
@@ -40,6 +40,7 @@ from lightning_pipe.refusals import (
     check_optimizers,
     is_about_several_optimizers,
 )
+from lightning_pipe.reporting import Report
 from lightning_pipe.running import Cutting, Run
 from lightning_pipe.schedules import Family, Schedule
 from lightning_pipe.schedules.recompute import Mode as Recompute
@@ -51,6 +52,7 @@ T = TypeVar("T")
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 """As long as Lightning and torch wait: preparing data on one process counts."""
 
+_NOT_MEASURED = "the layers have not been measured yet: balanced by parameters; the next run has the measurements"
 _SUPPORTED = {"shard_optimizer": False, "reproducible_rng": True}
 
 
@@ -67,7 +69,9 @@ class PipeStrategy(ParallelStrategy):
         data_parallel_size: pipelines side by side, each with batches of its own; ``"auto"``: 1.
         stages: number of stages; ``"auto"``: ranks x the schedule's stages per rank.
         layers: where the layers are: a dotted path or several in order, with wildcards; ``None`` finds the sequence.
-        balance: ``"parameters"``, a list such as ``[2, 3, 2]`` (layers per stage), or a function of a layer: its cost.
+        balance: ``"parameters"``; ``"time"`` or ``"memory"`` as measured in the first batch of an earlier run of the
+            same module (the first run is balanced by parameters); a list such as ``[2, 3, 2]`` (layers per stage), or a
+            function of a layer: its cost.
         recompute: whether stages keep only their input and compute the rest again before their backward pass:
             ``"never"``, ``"always"``, or ``"except_last"`` micro-batch.
         deferred_batch_norm: let batch norm keep the statistics of whole batches rather than of micro-batches.
@@ -254,8 +258,8 @@ class PipeStrategy(ParallelStrategy):
             if later:
                 return
             raise
-        balance = divide(module, layers, self.layout.stages, self._balance)
         world = self.connected
+        balance, profiles = self._stages_of(module, layers)
         pipeline = Pipeline(
             module,
             layers,
@@ -268,8 +272,20 @@ class PipeStrategy(ParallelStrategy):
         pipeline.partition()
         # loading a whole state into a divided module passes by the layers of other ranks
         warnings.filterwarnings("ignore", message=".*copying from a non-meta parameter in the checkpoint to a meta.*")
-        self.run = Run(module, pipeline, world, self.precision_plugin, self._cutting, self._seed)
+        report = Report(module, pipeline, self.layout, notes=(_NOT_MEASURED,) if profiles else ())
+        self.run = Run(module, pipeline, world, self.precision_plugin, self._cutting, report, profiles, self._seed)
         self._names = [name for name, _ in module.named_parameters()]
+
+    def _stages_of(self, module: pl.LightningModule, layers: Layers) -> tuple[list[int], ProfileStore | None]:
+        """The number of layers of each stage; and where to store their costs, if these are wanted and not known yet."""
+        if self._balance not in ("time", "memory"):
+            return divide(module, layers, self.layout.stages, self._balance), None
+        store, world = ProfileStore(), self.connected
+        mine = store.load(module, layers) if world.transport.process == 0 else None
+        profile = world.broadcast(mine, 0)
+        if profile is None:
+            return divide(module, layers, self.layout.stages, "parameters"), store
+        return divide(module, layers, self.layout.stages, self._balance, profile), None
 
     @override
     @contextmanager
@@ -438,6 +454,10 @@ class PipeStrategy(ParallelStrategy):
         _optimizers_to_device(self.optimizers, self.root_device)
 
     # ------------------------------------------------------------------ end
+
+    @override
+    def on_train_end(self) -> None:
+        self.divided.report.end()
 
     @override
     def on_exception(self, exception: BaseException) -> None:

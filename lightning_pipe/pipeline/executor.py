@@ -43,6 +43,7 @@ class Executor:
         position: the action under way, for reports about failures.
         held: forward passes whose backward pass is still to come.
         peak_held: the most of them at any time of the last batch.
+        busy: seconds spent computing so far.
         events: where to note when each action computed, in seconds of the host's monotonic clock; ``None``: nowhere.
     """
 
@@ -55,6 +56,7 @@ class Executor:
     position: Action | None = None
     held: int = 0
     peak_held: int = 0
+    busy: float = 0.0
     events: list[Event] | None = None
     _batch: Batch = field(init=False)
     _again: set[Place] = field(default_factory=set)
@@ -114,9 +116,11 @@ class Executor:
         """Note when an action computes; waiting for its input is not part of it."""
         start = time.perf_counter()
         yield
+        end = time.perf_counter()
+        self.busy += end - start
         if self.events is not None:
             kind, stage, micro_batch, pipe, *_ = action
-            self.events.append(Event(self.rank, kind, stage, micro_batch, pipe, start, time.perf_counter()))
+            self.events.append(Event(self.rank, kind, stage, micro_batch, pipe, start, end))
 
     # ------------------------------------------------------------------ compute
 

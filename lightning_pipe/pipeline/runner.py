@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -46,6 +47,10 @@ class Pipeline:
         recompute: whether forward passes keep only their input and run again before their backward pass: ``"never"``,
             ``"always"``, or ``"except_last"`` for all but the last micro-batch of a stage.
         deferred_batch_norm: let batch norm keep the statistics of whole batches, not of micro-batches.
+
+    Attributes:
+        elapsed: seconds of all training batches but the first.
+        busy: seconds of them that this rank computed.
 
     Raises:
         PartitionError: the balance does not add up to the layers.
@@ -115,6 +120,8 @@ class Pipeline:
         self.reducer: GradientReducer | None = None
         self._reducing = False
         self._checked = False
+        self.elapsed = 0.0
+        self.busy = 0.0
         self._program = cache(self._lowered)
         if deferred_batch_norm:
             DeferredBatchNorm.convert(module)
@@ -255,6 +262,7 @@ class Pipeline:
             What the step returned for each micro-batch, detached, on the ranks with the loss; empty elsewhere.
         """
         self._reducing = reduce and self.ownership.settled and self.reducer is not None
+        first, start, busy = not self.ownership.settled, time.perf_counter(), self.executor.busy
         results = self._run(step, micro_batches, weights, seed, training=True)
         if not self.ownership.settled:
             self._settle()
@@ -263,6 +271,9 @@ class Pipeline:
         elif reduce:
             self.reduce_gradients()
         self._commit_statistics()
+        if not first:  # the first batch also agrees on what travels and who holds what
+            self.elapsed += time.perf_counter() - start
+            self.busy += self.executor.busy - busy
         return results
 
     def evaluate(self, step: Step, micro_batches: Sequence[Any], *, seed: int = 0) -> dict[int, Any]:

@@ -1,0 +1,117 @@
+"""What a run tells its user: the plan before the first batch, and after the last one what came of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import lightning.pytorch as pl
+from torch import nn
+
+from lightning_pipe.config import BatchEquation, Layout
+from lightning_pipe.micro_batches import MicroBatches
+from lightning_pipe.partition import held_by_stages
+from lightning_pipe.partition.profile import OPTIMIZER_FACTOR
+from lightning_pipe.pipeline.runner import Pipeline
+from lightning_pipe.plan_text import Plan, StagePlan, closing_line, plan_text
+from lightning_pipe.simulate import Costs, simulate
+
+
+def plan_of(
+    module: nn.Module,
+    pipeline: Pipeline,
+    layout: Layout,
+    batch: BatchEquation | None = None,
+    notes: tuple[str, ...] = (),
+) -> Plan:
+    """The plan of a divided module.
+
+    Where parameters outside the layers will be held is told from the order in which modules are registered; memory is
+    that of weights, gradients and two optimizer moments.
+
+    Args:
+        module: the module.
+        pipeline: the module over the ranks.
+        layout: sizes of pipelines and replicas.
+        batch: the first batch.
+        notes: further lines.
+    """
+    stages = []
+    seen: dict[str, list[int]] = {}
+    topology = pipeline.transport.topology
+    for stage, held in enumerate(held_by_stages(module, pipeline.layers, pipeline.balance)):
+        holders = {rank for (_, place), rank in pipeline.placement.items() if place == stage}
+        processes = sorted(topology.process(r, rank) for r in range(topology.replicas) for rank in holders)
+        trained = [one for one in held if one.parameter.requires_grad]
+        weights = sum(one.size * one.parameter.element_size() for one in held)
+        training = sum(one.size * one.parameter.element_size() for one in trained)
+        stages.append(
+            StagePlan(
+                stage,
+                tuple(processes),
+                tuple(pipeline.names[number] for number in pipeline.stage_layers[stage]),
+                sum(one.size for one in held),
+                sum(one.size for one in trained),
+                int(weights + (OPTIMIZER_FACTOR - 1) * training),
+            )
+        )
+        for one in held:
+            seen.setdefault(one.name, []).append(stage)
+    ties = tuple((name, tuple(on)) for name, on in seen.items() if len(on) > 1)
+    label, bubble = pipeline.family.label, None
+    if batch is not None:
+        bubble = float(simulate(pipeline.schedule(batch.micro_batches), Costs()).bubble_ratio)
+    return Plan(type(module).__name__, tuple(stages), layout, label, batch, bubble, ties, notes=notes)
+
+
+@dataclass
+class Report:
+    """Tells the plan of a training run and its end, on process 0.
+
+    Args:
+        module: the LightningModule.
+        pipeline: the module over the ranks.
+        layout: sizes of pipelines and replicas.
+        notes: further lines of the plan.
+    """
+
+    module: pl.LightningModule
+    pipeline: Pipeline
+    layout: Layout
+    notes: tuple[str, ...] = ()
+    _bubble: float | None = None
+    _announced: bool = False
+    _batches: int = 0
+    _samples: int = 0
+
+    def batch(self, cut: MicroBatches) -> None:
+        """Note a training batch; the first one completes the plan, which is told."""
+        if not self._announced:
+            self._announced = True
+            accumulation = self.module.trainer.accumulate_grad_batches
+            equation = BatchEquation(sum(cut.sizes), len(cut.parts), self.layout.data_parallel_size, accumulation)
+            plan = plan_of(self.module, self.pipeline, self.layout, equation, self.notes)
+            self._bubble = plan.bubble
+            self._say(plan_text(plan))
+            return
+        # The first batch also agrees on what travels: it is no measure.
+        self._batches += 1
+        self._samples += sum(cut.sizes)
+
+    def end(self) -> None:
+        """Tell what was measured. Collective over the pipeline."""
+        transport = self.pipeline.transport
+        mine = (self.pipeline.busy, self.pipeline.elapsed)
+        times = transport.all_gather_object(mine, self.pipeline.pipeline_members)
+        elapsed = max(elapsed for _, elapsed in times)
+        if not self._batches or not elapsed:
+            return
+        # A GPU computes when the host has long gone on: no bubble can be told from the host's clock.
+        measured = (
+            1 - sum(busy for busy, _ in times) / (elapsed * len(times)) if transport.device.type == "cpu" else None
+        )
+        samples = self._samples * self.layout.data_parallel_size
+        self._say(closing_line(self._batches, elapsed, samples, self._bubble, measured))
+
+    def _say(self, text: str) -> None:
+        if self.module.trainer.is_global_zero:
+            self.module.print(text)
