@@ -133,11 +133,12 @@ class Courier:
             if control[0] == _AGREED:
                 numbers = tuple(_order(posted.plan))
                 self.transfers[at] = Transfer(key, posted.plan.path, numbers)
-                return posted.plan.path, dict(zip(numbers, tensors, strict=True))
+                return posted.plan.path, _laid_out(posted.plan.path, dict(zip(numbers, tensors, strict=True)))
         path, values = self.transport.receive_object(peer, _tag(at, 0))
         numbers = tuple(entry.number for entry in path.entries)
         self.transfers[at] = Transfer(key, path, numbers)
-        return path, {number: value.to(self.transport.device) for number, value in zip(numbers, values, strict=True)}
+        tensors = [value.to(self.transport.device) for value in values]
+        return path, _laid_out(path, dict(zip(numbers, tensors, strict=True)))
 
     # ------------------------------------------------------------------ backward
 
@@ -228,6 +229,11 @@ class Courier:
 
 def _order(plan: Plan) -> Iterable[int]:
     return (entry.number for entry in plan.path.entries if entry.number in plan.sent)
+
+
+def _laid_out(path: Path, tensors: dict[int, Tensor]) -> dict[int, Tensor]:
+    """The tensors by number with the strides they had."""
+    return {e.number: e.spec.lay_out(tensors[e.number]) for e in path.entries if e.number in tensors}
 
 
 def _fits(plan: Plan, path: Path) -> bool:

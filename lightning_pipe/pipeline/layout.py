@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
+from operator import mul
 
 import torch
 from torch import Tensor
@@ -44,6 +46,10 @@ class Layout:
         return (*parts, (offset, 0))
 
     @cached_property
+    def _strides(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(_strides(spec) for spec in self.specs)
+
+    @cached_property
     def size(self) -> int:
         """Bytes of the whole message."""
         return self._parts[-1][0]
@@ -54,11 +60,10 @@ class Layout:
         if control:
             data[: 8 * self.words].view(torch.int64).copy_(torch.tensor(control, dtype=torch.int64))
         with torch.no_grad():
-            for tensor, (offset, count), spec in zip(tensors, self._parts, self.specs, strict=False):
+            places = zip(tensors, self._parts, self.specs, self._strides, strict=False)
+            for tensor, (offset, count), spec, strides in places:
                 if tensor is not None and count:
-                    place = data[offset : offset + count].view(spec.dtype)
-                    place = place.as_strided(spec.shape, spec.strides) if _strided(spec) else place.view(spec.shape)
-                    place.copy_(tensor)
+                    data[offset : offset + count].view(spec.dtype).as_strided(spec.shape, strides).copy_(tensor)
         return data
 
     def unpack(self, data: Tensor) -> tuple[list[int], list[Tensor]]:
@@ -69,18 +74,17 @@ class Layout:
         """The tensors; they share the message's memory but not its version counter."""
         storage = data.untyped_storage()
         tensors = []
-        for (offset, _), spec in zip(self._parts, self.specs, strict=False):
+        for (offset, _), spec, strides in zip(self._parts, self.specs, self._strides, strict=False):
             tensor = torch.empty(0, dtype=spec.dtype, device=data.device)
-            place = (offset // spec.dtype.itemsize, spec.shape)
-            tensors.append(
-                tensor.set_(storage, *place, spec.strides) if _strided(spec) else tensor.set_(storage, *place)
-            )
+            tensors.append(tensor.set_(storage, offset // spec.dtype.itemsize, spec.shape, strides))
         return tensors
 
 
-def _strided(spec: TensorSpec) -> bool:
-    """Whether a tensor keeps strides of its own; one with gaps or overlaps travels without them."""
-    return spec.strides is not None and spec.dense
+def _strides(spec: TensorSpec) -> tuple[int, ...]:
+    """The strides in the message: the tensor's own if it is dense, else those of a contiguous one."""
+    if spec.strides is not None and spec.dense:
+        return spec.strides
+    return tuple(accumulate(reversed(spec.shape[1:]), mul, initial=1))[::-1] if spec.shape else ()
 
 
 def _aligned(offset: int) -> int:

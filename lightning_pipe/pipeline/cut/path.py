@@ -36,16 +36,36 @@ class TensorSpec(NamedTuple):
     @property
     def dense(self) -> bool:
         """Whether the elements fill their memory without gaps and overlaps, in whatever order."""
-        if self.strides is None:
-            return True
         expected = 1
-        for stride, size in sorted(zip(self.strides, self.shape, strict=True)):
-            if size == 1:
-                continue
+        for stride, size in self._by_stride():
             if stride != expected:
                 return False
             expected *= size
         return True
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether elements lie on each other other than by ``expand``: sliding windows."""
+        extent = 0
+        for stride, size in self._by_stride():
+            if 0 < stride <= extent:
+                return True
+            extent += stride * (size - 1)
+        return False
+
+    def lay_out(self, value: Tensor) -> Tensor:
+        """The arrived values with the strides that the tensor had; sliding windows excepted."""
+        strides = self.strides
+        if strides is None or value.stride() == strides or self.overlaps:
+            return value
+        sizes = [size if stride else 1 for size, stride in zip(self.shape, strides, strict=True)]
+        laid = torch.empty_strided(sizes, strides, dtype=value.dtype, device=value.device)
+        return laid.copy_(value[tuple(slice(size) for size in sizes)]).expand(self.shape)
+
+    def _by_stride(self) -> list[tuple[int, int]]:
+        if self.strides is None:
+            return []
+        return sorted((stride, size) for stride, size in zip(self.strides, self.shape, strict=True) if size != 1)
 
 
 class Passed(NamedTuple):
@@ -79,8 +99,8 @@ class Call(NamedTuple):
 class Entry(NamedTuple):
     """One tensor that is alive at a cut.
 
-    ``shared`` marks tensors whose memory another live tensor shares, or that are parts of a larger one: they travel as
-    copies, so changing one in place after the cut could be wrong, and raises.
+    ``shared`` marks tensors whose memory another live tensor shares, or whose own elements do: they travel as copies,
+    so changing one in place after the cut would be wrong, and raises.
     """
 
     number: int

@@ -279,7 +279,7 @@ def _entry(number: int, tensor: Tensor, sharing: int) -> Entry:
     spec = TensorSpec.of(tensor)
     # A view made under no_grad says that it requires a gradient and has none to give (torch 2.13).
     detached = tensor._is_view() and tensor.grad_fn is None
-    return Entry(number, spec, tensor.requires_grad and not detached, sharing > 1 or not spec.dense)
+    return Entry(number, spec, tensor.requires_grad and not detached, sharing > 1 or spec.overlaps)
 
 
 def version_of(tensor: Tensor) -> int:

@@ -1,0 +1,72 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_pipe.pipeline.cut.path import TensorSpec
+from lightning_pipe.pipeline.layout import Layout
+
+BASE = torch.arange(24.0).view(4, 6)
+
+SHAPES: dict[str, Tensor] = {
+    "contiguous": BASE,
+    "scalar": torch.tensor(3.0),
+    "empty": torch.zeros(0, 3),
+    "one_row": torch.zeros(1, 1, 1)[:, 0],
+    "transposed": BASE.t(),
+    "channels_last": torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+    "permuted": torch.randn(2, 3, 4).permute(2, 0, 1),
+    "part": BASE[:, 1:4],
+    "every_other": BASE[::2, ::3],
+    "expanded": BASE[:, :1].expand(4, 6),
+    "expanded_part": BASE[:1, 2:5].expand(4, 3),
+    "expanded_scalar": torch.tensor(2).expand(3, 2),
+    "integers": torch.arange(5).flip(0)[::2],
+    "flags": BASE > 7,
+}
+
+
+def sent(tensor: Tensor) -> Tensor:
+    """What arrives of a tensor between two others."""
+    spec = TensorSpec.of(tensor)
+    layout = Layout(2, (TensorSpec((3,), torch.uint8), spec, TensorSpec((1,), torch.float64)))
+    data = layout.pack([1, 2], [torch.ones(3), tensor, torch.ones(1)], torch.device("cpu"))
+    control, tensors = layout.unpack(data)
+    assert control == [1, 2]
+    return spec.lay_out(tensors[1])
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_values_and_strides_arrive(name: str) -> None:
+    tensor = SHAPES[name]
+    arrived = sent(tensor)
+    assert torch.equal(arrived, tensor)
+    assert arrived.is_contiguous() == tensor.is_contiguous()
+    if not tensor.is_contiguous():
+        assert arrived.stride() == tensor.stride()
+    placeholder = TensorSpec.of(tensor).empty("meta")
+    assert placeholder.shape == tensor.shape
+    assert placeholder.is_contiguous() == tensor.is_contiguous()
+
+
+@pytest.mark.parametrize(
+    ("tensor", "dense", "overlaps"),
+    [
+        (BASE, True, False),
+        (BASE.t(), True, False),
+        (BASE[:, 1:4], False, False),
+        (BASE[:, :1].expand(4, 6), False, False),
+        (torch.arange(6.0).unfold(0, 3, 1), False, True),
+        (torch.arange(6.0).unfold(0, 3, 3), True, False),
+    ],
+)
+def test_kinds_of_strides(tensor: Tensor, dense: bool, overlaps: bool) -> None:
+    spec = TensorSpec.of(tensor)
+    assert (spec.dense, spec.overlaps) == (dense, overlaps)
+
+
+def test_sliding_windows_arrive_contiguous() -> None:
+    windows = torch.arange(6.0).unfold(0, 3, 1)
+    assert torch.equal(sent(windows), windows)
+    assert sent(windows).is_contiguous()
