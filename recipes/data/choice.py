@@ -1,0 +1,47 @@
+"""Which source of data "auto" means on this machine."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import TypeVar
+
+import lightning as L
+
+from recipes.data.sources import hub_answers
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+def choose(source: str, files: str | None, name: str, stand_in: tuple[str, str]) -> str:
+    """Returns the source if it is named. "auto" takes local files if given, else the hub where it answers.
+
+    Args:
+        source: "auto" or the name of a source.
+        files: folder with local files.
+        name: data set on the hub.
+        stand_in: the source to take where neither is there, and what it is, for the log.
+    """
+    if source != "auto":
+        return source
+    if files:
+        return "files"
+    if hub_answers(name):
+        return "hub"
+    log.info(
+        "The hub does not answer, so %s is replaced by %s (data.files=FOLDER names local files).", name, stand_in[1]
+    )
+    return stand_in[0]
+
+
+def agreed(trainer: L.Trainer | None, decide: Callable[[], T]) -> T:
+    """What the first process decides, on all processes: whether the hub answers must not differ between them.
+
+    Args:
+        trainer: connects the processes; None means that there is one.
+        decide: called on the first process only.
+    """
+    decision = decide() if trainer is None or trainer.is_global_zero else None
+    return decision if trainer is None else trainer.strategy.broadcast(decision)  # type: ignore[return-value]

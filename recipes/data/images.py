@@ -1,0 +1,150 @@
+"""Labelled images for classification, as a LightningDataModule."""
+
+from __future__ import annotations
+
+import io
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import lightning as L
+import numpy as np
+from datasets import Dataset as Rows
+from PIL import Image, UnidentifiedImageError
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+from typing_extensions import override
+
+from recipes.data import image_sources
+from recipes.data.augment import Augmentation, centre
+from recipes.data.choice import agreed, choose
+from recipes.data.loading import Draw, draw_of, evaluation_loader, generator, training_loader
+from recipes.errors import RecipeError
+
+log = logging.getLogger(__name__)
+
+STAND_IN = ("digits", "scikit-learn's handwritten digits")
+Transform = Callable[[Image.Image, np.random.Generator], Tensor]
+
+
+class LabelledImages(Dataset[dict[str, Any]]):
+    """Images as tensors, with their classes.
+
+    Args:
+        rows: columns "image" (a path or bytes) and "label".
+        transform: an image and random numbers to a tensor.
+        seed: decides about the random numbers.
+    """
+
+    def __init__(self, rows: Rows, transform: Transform, seed: int) -> None:
+        self.rows, self.transform, self.seed = rows, transform, seed
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, key: Draw | int) -> dict[str, Any]:
+        draw = draw_of(key)
+        row = self.rows[draw.sample]
+        return {"image": self.transform(decoded(row["image"]), generator(self.seed, draw)), "label": row["label"]}
+
+
+def decoded(image: Mapping[str, Any]) -> Image.Image:
+    """Reads an image.
+
+    Args:
+        image: its "path" or its "bytes".
+
+    Raises:
+        RecipeError: names the file that cannot be read.
+    """
+    path, content = image.get("path"), image.get("bytes")
+    try:
+        return Image.open(path if content is None else io.BytesIO(content)).convert("RGB")  # type: ignore[arg-type]
+    except (OSError, UnidentifiedImageError, SyntaxError) as error:
+        raise RecipeError(
+            f"The image {path or '(without a name)'} cannot be read: {error}.", hint="Replace it, or take it away."
+        ) from error
+
+
+class ImageFolder(L.LightningDataModule):
+    """ImageNet, a local folder of images, or scikit-learn's handwritten digits.
+
+    Args:
+        source: "auto", "hub", "files" or "digits"; "auto" takes ``files`` where they are given, else the hub where it
+            answers, else the digits.
+        files: folder with subfolders ``train`` and ``validation``, each with one subfolder for every class.
+        name: data set on the hub.
+        image_size: side of the images in pixels: the papers use 224 to 480.
+        crop_area: smallest and largest share of a training image that is cut out and enlarged.
+        flip: turn half of the training images from left to right.
+        cutout: side of a square that is blanked out in training images; 0 leaves them alone.
+        batch_size: images in a batch of one pipeline.
+        classes: for which the model is built.
+        seed: of the order and the augmentation.
+        workers: processes that load batches.
+    """
+
+    def __init__(
+        self,
+        *,
+        source: str = "auto",
+        files: str | None = None,
+        name: str = "ILSVRC/imagenet-1k",
+        image_size: int = 224,
+        crop_area: tuple[float, float] = (0.05, 1.0),
+        flip: bool = True,
+        cutout: int = 0,
+        batch_size: int = 32,
+        classes: int = 1000,
+        seed: int = 1,
+        workers: int = 0,
+    ) -> None:
+        super().__init__()
+        self.source, self.files, self.dataset = source, files, name
+        self.augmentation = Augmentation(image_size, (crop_area[0], crop_area[1]), flip=flip, cutout=cutout)
+        self.batch_size, self.classes, self.seed, self.workers = batch_size, classes, seed, workers
+        self.images: image_sources.Images | None = None
+        self._prepared = False
+
+    @override
+    def prepare_data(self) -> None:
+        """Runs in one process on every machine: downloads what the others will find in the cache."""
+        if not self._prepared and self.source in ("auto", "hub"):
+            self.source = choose(self.source, self.files, self.dataset, STAND_IN)
+            if self.source == "hub":
+                image_sources.hub(self.dataset)
+        self._prepared = True
+
+    @override
+    def setup(self, stage: str) -> None:
+        """Reads the list of images; they themselves are read when they are needed."""
+        if self.images is not None:
+            return
+        self.source = agreed(self.trainer, lambda: choose(self.source, self.files, self.dataset, STAND_IN))
+        images = image_sources.read(self.source, self.files, self.dataset)
+        if images.classes > self.classes:
+            raise RecipeError(
+                f"There are {images.classes} classes of images, the model is built for {self.classes}.",
+                hint=f"Set data.classes={images.classes}.",
+            )
+        counts = [len(images.splits[split]) for split in ("train", "validation")]
+        log.info("Images: %s; %s for training, %s for validation.", images.title, *(f"{count:,}" for count in counts))
+        self.images = images
+
+    def split(self, name: str) -> LabelledImages:
+        """One split as it is trained or validated with."""
+        if self.images is None:
+            raise RecipeError("The data module is not set up.", hint="Call setup() first.")
+        size = self.augmentation.size
+        transform = self.augmentation if name == "train" else lambda image, random: centre(image, size)
+        return LabelledImages(self.images.splits[name], transform, self.seed)
+
+    @override
+    def train_dataloader(self) -> DataLoader[Any]:
+        return training_loader(
+            self.split("train"), self.batch_size, self.seed, trainer=self.trainer, workers=self.workers
+        )
+
+    @override
+    def val_dataloader(self) -> DataLoader[Any]:
+        return evaluation_loader(self.split("validation"), self.batch_size, workers=self.workers)

@@ -1,0 +1,174 @@
+"""Batches in an order that depends on seed and epoch alone, and that a broken-off epoch resumes where it stopped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import lightning as L
+import numpy as np
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from typing_extensions import override
+
+from recipes.errors import RecipeError
+
+
+class Draw(NamedTuple):
+    """What a training sampler asks a dataset for.
+
+    Args:
+        epoch: so that augmentation, masking and the like differ from epoch to epoch, also in worker processes.
+        sample: its number.
+    """
+
+    epoch: int
+    sample: int
+
+
+def draw_of(key: Draw | int) -> Draw:
+    """What a dataset is asked for; evaluation asks for plain indices, always the same way."""
+    return key if isinstance(key, Draw) else Draw(0, key)
+
+
+def generator(seed: int, draw: Draw) -> np.random.Generator:
+    """Random numbers for one sample in one epoch, the same in every run with this seed."""
+    return np.random.default_rng([seed, draw.epoch, draw.sample])
+
+
+class Order(Protocol):
+    """Which samples an epoch has, in which order."""
+
+    def __call__(self, samples: int, seed: int, epoch: int) -> Sequence[int]:
+        """Returns indices below ``samples``; their number may not depend on the epoch."""
+
+
+def shuffled(samples: int, seed: int, epoch: int) -> Sequence[int]:
+    """Every sample once.
+
+    Example:
+        >>> shuffled(5, seed=1, epoch=0), shuffled(5, seed=1, epoch=1)
+        ([4, 0, 1, 2, 3], [1, 4, 0, 3, 2])
+    """
+    order: list[int] = np.random.default_rng([seed, epoch]).permutation(samples).tolist()
+    return order
+
+
+class EpochSampler(DistributedSampler[Any]):
+    """Samples of one replica, as `Draw`s.
+
+    Being one of torch's distributed samplers tells Lightning that replicas are taken care of.
+
+    Args:
+        dataset: anything with a length.
+        seed: decides about the order.
+        order: which samples an epoch has.
+        replicas: number of replicas.
+        replica: which of them this one is.
+    """
+
+    def __init__(
+        self, dataset: Dataset[Any], seed: int, order: Order = shuffled, replicas: int = 1, replica: int = 0
+    ) -> None:
+        super().__init__(dataset, replicas, replica, seed=seed)
+        self.order, self.start = order, 0
+        self.samples = len(dataset)  # type: ignore[arg-type]
+        self.total = len(order(self.samples, seed, 0))
+
+    @override
+    def __len__(self) -> int:
+        return -(-self.total // self.num_replicas)
+
+    @override
+    def __iter__(self) -> Iterator[Any]:
+        start, self.start = self.start, 0
+        indices = self.order(self.samples, self.seed, self.epoch)
+        # among replicas, the first samples come again at the end to make all shares equal
+        for place in range(start, len(self)):
+            yield Draw(self.epoch, indices[(place * self.num_replicas + self.rank) % self.total])
+
+
+class ResumableLoader(DataLoader[Any]):
+    """A DataLoader that tells a checkpoint how far it is in its epoch, and goes on from there.
+
+    Lightning asks it through ``state_dict``. What was seen before is not loaded again.
+    """
+
+    sampler: EpochSampler
+    batch_size: int
+    _resumed: dict[str, int] | None = None
+    _batches = 0
+
+    @override
+    def __iter__(self) -> Any:
+        # A generator: the rest runs when the first batch is asked for, by when Lightning has told the epoch.
+        resumed, self._resumed = self._resumed, None
+        here = resumed is not None and resumed["epoch"] == self.sampler.epoch
+        self._batches = resumed["batches"] % len(self) if resumed is not None and here else 0
+        self.sampler.start = self._batches * self.batch_size
+        for batch in super().__iter__():
+            self._batches += 1
+            yield batch
+
+    def state_dict(self) -> dict[str, int]:
+        """How many batches of which epoch have been given out."""
+        return {"epoch": self.sampler.epoch, "batches": self._batches}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Continues that epoch with the next iteration."""
+        self._resumed = dict(state)
+        self.sampler.set_epoch(state["epoch"])  # worker processes start before Lightning tells the epoch
+
+
+def training_loader(
+    dataset: Dataset[Any],
+    batch_size: int,
+    seed: int,
+    *,
+    trainer: L.Trainer | None,
+    workers: int = 0,
+    order: Order = shuffled,
+    collate: Callable[[list[Any]], Any] | None = None,
+) -> ResumableLoader:
+    """Loads shuffled batches; an incomplete last one is left out.
+
+    Args:
+        dataset: is asked for `Draw`s.
+        batch_size: samples in a batch of one pipeline.
+        seed: decides about the order.
+        trainer: knows the number of replicas; None means one.
+        workers: processes that load batches.
+        order: which samples an epoch has.
+        collate: a list of samples into a batch.
+    """
+    share = getattr(None if trainer is None else trainer.strategy, "distributed_sampler_kwargs", {})
+    sampler = EpochSampler(dataset, seed, order, share.get("num_replicas", 1), share.get("rank", 0))
+    if len(sampler) < batch_size:
+        raise RecipeError(
+            f"There are {len(sampler)} samples for training, less than one batch of {batch_size}.",
+            hint="Use more data, or a smaller data.batch_size.",
+        )
+    return ResumableLoader(
+        dataset,
+        batch_size=batch_size,
+        sampler=sampler,
+        num_workers=workers,
+        persistent_workers=workers > 0,
+        collate_fn=collate,
+        drop_last=True,
+    )
+
+
+def evaluation_loader(
+    dataset: Dataset[Any], batch_size: int, *, workers: int = 0, collate: Callable[[list[Any]], Any] | None = None
+) -> DataLoader[Any]:
+    """Loads all samples in order.
+
+    Args:
+        dataset: is asked for indices.
+        batch_size: samples in a batch.
+        workers: processes that load batches.
+        collate: a list of samples into a batch.
+    """
+    return DataLoader(
+        dataset, batch_size=batch_size, num_workers=workers, persistent_workers=workers > 0, collate_fn=collate
+    )

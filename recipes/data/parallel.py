@@ -1,0 +1,183 @@
+"""Pairs of texts in several languages: OPUS-100 on the hub, local files, or docstrings of Python's standard library."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import json
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+from datasets import load_dataset
+
+from recipes.data import sources
+from recipes.errors import RecipeError
+
+LONGEST_SOURCE = 400  # characters of a definition: its beginning says most about it
+Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+
+
+class Pair(NamedTuple):
+    """A text and its translation."""
+
+    source: str
+    target: str
+
+
+Read = Callable[[], Iterator[Pair]]
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """Pairs in several languages and two splits.
+
+    Args:
+        title: what the texts are, for the log: they must never pass for something else.
+        splits: "train" and "validation", each a function per language that begins reading anew.
+        fingerprint: changes whenever the texts may have changed; part of the cache's name.
+    """
+
+    title: str
+    splits: Mapping[str, Mapping[str, Read]]
+    fingerprint: str
+
+    @property
+    def languages(self) -> list[str]:
+        """The languages in order."""
+        return sorted(self.splits["train"])
+
+
+def docstrings(folder: Path | None = None) -> Parallel:
+    """Reads definitions of Python's standard library and the first sentence of their docstrings.
+
+    There are three "languages" to translate from: functions, methods and classes.
+
+    Args:
+        folder: where to look; the running interpreter's own standard library by default.
+    """
+    corpus = sources.standard_library(folder)
+    found = {split: list(_definitions(corpus.splits[split]["text"])) for split in ("train", "validation")}
+
+    def read(split: str, kind: str) -> Iterator[Pair]:
+        return (pair for name, pair in found[split] if name == kind)
+
+    kinds = ("class", "function", "method")
+    splits = {split: {kind: partial(read, split, kind) for kind in kinds} for split in found}
+    title = f"definitions and docstrings in {corpus.title}"
+    return Parallel(title, splits, f"{corpus.fingerprint} {LONGEST_SOURCE}")
+
+
+def _definitions(texts: Sequence[str]) -> Iterator[tuple[str, Pair]]:
+    for text in texts:
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # invalid escape sequences in old sources
+                tree = ast.parse(text)
+        except SyntaxError:
+            continue
+        yield from _inside(tree, within_class=False)
+
+
+def _inside(parent: ast.AST, *, within_class: bool) -> Iterator[tuple[str, Pair]]:
+    for node in ast.iter_child_nodes(parent):
+        if isinstance(node, Definition):
+            is_class = isinstance(node, ast.ClassDef)
+            if (text := ast.get_docstring(node)) and (pair := _pair(node, text)):
+                yield "class" if is_class else "method" if within_class else "function", pair
+            yield from _inside(node, within_class=is_class)
+        elif not isinstance(node, ast.expr):
+            yield from _inside(node, within_class=within_class)
+
+
+def _pair(node: Definition, docstring: str) -> Pair | None:
+    sentence = " ".join(docstring.split("\n\n")[0].split()).partition(". ")[0].rstrip(".")
+    node.body = node.body[1:] or [ast.Pass()]
+    return Pair(ast.unparse(node)[:LONGEST_SOURCE], sentence) if sentence else None
+
+
+def local_files(folder: Path, pairs: Sequence[str]) -> Parallel:
+    """Reads text files as OPUS offers them: ``train.de-en.de`` beside ``train.de-en.en``, line by line.
+
+    Args:
+        folder: holds them, and ``valid.*`` as well.
+        pairs: such as "de-en": from German, to English.
+    """
+    if not folder.is_dir():
+        raise RecipeError(f"There is no folder {folder}.", hint="data.files names the folder that holds the texts.")
+    digest = hashlib.sha256()
+    splits: dict[str, dict[str, Read]] = {}
+    for split, prefix in (("train", "train"), ("validation", "valid")):
+        splits[split] = {}
+        for pair in pairs:
+            files = [folder / f"{prefix}.{pair}.{language}" for language in _languages(pair)]
+            for file in files:
+                if not file.is_file():
+                    raise RecipeError(f"There is no file {file}.", hint=f"{pair} needs it for the {split} split.")
+                with file.open("rb") as content:
+                    digest.update(file.name.encode() + hashlib.file_digest(content, "sha256").digest())
+            counts = [sum(1 for _ in file.open("rb")) for file in files]
+            if counts[0] != counts[1] or not counts[0]:
+                raise RecipeError(
+                    f"{files[0]} has {counts[0]} lines and {files[1]} has {counts[1]}.",
+                    hint="They must have as many, and at least one: every line is translated by the same one.",
+                )
+            splits[split][pair] = partial(_lines, *files)
+    return Parallel(f"the files in {folder}", splits, digest.hexdigest())
+
+
+def _lines(source: Path, target: Path) -> Iterator[Pair]:
+    with source.open(encoding="utf-8") as sources, target.open(encoding="utf-8") as targets:
+        for one, other in zip(sources, targets, strict=True):
+            if one.strip() and other.strip():
+                yield Pair(one.strip(), other.strip())
+
+
+def hub(name: str, pairs: Sequence[str]) -> Parallel:
+    """Streams pairs from the Hugging Face hub.
+
+    Args:
+        name: data set on the hub with one configuration per pair and a column "translation".
+        pairs: such as "de-en": from German, to English.
+    """
+
+    def read(split: str, pair: str) -> Iterator[Pair]:
+        source, target = _languages(pair)
+        # OPUS orders the two by the alphabet
+        configuration = "-".join(sorted((source, target)))
+        for row in load_dataset(name, configuration, split=split, streaming=True):
+            yield Pair(row["translation"][source], row["translation"][target])
+
+    splits = {split: {pair: partial(read, split, pair) for pair in pairs} for split in ("train", "validation")}
+    fingerprint = hashlib.sha256(json.dumps([name, *pairs]).encode()).hexdigest()
+    return Parallel(f"{name} ({', '.join(pairs)}) from the hub", splits, fingerprint)
+
+
+def _languages(pair: str) -> tuple[str, str]:
+    source, dash, target = pair.partition("-")
+    if not (source and dash and target) or "-" in target:
+        raise RecipeError(f"data.pairs: {pair!r} is not a pair of languages.", hint="Write it as de-en.")
+    return source, target
+
+
+def read(source: str, files: str | None, name: str, pairs: Sequence[str]) -> Parallel:
+    """Reads the pairs from a source.
+
+    Args:
+        source: "hub", "files" or "docstrings".
+        files: folder with local files.
+        name: data set on the hub.
+        pairs: such as "de-en"; docstrings have their own.
+    """
+    if source == "files":
+        if files is None:
+            raise RecipeError("data.source=files needs a folder.", hint="Add data.files=FOLDER.")
+        return local_files(Path(files).expanduser(), pairs)
+    if source == "hub":
+        return hub(name, pairs)
+    if source == "docstrings":
+        return docstrings()
+    raise RecipeError(f"data.source={source} is unknown.", hint="Choose auto, hub, files or docstrings.")

@@ -1,0 +1,82 @@
+"""Sequences of different lengths on disk, and folders that are either complete or not there."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@contextlib.contextmanager
+def building(folder: Path) -> Iterator[Path]:
+    """Builds a folder beside its final place and moves it there when it is complete.
+
+    Args:
+        folder: the final place.
+
+    Yields:
+        the folder to fill. After an error it is removed; if another process was faster, its folder stays.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".building-"))
+    try:
+        yield temporary
+        with contextlib.suppress(OSError):  # another run has just finished the same one
+            os.rename(temporary, folder)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+class Sequences(Sequence[NDArray[np.integer]]):
+    """Sequences of token numbers, read from disk when they are needed.
+
+    Args:
+        path: as `write_sequences` was told.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.ends = np.load(path.with_suffix(".ends.npy"), mmap_mode="r")
+        file = path.with_suffix(".tokens")
+        self.tokens: NDArray[np.integer] = (
+            np.memmap(file, dtype=np.uint32, mode="r") if file.stat().st_size else np.empty(0, np.uint32)
+        )
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    def __getitem__(self, index: int) -> NDArray[np.integer]:  # type: ignore[override]
+        start = self.ends[index - 1] if index else 0
+        return self.tokens[start : self.ends[index]]
+
+    @property
+    def lengths(self) -> NDArray[np.integer]:
+        """Length of every sequence."""
+        lengths: NDArray[np.integer] = np.diff(self.ends, prepend=0)
+        return lengths
+
+
+def write_sequences(path: Path, sequences: Iterable[Sequence[int]]) -> None:
+    """Writes sequences one by one: they need not fit into memory.
+
+    Args:
+        path: without suffix.
+        sequences: of token numbers.
+
+    Example:
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     write_sequences(Path(folder, "text"), [[1, 2], [], [3]])
+        ...     [sequence.tolist() for sequence in Sequences(Path(folder, "text"))]
+        [[1, 2], [], [3]]
+    """
+    lengths = []
+    with path.with_suffix(".tokens").open("wb") as file:
+        for sequence in sequences:
+            file.write(np.asarray(sequence, dtype=np.uint32).tobytes())
+            lengths.append(len(sequence))
+    np.save(path.with_suffix(".ends.npy"), np.cumsum(np.array(lengths, dtype=np.int64)))

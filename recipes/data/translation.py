@@ -1,0 +1,283 @@
+"""Pairs of sentences to translate, drawn from several languages, as a LightningDataModule."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+from typing_extensions import override
+
+from recipes.data import parallel, vocabulary
+from recipes.data.choice import choose
+from recipes.data.loading import Draw, draw_of, evaluation_loader, training_loader
+from recipes.data.parallel import Pair, Parallel
+from recipes.data.prepared import Prepared
+from recipes.data.store import Sequences, building, write_sequences
+from recipes.data.vocabulary import Vocabulary
+from recipes.errors import RecipeError
+
+log = logging.getLogger(__name__)
+
+STAND_IN = ("docstrings", "definitions and docstrings of Python's standard library")
+SPECIAL = {"pad": "<pad>", "bos": "<s>", "eos": "</s>"}
+FOR_VOCABULARY = 500_000  # pairs of every language that a new tokeniser is trained on
+AT_ONCE = 1000
+
+
+@dataclass(frozen=True)
+class ByTemperature:
+    """Draws languages with probability proportional to (their share of all pairs) to the power of 1 / temperature.
+
+    Temperature 1 leaves languages as frequent as they are; a high one makes them all alike, so that those with few
+    pairs are seen as well. In an epoch there are as many draws as pairs. A language's pairs come in shuffled order,
+    and all of them before any comes again.
+
+    Args:
+        sizes: pairs of every language; languages are one after the other.
+        temperature: at least 1.
+    """
+
+    sizes: tuple[int, ...]
+    temperature: float
+
+    @property
+    def probabilities(self) -> list[float]:
+        """Probability of every language.
+
+        Example:
+            >>> [round(p, 2) for p in ByTemperature((900, 100), temperature=2.0).probabilities]
+            [0.75, 0.25]
+        """
+        powers = [(size / sum(self.sizes)) ** (1 / self.temperature) for size in self.sizes]
+        return [power / sum(powers) for power in powers]
+
+    def __call__(self, samples: int, seed: int, epoch: int) -> Sequence[int]:
+        """One epoch's order."""
+        random = np.random.default_rng([seed, epoch])
+        languages = random.choice(len(self.sizes), size=samples, p=self.probabilities)
+        order = np.empty(samples, dtype=np.int64)
+        start = 0
+        for language, size in enumerate(self.sizes):
+            places = np.flatnonzero(languages == language)
+            rounds = [random.permutation(size) for _ in range(-(-len(places) // size))]
+            order[places] = start + np.concatenate([np.empty(0, np.int64), *rounds])[: len(places)]
+            start += size
+        result: list[int] = order.tolist()
+        return result
+
+
+class Translations(Dataset[dict[str, Tensor]]):
+    """Pairs as token numbers, both ending with the end token.
+
+    Args:
+        sources: of all languages, one after the other.
+        targets: as many.
+        length: longest source and target in tokens; what is longer is cut off.
+        end: number of the end token.
+    """
+
+    def __init__(self, sources: Sequences, targets: Sequences, length: int, end: int) -> None:
+        self.sources, self.targets, self.length, self.end = sources, targets, length, end
+
+    def __len__(self) -> int:
+        return len(self.sources)
+
+    def __getitem__(self, key: Draw | int) -> dict[str, Tensor]:
+        index = draw_of(key).sample
+        return {"source": self._ended(self.sources[index]), "target": self._ended(self.targets[index])}
+
+    def _ended(self, tokens: np.ndarray[Any, Any]) -> Tensor:
+        return torch.from_numpy(np.append(tokens[: self.length - 1], self.end).astype(np.int64))
+
+
+@dataclass(frozen=True)
+class Collate:
+    """Pads a list of pairs to a batch.
+
+    Args:
+        pad: number of the padding token.
+        begin: number of the token that the target begins with.
+    """
+
+    pad: int
+    begin: int
+
+    def __call__(self, pairs: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+        """Returns the batch.
+
+        ``source`` and ``labels`` are padded; ``mask`` is true where the source is not; ``target`` is what the decoder
+        sees: the labels one place later, after the begin token. ``weight`` is the mean number of labels, the same for
+        every pair: losses summed over labels and divided by it have as their mean over pairs the loss per label of
+        the whole batch, however it is divided.
+        """
+        source = _padded([pair["source"] for pair in pairs], self.pad)
+        labels = _padded([pair["target"] for pair in pairs], self.pad)
+        target = torch.cat([torch.full((len(pairs), 1), self.begin), labels[:, :-1]], dim=1)
+        mean = sum(len(pair["target"]) for pair in pairs) / len(pairs)
+        return {
+            "source": source,
+            "mask": source != self.pad,
+            "target": target,
+            "labels": labels,
+            "mean_length": torch.full((len(pairs),), mean),
+        }
+
+
+def _padded(rows: Sequence[Tensor], pad: int) -> Tensor:
+    return torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True, padding_value=pad)
+
+
+class ParallelText(Prepared):
+    """OPUS-100, local files, or definitions and docstrings of Python's standard library.
+
+    Args:
+        source: "auto", "hub", "files" or "docstrings"; "auto" takes ``files`` where they are given, else the hub where
+            it answers, else the docstrings.
+        files: folder with files such as ``train.de-en.de`` and ``train.de-en.en``.
+        name: data set on the hub.
+        pairs: pairs of languages such as "de-en", all to the same language.
+        temperature: of the sampling over languages.
+        vocabulary: number of tokens, all languages together, for which the model is built.
+        tokenizer: a ready tokeniser, by its name on the hub or its folder; None trains one on the texts.
+        length: longest source and target in tokens.
+        batch_size: pairs in a batch of one pipeline.
+        cache: folder for tokenised texts.
+        seed: of the order.
+        workers: processes that load batches.
+    """
+
+    def __init__(
+        self,
+        *,
+        source: str = "auto",
+        files: str | None = None,
+        name: str = "Helsinki-NLP/opus-100",
+        pairs: Sequence[str] = ("de-en", "fr-en"),
+        temperature: float = 5.0,
+        vocabulary: int = 64_000,
+        tokenizer: str | None = None,
+        length: int = 128,
+        batch_size: int = 32,
+        cache: str = "data",
+        seed: int = 1,
+        workers: int = 0,
+    ) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.source, self.files, self.dataset, self.pairs = source, files, name, list(pairs)
+        self.temperature, self.vocabulary, self.tokenizer = temperature, vocabulary, tokenizer
+        self.length, self.batch_size = length, batch_size
+        self.cache, self.seed, self.workers = Path(cache).expanduser() / "translation", seed, workers
+        if temperature < 1:
+            raise RecipeError(f"data.temperature={temperature} is less than 1.", hint="1 leaves languages as they are.")
+
+    @override
+    def prepare(self) -> Path:
+        source = choose(self.source, self.files, self.dataset, STAND_IN)
+        texts = parallel.read(source, self.files, self.dataset, self.pairs)
+        key = json.dumps([texts.fingerprint, self.vocabulary, self.tokenizer])
+        folder = self.cache / hashlib.sha256(key.encode()).hexdigest()[:16]
+        if not folder.exists():
+            started = time.perf_counter()
+            with building(folder) as place:
+                tokenise(texts, self.vocabulary, self.tokenizer, place)
+            log.info("Tokenised %s in %.1f s, kept in %s.", texts.title, time.perf_counter() - started, folder)
+        sizes = json.loads((folder / "train.sizes.json").read_text())
+        counts = ", ".join(f"{size:,} {name}" for name, size in zip(texts.languages, sizes, strict=True))
+        log.info("Texts: %s; pairs for training: %s.", texts.title, counts)
+        return folder
+
+    @override
+    def check(self) -> None:
+        if self.words.size > self.vocabulary:
+            raise RecipeError(
+                f"The tokeniser has {self.words.size} tokens, the model is built for {self.vocabulary}.",
+                hint=f"Set data.vocabulary={self.words.size}.",
+            )
+
+    @property
+    def words(self) -> Vocabulary:
+        """The tokeniser."""
+        return vocabulary.load(self.folder, SPECIAL)
+
+    def split(self, name: str) -> Translations:
+        """One split as it is trained or validated with."""
+        sources, targets = (Sequences(self.folder / f"{name}_{side}") for side in ("source", "target"))
+        return Translations(sources, targets, self.length, self.words.special["eos"])
+
+    @override
+    def train_dataloader(self) -> DataLoader[Any]:
+        sizes = json.loads((self.folder / "train.sizes.json").read_text())
+        return training_loader(
+            self.split("train"),
+            self.batch_size,
+            self.seed,
+            trainer=self.trainer,
+            workers=self.workers,
+            order=ByTemperature(tuple(sizes), self.temperature),
+            collate=self._collate,
+        )
+
+    @override
+    def val_dataloader(self) -> DataLoader[Any]:
+        return evaluation_loader(self.split("validation"), self.batch_size, workers=self.workers, collate=self._collate)
+
+    @override
+    def test_dataloader(self) -> DataLoader[Any]:
+        return self.val_dataloader()
+
+    @property
+    def _collate(self) -> Collate:
+        special = self.words.special
+        return Collate(pad=special["pad"], begin=special["bos"])
+
+
+def tokenise(texts: Parallel, size: int, tokenizer: str | None, folder: Path) -> None:
+    """Tokenises pairs of all languages, one language after the other.
+
+    Args:
+        texts: the pairs.
+        size: number of tokens of a new tokeniser.
+        tokenizer: a ready one instead.
+        folder: gets the tokeniser and, for both splits, sources, targets, and the pairs of every language.
+    """
+    if tokenizer is None:
+        pairs = (islice(read(), FOR_VOCABULARY) for read in texts.splits["train"].values())
+        vocabulary.train(chain.from_iterable(chain.from_iterable(pairs)), size, SPECIAL, folder)
+    else:
+        vocabulary.keep_ready(tokenizer, folder)
+    words = vocabulary.load(folder, SPECIAL)
+    for split, languages in texts.splits.items():
+        sizes: list[int] = []
+        for side in ("source", "target"):
+            sizes.clear()
+            write_sequences(folder / f"{split}_{side}", _tokens(texts, split, side, words, sizes))
+        if min(sizes) == 0:
+            empty = texts.languages[sizes.index(0)]
+            raise RecipeError(
+                f"The {split} split of {texts.title} has no pairs of {empty}.", hint="Check the texts, or data.pairs."
+            )
+        assert len(sizes) == len(languages)
+        (folder / f"{split}.sizes.json").write_text(json.dumps(sizes))
+
+
+def _tokens(texts: Parallel, split: str, side: str, words: Vocabulary, sizes: list[int]) -> Iterator[list[int]]:
+    """Yields one side of every pair; adds to ``sizes`` the number of pairs of every language."""
+    for language in texts.languages:
+        pairs: Iterator[Pair] = texts.splits[split][language]()
+        count = 0
+        while some := [getattr(pair, side) for pair in islice(pairs, AT_ONCE)]:
+            count += len(some)
+            yield from words.encode(some)
+        sizes.append(count)

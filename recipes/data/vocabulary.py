@@ -1,0 +1,104 @@
+"""Tokenisers with named special tokens: a byte-level BPE trained on the data, or a ready one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from recipes.errors import RecipeError
+
+Encode = Callable[[list[str]], list[list[int]]]
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """A tokeniser.
+
+    Args:
+        size: number of tokens.
+        encode: texts to token numbers, without special tokens.
+        decode: token numbers to text, special tokens left out.
+        special: numbers of the special tokens by their role.
+    """
+
+    size: int
+    encode: Encode
+    decode: Callable[[Sequence[int]], str]
+    special: Mapping[str, int]
+
+
+def train(texts: Iterable[str], size: int, special: Mapping[str, str], folder: Path) -> None:
+    """Trains a byte-level BPE and leaves it in a folder.
+
+    Args:
+        texts: what to train on.
+        size: number of tokens, special ones and the 256 bytes included.
+        special: special tokens by role; they get the first numbers.
+        folder: existing.
+    """
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=size,
+        special_tokens=list(special.values()),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(iter(texts), trainer)
+    tokenizer.save(str(folder / "tokenizer.json"))
+
+
+def keep_ready(name: str, folder: Path) -> None:
+    """Copies a ready tokeniser into a folder.
+
+    Args:
+        name: on the hub, or its folder.
+        folder: existing.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        AutoTokenizer.from_pretrained(name).save_pretrained(folder / "ready")
+    except OSError as error:
+        raise RecipeError(
+            f"The tokeniser {name} cannot be read: {str(error).splitlines()[0]}",
+            hint="Name another one, or leave out data.tokenizer to train one on the data.",
+        ) from error
+
+
+def load(folder: Path, special: Mapping[str, str]) -> Vocabulary:
+    """Opens the tokeniser that `train` or `keep_ready` has left.
+
+    Args:
+        folder: where it is.
+        special: special tokens by role. A ready tokeniser has its own: there, the roles are those of transformers, such
+            as "pad", "cls", "sep", "mask", "bos", "eos".
+    """
+    if not (folder / "ready").is_dir():
+        trained = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        return Vocabulary(
+            size=trained.get_vocab_size(),
+            encode=lambda texts: [encoding.ids for encoding in trained.encode_batch(texts)],
+            decode=lambda numbers: str(trained.decode(list(numbers))),
+            special={role: trained.get_vocab()[token] for role, token in special.items()},
+        )
+    from transformers import AutoTokenizer
+
+    ready = AutoTokenizer.from_pretrained(folder / "ready")
+    known: dict[str, Any] = {role: getattr(ready, f"{role}_token_id") for role in special}
+    numbers = {role: number for role, number in known.items() if number is not None}
+    if missing := [role for role in special if role not in numbers]:
+        raise RecipeError(
+            f"The tokeniser has no {missing[0]} token.", hint="Name another one, or leave out data.tokenizer."
+        )
+    return Vocabulary(
+        size=len(ready),
+        encode=lambda texts: ready(texts, add_special_tokens=False, verbose=False)["input_ids"],
+        decode=lambda ids: str(ready.decode(list(ids), skip_special_tokens=True)),
+        special=numbers,
+    )

@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from torch.utils.data import Dataset, DistributedSampler
+
+from recipes.data.loading import Draw, EpochSampler, ResumableLoader, generator, shuffled, training_loader
+from recipes.errors import RecipeError
+
+
+class Keys(Dataset[tuple[int, int]]):
+    """Returns what it is asked for."""
+
+    def __init__(self, samples: int) -> None:
+        self.samples = samples
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def __getitem__(self, key: Draw) -> tuple[int, int]:
+        return key.epoch, key.sample
+
+
+def loader(samples: int = 22, batch_size: int = 4, **settings: Any) -> ResumableLoader:
+    return training_loader(Keys(samples), batch_size, seed=3, trainer=None, collate=list, **settings)
+
+
+def epoch_of(made: ResumableLoader, epoch: int) -> list[Any]:
+    made.sampler.set_epoch(epoch)
+    return list(made)
+
+
+def test_an_epoch_has_every_sample_once_in_an_order_of_its_own() -> None:
+    made = loader(batch_size=1)
+    first, second = (epoch_of(made, epoch) for epoch in (0, 1))
+    assert sorted(sample for [(_, sample)] in first) == list(range(22))
+    assert {epoch for [(epoch, _)] in second} == {1}
+    assert [s for [(_, s)] in first] != [s for [(_, s)] in second]
+    assert first == epoch_of(loader(batch_size=1), 0)
+
+
+def test_incomplete_batches_are_left_out() -> None:
+    made = loader()
+    assert len(made) == len(epoch_of(made, 0)) == 5
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("done", [1, 3, 5])
+def test_a_broken_off_epoch_goes_on_where_it_stopped(workers: int, done: int) -> None:
+    whole = epoch_of(loader(), 2)
+    broken = loader(workers=workers)
+    broken.sampler.set_epoch(2)
+    batches = iter(broken)
+    seen = [next(batches) for _ in range(done)]
+    assert seen == whole[:done]
+    state = broken.state_dict()
+    assert state == {"epoch": 2, "batches": done}
+
+    resumed = loader(workers=workers)
+    resumed.load_state_dict(state)
+    rest = list(resumed)
+    # at the end of an epoch the next one begins; Lightning then sets its number
+    assert rest == (whole[done:] if done < 5 else whole)
+    assert epoch_of(resumed, 3) == epoch_of(loader(), 3)
+    assert len(resumed) == 5
+
+
+def test_a_state_of_another_epoch_is_not_taken_up() -> None:
+    made = loader()
+    made.load_state_dict({"epoch": 2, "batches": 3})
+    assert epoch_of(made, 3) == epoch_of(loader(), 3)
+
+
+def test_replicas_share_an_epoch() -> None:
+    dataset = Keys(10)
+    parts = [list(EpochSampler(dataset, 3, replicas=3, replica=replica)) for replica in range(3)]
+    assert [len(part) for part in parts] == [4, 4, 4]
+    order = shuffled(10, seed=3, epoch=0)
+    together = [draw.sample for draws in zip(*parts, strict=True) for draw in draws]
+    assert together == [*order, *order[:2]]
+
+
+def test_lightning_leaves_the_sampler_alone() -> None:
+    assert isinstance(loader().sampler, DistributedSampler)
+
+
+def test_random_numbers_depend_on_seed_epoch_and_sample_only() -> None:
+    draws = [generator(1, Draw(0, 0)), generator(1, Draw(0, 1)), generator(1, Draw(1, 0)), generator(2, Draw(0, 0))]
+    values = [made.random() for made in draws]
+    assert len(set(values)) == 4
+    assert generator(1, Draw(0, 1)).random() == values[1]
+
+
+def test_too_few_samples_for_a_batch() -> None:
+    with pytest.raises(RecipeError, match="3 samples for training, less than one batch of 4"):
+        loader(samples=3)
