@@ -1,0 +1,59 @@
+"""Random steps give the numbers of one device or raise; nothing in between."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+
+from lightning_pipe.errors import CutError
+from tests import oracle
+from tests.pipeline.programs import entry
+from tests.pipeline.sweep import Point, expected, pipelined
+from tests.zoo import Entry
+
+CHUNK = 25
+
+
+def point(seed: int) -> Point:
+    draw = random.Random(seed)
+    schedule, stages, ranks = draw.choice(
+        [("1f1b", 4, 1), ("gpipe", 2, 1), ("1f1b", 2, 2), ("gpipe", 4, 2), ("1f1b", 4, 4), ("interleaved", 4, 2)]
+    )
+    return Point(schedule, stages, draw.choice([1, 2, 3]), ranks=ranks, evaluate=False)
+
+
+def outcome(model: Entry, at: Point) -> str:
+    try:
+        truth = expected(model, at)
+    except RuntimeError:  # autograd does not allow the changes in place
+        return "no program"
+    try:
+        found = pipelined(model, at)
+    except CutError as error:
+        if "shares" not in str(error):
+            error.add_note(f"{model} at {at}")
+            raise
+        return "refused"
+    wrong = oracle.differences(found, truth)
+    assert not wrong, f"{model} at {at}: {wrong}"
+    return "equal"
+
+
+def check(seeds: range, changes: bool) -> None:
+    outcomes = Counter(outcome(entry(seed, changes), point(seed)) for seed in seeds)
+    programs = outcomes["equal"] + outcomes["refused"]
+    assert outcomes["equal"] >= 0.7 * programs, outcomes
+
+
+@pytest.mark.parametrize("changes", [False, True], ids=["pure", "in_place"])
+def test_random_programs(changes: bool) -> None:
+    check(range(40), changes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", [False, True], ids=["pure", "in_place"])
+@pytest.mark.parametrize("start", range(1000, 3000, CHUNK))
+def test_many_random_programs(start: int, changes: bool) -> None:
+    check(range(start, start + CHUNK), changes)
