@@ -46,12 +46,19 @@ class Checkpoints:
         pipeline: the module over the ranks; ``None`` before and after a run, when every rank has all of it.
         transport: this process's transport.
         speaker: the pipeline rank that writes.
+        holders: after a run, the ranks that had the values: the copies that callbacks keep are still divided.
     """
 
     def __init__(
-        self, module: pl.LightningModule, pipeline: Pipeline | None, transport: Transport, speaker: int
+        self,
+        module: pl.LightningModule,
+        pipeline: Pipeline | None,
+        transport: Transport,
+        speaker: int,
+        holders: Mapping[str, tuple[int, ...]],
     ) -> None:
         self._module, self._pipeline, self._transport, self._speaker = module, pipeline, transport, speaker
+        self._holders = holders
 
     @property
     def _writes(self) -> bool:
@@ -79,6 +86,9 @@ class Checkpoints:
         others = [rank for rank in range(transport.topology.ranks) if rank != self._speaker]
         items = [item for rank in others for item in receive_items(transport, rank)[0]]
         tree = assembled(checkpoint, items)
+        for states in tree.get("optimizer_states", []):
+            if "state" in states:
+                states["state"] = {index: states["state"][index] for index in sorted(states["state"])}
         if type(io) is TorchCheckpointIO and storage_options is None and _is_local_file_protocol(path):
             os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
             checkpoint_file.write(os.fspath(path), tree, self._fill)
@@ -95,11 +105,16 @@ class Checkpoints:
 
     def _owners(self, checkpoint: dict[str, Any]) -> Owners:
         transport = self._transport
-        everywhere = tuple(range(transport.topology.ranks))
-        holders = self._pipeline.owners if self._pipeline is not None else lambda name: everywhere
         members = tuple(sorted(transport.peers))
         gathered = dict(zip(members, transport.all_gather_object(state_entries(checkpoint), members), strict=True))
-        return Owners(self._module, holders, [gathered[process] for process in transport.peers], self._speaker)
+        states = [gathered[process] for process in transport.peers]
+        return Owners(self._module, self._holding, states, self._speaker)
+
+    def _holding(self, name: str) -> tuple[int, ...]:
+        """The ranks that have the true value of a parameter or buffer."""
+        if self._pipeline is not None:
+            return self._pipeline.owners(name)
+        return self._holders.get(name, tuple(range(self._transport.topology.ranks)))
 
     def _parameter_names(self, optimizers: Sequence[Optimizer]) -> list[list[str | None]]:
         names = {id(parameter): name for name, parameter in self._module.named_parameters()}

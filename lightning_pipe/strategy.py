@@ -32,6 +32,7 @@ from lightning_pipe.errors import ConfigurationError, PartitionError
 from lightning_pipe.launcher import ScriptLauncher
 from lightning_pipe.micro_batches import LossWeight
 from lightning_pipe.partition import Balance, Layers, ProfileStore, divide, find_layers
+from lightning_pipe.pipeline.ownership import named_tensors
 from lightning_pipe.pipeline.runner import Pipeline
 from lightning_pipe.refusals import (
     SEVERAL_OPTIMIZERS,
@@ -144,6 +145,7 @@ class PipeStrategy(ParallelStrategy):
         self._backend, self._timeout = process_group_backend, timeout
         self._seed = 0
         self._names: list[str] = []
+        self._holders: dict[str, tuple[int, ...]] = {}
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(schedule={self.family.name!r}, micro_batches={self._cutting.micro_batches!r})"
@@ -252,6 +254,7 @@ class PipeStrategy(ParallelStrategy):
     def _divide(self, *, later: bool) -> None:
         """Divide the layers over the ranks; with ``later``, layers may still be missing."""
         module = self._module()
+        self._synchronize_batch_norm(module)
         try:
             layers = find_layers(module, self._layers)
         except PartitionError:
@@ -275,6 +278,24 @@ class PipeStrategy(ParallelStrategy):
         report = Report(module, pipeline, self.layout, notes=(_NOT_MEASURED,) if profiles else ())
         self.run = Run(module, pipeline, world, self.precision_plugin, self._cutting, report, profiles, self._seed)
         self._names = [name for name, _ in module.named_parameters()]
+
+    def _synchronize_batch_norm(self, module: pl.LightningModule) -> None:
+        """``Trainer(sync_batchnorm=True)``: normalise over the replicas at the same position."""
+        world = self.connected
+        if self._layer_sync is None or world.replicas is None:
+            return
+        if self.family.pipes > 1:
+            raise ConfigurationError(
+                f"sync_batchnorm=True and schedule {self.family.label} do not go together: the copies of a stage on two "
+                "ranks run at different times, and would wait for each other.",
+                hint="Leave it out: deferred_batch_norm=True shares running statistics among all copies.",
+            )
+        if self.root_device.type != "cuda":
+            raise ConfigurationError(
+                f"sync_batchnorm=True needs GPUs (torch's SyncBatchNorm), this is {self.root_device}.",
+                hint="Leave it out: deferred_batch_norm=True shares running statistics among the replicas.",
+            )
+        torch.nn.SyncBatchNorm.convert_sync_batchnorm(module, world.replicas)
 
     def _stages_of(self, module: pl.LightningModule, layers: Layers) -> tuple[list[int], ProfileStore | None]:
         """The number of layers of each stage; and where to store their costs, if these are wanted and not known yet."""
@@ -424,7 +445,8 @@ class PipeStrategy(ParallelStrategy):
     def _checkpoints(self) -> Checkpoints:
         transport = self.connected.transport
         # process 0 is the rank that speaks for the first pipeline
-        return Checkpoints(self._module(), self.pipeline, transport, transport.topology.locate(0)[1])
+        speaker = transport.topology.locate(0)[1]
+        return Checkpoints(self._module(), self.pipeline, transport, speaker, self._holders)
 
     @override
     def save_checkpoint(
@@ -470,6 +492,7 @@ class PipeStrategy(ParallelStrategy):
         if run is not None:
             run.end()
             if not self._interrupted():
+                self._holders = {name: run.pipeline.owners(name) for name, _ in named_tensors(self._module())}
                 run.pipeline.restore()
         super().teardown()
 

@@ -54,7 +54,7 @@ def test_only_the_source_loads() -> None:
     found = on_three_ranks(make, lambda mirror: (len(mirror), batches(mirror), batches(mirror)), source=1)
     assert found[0] == found[1] == found[2]
     assert found[0][0] == 3
-    assert sorted(sum(found[0][1], [])) == list(range(10))
+    assert sorted(value for batch in found[0][1] for value in batch) == list(range(10))
 
 
 def test_loaders_without_length() -> None:
