@@ -18,7 +18,7 @@ class Report:
         before: validation metrics before training.
         after: validation metrics after training.
         samples_per_second: training speed over all replicas; None when too short to measure.
-        bubble: measured share of the ranks' time spent waiting; None without a pipeline.
+        bubble: share of the ranks' time spent waiting, measured in one batch; None without a pipeline.
         predicted_bubble: the schedule's own, with equal stages.
         seconds: from start to end.
     """
@@ -46,7 +46,9 @@ class Report:
         if self.samples_per_second is not None:
             lines.append(f"  {'training speed':<24}{_number(self.samples_per_second)} samples/s")
         if self.bubble is not None and self.predicted_bubble is not None:
-            percent = f"{self.bubble:.1%} of the ranks' time measured, {self.predicted_bubble:.1%} by the schedule"
+            percent = (
+                f"{self.bubble:.1%} measured in the batch of the timeline, {self.predicted_bubble:.1%} by the schedule"
+            )
             lines.append(f"  {'pipeline bubble':<24}{percent.replace('%', ' %')}")
         lines.append(f"  everything is in {self.output}")
         return "\n".join([*lines, *(f"    {name:<22}{text}" for name, text in self.contents())])
