@@ -23,6 +23,7 @@ from lightning_pipe.pipeline.ownership import Ownership, named_tensors
 from lightning_pipe.pipeline.recompute import BufferGuard
 from lightning_pipe.pipeline.reduce import GradientReducer
 from lightning_pipe.pipeline.rng import Streams
+from lightning_pipe.pipeline.sharding import Group
 from lightning_pipe.pipeline.stage import Batch, Stages, Step
 from lightning_pipe.pipeline.transport import Channel, Lane, Transport
 from lightning_pipe.schedules import Action, Family, Kind, Schedule, forward_only, lower
@@ -51,6 +52,7 @@ class Pipeline:
     Attributes:
         elapsed: seconds of all training batches but the first.
         busy: seconds of them that this rank computed.
+        shared: the parameters that other processes hold as well, from the first training batch on.
 
     Raises:
         PartitionError: the balance does not add up to the layers.
@@ -118,6 +120,7 @@ class Pipeline:
             self._stage_done,
         )
         self.reducer: GradientReducer | None = None
+        self.shared: list[Group] = []
         self._reducing = False
         self._checked = False
         self.elapsed = 0.0
@@ -376,6 +379,7 @@ class Pipeline:
             key = _stage_key(min(stages)) if alone else (_SHARED, *self.owners(name))
             by_key.setdefault(key, []).append(parameter)
             members[key] = self._members(self.owners(name))
+        self.shared = [Group(members[key], tuple(by_key[key])) for key in sorted(members) if len(members[key]) > 1]
         self.reducer = GradientReducer(self.transport)
         for key, parameters in by_key.items():
             self.reducer.add(key, parameters, members.get(key, (self.transport.process,)))
