@@ -25,6 +25,7 @@ from lightning_pipe.pipeline.rng import Streams, mix
 from lightning_pipe.pipeline.runner import Pipeline
 from lightning_pipe.precision import loss_scale, over_stages
 from lightning_pipe.reporting import Report
+from lightning_pipe.sharded import ShardedOptimizers
 from lightning_pipe.split import SplitBatch
 from lightning_pipe.step import Result, UserStep, from_loss_ranks, join
 from lightning_pipe.world import World
@@ -54,6 +55,7 @@ class Run:
         cutting: how batches are cut.
         report: tells the user about the training.
         profiles: where the costs of the layers are to be stored after the first batch; ``None``: they are not measured.
+        sharded: divides optimizers over the holders of parameters; ``None``: each holder updates all it holds.
         seed: from which all random streams derive.
     """
 
@@ -66,12 +68,14 @@ class Run:
         cutting: Cutting,
         report: Report,
         profiles: ProfileStore | None,
+        sharded: ShardedOptimizers | None,
         seed: int,
     ) -> None:
         self.pipeline = pipeline
         self.report = report
         self.blocked = False
         self._profiles = profiles
+        self.sharded = sharded
         self._module, self._world, self._precision, self._cutting, self._seed = module, world, precision, cutting, seed
         self._ranks = world.layout.pipeline_parallel_size
         self._accumulated = False
@@ -147,6 +151,9 @@ class Run:
         self._accumulated |= self.blocked
         if not settled:
             self._drop_foreign_state(optimizers)
+            if self.sharded is not None:
+                self.sharded.install(optimizers)
+                self._changed.callback(self.sharded.remove)
         return self._output(result, cut, held)
 
     @contextmanager

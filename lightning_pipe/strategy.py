@@ -45,6 +45,7 @@ from lightning_pipe.reporting import Report
 from lightning_pipe.running import Cutting, Run
 from lightning_pipe.schedules import Family, Schedule
 from lightning_pipe.schedules.recompute import Mode as Recompute
+from lightning_pipe.sharded import ShardedOptimizers
 from lightning_pipe.split import SplitBatch
 from lightning_pipe.world import World, arrange, check_world_size
 
@@ -54,7 +55,6 @@ DEFAULT_TIMEOUT = timedelta(minutes=30)
 """As long as Lightning and torch wait: preparing data on one process counts."""
 
 _NOT_MEASURED = "the layers have not been measured yet: balanced by parameters; the next run has the measurements"
-_SUPPORTED = {"shard_optimizer": False, "reproducible_rng": True}
 
 
 class PipeStrategy(ParallelStrategy):
@@ -80,7 +80,8 @@ class PipeStrategy(ParallelStrategy):
         loss_weight: what the loss of a micro-batch counts, as a function of it; ``None``: its number of samples.
         split_batch: ``split_batch(batch, m)`` returns m micro-batches; ``None``: along dimension 0 of every tensor that
             has the batch's length.
-        shard_optimizer: only ``False`` is supported.
+        shard_optimizer: whether each of several holders of a parameter (replicas, and the copies of a stage in
+            bidirectional schedules) updates and remembers only a part: ZeRO stage 1.
         save_distributed_checkpoint: ``False``: one ordinary Lightning ``.ckpt``; ``True``: a folder, by all ranks.
         process_group_backend: of torch.distributed; ``None``: NCCL on GPUs, Gloo on CPUs.
         timeout: the longest that one process waits for another.
@@ -128,9 +129,8 @@ class PipeStrategy(ParallelStrategy):
         precision_plugin: Precision | None = None,
     ) -> None:
         super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
-        for name, value in {"shard_optimizer": shard_optimizer, "reproducible_rng": reproducible_rng}.items():
-            if value != _SUPPORTED[name]:
-                raise ConfigurationError(f"{name}={value!r} is not supported.", hint=f"Leave {name} out.")
+        if not reproducible_rng:
+            raise ConfigurationError("reproducible_rng=False is not supported.", hint="Leave it out: it costs nothing.")
         self.family = schedules.get(schedule)
         self.num_nodes = 1
         self.world: World | None = None
@@ -140,6 +140,7 @@ class PipeStrategy(ParallelStrategy):
         self._layers, self._balance = layers, balance
         self._recompute: Recompute = recompute
         self._deferred_batch_norm = deferred_batch_norm
+        self._shard_optimizer = shard_optimizer
         self._cutting = Cutting(micro_batches, split_batch, loss_weight)
         self._save_folder = save_distributed_checkpoint
         self._backend, self._timeout = process_group_backend, timeout
@@ -275,8 +276,11 @@ class PipeStrategy(ParallelStrategy):
         pipeline.partition()
         # loading a whole state into a divided module passes by the layers of other ranks
         warnings.filterwarnings("ignore", message=".*copying from a non-meta parameter in the checkpoint to a meta.*")
+        sharded = ShardedOptimizers(pipeline, self.precision_plugin) if self._shard_optimizer else None
         report = Report(module, pipeline, self.layout, notes=(_NOT_MEASURED,) if profiles else ())
-        self.run = Run(module, pipeline, world, self.precision_plugin, self._cutting, report, profiles, self._seed)
+        self.run = Run(
+            module, pipeline, world, self.precision_plugin, self._cutting, report, profiles, sharded, self._seed
+        )
         self._names = [name for name, _ in module.named_parameters()]
 
     def _synchronize_batch_norm(self, module: pl.LightningModule) -> None:
@@ -286,8 +290,8 @@ class PipeStrategy(ParallelStrategy):
             return
         if self.family.pipes > 1:
             raise ConfigurationError(
-                f"sync_batchnorm=True and schedule {self.family.label} do not go together: the copies of a stage on two "
-                "ranks run at different times, and would wait for each other.",
+                f"sync_batchnorm=True and schedule {self.family.label} do not go together: the copies of a stage on "
+                "two ranks run at different times, and would wait for each other.",
                 hint="Leave it out: deferred_batch_norm=True shares running statistics among all copies.",
             )
         if self.root_device.type != "cuda":
@@ -298,7 +302,7 @@ class PipeStrategy(ParallelStrategy):
         torch.nn.SyncBatchNorm.convert_sync_batchnorm(module, world.replicas)
 
     def _stages_of(self, module: pl.LightningModule, layers: Layers) -> tuple[list[int], ProfileStore | None]:
-        """The number of layers of each stage; and where to store their costs, if these are wanted and not known yet."""
+        """The number of layers of each stage, and where to store their costs if they are wanted and not known yet."""
         if self._balance not in ("time", "memory"):
             return divide(module, layers, self.layout.stages, self._balance), None
         store, world = ProfileStore(), self.connected
@@ -460,6 +464,13 @@ class PipeStrategy(ParallelStrategy):
             self._checkpoints().save_file(checkpoint, filepath, self.checkpoint_io, storage_options)
         else:
             super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        sharded = None if self.run is None else self.run.sharded
+        if sharded is None or self._interrupted():
+            return super().optimizer_state(optimizer)
+        return sharded.state_of(getattr(optimizer, "_optimizer", optimizer))
 
     @override
     def load_checkpoint(self, checkpoint_path: str | PathLike[str], weights_only: bool | None = None) -> dict[str, Any]:

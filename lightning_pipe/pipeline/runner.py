@@ -379,7 +379,9 @@ class Pipeline:
             key = _stage_key(min(stages)) if alone else (_SHARED, *self.owners(name))
             by_key.setdefault(key, []).append(parameter)
             members[key] = self._members(self.owners(name))
-        self.shared = [Group(members[key], tuple(by_key[key])) for key in sorted(members) if len(members[key]) > 1]
+        self.shared = [
+            Group(members[key], tuple(by_key[key]), turn=key[-1]) for key in sorted(members) if len(members[key]) > 1
+        ]
         self.reducer = GradientReducer(self.transport)
         for key, parameters in by_key.items():
             self.reducer.add(key, parameters, members.get(key, (self.transport.process,)))

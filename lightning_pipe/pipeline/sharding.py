@@ -16,10 +16,11 @@ from lightning_pipe.pipeline.transport import Transport
 
 
 class Group(NamedTuple):
-    """Parameters that the same processes hold."""
+    """Parameters that the same processes hold; ``turn`` says which of these gets the first one."""
 
     members: tuple[int, ...]
     parameters: tuple[nn.Parameter, ...]
+    turn: int = 0
 
 
 class Shards:
@@ -40,9 +41,10 @@ class Shards:
         self._owner: dict[int, int] = {}
         for group in groups:
             parts: dict[int, list[nn.Parameter]] = {member: [] for member in group.members}
-            load = dict.fromkeys(group.members, 0)
+            turn = group.turn % len(group.members)
+            load = dict.fromkeys(group.members[turn:] + group.members[:turn], 0)
             for parameter in sorted(group.parameters, key=lambda parameter: -parameter.numel()):
-                member = min(group.members, key=lambda member: (load[member], member))
+                member = min(load, key=lambda member: load[member])
                 load[member] += parameter.numel()
                 parts[member].append(parameter)
                 self._owner[id(parameter)] = member

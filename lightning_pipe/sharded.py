@@ -1,0 +1,57 @@
+"""``shard_optimizer=True``: optimizers that update and remember only this process's part of what several hold."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import MethodType
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.plugins.precision import Precision
+from torch.optim import Optimizer
+
+from lightning_pipe.pipeline.runner import Pipeline
+from lightning_pipe.pipeline.sharding import Shards
+
+
+class ShardedOptimizers:
+    """Divides the optimizers of a run over the holders of each parameter, from its first training batch on.
+
+    Args:
+        pipeline: knows who holds what.
+        precision: the Trainer's precision plugin: gradients are dropped after it has clipped them.
+    """
+
+    def __init__(self, pipeline: Pipeline, precision: Precision) -> None:
+        self._pipeline, self._precision = pipeline, precision
+        self._shards: Shards | None = None
+        self._hooks: list[Any] = []
+
+    def install(self, optimizers: Sequence[Optimizer]) -> None:
+        """Begin, once the pipeline has settled who holds what."""
+        shards = self._shards = Shards(self._pipeline.shared, self._pipeline.transport)
+        shards.drop_states(optimizers)
+        after_closure = self._precision._after_closure
+
+        def drop(plugin: Precision, model: pl.LightningModule, optimizer: Any) -> None:
+            after_closure(model, optimizer)
+            shards.drop_gradients()
+
+        self._precision._after_closure = MethodType(drop, self._precision)  # type: ignore[method-assign]
+        self._hooks = [optimizer.register_step_post_hook(lambda *_: shards.share()) for optimizer in optimizers]
+
+    def remove(self) -> None:
+        """End."""
+        vars(self._precision).pop("_after_closure", None)
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    def state_of(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The whole state of what this process holds. Collective."""
+        if self._shards is None:
+            return optimizer.state_dict()
+        self._shards.gather_states([optimizer])
+        state = optimizer.state_dict()
+        self._shards.drop_states([optimizer])
+        return state

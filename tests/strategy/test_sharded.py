@@ -1,0 +1,66 @@
+"""``shard_optimizer=True`` under the Trainer: the same training, a part of the state, ordinary checkpoints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+
+from tests import launch, oracle
+from tests.strategy.lit import Data, Lit
+from tests.strategy.worlds import QUIET, quiet
+
+CASES: dict[str, dict[str, Any]] = {
+    "chimera": {"schedule": "chimera", "micro_batches": 4},
+    "replicas": {"schedule": "1f1b", "data_parallel_size": 2, "micro_batches": 1},
+}
+
+
+def fit(process: int, name: str, folder: str) -> tuple[dict[str, float], int]:
+    """Train two epochs in two processes with and without sharding; the first one's losses and state elements."""
+    from lightning_pipe import PipeStrategy
+
+    quiet()
+    found = {}
+    for sharded in (False, True):
+        L.seed_everything(7, verbose=False)
+        module = Lit().double()
+        strategy = PipeStrategy(**CASES[name], shard_optimizer=sharded)
+        trainer = L.Trainer(
+            accelerator="cpu", devices=2, strategy=strategy, max_epochs=2, gradient_clip_val=0.5, **QUIET
+        )
+        counts: list[int] = []
+
+        class Count(L.Callback):
+            def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+                state = trainer.optimizers[0].state
+                counts.append(sum(v.numel() for s in state.values() for v in s.values() if v.dim()))  # noqa: B023
+                trainer.save_checkpoint(Path(folder) / f"{name}-{sharded}.ckpt")  # noqa: B023
+
+        trainer.callbacks.append(Count())
+        trainer.fit(module, datamodule=Data())
+        found[sharded] = (oracle.state_of(module), counts[0])
+    for key, value in found[False][0].items():
+        assert torch.equal(value, found[True][0][key]), key
+    return {"plain": found[False][1], "sharded": found[True][1]}, process
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("name", CASES)
+def test_training_and_checkpoint_are_those_without_sharding(name: str, tmp_path: Path) -> None:
+    results = launch.run_trainers(fit, 2, timeout=100, name=name, folder=str(tmp_path))
+    plain = [result[0]["plain"] for result in results]
+    sharded = [result[0]["sharded"] for result in results]
+    assert sum(sharded) == plain[0] == plain[1]
+    assert max(sharded) < plain[0]
+    one, other = (torch.load(tmp_path / f"{name}-{kind}.ckpt", weights_only=False) for kind in (False, True))
+    for key, value in one["state_dict"].items():
+        assert torch.equal(value, other["state_dict"][key]), key
+    states = [checkpoint["optimizer_states"][0]["state"] for checkpoint in (one, other)]
+    assert states[0].keys() == states[1].keys()
+    for index, state in states[0].items():
+        for key, value in state.items():
+            assert torch.equal(value, states[1][index][key]), (index, key)
