@@ -608,7 +608,7 @@ class Entry:
         batches: makes the first batches, always the same ones.
         layers: what the user passes as ``layers=``.
         threads: several ranks may live in one process. Not so where random numbers are drawn: threads share generators.
-        replicas: runs with several pipelines equal one device.
+        replicas: runs in which a stage is on several ranks equal one device.
         fewest: samples that a micro-batch must have.
         main: belongs to the full sweep; the others are swept at fewer points.
     """

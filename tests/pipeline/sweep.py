@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from typing import Literal
 
 import torch
 from torch import nn
@@ -33,6 +34,7 @@ class Point:
         steps: optimizer steps.
         ranks: ranks in one pipeline, where not as many as the stages ask for.
         evaluate: run a forward-only batch of another size after every training batch.
+        recompute: which forward passes run again before their backward pass.
     """
 
     schedule: str = "1f1b"
@@ -44,6 +46,7 @@ class Point:
     steps: int = 3
     ranks: int | None = None
     evaluate: bool = False
+    recompute: Literal["never", "except_last", "always"] = "never"
 
     @property
     def pipeline_ranks(self) -> int:
@@ -53,7 +56,9 @@ class Point:
 
     def __str__(self) -> str:
         extra = "-".join(
-            f"{name}{getattr(self, name)}" for name in ("accumulate", "ranks") if getattr(self, name) not in (1, None)
+            f"{name}_{getattr(self, name)}"
+            for name in ("accumulate", "ranks", "recompute")
+            if getattr(self, name) not in (1, None, "never")
         )
         return f"{self.schedule}-s{self.stages}-m{self.micro_batches}-d{self.replicas}" + (f"-{extra}" if extra else "")
 
@@ -81,15 +86,17 @@ def check(entry: Entry, point: Point) -> None:
 
 def pipelined(entry: Entry, point: Point) -> Trace:
     """Trains over one thread per rank; all ranks must end with the same weights."""
-    topology = Topology.for_schedule(point.pipeline_ranks, point.replicas)
+    ranks, family = point.pipeline_ranks, schedules.get(point.schedule)
+    loss_rank = family.build(ranks, 2 * ranks, stages=point.stages).loss_ranks[0]
+    topology = Topology.for_schedule(ranks, point.replicas, loss_rank=loss_rank)
     world = memory_world(topology, timeout=timedelta(seconds=20))
     # threads share the generator that initial weights are drawn from: build before they start
     modules = [entry.build() for _ in world]
     traces = run_threads(world, lambda t: _rank(entry, modules[t.process], point, t), timeout=60)
     whole = Trace(weights=traces[0].weights)
-    spoke = [trace.losses for trace in traces if trace.losses]
-    assert len(spoke) == point.replicas
-    whole.losses = [loss for step in zip(*spoke, strict=True) for loss in step]
+    # a rank notes its part of the loss: bidirectional schedules have two with losses
+    for batch in zip(*(trace.losses for trace in traces), strict=True):
+        whole.losses += [sum(batch[start : start + ranks]) for start in range(0, len(batch), ranks)]
     for trace in traces[1:]:
         oracle.assert_equal(replace(trace, losses=[]), whole, tolerance=0.0)
     return whole
@@ -98,7 +105,7 @@ def pipelined(entry: Entry, point: Point) -> Trace:
 def _rank(entry: Entry, module: Module, point: Point, transport: MemoryTransport) -> Trace:
     layers = find_layers(module, entry.layers)
     balance = divide(module, layers, point.stages)
-    pipeline = Pipeline(module, layers, balance, schedules.get(point.schedule), transport)
+    pipeline = Pipeline(module, layers, balance, schedules.get(point.schedule), transport, recompute=point.recompute)
     pipeline.partition()
     optimizer = module.configure_optimizers()
     batches = iter(entry.batches(point.steps * point.replicas * point.accumulate))
@@ -115,9 +122,8 @@ def _rank(entry: Entry, module: Module, point: Point, transport: MemoryTransport
             seed=index,
             reduce=last,
         )
-        if results:
-            shares = oracle.shares(parts)
-            trace.losses.append(sum(shares[i] * oracle.loss_of(result).item() for i, result in results.items()))
+        shares = oracle.shares(parts)
+        trace.losses.append(sum(shares[i] * oracle.loss_of(result).item() for i, result in results.items()))
         if point.evaluate:
             _evaluate(entry, pipeline, index)
         if last:
@@ -150,4 +156,4 @@ def _evaluate(entry: Entry, pipeline: Pipeline, index: int) -> None:
     with torch.no_grad():
         results = pipeline.evaluate(lambda _, part: module.loss(part), parts, seed=index)
     module.train()
-    assert len(results) == (len(parts) if pipeline.is_loss_rank else 0)
+    assert bool(results) == pipeline.is_loss_rank

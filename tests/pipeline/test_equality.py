@@ -23,18 +23,40 @@ NAMED = [
     Point("1f1b", stages=4, micro_batches=3, ranks=1),
 ]
 
+FURTHER = [
+    Point("zero_bubble", stages=4, micro_batches=4),
+    Point("dualpipev", stages=4, micro_batches=4, ranks=2),
+    Point("chimera", stages=4, micro_batches=4),
+    Point("gems", stages=2, micro_batches=3, replicas=2),
+    Point("gpipe", stages=4, micro_batches=3, recompute="always"),
+    Point("1f1b", stages=2, micro_batches=3, recompute="except_last", evaluate=True),
+]
+
 
 def cases(entries: Iterable[Entry], points: Iterable[Point]) -> list[Any]:
     """The points at which each model can equal one device, threads being the ranks."""
     return [
         pytest.param(entry, point, id=f"{entry}-{point}")
         for entry, point in product(entries, points)
-        if entry.threads and (entry.replicas or point.replicas == 1) and BATCH // point.micro_batches >= entry.fewest
+        if entry.threads
+        and (entry.replicas or (point.replicas == 1 and point.schedule not in ("chimera", "gems")))
+        and BATCH // point.micro_batches >= entry.fewest
     ]
 
 
 @pytest.mark.parametrize(("entry", "point"), cases(MAIN, NAMED))
 def test_main_models(entry: Entry, point: Point) -> None:
+    check(entry, point)
+
+
+@pytest.mark.parametrize(("entry", "point"), cases(MAIN, FURTHER))
+def test_main_models_with_further_schedules(entry: Entry, point: Point) -> None:
+    check(entry, point)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("entry", "point"), cases(SMALL, FURTHER))
+def test_small_models_with_further_schedules(entry: Entry, point: Point) -> None:
     check(entry, point)
 
 
