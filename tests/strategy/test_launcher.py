@@ -1,0 +1,122 @@
+"""How the other processes of a run are started."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from lightning.fabric.plugins.environments import LightningEnvironment
+from omegaconf import OmegaConf
+
+from lightning_pipe import launcher
+from lightning_pipe.launcher import ScriptLauncher
+
+SCRIPT = """
+import hydra, lightning as L, lightning_pipe
+from hydra.core.hydra_config import HydraConfig
+
+@hydra.main(version_base=None, config_path=None)
+def main(config):
+    trainer = L.Trainer(accelerator="cpu", devices=config.devices, strategy="pipe", logger=False, max_epochs=1,
+                        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
+    from tests.strategy.lit import Data, Lit
+    trainer.fit(Lit().double(), datamodule=Data())
+    folder = HydraConfig.get().runtime.output_dir
+    with open(f"{folder}/process_{trainer.global_rank}_of_{trainer.world_size}", "w"):
+        pass
+
+main()
+"""
+
+
+def job(number: int, folder: str) -> Any:
+    """Hydra's configuration in one job of a sweep."""
+    return OmegaConf.create(
+        {
+            "job": {"num": number, "name": "train"},
+            "runtime": {"output_dir": folder, "cwd": "/work"},
+            "overrides": {
+                "task": ["trainer.devices=2", "optim.lr=0.1"],
+                "hydra": ["hydra.mode=MULTIRUN", "hydra.sweep.dir=out", "hydra.verbose=true"],
+            },
+        }
+    )
+
+
+@pytest.fixture
+def in_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launcher, "_hydra", lambda: job(3, "out/it's"))
+    monkeypatch.setattr(sys, "argv", ["train.py", "-m", "-cn", "big", "trainer.devices=2,3", "--config-dir=conf"])
+
+
+def test_children_get_the_overrides_of_the_job(in_job: None) -> None:
+    command, folder = launcher._command(local_rank=1)
+    assert folder == "/work"
+    arguments = command[command.index("-cn") :]
+    assert arguments == [
+        *["-cn", "big", "--config-dir=conf", "trainer.devices=2", "optim.lr=0.1", "hydra.verbose=true"],
+        *[
+            "hydra.run.dir='out/it\\'s'",
+            "hydra.output_subdir=null",
+            "hydra.job.name=train_process_1",
+            "hydra.job.num=3",
+        ],
+    ]
+    assert "-m" not in arguments
+
+
+def test_without_hydra_the_command_line_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["train.py", "--devices", "2"])
+    command, folder = launcher._command(local_rank=1)
+    assert command[-2:] == ["--devices", "2"]
+    assert folder is None
+
+
+class Process:
+    """Stands for a child."""
+
+    def __init__(self, *arguments: Any, env: dict[str, str], **options: Any) -> None:
+        self.env, self.waited = env, False
+
+    def wait(self) -> int:
+        self.waited = True
+        return 0
+
+
+def test_the_next_job_finds_nothing_of_the_last(in_job: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = dict(os.environ)
+    for name in launcher._VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    clean = dict(os.environ)
+    monkeypatch.setattr(launcher, "subprocess", SimpleNamespace(Popen=Process))
+    starter = ScriptLauncher(LightningEnvironment(), num_processes=3, num_nodes=1)
+    starter._call_children_scripts()
+    assert [child.env["LOCAL_RANK"] for child in starter.procs] == ["1", "2"]  # type: ignore[attr-defined]
+    assert os.environ["WORLD_SIZE"] == "3"
+    ScriptLauncher.forget_finished_job()  # still the same job
+    assert os.environ["WORLD_SIZE"] == "3"
+    monkeypatch.setattr(launcher, "_hydra", lambda: job(4, "other"))
+    ScriptLauncher.forget_finished_job()
+    assert dict(os.environ) == clean
+    assert all(child.waited for child in starter.procs)  # type: ignore[attr-defined]
+    os.environ.update(before)
+
+
+@pytest.mark.slow
+def test_a_sweep_over_the_number_of_processes(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    root = Path(__file__).parents[2]
+    environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(script), "-m", "+devices=2,3,2", f"hydra.sweep.dir={tmp_path}/out"]
+    subprocess.run(command, check=True, timeout=110, env=environment, cwd=tmp_path)
+    found = {folder: sorted(p.name for p in (tmp_path / "out" / folder).glob("process_*")) for folder in "012"}
+    worlds = {"0": 2, "1": 3, "2": 2}
+    assert found == {
+        folder: [f"process_{process}_of_{size}" for process in range(size)] for folder, size in worlds.items()
+    }

@@ -1,0 +1,179 @@
+"""What cannot work says so, on every process, within seconds, with what to do instead."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch import callbacks
+from torch import Tensor
+from torch.utils.data import DataLoader, default_collate
+
+from lightning_pipe import PipeStrategy
+from lightning_pipe.errors import CommunicationError, ConfigurationError, CutError, PartitionError, ScheduleError
+from lightning_pipe.refusals import check_optimizers
+from tests.launch import Outcome, outcomes
+from tests.strategy.lit import Data, Lit, dataset
+from tests.strategy.worlds import QUIET, BuiltInSetup, quiet
+
+
+class Manual(Lit):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class FetchesItself(Lit):
+    def training_step(self, dataloader_iter: Any) -> Tensor:
+        raise AssertionError("called")
+
+
+class TwoOptimizers(Lit):
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(part.parameters(), lr=0.1) for part in (self.embed, self.model)]
+
+
+class Lbfgs(Lit):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters())
+
+
+def fit(module: L.LightningModule, devices: int = 1, data: Any = Data, **strategy: Any) -> None:
+    """Train for one epoch."""
+    quiet()
+    calls = strategy.pop("callbacks", [])
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=devices,
+        strategy=PipeStrategy(**strategy),
+        max_epochs=1,
+        callbacks=calls,
+        **QUIET,
+    )
+    trainer.fit(module.double(), datamodule=data())
+
+
+@pytest.mark.parametrize(
+    ("module", "message"),
+    [
+        (Manual, "automatic optimization with one optimizer"),
+        (FetchesItself, "training_step\\(batch, batch_idx\\)"),
+        (TwoOptimizers, "one optimizer with several parameter groups"),
+        (Lbfgs, "treats every parameter by itself"),
+    ],
+)
+def test_modules_that_a_pipeline_cannot_train(module: type[Lit], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        fit(module(), stages=2)
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "message"),
+    [
+        ({"schedule": "1f1c"}, ScheduleError, "Did you mean '1f1b'"),
+        ({"shard_optimizer": True}, ConfigurationError, "shard_optimizer"),
+        ({"pipeline_parallel_size": 3}, ConfigurationError, "pipeline_parallel_size=1"),
+        ({"stages": 9}, PartitionError, "5 layers .* cannot fill 9 stages"),
+        ({"stages": 2, "layers": "modle"}, PartitionError, "Did you mean layers='model'"),
+        ({"stages": 2, "balance": [2, 2]}, PartitionError, "2 \\+ 2 = 4"),
+        ({"stages": 2, "split_batch": lambda batch, m: []}, ConfigurationError, "split_batch"),
+    ],
+)
+def test_options_that_do_not_fit(options: dict[str, Any], kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=message):
+        fit(Lit(), **options)
+
+
+class SAM(torch.optim.SGD):
+    """Named like the optimizer that joins all gradients."""
+
+
+def test_optimizers_that_join_what_ranks_have_apart() -> None:
+    parameters = [torch.nn.Parameter(torch.ones(1))]
+    with pytest.raises(ConfigurationError, match="norm of all gradients"):
+        check_optimizers([SAM(parameters, lr=0.1)], ranks=2)
+    check_optimizers([SAM(parameters, lr=0.1)], ranks=1)
+    clipping = torch.optim.SGD([{"params": parameters, "max_grad_norm": 1.0}], lr=0.1)
+    with pytest.raises(ConfigurationError, match=r"gradient_clip_val=1\.0"):
+        check_optimizers([clipping], ranks=2)
+
+
+def test_averaging_of_layers_that_come_late() -> None:
+    with pytest.raises(ConfigurationError, match="Build the layers in __init__"):
+        fit(BuiltInSetup(), stages=2, callbacks=[callbacks.EMAWeightAveraging()])
+
+
+def test_processes_that_did_not_come_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigurationError, match=r"asks for 3 processes .* has 2"):
+        fit(Lit(), devices=3)
+
+
+# ------------------------------------------------------------------ errors while it runs
+
+
+class Broken(Lit):
+    """Fails in the third batch, in a way of one's choice."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx == 2 and self.how == "first" and self.global_rank == 1:
+            raise ValueError("a bug on the first stage")
+        loss = super().training_step(batch, batch_idx)
+        if batch_idx == 2 and self.how == "last":
+            raise ValueError("a bug on the last stage")
+        if self.how == "twice":
+            return loss + super().training_step(batch, batch_idx)
+        return None if batch_idx == 2 and self.how == "none" else loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 2 and self.how == "hook" and self.global_rank == 1:
+            raise ValueError("a bug in a hook")
+
+
+class BrokenSamples(Data):
+    """Its third batch cannot be loaded."""
+
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(dataset(44), batch_size=8, collate_fn=self.collate)
+
+    def collate(self, items: list[Any]) -> Any:
+        self.length -= 8
+        if self.length < 24:
+            raise KeyError("broken sample")
+        return default_collate(items)
+
+
+def fail(process: int, how: str) -> None:
+    """Train until it fails."""
+    fit(Broken(how), devices=2, data=BrokenSamples if how == "data" else Data, micro_batches=2)
+
+
+FAILURES: dict[str, tuple[int, type[BaseException], str]] = {
+    "last": (0, ValueError, "a bug on the last stage"),
+    "first": (1, ValueError, "a bug on the first stage"),
+    "hook": (1, ValueError, "a bug in a hook"),
+    "data": (0, KeyError, "broken sample"),
+    "none": (0, ConfigurationError, "without a loss tensor"),
+    "twice": (0, CutError, "a second time"),
+}
+
+
+@pytest.mark.parametrize("how", FAILURES)
+def test_one_error_ends_all_processes(how: str) -> None:
+    process, kind, message = FAILURES[how]
+    start = time.monotonic()
+    ended: list[Outcome] = outcomes(fail, 2, timeout=40, group_timeout=None, how=how)
+    assert time.monotonic() - start < 30
+    assert isinstance(ended[process].error, kind)
+    assert message in str(ended[process].error)
+    other = ended[1 - process].error
+    assert isinstance(other, CommunicationError)
+    assert message in str(other)
