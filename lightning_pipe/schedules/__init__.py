@@ -16,6 +16,7 @@ from lightning_pipe.schedules.one_f_one_b import OneFOneB
 from lightning_pipe.schedules.pipedream import PipeDream, PipeDream2BW
 from lightning_pipe.schedules.recompute import with_recompute
 from lightning_pipe.schedules.registry import get, names, register
+from lightning_pipe.schedules.stream import Stream, stream
 from lightning_pipe.schedules.zero_bubble import ZeroBubble
 
 register("naive")(Naive)
@@ -44,6 +45,7 @@ __all__ = [
     "PipeDream2BW",
     "Placement",
     "Schedule",
+    "Stream",
     "ZeroBubble",
     "forward_only",
     "get",
@@ -52,6 +54,7 @@ __all__ = [
     "names",
     "read_csv",
     "register",
+    "stream",
     "with_recompute",
     "write_csv",
 ]

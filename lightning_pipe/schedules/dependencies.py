@@ -65,6 +65,7 @@ def play(
     schedule: Schedule,
     duration: Callable[[Action], Number] = lambda action: NOMINAL[action.kind],
     transfer: Callable[[Action], Number] = lambda action: 0,
+    release: Callable[[Action], Number] = lambda action: 0,
 ) -> list[list[Timed]]:
     """Run every rank's actions in order, each as soon as its rank is free and what it needs has arrived.
 
@@ -72,6 +73,7 @@ def play(
         schedule: the schedule.
         duration: time of an action.
         transfer: time from the end of an action until its result is on another rank.
+        release: time before which an action cannot start.
 
     Returns:
         For every rank its actions with start and end, in exactly the arithmetic of the durations given.
@@ -89,7 +91,7 @@ def play(
         rank = ready.popleft()
         while len(played[rank]) < len(queues[rank]):
             action = queues[rank][len(played[rank])]
-            start = free[rank]
+            start = max(free[rank], release(action))
             need = remote_need(action, schedule.stages)
             if need is not None:
                 if need not in done:

@@ -99,6 +99,14 @@ class Family(ABC):
             )
         return self, needed
 
+    def for_batches_of(self, micro_batches: int) -> Family:
+        """The family for batches of so many micro-batches, where its orders depend on that: without a flush.
+
+        Args:
+            micro_batches: what a batch is to be cut into.
+        """
+        return self
+
     def versions(self, schedule: Schedule) -> Mapping[tuple[int, int], int]:
         """For :attr:`Schedule.versions`; by default each stage's newest."""
         return schedule.versions

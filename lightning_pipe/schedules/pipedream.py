@@ -122,6 +122,10 @@ class PipeDream2BW(Family):
             )
         return super().placed(ranks, stages)
 
+    def for_batches_of(self, micro_batches: int) -> Family:
+        """With this number, unless another was given."""
+        return PipeDream2BW(micro_batches) if self.accumulate is None else self
+
     def orders(self, ranks: int, micro_batches: int) -> Orders:
         """1F1B, with a step behind the last backward pass of every batch."""
         size = self.accumulate or ranks
