@@ -8,14 +8,30 @@ from typing import TYPE_CHECKING, Any
 from lightning_pipe import registry, schedules
 
 if TYPE_CHECKING:
-    from lightning_pipe import partition, simulate
+    from lightning_pipe import partition, simulate, skip
+    from lightning_pipe.pipeline.batchnorm import DeferredBatchNorm
+    from lightning_pipe.pipeline.recompute import is_recomputing
     from lightning_pipe.simulate import Costs
     from lightning_pipe.strategy import PipeStrategy
 
-__all__ = ["Costs", "PipeStrategy", "partition", "schedules", "simulate"]
+__all__ = [
+    "Costs",
+    "DeferredBatchNorm",
+    "PipeStrategy",
+    "is_recomputing",
+    "partition",
+    "schedules",
+    "simulate",
+    "skip",
+]
 
-_MODULES = ("partition", "simulate")
-_HOMES = {"Costs": "lightning_pipe.simulate", "PipeStrategy": "lightning_pipe.strategy"}
+_MODULES = ("partition", "simulate", "skip")
+_HOMES = {
+    "Costs": "lightning_pipe.simulate",
+    "DeferredBatchNorm": "lightning_pipe.pipeline.batchnorm",
+    "PipeStrategy": "lightning_pipe.strategy",
+    "is_recomputing": "lightning_pipe.pipeline.recompute",
+}
 
 registry.install()
 
