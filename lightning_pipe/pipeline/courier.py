@@ -98,7 +98,7 @@ class Courier:
     sent_bytes: int = 0
     _plans: dict[tuple[int, int, Hashable], Plan] = field(default_factory=dict)
     _posted: dict[tuple[str, Way], _Posted] = field(default_factory=dict)
-    _sending: list[tuple[Work, Tensor | None]] = field(default_factory=list)
+    _sending: list[Work] = field(default_factory=list)
 
     # ------------------------------------------------------------------ forward
 
@@ -115,7 +115,7 @@ class Courier:
                 self.transfers[at] = Transfer(key, plan.path, tuple(_order(plan)))
                 return
         values = [tensor.detach().cpu() for tensor in crossing.tensors]
-        self._sending.append((self.transport.send_object((crossing.path, values), peer, _tag(at, 0)), None))
+        self._sending.append(self.transport.send_object((crossing.path, values), peer, _tag(at, 0)))
         self.transfers[at] = Transfer(key, crossing.path, tuple(entry.number for entry in crossing.path.entries))
 
     def expect(self, at: Way, peer: int, key: Hashable) -> None:
@@ -179,7 +179,7 @@ class Courier:
 
     def settle(self) -> None:
         """End a batch: wait for all sends and bring new plans into force, the same at both ends of every cut."""
-        for work, _ in self._sending:
+        for work in self._sending:
             work.wait()
         self._sending.clear()
         if self._posted:
@@ -211,9 +211,9 @@ class Courier:
         data = layout.pack(control if transport.inline_control else (), tensors, transport.device)
         if not transport.inline_control:
             tag = _tag(at, 1 if lane.direction == "forward" else 2)
-            self._sending.append((transport.send_object(control, peer, tag), None))
+            self._sending.append(transport.send_object(control, peer, tag))
         self.sent_bytes += layout.size
-        self._sending.append((transport.send(data, peer, lane), data))
+        self._sending.append(transport.send(data, peer, lane))  # which keeps the message until it is gone
 
     def _post(self, direction: str, at: Way, peer: int, layout: Layout, plan: Plan | None = None) -> None:
         data = torch.empty(layout.size, dtype=torch.uint8, device=self.transport.device)
