@@ -1,0 +1,103 @@
+"""AmoebaNet as an image classifier, trained as the TPU reference trains it."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch.nn.functional as F
+from torch import Tensor
+from torchmetrics.classification import MulticlassAccuracy
+from typing_extensions import override
+
+from recipes.models import amoebanet_b, amoebanet_d
+from recipes.models.amoebanet import Wiring
+from recipes.models.amoebanet_parts import DropPath
+from recipes.modules.trained import Trained
+from recipes.optim import MakeOptimizer, MakeScheduler
+
+NETWORKS = {"b": amoebanet_b, "d": amoebanet_d}
+
+
+class AmoebaNetClassifier(Trained):
+    """AmoebaNet with label smoothing, an auxiliary loss, and paths that are dropped more often as training goes on.
+
+    Args:
+        network: "b" or "d".
+        layers: number of normal cells, a multiple of 3: the L of the papers' (L, D).
+        filters: the D.
+        classes: number of classes.
+        wiring: "torchgpipe" or "tpu".
+        dropout: before the classifier.
+        drop_path: probability with which a path is dropped at the end of training; it rises from 0 over all steps.
+        norm_eps: added to the variance in batch norms.
+        norm_momentum: share of the newest batch in their running statistics.
+        label_smoothing: share of the target that is spread over all classes.
+        auxiliary_weight: of the auxiliary head's loss; 0 leaves the head out.
+        image_size: side of the training images, which the auxiliary head is built for.
+        weight_decay: L2, on convolutions and matrices only.
+        optimizer: makes the optimizer from parameter groups; needed for training only.
+        scheduler: makes the learning rate schedule from the optimizer and the number of steps; None keeps it constant.
+    """
+
+    def __init__(
+        self,
+        *,
+        network: Literal["b", "d"] = "d",
+        layers: int = 18,
+        filters: int = 208,
+        classes: int = 1000,
+        wiring: Wiring = "tpu",
+        dropout: float = 0.5,
+        drop_path: float = 0.3,
+        norm_eps: float = 1e-3,
+        norm_momentum: float = 3e-4,
+        label_smoothing: float = 0.1,
+        auxiliary_weight: float = 0.4,
+        image_size: int = 224,
+        weight_decay: float = 4e-5,
+        optimizer: MakeOptimizer | None = None,
+        scheduler: MakeScheduler | None = None,
+    ) -> None:
+        super().__init__(weight_decay, optimizer, scheduler)
+        self.save_hyperparameters(ignore=["optimizer", "scheduler"])
+        self.drop_path, self.label_smoothing, self.auxiliary_weight = drop_path, label_smoothing, auxiliary_weight
+        self.model = NETWORKS[network](
+            layers,
+            filters,
+            classes,
+            wiring=wiring,
+            dropout=dropout,
+            norm_eps=norm_eps,
+            norm_momentum=norm_momentum,
+            auxiliary_for=image_size if auxiliary_weight else None,
+        )
+        self.val_top1 = MulticlassAccuracy(classes, top_k=1, average="micro")
+        self.val_top5 = MulticlassAccuracy(classes, top_k=min(5, classes), average="micro")
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        progress = self.trainer.global_step / max(1.0, float(self.trainer.estimated_stepping_batches))
+        for module in self.modules():
+            if isinstance(module, DropPath):
+                module.keep = 1 - self.drop_path * min(1.0, progress)
+
+    @override
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        output = self.model(batch["image"])
+        logits, auxiliary = output if isinstance(output, tuple) else (output, None)
+        loss = self._loss(logits, batch["label"])
+        if auxiliary is not None:
+            loss = loss + self.auxiliary_weight * self._loss(auxiliary, batch["label"])
+        self.log("train_loss", loss, prog_bar=True)
+        return loss
+
+    def _loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(logits, labels, label_smoothing=self.label_smoothing)
+
+    @override
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        logits, labels = self.model(batch["image"]), batch["label"]
+        self.log("val_loss", F.cross_entropy(logits, labels), batch_size=len(labels), prog_bar=True, sync_dist=True)
+        for name, metric in (("val_top1", self.val_top1), ("val_top5", self.val_top5)):
+            metric.update(logits, labels)
+            self.log(name, metric, batch_size=len(labels))

@@ -1,0 +1,138 @@
+"""GPipe's multilingual translator."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torchmetrics.text import SacreBLEUScore
+from typing_extensions import override
+
+from recipes.models import nmt_transformer
+from recipes.modules.trained import Trained, check_length
+from recipes.optim import MakeOptimizer, MakeScheduler
+
+PAD = 0
+
+
+class Translator(Trained):
+    """T(L, H, A) with label smoothing.
+
+    Batches are those of `recipes.data.translation.Collate`: their loss is that per token of the whole batch, however
+    the batch is divided.
+
+    Args:
+        layers: of the encoder, and as many of the decoder: the L.
+        inner: of the feed-forward layers: the H.
+        heads: attention heads: the A.
+        vocabulary: number of tokens.
+        width: of the states.
+        head_size: width of a head.
+        positions: longest source and target.
+        dropout: probability of every dropout.
+        logit_limit: logits are clipped to plus or minus this value while training; None leaves them alone.
+        label_smoothing: share of the target that is spread over the vocabulary.
+        weight_decay: on matrices only.
+        optimizer: makes the optimizer from parameter groups; needed for training only.
+        scheduler: makes the learning rate schedule from the optimizer and the number of steps; None keeps it constant.
+    """
+
+    def __init__(
+        self,
+        *,
+        layers: int = 6,
+        inner: int = 8192,
+        heads: int = 16,
+        vocabulary: int = 64_000,
+        width: int = 1024,
+        head_size: int = 64,
+        positions: int = 1024,
+        dropout: float = 0.1,
+        logit_limit: float | None = None,
+        label_smoothing: float = 0.1,
+        weight_decay: float = 0.0,
+        optimizer: MakeOptimizer | None = None,
+        scheduler: MakeScheduler | None = None,
+    ) -> None:
+        super().__init__(weight_decay, optimizer, scheduler)
+        self.save_hyperparameters(ignore=["optimizer", "scheduler"])
+        self.positions, self.label_smoothing = positions, label_smoothing
+        self.model = nmt_transformer(
+            layers,
+            inner,
+            heads,
+            vocabulary=vocabulary,
+            width=width,
+            head_size=head_size,
+            dropout=dropout,
+            logit_limit=logit_limit,
+        )
+        self.test_bleu = SacreBLEUScore()
+
+    def logits(self, batch: dict[str, Tensor]) -> Tensor:
+        """Predicts every next token of the target."""
+        check_length(batch["source"], self.positions)
+        check_length(batch["target"], self.positions)
+        output: Tensor = self.model(batch["source"], batch["target"], batch["mask"])
+        return output
+
+    @override
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        each = F.cross_entropy(
+            self.logits(batch).transpose(1, 2),
+            batch["labels"],
+            ignore_index=PAD,
+            reduction="none",
+            label_smoothing=self.label_smoothing,
+        )
+        loss = (each.sum(1) / batch["mean_length"]).mean()
+        self.log("train_loss", loss, prog_bar=True)
+        return loss
+
+    @override
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        logits, labels = self.logits(batch), batch["labels"]
+        loss = F.cross_entropy(logits.transpose(1, 2), labels, ignore_index=PAD)
+        real = labels != PAD
+        accuracy = (logits.argmax(-1) == labels)[real].float().mean()
+        values = {"val_loss": loss, "val_token_accuracy": accuracy}
+        self.log_dict(values, batch_size=int(real.sum()), prog_bar=True, sync_dist=True)
+
+    @override
+    def test_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        words = self.trainer.datamodule.words  # type: ignore[attr-defined]
+        begin, end = words.special["bos"], words.special["eos"]
+        longest = min(self.positions, batch["labels"].shape[1] + 10)
+        translated = self.translate(batch["source"], batch["mask"], begin, end, longest)
+        texts = [[words.decode(row) for row in _until(rows, end)] for rows in (translated, batch["labels"])]
+        self.test_bleu.update(texts[0], [[reference] for reference in texts[1]])
+        self.log("test_bleu", self.test_bleu, batch_size=len(translated))
+
+    @torch.no_grad()
+    def translate(self, source: Tensor, mask: Tensor, begin: int, end: int, longest: int) -> Tensor:
+        """Translates greedily: the likeliest token, one after the other.
+
+        Args:
+            source: tokens of shape [batch, length].
+            mask: true where the source is not padding.
+            begin: the token that targets begin with.
+            end: the token that they end with.
+            longest: most tokens of a translation.
+
+        Returns:
+            tokens of shape [batch, length], without the begin token.
+        """
+        target = torch.full((len(source), 1), begin, device=source.device)
+        done = torch.zeros(len(source), dtype=torch.bool, device=source.device)
+        for _ in range(longest):
+            token = self.model(source, target, mask)[:, -1].argmax(-1)
+            target = torch.cat([target, token[:, None]], dim=1)
+            done |= token == end
+            if done.all():
+                break
+        return target[:, 1:]
+
+
+def _until(rows: Tensor, end: int) -> list[list[int]]:
+    listed: list[list[int]] = rows.tolist()
+    return [row[: row.index(end)] if end in row else row for row in listed]

@@ -1,0 +1,58 @@
+"""What all recipes' LightningModules share: how their optimizer and learning rate schedule are made."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+from torch import Tensor
+from typing_extensions import override
+
+from recipes.errors import RecipeError
+from recipes.optim import MakeOptimizer, MakeScheduler, decay_groups
+
+
+class Trained(L.LightningModule):
+    """A LightningModule with an optimizer that spares biases and norms from weight decay.
+
+    Args:
+        weight_decay: on matrices and convolutions only.
+        optimizer: makes the optimizer from parameter groups; needed for training only.
+        scheduler: makes the learning rate schedule from the optimizer and the number of steps; None keeps it constant.
+    """
+
+    def __init__(
+        self,
+        weight_decay: float = 0.0,
+        optimizer: MakeOptimizer | None = None,
+        scheduler: MakeScheduler | None = None,
+    ) -> None:
+        super().__init__()
+        self.weight_decay = weight_decay
+        self.make_optimizer, self.make_scheduler = optimizer, scheduler
+
+    @override
+    def configure_optimizers(self) -> Any:
+        if self.make_optimizer is None:
+            raise TypeError(
+                f"{type(self).__name__} was built without an optimizer, so it can be evaluated but not trained."
+            )
+        optimizer = self.make_optimizer(decay_groups(self, self.weight_decay))
+        if self.make_scheduler is None:
+            return optimizer
+        schedule = self.make_scheduler(optimizer, int(self.trainer.estimated_stepping_batches))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def check_length(tokens: Tensor, positions: int) -> None:
+    """Refuses sequences that the model has no positions for.
+
+    Args:
+        tokens: shape [batch, length].
+        positions: of the model.
+    """
+    if tokens.shape[1] > positions:
+        raise RecipeError(
+            f"A sequence has {tokens.shape[1]} tokens, the model has {positions} positions.",
+            hint=f"Set model.positions={tokens.shape[1]}, or make the samples shorter.",
+        )

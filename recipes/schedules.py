@@ -1,0 +1,85 @@
+"""The papers' learning rate schedules, as factories that Hydra completes."""
+
+from __future__ import annotations
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+
+def warmup_linear(optimizer: Optimizer, steps: int, warmup: float = 0.1) -> LambdaLR:
+    """Linear warm-up, then linearly down to nothing: BERT's.
+
+    Args:
+        optimizer: whose learning rate to change.
+        steps: optimizer steps in the whole training.
+        warmup: share of the steps spent on the warm-up.
+
+    Example:
+        >>> import torch
+        >>> schedule = warmup_linear(torch.optim.SGD([torch.zeros(1)], lr=1.0), steps=10, warmup=0.2)
+        >>> [round(schedule.lr_lambdas[0](step), 2) for step in range(10)]
+        [0.5, 1.0, 0.88, 0.75, 0.62, 0.5, 0.38, 0.25, 0.12, 0.0]
+    """
+    rising = max(1, round(warmup * steps))
+
+    def factor(step: int) -> float:
+        if step < rising:
+            return (step + 1) / rising
+        return max(0.0, (steps - step - 1) / max(1, steps - rising))
+
+    return LambdaLR(optimizer, factor)
+
+
+def warmup_exponential(
+    optimizer: Optimizer,
+    steps: int,
+    epochs: float = 100.0,
+    warmup: float = 3.0,
+    every: float = 2.4,
+    rate: float = 0.97,
+    floor: float = 1e-4,
+) -> LambdaLR:
+    """Linear warm-up, and steps down at equal distances: AmoebaNet's.
+
+    Args:
+        optimizer: whose learning rate to change.
+        steps: optimizer steps in the whole training.
+        epochs: epochs in the whole training.
+        warmup: epochs of the warm-up.
+        every: epochs between two steps down.
+        rate: factor of a step down.
+        floor: smallest learning rate / highest learning rate.
+
+    Example:
+        >>> import torch
+        >>> optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
+        >>> schedule = warmup_exponential(optimizer, steps=80, epochs=8, warmup=1, every=2, rate=0.5, floor=0.2)
+        >>> [round(schedule.lr_lambdas[0](step), 2) for step in range(5, 80, 10)]
+        [0.6, 1.0, 0.5, 0.5, 0.25, 0.25, 0.2, 0.2]
+    """
+    per_epoch = steps / epochs
+
+    def factor(step: int) -> float:
+        epoch = step / per_epoch
+        falling: float = max(floor, rate ** (epoch // every))
+        return min(falling, (step + 1) / (warmup * per_epoch)) if epoch < warmup else falling
+
+    return LambdaLR(optimizer, factor)
+
+
+def inverse_square_root(optimizer: Optimizer, steps: int, warmup: int = 4000) -> LambdaLR:
+    """Linear warm-up, then down with the root of the number of steps: the Transformer's.
+
+    Args:
+        optimizer: whose learning rate to change; its own is the highest one.
+        steps: optimizer steps in the whole training; the warm-up takes at most a quarter of them.
+        warmup: steps of the warm-up.
+
+    Example:
+        >>> import torch
+        >>> schedule = inverse_square_root(torch.optim.SGD([torch.zeros(1)], lr=1.0), steps=100, warmup=4)
+        >>> [round(schedule.lr_lambdas[0](step), 2) for step in (0, 1, 3, 15, 63)]
+        [0.25, 0.5, 1.0, 0.5, 0.25]
+    """
+    rising = max(1, min(warmup, steps // 4))
+    return LambdaLR(optimizer, lambda step: min((step + 1) / rising, (rising / (step + 1)) ** 0.5))
