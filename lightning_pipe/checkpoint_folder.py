@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
+from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 
 from lightning_pipe.checkpoint import (
     REMOVED,
@@ -66,7 +67,7 @@ def save(
         os.makedirs(path, exist_ok=True)
         _write_rest(os.path.join(path, _REST), checkpoint, shipments, parameter_names)
     tensors = dict(zip(mine.keys, mine.tensors, strict=True)) if first else {}
-    dcp.save(tensors, checkpoint_id=path, no_dist=not _distributed())
+    save_tensors(tensors, checkpoint_id=path, no_dist=not _distributed())
     transport.barrier()
 
 
@@ -89,7 +90,7 @@ def load(path: str, wanted: Callable[[Path, Sequence[Sequence[str | None]]], boo
         if wanted(tuple(at), rest["parameter_names"]):
             like = tensors.setdefault(key, torch.empty(like.shape, dtype=like.dtype))
         entries.append((tuple(at), like))
-    dcp.load(tensors, checkpoint_id=path, no_dist=not _distributed())
+    load_tensors(tensors, checkpoint_id=path, no_dist=not _distributed())
     return assembled(rest["checkpoint"], entries)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 from collections.abc import Mapping, Sequence
+from pathlib import Path as FilePath
 from typing import Any
 
 import lightning.pytorch as pl
@@ -35,7 +36,7 @@ from lightning_pipe.pipeline.ownership import named_tensors
 from lightning_pipe.pipeline.runner import Pipeline
 from lightning_pipe.pipeline.transport import Transport
 
-StatePath = str | os.PathLike[str]
+Location = str | FilePath
 
 
 class Checkpoints:
@@ -66,7 +67,7 @@ class Checkpoints:
 
     # ------------------------------------------------------------------ saving
 
-    def save_file(self, checkpoint: dict[str, Any], path: StatePath, io: CheckpointIO, storage_options: Any) -> None:
+    def save_file(self, checkpoint: dict[str, Any], path: Location, io: CheckpointIO, storage_options: Any) -> None:
         """Write one ordinary file. Collective over the first pipeline.
 
         Args:
@@ -95,7 +96,7 @@ class Checkpoints:
         else:
             io.save_checkpoint(self._in_memory(tree), path, storage_options=storage_options)
 
-    def save_folder(self, checkpoint: dict[str, Any], path: StatePath, optimizers: Sequence[Optimizer]) -> None:
+    def save_folder(self, checkpoint: dict[str, Any], path: Location, optimizers: Sequence[Optimizer]) -> None:
         """Write a folder. Collective over the world."""
         rank = self._transport.rank
         first = self._transport.replica == 0
@@ -146,7 +147,7 @@ class Checkpoints:
 
     # ------------------------------------------------------------------ loading
 
-    def load(self, path: StatePath, io: CheckpointIO, weights_only: bool | None) -> dict[str, Any]:
+    def load(self, path: Location, io: CheckpointIO, weights_only: bool | None) -> dict[str, Any]:
         """Read a checkpoint; a file on a local disk is mapped into memory, so that only what is used is read."""
         if checkpoint_folder.is_folder(os.fspath(path)):
             return checkpoint_folder.load(os.fspath(path), self._wanted, weights_only)  # type: ignore[no-any-return]

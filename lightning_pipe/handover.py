@@ -36,7 +36,9 @@ class HeldGradients:
         # the anchor keeps backward legal on a rank without trainable parameters
         anchor = torch.zeros((), requires_grad=True)
         loss = torch.tensor(value, dtype=dtype, device=device)
-        result: Tensor = _HandOver.apply(loss, self, anchor, *self.parameters)
+        result: Tensor = _HandOver.apply(  # type: ignore[no-untyped-call]
+            loss, self, anchor, *self.parameters
+        )
         self.parameters = []
         return result
 

@@ -110,7 +110,7 @@ class Log:
             else:
                 self._record(names[id(module)], module, name, value, _named(args) | options)
 
-        pl.LightningModule.log = log  # type: ignore[method-assign]
+        pl.LightningModule.log = log  # type: ignore[assignment,method-assign]
         try:
             yield
         finally:
@@ -154,7 +154,7 @@ class Log:
             options = dict(one.options)
             if options.get("batch_size") is not None or (one.micro_batches < micro_batches and one.reduction == "mean"):
                 options["batch_size"] = int(one.weight) if one.weight.is_integer() else one.weight
-            value = None if one.dtype is None else torch.tensor(one.result, dtype=one.dtype, device=device)
+            value: Any = None if one.dtype is None else torch.tensor(one.result, dtype=one.dtype, device=device)
             if one.metric is not None:
                 metric: Any = self.module.get_submodule(one.metric)
                 metric._forward_cache = value

@@ -43,6 +43,7 @@ class Metrics:
 
     def install(self) -> None:
         """Take over synchronisation."""
+        metric: Any
         for metric in self._metrics:
             replaced = ("update", "compute", "distributed_available_fn", "dist_sync_fn")
             self._before.append((metric, {name: vars(metric)[name] for name in replaced}))
@@ -65,12 +66,12 @@ class Metrics:
         """Around a batch: ``compute`` is local."""
         self._in_step = True
         forward, reset = Metric.forward, Metric.reset
-        Metric.forward = self._touching(forward)  # type: ignore[method-assign]
-        Metric.reset = self._touching(reset)  # type: ignore[method-assign]
+        kind: Any = Metric
+        kind.forward, kind.reset = self._touching(forward), self._touching(reset)
         try:
             yield
         finally:
-            Metric.forward, Metric.reset = forward, reset  # type: ignore[method-assign]
+            kind.forward, kind.reset = forward, reset
             self._in_step = False
 
     @contextmanager
@@ -132,7 +133,8 @@ def _set(metric: Metric, state: State) -> None:
 def _merge(metric: Metric, states: Sequence[State]) -> State:
     """The state after the updates of all ranks, as torchmetrics merges those of processes."""
     merged: dict[str, Any] = {}
-    for name, reduction in metric._reductions.items():
+    reductions: dict[str, Any] = metric._reductions
+    for name, reduction in reductions.items():
         values = [state[name] for state, _ in states]
         if isinstance(values[0], list):
             merged[name] = [element for value in values for element in value]

@@ -44,7 +44,7 @@ class Mirror:
     @property
     def loads(self) -> bool:
         """Whether this process is the one that loads."""
-        return self._transport.process == self._source
+        return bool(self._transport.process == self._source)
 
     def share(self, message: Any) -> Any:
         """The message of the process that loads."""

@@ -33,8 +33,8 @@ def over_stages(plugin: Precision, pipeline: Pipeline) -> Iterator[None]:
         plugin: the Trainer's precision plugin.
         pipeline: knows who counts which parameter.
     """
-    scaler = plugin.scaler if isinstance(plugin, MixedPrecision) else None
-    plugin.clip_grad_by_norm = MethodType(_clip_by_norm(pipeline), plugin)  # type: ignore[method-assign]
+    scaler: Any = plugin.scaler if isinstance(plugin, MixedPrecision) else None
+    vars(plugin)["clip_grad_by_norm"] = MethodType(_clip_by_norm(pipeline), plugin)
     if scaler is not None:
         scaler._unscale_grads_ = _unscale(scaler._unscale_grads_, pipeline)
     try:

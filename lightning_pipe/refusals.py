@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -30,7 +31,7 @@ SEVERAL_OPTIMIZERS = ConfigurationError(
 _OWN_CLIPPING = ("max_grad_norm", "clip_grad_norm", "grad_clip_norm")
 
 
-def check_module(module: pl.LightningModule, trainer: pl.Trainer, *, fitting: bool, ranks: int) -> None:
+def check_module(module: pl.LightningModule, trainer: Any, *, fitting: bool, ranks: int) -> None:
     """Refuse a LightningModule or Trainer that a pipeline cannot run.
 
     Args:
@@ -68,7 +69,7 @@ def check_module(module: pl.LightningModule, trainer: pl.Trainer, *, fitting: bo
         )
 
 
-def check_copies(trainer: pl.Trainer, module: pl.LightningModule) -> None:
+def check_copies(trainer: Any, module: pl.LightningModule) -> None:
     """Refuse callbacks that have copied the module before its layers were divided."""
     for callback in trainer.callbacks:
         if isinstance(callback, WeightAveraging | StochasticWeightAveraging) and callback._average_model is not None:

@@ -215,7 +215,7 @@ class Run:
 
     def _free_old_gradients(self, optimizers: Sequence[Optimizer]) -> None:
         """Free the gradients that Lightning is about to zero, unless a hook may look at them first."""
-        trainer = self._module.trainer
+        trainer: Any = self._module.trainer
         first = trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches == 0
         hooks = ("on_before_zero_grad", "optimizer_zero_grad")
         watched = any(is_overridden(hook, self._module) for hook in hooks) or any(

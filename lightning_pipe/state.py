@@ -316,7 +316,7 @@ def _keep(value: Any, seen: dict[int, _Node], siblings: int) -> _Kept:
 
 def _node(value: Any, seen: dict[int, _Node]) -> _Node | None:
     """What remembers the content of a value; ``None`` if it has none that a step could change."""
-    kind = type(value)
+    kind: Any = type(value)
     if kind in (int, float, str, bool, type(None), torch.dtype, torch.device, tuple, frozenset):
         return None
     if id(value) in seen:
@@ -325,7 +325,8 @@ def _node(value: Any, seen: dict[int, _Node]) -> _Node | None:
         return None if isinstance(value, nn.Parameter) else _Tensor(value, seen)
     for kinds, node in _NODES:
         if isinstance(value, kinds):
-            return node(value, seen)
+            found: _Node = node(value, seen)
+            return found
     if hasattr(value, "__dict__") and not callable(value) and _is_users(kind):
         return _Attributes(value, seen)
     return None
@@ -398,15 +399,14 @@ def _version(value: Any) -> int | None:
     return value._version if isinstance(value, Tensor) and not value.is_inference() else None
 
 
-@cache
 def _is_torch(kind: type) -> bool:
-    return kind.__module__.partition(".")[0] in ("torch", "torchmetrics")
+    return str(kind.__module__).partition(".")[0] in ("torch", "torchmetrics")
 
 
 @cache
-def _is_users(kind: type) -> bool:
+def _is_users(kind: Any) -> bool:
     """Whether a class is the user's own rather than a library's, whose objects may be large and intricate."""
-    name = kind.__module__
+    name = str(kind.__module__)
     if name == "__main__":
         return True
     module = sys.modules.get(name)

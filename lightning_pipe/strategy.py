@@ -7,21 +7,21 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from os import PathLike
+from pathlib import Path
 from typing import Any, TypeVar
 
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.fabric.utilities.distributed import ReduceOp
 from lightning.fabric.utilities.init import _EmptyInit
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
-from lightning_utilities.core.rank_zero import rank_zero_only as utils_rank_zero_only
+from lightning_utilities.core.rank_zero import rank_zero_only, rank_zero_warn
 from torch import Tensor
+from torch.distributed import ReduceOp
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -230,7 +230,7 @@ class PipeStrategy(ParallelStrategy):
         if self.cluster_environment is not None:
             self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
             self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
-        rank_zero_only.rank = utils_rank_zero_only.rank = self.global_rank
+        vars(rank_zero_only)["rank"] = self.global_rank
 
     @override
     def setup_environment(self) -> None:
@@ -299,7 +299,7 @@ class PipeStrategy(ParallelStrategy):
                 f"sync_batchnorm=True needs GPUs (torch's SyncBatchNorm), this is {self.root_device}.",
                 hint="Leave it out: deferred_batch_norm=True shares running statistics among the replicas.",
             )
-        torch.nn.SyncBatchNorm.convert_sync_batchnorm(module, world.replicas)
+        torch.nn.SyncBatchNorm.convert_sync_batchnorm(module, world.replicas)  # type: ignore[no-untyped-call]
 
     def _stages_of(self, module: pl.LightningModule, layers: Layers) -> tuple[list[int], ProfileStore | None]:
         """The number of layers of each stage, and where to store their costs if they are wanted and not known yet."""
@@ -454,7 +454,7 @@ class PipeStrategy(ParallelStrategy):
 
     @override
     def save_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: str | PathLike[str], storage_options: Any | None = None
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
         if self._interrupted():
             rank_zero_warn(f"{filepath} was not written: after an error the stages cannot be gathered any more.")
@@ -473,7 +473,7 @@ class PipeStrategy(ParallelStrategy):
         return sharded.state_of(getattr(optimizer, "_optimizer", optimizer))
 
     @override
-    def load_checkpoint(self, checkpoint_path: str | PathLike[str], weights_only: bool | None = None) -> dict[str, Any]:
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         torch.cuda.empty_cache()
         return self._checkpoints().load(checkpoint_path, self.checkpoint_io, weights_only)
 

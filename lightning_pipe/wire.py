@@ -62,7 +62,8 @@ class _Unpickler(pickle.Unpickler):
         self._tensors = tensors
 
     def persistent_load(self, pid: Any) -> Tensor:
-        return self._tensors[pid]
+        tensor: Tensor = self._tensors[pid]
+        return tensor
 
 
 def broadcast(transport: Transport, obj: Any, source: int, members: tuple[int, ...]) -> Any:

@@ -11,13 +11,13 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.utilities.distributed import (
-    ReduceOp,
     _all_gather_ddp_if_available,
     _get_default_process_group_backend_for_device,
     _init_dist_connection,
     _sync_ddp_if_available,
 )
 from torch import Tensor
+from torch.distributed import ReduceOp
 
 from lightning_pipe.config import Auto, Layout, layout
 from lightning_pipe.errors import ConfigurationError

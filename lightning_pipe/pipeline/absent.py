@@ -49,14 +49,14 @@ class Absent(nn.Parameter):
     @classmethod
     def _make(cls, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, requires_grad: bool) -> Absent:
         data = torch.zeros((), dtype=dtype, device=device).expand(shape)
-        absent: Absent = Tensor._make_subclass(cls, data, requires_grad)  # type: ignore[attr-defined]
+        absent: Absent = Tensor._make_subclass(cls, data, requires_grad)
         return absent
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Absent:
         copy = memo.get(id(self))
         if copy is None:
             copy = memo[id(self)] = Absent.like(self)
-        return copy  # type: ignore[no-any-return]
+        return copy
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -74,7 +74,7 @@ def test_modules_that_a_pipeline_cannot_train(module: type[Lit], message: str) -
     ("options", "kind", "message"),
     [
         ({"schedule": "1f1c"}, ScheduleError, "Did you mean '1f1b'"),
-        ({"shard_optimizer": True}, ConfigurationError, "shard_optimizer"),
+        ({"reproducible_rng": False}, ConfigurationError, "reproducible_rng"),
         ({"pipeline_parallel_size": 3}, ConfigurationError, "pipeline_parallel_size=1"),
         ({"stages": 9}, PartitionError, "5 layers .* cannot fill 9 stages"),
         ({"stages": 2, "layers": "modle"}, PartitionError, "Did you mean layers='model'"),
