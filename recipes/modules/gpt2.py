@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import lightning as L
 from torch import Tensor
 from torchmetrics import MeanMetric
-from transformers import GPT2Config, GPT2LMHeadModel
 from typing_extensions import override
 
-from recipes.optim import MakeOptimizer, MakeScheduler, decay_groups
+from recipes.models import gpt2
+from recipes.modules.trained import Trained, check_length
+from recipes.optim import MakeOptimizer, MakeScheduler
 
 
 class Perplexity(MeanMetric):
@@ -21,8 +19,8 @@ class Perplexity(MeanMetric):
         return super().compute().exp()
 
 
-class GPT2(L.LightningModule):
-    """GPT-2 with tied input and output embeddings.
+class GPT2(Trained):
+    """GPT-2 as a language model.
 
     Args:
         vocabulary: number of tokens.
@@ -31,6 +29,7 @@ class GPT2(L.LightningModule):
         layers: number of Transformer blocks.
         heads: attention heads.
         dropout: probability of every dropout.
+        tied: the output matrix is that of the embeddings; Chimera's has one of its own.
         weight_decay: on matrices only.
         optimizer: makes the optimizer from parameter groups; needed for training only.
         scheduler: makes the learning rate schedule from the optimizer and the number of steps; None keeps it constant.
@@ -45,50 +44,36 @@ class GPT2(L.LightningModule):
         layers: int = 12,
         heads: int = 12,
         dropout: float = 0.1,
+        tied: bool = True,
         weight_decay: float = 0.01,
         optimizer: MakeOptimizer | None = None,
         scheduler: MakeScheduler | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(weight_decay, optimizer, scheduler)
         self.save_hyperparameters(ignore=["optimizer", "scheduler"])
-        self.weight_decay = weight_decay
-        self.make_optimizer, self.make_scheduler = optimizer, scheduler
-        self.model = GPT2LMHeadModel(
-            GPT2Config(
-                vocab_size=vocabulary,
-                n_positions=positions,
-                n_embd=width,
-                n_layer=layers,
-                n_head=heads,
-                resid_pdrop=dropout,
-                embd_pdrop=dropout,
-                attn_pdrop=dropout,
-                bos_token_id=0,
-                eos_token_id=0,
-            )
+        self.positions = positions
+        self.model = gpt2(
+            vocabulary=vocabulary,
+            positions=positions,
+            width=width,
+            layers=layers,
+            heads=heads,
+            dropout=dropout,
+            tied=tied,
         )
-        self.model.loss_type = "ForCausalLM"  # transformers 5 cannot tell it from GPT-2's class name, and warns
         self.val_perplexity = Perplexity()
 
     @override
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        check_length(batch["input_ids"], self.positions)
         loss: Tensor = self.model(**batch).loss
         self.log("train_loss", loss, prog_bar=True)
         return loss
 
     @override
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        check_length(batch["input_ids"], self.positions)
         loss, samples = self.model(**batch).loss, len(batch["input_ids"])
         self.val_perplexity.update(loss, weight=samples)
         self.log("val_loss", loss, batch_size=samples, prog_bar=True, sync_dist=True)
         self.log("val_perplexity", self.val_perplexity, batch_size=samples)
-
-    @override
-    def configure_optimizers(self) -> Any:
-        if self.make_optimizer is None:
-            raise TypeError("GPT2 was built without an optimizer, so it can be evaluated but not trained.")
-        optimizer = self.make_optimizer(decay_groups(self, self.weight_decay))
-        if self.make_scheduler is None:
-            return optimizer
-        schedule = self.make_scheduler(optimizer, int(self.trainer.estimated_stepping_batches))
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
