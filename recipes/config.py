@@ -13,6 +13,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.utils import get_object
 from omegaconf import MISSING, DictConfig, ListConfig, OmegaConf
 
+from recipes import schemas
 from recipes.errors import RecipeError
 
 
@@ -22,59 +23,6 @@ class Paths:
 
     data: str = MISSING  # downloaded and prepared data, shared by all runs
     output: str = MISSING  # everything that this run writes
-
-
-@dataclass
-class TextBlocks:
-    """Arguments of `recipes.data.text.TextBlocks`, which documents them."""
-
-    _target_: str = "recipes.data.text.TextBlocks"
-    source: str = "auto"
-    files: str | None = None
-    name: str = MISSING
-    configuration: str = MISSING
-    vocabulary: int = MISSING
-    tokenizer: str | None = None
-    block_length: int = MISSING
-    batch_size: int = MISSING
-    cache: str = MISSING
-    workers: int = 0
-
-
-@dataclass
-class GPT2:
-    """Arguments of `recipes.modules.gpt2.GPT2`, which documents them."""
-
-    _target_: str = "recipes.modules.gpt2.GPT2"
-    vocabulary: int = MISSING
-    positions: int = MISSING
-    width: int = MISSING
-    layers: int = MISSING
-    heads: int = MISSING
-    dropout: float = 0.1
-    weight_decay: float = MISSING
-
-
-@dataclass
-class AdamW:
-    """Arguments of `torch.optim.AdamW`."""
-
-    _target_: str = "torch.optim.AdamW"
-    _partial_: bool = True
-    lr: float = MISSING
-    betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
-    eps: float = 1e-8
-    weight_decay: float = 0.01
-
-
-@dataclass
-class WarmupCosine:
-    """Arguments of `recipes.optim.warmup_cosine`."""
-
-    _target_: str = "recipes.optim.warmup_cosine"
-    _partial_: bool = True
-    warmup: float = 0.1
-    floor: float = 0.1
 
 
 @dataclass
@@ -128,6 +76,7 @@ class Train:
     """The whole configuration of `python -m recipes.train`."""
 
     recipe: str = MISSING  # names the output folder
+    size: str = MISSING  # tiny, small or paper
     seed: int = 1
     threads: int | None = None  # threads per process; None leaves it to torch
     ckpt_path: str | None = None  # resume from this checkpoint
@@ -142,14 +91,10 @@ class Train:
     logger: dict[str, Any] = field(default_factory=dict)
 
 
-# Configuration files name their schema in their defaults list, as `/schema/<group>@_here_: <name>`.
 SCHEMAS: dict[tuple[str, str], type] = {
     ("schema", "train"): Train,
-    ("schema/data", "text"): TextBlocks,
-    ("schema/model", "gpt2"): GPT2,
-    ("schema/optim", "adamw"): AdamW,
-    ("schema/scheduler", "warmup_cosine"): WarmupCosine,
     ("schema/pipe", "strategy"): Pipe,
+    **schemas.SCHEMAS,
 }
 
 

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 from typing_extensions import override
 
 from recipes.data import sources
+from recipes.data.loading import Draw, draw_of, evaluation_loader, training_loader
 from recipes.data.tokens import Tokenised, tokenise
 from recipes.errors import RecipeError
 
@@ -40,8 +41,8 @@ class Blocks(Dataset[dict[str, Tensor]]):
     def __len__(self) -> int:
         return len(self.blocks)
 
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        block = torch.from_numpy(self.blocks[index].astype(np.int64))
+    def __getitem__(self, key: Draw | int) -> dict[str, Tensor]:
+        block = torch.from_numpy(self.blocks[draw_of(key).sample].astype(np.int64))
         return {"input_ids": block, "labels": block}  # Hugging Face models shift the labels themselves
 
 
@@ -59,6 +60,7 @@ class TextBlocks(L.LightningDataModule):
         block_length: tokens in a block.
         batch_size: blocks in a batch of one pipeline.
         cache: folder for tokenised text.
+        seed: of the order.
         workers: processes that load batches.
     """
 
@@ -74,13 +76,14 @@ class TextBlocks(L.LightningDataModule):
         block_length: int = 128,
         batch_size: int = 16,
         cache: str = "data",
+        seed: int = 1,
         workers: int = 0,
     ) -> None:
         super().__init__()
         self.save_hyperparameters()
         self.source, self.files, self.hub = source, files, (name, configuration)
         self.vocabulary, self.tokenizer, self.block_length = vocabulary, tokenizer, block_length
-        self.batch_size, self.workers = batch_size, workers
+        self.batch_size, self.seed, self.workers = batch_size, seed, workers
         self.cache = Path(cache).expanduser() / "text"
         self.tokenised: Tokenised | None = None
         self._prepared = False
@@ -126,17 +129,9 @@ class TextBlocks(L.LightningDataModule):
 
     @override
     def train_dataloader(self) -> DataLoader[dict[str, Tensor]]:
-        return self._loader("train", shuffle=True)
+        blocks = Blocks(self._ready.blocks("train"))
+        return training_loader(blocks, self.batch_size, self.seed, trainer=self.trainer, workers=self.workers)
 
     @override
     def val_dataloader(self) -> DataLoader[dict[str, Tensor]]:
-        return self._loader("validation", shuffle=False)
-
-    def _loader(self, split: str, shuffle: bool) -> DataLoader[dict[str, Tensor]]:
-        return DataLoader(
-            Blocks(self._ready.blocks(split)),
-            batch_size=self.batch_size,
-            shuffle=shuffle,
-            num_workers=self.workers,
-            persistent_workers=self.workers > 0,
-        )
+        return evaluation_loader(Blocks(self._ready.blocks("validation")), self.batch_size, workers=self.workers)
