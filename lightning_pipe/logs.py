@@ -98,11 +98,15 @@ class Log:
     entries: dict[int, dict[Key, Entry]] = field(default_factory=dict)
     _current: dict[Key, Entry] | None = None
 
+    def __post_init__(self) -> None:
+        named = self.module.named_modules()
+        self._names = {id(part): name for name, part in named if isinstance(part, pl.LightningModule)}
+
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Around a batch: catch the calls, on the class, so that a ``log`` of the user's own comes first."""
         self.entries = {}
-        names = {id(part): name for name, part in self.module.named_modules() if isinstance(part, pl.LightningModule)}
+        names = self._names
 
         def log(module: pl.LightningModule, name: str, value: Any, *args: Any, **options: Any) -> None:
             if self._current is None or id(module) not in names:

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.fabric.utilities.data import has_iterable_dataset
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -33,6 +35,7 @@ from lightning_pipe.world import World
 Context = Callable[[], AbstractContextManager[None]]
 
 _TRAINING, _EVALUATION, _TRANSFER = range(3)
+_TRANSFORMS = ("transfer_batch_to_device", "on_after_batch_transfer")
 
 
 @dataclass(frozen=True)
@@ -79,6 +82,7 @@ class Run:
         self._module, self._world, self._precision, self._cutting, self._seed = module, world, precision, cutting, seed
         self._ranks = world.layout.pipeline_parallel_size
         self._accumulated = False
+        self._transforms = True
         self._counts = {_EVALUATION: 0, _TRANSFER: 0}
         self._changed = ExitStack()
         self._step: UserStep | None = None
@@ -92,6 +96,10 @@ class Run:
         metrics.install()
         self._changed.callback(metrics.remove)
         self._changed.enter_context(_without_example(self._module))
+        trainer: Any = self._module.trainer
+        self._transforms = any(is_overridden(hook, self._module) for hook in _TRANSFORMS) or (
+            trainer.datamodule is not None and any(is_overridden(hook, trainer.datamodule) for hook in _TRANSFORMS)
+        )
         self._step = UserStep(self._module, self.pipeline, self._world, metrics)
 
     def end(self) -> None:
@@ -108,6 +116,12 @@ class Run:
     def loader(self, dataloader: Any) -> Any:
         """The loader that this rank iterates in the place of the user's."""
         loader = dataloader.loader if isinstance(dataloader, Mirror) else dataloader
+        if self._world.layout.data_parallel_size > 1 and has_iterable_dataset(loader):
+            rank_zero_warn(
+                "An IterableDataset is not divided over the pipelines. It must do so itself, by "
+                "`trainer.strategy.data_parallel_rank` and `trainer.strategy.data_parallel_size`: the ranks of "
+                "torch.distributed count processes, of which a pipeline has several."
+            )
         if self._ranks == 1:
             return loader
         return Mirror(loader, self.pipeline.transport, self.pipeline.loss_process, self.pipeline.pipeline_members)
@@ -115,6 +129,9 @@ class Run:
     @contextmanager
     def transfer(self) -> Generator[None, None, None]:
         """Around the user's transforms on the device, which must draw the same numbers on all ranks of a pipeline."""
+        if not self._transforms:
+            yield
+            return
         streams = Streams(self._next_seed(_TRANSFER), self.pipeline.transport.device)
         with streams.batch():
             streams.seed_user_code(0)

@@ -504,6 +504,7 @@ class PipeStrategy(ParallelStrategy):
             run.end()
             if not self._interrupted():
                 self._holders = {name: run.pipeline.owners(name) for name, _ in named_tensors(self._module())}
+                self._module().cpu()  # as `Strategy.teardown` will do; the whole module may not fit on this device
                 run.pipeline.restore()
         super().teardown()
 

@@ -186,15 +186,16 @@ class Pipeline:
                 tensor.data.copy_(data)
 
     def restore(self) -> None:
-        """Give every rank the whole module again. Collective over the pipeline."""
+        """Give every rank the whole module again. Collective over the pipeline.
+
+        What other ranks hold arrives in host memory: the whole module need not fit on one device.
+        """
 
         def fetch(name: str, owners: tuple[int, ...], tensor: Tensor) -> Tensor:
             source = self._topology.process(self.transport.replica, owners[0])
             shape, dtype = self.transport.broadcast_object((tensor.shape, tensor.dtype), source, self.pipeline_members)
             mine = self.transport.process == source
-            data = (
-                tensor.detach().contiguous() if mine else torch.empty(shape, dtype=dtype, device=self.transport.device)
-            )
+            data = tensor.detach().cpu().contiguous() if mine else torch.empty(shape, dtype=dtype)
             self.transport.broadcast(data, source, self.pipeline_members).wait()
             return data
 
