@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import copy
+import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleDualPipeV,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
+)
 from torch.nn import functional
 
 from lightning_pipe import schedules
@@ -18,13 +28,45 @@ from lightning_pipe.partition import find_layers
 from lightning_pipe.pipeline.runner import Pipeline
 from lightning_pipe.pipeline.topology import Topology
 from lightning_pipe.pipeline.transport import Transport
+from lightning_pipe.schedules import DualPipeV, Family, GPipe, Interleaved, OneFOneB, Schedule, ZeroBubble
 from tests import launch
 from tests.benchmarks.measure import Finding, Ratio, alternate
 
 RANKS, BLOCKS, MICRO_BATCHES = 2, 8, 8
 SIZES = {"small (width 128, micro-batch 16)": (128, 16), "medium (width 512, micro-batch 32)": (512, 32)}
 LOWER = 0.97
-FAMILIES = ("gpipe", "1f1b", "interleaved")
+
+
+class Pair(NamedTuple):
+    """One schedule on both sides.
+
+    Args:
+        theirs: torch's class.
+        ours: the family of the same order; ``None``: torch's own order, by way of its CSV file.
+        stages_per_rank: stages on each rank.
+        v_shaped: whether they lie in the shape of a V.
+    """
+
+    theirs: Any
+    ours: Family | None
+    stages_per_rank: int = 1
+    v_shaped: bool = False
+
+    def stages_of(self, rank: int) -> list[int]:
+        """The stages of a rank."""
+        if self.v_shaped:
+            return [rank, 2 * RANKS - 1 - rank]
+        return [rank + turn * RANKS for turn in range(self.stages_per_rank)]
+
+
+PAIRS = {
+    "gpipe": Pair(ScheduleGPipe, GPipe()),
+    "1f1b": Pair(Schedule1F1B, OneFOneB()),
+    "interleaved": Pair(ScheduleInterleaved1F1B, Interleaved(), 2),
+    "interleaved zero bubble": Pair(ScheduleInterleavedZeroBubble, None, 2),
+    "zero bubble V": Pair(ScheduleZBVZeroBubble, ZeroBubble("v"), 2, v_shaped=True),
+    "DualPipeV": Pair(ScheduleDualPipeV, DualPipeV(), 2, v_shaped=True),
+}
 
 
 class Block(nn.Module):
@@ -44,7 +86,7 @@ class Block(nn.Module):
 def run(quick: bool) -> list[Finding]:
     """The ratio for every family and size."""
     findings = []
-    for family in FAMILIES:
+    for family in PAIRS:
         for size, (width, samples) in SIZES.items():
             rounds = (20 if quick else 60) * (4 if width < 256 else 1)
             options = {"family": family, "width": width, "samples": samples, "rounds": rounds}
@@ -63,8 +105,9 @@ def compare(
     torch.manual_seed(0)
     blocks = nn.Sequential(*(Block(width) for _ in range(BLOCKS)))
     x, y = torch.randn(2, MICRO_BATCHES * samples, width)
-    ours = engine(transport, copy.deepcopy(blocks), family, x, y)
-    theirs = yardstick(transport, copy.deepcopy(blocks), family, x, y)
+    pair = PAIRS[family]
+    theirs, order = yardstick(transport, copy.deepcopy(blocks), pair, x, y)
+    ours = engine(transport, copy.deepcopy(blocks), pair.ours or schedules.get(order), x, y)
 
     def timed(batch: Callable[[], None]) -> Callable[[], float]:
         def measure() -> float:
@@ -83,11 +126,10 @@ def compare(
     return alternate(timed(ours), timed(theirs), rounds)
 
 
-def engine(transport: Transport, blocks: nn.Sequential, family: str, x: Tensor, y: Tensor) -> Callable[[], None]:
+def engine(transport: Transport, blocks: nn.Sequential, family: Family, x: Tensor, y: Tensor) -> Callable[[], None]:
     """One optimizer step of this package."""
-    built = schedules.get(family)
-    stages = RANKS * built.stages_per_rank
-    pipeline = Pipeline(blocks, find_layers(blocks), [BLOCKS // stages] * stages, built, transport)
+    stages = family.build(RANKS, MICRO_BATCHES).stages
+    pipeline = Pipeline(blocks, find_layers(blocks), [BLOCKS // stages] * stages, family, transport)
     pipeline.partition()
     optimizer = torch.optim.SGD([parameter for _, parameter in pipeline.local_parameters()], lr=1e-3)
     parts = list(zip(x.chunk(MICRO_BATCHES), y.chunk(MICRO_BATCHES), strict=True))
@@ -104,14 +146,14 @@ def engine(transport: Transport, blocks: nn.Sequential, family: str, x: Tensor, 
     return batch
 
 
-def yardstick(transport: Transport, blocks: nn.Sequential, family: str, x: Tensor, y: Tensor) -> Callable[[], None]:
-    """One optimizer step of torch.distributed.pipelining, with all shapes given, which is its fastest way."""
-    rank = transport.rank
-    stages_here = 2 if family == "interleaved" else 1
-    total = RANKS * stages_here
+def yardstick(
+    transport: Transport, blocks: nn.Sequential, pair: Pair, x: Tensor, y: Tensor
+) -> tuple[Callable[[], None], Schedule | None]:
+    """One optimizer step of torch.distributed.pipelining, with all shapes given, its fastest way; and its order."""
+    rank, total = transport.rank, RANKS * pair.stages_per_rank
     bounds = list(pairwise([0, *accumulate([BLOCKS // total] * total)]))
     part = x.chunk(MICRO_BATCHES)[0]
-    modules = {index: blocks[slice(*bounds[index])] for index in range(rank, total, RANKS)}
+    modules = {index: blocks[slice(*bounds[index])] for index in pair.stages_of(rank)}
     stages = [
         PipelineStage(
             module,
@@ -123,21 +165,24 @@ def yardstick(transport: Transport, blocks: nn.Sequential, family: str, x: Tenso
         )
         for index, module in modules.items()
     ]
-    schedule = _schedule(family, stages)
+    single = pair.stages_per_rank == 1
+    schedule = pair.theirs(stages[0] if single else stages, MICRO_BATCHES, loss_fn=functional.mse_loss)
     optimizer = torch.optim.SGD([p for module in modules.values() for p in module.parameters()], lr=1e-3)
 
     def batch() -> None:
         optimizer.zero_grad()
-        arguments = (x,) if rank == 0 else ()
-        targets = {"target": y, "losses": []} if rank == dist.get_world_size() - 1 else {}
+        arguments = (x,) if 0 in modules else ()
+        targets = {"target": y, "losses": []} if total - 1 in modules else {}
         schedule.step(*arguments, **targets)
         optimizer.step()
 
-    return batch
+    return batch, None if pair.ours else _order_of(schedule)
 
 
-def _schedule(family: str, stages: Sequence[PipelineStage]) -> ScheduleGPipe | Schedule1F1B | ScheduleInterleaved1F1B:
-    if family == "interleaved":
-        return ScheduleInterleaved1F1B(list(stages), MICRO_BATCHES, loss_fn=functional.mse_loss)
-    kind = ScheduleGPipe if family == "gpipe" else Schedule1F1B
-    return kind(stages[0], MICRO_BATCHES, loss_fn=functional.mse_loss)
+def _order_of(schedule: Any) -> Schedule:
+    """Torch's compute order, by way of the file that both can read and write."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "order.csv"
+        rows = ([str(action) if action else "" for action in schedule.pipeline_order[rank]] for rank in range(RANKS))
+        path.write_text("".join(",".join(row) + "\n" for row in rows))
+        return schedules.read_csv(path)
