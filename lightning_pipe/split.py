@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -10,9 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import PackedSequence
 
 from lightning_pipe.errors import ConfigurationError
+from lightning_pipe.pipeline.batches import children, rebuild
 
 SplitBatch = Callable[[Any, int], Sequence[Any]]
 
@@ -79,39 +78,14 @@ def _columns(node: Any, sizes: list[int], certain: bool) -> list[Any]:
         if node.ndim == 0 or len(node) != length:
             return [node] * len(sizes)
         return list(torch.split(node, sizes)) if isinstance(node, Tensor) else np.split(node, np.cumsum(sizes)[:-1])
-    children = _children(node)
-    if children is None:
+    contents = children(node)
+    if contents is None:
         return [node] * len(sizes)
     if _is_per_sample(node, length, certain):
         ends = np.cumsum(sizes).tolist()
         return [node[end - size : end] for size, end in zip(sizes, ends, strict=True)]
-    columns = {key: _columns(child, sizes, certain) for key, child in children.items()}
-    return [_rebuild(node, {key: column[i] for key, column in columns.items()}) for i in range(len(sizes))]
-
-
-def _children(node: Any) -> dict[Any, Any] | None:
-    """What a container holds by key, position or field; ``None`` for a leaf."""
-    if isinstance(node, Mapping):
-        return dict(node)
-    if isinstance(node, list | tuple) and not isinstance(node, PackedSequence):
-        return dict(enumerate(node))
-    if dataclasses.is_dataclass(node) and not isinstance(node, type):
-        return {field.name: getattr(node, field.name) for field in dataclasses.fields(node)}
-    return None
-
-
-def _rebuild(node: Any, children: dict[Any, Any]) -> Any:
-    """A container like another one, with other contents."""
-    if type(node) is dict:
-        return children
-    if isinstance(node, Mapping):
-        clone: Any = copy.copy(node)
-        for key, child in children.items():
-            clone[key] = child
-        return clone
-    if isinstance(node, list | tuple):
-        return type(node)(*children.values()) if hasattr(node, "_fields") else type(node)(children.values())
-    return dataclasses.replace(node, **children)
+    columns = {key: _columns(child, sizes, certain) for key, child in contents.items()}
+    return [rebuild(node, {key: column[i] for key, column in columns.items()}) for i in range(len(sizes))]
 
 
 def _evidence(batch: Any) -> tuple[list[tuple[str, int]], list[tuple[str, Sequence[Any]]]]:
@@ -126,14 +100,14 @@ def _evidence(batch: Any) -> tuple[list[tuple[str, int]], list[tuple[str, Sequen
             if node.ndim:
                 firm.append((path, len(node)))
             return
-        children = _children(node)
-        if children is None:
+        contents = children(node)
+        if contents is None:
             if not _is_plain(node):
                 raise _unknown(path, f"a {type(node).__qualname__}")
         elif _may_be_samples(node, outermost=node is batch):
             loose.append((path, node))
         else:
-            for key, child in children.items():
+            for key, child in contents.items():
                 walk(f"{path}.{key}" if dataclasses.is_dataclass(node) else f"{path}[{key!r}]", child)
 
     walk("batch", batch)
@@ -169,7 +143,7 @@ def _is_records(node: Sequence[Any]) -> bool:
     """Dictionaries or dataclasses of one kind, with tensors of different lengths or none inside."""
     if not all(isinstance(child, Mapping) or dataclasses.is_dataclass(child) for child in node):
         return False
-    fields = [_children(child) or {} for child in node]
+    fields = [children(child) or {} for child in node]
     return len({tuple(each) for each in fields}) == 1
 
 
@@ -208,7 +182,7 @@ def _check_loose(path: str, sequence: Sequence[Any], length: int, certain: bool)
 def _tensors(node: Any) -> Iterator[Any]:
     if isinstance(node, Tensor | np.ndarray):
         yield node
-    for child in (_children(node) or {}).values():
+    for child in (children(node) or {}).values():
         yield from _tensors(child)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import lightning as L
 from lightning.pytorch import callbacks
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from torch.utils.data import DataLoader
 
 from tests import oracle
@@ -28,6 +29,7 @@ def run(
     save: Path | None = None,
     resume: Path | None = None,
     averaged: bool = False,
+    in_background: bool = False,
     **strategy: Any,
 ) -> oracle.Trace:
     """Train for three epochs, or what is left of them."""
@@ -50,6 +52,7 @@ def run(
         max_epochs=EPOCHS,
         use_distributed_sampler=False,
         gradient_clip_val=0.5,
+        plugins=[AsyncCheckpointIO()] if in_background else None,
         **{**QUIET, "enable_checkpointing": save is not None},
     )
     trainer.fit(module, datamodule=Ordered(), ckpt_path=resume, weights_only=False if resume else None)
@@ -78,5 +81,6 @@ def in_two(process: int, folder: Path) -> dict[str, oracle.Trace]:
     traces = {"two": run(2, resume=folder / "four" / first, schedule="gpipe")}
     traces["folder_two"] = run(2, resume=folder / "parts" / first, schedule="1f1b")
     traces["averaged"] = run(2, save=folder / "averaged", averaged=True)
+    traces["background"] = run(2, save=folder / "background", in_background=True)
     traces["averaged_again"] = run(2, resume=folder / "averaged_plain" / first, averaged=True)
     return traces

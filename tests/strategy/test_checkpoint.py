@@ -98,6 +98,13 @@ def test_the_folder_holds_parts_of_all_ranks(folder: Path, four: list[Traces]) -
     assert {f"__{process}_0.distcp" for process in range(4)} < names
 
 
+def test_plugins_that_write_get_everything(folder: Path, two: list[Traces]) -> None:
+    ours = torch.load(folder / "background" / "epoch=1.ckpt", weights_only=False)
+    theirs = torch.load(folder / "plain" / "epoch=1.ckpt", weights_only=False)
+    for part in ("state_dict", "optimizer_states"):
+        assert_same(ours[part], theirs[part])
+
+
 def test_averaged_weights_come_from_their_owners(folder: Path, two: list[Traces]) -> None:
     ours = torch.load(folder / "averaged" / "epoch=1.ckpt", weights_only=False)
     theirs = torch.load(folder / "averaged_plain" / "epoch=1.ckpt", weights_only=False)
@@ -160,6 +167,28 @@ def test_tied_weights_are_stored_once(tmp_path: Path) -> None:
     assert torch.equal(stored["a"], torch.full((1000,), 3.0))
     assert torch.equal(stored["c"], torch.arange(3))
     assert path.stat().st_size < 8000
+
+
+def test_tensors_are_never_in_memory_together(tmp_path: Path) -> None:
+    """Four tensors of 64 MiB come one by one; pages of the file are the kernel's to drop."""
+    tree = {index: Pending(1, index, (1 << 24,), torch.float32) for index in range(4)}
+    before = anonymous_memory()
+    most = 0
+
+    def fill(leaf: Any, place: torch.Tensor) -> None:
+        nonlocal most
+        place.fill_(float(leaf.number))
+        most = max(most, anonymous_memory())
+
+    checkpoint_file.write(str(tmp_path / "large.ckpt"), tree, fill)
+    assert most - before < 32 << 20
+    assert torch.load(tmp_path / "large.ckpt", mmap=True)[3][-1] == 3
+
+
+def anonymous_memory() -> int:
+    """Bytes of this process's own memory, without mapped files."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon"))
+    return int(line.split()[1]) << 10
 
 
 def test_no_file_appears_when_writing_fails(tmp_path: Path) -> None:

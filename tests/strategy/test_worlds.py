@@ -51,6 +51,13 @@ class Replicated(OwnSGD):
         return loss
 
 
+class Ordered(Data):
+    """Batches in a fixed order, the same for all replicas."""
+
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(dataset(44), batch_size=8)
+
+
 class Uneven(Data):
     """Every replica has batches of its own, of different sizes."""
 
@@ -73,6 +80,14 @@ def replicas(process: int) -> dict[str, Any]:
     runner = trainer(PipeStrategy(**two), 4, use_distributed_sampler=False, limit_val_batches=0)
     uneven = AllSGD().double()
     runner.fit(uneven, datamodule=Uneven())
+    same: dict[int, oracle.Trace] = {}
+    for schedule, accumulate in (("1f1b", 2), ("chimera", 3)):
+        runner = trainer(
+            PipeStrategy(schedule, **two), 4, use_distributed_sampler=False, accumulate_grad_batches=accumulate
+        )
+        twice = AllSGD().double()
+        runner.fit(twice, datamodule=Ordered())
+        same[accumulate] = oracle.Trace(weights=oracle.state_of(twice))
     runner = trainer(PipeStrategy(**two), 4)
     logged = Replicated().double()
     runner.fit(logged, datamodule=Data())
@@ -80,6 +95,7 @@ def replicas(process: int) -> dict[str, Any]:
     strategy = runner.strategy
     return {
         "weights": oracle.state_of(uneven),
+        "same": same,
         "metrics": oracle.numbers(runner.callback_metrics),
         "sampler": (type(sampler), sampler.num_replicas, sampler.rank),
         "sizes": (strategy.pipeline_parallel_size, strategy.data_parallel_size, strategy.data_parallel_rank),
@@ -106,6 +122,17 @@ def test_replicas_with_unequal_batches_are_weighted_by_samples(four: list[dict[s
         oracle.assert_equal(
             oracle.Trace(weights={n: found["weights"][n] for n in expected}), oracle.Trace(weights=expected)
         )
+
+
+@pytest.mark.parametrize("accumulate", [2, 3])
+def test_accumulated_gradients_are_reduced_once(accumulate: int, four: list[dict[str, Any]]) -> None:
+    """Two replicas that see the same batches do what one does."""
+    runner = trainer("auto", accumulate_grad_batches=accumulate)
+    plain = AllSGD().double()
+    runner.fit(plain, datamodule=Ordered())
+    for found in four:
+        found["same"][accumulate].weights["steps"] = plain.steps
+        oracle.assert_equal(found["same"][accumulate], oracle.Trace(weights=oracle.state_of(plain)))
 
 
 def test_samples_are_divided_over_replicas_not_over_ranks(four: list[dict[str, Any]]) -> None:
