@@ -1,242 +1,194 @@
-"""One ordinary Lightning checkpoint of the whole model, gathered from the ranks and divided over them again.
-
-Every process dumps a checkpoint of its own, in which the values of other ranks are placeholders. Who owns which entry
-follows from the names of parameters and buffers, never from devices: the model's state, that of averaged copies kept by
-callbacks, and the optimizer's state. What is owned by nobody in particular comes from the rank with the loss.
-"""
+"""Lightning checkpoints of a divided module: gathered from the ranks, and divided over them again."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+import os
+import pickle
+from collections.abc import Mapping, Sequence
+from pathlib import Path as FilePath
+from typing import Any
 
+import lightning.pytorch as pl
 import torch
-from torch import Tensor, nn
+from lightning.fabric.plugins import CheckpointIO
+from lightning.fabric.utilities.cloud_io import _is_local_file_protocol
+from lightning.pytorch.plugins import TorchCheckpointIO
+from torch import Tensor
+from torch.optim import Optimizer
 
+from lightning_pipe import checkpoint_file, checkpoint_folder
 from lightning_pipe.pipeline.ownership import named_tensors
+from lightning_pipe.pipeline.runner import Pipeline
 from lightning_pipe.pipeline.transport import Transport
+from lightning_pipe.shipment import (
+    Owners,
+    Path,
+    Pending,
+    Shipment,
+    assembled,
+    plain_name,
+    receive_items,
+    receive_tensor,
+    replace_tensors,
+    send_items,
+    send_tensors,
+    shipment,
+    state_entries,
+)
 
-Path = tuple[Any, ...]
-_TAG = (1 << 24) - 1
-_CHUNK = 64 << 20
-_PREFIXES = ("module.", "_orig_mod.")
+Location = str | FilePath
 
 
-class Pending(NamedTuple):
-    """Stands in a checkpoint for a tensor that another rank has.
-
-    Equal objects stand for the same memory, as tied weights have it.
-    """
-
-    rank: int
-    number: int
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
-class Owners:
-    """Who owns which entry of a checkpoint.
+class Checkpoints:
+    """Checkpoints of one LightningModule.
 
     Args:
-        module: the LightningModule, for the names and shapes of its parameters and buffers.
-        holders: the pipeline ranks that have the true value of a name.
-        states: for each pipeline rank the optimizer states that it has, as numbers of optimizer and parameter.
-        speaker: the pipeline rank that writes, and owns what it holds.
+        module: the LightningModule.
+        pipeline: the module over the ranks; ``None`` before and after a run, when every rank has all of it.
+        transport: this process's transport.
+        speaker: the pipeline rank that writes.
+        holders: after a run, the ranks that had the values: the copies that callbacks keep are still divided.
     """
 
     def __init__(
         self,
-        module: nn.Module,
-        holders: Callable[[str], tuple[int, ...]],
-        states: Sequence[Iterable[tuple[int, int]]],
+        module: pl.LightningModule,
+        pipeline: Pipeline | None,
+        transport: Transport,
         speaker: int,
+        holders: Mapping[str, tuple[int, ...]],
     ) -> None:
-        self._shapes = {name: tuple(tensor.shape) for name, tensor in named_tensors(module)}
-        self._owner = {name: _first(holders(name), speaker) for name in self._shapes}
-        having: dict[tuple[int, int], list[int]] = {}
-        for rank, entries in enumerate(states):
-            for entry in entries:
-                having.setdefault(entry, []).append(rank)
-        self._state_owner = {entry: _first(ranks, speaker) for entry, ranks in having.items()}
+        self._module, self._pipeline, self._transport, self._speaker = module, pipeline, transport, speaker
+        self._holders = holders
 
-    def entries(self, checkpoint: Any) -> Iterator[tuple[Path, Any, int]]:
-        """The entries that belong to parameters and buffers: path, value and owner."""
-        for entry in state_entries(checkpoint):
-            number, index = entry
-            path = ("optimizer_states", number, "state", index)
-            yield path, checkpoint["optimizer_states"][number]["state"][index], self._state_owner[entry]
-        yield from self._named(checkpoint, ())
+    @property
+    def _writes(self) -> bool:
+        return self._transport.replica == 0 and self._transport.rank == self._speaker
 
-    def _named(self, node: Any, path: Path) -> Iterator[tuple[Path, Any, int]]:
-        if path == ("optimizer_states",):
+    # ------------------------------------------------------------------ saving
+
+    def save_file(self, checkpoint: dict[str, Any], path: Location, io: CheckpointIO, storage_options: Any) -> None:
+        """Write one ordinary file. Collective over the first pipeline.
+
+        Args:
+            checkpoint: as this process has dumped it.
+            path: the file.
+            io: the Trainer's plugin; its own files on local disks are written tensor by tensor.
+            storage_options: for the plugin.
+        """
+        transport = self._transport
+        if transport.replica != 0:
             return
-        items = node.items() if isinstance(node, Mapping) else enumerate(node) if isinstance(node, list | tuple) else ()
-        for key, value in items:
-            if isinstance(value, Tensor):
-                name = self._name(key)
-                if name is not None and tuple(value.shape) == self._shapes[name]:
-                    yield (*path, key), value, self._owner[name]
-            else:
-                yield from self._named(value, (*path, key))
+        mine = shipment(checkpoint, self._owners(checkpoint), transport.rank)
+        if not self._writes:
+            send_items(mine, transport, self._speaker)
+            send_tensors(mine, transport, self._speaker)
+            return
+        others = [rank for rank in range(transport.topology.ranks) if rank != self._speaker]
+        items = [item for rank in others for item in receive_items(transport, rank)[0]]
+        tree = assembled(checkpoint, items)
+        for states in tree.get("optimizer_states", []):
+            if "state" in states:
+                states["state"] = {index: states["state"][index] for index in sorted(states["state"])}
+        if type(io) is TorchCheckpointIO and storage_options is None and _is_local_file_protocol(path):
+            os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
+            checkpoint_file.write(os.fspath(path), tree, self._fill)
+        else:
+            io.save_checkpoint(self._in_memory(tree), path, storage_options=storage_options)
 
-    def _name(self, key: Any) -> str | None:
-        """The parameter or buffer that a key names, alone or with the prefix of a wrapper."""
-        return plain_name(key, self._shapes)
+    def save_folder(self, checkpoint: dict[str, Any], path: Location, optimizers: Sequence[Optimizer]) -> None:
+        """Write a folder. Collective over the world."""
+        rank = self._transport.rank
+        first = self._transport.replica == 0
+        mine = shipment(checkpoint, self._owners(checkpoint), rank) if first else Shipment(rank)
+        names = self._parameter_names(optimizers)
+        checkpoint_folder.save(os.fspath(path), checkpoint, mine, self._transport, self._speaker, names)
 
+    def _owners(self, checkpoint: dict[str, Any]) -> Owners:
+        transport = self._transport
+        members = tuple(sorted(transport.peers))
+        gathered = dict(zip(members, transport.all_gather_object(state_entries(checkpoint), members), strict=True))
+        states = [gathered[process] for process in transport.peers]
+        return Owners(self._module, self._holding, states, self._speaker)
 
-@dataclass
-class Shipment:
-    """What a rank contributes to the checkpoint.
+    def _holding(self, name: str) -> tuple[int, ...]:
+        """The ranks that have the true value of a parameter or buffer."""
+        if self._pipeline is not None:
+            return self._pipeline.owners(name)
+        return self._holders.get(name, tuple(range(self._transport.topology.ranks)))
 
-    Args:
-        rank: the rank.
-        items: paths and values, with `Pending` in the place of tensors.
-        tensors: the tensors, each memory once.
-        keys: a name for each tensor.
-    """
+    def _parameter_names(self, optimizers: Sequence[Optimizer]) -> list[list[str | None]]:
+        names = {id(parameter): name for name, parameter in self._module.named_parameters()}
+        return [
+            [names.get(id(parameter)) for group in optimizer.param_groups for parameter in group["params"]]
+            for optimizer in optimizers
+        ]
 
-    rank: int
-    items: list[tuple[Path, Any]] = field(default_factory=list)
-    tensors: list[Tensor] = field(default_factory=list)
-    keys: list[str] = field(default_factory=list)
-    _numbers: dict[Any, int] = field(default_factory=dict)
+    def _fill(self, leaf: Any, place: Tensor) -> None:
+        if isinstance(leaf, Pending):
+            receive_tensor(self._transport, leaf.rank, place)
+        else:
+            place.copy_(leaf)
 
-    def add(self, path: Path, value: Any) -> None:
-        """Add an entry."""
-        self.items.append((path, self._without_tensors(value, path)))
+    def _in_memory(self, tree: dict[str, Any]) -> dict[str, Any]:
+        """The whole checkpoint, for plugins that take nothing else."""
+        arrived: dict[Any, Tensor] = {}
 
-    def _without_tensors(self, value: Any, path: Path) -> Any:
-        if isinstance(value, Tensor):
-            return self._pending(value, path)
-        if isinstance(value, dict):
-            return {key: self._without_tensors(each, (*path, key)) for key, each in value.items()}
-        return value
+        def note(leaf: Pending) -> Pending:
+            arrived.setdefault(leaf, torch.empty(0))
+            return leaf
 
-    def _pending(self, tensor: Tensor, path: Path) -> Pending:
-        # tied weights share their memory, in one device's checkpoint as well
-        key = (tensor.untyped_storage()._cdata, tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
-        number = self._numbers.setdefault(key, len(self.tensors))
-        if number == len(self.tensors):
-            self.tensors.append(tensor.detach())
-            self.keys.append(".".join(map(str, path)))
-        return Pending(self.rank, number, tuple(tensor.shape), tensor.dtype)
+        replace_tensors(tree, note, Pending)
+        for leaf in sorted(arrived, key=lambda pending: (pending.rank, pending.number)):
+            arrived[leaf] = torch.empty(leaf.shape, dtype=leaf.dtype)
+            receive_tensor(self._transport, leaf.rank, arrived[leaf])
+        result: dict[str, Any] = replace_tensors(tree, arrived.__getitem__, Pending)
+        return result
 
+    # ------------------------------------------------------------------ loading
 
-def plain_name(key: Any, names: Container[str]) -> str | None:
-    """The name of a parameter or buffer that is meant by a key, which may have the prefix of a wrapper."""
-    if not isinstance(key, str):
-        return None
-    if key in names:
-        return key
-    return next((plain_name(key[len(prefix) :], names) for prefix in _PREFIXES if key.startswith(prefix)), None)
+    def load(self, path: Location, io: CheckpointIO, weights_only: bool | None) -> dict[str, Any]:
+        """Read a checkpoint; a file on a local disk is mapped into memory, so that only what is used is read."""
+        if checkpoint_folder.is_folder(os.fspath(path)):
+            return checkpoint_folder.load(os.fspath(path), self._wanted, weights_only)  # type: ignore[no-any-return]
+        if type(io) is TorchCheckpointIO and _is_local_file_protocol(path) and os.path.isfile(path):
+            try:
+                return torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)  # type: ignore[no-any-return]
+            except (RuntimeError, pickle.UnpicklingError) as error:
+                if "mmap" not in str(error):  # a file in torch's old format
+                    raise
+        return io.load_checkpoint(path, weights_only=weights_only)
 
+    def load_module(self, checkpoint: Mapping[str, Any], strict: bool) -> None:
+        """Load the parameters and buffers that this rank holds."""
+        state = checkpoint["state_dict"]
+        known = {name for name, _ in named_tensors(self._module)}
+        foreign = {key for key in known if not self._holds(key)}
+        result = self._module.load_state_dict({k: v for k, v in state.items() if k not in foreign}, strict=False)
+        missing = [key for key in result.missing_keys if key not in foreign or key not in state]
+        problems = [f"missing {', '.join(missing)}"] if missing else []
+        problems += [f"unexpected {', '.join(result.unexpected_keys)}"] if result.unexpected_keys else []
+        if strict and problems:
+            raise RuntimeError(
+                f"Error(s) in loading state_dict for {type(self._module).__name__}: {'; '.join(problems)}."
+            )
 
-def state_entries(checkpoint: Mapping[str, Any]) -> list[tuple[int, int]]:
-    """The optimizer states in a checkpoint, as numbers of optimizer and parameter."""
-    states = checkpoint.get("optimizer_states", [])
-    return [(number, index) for number, state in enumerate(states) for index in state.get("state", {})]
+    def load_optimizers(self, checkpoint: Mapping[str, Any], optimizers: Sequence[Optimizer]) -> None:
+        """Load the states of the parameters that this rank holds."""
+        names = self._parameter_names(optimizers)
+        for optimizer, state, known in zip(optimizers, checkpoint["optimizer_states"], names, strict=False):
+            held = {i: s for i, s in state["state"].items() if not isinstance(i, int) or self._holds(known[i])}
+            # cloned: they must not hang on the file, which may be replaced
+            own = {i: replace_tensors(each, torch.clone) for i, each in held.items()}
+            optimizer.load_state_dict({**state, "state": own})
 
+    def _holds(self, name: str | None) -> bool:
+        return name is None or self._pipeline is None or self._pipeline.holds(name)
 
-def _first(ranks: Sequence[int], speaker: int) -> int:
-    return speaker if speaker in ranks else min(ranks)
-
-
-def shipment(checkpoint: dict[str, Any], owners: Owners, rank: int) -> Shipment:
-    """What a rank has to contribute: all that it owns."""
-    result = Shipment(rank)
-    for path, value, owner in owners.entries(checkpoint):
-        if owner == rank:
-            result.add(path, value)
-    return result
-
-
-def send_items(mine: Shipment, transport: Transport, speaker: int) -> None:
-    """Tell the rank that writes what this one contributes."""
-    transport.send_object((mine.items, mine.keys), speaker, _TAG).wait()
-
-
-def send_tensors(mine: Shipment, transport: Transport, speaker: int) -> None:
-    """Send the tensors of a shipment, one after the other."""
-    for tensor in mine.tensors:
-        flat = tensor.cpu().contiguous().reshape(-1)
-        for part in torch.split(flat.view(torch.uint8) if flat.numel() else flat.to(torch.uint8), _CHUNK):
-            transport.send_object(part.numpy(), speaker, _TAG).wait()
-
-
-def receive_items(transport: Transport, rank: int) -> tuple[list[tuple[Path, Any]], list[str]]:
-    """The entries that another rank contributes, and names for their tensors."""
-    items, keys = transport.receive_object(rank, _TAG)
-    return items, keys
-
-
-def receive_tensor(transport: Transport, rank: int, target: Tensor) -> None:
-    """Receive the next tensor of another rank into contiguous memory."""
-    flat = target.reshape(-1).view(torch.uint8) if target.numel() else torch.empty(0, dtype=torch.uint8)
-    for part in torch.split(flat, _CHUNK):
-        part.copy_(torch.from_numpy(transport.receive_object(rank, _TAG)))
-
-
-def assembled(checkpoint: dict[str, Any], items: Iterable[tuple[Path, Any]]) -> dict[str, Any]:
-    """The checkpoint with other entries at some paths; containers on the way are copied, the rest is shared.
-
-    Example:
-        >>> assembled({"a": {"b": 1, "c": 2}}, [(("a", "b"), 3), (("a", "c"), REMOVED)])
-        {'a': {'b': 3}}
-    """
-    tree: dict[Any, Any] = {}
-    for path, value in items:
-        node = tree
-        for step in path[:-1]:
-            node = node.setdefault(step, {})
-        node[path[-1]] = _Leaf(value)
-    result: dict[str, Any] = _merged(checkpoint, tree)
-    return result
-
-
-REMOVED = object()
-
-
-class _Leaf(NamedTuple):
-    value: Any
-
-
-def _merged(node: Any, changes: Any) -> Any:
-    if isinstance(changes, _Leaf):
-        return changes.value
-    if isinstance(node, list | tuple):
-        parts = [_merged(value, changes[i]) if i in changes else value for i, value in enumerate(node)]
-        return parts if isinstance(node, list) else tuple(parts)
-    items = {**node, **{key: _merged(node.get(key, {}), change) for key, change in changes.items()}}
-    return _like(node, {key: value for key, value in items.items() if value is not REMOVED})
-
-
-def leaves(path: Path, value: Any) -> Iterator[tuple[Path, Any]]:
-    """What is at the ends of nested dictionaries, with paths."""
-    if isinstance(value, dict):
-        for key, each in value.items():
-            yield from leaves((*path, key), each)
-    else:
-        yield path, value
-
-
-def _like(node: dict[Any, Any], items: dict[Any, Any]) -> dict[Any, Any]:
-    """A dictionary of the same type with other items; its attributes (the versions in a module's state) stay."""
-    if type(node) is dict:
-        return items
-    copy = node.copy()
-    copy.clear()
-    copy.update(items)
-    vars(copy).update(getattr(node, "__dict__", {}))
-    return copy
-
-
-def replace_tensors(node: Any, replace: Callable[[Any], Any], kinds: type | tuple[type, ...] = Tensor) -> Any:
-    """A copy of nested containers in which tensors, or what else is asked for, are replaced."""
-    if isinstance(node, kinds):
-        return replace(node)
-    if isinstance(node, dict):
-        return _like(node, {key: replace_tensors(value, replace, kinds) for key, value in node.items()})
-    if type(node) in (list, tuple):
-        return type(node)(replace_tensors(value, replace, kinds) for value in node)
-    return node
+    def _wanted(self, path: Path, parameter_names: Sequence[Sequence[str | None]]) -> bool:
+        """Whether this rank needs the tensor at a path of a checkpoint."""
+        if path[0] == "optimizer_states":
+            return self._holds(parameter_names[path[1]][path[3]])
+        names = {name for name, _ in named_tensors(self._module)}
+        name = plain_name(path[-1], names)
+        return name is None or self._holds(name)

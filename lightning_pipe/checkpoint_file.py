@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.serialization import get_crc32_options, set_default_mmap_options
 
-from lightning_pipe.checkpoint import Pending, replace_tensors
+from lightning_pipe.shipment import Pending, replace_tensors
 
 _CHUNK = 16 << 20
 

@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
 from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 
-from lightning_pipe.checkpoint import (
+from lightning_pipe.pipeline.transport import Transport
+from lightning_pipe.shipment import (
     REMOVED,
     Path,
     Pending,
@@ -26,7 +27,6 @@ from lightning_pipe.checkpoint import (
     receive_items,
     send_items,
 )
-from lightning_pipe.pipeline.transport import Transport
 
 _REST = "meta.pt"
 

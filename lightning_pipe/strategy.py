@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_pipe import schedules
-from lightning_pipe.checkpoints import Checkpoints
+from lightning_pipe.checkpoint import Checkpoints
 from lightning_pipe.config import Auto, Layout
 from lightning_pipe.errors import ConfigurationError, PartitionError
 from lightning_pipe.launcher import ScriptLauncher

@@ -12,7 +12,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from lightning_pipe import checkpoint_file
-from lightning_pipe.checkpoint import REMOVED, Pending, assembled, plain_name
+from lightning_pipe.shipment import REMOVED, Pending, assembled, plain_name
 from tests import oracle
 from tests.launch import run_trainers
 from tests.strategy.lit import Lit
