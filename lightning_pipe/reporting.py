@@ -91,7 +91,7 @@ class Report:
             equation = BatchEquation(sum(cut.sizes), len(cut.parts), self.layout.data_parallel_size, accumulation)
             plan = plan_of(self.module, self.pipeline, self.layout, equation, self.notes)
             self._bubble = plan.bubble
-            self._say(plan_text(plan))
+            self.module.print(plan_text(plan))
             return
         # The first batch also agrees on what travels: it is no measure.
         self._batches += 1
@@ -110,8 +110,6 @@ class Report:
             1 - sum(busy for busy, _ in times) / (elapsed * len(times)) if transport.device.type == "cpu" else None
         )
         samples = self._samples * self.layout.data_parallel_size
-        self._say(closing_line(self._batches, elapsed, samples, self._bubble, measured))
-
-    def _say(self, text: str) -> None:
         if self.module.trainer.is_global_zero:
-            self.module.print(text)
+            # not by the progress bar, which is closed by now and drops what it is given
+            print(closing_line(self._batches, elapsed, samples, self._bubble, measured))
