@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map
 from torchmetrics import Metric
 from torchmetrics.utilities.distributed import gather_all_tensors
 
-from lightning_pipe.state import Memory
+from lightning_pipe.memory import Memory
 
 State = tuple[dict[str, Any], int]
 Gather = Callable[[State | None], list[State]]

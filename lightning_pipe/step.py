@@ -15,10 +15,11 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_pipe import wire
 from lightning_pipe.logs import Log, Merged, combine
+from lightning_pipe.memory import Change, Memory
 from lightning_pipe.metrics import Metrics
 from lightning_pipe.pipeline.recompute import is_recomputing
 from lightning_pipe.pipeline.runner import Pipeline
-from lightning_pipe.state import Change, Memory, Tracked, portable
+from lightning_pipe.state import Tracked, portable
 from lightning_pipe.text import memory
 from lightning_pipe.world import World
 
