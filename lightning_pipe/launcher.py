@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -14,6 +16,8 @@ from lightning.fabric.strategies.launchers.subprocess_script import _basic_subpr
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from typing_extensions import override
 
+_PR_SET_PDEATHSIG = 1
+_CHILD = "LIGHTNING_PIPE_CHILD"
 _VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "WORLD_SIZE")
 # Hydra's options with a value; the other words of its command line are flags and overrides.
 _WITH_VALUE = ("--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-cd", "--package", "-p")
@@ -74,8 +78,14 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         os.environ["WORLD_SIZE"] = str(self.num_processes * self.num_nodes)
         for local_rank in range(1, self.num_processes):
             command, folder = _command(local_rank)
-            variables = {**os.environ, "LOCAL_RANK": str(local_rank)}
+            variables = {**os.environ, "LOCAL_RANK": str(local_rank), _CHILD: "1"}
             self.procs.append(subprocess.Popen(command, env=variables, cwd=folder))
+
+
+def die_with_parent() -> None:
+    """In a process that a launcher has started: end when the first process ends in whatever way (on Linux)."""
+    if os.environ.get(_CHILD) and sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _command(local_rank: int) -> tuple[list[str], str | None]:

@@ -29,7 +29,7 @@ from lightning_pipe import schedules
 from lightning_pipe.checkpoint import Checkpoints
 from lightning_pipe.config import Auto, Layout
 from lightning_pipe.errors import ConfigurationError, PartitionError
-from lightning_pipe.launcher import ScriptLauncher
+from lightning_pipe.launcher import ScriptLauncher, die_with_parent
 from lightning_pipe.micro_batches import LossWeight
 from lightning_pipe.partition import Balance, Layers, ProfileStore, divide, find_layers
 from lightning_pipe.pipeline.ownership import named_tensors
@@ -222,6 +222,7 @@ class PipeStrategy(ParallelStrategy):
     @override
     def _configure_launcher(self) -> None:
         ScriptLauncher.forget_finished_job()
+        die_with_parent()
         assert self.cluster_environment is not None
         self._launcher = ScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
 
