@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch.nn import functional as F
 
 from lightning_pipe import schedules
 from lightning_pipe.errors import ScheduleError
-from lightning_pipe.schedules import Family
+from lightning_pipe.schedules import Action, Family, Kind, registry
 from tests.pipeline.engine import Batch, assert_same
 from tests.pipeline.test_cut import Block
 
@@ -105,3 +106,19 @@ def test_equals_one_device_everywhere(family: Family, ranks: int, micro_batches:
 @pytest.mark.parametrize("family", [family for family in families() if family.stages_per_rank == 1], ids=label)
 def test_equals_one_device_on_eight_ranks(family: Family, micro_batches: int) -> None:
     check(family, 8, micro_batches)
+
+
+def test_a_schedule_of_ones_own_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As the README shows it; by name, and from the file that it writes."""
+    monkeypatch.setattr(registry, "_families", dict(registry._families))
+
+    @schedules.register("gpipe_in_order")
+    def gpipe_in_order(ranks: int, micro_batches: int) -> list[list[Action]]:
+        return [
+            [Action(kind, rank, index) for kind in (Kind.FORWARD, Kind.BACKWARD) for index in range(micro_batches)]
+            for rank in range(ranks)
+        ]
+
+    check(schedules.get("gpipe_in_order"), 4, 3)
+    schedules.get("gpipe_in_order").build(2, 5).to_csv(tmp_path / "order.csv")
+    check(schedules.get(tmp_path / "order.csv"), 2, 5)
