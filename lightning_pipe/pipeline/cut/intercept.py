@@ -9,7 +9,9 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from lightning_pipe.pipeline.cut.caches import Caches
 from lightning_pipe.pipeline.cut.checkpoints import checkpoints_know
+from lightning_pipe.pipeline.cut.side_effects import Keepers
 from lightning_pipe.pipeline.cut.stage_run import StageRun
 
 
@@ -24,6 +26,8 @@ class Interceptor:
     def __init__(self, module: nn.Module, layers: Sequence[tuple[str, nn.Module]]) -> None:
         self.run: StageRun | None = None
         self._layers = list(layers)
+        self._keepers = Keepers()
+        self._caches = Caches(module)
         self._outside = list(outside_modules(module, [layer for _, layer in layers]))
 
     @contextmanager
@@ -33,11 +37,11 @@ class Interceptor:
         try:
             for number, (_, layer) in enumerate(self._layers):
                 wrapped.append((layer, layer.__dict__.get("forward")))
-                layer.__dict__["forward"] = self._layer_forward(number, layer.forward)
+                layer.__dict__["forward"] = self._layer_forward(number, layer)
             for key, (name, outside) in enumerate(self._outside):
                 wrapped.append((outside, outside.__dict__.get("forward")))
                 outside.__dict__["forward"] = self._module_forward(name, key, outside)
-            with checkpoints_know(lambda: self.run):
+            with checkpoints_know(lambda: self.run), self._caches.off():
                 yield
         finally:
             for owner, before in reversed(wrapped):
@@ -49,18 +53,20 @@ class Interceptor:
     @contextmanager
     def running(self, run: StageRun) -> Iterator[None]:
         """Send calls to ``run`` for the time being."""
-        self.run = run
+        self.run, run.keepers = run, self._keepers
         try:
             yield
         finally:
             self.run = None
 
-    def _layer_forward(self, number: int, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def _layer_forward(self, number: int, layer: nn.Module) -> Callable[..., Any]:
+        forward = layer.forward
+
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             run = self.run
             if run is None or run.inside:
                 return forward(*args, **kwargs)
-            return run.call_layer(number, forward, args, kwargs)
+            return run.call_layer(number, layer, forward, args, kwargs)
 
         return wrapper
 

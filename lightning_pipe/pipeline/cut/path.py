@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_pipe.pipeline.cut.side_effects import Effect
 from lightning_pipe.skip import Key
 
 
@@ -74,6 +75,12 @@ class Passed(NamedTuple):
     argument: int
 
 
+class Repeated(NamedTuple):
+    """A result that is another one, the same object."""
+
+    leaf: int
+
+
 class Call(NamedTuple):
     """One recorded call outside layers, or of one layer or outside module.
 
@@ -81,10 +88,13 @@ class Call(NamedTuple):
         name: torch function, or dotted name of the layer or module.
         numbers: the numbers given to the tensors in its result, in order.
         structure: for layers and modules, the pytree structure of the result; ``None`` for torch functions.
-        leaves: for layers and modules, the result's leaves: :class:`TensorSpec`, :class:`Passed`, or plain values.
+        leaves: for layers and modules, the result's leaves: :class:`TensorSpec`, :class:`Passed`, :class:`Repeated`,
+            or plain values; behind them those of ``stashed`` and of ``effects``.
         mutated: for layers and modules, the arguments changed in place (positions among the argument's tensors).
         stashed: the skip connections that begin in this call; their tensors are the last leaves.
         popped: the skip connections that end in it.
+        effects: for layers and modules, what they leave behind besides their result.
+        container: the number of the list or dictionary in the arguments that the result is, if it is one.
     """
 
     name: str
@@ -94,6 +104,8 @@ class Call(NamedTuple):
     mutated: tuple[int, ...] = ()
     stashed: tuple[Key, ...] = ()
     popped: tuple[Key, ...] = ()
+    effects: tuple[Effect, ...] = ()
+    container: int | None = None
 
 
 class Entry(NamedTuple):

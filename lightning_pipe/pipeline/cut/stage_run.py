@@ -11,9 +11,17 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from lightning_pipe.errors import CutError
 from lightning_pipe.pipeline.cut.functions import leaves_of
-from lightning_pipe.pipeline.cut.path import Call, Crossing, Entry, Passed, Path, TensorSpec
+from lightning_pipe.pipeline.cut.path import Call, Crossing, Entry, Passed, Path, Repeated, TensorSpec
 from lightning_pipe.pipeline.cut.placeholder import Placeholder
 from lightning_pipe.pipeline.cut.received import Inbox
+from lightning_pipe.pipeline.cut.side_effects import (
+    Attributes,
+    Keepers,
+    Watch,
+    container_number,
+    containers_in,
+    replace_contents,
+)
 from lightning_pipe.pipeline.cut.tracker import Holdings, Tracker
 from lightning_pipe.pipeline.rng import Streams
 from lightning_pipe.skip import Key, Store, stored_in
@@ -73,7 +81,11 @@ class StageRun:
         self._shared: list[tuple[Tensor, int, int]] = []
         self._micro_batch, self._streams, self._device = micro_batch, streams, device
         self._holdings = holdings
+        self._whole = len(layers) == total
+        self._attributes = Attributes()
+        self.keepers = Keepers()
         self.tracker = Tracker(inbound[0].calls if inbound else None, streams, micro_batch, holdings)
+        self.tracker.partial = not self._whole
 
     # ------------------------------------------------------------------ the run
 
@@ -87,6 +99,8 @@ class StageRun:
             pass
         else:
             self._returned(result)
+        finally:
+            self._attributes.restore()
         for tensor, version, number in self._shared:
             if version_of(tensor) != version:
                 raise CutError(
@@ -108,11 +122,11 @@ class StageRun:
 
     # ------------------------------------------------------------------ calls that arrive from the user's code
 
-    def call_layer(self, number: int, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def call_layer(self, number: int, layer: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """A layer of the sequence is called."""
         name = self._names[number]
         if self.tracker.waiting and number < self.layers.start:
-            return self._stand_in(name, args, kwargs)
+            return self._stand_in(name, layer, args, kwargs)
         self.arrive()
         if number >= self.layers.stop:
             self._cut()
@@ -123,20 +137,22 @@ class StageRun:
                 "several times); name another sequence with layers=... or use one device.",
             )
         self.called.add(number)
-        return self._execute(name, number, forward, args, kwargs)
+        return self._execute(name, number, layer, forward, args, kwargs)
 
     def call_module(
         self, name: str, key: int, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
         """A module outside the sequence that has parameters is called."""
         if self.tracker.waiting:
-            return self._stand_in(name, args, kwargs)
+            return self._stand_in(name, module, args, kwargs)
         self._holdings.run(name)
         for parameter in module.parameters():
             self._holdings.use(parameter)
-        return self._execute(name, key, forward, args, kwargs)
+        return self._execute(name, key, module, forward, args, kwargs)
 
-    def _execute(self, name: str, key: int, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _execute(
+        self, name: str, key: int, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
         tracker = self.tracker
         arguments = leaves_of(args, kwargs)
         self.inside = True
@@ -147,9 +163,14 @@ class StageRun:
                 skips = dict(self._skips)
                 if self._profiler is not None:
                     self._profiler(name, key, forward, args, kwargs, skips)
+                seeks = not self._whole and self.keepers.seeks(name, module)
+                watch = None if self._whole else Watch(name, module, (*args, *kwargs.values()), arguments, seeks)
                 result = forward(*args, **kwargs)
                 stashed = self._stashed(skips)
-                tracker.calls.append(self._describe(name, result, arguments, versions, skips, stashed))
+                call = self._describe(name, result, arguments, versions, skips, stashed, watch)
+                tracker.calls.append(call)
+                if seeks:
+                    self.keepers.note(name, module, any(effect.attribute for effect in call.effects))
         finally:
             self.inside = False
         return result
@@ -172,26 +193,32 @@ class StageRun:
         versions: list[int],
         skips: Store,
         stashed: tuple[Key, ...],
+        watch: Watch | None,
     ) -> Call:
         """Number what a layer or module leaves behind and describe it for the stages that stand in for it."""
         popped = tuple(key for key in skips if key not in self._skips)
         self.tracker.touch([tensor for key in popped if (tensor := skips[key]) is not None], name)
         leaves, structure = tree_flatten(result)
         leaves += [self._skips[key] for key in stashed]
+        effects = [] if watch is None else list(watch.effects())
+        leaves += [leaf for _, own in effects for leaf in own]
         mutated = tuple(
             i for i, leaf in enumerate(arguments) if isinstance(leaf, Tensor) and version_of(leaf) != versions[i]
         )
         numbers = [self.tracker.number(arguments[i]) for i in mutated]
         described: list[Any] = []
-        for leaf in leaves:
+        first: dict[int, int] = {}
+        for position, leaf in enumerate(leaves):
             if leaf is None or isinstance(leaf, _PLAIN):
                 described.append(leaf)
                 continue
             passed = next((i for i, argument in enumerate(arguments) if argument is leaf), None)
             if passed is not None:
                 described.append(Passed(passed))
+            elif first.setdefault(id(leaf), position) != position:
+                described.append(Repeated(first[id(leaf)]))
             elif isinstance(leaf, Tensor):
-                self.tracker.touch([leaf], f"the result of {name}")
+                self.tracker.touch([leaf], f"the result of {name}", new=True)
                 described.append(TensorSpec.of(leaf))
                 numbers.append(self.tracker.number(leaf))
             else:
@@ -200,9 +227,11 @@ class StageRun:
                     hint="Return tensors, numbers, strings, None, and tuples, lists or dictionaries of them, or "
                     "register the type with torch.utils._pytree.register_pytree_node.",
                 )
-        return Call(name, tuple(numbers), structure, tuple(described), mutated, stashed, popped)
+        kinds = tuple(effect for effect, _ in effects)
+        container = None if watch is None else container_number(watch.containers, result)
+        return Call(name, tuple(numbers), structure, tuple(described), mutated, stashed, popped, kinds, container)
 
-    def _stand_in(self, name: str, args: Any, kwargs: Any) -> Any:
+    def _stand_in(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Answer for a call that an earlier stage really makes."""
         tracker = self.tracker
         with tracker.paused():
@@ -216,6 +245,8 @@ class StageRun:
             for leaf in call.leaves:
                 if isinstance(leaf, Passed):
                     leaves.append(arguments[leaf.argument])
+                elif isinstance(leaf, Repeated):
+                    leaves.append(leaves[leaf.leaf])
                 elif isinstance(leaf, TensorSpec):
                     leaves.append(Placeholder.of(leaf, self._device))
                     results.append(leaves[-1])
@@ -224,10 +255,22 @@ class StageRun:
             tracker.follow(results, call.numbers)
             for key in call.popped:
                 del self._skips[key]
+            containers = (
+                list(containers_in((*args, *kwargs.values()))) if call.effects or call.container is not None else []
+            )
+            for effect in reversed(call.effects):
+                split = len(leaves) - effect.size
+                value = tree_unflatten(leaves[split:], effect.structure)
+                del leaves[split:]
+                if effect.container is None:
+                    self._attributes.set(module, effect, value)
+                else:
+                    replace_contents(containers[effect.container], value)
             if call.stashed:
                 self._skips.update(zip(call.stashed, leaves[-len(call.stashed) :], strict=True))
                 del leaves[-len(call.stashed) :]
-            return tree_unflatten(leaves, call.structure)
+            result = tree_unflatten(leaves, call.structure)
+            return result if call.container is None else containers[call.container]
 
     # ------------------------------------------------------------------ the two ends of a stage
 

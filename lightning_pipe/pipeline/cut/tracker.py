@@ -73,6 +73,7 @@ class Tracker(TorchFunctionMode):
         self.calls: list[Call] = []
         self.used: set[int] = set()
         self.waiting = expected is not None
+        self.partial = True
         self._expected = expected or ()
         self._unfilled: dict[int, str] = {}
         self._token = next(_tokens)
@@ -188,8 +189,12 @@ class Tracker(TorchFunctionMode):
                 )
             self._next = max(self._next, number + 1)
 
-    def touch(self, tensors: list[Tensor], name: str) -> None:
-        """Note that real code uses ``tensors``; a placeholder among them has not been sent and is an error."""
+    def touch(self, tensors: list[Tensor], name: str, new: bool = False) -> None:
+        """Note that real code uses ``tensors``; a placeholder among them has not been sent and is an error.
+
+        So is a tensor with a graph that no call outside layers has made, unless it is ``new``: the layers of other
+        stages have none like it to give.
+        """
         for position, tensor in enumerate(tensors):
             known = self.number_of(tensor)
             if isinstance(tensor, Placeholder):
@@ -204,6 +209,13 @@ class Tracker(TorchFunctionMode):
                 )
             if known is not None:
                 self.used.add(known)
+            elif self.partial and not new and tensor.grad_fn is not None:
+                raise CutError(
+                    f"'{name}' uses a tensor {tuple(tensor.shape)} {tensor.dtype} that left a layer otherwise than by "
+                    "its result, through a hook for instance; the layers of other stages cannot give theirs.",
+                    hint="Return it from the layer, or keep it as an attribute of the module that computes it; switch "
+                    "options such as output_attentions and output_router_logits off.",
+                )
 
     # ------------------------------------------------------------------ the mode
 

@@ -1,0 +1,38 @@
+"""Model caches for generation: of no use in a step that runs once, and out of the sight of other stages."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+
+class Caches:
+    """Switches the ``use_cache`` of Hugging Face configurations off while steps run; it is on by default there.
+
+    Args:
+        module: the user's module.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        configurations = {id(c): c for part in module.modules() if (c := vars(part).get("config")) is not None}
+        self._configurations = list(configurations.values())
+        self._told = False
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """Without caches inside; as before outside."""
+        switched: list[Any] = [c for c in self._configurations if getattr(c, "use_cache", None) is True]
+        if switched and not self._told:
+            self._told = True
+            warnings.warn("Model caches (use_cache) are switched off while steps run in a pipeline.", stacklevel=2)
+        for configuration in switched:
+            configuration.use_cache = False
+        try:
+            yield
+        finally:
+            for configuration in switched:
+                configuration.use_cache = True
