@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple, TypeVar
+from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +16,8 @@ from lightning_pipe.pipeline.transport import Transport
 Module = TypeVar("Module", bound=nn.Module)
 
 
-class Moments(NamedTuple):
+@dataclass(frozen=True)
+class Moments:
     """Number of values per channel, their mean, and the sum of their squared deviations from it."""
 
     values: int

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lightning_pipe import schedules
 from lightning_pipe.errors import ConfigurationError
 from lightning_pipe.partition import find_layers
 from lightning_pipe.pipeline.batchnorm import DeferredBatchNorm
@@ -99,7 +101,7 @@ def test_the_pipeline_leaves_norms_as_it_found_them_when_a_step_fails() -> None:
             raise KeyError("the user's own")
         return net(part)
 
-    parts = list(torch.randn(8, 3).tensor_split(2))
+    parts = list(torch.randn(8, 3, 2, 2).tensor_split(2))
     with pytest.raises(KeyError):
         pipeline.train(step, parts, [0.5, 0.5])
     assert all(norm.pending is None for norm in net.modules() if isinstance(norm, DeferredBatchNorm))
@@ -112,10 +114,10 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        first = nn.Sequential(nn.Identity(), nn.BatchNorm1d(3), nn.Linear(3, 3), nn.Tanh())
-        others = [nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Dropout(0.5), nn.Tanh()) for _ in range(3)]
+        first = nn.Sequential(nn.Identity(), nn.BatchNorm2d(3), nn.Conv2d(3, 3, 1), nn.Tanh())
+        others = [nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3), nn.Dropout(0.5), nn.Tanh()) for _ in range(3)]
         self.layers = nn.ModuleList([first, *others])
-        self.outside = nn.BatchNorm1d(3, affine=False)
+        self.outside = nn.BatchNorm2d(3, affine=False)
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -123,16 +125,32 @@ class Net(nn.Module):
         return F.mse_loss(self.outside(x), x)
 
 
-def train(ranks: int, replicas: int, micro_batches: int, batches: list[Tensor], net: Net) -> list[dict[str, Tensor]]:
+@dataclass(frozen=True)
+class Run:
+    """How to train."""
+
+    ranks: int = 1
+    replicas: int = 1
+    micro_batches: int = 1
+    schedule: str = "gpipe"
+    recompute: Any = "never"
+
+
+def train(run: Run, batches: list[Tensor], net: Net) -> list[dict[str, Tensor]]:
+    family = schedules.get(run.schedule)
+    loss_rank = family.build(run.ranks, run.micro_batches).loss_ranks[0]
+
     def body(transport: MemoryTransport) -> dict[str, Tensor]:
         mine = copy.deepcopy(net)
         sequence = find_layers(mine, "layers")
-        balance = [len(sequence) // ranks] * ranks
-        pipeline = Pipeline(mine, sequence, balance, GPipe(), transport, deferred_batch_norm=True)
+        balance = [len(sequence) // run.ranks] * run.ranks
+        pipeline = Pipeline(
+            mine, sequence, balance, family, transport, recompute=run.recompute, deferred_batch_norm=True
+        )
         pipeline.partition()
         for batch in batches:
-            part = batch.tensor_split(replicas)[transport.replica]
-            parts = list(part.tensor_split(micro_batches))
+            part = batch.tensor_split(run.replicas)[transport.replica]
+            parts = list(part.tensor_split(run.micro_batches))
             pipeline.train(lambda _, x: mine(x), parts, [len(p) / len(batch) for p in parts])
             mine.eval()
             with torch.no_grad():
@@ -141,18 +159,28 @@ def train(ranks: int, replicas: int, micro_batches: int, batches: list[Tensor], 
         pipeline.restore()
         return mine.state_dict()
 
-    return run_threads(memory_world(Topology.for_schedule(ranks, replicas)), body, timeout=30)
+    topology = Topology.for_schedule(run.ranks, run.replicas, loss_rank=loss_rank)
+    return run_threads(memory_world(topology), body, timeout=30)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "replicas", "micro_batches"), [(1, 1, 3), (2, 1, 4), (4, 1, 3), (1, 2, 2), (2, 2, 2), (2, 2, 1)]
-)
-def test_pipelines_and_replicas_share_one_mini_batch(ranks: int, replicas: int, micro_batches: int) -> None:
-    net, batches = Net(), [torch.randn(10, 3) * 2 + 5 for _ in range(5)]
-    reference = nn.BatchNorm1d(3)
+RUNS = [
+    *(Run(2, replicas, m, recompute=again) for replicas in (1, 2) for m in (1, 3, 4) for again in ("never", "always")),
+    Run(2, 1, 7, recompute="except_last"),
+    Run(4, 1, 7, "1f1b", "always"),
+    Run(2, 1, 4, "chimera", "always"),
+    Run(2, 1, 7, "chimera"),
+    Run(4, 2, 3, "chimera"),
+    Run(2, 1, 1, "chimera"),
+]
+
+
+@pytest.mark.parametrize("run", RUNS, ids=str)
+def test_replicas_and_twins_share_one_mini_batch(run: Run) -> None:
+    net, batches = Net(), [torch.randn(10, 3, 2, 2) * 2 + 5 for _ in range(5)]
+    reference = nn.BatchNorm2d(3)
     for batch in batches:
         reference(batch)
-    results = train(ranks, replicas, micro_batches, batches, net)
+    results = train(run, batches, net)
     for found in results:
         for name, value in reference.state_dict().items():
             if name.startswith("running") or name == "num_batches_tracked":
