@@ -82,13 +82,13 @@ def check(family: Family, ranks: int, micro_batches: int, **options: Any) -> Non
 
 @pytest.mark.parametrize("micro_batches", [1, 5])
 @pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("family", families(), ids=label)
+@pytest.mark.parametrize("family", list(families()), ids=label)
 def test_equals_one_device(family: Family, ranks: int, micro_batches: int) -> None:
     check(family, ranks, micro_batches)
 
 
 @pytest.mark.parametrize("recompute", ["except_last", "always"])
-@pytest.mark.parametrize("family", families(), ids=label)
+@pytest.mark.parametrize("family", list(families()), ids=label)
 def test_recomputation_equals_one_device(family: Family, recompute: str) -> None:
     check(family, 2, 4, recompute=recompute)
 
@@ -96,7 +96,7 @@ def test_recomputation_equals_one_device(family: Family, recompute: str) -> None
 @pytest.mark.slow
 @pytest.mark.parametrize("micro_batches", [1, 3, 8, 16, 17])
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-@pytest.mark.parametrize("family", families(), ids=label)
+@pytest.mark.parametrize("family", list(families()), ids=label)
 def test_equals_one_device_everywhere(family: Family, ranks: int, micro_batches: int) -> None:
     check(family, ranks, micro_batches)
 

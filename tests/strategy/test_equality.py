@@ -137,7 +137,7 @@ def grid() -> Iterator[Point]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("point", grid(), ids=str)
+@pytest.mark.parametrize("point", list(grid()), ids=str)
 def test_everything(point: Point) -> None:
     check(MAIN, point, limit=380.0)
 

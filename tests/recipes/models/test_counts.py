@@ -65,7 +65,8 @@ TPU = {"num_classes": 1001, "wiring": "tpu"}
         (partial(unet, 24, 160), 7_802_903_600),
         (partial(unet, 48, 160), 15_822_206_000),
     ],
-    ids=str,
+    # not the function: its address would name the test, differently in each of the test runner's processes
+    ids=lambda value: f"{value:,}" if isinstance(value, int) else getattr(value, "func", value).__name__,
 )
 def test_parameters_are_exactly_the_published_ones(make: Callable[[], nn.Module], parameters: int) -> None:
     assert count(on_meta(make)) == parameters
