@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -16,6 +16,9 @@ from lightning_pipe.pipeline.transport import Lane, Transport, Work
 
 _AGREED, _CHANGED = 0, 1
 _STAGES = 1024
+_AT_ONCE = 128
+_PlanKey = tuple[int, int, int, Hashable]
+"""Pipe, stage, receiving stage and signature."""
 
 
 class Way(NamedTuple):
@@ -34,10 +37,12 @@ class Plan:
     Args:
         path: the calls and the live tensors of the sending stage.
         sent: the numbers of the tensors that travel.
+        since: the first micro-batch that it is in force for.
     """
 
     path: Path
     sent: frozenset[int]
+    since: int = 0
 
     @property
     def layout(self) -> Layout:
@@ -86,8 +91,10 @@ class _Posted:
 class Courier:
     """Sends and receives crossings and their gradients over a transport.
 
-    A plan comes into force at the next `settle`, when no message is under way: both ends then know it. Until then, and
-    whenever a step takes a path that the plan does not know, the crossing goes in full over the slow path.
+    A plan comes into force at the next `settle`, when no message is under way: both ends then know it. Without a flush
+    it comes into force for the micro-batches that set out when those that it was made from have come back (`agree`).
+    Until then, and whenever a step takes a path that the plan does not know, the crossing goes in full over the slow
+    path.
 
     Args:
         transport: the rank's transport.
@@ -96,15 +103,16 @@ class Courier:
     transport: Transport
     transfers: dict[Way, Transfer] = field(default_factory=dict)
     sent_bytes: int = 0
-    _plans: dict[tuple[int, int, Hashable], Plan] = field(default_factory=dict)
+    _plans: dict[_PlanKey, list[Plan]] = field(default_factory=dict)
     _posted: dict[tuple[str, Way], _Posted] = field(default_factory=dict)
     _sending: list[Work] = field(default_factory=list)
+    _sent_before: list[Work] = field(default_factory=list)
 
     # ------------------------------------------------------------------ forward
 
     def send(self, at: Way, peer: int, key: Hashable, crossing: Crossing) -> None:
         """Start to send what leaves a stage."""
-        plan = self._plans.get((at.stage, at.to, key))
+        plan = self._plan(at, key)
         numbers = {entry.number: tensor for entry, tensor in zip(crossing.path.entries, crossing.tensors, strict=True)}
         lane = Lane("forward", at.pipe)
         if plan is not None:
@@ -120,7 +128,7 @@ class Courier:
 
     def expect(self, at: Way, peer: int, key: Hashable) -> None:
         """Post the buffer for what will come, as soon as its size is agreed."""
-        plan = self._plans.get((at.stage, at.to, key))
+        plan = self._plan(at, key)
         if plan is not None:
             self._post("forward", at, peer, plan.layout, plan)
 
@@ -145,7 +153,7 @@ class Courier:
     def send_gradients(self, at: Way, peer: int, gradients: dict[int, Tensor], used: frozenset[int]) -> None:
         """Start to send back the gradients of what was received."""
         transfer = self.transfers[at]
-        transfer.used = used
+        transfer.used = used if transfer.gradients else frozenset(transfer.numbers)  # as the other end has to assume
         if not transfer.gradients:
             return
         masks = to_words(number in used for number in transfer.numbers)
@@ -179,30 +187,58 @@ class Courier:
 
     def settle(self) -> None:
         """End a batch: wait for all sends and bring new plans into force, the same at both ends of every cut."""
-        for work in self._sending:
-            work.wait()
-        self._sending.clear()
+        self.turn()
+        self.turn()
         if self._posted:
             raise CommunicationError(f"internal error: {len(self._posted)} messages were posted and never used.")
-        fresh: dict[tuple[int, int, Hashable], tuple[Path, set[int]]] = {}
-        for at in sorted(self.transfers, key=lambda at: (at.stage, at.to, at.micro_batch)):
-            transfer = self.transfers[at]
-            place = (at.stage, at.to, transfer.key)
-            plan = self._plans.get(place)
+        self.agree(list(self.transfers), since=0)
+        for plans in self._plans.values():
+            plans[:] = [replace(plans[-1], since=0) if plans[-1].since else plans[-1]]
+
+    def turn(self) -> None:
+        """End a call of a schedule without a flush: wait for the sends of the call before.
+
+        Their receivers have come to them by now, or will without waiting for this rank.
+        """
+        for work in self._sent_before:
+            work.wait()
+        self._sent_before, self._sending = self._sending, []
+
+    def agree(self, ways: Iterable[Way], since: int) -> None:
+        """Make plans of transfers that are complete, and forget these.
+
+        Args:
+            ways: the transfers, the same at both ends.
+            since: the first micro-batch that the plans are in force for; those before it keep the plans they have.
+        """
+        fresh: dict[_PlanKey, Plan] = {}
+        latest = 0
+        for at in sorted(ways, key=lambda at: (at.pipe, at.stage, at.to, at.micro_batch)):
+            transfer = self.transfers.pop(at)
+            latest = max(latest, at.micro_batch)
+            plan = self._plan(at, transfer.key)
             if plan is not None and plan.path is transfer.path:
                 continue
-            used = transfer.numbers if transfer.used is None else transfer.used
-            path, union = fresh.get(place, (transfer.path, set()))
-            fresh[place] = (transfer.path, (union if path == transfer.path else set()) | set(used))
-        for place, (path, union) in fresh.items():
-            self._plans[place] = Plan(path, frozenset(union))
-        self.transfers.clear()
+            place = (at.pipe, at.stage, at.to, transfer.key)
+            used = frozenset(transfer.numbers) if transfer.used is None else transfer.used
+            before = fresh.get(place)
+            if before is not None and before.path == transfer.path:
+                used |= before.sent
+            fresh[place] = Plan(transfer.path, used, since)
+        for place, plan in fresh.items():
+            _extend(self._plans.setdefault(place, []), plan, latest + 1)
+
+    def _plan(self, at: Way, key: Hashable) -> Plan | None:
+        """The plan that is in force for a micro-batch."""
+        plans = self._plans.get((at.pipe, at.stage, at.to, key), ())
+        return next((plan for plan in reversed(plans) if plan.since <= at.micro_batch), None)
 
     def reset(self) -> None:
         """Forget a batch that was given up."""
         self.transfers.clear()
         self._posted.clear()
         self._sending.clear()
+        self._sent_before.clear()
 
     def _send(
         self, layout: Layout, control: list[int], tensors: list[Tensor | None], peer: int, lane: Lane, at: Way
@@ -246,5 +282,17 @@ def _fits(plan: Plan, path: Path) -> bool:
     return all(found.get(entry.number) == entry for entry in plan.path.entries if entry.number in plan.sent)
 
 
+def _extend(plans: list[Plan], plan: Plan, first: int) -> None:
+    """Append a plan to those of a cut; ``first`` is the first micro-batch that may still ask for one of them."""
+    if plan.since and plans and plans[-1].path == plan.path:
+        # transfers that were under way at the same time tell the same
+        if plan.sent <= plans[-1].sent:
+            return
+        plan = replace(plan, sent=plan.sent | plans[-1].sent)
+    in_force = sum(older.since <= first for older in plans)
+    plans[:] = [*plans[max(0, in_force - 1) :], plan] if plan.since else [plan]
+
+
 def _tag(at: Way, channel: int) -> int:
-    return ((at.micro_batch * _STAGES + at.stage) * _STAGES + at.to) * 3 + channel
+    # objects with the same tag keep their order, so that numbers may come again
+    return ((at.micro_batch % _AT_ONCE * _STAGES + at.stage) * _STAGES + at.to) * 3 + channel

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -19,6 +19,10 @@ from lightning_pipe.simulate import Event
 
 Returned = tuple[dict[int, Tensor], frozenset[int]]
 """What goes back over a cut: gradients by number, and the numbers that were used."""
+
+
+Find = Callable[[int], tuple[Batch, int]]
+"""The batch that a micro-batch of the schedule belongs to, and its number in it."""
 
 
 class Place(NamedTuple):
@@ -58,7 +62,7 @@ class Executor:
     peak_held: int = 0
     busy: float = 0.0
     events: list[Event] | None = None
-    _batch: Batch = field(init=False)
+    _find: Find = field(init=False)
     _again: set[Place] = field(default_factory=set)
     _kept: dict[Place, Kept] = field(default_factory=dict)
     _saved: dict[Place, Saved] = field(default_factory=dict)
@@ -83,30 +87,58 @@ class Executor:
 
     def run(self, actions: Sequence[Action], batch: Batch) -> None:
         """Run one batch from the first action to the flush."""
-        self._batch = batch
         self._again = {_place(action) for action in actions if action.kind is Kind.RECOMPUTE}
         self.peak_held = 0
+        with self._whole():
+            self._loop(actions, lambda micro_batch: (batch, micro_batch))
+            self.courier.settle()
+
+    def advance(self, actions: Sequence[Action], again: Container[tuple[int, int]], find: Find) -> None:
+        """Run one call of a schedule without a flush: what it leaves under way stays so.
+
+        Args:
+            actions: the call's actions; micro-batches are numbered over all batches.
+            again: the forwards among them that a later call runs again, as ``(stage, micro_batch)``.
+            find: knows the batch of a micro-batch.
+        """
+        self._again |= {_place(a) for a in actions if a.kind is Kind.FORWARD and a[1:3] in again}
+        with self._whole():
+            self._loop(actions, find)
+            self.courier.turn()
+
+    def empty(self) -> None:
+        """Nothing is under way any more after some calls of `advance`: end what they have left open."""
+        with self._whole():
+            self.courier.settle()
+
+    @contextmanager
+    def _whole(self) -> Iterator[None]:
+        """Around a batch or call: if it fails, everything that is under way is dropped."""
+        try:
+            yield
+            self.position = None
+        except BaseException:
+            self.abandon()
+            raise
+        finally:
+            if self.courier.transport.board is not None:
+                self.courier.transport.board.position = None
+
+    def _loop(self, actions: Sequence[Action], find: Find) -> None:
+        self._find = find
         board = self.courier.transport.board
         if board is not None:
             board.program = actions
-        try:
-            for action in actions:
-                self.position = action
-                if board is not None:
-                    board.position = action
-                self._methods[action.kind](action)
-            self.courier.settle()
-            self.position = None
-        except BaseException:
-            self._abandon()
-            raise
-        finally:
+        for action in actions:
+            self.position = action
             if board is not None:
-                board.position = None
+                board.position = action
+            self._methods[action.kind](action)
 
-    def _abandon(self) -> None:
-        """Drop a batch that failed, so that the next one starts clean and no graph stays in memory."""
+    def abandon(self) -> None:
+        """Drop what is under way, so that the next batch starts clean and no graph stays in memory."""
         self.courier.reset()
+        self._again.clear()
         for kept in (self._kept, self._saved, self._arrived, self._inbound, self._crossing, self._gradients):
             kept.clear()
         self.held = 0
@@ -127,14 +159,13 @@ class Executor:
     def _forward(self, action: Action) -> None:
         here = _place(action)
         inbound = self._collect(here)
-        with self._timed(action):
+        batch, index = self._find(here.micro_batch)
+        with self._timed(action), batch.using(index):
             if here in self._again:
-                self._kept[here], crossings = self.stages.forward_again(
-                    here.stage, here.micro_batch, self._batch, inbound
-                )
+                self._kept[here], crossings = self.stages.forward_again(here.stage, index, batch, inbound)
             else:
-                saved, crossings = self.stages.forward(here.stage, here.micro_batch, self._batch, inbound)
-                if self._batch.training:
+                saved, crossings = self.stages.forward(here.stage, index, batch, inbound)
+                if batch.training:
                     self._hold(here, saved)
         for to in self._later(here.stage):
             crossing = crossings.get(to) or _empty(crossings)
@@ -152,7 +183,7 @@ class Executor:
             part = self._inbound.pop(way, None)
             if part is None:
                 peer = self.placement[here.pipe, stage]
-                part = self.courier.receive(way, peer, self._batch.keys[here.micro_batch])
+                part = self.courier.receive(way, peer, self._key(here.micro_batch))
             if len(self._earlier(here.stage)) > 1:
                 self._arrived.setdefault(here, {})[stage] = frozenset(part[1])
             inbound = part if inbound is None else joined(inbound, part)
@@ -169,8 +200,10 @@ class Executor:
 
     def _recompute(self, action: Action) -> None:
         here = _place(action)
-        with self._timed(action):
-            self._hold(here, self.stages.recompute(here.stage, here.micro_batch, self._batch, self._kept.pop(here)))
+        batch, index = self._find(here.micro_batch)
+        self._again.discard(here)
+        with self._timed(action), batch.using(index):
+            self._hold(here, self.stages.recompute(here.stage, index, batch, self._kept.pop(here)))
 
     def _hold(self, here: Place, saved: Saved) -> None:
         self._saved[here] = saved
@@ -188,7 +221,9 @@ class Executor:
                 part = self.courier.receive_gradients(way, self.placement[here.pipe, to])
             gradients |= part[0]
             used |= part[1]
-        with self._timed(action):
+        batch, index = self._find(here.micro_batch)
+        # a layer that checkpoints itself runs again in its backward pass
+        with self._timed(action), batch.using(index):
             if action.kind is Kind.BACKWARD:
                 returned = self.stages.backward(self._saved.pop(here), gradients, used)
                 self.held -= 1
@@ -201,19 +236,21 @@ class Executor:
             self._gradients[Way(here.pipe, stage, here.micro_batch, here.stage)] = part
 
     def _backward_weight(self, action: Action) -> None:
-        with self._timed(action):
-            self.stages.backward_weight(self._saved.pop(_place(action)))
+        here = _place(action)
+        batch, index = self._find(here.micro_batch)
+        with self._timed(action), batch.using(index):
+            self.stages.backward_weight(self._saved.pop(here))
         self.held -= 1
 
     # ------------------------------------------------------------------ messages
 
     def _send_forward(self, action: Action) -> None:
         way = _way(action, 1)
-        self.courier.send(way, _peer(action), self._batch.keys[way.micro_batch], self._crossing.pop(way))
+        self.courier.send(way, _peer(action), self._key(way.micro_batch), self._crossing.pop(way))
 
     def _receive_forward(self, action: Action) -> None:
         way = _way(action, -1)
-        self.courier.expect(way, _peer(action), self._batch.keys[way.micro_batch])
+        self.courier.expect(way, _peer(action), self._key(way.micro_batch))
 
     def _send_backward(self, action: Action) -> None:
         way = _way(action, -1)
@@ -224,6 +261,10 @@ class Executor:
 
     def _reduce(self, action: Action) -> None:
         self.reduce(action.stage)
+
+    def _key(self, micro_batch: int) -> Hashable:
+        batch, index = self._find(micro_batch)
+        return batch.keys[index]
 
 
 def hand_over(crossing: Crossing) -> Inbound:

@@ -27,6 +27,11 @@ class Ownership:
         rank: this rank.
         ranks: number of ranks in the pipeline.
         loss_ranks: the ranks that compute the loss.
+
+    Attributes:
+        settled: whether it is known who uses the parameters outside the sequence.
+        used: the parameters outside the sequence that this rank has used, and with a dot the modules that it has run.
+        stand_ins: while other tensors stand in for the parameters that are trained here, these by ``id``.
     """
 
     def __init__(
@@ -41,6 +46,7 @@ class Ownership:
         self.rank, self.ranks, self.loss_ranks = rank, ranks, loss_ranks
         self.settled = False
         self.used: set[str] = set()
+        self.stand_ins: Mapping[int, nn.Parameter] | None = None
         self._module, self._layers, self._layer_ranks = module, list(layers), list(layer_ranks)
         self._holders: dict[str, tuple[int, ...]] = {}
         self._names: dict[int, str] = {}
@@ -90,6 +96,9 @@ class Ownership:
         Raises:
             CutError: another rank holds it.
         """
+        if self.stand_ins is not None:
+            known = self.stand_ins.get(id(parameter))
+            parameter = self._never_changes(parameter) if known is None else known
         name = self._names.get(id(parameter))
         if name is None or name in self.used:
             return
@@ -102,6 +111,21 @@ class Ownership:
             )
         if name not in self._inside:
             self.used.add(name)
+
+    def unnoticed(self, parameter: nn.Parameter) -> CutError:
+        """The error for a parameter that is used while another one should stand in for it."""
+        return CutError(
+            f"'{self._names.get(id(parameter))}' is used through a reference that is no attribute of a module, such as "
+            "a list or a closure; an asynchronous schedule cannot give it the version of the weights that is due.",
+            hint="Use it as an attribute of its module, or in an nn.ParameterList or nn.ParameterDict.",
+        )
+
+    def _never_changes(self, parameter: nn.Parameter) -> nn.Parameter:
+        """A parameter without a stand-in: it must be one that this rank does not train."""
+        name = self._names.get(id(parameter))
+        if name is not None and parameter.requires_grad and self.holds(name):
+            raise self.unnoticed(parameter)
+        return parameter
 
     def run(self, module: str) -> None:
         """Note that this rank runs an outside module, and so decides about its buffers."""

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipe.errors import ConfigurationError, PartitionError
+from lightning_pipe.pipeline.asynchronous import Flow, Turn
 from lightning_pipe.pipeline.batches import signature
 from lightning_pipe.pipeline.batchnorm import DeferredBatchNorm, commit_all, discard_all
 from lightning_pipe.pipeline.courier import Courier
@@ -81,18 +82,13 @@ class Pipeline:
             raise PartitionError(
                 f"The balance {list(balance)} adds up to {sum(balance)}; there are {len(layers)} layers."
             )
-        if not family.synchronous:
-            raise ConfigurationError(
-                f"Schedule {family.name!r} keeps work in flight between batches; it can be drawn and simulated, but "
-                "not run yet.",
-                hint="Use a schedule with a flush, such as '1f1b'.",
-            )
         self.module, self.transport, self.family = module, transport, family
-        self._recompute: Recompute = recompute
+        self.recompute: Recompute = recompute
         self.layers, self.balance = list(layers), list(balance)
         self.names = [name for name, _ in layers]
         self._topology = transport.topology
-        probe = self.schedule(micro_batches=2 * self._topology.ranks)
+        probe = self.schedule(micro_batches=max(2 * self._topology.ranks, family.pipes))
+        self.synchronous = probe.synchronous
         self.placement = dict(probe.placement)
         self.loss_ranks = probe.loss_ranks
         bounds = [0, *accumulate(balance)]
@@ -116,7 +112,7 @@ class Pipeline:
             Courier(transport),
             self.placement,
             transport.rank,
-            self._skips,
+            self.skips,
             self._stage_done,
         )
         self.reducer: GradientReducer | None = None
@@ -126,9 +122,10 @@ class Pipeline:
         self.elapsed = 0.0
         self.busy = 0.0
         self._program = cache(self._lowered)
-        if deferred_batch_norm:
+        if deferred_batch_norm and self.synchronous:
             DeferredBatchNorm.convert(module)
         self._connect(probe)
+        self.flow = None if self.synchronous else Flow(self, deferred_batch_norm=deferred_batch_norm)
 
     # ------------------------------------------------------------------ facts
 
@@ -155,7 +152,7 @@ class Pipeline:
     def schedule(self, micro_batches: int) -> Schedule:
         """The training schedule for a number of micro-batches."""
         schedule = self.family.build(self._topology.ranks, micro_batches, stages=len(self.balance))
-        return with_recompute(schedule, self._recompute)
+        return with_recompute(schedule, self.recompute)
 
     def holds(self, name: str) -> bool:
         """Whether this rank has the true value of a named parameter or buffer."""
@@ -164,6 +161,10 @@ class Pipeline:
     def owners(self, name: str) -> tuple[int, ...]:
         """The pipeline ranks that have the true value of a named parameter or buffer."""
         return self.ownership.owners(name)
+
+    def holders(self, stage: int) -> tuple[int, ...]:
+        """The pipeline ranks that hold a stage, ascending."""
+        return tuple(sorted({rank for (_, held), rank in self.placement.items() if held == stage}))
 
     def local_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters this rank holds, each once."""
@@ -203,7 +204,7 @@ class Pipeline:
         DeferredBatchNorm.revert(self.module)
 
     def _skip_routes(self) -> dict[int, dict[Key, int]]:
-        """The declared skip connections that pass over at least one stage; also notes their ends in ``_skips``."""
+        """The declared skip connections that pass over at least one stage; also notes their ends in `skips`."""
         stage_of = {number: stage for stage, span in enumerate(self.stage_layers) for number in span}
         stashes: dict[Key, int] = {}
         routes: dict[int, dict[Key, int]] = {}
@@ -216,7 +217,7 @@ class Pipeline:
                     if late > stage_of[early] + 1:
                         routes.setdefault(stage_of[early], {})[key] = late
                 stashes.update(dict.fromkeys(part.skip_keys(part.stashable), number))
-        self._skips = sorted({(early, late) for early, keys in routes.items() for late in keys.values()})
+        self.skips = sorted({(early, late) for early, keys in routes.items() for late in keys.values()})
         return routes
 
     def _connect(self, probe: Schedule) -> None:
@@ -227,7 +228,7 @@ class Pipeline:
         groups += [self._members(owners) for owners in self._owner_sets()]
         self.transport.make_groups(list(dict.fromkeys(groups)))
         channels: dict[Channel, None] = {}
-        for program in (lower(probe, self._skips), lower(forward_only(probe, 1), self._skips)):
+        for program in (lower(probe, self.skips), lower(forward_only(probe, 1), self.skips)):
             for rank, actions in enumerate(program):
                 for action in actions:
                     if action.kind in (Kind.SEND_FORWARD, Kind.SEND_BACKWARD) and action.peer is not None:
@@ -265,11 +266,16 @@ class Pipeline:
         Returns:
             What the step returned for each micro-batch, detached, on the ranks with the loss; empty elsewhere.
         """
+        if self.flow is not None:
+            raise ConfigurationError(
+                f"Schedule {self.family.name!r} does not finish a batch before the next one.",
+                hint="Call advance for every batch and drain in the end.",
+            )
         self._reducing = reduce and self.ownership.settled and self.reducer is not None
         first, start, busy = not self.ownership.settled, time.perf_counter(), self.executor.busy
         results = self._run(step, micro_batches, weights, seed, training=True)
         if not self.ownership.settled:
-            self._settle()
+            self.agree_on_holders()
             if reduce:
                 self.reduce_gradients()
         elif reduce:
@@ -282,7 +288,34 @@ class Pipeline:
 
     def evaluate(self, step: Step, micro_batches: Sequence[Any], *, seed: int = 0) -> dict[int, Any]:
         """Run forward passes alone; see `train`."""
+        if self.flow is not None and self.flow.in_flight:
+            raise ConfigurationError("Batches are in flight.", hint="Drain the pipeline before an evaluation.")
         return self._run(step, micro_batches, [1.0] * len(micro_batches), seed, training=False)
+
+    def advance(self, step: Step, micro_batches: Sequence[Any], weights: Sequence[float], *, seed: int = 0) -> Turn:
+        """Let a schedule without a flush go on by one batch; others stay in flight.
+
+        The gradients that are due are added to ``parameter.grad``, summed over all holders of each parameter. Let the
+        optimizer step before the next call if there are any (``Turn.update``).
+
+        Args:
+            step: see `train`; it is called for this batch in later calls, too.
+            micro_batches: the slices of the batch, the same on all ranks of the pipeline.
+            weights: the factor of each micro-batch's loss.
+            seed: the seed of this batch's random streams, the same on all ranks of the pipeline.
+
+        Raises:
+            ConfigurationError: the schedule has a flush, or another number of micro-batches in a batch.
+        """
+        if self.flow is None:
+            raise ConfigurationError(
+                f"Schedule {self.family.name!r} finishes every batch before the next one.", hint="Call train."
+            )
+        return self.flow.advance(self.batch(step, micro_batches, weights, seed, training=True))
+
+    def drain(self) -> Iterator[Turn]:
+        """Finish what is in flight, one call after the other; the optimizer may have to step after each."""
+        return iter(()) if self.flow is None else self.flow.drain()
 
     def reduce_gradients(self) -> None:
         """Sum ``parameter.grad`` over the holders of each parameter, all at once."""
@@ -308,9 +341,21 @@ class Pipeline:
     def _run(
         self, step: Step, micro_batches: Sequence[Any], weights: Sequence[float], seed: int, training: bool
     ) -> dict[int, Any]:
+        batch = self.batch(step, micro_batches, weights, seed, training)
+        program = self._program(len(micro_batches), training)
+        batch.runs = Counter(action.micro_batch for action in program if action.kind in (Kind.FORWARD, Kind.RECOMPUTE))
+        with self.running(batch.streams):
+            self.executor.run(program, batch)
+        if training and not self._checked:
+            self.check_called({action.stage for action in program if action.kind is Kind.FORWARD})
+        return batch.results
+
+    def batch(
+        self, step: Step, micro_batches: Sequence[Any], weights: Sequence[float], seed: int, training: bool
+    ) -> Batch:
+        """What the engine is to know about a batch."""
         if not micro_batches or len(micro_batches) != len(weights):
             raise ConfigurationError(f"{len(micro_batches)} micro-batches came with {len(weights)} weights.")
-        streams = Streams(seed, self.transport.device)
         mode = (
             training,
             torch.is_grad_enabled(),
@@ -318,25 +363,24 @@ class Pipeline:
             torch.is_autocast_enabled(self.transport.device.type),
         )
         keys = [(*mode, signature(micro_batch)) for micro_batch in micro_batches]
-        program = self._program(len(micro_batches), training)
-        runs = Counter(action.micro_batch for action in program if action.kind in (Kind.FORWARD, Kind.RECOMPUTE))
-        batch = Batch(step, micro_batches, keys, weights, streams, training, runs)
+        return Batch(step, micro_batches, keys, weights, Streams(seed, self.transport.device), training)
+
+    @contextmanager
+    def running(self, streams: Streams) -> Iterator[None]:
+        """Around the actions of a batch or call: calls of layers come here, random generators are put back."""
         try:
             with streams.batch(), self.executor.stages.interceptor.installed():
-                self.executor.run(program, batch)
+                yield
         except BaseException:
             discard_all(self.module)
             raise
-        if training and not self._checked:
-            self._check_called({action.stage for action in program if action.kind is Kind.FORWARD})
-        return batch.results
 
     def _lowered(self, micro_batches: int, training: bool) -> tuple[Action, ...]:
         schedule = self.schedule(micro_batches)
         order = schedule if training else forward_only(schedule, micro_batches)
-        return lower(order, self._skips)[self.transport.rank]
+        return lower(order, self.skips)[self.transport.rank]
 
-    def _check_called(self, stages: set[int]) -> None:
+    def check_called(self, stages: set[int]) -> None:
         """Raise if the first training batch has left out layers of the stages that it ran."""
         mine = {number for stage in stages for number in self.stage_layers[stage]}
         missing = sorted(mine - self.executor.stages.called)
@@ -354,13 +398,21 @@ class Pipeline:
         if self._reducing and self.reducer is not None:
             self.reducer.start(_stage_key(stage))
 
-    def _settle(self) -> None:
-        """After the first training batch: agree on who holds the parameters outside the sequence."""
+    def agree_on_holders(self) -> None:
+        """After the first training batch: agree on who holds the parameters outside the sequence. Collective."""
         everyone = tuple(range(self._topology.world_size))
         gathered = self.transport.all_gather_object(sorted(self.ownership.used), everyone)
         used_by_rank: list[set[str]] = [set() for _ in range(self._topology.ranks)]
         for process, names in enumerate(gathered):
             used_by_rank[self._topology.locate(process)[1]].update(names)
+        # a rank that has had no micro-batch yet will use what others with the same stages do
+        stages = [
+            frozenset(s for (_, s), r in self.placement.items() if r == rank) for rank in range(len(used_by_rank))
+        ]
+        used_by_rank = [
+            set().union(*(used for used, theirs in zip(used_by_rank, stages, strict=True) if theirs == own))
+            for own in stages
+        ]
         self.ownership.settle(used_by_rank)
         self._prepare_reductions()
 
@@ -376,7 +428,7 @@ class Pipeline:
         members: dict[tuple[int, ...], tuple[int, ...]] = {}
         for name, parameter in self.local_parameters():
             stages = layer_stages.get(id(parameter), set())
-            alone = len(stages) == 1 and self.owners(name) == self._stage_holders(min(stages))
+            alone = len(stages) == 1 and self.owners(name) == self.holders(min(stages))
             key = _stage_key(min(stages)) if alone else (_SHARED, *self.owners(name))
             by_key.setdefault(key, []).append(parameter)
             members[key] = self._members(self.owners(name))
@@ -394,9 +446,6 @@ class Pipeline:
             if isinstance(part, DeferredBatchNorm) and self.holds(f"{name}.running_mean"):
                 norms.append((part, self._members(self.owners(f"{name}.running_mean"))))
         commit_all(norms, self.transport)
-
-    def _stage_holders(self, stage: int) -> tuple[int, ...]:
-        return tuple(sorted({rank for (_, held), rank in self.placement.items() if held == stage}))
 
 
 def _stage_key(stage: int) -> tuple[int, ...]:

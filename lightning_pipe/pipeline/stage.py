@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +29,9 @@ Crossings = dict[int, Crossing]
 """What leaves a stage, by the stage that receives it; nothing leaves the last one."""
 
 
+_AS_THEY_ARE = nullcontext()
+
+
 @dataclass
 class Batch:
     """What one batch brings to the engine.
@@ -40,6 +44,7 @@ class Batch:
         streams: the batch's random streams.
         training: whether gradients are wanted.
         runs: how often this rank runs the step on each micro-batch.
+        using: ``using(micro_batch)`` is entered around computations, to put the weights that they use in place.
         results: what the step returned for each micro-batch, detached, where the loss is.
     """
 
@@ -49,7 +54,8 @@ class Batch:
     weights: Sequence[float]
     streams: Streams
     training: bool
-    runs: Mapping[int | None, int]
+    runs: Mapping[int | None, int] = field(default_factory=dict)
+    using: Callable[[int], AbstractContextManager[None]] = lambda _: _AS_THEY_ARE
     results: dict[int, Any] = field(default_factory=dict)
 
     def slice(self, micro_batch: int) -> Any:

@@ -126,13 +126,13 @@ class Cut:
                 for step, action, start in _numbered_steps(own)
                 if start < slots[action.stage, step]
             )
-            for action, start, _ in own:
+            for action, begin, _ in own:
                 if action.kind is Kind.FORWARD:
                     version = self._schedule.versions[action.stage, _index(action)]
                     if version and (action.stage, version - 1) not in slots:
                         raise self._never(action, version)
                     ready = (slots[action.stage, version - 1] // self._size + 1) * self._size if version else 0
-                    if start < ready:
+                    if begin < ready:
                         late[action] = ready
         return late
 
