@@ -31,7 +31,15 @@ from lightning_pipe.config import Auto, Layout
 from lightning_pipe.errors import ConfigurationError, PartitionError
 from lightning_pipe.launcher import ScriptLauncher, die_with_parent
 from lightning_pipe.micro_batches import LossWeight
-from lightning_pipe.partition import Balance, Layers, ProfileStore, divide, find_layers
+from lightning_pipe.partition import (
+    Balance,
+    Layers,
+    ProfileStore,
+    divide,
+    find_layers,
+    imbalance,
+    layer_costs,
+)
 from lightning_pipe.pipeline.ownership import named_tensors
 from lightning_pipe.pipeline.runner import Pipeline
 from lightning_pipe.refusals import (
@@ -54,7 +62,7 @@ T = TypeVar("T")
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 """As long as Lightning and torch wait: preparing data on one process counts."""
 
-_NOT_MEASURED = "the layers have not been measured yet: balanced by parameters; the next run has the measurements"
+_NOT_MEASURED = "the layers have not been measured yet: the next run has the measurements"
 
 
 class PipeStrategy(ParallelStrategy):
@@ -264,7 +272,7 @@ class PipeStrategy(ParallelStrategy):
                 return
             raise
         world = self.connected
-        balance, profiles = self._stages_of(module, layers)
+        balance, notes, profiles = self._stages_of(module, layers)
         pipeline = Pipeline(
             module,
             layers,
@@ -278,7 +286,7 @@ class PipeStrategy(ParallelStrategy):
         # loading a whole state into a divided module passes by the layers of other ranks
         warnings.filterwarnings("ignore", message=".*copying from a non-meta parameter in the checkpoint to a meta.*")
         sharded = ShardedOptimizers(pipeline, self.precision_plugin) if self._shard_optimizer else None
-        report = Report(module, pipeline, self.layout, notes=(_NOT_MEASURED,) if profiles else ())
+        report = Report(module, pipeline, self.layout, notes)
         self.run = Run(
             module, pipeline, world, self.precision_plugin, self._cutting, report, profiles, sharded, self._seed
         )
@@ -302,16 +310,25 @@ class PipeStrategy(ParallelStrategy):
             )
         torch.nn.SyncBatchNorm.convert_sync_batchnorm(module, world.replicas)  # type: ignore[no-untyped-call]
 
-    def _stages_of(self, module: pl.LightningModule, layers: Layers) -> tuple[list[int], ProfileStore | None]:
-        """The number of layers of each stage, and where to store their costs if they are wanted and not known yet."""
-        if self._balance not in ("time", "memory"):
-            return divide(module, layers, self.layout.stages, self._balance), None
-        store, world = ProfileStore(), self.connected
-        mine = store.load(module, layers) if world.transport.process == 0 else None
-        profile = world.broadcast(mine, 0)
-        if profile is None:
-            return divide(module, layers, self.layout.stages, "parameters"), store
-        return divide(module, layers, self.layout.stages, self._balance, profile), None
+    def _stages_of(
+        self, module: pl.LightningModule, layers: Layers
+    ) -> tuple[list[int], tuple[str, ...], ProfileStore | None]:
+        """The layers of each stage, notes on their balance, and where to store costs that are wanted and not known."""
+        balance, stages, store, profile = self._balance, self.layout.stages, None, None
+        if isinstance(balance, str) and balance in ("time", "memory"):
+            store, world = ProfileStore(), self.connected
+            profile = world.broadcast(store.load(module, layers) if world.transport.process == 0 else None, 0)
+            if profile is None:
+                balance = "parameters"
+            else:
+                store = None
+        counts = divide(module, layers, stages, balance, profile)
+        costs = layer_costs(module, layers, stages, balance, profile)
+        notes = [_NOT_MEASURED] if store is not None else []
+        if costs is not None:
+            by = balance if isinstance(balance, str) else "the given costs"
+            notes.append(f"balanced by {by}: the largest stage costs {imbalance(costs, counts):.2f} x the mean")
+        return counts, tuple(notes), store
 
     @override
     @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
 from math import isfinite
 from typing import Literal
 
@@ -49,23 +50,45 @@ def divide(
     """
     if len(layers) < stages:
         raise _too_few_layers(module, layers, stages)
+    costs = layer_costs(module, layers, stages, balance, profile)
+    if costs is not None:
+        return balance_costs(costs, stages)
+    return _checked(list(balance), len(layers), stages)  # type: ignore[arg-type]
+
+
+def layer_costs(
+    module: nn.Module, layers: Layers, stages: int, balance: Balance, profile: Profile | None = None
+) -> list[float] | None:
+    """The costs that `divide` balances; ``None`` where the numbers of layers are given."""
     if callable(balance):
-        return balance_costs([_called(balance, name, layer) for name, layer in layers], stages)
+        return [_called(balance, name, layer) for name, layer in layers]
     if not isinstance(balance, str):
-        return _checked(list(balance), len(layers), stages)
+        return None
     if balance == "parameters":
-        return balance_costs(parameter_costs(module, layers), stages)
-    if balance in ("time", "memory"):
-        if profile is not None:
-            return balance_costs(profile.costs([name for name, _ in layers], balance, in_flight=stages), stages)
+        return [float(cost) for cost in parameter_costs(module, layers)]
+    if balance not in ("time", "memory"):
+        raise ConfigurationError(
+            f"balance={balance!r} is unknown.",
+            hint='Use "parameters", "time", "memory", a list such as [2, 3, 2], or a function of a layer.',
+        )
+    if profile is None:
         raise ConfigurationError(
             f"balance={balance!r} needs the {balance} of every layer, and it has not been measured for this module.",
             hint='Use balance="parameters", or pass the costs as a function: balance=lambda layer: …',
         )
-    raise ConfigurationError(
-        f"balance={balance!r} is unknown.",
-        hint='Use "parameters", "time", "memory", a list such as [2, 3, 2], or a function of a layer.',
-    )
+    return profile.costs([name for name, _ in layers], balance, in_flight=stages)
+
+
+def imbalance(costs: Sequence[float], counts: Sequence[int]) -> float:
+    """The cost of the largest stage over the mean of all stages; 1 is a perfect balance.
+
+    Example:
+        >>> imbalance([1, 2, 3, 2], [2, 2])
+        1.25
+    """
+    ends = accumulate(counts, initial=0)
+    stages = [sum(costs[start:end]) for start, end in pairwise(ends)]
+    return max(stages) * len(stages) / sum(stages) if sum(stages) else 1.0
 
 
 def _called(cost: Callable[[nn.Module], float], name: str, layer: nn.Module) -> float:
