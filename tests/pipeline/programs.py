@@ -54,7 +54,21 @@ class Transposing(Plain):
         return super().forward(x).t().contiguous().t()
 
 
-LAYERS = [Plain, Plain, InPlace, Pair, Two, Dictionary, Transposing]
+class Keeping(Plain):
+    def forward(self, x: Tensor) -> Any:
+        y = super().forward(x)
+        self.kept = y[:, 1:]
+        return y
+
+
+class Noting(Plain):
+    def forward(self, x: Tensor, notes: list[Tensor]) -> Any:
+        y = super().forward(x)
+        notes.append(y)
+        return y
+
+
+LAYERS = [Plain, Plain, InPlace, Pair, Two, Dictionary, Transposing, Keeping, Noting]
 
 Operation = Callable[["Program", Tensor, Tensor, int, Tensor], Tensor | None]
 """``(program, a, b, k, x) -> new variable``, or ``None`` where ``a`` changes in place; ``x`` is the batch."""
@@ -192,11 +206,12 @@ class Program(Module):
     def loss(self, batch: dict[str, Tensor]) -> Tensor:
         variables = [self.embed(batch["x"])]
         auxiliary: Any = 0.0
+        notes: list[Tensor] = []
         for step in self.program:
             if isinstance(step, Call):
                 self.call(step, variables, batch["x"])
             elif isinstance(step, LayerCall):
-                auxiliary = auxiliary + self.call_layer(step, variables)
+                auxiliary = auxiliary + self.call_layer(step, variables, notes)
             elif len(variables) > 1:
                 variables.pop(step.target % len(variables))
             if len(variables) > MOST:
@@ -204,7 +219,8 @@ class Program(Module):
         loss = F.mse_loss(self.head(variables[-1]), batch["y"]) + auxiliary
         for index in self.also_in_loss:
             loss = loss + variables[index % len(variables)].square().mean()
-        return loss
+        kept = [layer.kept for layer in self.layers if isinstance(layer, Keeping)]
+        return loss + sum(tensor.mean() for tensor in kept + notes)
 
     def call(self, step: Call, variables: list[Tensor], x: Tensor) -> None:
         a, b = (variables[index % len(variables)] for index in (step.a, step.b))
@@ -215,10 +231,14 @@ class Program(Module):
         elif new is not None:
             variables[step.target % len(variables)] = new
 
-    def call_layer(self, step: LayerCall, variables: list[Tensor]) -> Any:
+    def call_layer(self, step: LayerCall, variables: list[Tensor], notes: list[Tensor]) -> Any:
         """Calls the layer, keeps its result, and returns the loss it has of its own."""
         layer, own = self.layers[step.number], 0.0
-        more = {"other": variables[step.b % len(variables)]} if step.second and isinstance(layer, Two) else {}
+        more: dict[str, Any] = {}
+        if step.second and isinstance(layer, Two):
+            more["other"] = variables[step.b % len(variables)]
+        if isinstance(layer, Noting):
+            more["notes"] = notes
         out = layer(variables[-1 if step.a < 0 else step.a % len(variables)], **more)
         if isinstance(out, tuple):
             out, own, _ = out
