@@ -139,6 +139,7 @@ class Ownership:
 
     def release_layers(self) -> None:
         """Turn parameters and buffers of foreign layers into ``meta`` tensors, in place: names and objects stay."""
+        _drop_weak_references(self._module)
         kept = {name for name in self._holders if self.holds(name)}
         for (_, layer), ranks in zip(self._layers, self._layer_ranks, strict=True):
             if self.rank in ranks:
@@ -158,6 +159,7 @@ class Ownership:
             used_by_rank: for each rank the names of the parameters it has used, and of the modules it has run with a
                 dot behind them.
         """
+        _drop_weak_references(self._module)
         users: dict[str, list[int]] = {}
         for rank, names in enumerate(used_by_rank):
             for name in names:
@@ -221,6 +223,14 @@ def _swap(tensor: Tensor, new: Tensor) -> None:
     attributes: Mapping[str, Any] = dict(tensor.__dict__)
     torch.utils.swap_tensors(tensor, new)  # type: ignore[no-untyped-call]
     tensor.__dict__.update(attributes)
+
+
+def _drop_weak_references(module: nn.Module) -> None:
+    """Recurrent layers refer to their weights weakly, and such tensors cannot be swapped (torch 2.13)."""
+    for part in module.modules():
+        if isinstance(part, nn.RNNBase):
+            # without them a layer does not look whether its weights are still the same objects; they are
+            part._flat_weight_refs = [None] * len(part._flat_weight_refs)
 
 
 def _apply(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
