@@ -1,4 +1,4 @@
-"""The closed forms of the papers, computed in one process from the whole model, and the engine over threads."""
+"""The closed forms of the papers, computed in one process from the whole model, and the engine beside them."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from lightning_pipe.partition import find_layers
 from lightning_pipe.pipeline.asynchronous import Turn
-from lightning_pipe.pipeline.memory_transport import MemoryTransport, memory_world, run_threads
+from lightning_pipe.pipeline.memory_transport import memory_world, run_threads
 from lightning_pipe.pipeline.runner import Pipeline
 from lightning_pipe.pipeline.topology import Topology
+from lightning_pipe.pipeline.transport import Transport
 from lightning_pipe.schedules import Family
 
 WIDTH, ROWS, BATCHES = 6, 8, 24
+Batch = Mapping[str, Any]
 Values = dict[str, Tensor]
 Version = Callable[[int, int], int]
 
@@ -35,25 +36,34 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Layers between an embedding and a head of their own."""
+    """Layers between an embedding and a head."""
 
-    def __init__(self, depth: int = 6) -> None:
+    def __init__(self, layer: Callable[[], nn.Module] = Block, depth: int = 6) -> None:
         super().__init__()
         self.embed = nn.Linear(WIDTH, WIDTH)
-        self.layers = nn.ModuleList(Block() for _ in range(depth))
+        self.layers = nn.ModuleList(layer() for _ in range(depth))
         self.head = nn.Linear(WIDTH, WIDTH)
 
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+    def forward(self, x: Tensor, y: Tensor, scale: float = 1.0) -> Tensor:
         x = self.embed(x)
+        if scale != 1.0:
+            x = x * scale
         for layer in self.layers:
             x = x + layer(x)
         return F.mse_loss(self.head(x), y)
 
 
-def batches(number: int = BATCHES) -> list[dict[str, Tensor]]:
+def batches(number: int = BATCHES, rows: Sequence[int] = (ROWS,), **extra: Sequence[Any]) -> list[Batch]:
+    """Random batches; the numbers of rows, and what else is in a batch, take turns."""
     generator = torch.Generator().manual_seed(1)
-    draw = lambda: torch.randn(ROWS, WIDTH, generator=generator)  # noqa: E731
-    return [{"x": draw(), "y": draw()} for _ in range(number)]
+
+    def draw(index: int) -> Tensor:
+        return torch.randn(rows[index % len(rows)], WIDTH, generator=generator)
+
+    return [
+        {"x": draw(i), "y": draw(i), **{name: values[i % len(values)] for name, values in extra.items()}}
+        for i in range(number)
+    ]
 
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:
@@ -64,13 +74,21 @@ def adam(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.Adam(parameters, lr=0.02, eps=1e-3)
 
 
-def parts_of(batch: Mapping[str, Tensor], micro_batches: int) -> list[dict[str, Tensor]]:
-    split = {name: value.tensor_split(micro_batches) for name, value in batch.items()}
-    return [{name: values[i] for name, values in split.items()} for i in range(micro_batches)]
+def parts_of(batch: Batch, micro_batches: int) -> list[dict[str, Any]]:
+    """Micro-batches of equal or almost equal size; never more than rows."""
+    count = min(micro_batches, len(batch["x"]))
+    cut = {k: v.tensor_split(count) if isinstance(v, Tensor) else [v] * count for k, v in batch.items()}
+    return [{name: values[i] for name, values in cut.items()} for i in range(count)]
+
+
+def weights_of(parts: Sequence[Batch], batch: Batch) -> list[float]:
+    return [len(part["x"]) / len(batch["x"]) for part in parts]
 
 
 @dataclass
 class Result:
+    """Losses of all batches, values at the end, and what evaluations have found."""
+
     losses: list[float] = field(default_factory=list)
     values: Values = field(default_factory=dict)
     evaluated: list[float] = field(default_factory=list)
@@ -79,71 +97,127 @@ class Result:
 # ------------------------------------------------------------------ the truth
 
 
+def pipedream(stages: int) -> Version:
+    """Weight stashing: PipeDream, section 3.3."""
+    return lambda stage, t: max(0, t - (stages - 1 - stage))
+
+
+def vertical(stages: int) -> Version:
+    """Vertical sync: the same section."""
+    return lambda stage, t: max(0, t - (stages - 1))
+
+
+def two_versions(stage: int, t: int) -> int:
+    """PipeDream-2BW, section 3.1."""
+    return max(0, t - 1)
+
+
 def stages_of(model: nn.Module, stages: int) -> dict[str, int]:
     """The stage of every parameter, layers being divided evenly."""
     depth = len(model.layers)
     sizes = [depth // stages + (stage < depth % stages) for stage in range(stages)]
     of_layer = [stage for stage, size in enumerate(sizes) for _ in range(size)]
     found = {}
-    for name, _ in model.named_parameters():
+    for name, parameter in model.named_parameters():
         first, _, rest = name.partition(".")
-        found[name] = {"embed": 0, "head": stages - 1}.get(first, -1)
-        if first == "layers":
-            found[name] = of_layer[int(rest.partition(".")[0])]
+        if parameter.requires_grad:
+            outside = 0 if first == "embed" else stages - 1
+            found[name] = of_layer[int(rest.partition(".")[0])] if first == "layers" else outside
     return found
+
+
+class ClosedForm:
+    """The weights of every stage after each of its steps, and the batches on the versions that they are to use.
+
+    Args:
+        model: the whole model.
+        stages: number of stages.
+        version: ``version(stage, t)``: the steps that the stage's weights have seen that batch ``t`` runs on.
+        optimizer: makes the optimizer of each stage.
+        together: for each stage the batches that make one step, their gradients averaged.
+        tied: pairs of parameters that are one, with their gradients summed.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        stages: int,
+        version: Version,
+        optimizer: Callable[..., torch.optim.Optimizer],
+        together: Sequence[int] | None = None,
+        tied: Sequence[tuple[str, str]] = (),
+    ) -> None:
+        self.model, self._worker, self._tied = copy.deepcopy(model), copy.deepcopy(model), tied
+        self._version, self._together = version, together or [1] * stages
+        self._stage_of = stages_of(model, stages)
+        self._true, self._used = dict(self.model.named_parameters()), dict(self._worker.named_parameters())
+        own = [[name for name in self._stage_of if self._stage_of[name] == stage] for stage in range(stages)]
+        self._own = [names for names in own if names]
+        self._optimizers = [optimizer([self._true[name] for name in names]) for names in self._own]
+        self.begin()
+
+    def begin(self) -> None:
+        """The pipeline is empty: versions are counted anew."""
+        self._t = 0
+        self._history = {name: [self._true[name].detach().clone()] for name in self._stage_of}
+        self._waiting: dict[str, list[Tensor]] = {name: [] for name in self._stage_of}
+
+    def train(self, batch: Batch, micro_batches: int, last: bool) -> float:
+        """One batch; ``last``: no more come before the pipeline is empty."""
+        with torch.no_grad():
+            for name, stage in self._stage_of.items():
+                self._used[name].copy_(self._history[name][self._version(stage, self._t)])
+        self._worker.zero_grad()
+        parts, total = parts_of(batch, micro_batches), 0.0
+        for part, weight in zip(parts, weights_of(parts, batch), strict=True):
+            loss = self._worker(**part) * weight
+            loss.backward()
+            total += loss.item()
+        gradients = {name: self._used[name].grad for name in self._stage_of}
+        for one, other in self._tied:
+            gradients[one] = gradients[other] = gradients[one] + gradients[other]
+        for name, gradient in gradients.items():
+            self._waiting[name].append(gradient.clone())
+        self._t += 1
+        for names, optimizer in zip(self._own, self._optimizers, strict=True):
+            if last or self._t % self._together[self._stage_of[names[0]]] == 0:
+                self._step(names, optimizer)
+        return total
+
+    def _step(self, names: Sequence[str], optimizer: torch.optim.Optimizer) -> None:
+        for name in names:
+            self._true[name].grad = torch.stack(self._waiting[name]).mean(0)
+            self._waiting[name].clear()
+        optimizer.step()
+        for name in names:
+            self._history[name].append(self._true[name].detach().clone())
+
+    def values(self) -> Values:
+        """The newest weights, with the buffers of the forward passes."""
+        return {**self._worker.state_dict(), **{n: p.detach().clone() for n, p in self._true.items()}}
 
 
 def closed_form(
     model: nn.Module,
-    data: Sequence[Mapping[str, Tensor]],
+    data: Sequence[Batch],
     stages: int,
     version: Version,
-    optimizer: Callable[..., torch.optim.Optimizer],
+    optimizer: Callable[..., torch.optim.Optimizer] = sgd,
     *,
     micro_batches: int = 1,
-    together: Sequence[int] | None = None,
     drains: Sequence[int] = (),
+    **options: Any,
 ) -> Result:
-    """Batch ``t`` on versions ``version(stage, t)`` of its stages, counted from the last drain.
-
-    ``together[stage]`` batches make one step of a stage, their gradients averaged.
-    """
-    model, result = copy.deepcopy(model), Result()
-    stage_of, together = stages_of(model, stages), together or [1] * stages
-    own = [[p for n, p in model.named_parameters() if stage_of[n] == stage] for stage in range(stages)]
-    optimizers = [optimizer(parameters) for parameters in own]
-    start, history = 0, _begin(model, stages)
-    for number, batch in enumerate(data):
-        t = number - start
-        values = {n: history[stage][version(stage, t)][n].clone().requires_grad_() for n, stage in stage_of.items()}
-        loss = torch.zeros(())
-        for part in parts_of(batch, micro_batches):
-            loss = loss + functional_call(model, values, (), part) / micro_batches
-        result.losses.append(loss.item())
-        gradients = torch.autograd.grad(loss, list(values.values()))
-        last = number + 1 in drains or number + 1 == len(data)
-        for (name, parameter), gradient in zip(model.named_parameters(), gradients, strict=True):
-            size = together[stage_of[name]]
-            count = t % size + 1 if last else size
-            # so far as many as are in the round; what is there was divided by a full one
-            gradient = gradient if count == size else gradient / count * size
-            before = 0 if parameter.grad is None else parameter.grad * (1 if count == size else size / count)
-            parameter.grad = before + gradient / size
-        for stage in range(stages):
-            if last or t % together[stage] == together[stage] - 1:
-                optimizers[stage].step()
-                optimizers[stage].zero_grad()
-                history[stage].append({n: p.detach().clone() for n, p in model.named_parameters()})
-        if number + 1 in drains:
-            start, history = number + 1, _begin(model, stages)
+    """All batches in order; after ``drains`` batches the pipeline is emptied and evaluates."""
+    truth, result = ClosedForm(model, stages, version, optimizer, **options), Result()
+    for number, batch in enumerate(data, 1):
+        result.losses.append(truth.train(batch, micro_batches, last=number in drains or number == len(data)))
+        if number in drains:
+            truth.begin()
             with torch.no_grad():
-                result.evaluated.append(float(model(**data[0])))
-    result.values = {name: value.detach().clone() for name, value in model.state_dict().items()}
+                result.evaluated.append(float(truth.model(**data[0])))
+    result.values = truth.values()
     return result
-
-
-def _begin(model: nn.Module, stages: int) -> list[list[Values]]:
-    return [[{n: p.detach().clone() for n, p in model.named_parameters()}] for _ in range(stages)]
 
 
 # ------------------------------------------------------------------ the engine
@@ -155,9 +229,8 @@ class Rank:
 
     pipeline: Pipeline
     optimizer: torch.optim.Optimizer
-    share: int
-    result: Result = field(default_factory=Result)
     losses: dict[int, float] = field(default_factory=dict)
+    weights: list[list[float]] = field(default_factory=list)
 
     def take(self, turns: Iterable[Turn]) -> None:
         for turn in turns:
@@ -165,25 +238,66 @@ class Rank:
                 self.optimizer.step()
                 self.optimizer.zero_grad()
             for number, results in turn.results.items():
-                self.losses[number] = sum(float(value) for value in results.values()) / self.share
+                assert number in turn.finished
+                assert number not in self.losses
+                self.losses[number] = sum(float(v) * self.weights[number][i] for i, v in results.items())
             flow = self.pipeline.flow
             assert flow is not None
-            rank = self.pipeline.transport.rank
-            assert flow.versions.held <= flow.stream.weight_versions[rank]
+            assert flow.versions.held <= flow.stream.weight_versions[self.pipeline.transport.rank]
+
+
+def train(
+    transport: Transport,
+    module: nn.Module,
+    data: Sequence[Batch],
+    family: Family,
+    optimizer: Callable[..., torch.optim.Optimizer],
+    *,
+    stages: int,
+    micro_batches: int = 1,
+    drains: Sequence[int] = (),
+    finish: Callable[[Pipeline], None] = lambda pipeline: None,
+    **options: Any,
+) -> Result:
+    """What one rank does; see `pipelined`."""
+    layers, replicas = find_layers(module, "layers"), transport.topology.replicas
+    even = [len(layers) // stages + (stage < len(layers) % stages) for stage in range(stages)]
+    pipeline = Pipeline(module, layers, even, family, transport, **options)
+    pipeline.partition()
+    result = Result()
+    trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    rank = Rank(pipeline, optimizer(trainable))
+
+    def step(index: int, part: Batch) -> Any:
+        return module(**part)
+
+    for number, batch in enumerate(data, 1):
+        # every replica has its own part of the batch
+        parts = parts_of(batch, micro_batches * replicas)[transport.replica :: replicas]
+        rank.weights.append(weights_of(parts, batch))
+        rank.take([pipeline.advance(step, parts, rank.weights[-1], seed=number)])
+        if number in drains or number == len(data):
+            rank.take(pipeline.drain())
+        if number in drains:
+            with torch.no_grad():
+                values = pipeline.evaluate(step, [dict(data[0])])
+            result.evaluated += [float(value) for value in values.values()]
+    finish(pipeline)
+    pipeline.restore()
+    result.losses = [rank.losses.get(number, 0.0) for number in range(len(data))]
+    result.values = {name: value.detach().clone() for name, value in module.state_dict().items()}
+    return result
 
 
 def pipelined(
     model: nn.Module,
-    data: Sequence[Mapping[str, Tensor]],
+    data: Sequence[Batch],
     ranks: int,
     family: Family,
     optimizer: Callable[..., torch.optim.Optimizer] = sgd,
     *,
     stages: int | None = None,
     replicas: int = 1,
-    micro_batches: int = 1,
-    drains: Sequence[int] = (),
-    finish: Callable[[Pipeline], None] = lambda pipeline: None,
     **options: Any,
 ) -> Result:
     """Train over threads; after ``drains`` batches the pipeline is emptied and evaluates. Ends with ``finish``."""
@@ -191,32 +305,18 @@ def pipelined(
     loss_rank = family.build(ranks, 4 * ranks, stages=count).loss_ranks[0]
     world = memory_world(Topology.for_schedule(ranks, replicas, loss_rank), timeout=timedelta(seconds=20))
     modules = [copy.deepcopy(model) for _ in world]
-    share = micro_batches * replicas
+    results = run_threads(
+        world,
+        lambda transport: train(
+            transport, modules[transport.process], data, family, optimizer, stages=count, **options
+        ),
+        timeout=60,
+    )
+    return merged(results)
 
-    def body(transport: MemoryTransport) -> Result:
-        module = modules[transport.process]
-        layers = find_layers(module, "layers")
-        even = [len(layers) // count + (stage < len(layers) % count) for stage in range(count)]
-        pipeline = Pipeline(module, layers, even, family, transport, **options)
-        pipeline.partition()
-        rank, step = Rank(pipeline, optimizer(module.parameters()), share), lambda _, part: module(**part)
-        for number, batch in enumerate(data):
-            # every replica has its own part of the batch
-            parts = parts_of(batch, share)[transport.replica :: replicas]
-            rank.take([pipeline.advance(step, parts, [1 / share] * len(parts), seed=number)])
-            if number + 1 in drains or number + 1 == len(data):
-                rank.take(pipeline.drain())
-            if number + 1 in drains:
-                with torch.no_grad():
-                    values = pipeline.evaluate(step, [dict(data[0])])
-                rank.result.evaluated += [float(value) for value in values.values()]
-        finish(pipeline)
-        pipeline.restore()
-        rank.result.losses = [rank.losses.get(i, 0.0) for i in range(len(data))]
-        rank.result.values = dict(module.state_dict())
-        return rank.result
 
-    results = run_threads(world, body, timeout=60)
+def merged(results: Sequence[Result]) -> Result:
+    """What all ranks together have found; they must agree on the weights to the last bit."""
     for other in results[1:]:
         assert all(torch.equal(other.values[name], value) for name, value in results[0].values.items())
     losses = [sum(each) for each in zip(*(result.losses for result in results), strict=True)]
@@ -225,24 +325,11 @@ def pipelined(
 
 
 def assert_same(found: Result, expected: Result) -> None:
-    for what, a, b in [
-        ("loss", found.losses, expected.losses),
-        ("evaluation", found.evaluated, expected.evaluated),
-    ]:
-        torch.testing.assert_close(
-            torch.tensor(a), torch.tensor(b), rtol=1e-12, atol=1e-12, msg=lambda m, w=what: w + m
-        )
-    for name, value in expected.values.items():
-        torch.testing.assert_close(found.values[name], value, rtol=1e-12, atol=1e-12, msg=lambda m, n=name: n + m)
-
-
-def pipedream(stages: int) -> Version:
-    return lambda stage, t: max(0, t - (stages - 1 - stage))
-
-
-def vertical(stages: int) -> Version:
-    return lambda stage, t: max(0, t - (stages - 1))
-
-
-def two_versions(stage: int, t: int) -> int:
-    return max(0, t - 1)
+    """Everything within 1e-12."""
+    pairs: list[tuple[str, Any, Any]] = [
+        ("losses", torch.tensor(found.losses), torch.tensor(expected.losses)),
+        ("evaluated", torch.tensor(found.evaluated), torch.tensor(expected.evaluated)),
+        *((name, found.values[name], value) for name, value in expected.values.items()),
+    ]
+    for what, a, b in pairs:
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12, msg=lambda text, what=what: f"{what}: {text}")
