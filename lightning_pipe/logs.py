@@ -15,6 +15,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_pipe.errors import ConfigurationError
+from lightning_pipe.pipeline.cut.placeholder import Placeholder
 
 _log = pl.LightningModule.log
 
@@ -41,11 +42,19 @@ class Entry:
         value: a tensor with one element; for a metric the value its ``forward`` has computed, if any.
         metric: dotted name of the metric that is logged.
         options: the other arguments of ``log``.
+        origin: the tensor that was logged. Before a cut it must live on to be sent, behind it the value comes later.
     """
 
     value: Tensor | None
     metric: str | None
     options: dict[str, Any]
+    origin: Tensor | None = None
+
+    def complete(self) -> None:
+        """Take the value that has come after the call, in view of the cut: it is used, and will be sent again."""
+        if isinstance(self.value, Placeholder) and self.origin is not None:
+            self.value = self.origin.detach().clone()
+        self.origin = None
 
 
 @dataclass
@@ -126,6 +135,8 @@ class Log:
         self._current = {}
         try:
             yield
+            for entry in self._current.values():
+                entry.complete()
             if counts:
                 self.entries[micro_batch] = self._current
         finally:
@@ -189,7 +200,8 @@ class Log:
                 return
         assert self._current is not None
         occurrence = sum(key[:2] == (owner, name) for key in self._current)
-        self._current[Key(owner, name, occurrence)] = Entry(kept, metric, options)
+        origin = value if isinstance(value, Tensor) else None
+        self._current[Key(owner, name, occurrence)] = Entry(kept, metric, options, origin)
 
 
 def combine(merged: Iterable[Merged]) -> list[Merged]:

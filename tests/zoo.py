@@ -449,6 +449,23 @@ class Appends(Regression):
         self.seen = 0
 
 
+class LogsOnTheWay(Regression):
+    """Values are logged before, between and after the layers, and nothing else uses them."""
+
+    def __init__(self) -> None:
+        super().__init__(blocks(4))
+
+    def training_step(self, batch: Mapping[str, Tensor], batch_idx: int) -> Tensor:
+        self.log("input", batch["x"].mean())
+        x = self.embed(batch["x"])
+        for i, layer in enumerate(self.layers):
+            x = layer(x)
+            self.log(f"layer_{i}", x.abs().mean(), on_epoch=True)
+        loss = F.mse_loss(self.head(x), batch["y"])
+        self.log_dict({"output": x.mean(), "train_loss": loss}, on_step=True, on_epoch=True)
+        return loss
+
+
 class UnusedOutputs(Regression):
     """Layers return tensors with a gradient path that nobody uses, or only a later layer does."""
 
@@ -657,6 +674,7 @@ ZOO: dict[str, Entry] = {
         Entry("keywords", Keywords),
         Entry("branches", Branches),
         Entry("appends", Appends),
+        Entry("logs_on_the_way", LogsOnTheWay),
         Entry("unused_outputs", UnusedOutputs),
         Entry("lookups", Lookups, token_batches_of_20, layers="layers"),
         Entry("statistics", Statistics, replicas=False, fewest=2),
