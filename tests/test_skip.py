@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from itertools import combinations, pairwise
 from typing import Any
 
 import pytest
@@ -182,6 +183,15 @@ def test_declared_skips_go_straight_whatever_the_balance(balance: list[int], rec
     schedule = "gpipe" if sum(balance[:2]) % 2 else "1f1b"
     options: dict[str, Any] = {"ranks": 4, "schedule": schedule, "balance": balance, "recompute": recompute}
     assert_same(DeclaredUNet(), data, micro_batches=2, layers="layers", **options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recompute", ["never", "always", "except_last"])
+def test_declared_skips_go_straight_in_all_balances(recompute: str) -> None:
+    for cuts in combinations(range(1, 8), 3):
+        balance = [end - start for start, end in pairwise((0, *cuts, 8))]
+        options: dict[str, Any] = {"ranks": 4, "schedule": "gpipe", "balance": balance, "recompute": recompute}
+        assert_same(DeclaredUNet(), [images(), images()], micro_batches=2, layers="layers", **options)
 
 
 @pytest.mark.parametrize("schedule", ["interleaved", "zero_bubble", "chimera", "gems", "dualpipev"])

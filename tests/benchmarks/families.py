@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 import warnings
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -15,10 +16,11 @@ from lightning_pipe.partition import find_layers
 from lightning_pipe.pipeline.runner import Pipeline
 from lightning_pipe.pipeline.topology import Topology
 from lightning_pipe.pipeline.transport import Transport
-from lightning_pipe.schedules import Chimera, Family, OneFOneB
+from lightning_pipe.schedules import Chimera, Family, GPipe, OneFOneB
 from lightning_pipe.simulate import Costs, simulate
 from tests import launch
-from tests.benchmarks.measure import Finding
+from tests.benchmarks.against_torch import Block
+from tests.benchmarks.measure import Finding, Ratio, alternate
 
 TOLERANCES = {4: 0.03, 8: 0.05}
 UNIT = {4: 0.04, 8: 0.08}
@@ -101,7 +103,7 @@ def run(quick: bool) -> list[Finding]:
             family = schedules.get(name)
             if family.synchronous:
                 findings += [_bubble(each, ranks, quick) for each in family.variants()]
-    return [*findings, _gain(quick)]
+    return [*findings, _gain(quick), *_real_compute(quick)]
 
 
 def _bubble(family: Family, ranks: int, quick: bool) -> Finding:
@@ -128,3 +130,46 @@ def _gain(quick: bool) -> Finding:
         "within 10 %",
         abs(found / expected - 1) <= 0.1,
     )
+
+
+def _real_compute(quick: bool) -> list[Finding]:
+    """Matrix products on two ranks that have a core each: what is measured, beside the simulator; no target."""
+    rounds = 10 if quick else 40
+    spans = {family: float(simulate(family.build(2, 2)).makespan) for family in (Chimera(), OneFOneB(), GPipe())}
+    findings = []
+    for other in (OneFOneB(), GPipe()):
+        options = {"families": (Chimera(), other), "rounds": rounds}
+        first, second = launch.run_pipeline(compare, Topology(2), timeout=280, group_timeout=60, **options)[0]
+        findings.append(
+            Finding(
+                f"speed of Chimera over {other.label}, real compute, 2 ranks, 2 micro-batches",
+                f"{Ratio.of(second, first)}, simulated {spans[other] / spans[Chimera()]:.3f}",
+            )
+        )
+    return findings
+
+
+def compare(transport: Transport, families: tuple[Family, Family], rounds: int) -> tuple[list[float], list[float]]:
+    """Seconds per batch with two schedules, in turns."""
+
+    def batch(family: Family) -> Callable[[], float]:
+        torch.manual_seed(0)
+        net = nn.Sequential(*(Block(512) for _ in range(4)))
+        pipeline = Pipeline(net, find_layers(net), [2, 2], family, transport)
+        pipeline.partition()
+        parts = list(torch.randn(64, 512).chunk(2))
+
+        def run() -> float:
+            net.zero_grad()
+            transport.barrier()
+            start = time.perf_counter()
+            pipeline.train(lambda _, part: net(part).square().mean(), parts, [0.5, 0.5])
+            seconds = torch.tensor(time.perf_counter() - start)
+            transport.all_reduce(seconds, (0, 1), "max").wait()
+            return float(seconds)
+
+        for _ in range(3):
+            run()
+        return run
+
+    return alternate(batch(families[0]), batch(families[1]), rounds)
