@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -10,6 +11,9 @@ from torch import Tensor
 
 from lightning_pipe.pipeline.cut.side_effects import Effect
 from lightning_pipe.skip import Key
+
+# What torch 2.13 says whenever it unpickles a structure of its own.
+warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)` is deprecated", category=FutureWarning)
 
 
 class TensorSpec(NamedTuple):
