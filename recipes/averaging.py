@@ -20,7 +20,9 @@ class MovingAverage(WeightAveraging):
         def average(old: Tensor, new: Tensor, steps: Tensor | int) -> Tensor:
             if not new.is_floating_point():
                 return new
-            kept = min(decay, (1 + int(steps)) / (10 + int(steps)))
-            return torch.lerp(new, old, kept)
+            # as a tensor: on ranks that do not have this parameter there is no number to be had
+            count = torch.as_tensor(steps, dtype=old.dtype, device=old.device)
+            kept = ((1 + count) / (10 + count)).clamp(max=decay)
+            return torch.lerp(new.to(old.dtype), old, kept)
 
         super().__init__(use_buffers=True, avg_fn=average)

@@ -33,11 +33,7 @@ def run(config: DictConfig, job: Job) -> Report:
         )
     L.seed_everything(config.seed, workers=True, verbose=False)
     data: L.LightningDataModule = instantiate(config.data)
-    module: L.LightningModule = instantiate(
-        config.model,
-        optimizer=instantiate(config.optim, _convert_="all"),
-        scheduler=instantiate(config.scheduler, _convert_="all"),
-    )
+    module = make_module(config)
     callbacks = [instantiate(callback) for callback in config.callbacks.values()]
     trainer = make_trainer(config, callbacks)
     job.launcher = trainer.strategy.launcher
@@ -60,6 +56,15 @@ def run(config: DictConfig, job: Job) -> Report:
         report.write()
         log.info("%s", report)
     return report
+
+
+def make_module(config: DictConfig) -> L.LightningModule:
+    """Builds the LightningModule with what makes its optimizer and its schedule."""
+    return instantiate(  # type: ignore[no-any-return]
+        config.model,
+        optimizer=instantiate(config.optim, _convert_="all"),
+        scheduler=instantiate(config.scheduler, _convert_="all"),
+    )
 
 
 def make_trainer(config: DictConfig, callbacks: list[L.Callback]) -> L.Trainer:

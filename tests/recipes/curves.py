@@ -1,0 +1,102 @@
+"""Training curves of recipes, on one device and in the processes of a pipeline, from composed configurations."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+from hydra import compose, initialize_config_dir
+from hydra.utils import instantiate
+
+from recipes import config, job
+from tests.recipes.conftest import CONF, write_text
+from tests.recipes.data.test_segment_pairs import write_documents
+from tests.recipes.data.test_translation import write_pairs
+
+BATCHES = 4
+COMMON = [
+    f"trainer.limit_train_batches={BATCHES}",
+    "trainer.limit_val_batches=2",
+    "trainer.val_check_interval=null",
+    "trainer.max_epochs=1",
+    "trainer.enable_progress_bar=false",
+    "trainer.precision=64-true",
+]
+# Smaller still than size=tiny. In double precision, for batch norms of few samples enlarge any rounding.
+RECIPES = {
+    "amoebanet_imagenet": ["data.source=digits", "data.batch_size=32", "data.image_size=32"],
+    "bert48_wikipedia": ["data.files={documents}", "data.batch_size=8", "model.width=32", "model.heads=2"],
+    "gpt2_wikitext2": ["data.files={text}", "data.block_length=32", "data.batch_size=8", "model.width=36"],
+    "gpt2_wikitext103": [
+        "data.files={text}",
+        "data.vocabulary=300",
+        "data.block_length=32",
+        "data.batch_size=8",
+        "model.width=32",
+    ],
+    "nmt_multilingual": ["data.files={pairs}", "data.pairs=[de-en,fr-en]", "data.batch_size=8", "model.inner=64"],
+}
+
+
+@dataclass
+class Curve:
+    """What one run leaves behind.
+
+    Args:
+        losses: of every batch.
+        metrics: of validation after training.
+    """
+
+    losses: list[float] = field(default_factory=list)
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+class Losses(L.Callback):
+    """Keeps the loss of every batch."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        # Lightning 2.6 hands over the loss divided by the number of accumulated batches
+        self.losses.append(float(outputs["loss"]) * trainer.accumulate_grad_batches)
+
+
+def write_data(folder: Path) -> dict[str, str]:
+    """Small local files for every recipe that has such."""
+    places = {
+        "documents": write_documents(folder / "documents"),
+        "text": write_text(folder / "text", train=200, validation=60),
+        "pairs": write_pairs(folder / "pairs", german=60, french=20),
+    }
+    return {name: str(place) for name, place in places.items()}
+
+
+def settings(recipe: str, data: dict[str, str], folder: Path, further: Sequence[str] = ()) -> Any:
+    """The composed configuration of a very small run."""
+    config.register()
+    overrides = [f"experiment={recipe}", *COMMON, *(one.format(**data) for one in RECIPES[recipe]), *further]
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        made = compose("train", [*overrides, f"paths.data={folder / 'cache'}", f"paths.output={folder / 'out'}"])
+    config.check(made)
+    return made
+
+
+def train(recipe: str, data: dict[str, str], folder: Path, *further: str) -> Curve:
+    """Trains for a few batches."""
+    given = settings(recipe, data, folder, further)
+    L.seed_everything(given.seed, verbose=False)
+    losses = Losses()
+    average = [instantiate(one) for name, one in given.callbacks.items() if name == "average"]
+    trainer = job.make_trainer(given, [losses, *average])
+    module = job.make_module(given)
+    trainer.fit(module, datamodule=instantiate(given.data))
+    return Curve(losses.losses, {name: float(value) for name, value in trainer.callback_metrics.items()})
+
+
+def train_all(process: int, recipe: str, pipes: Sequence[str], data: dict[str, str], folder: Path) -> dict[str, Curve]:
+    """Trains in the processes of a pipeline, with one schedule after the other."""
+    return {pipe: train(recipe, data, folder, f"pipe={pipe}", "trainer.devices=2") for pipe in pipes}
