@@ -244,9 +244,26 @@ class ChangesAnObject(Regression):
         return F.mse_loss(self.head(x), batch["y"]) + sum(x.mean() for x in state.states)
 
 
+class ReadBeforeChanged(Regression):
+    """A buffer follows the last activation, and the first stage reads it."""
+
+    def __init__(self) -> None:
+        super().__init__(blocks(4))
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def loss(self, batch: Mapping[str, Tensor]) -> Tensor:
+        x = self.embed(batch["x"]) - self.mean
+        for layer in self.layers:
+            x = layer(x)
+        with torch.no_grad():
+            self.mean.mul_(0.9).add_(0.1 * x.mean(0))
+        return F.mse_loss(self.head(x), batch["y"])
+
+
 @pytest.mark.parametrize(
     ("model", "message"),
     [
+        (ReadBeforeChanged, "'add_' changes 'mean' in place .* an earlier stage reads it"),
         (InnerHooks, "'stack' uses a tensor .* that left a layer otherwise than by its result"),
         (ChangesAnObject, r"'layers\.0' changes its argument of type State"),
     ],

@@ -76,6 +76,7 @@ class Tracker(TorchFunctionMode):
         self.partial = True
         self._expected = expected or ()
         self._unfilled: dict[int, str] = {}
+        self._read_before: set[int] = set()
         self._token = next(_tokens)
         self._alive: dict[int, weakref.ref[Tensor]] = {}
         self._next = 0
@@ -228,6 +229,8 @@ class Tracker(TorchFunctionMode):
         if name in METADATA:
             return func(*args, **kwargs)
         tensors = [leaf for leaf in leaves_of(args, kwargs) if isinstance(leaf, Tensor)]
+        if self.waiting:
+            self._read_before.update(map(id, tensors))
         if not any(self.derived(tensor) for tensor in tensors):
             return func(*args, **kwargs)
         return (
@@ -265,14 +268,27 @@ class Tracker(TorchFunctionMode):
             if isinstance(tensor, nn.Parameter):
                 self._holdings.use(tensor)
         self.touch(tensors, name)
+        changed = changed_in_place(name, args, kwargs)
+        if changed is not None and id(changed) in self._read_before:
+            self._check_not_read(changed, name)
         if name in RANDOM:
             with self._streams.isolated(self._micro_batch, -1, len(self.calls)):
                 result = func(*args, **kwargs)
         else:
             result = func(*args, **kwargs)
-        numbers = tuple(self.number(tensor) for tensor in results_of(result, changed_in_place(name, args, kwargs)))
+        numbers = tuple(self.number(tensor) for tensor in results_of(result, changed))
         self.calls.append(Call(name, numbers))
         return result
+
+    def _check_not_read(self, changed: Tensor, name: str) -> None:
+        """A buffer must not change here for the next micro-batch if an earlier stage reads it."""
+        owned = self._holdings.name_of(changed) if self.number_of(changed) is None else None
+        if owned is not None:
+            raise CutError(
+                f"'{name}' changes '{owned}' in place with values of this stage, and an earlier stage reads it: it "
+                "would read an old value for the next micro-batch.",
+                hint=f"Change '{owned}' inside a layer, or after the step, in on_train_batch_end.",
+            )
 
     def paused(self) -> _Paused:
         """A context in which torch calls are neither recorded nor slowed down."""
