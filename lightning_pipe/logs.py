@@ -6,7 +6,7 @@ import math
 import numbers
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
@@ -57,6 +57,10 @@ class Entry:
         self.origin = None
 
 
+Logged = dict[int, dict[Key, Entry]]
+"""What was logged in each micro-batch."""
+
+
 @dataclass
 class Merged:
     """What some micro-batches logged under one key.
@@ -104,7 +108,6 @@ class Log:
 
     module: pl.LightningModule
     metrics: Mapping[int, str]
-    entries: dict[int, dict[Key, Entry]] = field(default_factory=dict)
     _current: dict[Key, Entry] | None = None
 
     def __post_init__(self) -> None:
@@ -114,7 +117,6 @@ class Log:
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Around a batch: catch the calls, on the class, so that a ``log`` of the user's own comes first."""
-        self.entries = {}
         names = self._names
 
         def log(module: pl.LightningModule, name: str, value: Any, *args: Any, **options: Any) -> None:
@@ -130,44 +132,34 @@ class Log:
             pl.LightningModule.log = _log  # type: ignore[method-assign]
 
     @contextmanager
-    def recording(self, micro_batch: int, *, counts: bool = True) -> Iterator[None]:
-        """Around one run of the step; what it logs is forgotten if it is cut short or does not count."""
+    def recording(self, logged: Logged, micro_batch: int, *, counts: bool = True) -> Iterator[None]:
+        """Around one run of the step, whose entries are added; not so if it is cut short or does not count."""
         self._current = {}
         try:
             yield
             for entry in self._current.values():
                 entry.complete()
             if counts:
-                self.entries[micro_batch] = self._current
+                logged[micro_batch] = self._current
         finally:
             self._current = None
 
-    def merged(self, samples: Sequence[float]) -> list[Merged]:
-        """What was logged, over the micro-batches of this rank.
-
-        Args:
-            samples: of every micro-batch of the batch.
-        """
-        found = [
-            (key, entry, samples[micro_batch])
-            for micro_batch, entries in sorted(self.entries.items())
-            for key, entry in entries.items()
-        ]
-        values = _to_host([entry.value for _, entry, _ in found])
-        return combine(_single(*one, value) for one, value in zip(found, values, strict=True))
-
-    def replay(self, merged: Iterable[Merged], micro_batches: int, device: torch.device) -> None:
+    def replay(
+        self, merged: Iterable[Merged], micro_batches: int, device: torch.device, *, own_batch: bool = True
+    ) -> None:
         """Log for the whole batch what its micro-batches have logged.
 
         Args:
             merged: of all ranks with a loss, combined.
             micro_batches: how many the batch has.
             device: where values belong.
+            own_batch: whether it is the batch that the Trainer takes the number of samples from.
         """
         for one in merged:
             module: Any = self.module.get_submodule(one.key.module)
             options = dict(one.options)
-            if options.get("batch_size") is not None or (one.micro_batches < micro_batches and one.reduction == "mean"):
+            partial = one.micro_batches < micro_batches or not own_batch
+            if options.get("batch_size") is not None or (partial and one.reduction == "mean"):
                 options["batch_size"] = int(one.weight) if one.weight.is_integer() else one.weight
             value: Any = None if one.dtype is None else torch.tensor(one.result, dtype=one.dtype, device=device)
             if one.metric is not None:
@@ -202,6 +194,22 @@ class Log:
         occurrence = sum(key[:2] == (owner, name) for key in self._current)
         origin = value if isinstance(value, Tensor) else None
         self._current[Key(owner, name, occurrence)] = Entry(kept, metric, options, origin)
+
+
+def merge(logged: Logged, samples: Sequence[float]) -> list[Merged]:
+    """What was logged, over the micro-batches of this rank.
+
+    Args:
+        logged: the entries of each micro-batch.
+        samples: of every micro-batch of the batch.
+    """
+    found = [
+        (key, entry, samples[micro_batch])
+        for micro_batch, entries in sorted(logged.items())
+        for key, entry in entries.items()
+    ]
+    values = _to_host([entry.value for _, entry, _ in found])
+    return combine(_single(*one, value) for one, value in zip(found, values, strict=True))
 
 
 def combine(merged: Iterable[Merged]) -> list[Merged]:

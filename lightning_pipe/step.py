@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from lightning_pipe import wire
-from lightning_pipe.logs import Log, Merged, combine
+from lightning_pipe.logs import Log, Logged, Merged, combine, merge
 from lightning_pipe.memory import Change, Memory
 from lightning_pipe.metrics import Metrics
 from lightning_pipe.pipeline.recompute import is_recomputing
@@ -95,22 +95,54 @@ class UserStep:
             run: gets the step and runs it over the pipeline.
             samples: of every micro-batch.
         """
+        logged: Logged = {}
+        with self.running() as before:
+            outputs = run(self.bind(name, rest, context, logged))
+        parts = self.exchange(
+            lambda: Part(outputs, merge(logged, samples), self.changes(before), self._module.trainer.should_stop),
+            lambda part: from_loss_ranks(self._pipeline, part),
+        )
+        self.adopt([part.changes for part in parts], before)
+        self.replay([part.logged for part in parts], len(samples))
+        trainer = self._module.trainer
+        trainer.should_stop = self._world.agree(trainer.should_stop or any(p.stop for p in parts), unanimous=False)
+        return known(parts)
+
+    # ------------------------------------------------------------------ runs
+
+    def bind(
+        self,
+        name: str,
+        rest: Sequence[Any],
+        context: Callable[[], AbstractContextManager[None]],
+        logged: Logged,
+    ) -> Callable[[int, Any], Any]:
+        """The step of a batch, as the pipeline calls it.
+
+        Args:
+            name: the method of the LightningModule.
+            rest: its arguments after the batch.
+            context: entered around each run of it.
+            logged: where to note what it logs.
+        """
         method = getattr(self._module, name)
 
         def step(index: int, micro_batch: Any) -> Any:
-            with self._log.recording(index, counts=not is_recomputing()), self._undone(), context():
+            with self._log.recording(logged, index, counts=not is_recomputing()), self._undone(), context():
                 return method(micro_batch, *rest)
 
-        loss_here = self._pipeline.is_loss_rank
-        before = self._tracked.capture() if loss_here and not self._alone else None
+        return step
+
+    @contextmanager
+    def running(self) -> Iterator[Memory | None]:
+        """Around runs of steps. Yields what attributes were before, on a rank with the loss that is not alone."""
+        before = self._tracked.capture() if self._pipeline.is_loss_rank and not self._alone else None
         with self._metrics.in_step(), self._log.installed():
             self._world.local = True
             try:
-                outputs = run(step)
+                yield before
             finally:
                 self._world.local = False
-        mine = self._part(outputs, before, samples) if loss_here else None
-        return self._publish(mine, before, len(samples))
 
     @property
     def _alone(self) -> bool:
@@ -135,7 +167,10 @@ class UserStep:
                     for memory_ in metrics.values():
                         memory_.undo()
 
-    def _part(self, outputs: dict[int, Any], before: Memory | None, samples: Sequence[float]) -> Part:
+    # ------------------------------------------------------------------ what follows from them
+
+    def changes(self, before: Memory | None) -> list[Change]:
+        """What the runs have changed in the attributes of the LightningModule."""
         changes, lost = portable(before.changes()) if before is not None else ([], [])
         for attribute in lost:
             self._warn_once(
@@ -143,26 +178,34 @@ class UserStep:
                 f"The step sets `self.{attribute}` to something that cannot be pickled: it exists on the rank with the "
                 "loss alone.",
             )
-        return Part(outputs, self._log.merged(samples), changes, self._module.trainer.should_stop)
+        return changes
 
-    def _publish(self, mine: Part | None, before: Memory | None, micro_batches: int) -> Result:
-        """Exchange what the ranks with a loss have to tell, and let it happen here."""
-        small = mine if mine is None or self._alone else self._within_limit(mine)
-        parts: list[Part] = [
-            mine if part is small and mine is not None else part for part in from_loss_ranks(self._pipeline, small)
-        ]
-        several = len(parts) > 1
+    def exchange(self, mine: Callable[[], Part], share: Callable[[Part | None], list[Part]]) -> list[Part]:
+        """What each rank with a loss has to tell, on all ranks.
+
+        Args:
+            mine: makes it, on a rank with the loss.
+            share: takes it, or ``None``, and returns those of all ranks with the loss.
+        """
+        if not self._pipeline.is_loss_rank:
+            return share(None)
+        own = mine()
+        small = own if self._alone else self._within_limit(own)
+        return [own if part is small else part for part in share(small)]
+
+    def adopt(self, changes: Sequence[Sequence[Change]], before: Memory | None) -> None:
+        """Make the changes of the ranks with a loss here."""
+        several = len(changes) > 1
         if before is not None and several:
             before.undo()
-        if mine is None or several:
-            for part in parts:
-                self._tracked.apply(part.changes, add=several)
-        logged = combine(one for part in parts for one in part.logged)
-        self._log.replay(logged, micro_batches, self._pipeline.transport.device)
-        trainer = self._module.trainer
-        trainer.should_stop = self._world.agree(trainer.should_stop or any(p.stop for p in parts), unanimous=False)
-        known = [part.outputs for part in parts if part.outputs is not None]
-        return Result({i: output for each in known for i, output in each.items()}, len(known) == len(parts))
+        if not self._pipeline.is_loss_rank or several:
+            for theirs in changes:
+                self._tracked.apply(theirs, add=several)
+
+    def replay(self, logged: Sequence[Sequence[Merged]], micro_batches: int, *, own_batch: bool = True) -> None:
+        """Log what the ranks with a loss have logged; see `Log.replay`."""
+        merged = combine(one for theirs in logged for one in theirs)
+        self._log.replay(merged, micro_batches, self._pipeline.transport.device, own_batch=own_batch)
 
     def _within_limit(self, part: Part) -> Part:
         size = sum(leaf.nbytes for leaf in tree_leaves(part.outputs) if isinstance(leaf, Tensor))
@@ -180,6 +223,12 @@ class UserStep:
         if key not in self._warned:
             self._warned.add(key)
             rank_zero_warn(message)
+
+
+def known(parts: Sequence[Part]) -> Result:
+    """What the parts of all ranks with a loss make up."""
+    outputs = [part.outputs for part in parts if part.outputs is not None]
+    return Result({i: output for each in outputs for i, output in each.items()}, len(outputs) == len(parts))
 
 
 def from_loss_ranks(pipeline: Pipeline, value: Any) -> list[Any]:
