@@ -12,6 +12,11 @@ from lightning_pipe.cli import main
 from lightning_pipe.schedules import Interleaved, read_csv
 
 
+@pytest.fixture(autouse=True)
+def _wide_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "140")
+
+
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     main(["schedule", *arguments])
     return capsys.readouterr().out

@@ -51,6 +51,7 @@ def fresh(micro_batch: Any, *, clone: bool) -> Any:
     """A micro-batch that a step may take apart: new containers, and with ``clone`` new tensors too.
 
     Example:
+        >>> import torch
         >>> batch = {"x": torch.zeros(2)}
         >>> _ = fresh(batch, clone=True).pop("x").add_(1)
         >>> batch
@@ -63,6 +64,7 @@ def signature(node: Any) -> Hashable:
     """What decides the shapes and the path of a step: structure, shapes, dtypes, and plain values.
 
     Example:
+        >>> import torch
         >>> signature({"x": torch.zeros(2, 3)}) == signature({"x": torch.ones(2, 3)})
         True
         >>> signature({"x": torch.zeros(2, 3)}) == signature({"x": torch.zeros(1, 3)})
