@@ -120,6 +120,7 @@ def _named(module: nn.Module, paths: list[str]) -> Layers:
             raise PartitionError(f"The sequence {path!r} is empty.", hint="Name a sequence that holds layers.")
         flat += expanded
     _check_disjoint([name for name, _ in flat], paths)
+    _check_not_inside_compiled(module, [name for name, _ in flat])
     once = _without_repeated(flat)
     if not once:
         kinds = ", ".join(sorted({type(layer).__name__ for _, layer in flat}))
@@ -217,6 +218,18 @@ def _check_disjoint(names: list[str], paths: list[str]) -> None:
         if _within(name, outer):
             what = f"{name!r} twice" if outer == name else f"{outer!r} and, inside it, {name!r}"
             raise PartitionError(f"layers={_paste(paths)} names {what}.", hint="Name every layer once.")
+
+
+def _check_not_inside_compiled(module: nn.Module, names: list[str]) -> None:
+    compiled = [path for path, part in module.named_modules() if _is_compiled(part)]
+    for name in names:
+        around = next((path for path in compiled if path != name and _within(name, path)), None)
+        if around is not None:
+            raise PartitionError(
+                f"Layer {name!r} lies inside {around or type(module).__name__!r}, which is compiled as a whole: calls "
+                "of its layers cannot be seen.",
+                hint="Compile the layers one by one.",
+            )
 
 
 def _within(path: str, outer: str) -> bool:

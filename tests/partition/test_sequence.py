@@ -71,6 +71,15 @@ def test_code_compiled_as_a_whole_cannot_be_cut() -> None:
     compiled = torch.compile(nn.Sequential(*linear(3)), backend="eager")
     with pytest.raises(PartitionError, match="Compile the layers one by one"):
         find_layers(Holder(net=compiled))
+    with pytest.raises(PartitionError, match=r"'net._orig_mod.0' lies inside 'net'(?s:.*)one by one"):
+        find_layers(Holder(net=compiled), "net._orig_mod")
+    whole = nn.Sequential(*linear(3))
+    whole.compile(backend="eager")
+    with pytest.raises(PartitionError, match="compiled as a whole"):
+        find_layers(Holder(net=whole), "net")
+    for layer in (blocks := nn.Sequential(*linear(3))):
+        layer.compile(backend="eager")
+    assert names(Holder(net=blocks)) == ["net.0", "net.1", "net.2"]
 
 
 def test_containers_that_cannot_be_called_are_flattened() -> None:

@@ -193,10 +193,42 @@ class OuterHooks(Regression):
         return loss
 
 
+class Compiled(Regression):
+    """Layers and functions outside them are compiled."""
+
+    def __init__(self) -> None:
+        super().__init__(blocks(4))
+        for layer in self.layers:
+            layer.compile(backend="eager")
+        self.between = torch.compile(lambda x, w: torch.sin(x) * w, backend="eager")
+        self.weight = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for layer in self.layers:
+            x = self.between(layer(x), self.weight)
+        return self.head(x)
+
+
+class Mapped(Regression):
+    """torch.func's transformations run outside the layers: their results come from no torch call."""
+
+    def __init__(self) -> None:
+        super().__init__(blocks(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.func.functional_call(self.embed, dict(self.embed.named_parameters()), (x,))
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(torch.vmap(torch.sin)(x))
+
+
 @pytest.mark.parametrize("point", POINTS, ids=str)
 @pytest.mark.parametrize(
     "model",
     [
+        Compiled,
+        Mapped,
         Kept,
         KeptIfThere,
         KeptInside,

@@ -33,22 +33,28 @@ class Interceptor:
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Wrap the forwards. As instance attributes: nothing stays behind that copying or pickling could meet."""
-        wrapped: list[tuple[nn.Module, Any]] = []
+        before: list[tuple[dict[str, Any], str, Any]] = []
         try:
             for number, (_, layer) in enumerate(self._layers):
-                wrapped.append((layer, layer.__dict__.get("forward")))
-                layer.__dict__["forward"] = self._layer_forward(number, layer)
+                self._wrap(layer, self._layer_forward(number, layer), before)
             for key, (name, outside) in enumerate(self._outside):
-                wrapped.append((outside, outside.__dict__.get("forward")))
-                outside.__dict__["forward"] = self._module_forward(name, key, outside)
+                self._wrap(outside, self._module_forward(name, key, outside), before)
             with checkpoints_know(lambda: self.run), self._caches.off():
                 yield
         finally:
-            for owner, before in reversed(wrapped):
-                if before is None:
-                    owner.__dict__.pop("forward", None)
+            for owner, name, value in reversed(before):
+                if value is None:
+                    owner.pop(name, None)
                 else:
-                    owner.__dict__["forward"] = before
+                    owner[name] = value
+
+    def _wrap(
+        self, module: nn.Module, forward: Callable[..., Any], before: list[tuple[dict[str, Any], str, Any]]
+    ) -> None:
+        # compiled code would follow the wrapper into the engine: the wrapper calls it instead
+        for name, value in (("forward", forward), ("_compiled_call_impl", None)):
+            before.append((vars(module), name, vars(module).get(name)))
+            vars(module)[name] = value
 
     @contextmanager
     def running(self, run: StageRun) -> Iterator[None]:
@@ -60,7 +66,7 @@ class Interceptor:
             self.run = None
 
     def _layer_forward(self, number: int, layer: nn.Module) -> Callable[..., Any]:
-        forward = layer.forward
+        forward = own_forward(layer)
 
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             run = self.run
@@ -71,7 +77,7 @@ class Interceptor:
         return wrapper
 
     def _module_forward(self, name: str, key: int, module: nn.Module) -> Callable[..., Any]:
-        forward = module.forward
+        forward = own_forward(module)
         key = -2 - key  # apart from the layers' numbers and from the torch calls' -1
 
         def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -81,6 +87,22 @@ class Interceptor:
             return run.call_module(name, key, module, forward, args, kwargs)
 
         return wrapper
+
+
+def own_forward(module: nn.Module) -> Callable[..., Any]:
+    """What a wrapper calls: the module's forward, compiled if ``module.compile()`` was called."""
+    compiled, forward = vars(module).get("_compiled_call_impl"), module.forward
+    if compiled is None or module._forward_hooks or module._forward_pre_hooks:
+        return forward
+
+    def without_wrapper(*args: Any, **kwargs: Any) -> Any:
+        wrapper = vars(module).pop("forward")
+        try:
+            return compiled(*args, **kwargs)
+        finally:
+            vars(module)["forward"] = wrapper
+
+    return without_wrapper
 
 
 def outside_modules(module: nn.Module, layers: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:

@@ -26,6 +26,9 @@ from lightning_pipe.pipeline.cut.tracker import Holdings, Tracker
 from lightning_pipe.pipeline.rng import Streams
 from lightning_pipe.skip import Key, Store, stored_in
 
+_graph_nodes: Callable[[], int] = torch._C._autograd._get_sequence_nr
+"""How many nodes autograd has made on this thread: what a layer makes has numbers between those before and after."""
+
 _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 
 
@@ -165,7 +168,9 @@ class StageRun:
                     self._profiler(name, key, forward, args, kwargs, skips)
                 seeks = not self._whole and self.keepers.seeks(name, module)
                 watch = None if self._whole else Watch(name, module, (*args, *kwargs.values()), arguments, seeks)
+                start = _graph_nodes()
                 result = forward(*args, **kwargs)
+                tracker.spans.append((start, _graph_nodes()))
                 stashed = self._stashed(skips)
                 call = self._describe(name, result, arguments, versions, skips, stashed, watch)
                 tracker.calls.append(call)

@@ -74,6 +74,7 @@ class Tracker(TorchFunctionMode):
         self.used: set[int] = set()
         self.waiting = expected is not None
         self.partial = True
+        self.spans: list[tuple[int, int]] = []
         self._expected = expected or ()
         self._unfilled: dict[int, str] = {}
         self._read_before: set[int] = set()
@@ -193,7 +194,7 @@ class Tracker(TorchFunctionMode):
     def touch(self, tensors: list[Tensor], name: str, new: bool = False) -> None:
         """Note that real code uses ``tensors``; a placeholder among them has not been sent and is an error.
 
-        So is a tensor with a graph that no call outside layers has made, unless it is ``new``: the layers of other
+        So is a tensor that was made inside a layer and is not its result, unless it is ``new``: the layers of other
         stages have none like it to give.
         """
         for position, tensor in enumerate(tensors):
@@ -210,13 +211,17 @@ class Tracker(TorchFunctionMode):
                 )
             if known is not None:
                 self.used.add(known)
-            elif self.partial and not new and tensor.grad_fn is not None:
+            elif self.partial and not new and tensor.grad_fn is not None and self._made_inside(tensor.grad_fn):
                 raise CutError(
                     f"'{name}' uses a tensor {tuple(tensor.shape)} {tensor.dtype} that left a layer otherwise than by "
                     "its result, through a hook for instance; the layers of other stages cannot give theirs.",
                     hint="Return it from the layer, or keep it as an attribute of the module that computes it; switch "
                     "options such as output_attentions and output_router_logits off.",
                 )
+
+    def _made_inside(self, node: Any) -> bool:
+        made = node._sequence_nr()
+        return any(start <= made < end for start, end in self.spans)
 
     # ------------------------------------------------------------------ the mode
 
