@@ -77,9 +77,10 @@ class Train:
 
     recipe: str = MISSING  # names the output folder
     size: str = MISSING  # tiny, small or paper
+    ranks: list[int] = field(default_factory=lambda: [4, 8, 16])  # for which `python -m recipes.plan` plans
     seed: int = 1
     threads: int | None = None  # threads per process; None leaves it to torch
-    ckpt_path: str | None = None  # resume from this checkpoint
+    ckpt_path: str | None = None  # resume from a file, or from the newest run's "last" or "best" checkpoint
     paths: Paths = field(default_factory=Paths)
     data: Any = MISSING
     model: Any = MISSING

@@ -11,8 +11,8 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_pipe.callbacks import PipelineTimeline
+from recipes import checkpoints
 from recipes.callbacks import Throughput
-from recipes.errors import RecipeError
 from recipes.processes import Job
 from recipes.report import Report
 
@@ -27,12 +27,9 @@ def run(config: DictConfig, job: Job) -> Report:
         job: told what starts the other processes.
     """
     started = time.perf_counter()
-    if config.ckpt_path is not None and not Path(config.ckpt_path).exists():
-        raise RecipeError(
-            f"There is no checkpoint {config.ckpt_path}.", hint="ckpt_path names a file of an earlier run."
-        )
+    checkpoint = checkpoints.to_resume(config.ckpt_path, Path(config.paths.output))
     L.seed_everything(config.seed, workers=True, verbose=False)
-    data: L.LightningDataModule = instantiate(config.data)
+    data = make_data(config)
     module = make_module(config)
     callbacks = [instantiate(callback) for callback in config.callbacks.values()]
     trainer = make_trainer(config, callbacks)
@@ -40,8 +37,8 @@ def run(config: DictConfig, job: Job) -> Report:
     if trainer.is_global_zero:
         Path(config.paths.output, "config.yaml").write_text(OmegaConf.to_yaml(config, resolve=True))
 
-    before = trainer.validate(module, datamodule=data, ckpt_path=config.ckpt_path, verbose=False)[0]
-    trainer.fit(module, datamodule=data, ckpt_path=config.ckpt_path)
+    before = trainer.validate(module, datamodule=data, ckpt_path=checkpoint, verbose=False)[0]
+    trainer.fit(module, datamodule=data, ckpt_path=checkpoint)
 
     after = {name: float(trainer.callback_metrics[name]) for name in before if name in trainer.callback_metrics}
     report = Report(
@@ -58,12 +55,18 @@ def run(config: DictConfig, job: Job) -> Report:
     return report
 
 
+def make_data(config: DictConfig) -> L.LightningDataModule:
+    """Builds the data module."""
+    return instantiate(config.data, _convert_="all")  # type: ignore[no-any-return]
+
+
 def make_module(config: DictConfig) -> L.LightningModule:
     """Builds the LightningModule with what makes its optimizer and its schedule."""
     return instantiate(  # type: ignore[no-any-return]
         config.model,
         optimizer=instantiate(config.optim, _convert_="all"),
         scheduler=instantiate(config.scheduler, _convert_="all"),
+        _convert_="all",  # plain containers: what a module keeps as hyper-parameters goes into checkpoints
     )
 
 

@@ -75,7 +75,7 @@ def write_data(folder: Path) -> dict[str, str]:
     return {name: str(place) for name, place in places.items()}
 
 
-def settings(recipe: str, data: dict[str, str], folder: Path, further: Sequence[str] = ()) -> Any:
+def compose_recipe(recipe: str, data: dict[str, str], folder: Path, further: Sequence[str] = ()) -> Any:
     """The composed configuration of a very small run."""
     config.register()
     overrides = [f"experiment={recipe}", *COMMON, *(one.format(**data) for one in RECIPES[recipe]), *further]
@@ -87,13 +87,13 @@ def settings(recipe: str, data: dict[str, str], folder: Path, further: Sequence[
 
 def train(recipe: str, data: dict[str, str], folder: Path, *further: str) -> Curve:
     """Trains for a few batches."""
-    given = settings(recipe, data, folder, further)
+    given = compose_recipe(recipe, data, folder, further)
     L.seed_everything(given.seed, verbose=False)
     losses = Losses()
     average = [instantiate(one) for name, one in given.callbacks.items() if name == "average"]
     trainer = job.make_trainer(given, [losses, *average])
     module = job.make_module(given)
-    trainer.fit(module, datamodule=instantiate(given.data))
+    trainer.fit(module, datamodule=job.make_data(given))
     return Curve(losses.losses, {name: float(value) for name, value in trainer.callback_metrics.items()})
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import fields
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hydra.errors import ConfigCompositionException
@@ -23,13 +24,40 @@ def names(group: str) -> list[str]:
     return sorted(path.stem for path in (CONF / group).glob("*.yaml"))
 
 
-@pytest.mark.parametrize(("experiment", "pipe"), list(product(names("experiment"), names("pipe"))))
+def each(experiment: str, pipe: str) -> Any:
+    """Every pair is composed, in the fast tests every experiment and every schedule."""
+    fast = experiment == "gpt2_wikitext2" or pipe in ("none", "chimera")
+    return pytest.param(experiment, pipe, marks=() if fast else pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("experiment", "pipe"), [each(*pair) for pair in product(names("experiment"), names("pipe"))])
 def test_every_experiment_composes_with_every_schedule(composed: Compose, experiment: str, pipe: str) -> None:
     settings = composed(f"experiment={experiment}", f"pipe={pipe}")
     plain = OmegaConf.to_container(settings, resolve=True, throw_on_missing=True)
     assert isinstance(plain, dict)
     assert plain["recipe"] == experiment
     assert (plain["pipe"] is None) == (pipe == "none")
+
+
+@pytest.mark.parametrize(("experiment", "size"), list(product(names("experiment"), names("size"))))
+def test_every_experiment_has_every_size(composed: Compose, experiment: str, size: str) -> None:
+    assert (CONF / "size" / experiment / f"{size}.yaml").exists()
+    settings = composed(f"experiment={experiment}", f"size={size}")
+    assert settings.size == size
+    assert not OmegaConf.missing_keys(settings)
+
+
+def test_the_papers_sizes_are_in_the_configuration(composed: Compose) -> None:
+    sizes = {
+        name: composed(f"experiment={name}", "size=paper").model
+        for name in ("amoebanet_imagenet", "bert48_wikipedia", "gpt2_wikitext103", "nmt_multilingual")
+    }
+    network = sizes["amoebanet_imagenet"]
+    assert (network.network, network.layers, network.filters) == ("b", 18, 512)
+    assert (sizes["bert48_wikipedia"].layers, sizes["bert48_wikipedia"].width) == (48, 1024)
+    assert (sizes["gpt2_wikitext103"].layers, sizes["gpt2_wikitext103"].positions) == (64, 1024)
+    translator = sizes["nmt_multilingual"]
+    assert (translator.layers, translator.inner, translator.heads) == (64, 16384, 32)
 
 
 @pytest.mark.parametrize(

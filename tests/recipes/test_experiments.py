@@ -1,0 +1,83 @@
+"""Every experiment under `debug=fast` on one device, from its configuration to the evaluation of what it leaves."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from recipes import checkpoints, job
+from recipes.errors import RecipeError
+from recipes.evaluate import evaluate, main, stored
+from tests.recipes.curves import RECIPES, compose_recipe, write_data
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> None:
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+
+@pytest.mark.filterwarnings("ignore:.*exists and is not empty.*")
+@pytest.mark.filterwarnings("ignore:.*smaller than the logging interval.*")
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_experiment_runs_and_can_be_evaluated(recipe: str, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    further = ["debug=fast", "pipe=none", "trainer.devices=1", "trainer.enable_progress_bar=false"]
+    settings = compose_recipe(recipe, write_data(tmp_path), tmp_path, further)
+    del settings.callbacks.progress
+    report = job.run(settings, SimpleNamespace(launcher=None))  # type: ignore[arg-type]
+    assert report.recipe == recipe
+    assert set(report.before) == set(report.after) > {"val_loss"}
+    log = (out / "metrics.csv").read_bytes()
+
+    metrics = evaluate(out, "last", ["trainer.limit_test_batches=1"])
+    for name, value in report.after.items():
+        assert metrics[name] == pytest.approx(value, rel=1e-5), name
+    assert ("test_bleu" in metrics) == (recipe == "nmt_multilingual")
+    assert json.loads((out / "evaluation.json").read_text())["metrics"] == metrics
+    assert (out / "metrics.csv").read_bytes() == log
+
+
+def test_what_cannot_be_evaluated_is_told_in_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(RecipeError, match=r"has no config\.yaml"):
+        stored(tmp_path)
+    settings = compose_recipe("gpt2_wikitext2", {"text": "x"}, tmp_path)
+    from omegaconf import OmegaConf
+
+    (tmp_path / "config.yaml").write_text(OmegaConf.to_yaml(settings, resolve=True))
+    assert stored(tmp_path, ["data.batch_size=3"]).data.batch_size == 3
+    assert stored(tmp_path).pipe is None
+    with pytest.raises(RecipeError, match=r"no key model\.widht"):
+        stored(tmp_path, ["model.widht=3"])
+    with pytest.raises(RecipeError, match=r"no key trainer\.devcies"):
+        stored(tmp_path, ["trainer.devcies=3"])
+    with pytest.raises(SystemExit, match="has no best checkpoint"):
+        main([str(tmp_path)])
+
+
+def test_last_and_best_are_found_in_the_newest_run(tmp_path: Path) -> None:
+    import os
+
+    for age, name in enumerate(("new", "old")):
+        folder = tmp_path / name / "checkpoints"
+        folder.mkdir(parents=True)
+        for file in ("step4.ckpt", "last.ckpt"):
+            (folder / file).write_text("")
+            os.utime(folder / file, (1000 - age, 1000 - age))
+    (tmp_path / "empty").mkdir()
+    run = tmp_path / "this"
+    run.mkdir()
+    assert checkpoints.to_resume(None, run) is None
+    assert checkpoints.to_resume("last", run) == str(tmp_path / "new" / "checkpoints" / "last.ckpt")
+    assert checkpoints.to_resume("best", run) == str(tmp_path / "new" / "checkpoints" / "step4.ckpt")
+    path = str(tmp_path / "old" / "checkpoints" / "step4.ckpt")
+    assert checkpoints.to_resume(path, run) == path
+    with pytest.raises(RecipeError, match="There is no checkpoint nowhere"):
+        checkpoints.to_resume("nowhere.ckpt", run)
+    with pytest.raises(RecipeError, match="no earlier run"):
+        checkpoints.to_resume("last", tmp_path / "empty" / "other")

@@ -1,0 +1,88 @@
+"""Plans at the papers' sizes: complete, divided among 4, 8 and 16 ranks, and without a single weight."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from omegaconf import DictConfig
+
+from recipes import job
+from recipes.errors import RecipeError
+from recipes.plan import plans
+from tests.recipes.conftest import ROOT
+
+Compose = Callable[..., DictConfig]
+PARAMETERS = {
+    "bert48_wikipedia": 669_790_012,
+    "gpt2_wikitext2": 1_389_327_360,
+    "gpt2_wikitext103": 1_389_327_360,
+    "nmt_multilingual": 6_040_979_968,
+}
+
+
+@pytest.mark.parametrize(
+    ("experiment", "pipe"),
+    [
+        ("amoebanet_imagenet", "gpipe"),
+        ("bert48_wikipedia", "chimera"),
+        ("gpt2_wikitext2", "interleaved"),
+        ("gpt2_wikitext103", "chimera"),
+        ("nmt_multilingual", "1f1b"),
+    ],
+)
+def test_every_paper_s_model_is_planned(composed: Compose, experiment: str, pipe: str) -> None:
+    settings = composed(f"experiment={experiment}", "size=paper", f"pipe={pipe}")
+    texts = list(plans(settings))
+    assert len(texts) == 3
+    for ranks, text in zip((4, 8, 16), texts, strict=True):
+        if experiment == "amoebanet_imagenet":
+            assert "parameters" in text
+        else:
+            assert f"{PARAMETERS[experiment]:,} parameters" in text
+        assert f"{ranks} ranks in a pipeline" in text
+        assert re.search(r"predicted bubble \d", text)
+        stages = re.findall(r"^│ (\d+) +│", text, re.MULTILINE)
+        assert len(stages) == ranks * (2 if pipe == "interleaved" else 1)
+        assert "iB" in text
+
+
+@pytest.mark.parametrize("experiment", ["amoebanet_imagenet", "nmt_multilingual"])
+def test_no_weight_is_made(composed: Compose, experiment: str) -> None:
+    with torch.device("meta"):
+        module = job.make_module(composed(f"experiment={experiment}", "size=paper"))
+    assert all(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
+
+
+def test_too_many_ranks_are_told_in_a_sentence(composed: Compose) -> None:
+    fits, too_many = plans(composed("experiment=amoebanet_imagenet", "ranks=[4,16]"))
+    assert "Pipeline of AmoebaNetClassifier" in fits
+    assert too_many.startswith("16 ranks: 9 layers")
+    assert "Use stages=9 or fewer" in too_many
+
+
+def test_without_a_schedule_there_is_no_plan(composed: Compose) -> None:
+    with pytest.raises(RecipeError, match="pipe=none has no stages"):
+        list(plans(composed("experiment=gpt2_wikitext2", "pipe=none")))
+
+
+def test_the_command_line_writes_nothing(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    arguments = ["+experiment=gpt2_wikitext2", "ranks=[2]", "pipe=gpipe"]
+    command = [sys.executable, "-m", "recipes.plan", *arguments]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, text=True, capture_output=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert "Pipeline of GPT2" in done.stdout
+    assert list(tmp_path.iterdir()) == []
+    done = subprocess.run(
+        [*command, "model.widht=3"], cwd=tmp_path, env=environment, text=True, capture_output=True, timeout=100
+    )
+    assert done.returncode == 1
+    assert "Did you mean model.width?" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,37 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra.core.utils import JobReturn, JobStatus
+from omegaconf import OmegaConf
+
+from recipes.sweep import Table
+
+
+def job_config(folder: Path, overrides: list[str]) -> Any:
+    hydra = {"runtime": {"output_dir": str(folder)}, "overrides": {"task": overrides}, "sweep": {"dir": str(folder)}}
+    return OmegaConf.create({"hydra": hydra})
+
+
+def test_a_sweep_ends_with_one_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    table = Table()
+    for number, pipe in enumerate(("gpipe", "1f1b")):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        summary = {"after": {"val_loss": 2.0 + number}, "samples_per_second": 10.0, "bubble": None, "seconds": 5.0}
+        (folder / "summary.json").write_text(json.dumps(summary))
+        overrides = ["experiment=gpt2_wikitext2", f"pipe={pipe}"]
+        table.on_job_end(job_config(folder, overrides), JobReturn(status=JobStatus.COMPLETED))
+    table.on_job_end(
+        job_config(tmp_path, ["experiment=gpt2_wikitext2", "pipe=gems"]), JobReturn(status=JobStatus.FAILED)
+    )
+    table.on_multirun_end(job_config(tmp_path, []))
+    lines = capsys.readouterr().out.splitlines()
+    assert sum("gpt2_wikitext2" in line for line in lines) == 0, "what does not differ is left out"
+    row = next(line for line in lines if "1f1b" in line)
+    assert all(word in row for word in ("3", "10", "5"))
+    assert "failed" in next(line for line in lines if "gems" in line)
+    assert json.loads((tmp_path / "table.json").read_text())[1]["val_loss"] == 3.0
