@@ -506,6 +506,42 @@ class Lookups(Module):
         return F.cross_entropy((x @ self.embed.weight.mT).mT, ids)
 
 
+class WeightNorm(Regression):
+    """Weights that are computed from parameters before each use, in both of torch's ways."""
+
+    def __init__(self) -> None:
+        super().__init__(blocks(4))
+        for layer in self.layers:
+            nn.utils.parametrizations.weight_norm(layer.linear)
+        nn.utils.parametrizations.weight_norm(self.embed)
+        nn.utils.weight_norm(self.head)
+
+
+class Recurrent(Module):
+    """LSTMs as layers: their results are nested tuples, and they refer to their weights weakly."""
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm = nn.LSTM(WIDTH, WIDTH, batch_first=True)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+            return self.lstm(x)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(20, WIDTH)
+        self.layers = nn.ModuleList(self.Layer() for _ in range(4))
+        self.head = nn.Linear(WIDTH, 20)
+
+    def loss(self, batch: Mapping[str, Tensor]) -> Tensor:
+        x, total = self.embed(batch["ids"]), 0.0
+        for layer in self.layers:
+            x, (hidden, cell) = layer(x)
+            total = total + hidden.square().mean() + cell.square().mean()
+        return F.cross_entropy(self.head(x).flatten(0, 1), batch["ids"].flatten()) + total
+
+
 class Statistics(Regression):
     """Batch norm in the layers: its running statistics see every micro-batch once, in order."""
 
@@ -677,6 +713,8 @@ ZOO: dict[str, Entry] = {
         Entry("logs_on_the_way", LogsOnTheWay),
         Entry("unused_outputs", UnusedOutputs),
         Entry("lookups", Lookups, token_batches_of_20, layers="layers"),
+        Entry("weight_norm", WeightNorm, layers="layers"),
+        Entry("recurrent", Recurrent, token_batches_of_20, layers="layers"),
         Entry("statistics", Statistics, replicas=False, fewest=2),
         Entry("noise", Noise, threads=False),
         Entry("sequence_lengths", Sequences, sequence_batches, layers="layers"),

@@ -140,6 +140,7 @@ class Ownership:
     def release_layers(self) -> None:
         """Turn parameters and buffers of foreign layers into ``meta`` tensors, in place: names and objects stay."""
         _drop_weak_references(self._module)
+        _drop_graphs(self._module)
         kept = {name for name in self._holders if self.holds(name)}
         for (_, layer), ranks in zip(self._layers, self._layer_ranks, strict=True):
             if self.rank in ranks:
@@ -164,6 +165,7 @@ class Ownership:
         for rank, names in enumerate(used_by_rank):
             for name in names:
                 users.setdefault(name, []).append(rank)
+        _drop_graphs(self._module)
         for name, parameter in self.outside():
             self._holders[name] = tuple(users.get(name, self.loss_ranks))
             if not self.holds(name):
@@ -231,6 +233,17 @@ def _drop_weak_references(module: nn.Module) -> None:
         if isinstance(part, nn.RNNBase):
             # without them a layer does not look whether its weights are still the same objects; they are
             part._flat_weight_refs = [None] * len(part._flat_weight_refs)
+
+
+def _drop_graphs(module: nn.Module) -> None:
+    """Attributes with a graph refer to parameters, and such parameters cannot be swapped (torch 2.13).
+
+    ``torch.nn.utils.weight_norm`` keeps one from the start; it makes a new one before each use.
+    """
+    for part in module.modules():
+        for name, value in vars(part).items():
+            if type(value) is Tensor and value.grad_fn is not None:
+                vars(part)[name] = value.detach()
 
 
 def _apply(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
