@@ -429,6 +429,24 @@ class Branches(Regression):
         return F.mse_loss(self.head(x), batch["y"])
 
 
+class Selects(Regression):
+    """Rows are selected by masks: shapes depend on the batch's values, and on those of a layer."""
+
+    def __init__(self) -> None:
+        super().__init__(blocks(5))
+
+    def loss(self, batch: Mapping[str, Tensor]) -> Tensor:
+        chosen = batch["x"][:, 0] > -0.5
+        x = self.embed(batch["x"])[chosen]
+        for i, layer in enumerate(self.layers):
+            x = layer(x)
+            if i == 1:
+                x = x[x[:, 0] > -0.2]
+            if i == 3:
+                x = x.masked_select(x[:, :1] > -0.8).view(-1, WIDTH)
+        return self.head(x).square().sum() / len(batch["x"])
+
+
 class Appends(Regression):
     """Keeps the outputs of its steps and reads them at the end of the epoch; the step returns a dictionary."""
 
@@ -709,6 +727,7 @@ ZOO: dict[str, Entry] = {
         Entry("detached", Detached),
         Entry("keywords", Keywords),
         Entry("branches", Branches),
+        Entry("selects", Selects),
         Entry("appends", Appends),
         Entry("logs_on_the_way", LogsOnTheWay),
         Entry("unused_outputs", UnusedOutputs),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
@@ -36,6 +37,12 @@ RANDOM = frozenset(
 )
 """Functions that draw random numbers."""
 
+_SHAPED_BY_VALUES = frozenset(
+    """
+    masked_select nonzero argwhere unique unique_consecutive repeat_interleave bincount
+    """.split()
+)
+
 _IN_PLACE = frozenset(
     """
     __setitem__ __iadd__ __isub__ __imul__ __itruediv__ __ifloordiv__ __imod__ __ipow__ __iand__ __ior__ __ixor__
@@ -57,6 +64,14 @@ def changed_in_place(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         return args[0] if args and isinstance(args[0], Tensor) else None
     out = kwargs.get("out")
     return out if isinstance(out, Tensor) else None
+
+
+def shaped_by_values(name: str, args: tuple[Any, ...]) -> bool:
+    """Whether the shape of the result depends on values: such a result is described to the stages without them."""
+    if name == "__getitem__":
+        index = args[1] if isinstance(args[1], tuple) else (args[1],)
+        return any(isinstance(part, Tensor) and part.dtype in (torch.bool, torch.uint8) for part in index)
+    return name in _SHAPED_BY_VALUES
 
 
 def results_of(result: Any, changed: Tensor | None) -> list[Tensor]:

@@ -91,8 +91,9 @@ class Call(NamedTuple):
     Args:
         name: torch function, or dotted name of the layer or module.
         numbers: the numbers given to the tensors in its result, in order.
-        structure: for layers and modules, the pytree structure of the result; ``None`` for torch functions.
-        leaves: for layers and modules, the result's leaves: :class:`TensorSpec`, :class:`Passed`, :class:`Repeated`,
+        structure: for layers and modules, and torch functions whose result has a shape that depends on values, the
+            pytree structure of the result; ``None`` for other torch functions.
+        leaves: with a structure, the result's leaves: :class:`TensorSpec`, :class:`Passed`, :class:`Repeated`,
             or plain values; behind them those of ``stashed`` and of ``effects``.
         mutated: for layers and modules, the arguments changed in place (positions among the argument's tensors).
         stashed: the skip connections that begin in this call; their tensors are the last leaves.

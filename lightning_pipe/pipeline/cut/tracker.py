@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
+from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.hooks import RemovableHandle
 
 from lightning_pipe.errors import CutError
@@ -23,6 +24,7 @@ from lightning_pipe.pipeline.cut.functions import (
     function_name,
     leaves_of,
     results_of,
+    shaped_by_values,
 )
 from lightning_pipe.pipeline.cut.path import Call, TensorSpec
 from lightning_pipe.pipeline.cut.placeholder import Placeholder, shape_only
@@ -252,7 +254,12 @@ class Tracker(TorchFunctionMode):
             return RemovableHandle(OrderedDict()) if name == "register_hook" else changed
         if changed is not None:
             self.forget(changed, name)
-        result = shape_only(func, args, kwargs)
+        if call.structure is None:
+            result = shape_only(func, args, kwargs)
+        else:
+            device = next(leaf.device for leaf in leaves_of(args, kwargs) if isinstance(leaf, Tensor))
+            leaves = [Placeholder.of(leaf, device) if isinstance(leaf, TensorSpec) else leaf for leaf in call.leaves]
+            result = tree_unflatten(leaves, call.structure)
         self.follow(results_of(result, changed), call.numbers)
         return result
 
@@ -282,7 +289,12 @@ class Tracker(TorchFunctionMode):
         else:
             result = func(*args, **kwargs)
         numbers = tuple(self.number(tensor) for tensor in results_of(result, changed))
-        self.calls.append(Call(name, numbers))
+        if shaped_by_values(name, args):
+            leaves, structure = tree_flatten(result)
+            described = tuple(TensorSpec.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+            self.calls.append(Call(name, numbers, structure, described))
+        else:
+            self.calls.append(Call(name, numbers))
         return result
 
     def _check_not_read(self, changed: Tensor, name: str) -> None:
