@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from lightning_pipe.errors import CommunicationError
-from lightning_pipe.pipeline.cut.path import Crossing, Path
+from lightning_pipe.pipeline.cut.path import Crossing, Path, TensorSpec
 from lightning_pipe.pipeline.layout import Layout, mask_words, to_bits, to_words
 from lightning_pipe.pipeline.transport import Lane, Transport, Work
 
@@ -31,6 +32,39 @@ class Way(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Cargo:
+    """Tensors that travel over a cut, and the messages they travel in.
+
+    Args:
+        path: the calls and the live tensors of the sending stage.
+        numbers: the tensors that travel, by number, in the order of the path's entries.
+    """
+
+    path: Path
+    numbers: tuple[int, ...]
+
+    @cached_property
+    def gradients(self) -> tuple[int, ...]:
+        """The numbers of the tensors whose gradients come back."""
+        sent = set(self.numbers)
+        return tuple(entry.number for entry in self.path.entries if entry.requires_grad and entry.number in sent)
+
+    @cached_property
+    def layout(self) -> Layout:
+        """The forward message."""
+        return Layout(1, self._specs(self.numbers))
+
+    @cached_property
+    def gradient_layout(self) -> Layout:
+        """The backward message: masks of used tensors and of gradients, then the gradients."""
+        return Layout(mask_words(len(self.numbers)) + mask_words(len(self.gradients)), self._specs(self.gradients))
+
+    def _specs(self, numbers: Iterable[int]) -> tuple[TensorSpec, ...]:
+        wanted = set(numbers)
+        return tuple(entry.spec for entry in self.path.entries if entry.number in wanted)
+
+
+@dataclass(frozen=True)
 class Plan:
     """What both ends of a cut have agreed on for micro-batches of one signature.
 
@@ -44,10 +78,10 @@ class Plan:
     sent: frozenset[int]
     since: int = 0
 
-    @property
-    def layout(self) -> Layout:
-        """The forward message."""
-        return Layout(1, tuple(entry.spec for entry in self.path.entries if entry.number in self.sent))
+    @cached_property
+    def cargo(self) -> Cargo:
+        """What travels."""
+        return Cargo(self.path, tuple(entry.number for entry in self.path.entries if entry.number in self.sent))
 
 
 @dataclass
@@ -56,27 +90,13 @@ class Transfer:
 
     Args:
         key: the micro-batch's signature.
-        path: the path in force.
-        numbers: the tensors that travelled, by number, in the order of the path's entries.
-        used: those that the receiver or a later stage used; known after the backward pass.
+        cargo: what travelled.
+        used: the numbers that the receiver or a later stage used; known after the backward pass.
     """
 
     key: Hashable
-    path: Path
-    numbers: tuple[int, ...]
+    cargo: Cargo
     used: frozenset[int] | None = None
-
-    @property
-    def gradients(self) -> tuple[int, ...]:
-        """The numbers of the tensors whose gradients come back."""
-        sent = set(self.numbers)
-        return tuple(entry.number for entry in self.path.entries if entry.requires_grad and entry.number in sent)
-
-    def gradient_layout(self) -> Layout:
-        """The backward message: masks of used tensors and of gradients, then the gradients."""
-        wanted = set(self.gradients)
-        specs = tuple(entry.spec for entry in self.path.entries if entry.number in wanted)
-        return Layout(mask_words(len(self.numbers)) + mask_words(len(specs)), specs)
 
 
 @dataclass
@@ -117,20 +137,20 @@ class Courier:
         lane = Lane("forward", at.pipe)
         if plan is not None:
             agreed = _fits(plan, crossing.path)
-            tensors = [numbers[n] if agreed else None for n in _order(plan)]
-            self._send(plan.layout, [_AGREED if agreed else _CHANGED], tensors, peer, lane, at)
+            tensors = [numbers[n] if agreed else None for n in plan.cargo.numbers]
+            self._send(plan.cargo.layout, [_AGREED if agreed else _CHANGED], tensors, peer, lane, at)
             if agreed:
-                self.transfers[at] = Transfer(key, plan.path, tuple(_order(plan)))
+                self.transfers[at] = Transfer(key, plan.cargo)
                 return
         values = [tensor.detach().cpu() for tensor in crossing.tensors]
         self._sending.append(self.transport.send_object((crossing.path, values), peer, _tag(at, 0)))
-        self.transfers[at] = Transfer(key, crossing.path, tuple(entry.number for entry in crossing.path.entries))
+        self.transfers[at] = Transfer(key, _everything(crossing.path))
 
     def expect(self, at: Way, peer: int, key: Hashable) -> None:
         """Post the buffer for what will come, as soon as its size is agreed."""
         plan = self._plan(at, key)
         if plan is not None:
-            self._post("forward", at, peer, plan.layout, plan)
+            self._post("forward", at, peer, plan.cargo.layout, plan)
 
     def receive(self, at: Way, peer: int, key: Hashable) -> tuple[Path, dict[int, Tensor]]:
         """Wait for what the previous stage sent: the path and the tensors by number."""
@@ -139,48 +159,49 @@ class Courier:
             posted.work.wait()
             control, tensors = self._unpack(posted, peer, at)
             if control[0] == _AGREED:
-                numbers = tuple(_order(posted.plan))
-                self.transfers[at] = Transfer(key, posted.plan.path, numbers)
-                return posted.plan.path, _laid_out(posted.plan.path, dict(zip(numbers, tensors, strict=True)))
+                return self._arrived(at, key, posted.plan.cargo, tensors)
         path, values = self.transport.receive_object(peer, _tag(at, 0))
-        numbers = tuple(entry.number for entry in path.entries)
-        self.transfers[at] = Transfer(key, path, numbers)
-        tensors = [value.to(self.transport.device) for value in values]
-        return path, _laid_out(path, dict(zip(numbers, tensors, strict=True)))
+        return self._arrived(at, key, _everything(path), [value.to(self.transport.device) for value in values])
+
+    def _arrived(self, at: Way, key: Hashable, cargo: Cargo, tensors: list[Tensor]) -> tuple[Path, dict[int, Tensor]]:
+        self.transfers[at] = Transfer(key, cargo)
+        return cargo.path, _laid_out(cargo.path, dict(zip(cargo.numbers, tensors, strict=True)))
 
     # ------------------------------------------------------------------ backward
 
     def send_gradients(self, at: Way, peer: int, gradients: dict[int, Tensor], used: frozenset[int]) -> None:
         """Start to send back the gradients of what was received."""
         transfer = self.transfers[at]
-        transfer.used = used if transfer.gradients else frozenset(transfer.numbers)  # as the other end has to assume
-        if not transfer.gradients:
+        cargo = transfer.cargo
+        transfer.used = used if cargo.gradients else frozenset(cargo.numbers)  # as the other end has to assume
+        if not cargo.gradients:
             return
-        masks = to_words(number in used for number in transfer.numbers)
-        masks += to_words(number in gradients for number in transfer.gradients)
-        tensors = [gradients.get(number) for number in transfer.gradients]
-        self._send(transfer.gradient_layout(), masks, tensors, peer, Lane("backward", at.pipe), at)
+        masks = to_words(number in used for number in cargo.numbers)
+        masks += to_words(number in gradients for number in cargo.gradients)
+        tensors = [gradients.get(number) for number in cargo.gradients]
+        self._send(cargo.gradient_layout, masks, tensors, peer, Lane("backward", at.pipe), at)
 
     def expect_gradients(self, at: Way, peer: int) -> None:
         """Post the buffer for the gradients of what was sent."""
-        transfer = self.transfers[at]
-        if transfer.gradients:
-            self._post("backward", at, peer, transfer.gradient_layout())
+        cargo = self.transfers[at].cargo
+        if cargo.gradients:
+            self._post("backward", at, peer, cargo.gradient_layout)
 
     def receive_gradients(self, at: Way, peer: int) -> tuple[dict[int, Tensor], frozenset[int]]:
         """Wait for the gradients, by number, and the numbers that later stages used."""
         transfer = self.transfers[at]
-        if not transfer.gradients:
-            transfer.used = frozenset(transfer.numbers)
+        cargo = transfer.cargo
+        if not cargo.gradients:
+            transfer.used = frozenset(cargo.numbers)
             return {}, transfer.used
         posted = self._posted.pop(("backward", at))
         posted.work.wait()
         masks, tensors = self._unpack(posted, peer, at)
-        split = mask_words(len(transfer.numbers))
-        used = to_bits(masks[:split], len(transfer.numbers))
-        present = to_bits(masks[split:], len(transfer.gradients))
-        transfer.used = frozenset(n for n, flag in zip(transfer.numbers, used, strict=True) if flag)
-        gradients = {n: tensor for n, tensor, flag in zip(transfer.gradients, tensors, present, strict=True) if flag}
+        split = mask_words(len(cargo.numbers))
+        used = to_bits(masks[:split], len(cargo.numbers))
+        present = to_bits(masks[split:], len(cargo.gradients))
+        transfer.used = frozenset(n for n, flag in zip(cargo.numbers, used, strict=True) if flag)
+        gradients = {n: tensor for n, tensor, flag in zip(cargo.gradients, tensors, present, strict=True) if flag}
         return gradients, transfer.used
 
     # ------------------------------------------------------------------ bookkeeping
@@ -217,14 +238,15 @@ class Courier:
             transfer = self.transfers.pop(at)
             latest = max(latest, at.micro_batch)
             plan = self._plan(at, transfer.key)
-            if plan is not None and plan.path is transfer.path:
+            path = transfer.cargo.path
+            if plan is not None and plan.path is path:
                 continue
             place = (at.pipe, at.stage, at.to, transfer.key)
-            used = frozenset(transfer.numbers) if transfer.used is None else transfer.used
+            used = frozenset(transfer.cargo.numbers) if transfer.used is None else transfer.used
             before = fresh.get(place)
-            if before is not None and before.path == transfer.path:
+            if before is not None and before.path == path:
                 used |= before.sent
-            fresh[place] = Plan(transfer.path, used, since)
+            fresh[place] = Plan(path, used, since)
         for place, plan in fresh.items():
             _extend(self._plans.setdefault(place, []), plan, latest + 1)
 
@@ -263,8 +285,8 @@ class Courier:
         return control, posted.layout.tensors(posted.data)
 
 
-def _order(plan: Plan) -> Iterable[int]:
-    return (entry.number for entry in plan.path.entries if entry.number in plan.sent)
+def _everything(path: Path) -> Cargo:
+    return Cargo(path, tuple(entry.number for entry in path.entries))
 
 
 def _laid_out(path: Path, tensors: dict[int, Tensor]) -> dict[int, Tensor]:

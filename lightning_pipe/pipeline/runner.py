@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from itertools import accumulate, pairwise
@@ -119,6 +119,7 @@ class Pipeline:
         self.shared: list[Group] = []
         self._reducing = False
         self._checked = False
+        self._keys: dict[Hashable, int] = {}
         self.elapsed = 0.0
         self.busy = 0.0
         self._program = cache(self._lowered)
@@ -362,7 +363,8 @@ class Pipeline:
             self.module.training,
             torch.is_autocast_enabled(self.transport.device.type),
         )
-        keys = [(*mode, signature(micro_batch)) for micro_batch in micro_batches]
+        # Numbers in the place of signatures: they are looked up for every message.
+        keys = [self._keys.setdefault((*mode, signature(part)), len(self._keys)) for part in micro_batches]
         return Batch(step, micro_batches, keys, weights, Streams(seed, self.transport.device), training)
 
     @contextmanager
