@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -21,7 +21,7 @@ from lightning_pipe.errors import CommunicationError
 from lightning_pipe.pipeline.transport import Transport
 from lightning_pipe.wire import broadcast
 
-_OWN = frozenset({"loader", "_transport", "_source", "_members", "_length"})
+_OWN = frozenset({"loader", "_transport", "_source", "_members", "_share", "_length"})
 
 
 class Mirror:
@@ -35,10 +35,18 @@ class Mirror:
         transport: this process's transport.
         source: the process that loads.
         members: the processes of the pipeline, sorted.
+        share: sends an object from the source to the members; by default a broadcast.
     """
 
-    def __init__(self, loader: Any, transport: Transport, source: int, members: tuple[int, ...]) -> None:
-        vars(self).update(loader=loader, _transport=transport, _source=source, _members=members)
+    def __init__(
+        self,
+        loader: Any,
+        transport: Transport,
+        source: int,
+        members: tuple[int, ...],
+        share: Callable[[Any], Any] | None = None,
+    ) -> None:
+        vars(self).update(loader=loader, _transport=transport, _source=source, _members=members, _share=share)
         vars(self)["_length"] = self.share(sized_len(loader) if self.loads else None)
 
     @property
@@ -48,6 +56,8 @@ class Mirror:
 
     def share(self, message: Any) -> Any:
         """The message of the process that loads."""
+        if self._share is not None:
+            return self._share(message)
         return broadcast(self._transport, message, self._source, self._members)
 
     def __iter__(self) -> Iterator[Any]:

@@ -12,6 +12,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch.optim import Optimizer
 
 from lightning_pipe.errors import ConfigurationError
+from lightning_pipe.pipeline.runner import Pipeline
 
 # Optimizers whose step joins numbers of all parameters: on a pipeline each stage would join its own alone.
 _JOINING = {
@@ -108,6 +109,53 @@ def check_optimizers(optimizers: Sequence[Optimizer], ranks: int) -> None:
                     "pipeline are those of one rank.",
                     hint=f"Use {limit}=None and Trainer(gradient_clip_val={group[limit]}).",
                 )
+
+
+def check_asynchronous(trainer: Any, pipeline: Pipeline, micro_batches: int | str, *, sharded: bool) -> None:
+    """Refuse what a schedule without a flush cannot do exactly, or only by letting all ranks wait for each other.
+
+    Args:
+        trainer: the Trainer.
+        pipeline: the module over the ranks.
+        micro_batches: the strategy's option.
+        sharded: the strategy's option ``shard_optimizer``.
+
+    Raises:
+        ConfigurationError: names what it is and what to do.
+    """
+    assert pipeline.flow is not None
+    name, several = pipeline.family.name, len(pipeline.pipeline_members) > 1
+    size = pipeline.flow.stream.micro_batches
+    if micro_batches not in ("auto", size):
+        raise ConfigurationError(
+            f"Schedule {name!r} makes a step of {size} micro-batches; the strategy has micro_batches={micro_batches}.",
+            hint=f"Use micro_batches={size} or 'auto'.",
+        )
+    if trainer.accumulate_grad_batches != 1:
+        raise ConfigurationError(
+            f"Schedule {name!r} steps for every batch; the Trainer has "
+            f"accumulate_grad_batches={trainer.accumulate_grad_batches}.",
+            hint="Use larger batches, and schedule='pipedream_2bw', which cuts them into micro-batches.",
+        )
+    if trainer.gradient_clip_val and trainer.gradient_clip_algorithm != "value" and several:
+        raise ConfigurationError(
+            f"gradient_clip_val={trainer.gradient_clip_val} limits the norm of all gradients of the model; without a "
+            f"flush ({name!r}) the stages would wait for each other in every batch to find it.",
+            hint="Use gradient_clip_algorithm='value', or clip every stage by itself: override "
+            "configure_gradient_clipping and call torch.nn.utils.clip_grad_norm_(self.parameters(), …) in it.",
+        )
+    scaler = getattr(trainer.precision_plugin, "scaler", None)
+    if scaler is not None:
+        raise ConfigurationError(
+            f"16-mixed precision scales the loss, and all stages must agree for every batch whether it was too large; "
+            f"schedule {name!r} has no time at which they could.",
+            hint="Use precision='bf16-mixed', or a schedule with a flush, such as '1f1b'.",
+        )
+    if sharded:
+        raise ConfigurationError(
+            f"shard_optimizer=True does not go with schedule {name!r}, which keeps several versions of the weights.",
+            hint="Leave it out, or use a schedule with a flush.",
+        )
 
 
 def is_about_several_optimizers(error: RuntimeError) -> bool:

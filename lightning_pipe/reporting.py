@@ -59,8 +59,17 @@ def plan_of(
     ties = tuple((name, tuple(on)) for name, on in seen.items() if len(on) > 1)
     label, bubble = pipeline.family.label, None
     if batch is not None:
-        bubble = float(simulate(pipeline.schedule(batch.micro_batches), Costs()).bubble_ratio)
+        bubble = predicted_bubble(pipeline, batch.micro_batches)
     return Plan(type(module).__name__, tuple(stages), layout, label, batch, bubble, ties, notes=notes)
+
+
+def predicted_bubble(pipeline: Pipeline, micro_batches: int) -> float:
+    """The bubble ratio of equal stages; without a flush that of the steady state."""
+    if pipeline.flow is None:
+        return float(simulate(pipeline.schedule(micro_batches), Costs()).bubble_ratio)
+    stream = pipeline.flow.stream
+    batches = 20 * stream.period + 2 * pipeline.transport.topology.ranks
+    return float(simulate(pipeline.schedule(batches * stream.micro_batches), Costs()).steady_bubble_ratio)
 
 
 @dataclass

@@ -10,6 +10,7 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.fabric.utilities.data import has_iterable_dataset
 from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
@@ -30,6 +31,8 @@ from lightning_pipe.reporting import Report
 from lightning_pipe.sharded import ShardedOptimizers
 from lightning_pipe.split import SplitBatch
 from lightning_pipe.step import Result, UserStep, from_loss_ranks, join
+from lightning_pipe.streaming import Streaming
+from lightning_pipe.wire import broadcast
 from lightning_pipe.world import World
 
 Context = Callable[[], AbstractContextManager[None]]
@@ -86,6 +89,7 @@ class Run:
         self._counts = {_EVALUATION: 0, _TRANSFER: 0}
         self._changed = ExitStack()
         self._step: UserStep | None = None
+        self.streaming: Streaming | None = None
 
     # ------------------------------------------------------------------ beginning and end
 
@@ -101,11 +105,31 @@ class Run:
             trainer.datamodule is not None and any(is_overridden(hook, trainer.datamodule) for hook in _TRANSFORMS)
         )
         self._step = UserStep(self._module, self.pipeline, self._world, metrics)
+        if self.pipeline.flow is not None and trainer.state.fn == TrainerFn.FITTING:
+            self._begin_streaming(trainer)
+
+    def _begin_streaming(self, trainer: Any) -> None:
+        assert self._step is not None
+        if self._profiles is not None:
+            rank_zero_warn(
+                "Layers are measured in the first batch of a schedule with a flush; this run leaves no measurements."
+            )
+        self.streaming = Streaming(
+            self._module,
+            self.pipeline,
+            self._world,
+            self._step,
+            self._output,
+            lambda: self._drop_foreign_state(trainer.optimizers),
+        )
+        self.streaming.begin()
+        self._changed.callback(self.streaming.end)
 
     def end(self) -> None:
         """Leave everything as it was found; the module stays divided."""
         self._step = None
         self._changed.close()
+        self.streaming = None
 
     def _from_loss_ranks(self, value: Any) -> list[Any]:
         """What each rank with a loss has, on all ranks of the pipeline."""
@@ -124,7 +148,15 @@ class Run:
             )
         if self._ranks == 1:
             return loader
-        return Mirror(loader, self.pipeline.transport, self.pipeline.loss_process, self.pipeline.pipeline_members)
+        transport, source, members = self.pipeline.transport, self.pipeline.loss_process, self.pipeline.pipeline_members
+
+        def share(message: Any) -> Any:
+            if self.streaming is not None and trainer.training:
+                return self.streaming.share(message, source)
+            return broadcast(transport, message, source, members)
+
+        trainer = self._module.trainer
+        return Mirror(loader, transport, source, members, share)
 
     @contextmanager
     def transfer(self) -> Generator[None, None, None]:
@@ -148,11 +180,16 @@ class Run:
             optimizers: those whose gradients are collected.
         """
         cutting, loop = self._cutting, self._module.trainer.fit_loop.epoch_loop
-        cut = divide_batch(batch, self._ranks, cutting.micro_batches, cutting.split_batch, cutting.loss_weight)
+        flow = self.pipeline.flow
+        number = cutting.micro_batches if flow is None else flow.stream.micro_batches
+        cut = divide_batch(batch, self._ranks, number, cutting.split_batch, cutting.loss_weight)
         scale = loss_scale(self._precision)
         total = self._world.sum_over_replicas(sum(cut.amounts))
         weights = [weight * scale for weight in cut.weights(total)]
         seed = mix(self._seed, _TRAINING, loop.total_batch_idx, self._world.transport.replica)
+        if self.streaming is not None:
+            self.report.batch(cut)
+            return self.streaming.train(cut, weights, rest, self._precision.train_step_context, seed)
         # over several batches, old and new gradients are reduced together after the last
         reduce = not self.blocked and not self._accumulated
         self._free_old_gradients(optimizers)

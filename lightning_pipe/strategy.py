@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from os import PathLike
@@ -20,7 +20,7 @@ from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_only, rank_zero_warn
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ReduceOp
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -44,6 +44,7 @@ from lightning_pipe.pipeline.ownership import named_tensors
 from lightning_pipe.pipeline.runner import Pipeline
 from lightning_pipe.refusals import (
     SEVERAL_OPTIMIZERS,
+    check_asynchronous,
     check_copies,
     check_module,
     check_optimizers,
@@ -140,6 +141,8 @@ class PipeStrategy(ParallelStrategy):
         if not reproducible_rng:
             raise ConfigurationError("reproducible_rng=False is not supported.", hint="Leave it out: it costs nothing.")
         self.family = schedules.get(schedule)
+        if isinstance(micro_batches, int):
+            self.family = self.family.for_batches_of(micro_batches)
         self.num_nodes = 1
         self.world: World | None = None
         self.run: Run | None = None
@@ -364,6 +367,9 @@ class PipeStrategy(ParallelStrategy):
         self.setup_precision_plugin()
         if trainer.state.fn == TrainerFn.FITTING:
             _optimizers_to_device(self.optimizers, self.root_device)
+            if self.divided.pipeline.flow is not None:
+                micro_batches = self._cutting.micro_batches
+                check_asynchronous(trainer, self.divided.pipeline, micro_batches, sharded=self._shard_optimizer)
         self.divided.begin()
 
     @override
@@ -422,6 +428,21 @@ class PipeStrategy(ParallelStrategy):
         closure_loss = self.precision_plugin.post_backward(closure_loss, module)
         self.post_backward(closure_loss)
         return closure_loss
+
+    @override
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: pl.LightningModule | nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        parent, streaming = super(), self.divided.streaming
+
+        def step(closure: Callable[[], Any]) -> Any:
+            return parent.optimizer_step(optimizer, closure, model, **kwargs)
+
+        return step(closure) if streaming is None else streaming.optimizer_step(optimizer, closure, step)
 
     @override
     @contextmanager

@@ -5,12 +5,12 @@ from __future__ import annotations
 import io
 import pickle
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from lightning_pipe.pipeline.transport import Transport
+from lightning_pipe.pipeline.transport import Work
 
 _FIRST = 4096
 """Bytes of the first packet, which has the same size in every message: most messages need no other."""
@@ -18,6 +18,21 @@ _HEAD = 24
 _ALONE = 1 << 20
 """Tensors of this many bytes travel by themselves; smaller ones are packed together."""
 _ALIGNMENT = 16
+
+
+class Broadcasts(Protocol):
+    """What carries the messages: a transport, or `OneWay`."""
+
+    @property
+    def process(self) -> int:
+        """This process."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where tensors of an accelerator arrive."""
+
+    def broadcast(self, tensor: Tensor, source: int, members: tuple[int, ...]) -> Work:
+        """Start to copy the source's contiguous tensor into those of the other members."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +81,7 @@ class _Unpickler(pickle.Unpickler):
         return tensor
 
 
-def broadcast(transport: Transport, obj: Any, source: int, members: tuple[int, ...]) -> Any:
+def broadcast(transport: Broadcasts, obj: Any, source: int, members: tuple[int, ...]) -> Any:
     """Send an object from one process to the other members of a group.
 
     Any type that pickles will do. Tensors keep dtype and shape; those of an accelerator arrive on the receiver's own
@@ -90,7 +105,7 @@ def broadcast(transport: Transport, obj: Any, source: int, members: tuple[int, .
     return _receive(transport, source, members)
 
 
-def _send(transport: Transport, obj: Any, members: tuple[int, ...]) -> None:
+def _send(transport: Broadcasts, obj: Any, members: tuple[int, ...]) -> None:
     buffer = io.BytesIO()
     pickler = _Pickler(buffer)
     pickler.dump(obj)
@@ -118,7 +133,7 @@ def _send(transport: Transport, obj: Any, members: tuple[int, ...]) -> None:
         work.wait()
 
 
-def _receive(transport: Transport, source: int, members: tuple[int, ...]) -> Any:
+def _receive(transport: Broadcasts, source: int, members: tuple[int, ...]) -> Any:
     first = torch.empty(_FIRST, dtype=torch.uint8)
     transport.broadcast(first, source, members).wait()
     structure_size, specs_size, packed_size = first[:_HEAD].view(torch.int64).tolist()

@@ -174,10 +174,11 @@ class World:
         group = self.replicas if group is None or group is dist.group.WORLD else group
         return tensor if group is None else _all_gather_ddp_if_available(tensor, group=group, sync_grads=sync_grads)
 
-    def agree(self, decision: bool, *, unanimous: bool) -> bool:
-        """Whether all processes, or any of them, say yes."""
-        # in a step only the ranks of the same stage are sure to ask
-        members = self.replica_members if self.local else self.everyone
+    def agree(self, decision: bool, *, unanimous: bool, members: tuple[int, ...] | None = None) -> bool:
+        """Whether all processes, or those of a group, or any of them, say yes."""
+        if members is None:
+            # in a step only the ranks of the same stage are sure to ask
+            members = self.replica_members if self.local else self.everyone
         if len(members) == 1:
             return decision
         flag = torch.tensor([int(decision)])

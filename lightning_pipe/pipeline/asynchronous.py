@@ -128,7 +128,7 @@ class Flow:
             with torch.enable_grad(), self.versions.call(), pipeline.running(streams):
                 pipeline.executor.advance(actions, call.again, self._find)
         except BaseException:
-            self._abandon()
+            self.drop()
             raise
         self._calls += 1
         if not known and number >= self.stream.first_update:
@@ -167,7 +167,8 @@ class Flow:
         # A batch that comes after its last call finds the same plans at both ends.
         courier.agree(ways, since=(number + self.stream.lag + 1) * size)
 
-    def _abandon(self) -> None:
+    def drop(self) -> None:
+        """Give up what is in flight."""
         self._pipeline.executor.abandon()
         self._flights.clear()
         self._restart()

@@ -153,7 +153,7 @@ class ClosedForm:
         self._true, self._used = dict(self.model.named_parameters()), dict(self._worker.named_parameters())
         own = [[name for name in self._stage_of if self._stage_of[name] == stage] for stage in range(stages)]
         self._own = [names for names in own if names]
-        self._optimizers = [optimizer([self._true[name] for name in names]) for names in self._own]
+        self.optimizers = [optimizer([self._true[name] for name in names]) for names in self._own]
         self.begin()
 
     def begin(self) -> None:
@@ -179,7 +179,7 @@ class ClosedForm:
         for name, gradient in gradients.items():
             self._waiting[name].append(gradient.clone())
         self._t += 1
-        for names, optimizer in zip(self._own, self._optimizers, strict=True):
+        for names, optimizer in zip(self._own, self.optimizers, strict=True):
             if last or self._t % self._together[self._stage_of[names[0]]] == 0:
                 self._step(names, optimizer)
         return total

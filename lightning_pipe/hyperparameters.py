@@ -1,0 +1,76 @@
+"""Hyperparameters of batches whose steps come calls later: update t uses the learning rate of batch t."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+Settings = list[dict[str, Any]]
+"""For each parameter group everything but its parameters."""
+
+
+class Hyperparameters:
+    """Remembers what schedulers and hooks have set for every batch.
+
+    What changes between steps is a hyperparameter; what changes in a step, such as a counter that an optimizer keeps
+    in its groups, is its own business and is left alone.
+
+    Example:
+        >>> optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+        >>> settings = Hyperparameters()
+        >>> settings.note(0, optimizer)
+        >>> optimizer.param_groups[0]["lr"] = 0.01
+        >>> settings.note(1, optimizer)
+        >>> with settings.of(0, optimizer):
+        ...     print(optimizer.param_groups[0]["lr"])
+        0.1
+        >>> optimizer.param_groups[0]["lr"]
+        0.01
+    """
+
+    def __init__(self) -> None:
+        self._noted: dict[int, Settings] = {}
+        self._last: Settings | None = None
+        self._changing: set[tuple[int, str]] = set()
+
+    def note(self, batch: int, optimizer: Optimizer) -> None:
+        """A batch's step would be due now, if it were trained on one device."""
+        now = _settings(optimizer)
+        for number, (group, before) in enumerate(zip(now, self._last or now, strict=False)):
+            self._changing |= {(number, key) for key in group if not _same(group[key], before.get(key))}
+        self._noted[batch] = self._last = now
+
+    @contextmanager
+    def of(self, batch: int, optimizer: Optimizer) -> Iterator[None]:
+        """Around the step of a batch: its own hyperparameters; those of earlier batches are forgotten."""
+        settings = self._noted[batch]
+        self._noted = {number: each for number, each in self._noted.items() if number > batch}
+        groups = optimizer.param_groups
+        places = [(groups[i], i, key) for i, key in self._changing if i < len(settings) and key in settings[i]]
+        current = [group[key] for group, _, key in places]
+        for group, number, key in places:
+            group[key] = settings[number][key]
+        try:
+            yield
+        finally:
+            for (group, _, key), value in zip(places, current, strict=True):
+                group[key] = value
+            self._last = _settings(optimizer)
+
+
+def _settings(optimizer: Optimizer) -> Settings:
+    return [
+        {k: v.clone() if isinstance(v, Tensor) else v for k, v in group.items() if k != "params"}
+        for group in optimizer.param_groups
+    ]
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return torch.equal(one, other)
+    return bool(one is other or one == other)

@@ -1,0 +1,285 @@
+"""Training with a schedule without a flush: batches stay in flight between the calls of ``training_step``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch.optim import Optimizer
+
+from lightning_pipe.handover import HeldGradients, held_back
+from lightning_pipe.hyperparameters import Hyperparameters
+from lightning_pipe.logs import Logged, merge
+from lightning_pipe.memory import Change
+from lightning_pipe.micro_batches import MicroBatches
+from lightning_pipe.one_way import OneWay
+from lightning_pipe.pipeline.asynchronous import Flow, Turn
+from lightning_pipe.pipeline.runner import Pipeline
+from lightning_pipe.step import Part, Result, UserStep, known
+from lightning_pipe.world import World
+
+Output = Callable[[Result, MicroBatches, HeldGradients], Any]
+
+
+@dataclass
+class _Flight:
+    """A batch whose losses are not known yet, with what it has logged on this rank."""
+
+    cut: MicroBatches
+    logged: Logged = field(default_factory=dict)
+
+
+class Streaming:
+    """Drives an asynchronous schedule from Lightning's training loop.
+
+    A call of ``training_step`` lets the schedule go on by one batch and returns the loss of an earlier one: NaN as long
+    as none has come out. Its gradients, if a step is due, are those of an earlier batch, too, and the step uses the
+    hyperparameters (the learning rate) that this batch would have had on one device. What other ranks must know comes
+    from the rank with the loss, which does not wait for them.
+
+    Before the training loop is left (for validation, a checkpoint, the end of an epoch, the end) what is in flight is
+    drained: optimizer steps with all of Lightning's hooks around them, and without new batches.
+
+    Args:
+        module: the LightningModule.
+        pipeline: the module over the ranks.
+        world: the processes.
+        step: runs the user's step.
+        output: makes what ``training_step`` returns of the results of a batch.
+        settled: called once, when it is known who holds which parameter.
+    """
+
+    def __init__(
+        self,
+        module: pl.LightningModule,
+        pipeline: Pipeline,
+        world: World,
+        step: UserStep,
+        output: Output,
+        settled: Callable[[], None],
+    ) -> None:
+        assert pipeline.flow is not None
+        self._flow: Flow = pipeline.flow
+        self._module, self._pipeline, self._world, self._step = module, pipeline, world, step
+        self._output, self._settled = output, settled
+        self._trainer: Any = module.trainer
+        self._channel = OneWay(pipeline.transport, ahead=self._flow.stream.lag + 2)
+        self._hyperparameters = Hyperparameters()
+        self._flights: dict[int, _Flight] = {}
+        self._arrived = 0
+        self._new: int | None = None
+        self._turn = Turn()
+        self._changed = ExitStack()
+
+    # ------------------------------------------------------------------ beginning and end
+
+    def begin(self) -> None:
+        """Stand where Lightning leaves the training loop, to drain first."""
+        fit_loop = self._trainer.fit_loop
+        self._before(fit_loop.epoch_loop, "on_advance_end", self._leaves)
+        self._before(fit_loop.epoch_loop.val_loop, "run")
+        self._before(fit_loop, "on_advance_end")
+        self._before(self._trainer._checkpoint_connector, "dump_checkpoint")
+        if self._world.layout.world_size > 1:
+            self._replace(fit_loop.epoch_loop, "_broadcast_sigterm_tensor", self._tell_of_signal)
+
+    def end(self) -> None:
+        """Leave Lightning as it was found. After an error batches may be in flight: they are dropped."""
+        self._changed.close()
+        if self._flow.in_flight:
+            self._flow.drop()
+
+    def _before(self, owner: Any, name: str, leaves: Callable[..., bool] = lambda *_, **__: True) -> None:
+        method = getattr(owner, name)
+
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            if self._flow.in_flight and leaves(*args, **kwargs):
+                self.drain()
+            return method(*args, **kwargs)
+
+        self._replace(owner, name, wrapper)
+
+    def _replace(self, owner: Any, name: str, method: Callable[..., Any]) -> None:
+        vars(owner)[name] = method
+        self._changed.callback(vars(owner).pop, name, None)
+
+    def _leaves(self, data_fetcher: Any) -> bool:
+        """Whether the training loop is left after the current batch."""
+        trainer, loop = self._trainer, self._trainer.fit_loop.epoch_loop
+        # what is in flight steps, too
+        ends = trainer.max_steps != -1 and trainer.global_step + len(self._flights) >= trainer.max_steps
+        stops = trainer.should_stop and trainer.fit_loop._can_stop_early
+        return bool(ends or stops or loop._num_ready_batches_reached() or loop._should_check_val_fx(data_fetcher))
+
+    # ------------------------------------------------------------------ messages
+
+    def share(self, obj: Any, source: int) -> Any:
+        """The object of one process of the pipeline, which does not wait for the others."""
+        return self._channel.share(obj, source, self._pipeline.pipeline_members)
+
+    def _tell_of_signal(self) -> None:
+        """Has process 0 received a termination signal? In the place of Lightning's broadcast, which waits."""
+        signal = bool(self._trainer.received_sigterm)
+        others = self._world.replica_members
+        if self._pipeline.transport.process == self._pipeline.loss_process and len(others) > 1:
+            signal = self._pipeline.transport.broadcast_object(signal, others[0], others)
+        if self.share(signal, self._pipeline.loss_process):
+            raise SIGTERMException
+
+    def _from_loss_ranks(self, part: Part | None) -> list[Part]:
+        topology, replica = self._pipeline.transport.topology, self._pipeline.transport.replica
+        return [self.share(part, topology.process(replica, rank)) for rank in self._pipeline.loss_ranks]
+
+    # ------------------------------------------------------------------ calls
+
+    def train(self, cut: MicroBatches, weights: Sequence[float], rest: Sequence[Any], context: Any, seed: int) -> Any:
+        """One call with a batch; returns what ``training_step`` is to return.
+
+        Args:
+            cut: the batch.
+            weights: the factor of each micro-batch's loss.
+            rest: the step's arguments after the batch.
+            context: entered around each run of the step.
+            seed: the seed of the batch's random streams.
+        """
+        flight = self._flights[self._arrived] = _Flight(cut)
+        self._new, self._arrived = self._arrived, self._arrived + 1
+        step = self._step.bind("training_step", rest, context, flight.logged)
+        return self._call(lambda: self._pipeline.advance(step, cut.parts, weights, seed=seed))
+
+    def _call(self, run: Callable[[], Turn]) -> Any:
+        settled = self._pipeline.ownership.settled
+        with held_back(list(self._module.parameters())) as held, self._step.running() as before:
+            self._turn = turn = run()
+        if self._pipeline.ownership.settled and not settled:
+            self._settled()
+        changes = self._step.changes(before)
+        told = [
+            self._step.exchange(partial(self._part, batch, changes), self._from_loss_ranks)
+            for batch in turn.finished or (None,)
+        ]
+        self._channel.turn()
+        self._step.adopt([part.changes for part in told[-1]], before)
+        self._trainer.should_stop = any(part.stop for parts in told for part in parts)
+        output = None
+        for batch, parts in zip(turn.finished, told, strict=False):
+            if batch != turn.finished[0]:
+                self._to_loggers(ahead=0)
+            cut = self._flights.pop(batch).cut
+            self._step.replay([part.logged for part in parts], len(cut.parts), own_batch=False)
+            if batch == turn.finished[-1]:
+                output = self._output(known(parts), cut, held)
+        if output is None:
+            output = held.loss(float("nan"), torch.get_default_dtype(), self._pipeline.transport.device)
+        return output
+
+    def _part(self, batch: int | None, changes: list[Change]) -> Part:
+        """What a rank with the loss tells the others of a call, or of one of several batches that it has finished."""
+        stop = self._world.agree(self._trainer.should_stop, unanimous=False, members=self._world.replica_members)
+        if batch is None:
+            return Part({}, [], changes, stop)
+        flight = self._flights[batch]
+        return Part(dict(self._turn.results[batch]), merge(flight.logged, flight.cut.sizes), changes, stop)
+
+    def optimizer_step(
+        self, optimizer: Optimizer, closure: Callable[[], Any], step: Callable[[Callable[[], Any]], Any]
+    ) -> Any:
+        """Run the closure, and let the optimizer step if its gradients are due.
+
+        Args:
+            optimizer: the optimizer.
+            closure: runs ``training_step`` and the backward pass.
+            step: lets the optimizer step, with the hooks before it; takes a closure.
+        """
+        result = closure()
+        if self._new is not None:
+            self._hyperparameters.note(self._new, optimizer)
+            self._new = None
+        if self._turn.update:
+            with self._hyperparameters.of(self._turn.update[-1], optimizer):
+                step(lambda: result)
+        else:
+            # a learning rate scheduler would complain that it steps first
+            vars(optimizer)["_opt_called"] = True
+        # Lightning counts one step for every call
+        progress = self._trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step
+        for tracker in (progress.total, progress.current):
+            tracker.ready += len(self._turn.finished) - 1
+            tracker.completed += len(self._turn.finished) - 1
+        return result
+
+    # ------------------------------------------------------------------ draining
+
+    def drain(self) -> None:
+        """Finish what is in flight: one call after the other, with an optimizer step and all hooks."""
+        progress = self._trainer.fit_loop.epoch_loop.batch_progress.current
+        with self._in_training():
+            if progress.processed > progress.completed:
+                # in a hook at the end of a batch, before Lightning has logged it
+                self._to_loggers(ahead=0)
+            turns = self._pipeline.drain()
+            calls = 0
+            while self._flow.in_flight:
+                calls += 1
+                self._drain_call(turns)
+                if self._turn.finished:
+                    self._to_loggers(ahead=calls)
+            next(turns, None)
+            self._channel.flush()
+            self._forget_values()
+
+    def _drain_call(self, turns: Iterator[Turn]) -> None:
+        loop, optimizer = self._trainer.fit_loop.epoch_loop.automatic_optimization, self._trainer.optimizers[0]
+        index = self._trainer.fit_loop.epoch_loop.batch_idx
+
+        def step() -> ClosureResult:
+            self._module._current_fx_name = "training_step"
+            try:
+                return ClosureResult.from_training_step_output(self._call(lambda: next(turns)))
+            finally:
+                self._module._current_fx_name = "optimizer_step"
+
+        closure = Closure(
+            step_fn=step,
+            backward_fn=loop._make_backward_fn(optimizer),
+            zero_grad_fn=loop._make_zero_grad_fn(index, optimizer),
+        )
+        loop._optimizer_step(index, closure)
+
+    @contextmanager
+    def _in_training(self) -> Iterator[None]:
+        """Lightning's state as it is in a training step."""
+        stage, hook = self._trainer.state.stage, self._module._current_fx_name
+        self._trainer.training = True
+        try:
+            yield
+        finally:
+            self._trainer.state.stage, self._module._current_fx_name = stage, hook
+
+    def _to_loggers(self, ahead: int) -> None:
+        """Log the values of a batch, as Lightning does after each call.
+
+        Args:
+            ahead: the calls after the current one, of which each has its own number for loggers.
+        """
+        connector, loop = self._trainer._logger_connector, self._trainer.fit_loop.epoch_loop
+        # these properties take over new values
+        _ = connector.progress_bar_metrics, connector.callback_metrics
+        loop._batches_that_stepped += ahead
+        try:
+            connector.update_train_step_metrics()
+        finally:
+            loop._batches_that_stepped -= ahead
+
+    def _forget_values(self) -> None:
+        """No batch comes out of the next calls: the values of the last one must not be logged again."""
+        for result in self._trainer.fit_loop.epoch_loop._results.values():
+            if result.meta.fx == "training_step":
+                result._forward_cache = None
