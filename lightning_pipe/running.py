@@ -248,7 +248,8 @@ class Run:
         cut: MicroBatches,
     ) -> Result:
         assert self._step is not None
-        return self._step.run(name, rest, context, run, cut.sizes)
+        # what is logged is weighted as the losses are
+        return self._step.run(name, rest, context, run, cut.amounts)
 
     def _output(self, result: Result, cut: MicroBatches, held: HeldGradients) -> Any:
         """The loss, whose backward pass hands over the gradients, with what else the step returned."""

@@ -288,6 +288,8 @@ class PipeStrategy(ParallelStrategy):
         pipeline.partition()
         # loading a whole state into a divided module passes by the layers of other ranks
         warnings.filterwarnings("ignore", message=".*copying from a non-meta parameter in the checkpoint to a meta.*")
+        if self.data_parallel_size == 1:  # values are those of the whole batch on all ranks already
+            warnings.filterwarnings("ignore", message=".*sync_dist=True.* when logging on epoch level.*")
         sharded = ShardedOptimizers(pipeline, self.precision_plugin) if self._shard_optimizer else None
         report = Report(module, pipeline, self.layout, notes)
         self.run = Run(

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from tests import launch, oracle
-from tests.strategy.nets import LitDropout, LitResNet, LitUNet
+from tests.strategy.nets import LitDropout, LitMasked, LitResNet, LitUNet
 from tests.strategy.worlds import QUIET, quiet
 
-MODULES: dict[str, Any] = {"resnet": LitResNet, "unet": LitUNet, "dropout": LitDropout}
+MODULES: dict[str, Any] = {"resnet": LitResNet, "unet": LitUNet, "dropout": LitDropout, "masked": LitMasked}
 Run = dict[str, Any]
 
 
@@ -92,6 +92,15 @@ def test_the_dropout_curve_does_not_depend_on_stages_and_schedule() -> None:
     found |= {str(each): run[0] for each, run in zip(options, in_processes(2, runs), strict=True)}
     for what, losses in found.items():
         assert losses == pytest.approx(expected, abs=1e-9), what
+
+
+def test_losses_are_trained_and_logged_by_the_weight_of_each_micro_batch() -> None:
+    expected, expected_weights, _ = fit("masked", 1, None)
+    options = {"micro_batches": 4, "stages": 2, "loss_weight": lambda micro_batch: float(micro_batch[1].sum())}
+    losses, weights, _ = fit("masked", 1, options)
+    assert losses == pytest.approx(expected, abs=1e-9)
+    for key, value in expected_weights.items():
+        torch.testing.assert_close(weights[key], value, rtol=1e-9, atol=1e-9, msg=key)
 
 
 @pytest.mark.timeout(120)
