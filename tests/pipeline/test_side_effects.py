@@ -223,10 +223,26 @@ class Mapped(Regression):
         return self.head(torch.vmap(torch.sin)(x))
 
 
+class AsksForGradients(Regression):
+    """The path depends on whether a tensor requires a gradient, which placeholders must say as well."""
+
+    def __init__(self) -> None:
+        super().__init__(blocks(4))
+        for module in (self.embed, self.layers[0]):
+            module.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for layer in self.layers:
+            x = layer(x) * 1.1 if x.requires_grad else layer(x)
+        return self.head(x)
+
+
 @pytest.mark.parametrize("point", POINTS, ids=str)
 @pytest.mark.parametrize(
     "model",
     [
+        AsksForGradients,
         Compiled,
         Mapped,
         Kept,

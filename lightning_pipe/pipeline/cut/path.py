@@ -91,6 +91,7 @@ class Call(NamedTuple):
     Args:
         name: torch function, or dotted name of the layer or module.
         numbers: the numbers given to the tensors in its result, in order.
+        differentiable: which of these tensors require a gradient.
         structure: for layers and modules, and torch functions whose result has a shape that depends on values, the
             pytree structure of the result; ``None`` for other torch functions.
         leaves: with a structure, the result's leaves: :class:`TensorSpec`, :class:`Passed`, :class:`Repeated`,
@@ -104,6 +105,7 @@ class Call(NamedTuple):
 
     name: str
     numbers: tuple[int, ...]
+    differentiable: tuple[bool, ...]
     structure: Any = None
     leaves: tuple[Any, ...] = ()
     mutated: tuple[int, ...] = ()

@@ -23,6 +23,8 @@ class Placeholder(Tensor):
     """
 
     meta: Tensor
+    differentiable: bool = False
+    """Whether the tensor that it stands for requires a gradient."""
 
     def __new__(cls, meta: Tensor, device: torch.device) -> Placeholder:
         """Stand for a tensor like ``meta`` on ``device``."""

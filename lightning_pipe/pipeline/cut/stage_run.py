@@ -210,7 +210,7 @@ class StageRun:
         mutated = tuple(
             i for i, leaf in enumerate(arguments) if isinstance(leaf, Tensor) and version_of(leaf) != versions[i]
         )
-        numbers = [self.tracker.number(arguments[i]) for i in mutated]
+        numbered: list[Tensor] = [arguments[i] for i in mutated]
         described: list[Any] = []
         first: dict[int, int] = {}
         for position, leaf in enumerate(leaves):
@@ -225,7 +225,7 @@ class StageRun:
             elif isinstance(leaf, Tensor):
                 self.tracker.touch([leaf], f"the result of {name}", new=True)
                 described.append(TensorSpec.of(leaf))
-                numbers.append(self.tracker.number(leaf))
+                numbered.append(leaf)
             else:
                 raise CutError(
                     f"'{name}' returns a {type(leaf).__qualname__}, which cannot be shown to the next stages.",
@@ -234,7 +234,10 @@ class StageRun:
                 )
         kinds = tuple(effect for effect, _ in effects)
         container = None if watch is None else container_number(watch.containers, result)
-        return Call(name, tuple(numbers), structure, tuple(described), mutated, stashed, popped, kinds, container)
+        numbers, differentiable = self.tracker.numbers(numbered)
+        return Call(
+            name, numbers, differentiable, structure, tuple(described), mutated, stashed, popped, kinds, container
+        )
 
     def _stand_in(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Answer for a call that an earlier stage really makes."""
@@ -257,7 +260,7 @@ class StageRun:
                     results.append(leaves[-1])
                 else:
                     leaves.append(leaf)
-            tracker.follow(results, call.numbers)
+            tracker.follow(results, call)
             for key in call.popped:
                 del self._skips[key]
             containers = (

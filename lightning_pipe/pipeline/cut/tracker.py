@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -108,6 +108,11 @@ class Tracker(TorchFunctionMode):
         self.bind(tensor, number)
         return number
 
+    def numbers(self, tensors: Iterable[Tensor]) -> tuple[tuple[int, ...], tuple[bool, ...]]:
+        """The numbers of the tensors that a call leaves, and which of them require a gradient."""
+        pairs = [(self.number(tensor), tensor.requires_grad) for tensor in tensors]
+        return tuple(number for number, _ in pairs), tuple(needed for _, needed in pairs)
+
     def derived(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` comes from a layer or a parameter."""
         return (
@@ -177,20 +182,20 @@ class Tracker(TorchFunctionMode):
             )
         self.waiting = False
 
-    def follow(self, tensors: list[Tensor], numbers: tuple[int, ...]) -> None:
+    def follow(self, tensors: list[Tensor], call: Call) -> None:
         """Give the tensors of a call on a waiting stage the numbers they have on the previous stage."""
-        if len(tensors) != len(numbers):
+        if len(tensors) != len(call.numbers):
             raise CutError(
-                f"'{self.calls[-1].name}' gives {len(tensors)} tensors here, {len(numbers)} on the previous stage."
+                f"'{call.name}' gives {len(tensors)} tensors here, {len(call.numbers)} on the previous stage."
             )
-        for tensor, number in zip(tensors, numbers, strict=True):
+        for tensor, number, differentiable in zip(tensors, call.numbers, call.differentiable, strict=True):
+            if isinstance(tensor, Placeholder):
+                tensor.differentiable = differentiable
             known = self.number_of(tensor)
             if known is None:
                 self.bind(tensor, number)
             elif known != number:
-                raise CutError(
-                    f"'{self.calls[-1].name}' returns one of its arguments here and a copy on the previous stage."
-                )
+                raise CutError(f"'{call.name}' returns one of its arguments here and a copy on the previous stage.")
             self._next = max(self._next, number + 1)
 
     def touch(self, tensors: list[Tensor], name: str, new: bool = False) -> None:
@@ -234,6 +239,8 @@ class Tracker(TorchFunctionMode):
             return func(*args, **kwargs)
         name = function_name(func)
         if name in METADATA:
+            if name == "requires_grad.__get__" and isinstance(args[0], Placeholder):
+                return args[0].differentiable
             return func(*args, **kwargs)
         tensors = [leaf for leaf in leaves_of(args, kwargs) if isinstance(leaf, Tensor)]
         if self.waiting:
@@ -250,7 +257,7 @@ class Tracker(TorchFunctionMode):
         if name in AUTOGRAD:
             if not isinstance(args[0], Placeholder):
                 return func(*args, **kwargs)
-            self.follow([] if changed is None else [changed], call.numbers)
+            self.follow([] if changed is None else [changed], call)
             return RemovableHandle(OrderedDict()) if name == "register_hook" else changed
         if changed is not None:
             self.forget(changed, name)
@@ -260,7 +267,7 @@ class Tracker(TorchFunctionMode):
             device = next(leaf.device for leaf in leaves_of(args, kwargs) if isinstance(leaf, Tensor))
             leaves = [Placeholder.of(leaf, device) if isinstance(leaf, TensorSpec) else leaf for leaf in call.leaves]
             result = tree_unflatten(leaves, call.structure)
-        self.follow(results_of(result, changed), call.numbers)
+        self.follow(results_of(result, changed), call)
         return result
 
     def forget(self, changed: Tensor, name: str) -> None:
@@ -288,13 +295,13 @@ class Tracker(TorchFunctionMode):
                 result = func(*args, **kwargs)
         else:
             result = func(*args, **kwargs)
-        numbers = tuple(self.number(tensor) for tensor in results_of(result, changed))
+        numbers, differentiable = self.numbers(results_of(result, changed))
         if shaped_by_values(name, args):
             leaves, structure = tree_flatten(result)
             described = tuple(TensorSpec.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
-            self.calls.append(Call(name, numbers, structure, described))
+            self.calls.append(Call(name, numbers, differentiable, structure, described))
         else:
-            self.calls.append(Call(name, numbers))
+            self.calls.append(Call(name, numbers, differentiable))
         return result
 
     def _check_not_read(self, changed: Tensor, name: str) -> None:
