@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -55,8 +55,11 @@ def arrange(
         Layout(pipeline_parallel_size=4, data_parallel_size=2, stages=4)
     """
     sizes = layout(world_size, pipeline_parallel_size, data_parallel_size)
+    own = family.placed(sizes.pipeline_parallel_size, None)[1]
     if stages == "auto":
-        stages = family.placed(sizes.pipeline_parallel_size, None)[1]
+        stages = own
+    if own < sizes.pipeline_parallel_size:  # replicated stages: fewer than ranks
+        return replace(sizes, stages=stages)
     return layout(world_size, pipeline_parallel_size, data_parallel_size, stages)
 
 

@@ -14,6 +14,7 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from lightning_pipe.schedules import PipeDream
 from tests.launch import run_trainers
 from tests.pipeline.flow import Batch, ClosedForm, Net, Version, batches, pipedream, two_versions
 from tests.strategy.worlds import quiet
@@ -161,11 +162,16 @@ def fit(
 
 
 def closed_form(
-    order: Sequence[int], stages: int, version: Version, drains: Sequence[int], micro_batches: int = 1
+    order: Sequence[int],
+    stages: int,
+    version: Version,
+    drains: Sequence[int],
+    micro_batches: int = 1,
+    together: Sequence[int] | None = None,
 ) -> tuple[list[float], list[float], dict[str, Tensor]]:
     """Losses of the batches in this order, evaluations after each drain, and weights at the end."""
     torch.manual_seed(0)
-    truth = ClosedForm(Net().double(), stages, version, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9))
+    truth = ClosedForm(Net().double(), stages, version, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), together)
     losses, evaluated = [], []
     for number, index in enumerate(order, 1):
         for optimizer in truth.optimizers:
@@ -261,7 +267,28 @@ def test_the_end_comes_after_what_is_in_flight() -> None:
     assert_close(outcomes[1].logged["train_loss_step"], losses)
 
 
-def test_replicas_of_pipelines_and_of_stages() -> None:
+def test_replicas_of_stages_step_after_several_batches() -> None:
+    strategy = {"schedule": PipeDream(replicas=(2, 1)), "layers": "net.layers", "balance": [3, 3]}
+    outcomes = run(strategy, {"max_epochs": 2}, devices=3)
+    order, drains = [*range(EPOCH)] * 2, [EPOCH, 2 * EPOCH]
+    losses, _, values = closed_form(order, 2, lambda s, t: max(0, (t // 2 - 1, t)[s]), drains, together=[2, 1])
+    assert_weights(outcomes, values)
+    # steps are counted alike on all ranks, whoever takes them: by batches
+    assert [outcome.steps for outcome in outcomes] == [len(order)] * 3
+    assert [outcome.seen.count("step") for outcome in outcomes] == [len(order), 8, 8]
+    assert_close(outcomes[1].logged["train_loss_step"], losses)
+
+
+def test_one_device() -> None:
+    for schedule, version, size in (("pipedream", pipedream(1), 1), ("pipedream_2bw", two_versions, 4)):
+        strategy = {"schedule": schedule, "layers": "net.layers", "micro_batches": size, "stages": 3}
+        outcomes = run(strategy, {"max_epochs": 2, "val_check_interval": 3}, devices=1)
+        losses, _, values = closed_form([*range(EPOCH)] * 2, 1, version, [], size)
+        assert_weights(outcomes, values)
+        assert_close(outcomes[0].logged["train_loss_step"], losses)
+
+
+def test_replicas_of_pipelines() -> None:
     strategy = {"schedule": "pipedream", "layers": "net.layers", "data_parallel_size": 2}
     outcomes = run(strategy, {}, devices=4)
     # both replicas have the same batches here, so that their mean is that of one
