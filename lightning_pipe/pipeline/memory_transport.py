@@ -250,8 +250,10 @@ def run_threads(
         error = CommunicationError(f"Not done within {seconds:g} s.\n" + "\n".join(map(_where, late)))
         shared.fail(late[0].process, error)
     if shared.failure is not None:
+        # One that is still computing would disturb what runs next: threads share torch's random generator.
+        deadline = time.monotonic() + 5.0
         for thread in threads:
-            thread.join(1.0)
+            thread.join(max(0.0, deadline - time.monotonic()))
         raise shared.failure[1]
     return [results[transport.process] for transport in world]
 
