@@ -439,12 +439,10 @@ class PipeStrategy(ParallelStrategy):
         model: pl.LightningModule | nn.Module | None = None,
         **kwargs: Any,
     ) -> Any:
-        parent, streaming = super(), self.divided.streaming
-
-        def step(closure: Callable[[], Any]) -> Any:
-            return parent.optimizer_step(optimizer, closure, model, **kwargs)
-
-        return step(closure) if streaming is None else streaming.optimizer_step(optimizer, closure, step)
+        plain, streaming = super().optimizer_step, self.divided.streaming
+        if streaming is None:
+            return plain(optimizer, closure, model, **kwargs)
+        return streaming.optimizer_step(optimizer, closure, lambda own: plain(optimizer, own, model, **kwargs))
 
     @override
     @contextmanager
