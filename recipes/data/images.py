@@ -7,7 +7,6 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import lightning as L
 import numpy as np
 from datasets import Dataset as Rows
 from PIL import Image, UnidentifiedImageError
@@ -18,7 +17,15 @@ from typing_extensions import override
 from recipes.data import image_sources
 from recipes.data.augment import Augmentation, centre
 from recipes.data.choice import agreed, choose
-from recipes.data.loading import Draw, draw_of, evaluation_loader, generator, training_loader
+from recipes.data.loading import (
+    Draw,
+    ResumableData,
+    ResumableLoader,
+    draw_of,
+    evaluation_loader,
+    generator,
+    training_loader,
+)
 from recipes.errors import RecipeError
 
 log = logging.getLogger(__name__)
@@ -66,7 +73,7 @@ def decoded(image: Mapping[str, Any]) -> Image.Image:
         ) from error
 
 
-class ImageFolder(L.LightningDataModule):
+class ImageFolder(ResumableData):
     """ImageNet, a local folder of images, or scikit-learn's handwritten digits.
 
     Args:
@@ -140,7 +147,7 @@ class ImageFolder(L.LightningDataModule):
         return LabelledImages(self.images.splits[name], transform, self.seed)
 
     @override
-    def train_dataloader(self) -> DataLoader[Any]:
+    def resumable_loader(self) -> ResumableLoader:
         return training_loader(
             self.split("train"), self.batch_size, self.seed, trainer=self.trainer, workers=self.workers
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -117,6 +118,37 @@ class ResumableLoader(DataLoader[Any]):
         """Continues that epoch with the next iteration."""
         self._resumed = dict(state)
         self.sampler.set_epoch(state["epoch"])  # worker processes start before Lightning tells the epoch
+
+
+class ResumableData(L.LightningDataModule):
+    """A data module that puts into checkpoints how far its training epoch is, and goes on from there.
+
+    Lightning does as much with the loader's own state, except where a learning rate schedule has asked for the number
+    of steps: then (2.6) the loader is made before the state is read, and never told.
+    """
+
+    _resumed: dict[str, int] | None = None
+
+    @abstractmethod
+    def resumable_loader(self) -> ResumableLoader:
+        """Makes the loader of training batches."""
+
+    @override
+    def train_dataloader(self) -> ResumableLoader:
+        loader, resumed = self.resumable_loader(), self._resumed
+        self._resumed = None
+        if resumed is not None:
+            loader.load_state_dict(resumed)
+        return loader
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        loader = None if self.trainer is None else self.trainer.train_dataloader
+        return {} if loader is None else dict(loader.state_dict())
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._resumed = state_dict
 
 
 def training_loader(

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from pathlib import Path
 
-import lightning as L
 from typing_extensions import override
 
+from recipes.data.loading import ResumableData
 from recipes.errors import RecipeError
 
 
-class Prepared(L.LightningDataModule, ABC):
+class Prepared(ResumableData):
     """A data module whose data is a folder in a cache.
 
     Subclasses call ``save_hyperparameters`` and tell the cache.

@@ -22,7 +22,7 @@ from typing_extensions import override
 from recipes.data import documents, vocabulary
 from recipes.data.choice import choose
 from recipes.data.documents import Documents
-from recipes.data.loading import Draw, draw_of, evaluation_loader, generator, training_loader
+from recipes.data.loading import Draw, ResumableLoader, draw_of, evaluation_loader, generator, training_loader
 from recipes.data.prepared import Prepared
 from recipes.data.store import Sequences, building, write_sequences
 from recipes.data.vocabulary import Vocabulary
@@ -264,7 +264,7 @@ class MaskedPairs(Prepared):
         return SegmentPairs(sentences, runs, self.length, dict(words.special), masking, self.seed)
 
     @override
-    def train_dataloader(self) -> DataLoader[Any]:
+    def resumable_loader(self) -> ResumableLoader:
         return training_loader(
             self.split("train"), self.batch_size, self.seed, trainer=self.trainer, workers=self.workers
         )

@@ -8,7 +8,6 @@ import logging
 from dataclasses import asdict
 from pathlib import Path
 
-import lightning as L
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -17,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 from typing_extensions import override
 
 from recipes.data import sources
-from recipes.data.loading import Draw, draw_of, evaluation_loader, training_loader
+from recipes.data.loading import Draw, ResumableData, ResumableLoader, draw_of, evaluation_loader, training_loader
 from recipes.data.tokens import Tokenised, tokenise
 from recipes.errors import RecipeError
 
@@ -46,7 +45,7 @@ class Blocks(Dataset[dict[str, Tensor]]):
         return {"input_ids": block, "labels": block}  # Hugging Face models shift the labels themselves
 
 
-class TextBlocks(L.LightningDataModule):
+class TextBlocks(ResumableData):
     """WikiText, local files in its format, or Python's standard library, in blocks of tokens.
 
     Args:
@@ -128,7 +127,7 @@ class TextBlocks(L.LightningDataModule):
         return self.tokenised
 
     @override
-    def train_dataloader(self) -> DataLoader[dict[str, Tensor]]:
+    def resumable_loader(self) -> ResumableLoader:
         blocks = Blocks(self._ready.blocks("train"))
         return training_loader(blocks, self.batch_size, self.seed, trainer=self.trainer, workers=self.workers)
 

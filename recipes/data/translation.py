@@ -20,7 +20,7 @@ from typing_extensions import override
 
 from recipes.data import parallel, vocabulary
 from recipes.data.choice import choose
-from recipes.data.loading import Draw, draw_of, evaluation_loader, training_loader
+from recipes.data.loading import Draw, ResumableLoader, draw_of, evaluation_loader, training_loader
 from recipes.data.parallel import Pair, Parallel
 from recipes.data.prepared import Prepared
 from recipes.data.store import Sequences, building, write_sequences
@@ -217,7 +217,7 @@ class ParallelText(Prepared):
         return Translations(sources, targets, self.length, self.words.special["eos"])
 
     @override
-    def train_dataloader(self) -> DataLoader[Any]:
+    def resumable_loader(self) -> ResumableLoader:
         sizes = json.loads((self.folder / "train.sizes.json").read_text())
         return training_loader(
             self.split("train"),

@@ -10,6 +10,7 @@ from typing import Any
 import lightning as L
 from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
+from lightning.pytorch.callbacks import ModelCheckpoint
 
 from recipes import config, job
 from tests.recipes.conftest import CONF, write_text
@@ -68,7 +69,7 @@ class Losses(L.Callback):
 def write_data(folder: Path) -> dict[str, str]:
     """Small local files for every recipe that has such."""
     places = {
-        "documents": write_documents(folder / "documents"),
+        "documents": write_documents(folder / "documents", train=40),
         "text": write_text(folder / "text", train=200, validation=60),
         "pairs": write_pairs(folder / "pairs", german=60, french=20),
     }
@@ -85,18 +86,38 @@ def compose_recipe(recipe: str, data: dict[str, str], folder: Path, further: Seq
     return made
 
 
-def train(recipe: str, data: dict[str, str], folder: Path, *further: str) -> Curve:
-    """Trains for a few batches."""
+def train(
+    recipe: str, data: dict[str, str], folder: Path, *further: str, every: int = 0, checkpoint: Path | None = None
+) -> Curve:
+    """Trains for a few batches.
+
+    Args:
+        recipe: a name in `RECIPES`.
+        data: from `write_data`.
+        folder: for all that is written.
+        further: overrides.
+        every: write a checkpoint every so many batches.
+        checkpoint: go on from there.
+    """
     given = compose_recipe(recipe, data, folder, further)
     L.seed_everything(given.seed, verbose=False)
     losses = Losses()
     average = [instantiate(one) for name, one in given.callbacks.items() if name == "average"]
-    trainer = job.make_trainer(given, [losses, *average])
-    module = job.make_module(given)
-    trainer.fit(module, datamodule=job.make_data(given))
+    saving = ModelCheckpoint(folder / "checkpoints", "{step}", every_n_train_steps=every, save_top_k=-1)
+    trainer = job.make_trainer(given, [losses, *average, *([saving] if every else [])])
+    module = job.make_module(given).double()  # Lightning reads a checkpoint before it makes the module double
+    trainer.fit(module, datamodule=job.make_data(given), ckpt_path=checkpoint)
     return Curve(losses.losses, {name: float(value) for name, value in trainer.callback_metrics.items()})
 
 
 def train_all(process: int, recipe: str, pipes: Sequence[str], data: dict[str, str], folder: Path) -> dict[str, Curve]:
     """Trains in the processes of a pipeline, with one schedule after the other."""
     return {pipe: train(recipe, data, folder, f"pipe={pipe}", "trainer.devices=2") for pipe in pipes}
+
+
+def break_off_and_resume(process: int, recipe: str, data: dict[str, str], folder: Path) -> list[Curve]:
+    """A whole epoch of six batches with one schedule, and its second half again with another one."""
+    common = ["trainer.devices=2", "trainer.limit_train_batches=6"]
+    whole = train(recipe, data, folder, "pipe=gpipe", *common, every=3)
+    middle = folder / "checkpoints" / "step=3.ckpt"
+    return [whole, train(recipe, data, folder, "pipe=chimera", *common, checkpoint=middle)]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.launch import run_trainers
-from tests.recipes.curves import BATCHES, RECIPES, Curve, train, train_all, write_data
+from tests.recipes.curves import BATCHES, RECIPES, Curve, break_off_and_resume, train, train_all, write_data
 
 PIPES = ["gpipe", "1f1b", "chimera"]
 # Batch norm sees a micro-batch at a time: one device does too if it accumulates them.
@@ -21,13 +22,13 @@ IN_MICRO_BATCHES = {
 }
 
 
-FAST = ("amoebanet_imagenet", "nmt_multilingual")  # the engine's own tests have Hugging Face's models
+def each(recipe: str, fast: tuple[str, ...]) -> Any:
+    """Only some are among the fast tests: the engine's own tests have Hugging Face's models."""
+    return pytest.param(recipe, marks=() if recipe in fast else pytest.mark.slow)
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize(
-    "recipe", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in RECIPES]
-)
+@pytest.mark.parametrize("recipe", [each(name, fast=("amoebanet_imagenet", "nmt_multilingual")) for name in RECIPES])
 def test_the_curve_does_not_depend_on_the_schedule(recipe: str, tmp_path: Path) -> None:
     data = write_data(tmp_path)
     plain = train(recipe, data, tmp_path, "pipe=none", "trainer.devices=1", *IN_MICRO_BATCHES.get(recipe, []))
@@ -52,3 +53,13 @@ def assert_same_metrics(recipe: str, curve: Curve, plain: Curve) -> None:
     assert names
     for name in names:
         assert curve.metrics[name] == pytest.approx(plain.metrics[name], rel=1e-6), name
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("recipe", [each(name, fast=("nmt_multilingual",)) for name in RECIPES])
+def test_a_broken_off_epoch_goes_on_with_another_schedule(recipe: str, tmp_path: Path) -> None:
+    data = write_data(tmp_path)
+    for whole, resumed in run_trainers(break_off_and_resume, 2, timeout=200, recipe=recipe, data=data, folder=tmp_path):
+        assert len(whole.losses) == 6
+        assert resumed.losses == pytest.approx(whole.losses[3:], rel=1e-6)
+        assert resumed.metrics["val_loss"] == pytest.approx(whole.metrics["val_loss"], rel=1e-6)

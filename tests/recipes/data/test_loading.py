@@ -1,11 +1,23 @@
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import Dataset, DistributedSampler
 
-from recipes.data.loading import Draw, EpochSampler, ResumableLoader, generator, shuffled, training_loader
+from recipes.data.loading import (
+    Draw,
+    EpochSampler,
+    ResumableData,
+    ResumableLoader,
+    generator,
+    shuffled,
+    training_loader,
+)
 from recipes.errors import RecipeError
 
 
@@ -64,6 +76,47 @@ def test_a_broken_off_epoch_goes_on_where_it_stopped(workers: int, done: int) ->
     assert rest == (whole[done:] if done < 5 else whole)
     assert epoch_of(resumed, 3) == epoch_of(loader(), 3)
     assert len(resumed) == 5
+
+
+class Data(ResumableData):
+    def resumable_loader(self) -> ResumableLoader:
+        return loader()
+
+
+def test_a_checkpoint_says_how_far_the_epoch_is_even_if_the_schedule_asked_for_the_number_of_steps(
+    tmp_path: Path,
+) -> None:
+    def trained(*callbacks: L.Callback, checkpoint: Path | None = None) -> list[Any]:
+        module = Collecting()
+        trainer = L.Trainer(
+            max_epochs=3,
+            accelerator="cpu",
+            callbacks=list(callbacks),
+            logger=False,
+            enable_checkpointing=bool(callbacks),
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        trainer.fit(module, datamodule=Data(), ckpt_path=checkpoint)
+        return module.batches
+
+    whole = trained(ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=8, save_top_k=-1))
+    assert trained(checkpoint=tmp_path / "step=8.ckpt") == whole[8:]
+
+
+class Collecting(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1))
+        self.batches: list[Any] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.batches.append(batch)
+        return self.weight.sum()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        assert self.trainer.estimated_stepping_batches
+        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 def test_a_state_of_another_epoch_is_not_taken_up() -> None:
