@@ -9,9 +9,11 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import BatchSizeFinder, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from lightning_pipe.errors import ConfigurationError
+from lightning_pipe.errors import ConfigurationError, PartitionError
+from lightning_pipe.pipeline.ownership import named_tensors
 from lightning_pipe.pipeline.runner import Pipeline
 
 # Optimizers whose step joins numbers of all parameters: on a pipeline each stage would join its own alone.
@@ -67,6 +69,20 @@ def check_module(module: pl.LightningModule, trainer: Any, *, fitting: bool, ran
         raise ConfigurationError(
             f"The module has parameters of type {sharded[0]}: they are sharded already.",
             hint="FSDP and tensor parallelism inside a stage are not supported; pass the module as it was built.",
+        )
+
+
+def check_shapes(module: pl.LightningModule) -> None:
+    """Refuse parameters whose shapes only the first batch will tell.
+
+    Raises:
+        PartitionError: there is one.
+    """
+    name = next((name for name, tensor in named_tensors(module) if is_lazy(tensor)), None)
+    if name is not None:
+        raise PartitionError(
+            f"'{name}' has no shape yet (it belongs to a lazy module): a rank without its layer would never learn it.",
+            hint="Give the layer its sizes, or run the module once on an example batch before the Trainer gets it.",
         )
 
 

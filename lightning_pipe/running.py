@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_pipe.config import Auto
+from lightning_pipe.errors import ConfigurationError
 from lightning_pipe.handover import HeldGradients, held_back
 from lightning_pipe.metrics import Metrics
 from lightning_pipe.micro_batches import LossWeight, MicroBatches, divide_batch
@@ -26,6 +27,7 @@ from lightning_pipe.pipeline.batches import signature
 from lightning_pipe.pipeline.profiling import profiled
 from lightning_pipe.pipeline.rng import Streams, mix
 from lightning_pipe.pipeline.runner import Pipeline
+from lightning_pipe.pipeline.sync_batchnorm import are_synchronized
 from lightning_pipe.precision import loss_scale, over_stages
 from lightning_pipe.reporting import Report
 from lightning_pipe.sharded import ShardedOptimizers
@@ -85,6 +87,7 @@ class Run:
         self._module, self._world, self._precision, self._cutting, self._seed = module, world, precision, cutting, seed
         self._ranks = world.layout.pipeline_parallel_size
         self._accumulated = False
+        self._synchronized = are_synchronized(module)
         self._transforms = True
         self._counts = {_EVALUATION: 0, _TRANSFER: 0}
         self._changed = ExitStack()
@@ -185,6 +188,7 @@ class Run:
         cut = divide_batch(batch, self._ranks, number, cutting.split_batch, cutting.loss_weight)
         scale = loss_scale(self._precision)
         total = self._world.sum_over_replicas(sum(cut.amounts))
+        self._check_synchronized(len(cut.parts))
         weights = [weight * scale for weight in cut.weights(total)]
         seed = mix(self._seed, _TRAINING, loop.total_batch_idx, self._world.transport.replica)
         if self.streaming is not None:
@@ -209,6 +213,19 @@ class Run:
                 self.sharded.install(optimizers)
                 self._changed.callback(self.sharded.remove)
         return self._output(result, cut, held)
+
+    def _check_synchronized(self, micro_batches: int) -> None:
+        """Norms that wait for the other replicas would do so for ever if these had fewer micro-batches."""
+        if not self._synchronized:
+            return
+        replicas = self._world.layout.data_parallel_size
+        equal = self._world.sum_over_replicas(micro_batches) == micro_batches * replicas
+        if not self._world.agree(equal, unanimous=True, members=self._world.replica_members):
+            raise ConfigurationError(
+                f"Synchronized batch norm needs equally many micro-batches on all replicas; this one has "
+                f"{micro_batches}, others have more or fewer.",
+                hint="Use batches of equal size (drop_last=True), or leave sync_batchnorm out.",
+            )
 
     @contextmanager
     def _measured(self, cut: MicroBatches) -> Generator[None, None, None]:

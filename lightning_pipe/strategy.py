@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from os import PathLike
 from pathlib import Path
@@ -40,14 +40,17 @@ from lightning_pipe.partition import (
     imbalance,
     layer_costs,
 )
+from lightning_pipe.pipeline.batchnorm import DeferredBatchNorm
 from lightning_pipe.pipeline.ownership import named_tensors
 from lightning_pipe.pipeline.runner import Pipeline
+from lightning_pipe.pipeline.sync_batchnorm import synchronize, synchronized_norms
 from lightning_pipe.refusals import (
     SEVERAL_OPTIMIZERS,
     check_asynchronous,
     check_copies,
     check_module,
     check_optimizers,
+    check_shapes,
     is_about_several_optimizers,
 )
 from lightning_pipe.reporting import Report
@@ -64,6 +67,13 @@ DEFAULT_TIMEOUT = timedelta(minutes=30)
 """As long as Lightning and torch wait: preparing data on one process counts."""
 
 _NOT_MEASURED = "the layers have not been measured yet: the next run has the measurements"
+
+
+def _sync_refused(what: str, why: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"Synchronized batch norm (sync_batchnorm=True) and {what} do not go together: {why}.",
+        hint="Use plain batch norm: with deferred_batch_norm=True all copies and replicas share running statistics.",
+    )
 
 
 class PipeStrategy(ParallelStrategy):
@@ -156,6 +166,7 @@ class PipeStrategy(ParallelStrategy):
         self._save_folder = save_distributed_checkpoint
         self._backend, self._timeout = process_group_backend, timeout
         self._seed = 0
+        self._unsynchronize = ExitStack()
         self._names: list[str] = []
         self._holders: dict[str, tuple[int, ...]] = {}
 
@@ -269,6 +280,7 @@ class PipeStrategy(ParallelStrategy):
         module = self._module()
         self._synchronize_batch_norm(module)
         try:
+            check_shapes(module)
             layers = find_layers(module, self._layers)
         except PartitionError:
             if later:
@@ -298,22 +310,19 @@ class PipeStrategy(ParallelStrategy):
         self._names = [name for name, _ in module.named_parameters()]
 
     def _synchronize_batch_norm(self, module: pl.LightningModule) -> None:
-        """``Trainer(sync_batchnorm=True)``: normalise over the replicas at the same position."""
-        world = self.connected
-        if self._layer_sync is None or world.replicas is None:
+        """``Trainer(sync_batchnorm=True)``, or norms that are synchronized ones already."""
+        world, every = self.connected, self._layer_sync is not None
+        if every and self.family.pipes > 1:
+            raise _sync_refused(f"schedule {self.family.label}", "the copies of a stage run at different times")
+        if world.layout.world_size == 1:
             return
-        if self.family.pipes > 1:
-            raise ConfigurationError(
-                f"sync_batchnorm=True and schedule {self.family.label} do not go together: the copies of a stage on "
-                "two ranks run at different times, and would wait for each other.",
-                hint="Leave it out: deferred_batch_norm=True shares running statistics among all copies.",
-            )
-        if self.root_device.type != "cuda":
-            raise ConfigurationError(
-                f"sync_batchnorm=True needs GPUs (torch's SyncBatchNorm), this is {self.root_device}.",
-                hint="Leave it out: deferred_batch_norm=True shares running statistics among the replicas.",
-            )
-        torch.nn.SyncBatchNorm.convert_sync_batchnorm(module, world.replicas)  # type: ignore[no-untyped-call]
+        wanted = any(True for _ in synchronized_norms(module, every=every))
+        if wanted and world.replicas is not None:
+            if self.family.pipes > 1:
+                raise _sync_refused(f"schedule {self.family.label}", "the copies of a stage run at different times")
+            if self.root_device.type != "cuda":
+                raise _sync_refused(f"device {self.root_device}", "torch's SyncBatchNorm needs GPUs")
+        self._unsynchronize.callback(synchronize(module, world.replicas, every=every))
 
     def _stages_of(
         self, module: pl.LightningModule, layers: Layers
@@ -545,6 +554,8 @@ class PipeStrategy(ParallelStrategy):
                 self._holders = {name: run.pipeline.owners(name) for name, _ in named_tensors(self._module())}
                 self._module().cpu()  # as `Strategy.teardown` will do; the whole module may not fit on this device
                 run.pipeline.restore()
+            DeferredBatchNorm.revert(self._module())
+        self._unsynchronize.close()
         super().teardown()
 
     def _module(self) -> pl.LightningModule:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from itertools import accumulate, pairwise
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from lightning_pipe.errors import ConfigurationError, PartitionError
 from lightning_pipe.pipeline.asynchronous import Flow, Turn
 from lightning_pipe.pipeline.batches import signature
-from lightning_pipe.pipeline.batchnorm import DeferredBatchNorm, commit_all, discard_all
+from lightning_pipe.pipeline.batchnorm import DeferredBatchNorm, Statistics, deferred_norms, discard_all
 from lightning_pipe.pipeline.courier import Courier
 from lightning_pipe.pipeline.cut.intercept import Interceptor
 from lightning_pipe.pipeline.executor import Executor
@@ -123,6 +123,7 @@ class Pipeline:
         self.elapsed = 0.0
         self.busy = 0.0
         self._program = cache(self._lowered)
+        self._statistics = Statistics(transport)
         if deferred_batch_norm and self.synchronous:
             DeferredBatchNorm.convert(module)
         self._connect(probe)
@@ -281,7 +282,7 @@ class Pipeline:
                 self.reduce_gradients()
         elif reduce:
             self.reduce_gradients()
-        self._commit_statistics()
+        self._commit_statistics(deferred_norms(self.module))
         if not first:  # the first batch also agrees on what travels and who holds what
             self.elapsed += time.perf_counter() - start
             self.busy += self.executor.busy - busy
@@ -291,7 +292,9 @@ class Pipeline:
         """Run forward passes alone; see `train`."""
         if self.flow is not None and self.flow.in_flight:
             raise ConfigurationError("Batches are in flight.", hint="Drain the pipeline before an evaluation.")
-        return self._run(step, micro_batches, [1.0] * len(micro_batches), seed, training=False)
+        results = self._run(step, micro_batches, [1.0] * len(micro_batches), seed, training=False)
+        self._commit_statistics(norm for norm in deferred_norms(self.module) if norm.training)
+        return results
 
     def advance(self, step: Step, micro_batches: Sequence[Any], weights: Sequence[float], *, seed: int = 0) -> Turn:
         """Let a schedule without a flush go on by one batch; others stay in flight.
@@ -441,13 +444,11 @@ class Pipeline:
         for key, parameters in by_key.items():
             self.reducer.add(key, parameters, members.get(key, (self.transport.process,)))
 
-    def _commit_statistics(self) -> None:
-        """End the mini-batch of the deferred batch norms that this rank runs."""
-        norms: list[tuple[DeferredBatchNorm, tuple[int, ...]]] = []
-        for name, part in self.module.named_modules():
-            if isinstance(part, DeferredBatchNorm) and self.holds(f"{name}.running_mean"):
-                norms.append((part, self._members(self.owners(f"{name}.running_mean"))))
-        commit_all(norms, self.transport)
+    def _commit_statistics(self, ended: Iterable[DeferredBatchNorm]) -> None:
+        """End the mini-batch of those of some deferred batch norms that this rank runs."""
+        names = {id(part): name for name, part in self.module.named_modules()}
+        owners = [(norm, f"{names[id(norm)]}.running_mean".lstrip(".")) for norm in ended]
+        self._statistics.commit([(norm, self._members(self.owners(name))) for norm, name in owners if self.holds(name)])
 
 
 def _stage_key(stage: int) -> tuple[int, ...]:

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_map
 
 from lightning_pipe.errors import ConfigurationError, CutError
 from lightning_pipe.pipeline.batches import fresh
+from lightning_pipe.pipeline.batchnorm import forward_pass
 from lightning_pipe.pipeline.cut.intercept import Interceptor
 from lightning_pipe.pipeline.cut.path import Call, Crossing, Path
 from lightning_pipe.pipeline.cut.received import Inbox
@@ -178,7 +179,7 @@ class Stages:
             tuple(e.number for e in inbound[0].entries if e.number in inbound[1] and e.requires_grad) if inbound else ()
         )
         batch.streams.seed_user_code(micro_batch)
-        with self.interceptor.running(run):
+        with self.interceptor.running(run), forward_pass(stage):
             result = run.run(lambda: batch.step(micro_batch, batch.slice(micro_batch)))
         self.called |= run.called
         saved = Saved(run.inbox, received, {}, None, run.tracker.used)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from lightning_pipe import schedules
 from lightning_pipe.errors import ConfigurationError
@@ -82,6 +83,111 @@ def test_the_plain_norm_comes_back() -> None:
     assert type(net[2]) is nn.SyncBatchNorm
 
 
+class Activated(nn.BatchNorm1d):
+    """Does more than normalise, with torch's own function."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.num_batches_tracked.add_(1)
+        weights = (self.weight, self.bias, self.training, self.momentum, self.eps)
+        return F.relu(F.batch_norm(x, self.running_mean, self.running_var, *weights))
+
+
+class Clamped(nn.BatchNorm1d):
+    """Does more than normalise, by what it is derived from."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).clamp(-1, 1)
+
+
+class Named(nn.BatchNorm1d):
+    """Has no forward of its own."""
+
+
+@pytest.mark.parametrize("kind", [Activated, Clamped, Named, nn.SyncBatchNorm])
+def test_norms_that_are_derived_from_torchs_keep_what_they_do(kind: Any) -> None:
+    plain = kind(3)
+    deferred = DeferredBatchNorm.convert(copy.deepcopy(plain))
+    assert isinstance(deferred, kind)
+    for _ in range(3):
+        batch = torch.randn(10, 3) + 4
+        plain(batch)
+        for part in batch.tensor_split(3):
+            torch.testing.assert_close(deferred(part), copy.deepcopy(plain)(part))
+        deferred.commit()
+    assert_same_statistics(deferred, plain)
+    assert type(DeferredBatchNorm.revert(deferred)) is kind
+
+
+class Repeating(nn.Module):
+    """One norm between all layers, one in layers of two stages, one called twice by the head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Tanh()) for _ in range(4))
+        self.layers[3][1] = self.layers[0][1]
+        self.between, self.head = nn.BatchNorm1d(3), nn.BatchNorm1d(3, momentum=None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = self.between(layer(x))
+        return self.head(x).square().mean() + (self.head(x + 1) * x).mean()
+
+
+@pytest.mark.parametrize(("schedule", "ranks"), [("1f1b", 1), ("1f1b", 2), ("chimera", 2)])
+def test_norms_that_are_called_several_times_count_every_call(schedule: str, ranks: int) -> None:
+    """One micro-batch, so that all norms have the statistics of one device."""
+    net, batches = Repeating(), [torch.randn(6, 3) for _ in range(3)]
+    reference = copy.deepcopy(net)
+    for batch in batches:
+        reference(batch)
+    found = train(Run(ranks, 1, 1, schedule), batches, net)[0]
+    for name, value in reference.named_buffers():
+        torch.testing.assert_close(found[name], value, rtol=1e-12, atol=1e-12, msg=name)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_what_users_checkpoint_counts_once(reentrant: bool) -> None:
+    class Checkpointed(nn.Module):
+        def __init__(self, body: nn.Module) -> None:
+            super().__init__()
+            self.body = body
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(self.body, x.requires_grad_(), use_reentrant=reentrant)  # type: ignore[no-any-return]
+
+    class Outer(nn.Module):
+        def __init__(self, net: Net, *, checkpointed: bool) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(*map(Checkpointed, net.layers)) if checkpointed else net.layers
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = layer(x)
+            return x.square().mean()
+
+    net, batches = Net(), [torch.randn(10, 3, 2, 2) for _ in range(2)]
+    for layer in net.layers:
+        layer[2] = nn.Identity()
+    plain = train(Run(2, 1, 3), batches, Outer(net, checkpointed=False))[0]
+    found = train(Run(2, 1, 3), batches, Outer(net, checkpointed=True))[0]
+    for (name, value), other in zip(plain.items(), found.values(), strict=True):
+        torch.testing.assert_close(other, value, rtol=1e-12, atol=1e-12, msg=name)
+
+
+def test_evaluation_in_training_mode_is_a_mini_batch_of_its_own() -> None:
+    (transport,) = memory_world(Topology(ranks=1))
+    net, plain = Net(), nn.BatchNorm2d(3)
+    pipeline = Pipeline(net, find_layers(net, "layers"), [8, 8], GPipe(), transport, deferred_batch_norm=True)
+    for _ in range(2):
+        batch, other = torch.randn(4, 3, 2, 2), torch.randn(6, 3, 2, 2)
+        pipeline.evaluate(lambda _, part: net(part), [batch])
+        pipeline.train(lambda _, part: net(part), [other], [1.0])
+        plain(batch)
+        plain(other)
+    assert_same_statistics(DeferredBatchNorm.revert(net).layers[0][1], plain)
+
+
 def test_one_value_per_channel_is_refused() -> None:
     norm = DeferredBatchNorm.convert(nn.BatchNorm1d(3))
     with pytest.raises(ConfigurationError, match="more than one value per channel"):
@@ -104,7 +210,7 @@ def test_the_pipeline_leaves_norms_as_it_found_them_when_a_step_fails() -> None:
     parts = list(torch.randn(8, 3, 2, 2).tensor_split(2))
     with pytest.raises(KeyError):
         pipeline.train(step, parts, [0.5, 0.5])
-    assert all(norm.pending is None for norm in net.modules() if isinstance(norm, DeferredBatchNorm))
+    assert all(not norm.pending for norm in net.modules() if isinstance(norm, DeferredBatchNorm))
     pipeline.train(step, parts, [0.5, 0.5])
     assert int(net.layers[0][1].num_batches_tracked) == 1
 
@@ -136,14 +242,15 @@ class Run:
     recompute: Any = "never"
 
 
-def train(run: Run, batches: list[Tensor], net: Net) -> list[dict[str, Tensor]]:
+def train(run: Run, batches: list[Tensor], net: nn.Module) -> list[dict[str, Tensor]]:
     family = schedules.get(run.schedule)
     loss_rank = family.build(run.ranks, run.micro_batches).loss_ranks[0]
 
     def body(transport: MemoryTransport) -> dict[str, Tensor]:
         mine = copy.deepcopy(net)
         sequence = find_layers(mine, "layers")
-        balance = [len(sequence) // run.ranks] * run.ranks
+        stages = run.ranks * family.stages_per_rank
+        balance = [len(sequence) // stages] * stages
         pipeline = Pipeline(
             mine, sequence, balance, family, transport, recompute=run.recompute, deferred_batch_norm=True
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
@@ -177,3 +178,43 @@ def test_one_error_ends_all_processes(how: str) -> None:
     other = ended[1 - process].error
     assert isinstance(other, CommunicationError)
     assert message in str(other)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "replicas", "message"),
+    [("chimera", None, "the copies of a stage run at different times"), ("1f1b", "a group", "needs GPUs")],
+)
+def test_synchronized_batch_norm_is_refused_where_it_would_hang(schedule: str, replicas: Any, message: str) -> None:
+    trainer = L.Trainer(accelerator="cpu", sync_batchnorm=True, strategy=PipeStrategy(schedule=schedule), **QUIET)
+    strategy: Any = trainer.strategy
+    strategy.world = SimpleNamespace(replicas=replicas, layout=SimpleNamespace(world_size=4))
+    with pytest.raises(ConfigurationError, match=message):
+        strategy._synchronize_batch_norm(torch.nn.Sequential(torch.nn.BatchNorm1d(3)))
+
+
+def test_a_step_that_fails_leaves_the_norms_of_the_module_as_they_were() -> None:
+    class Fails(Lit):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model.append(torch.nn.BatchNorm1d(4))
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            if batch_idx == 1:
+                raise KeyError("the user's own")
+            return super().training_step(batch, batch_idx)
+
+    module = Fails()
+    with pytest.raises(KeyError):
+        fit(module, stages=2, micro_batches=2)
+    assert type(module.model[-1]) is torch.nn.BatchNorm1d
+    assert int(module.model[-1].num_batches_tracked) == 1
+
+
+def test_layers_without_shapes_are_refused() -> None:
+    class Lazy(Lit):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model.append(torch.nn.LazyBatchNorm1d())
+
+    with pytest.raises(PartitionError, match=r"'model\.\d\.weight' has no shape yet"):
+        fit(Lazy())
