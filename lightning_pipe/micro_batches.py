@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from lightning_pipe.config import Auto, micro_batch_count, micro_batch_sizes, micro_batch_weights
 from lightning_pipe.errors import ConfigurationError
 from lightning_pipe.split import SplitBatch, samples, split
 
-LossWeight = Callable[[Any], float]
+LossWeight = Callable[[Any], float] | Literal["sum"]
 
 
 @dataclass(frozen=True)
@@ -20,21 +20,27 @@ class MicroBatches:
     Args:
         parts: the micro-batches.
         sizes: samples of each.
-        amounts: what the loss of each counts, before the batches of other replicas are known.
+        amounts: what each counts in means over the batch, before the batches of other replicas are known.
+        summed: whether the batch's loss is the sum of theirs, and no mean.
     """
 
     parts: list[Any]
     sizes: list[int]
     amounts: list[float]
+    summed: bool = False
 
     @property
     def shares(self) -> list[float]:
         """The share of each micro-batch in this batch; they add up to 1."""
         return micro_batch_weights(self.amounts)
 
+    def loss(self, losses: Sequence[float]) -> float:
+        """The loss of the batch, from those of its micro-batches."""
+        return sum(weight * loss for weight, loss in zip(self.weights(sum(self.amounts)), losses, strict=True))
+
     def weights(self, total: float) -> list[float]:
-        """The share of each micro-batch in the batches of all replicas, which count ``total``."""
-        return micro_batch_weights(self.amounts, total)
+        """What the loss of each micro-batch counts in that of the batches of all replicas, which count ``total``."""
+        return [1.0] * len(self.parts) if self.summed else micro_batch_weights(self.amounts, total)
 
 
 def divide_batch(
@@ -51,7 +57,7 @@ def divide_batch(
         ranks: ranks in one pipeline.
         micro_batches: how many; a batch of fewer samples is cut into fewer.
         split_batch: the user's own way to cut.
-        loss_weight: what the loss of a micro-batch counts; by default its samples.
+        loss_weight: what the loss of a micro-batch counts; by default its samples. ``"sum"``: losses are added.
 
     Raises:
         ConfigurationError: how to cut the batch, or what a part of it counts, is not clear.
@@ -73,9 +79,9 @@ def divide_batch(
         length = samples(batch)
         sizes = micro_batch_sizes(length, micro_batch_count(length, ranks, micro_batches))
         parts = split(batch, sizes)
-    return MicroBatches(
-        parts, sizes, [float(loss_weight(part)) for part in parts] if loss_weight else [*map(float, sizes)]
-    )
+    if loss_weight is None or loss_weight == "sum":
+        return MicroBatches(parts, sizes, [*map(float, sizes)], summed=loss_weight == "sum")
+    return MicroBatches(parts, sizes, [float(loss_weight(part)) for part in parts])
 
 
 def _wanted(batch: Any, ranks: int, micro_batches: int | Auto) -> int:

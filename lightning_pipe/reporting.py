@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import lightning.pytorch as pl
@@ -70,6 +71,23 @@ def predicted_bubble(pipeline: Pipeline, micro_batches: int) -> float:
     stream = pipeline.flow.stream
     batches = 20 * stream.period + 2 * pipeline.transport.topology.ranks
     return float(simulate(pipeline.schedule(batches * stream.micro_batches), Costs()).steady_bubble_ratio)
+
+
+def no_mean(sizes: Sequence[int], mean: float, both: float) -> str:
+    """The warning for a loss that is not the mean over samples.
+
+    Args:
+        sizes: samples of two micro-batches.
+        mean: of their losses, weighted by samples.
+        both: the loss of the two together.
+    """
+    return (
+        f"The loss is not a mean over the samples: micro-batches of {sizes[0]} and {sizes[1]} samples have a mean loss "
+        f"of {mean:.7g}, the same samples together have {both:.7g} (first batch, without dropout). Gradients differ "
+        "accordingly from those of one device. For a mean over something else than samples say what a micro-batch "
+        "counts, such as PipeStrategy(loss_weight=lambda micro_batch: (micro_batch['labels'] != -100).sum()); a sum "
+        "needs PipeStrategy(loss_weight='sum'). A loss that compares samples with each other needs micro_batches=1."
+    )
 
 
 @dataclass

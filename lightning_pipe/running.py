@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.fabric.utilities.data import has_iterable_dataset
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
@@ -16,6 +17,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_pipe import split
 from lightning_pipe.config import Auto
 from lightning_pipe.errors import ConfigurationError
 from lightning_pipe.handover import HeldGradients, held_back
@@ -24,12 +26,13 @@ from lightning_pipe.micro_batches import LossWeight, MicroBatches, divide_batch
 from lightning_pipe.mirror import Mirror
 from lightning_pipe.partition import ProfileStore
 from lightning_pipe.pipeline.batches import signature
+from lightning_pipe.pipeline.loss_check import LossCheck
 from lightning_pipe.pipeline.profiling import profiled
 from lightning_pipe.pipeline.rng import Streams, mix
 from lightning_pipe.pipeline.runner import Pipeline
 from lightning_pipe.pipeline.sync_batchnorm import are_synchronized
 from lightning_pipe.precision import loss_scale, over_stages
-from lightning_pipe.reporting import Report
+from lightning_pipe.reporting import Report, no_mean
 from lightning_pipe.sharded import ShardedOptimizers
 from lightning_pipe.split import SplitBatch
 from lightning_pipe.step import Result, UserStep, from_loss_ranks, join
@@ -86,7 +89,7 @@ class Run:
         self.sharded = sharded
         self._module, self._world, self._precision, self._cutting, self._seed = module, world, precision, cutting, seed
         self._ranks = world.layout.pipeline_parallel_size
-        self._accumulated = False
+        self._accumulated = self._compared = False
         self._synchronized = are_synchronized(module)
         self._transforms = True
         self._counts = {_EVALUATION: 0, _TRANSFER: 0}
@@ -190,10 +193,11 @@ class Run:
         total = self._world.sum_over_replicas(sum(cut.amounts))
         self._check_synchronized(len(cut.parts))
         weights = [weight * scale for weight in cut.weights(total)]
+        check = self._loss_check(cut)
         seed = mix(self._seed, _TRAINING, loop.total_batch_idx, self._world.transport.replica)
         if self.streaming is not None:
             self.report.batch(cut)
-            return self.streaming.train(cut, weights, rest, self._precision.train_step_context, seed)
+            return self.streaming.train(cut, weights, rest, self._precision.train_step_context, seed, check)
         # over several batches, old and new gradients are reduced together after the last
         reduce = not self.blocked and not self._accumulated
         self._free_old_gradients(optimizers)
@@ -202,7 +206,7 @@ class Run:
 
         def run(step: Callable[[int, Any], Any]) -> dict[int, Any]:
             with self._measured(cut):
-                return self.pipeline.train(step, cut.parts, weights, seed=seed, reduce=reduce)
+                return self.pipeline.train(step, cut.parts, weights, seed=seed, reduce=reduce, check=check)
 
         with held_back(list(self._module.parameters()), scale) as held:
             result = self._run("training_step", rest, self._precision.train_step_context, run, cut)
@@ -226,6 +230,23 @@ class Run:
                 f"{micro_batches}, others have more or fewer.",
                 hint="Use batches of equal size (drop_last=True), or leave sync_batchnorm out.",
             )
+
+    def _loss_check(self, cut: MicroBatches) -> LossCheck | None:
+        """For the first batch that is really cut: looks whether its loss is the mean of those of its parts."""
+        if self._compared or self._cutting.loss_weight is not None or len(cut.parts) == 1:
+            return None
+        self._compared = True
+
+        def together(pair: tuple[int, int]) -> Any:
+            return split.join([cut.parts[i] for i in pair], [cut.sizes[i] for i in pair])
+
+        def differs(pair: tuple[int, int], mean: float, both: float) -> None:
+            rank_zero_warn(no_mean([cut.sizes[i] for i in pair], mean, both))
+
+        kind = self.pipeline.transport.device.type
+        with self._precision.train_step_context():
+            autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        return LossCheck(cut.amounts, cut.sizes, together, differs, autocast)
 
     @contextmanager
     def _measured(self, cut: MicroBatches) -> Generator[None, None, None]:
@@ -272,7 +293,7 @@ class Run:
         """The loss, whose backward pass hands over the gradients, with what else the step returned."""
         outputs = [result.outputs[index] for index in sorted(result.outputs)]
         losses = [output["loss"] if isinstance(output, Mapping) else output for output in outputs]
-        value = sum(share * float(loss) for share, loss in zip(cut.shares, losses, strict=True))
+        value = cut.loss([float(loss) for loss in losses])
         loss = held.loss(value, losses[0].dtype, self.pipeline.transport.device)
         if not isinstance(outputs[0], Mapping):
             return loss

@@ -71,6 +71,43 @@ def split(batch: Any, sizes: Sequence[int]) -> list[Any]:
     return _columns(batch, list(sizes), certain=bool(firm))
 
 
+def join(parts: Sequence[Any], sizes: Sequence[int]) -> Any:
+    """Put micro-batches together again: the inverse of `split`.
+
+    Args:
+        parts: the micro-batches.
+        sizes: samples of each.
+
+    Raises:
+        ConfigurationError: they differ in something that does not have their length.
+
+    Example:
+        >>> join(split({"x": torch.arange(5), "scale": 2.0}, [3, 2]), [3, 2])
+        {'x': tensor([0, 1, 2, 3, 4]), 'scale': 2.0}
+    """
+    firm, _ = _evidence(parts[0])
+    return _joined("batch", parts, sizes, certain=bool(firm))
+
+
+def _joined(path: str, nodes: Sequence[Any], sizes: Sequence[int], certain: bool) -> Any:
+    first, pairs = nodes[0], list(zip(nodes, sizes, strict=True))
+    if all(node is first for node in nodes):
+        return first
+    if isinstance(first, Tensor | np.ndarray):
+        if all(_length(node) == size for node, size in pairs):
+            return torch.cat(list(nodes)) if isinstance(first, Tensor) else np.concatenate(nodes)
+    elif (contents := [children(node) for node in nodes])[0] is None:
+        if all(node == first for node in nodes):
+            return first
+    elif all(_is_per_sample(node, size, certain) for node, size in pairs):
+        return type(first)(sample for node in nodes for sample in node)
+    else:
+        columns = {key: [(content or {})[key] for content in contents] for key in contents[0]}
+        joined = {key: _joined(f"{path}[{key!r}]", each, sizes, certain) for key, each in columns.items()}
+        return rebuild(first, joined)
+    raise ConfigurationError(f"{path} differs between micro-batches and does not have their length.", hint=_HINT)
+
+
 def _columns(node: Any, sizes: list[int], certain: bool) -> list[Any]:
     """The parts of one node of the batch, one for every micro-batch."""
     length = sum(sizes)

@@ -96,7 +96,8 @@ class PipeStrategy(ParallelStrategy):
             ``"never"``, ``"always"``, or ``"except_last"`` micro-batch.
         deferred_batch_norm: let batch norm keep the statistics of whole batches rather than of micro-batches.
         reproducible_rng: random numbers depend on seed, step, micro-batch and layer only. ``True`` is the only choice.
-        loss_weight: what the loss of a micro-batch counts, as a function of it; ``None``: its number of samples.
+        loss_weight: what the loss of a micro-batch counts in the batch's mean, as a function of it; ``"sum"``: losses
+            are added as they are; ``None``: its number of samples.
         split_batch: ``split_batch(batch, m)`` returns m micro-batches; ``None``: along dimension 0 of every tensor that
             has the batch's length.
         shard_optimizer: whether each of several holders of a parameter (replicas, and the copies of a stage in
@@ -150,6 +151,11 @@ class PipeStrategy(ParallelStrategy):
         super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
         if not reproducible_rng:
             raise ConfigurationError("reproducible_rng=False is not supported.", hint="Leave it out: it costs nothing.")
+        if isinstance(loss_weight, str) and loss_weight != "sum":
+            raise ConfigurationError(
+                f"loss_weight={loss_weight!r} is not known.",
+                hint="Use a function of a micro-batch, 'sum', or None: the number of samples.",
+            )
         self.family = schedules.get(schedule)
         if isinstance(micro_batches, int):
             self.family = self.family.for_batches_of(micro_batches)

@@ -21,6 +21,7 @@ from lightning_pipe.memory import Change
 from lightning_pipe.micro_batches import MicroBatches
 from lightning_pipe.one_way import OneWay
 from lightning_pipe.pipeline.asynchronous import Flow, Turn
+from lightning_pipe.pipeline.loss_check import LossCheck
 from lightning_pipe.pipeline.runner import Pipeline
 from lightning_pipe.step import Part, Result, UserStep, known
 from lightning_pipe.world import World
@@ -139,7 +140,15 @@ class Streaming:
 
     # ------------------------------------------------------------------ calls
 
-    def train(self, cut: MicroBatches, weights: Sequence[float], rest: Sequence[Any], context: Any, seed: int) -> Any:
+    def train(
+        self,
+        cut: MicroBatches,
+        weights: Sequence[float],
+        rest: Sequence[Any],
+        context: Any,
+        seed: int,
+        check: LossCheck | None = None,
+    ) -> Any:
         """One call with a batch; returns what ``training_step`` is to return.
 
         Args:
@@ -148,11 +157,12 @@ class Streaming:
             rest: the step's arguments after the batch.
             context: entered around each run of the step.
             seed: the seed of the batch's random streams.
+            check: looks whether the loss is a mean over samples.
         """
         flight = self._flights[self._arrived] = _Flight(cut)
         self._new, self._arrived = self._arrived, self._arrived + 1
         step = self._step.bind("training_step", rest, context, flight.logged)
-        return self._call(lambda: self._pipeline.advance(step, cut.parts, weights, seed=seed))
+        return self._call(lambda: self._pipeline.advance(step, cut.parts, weights, seed=seed, check=check))
 
     def _call(self, run: Callable[[], Turn]) -> Any:
         settled = self._pipeline.ownership.settled
@@ -186,7 +196,7 @@ class Streaming:
         if batch is None:
             return Part({}, [], changes, stop)
         flight = self._flights[batch]
-        return Part(dict(self._turn.results[batch]), merge(flight.logged, flight.cut.sizes), changes, stop)
+        return Part(dict(self._turn.results[batch]), merge(flight.logged, flight.cut.amounts), changes, stop)
 
     def optimizer_step(
         self, optimizer: Optimizer, closure: Callable[[], Any], step: Callable[[Callable[[], Any]], Any]

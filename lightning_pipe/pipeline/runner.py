@@ -20,6 +20,7 @@ from lightning_pipe.pipeline.batchnorm import DeferredBatchNorm, Statistics, def
 from lightning_pipe.pipeline.courier import Courier
 from lightning_pipe.pipeline.cut.intercept import Interceptor
 from lightning_pipe.pipeline.executor import Executor
+from lightning_pipe.pipeline.loss_check import LossCheck
 from lightning_pipe.pipeline.ownership import Ownership, named_tensors
 from lightning_pipe.pipeline.recompute import BufferGuard
 from lightning_pipe.pipeline.reduce import GradientReducer
@@ -249,7 +250,14 @@ class Pipeline:
     # ------------------------------------------------------------------ batches
 
     def train(
-        self, step: Step, micro_batches: Sequence[Any], weights: Sequence[float], *, seed: int = 0, reduce: bool = True
+        self,
+        step: Step,
+        micro_batches: Sequence[Any],
+        weights: Sequence[float],
+        *,
+        seed: int = 0,
+        reduce: bool = True,
+        check: LossCheck | None = None,
     ) -> dict[int, Any]:
         """Run forward and backward passes of one batch.
 
@@ -264,6 +272,7 @@ class Pipeline:
             weights: the factor of each micro-batch's loss; they add up to 1 over the batch for a mean.
             seed: the seed of this batch's random streams, the same on all ranks of the pipeline.
             reduce: ``False`` while gradients are still accumulated over batches; `reduce_gradients` later.
+            check: looks whether the loss is a mean over samples.
 
         Returns:
             What the step returned for each micro-batch, detached, on the ranks with the loss; empty elsewhere.
@@ -275,7 +284,7 @@ class Pipeline:
             )
         self._reducing = reduce and self.ownership.settled and self.reducer is not None
         first, start, busy = not self.ownership.settled, time.perf_counter(), self.executor.busy
-        results = self._run(step, micro_batches, weights, seed, training=True)
+        results = self._run(self.batch(step, micro_batches, weights, seed, training=True, check=check))
         if not self.ownership.settled:
             self.agree_on_holders()
             if reduce:
@@ -292,11 +301,19 @@ class Pipeline:
         """Run forward passes alone; see `train`."""
         if self.flow is not None and self.flow.in_flight:
             raise ConfigurationError("Batches are in flight.", hint="Drain the pipeline before an evaluation.")
-        results = self._run(step, micro_batches, [1.0] * len(micro_batches), seed, training=False)
+        results = self._run(self.batch(step, micro_batches, [1.0] * len(micro_batches), seed, training=False))
         self._commit_statistics(norm for norm in deferred_norms(self.module) if norm.training)
         return results
 
-    def advance(self, step: Step, micro_batches: Sequence[Any], weights: Sequence[float], *, seed: int = 0) -> Turn:
+    def advance(
+        self,
+        step: Step,
+        micro_batches: Sequence[Any],
+        weights: Sequence[float],
+        *,
+        seed: int = 0,
+        check: LossCheck | None = None,
+    ) -> Turn:
         """Let a schedule without a flush go on by one batch; others stay in flight.
 
         The gradients that are due are added to ``parameter.grad``, summed over all holders of each parameter. Let the
@@ -307,6 +324,7 @@ class Pipeline:
             micro_batches: the slices of the batch, the same on all ranks of the pipeline.
             weights: the factor of each micro-batch's loss.
             seed: the seed of this batch's random streams, the same on all ranks of the pipeline.
+            check: looks whether the loss is a mean over samples.
 
         Raises:
             ConfigurationError: the schedule has a flush, or another number of micro-batches in a batch.
@@ -315,7 +333,7 @@ class Pipeline:
             raise ConfigurationError(
                 f"Schedule {self.family.name!r} finishes every batch before the next one.", hint="Call train."
             )
-        return self.flow.advance(self.batch(step, micro_batches, weights, seed, training=True))
+        return self.flow.advance(self.batch(step, micro_batches, weights, seed, training=True, check=check))
 
     def drain(self) -> Iterator[Turn]:
         """Finish what is in flight, one call after the other; the optimizer may have to step after each."""
@@ -342,11 +360,9 @@ class Pipeline:
         everything = [event for of_rank in gathered for event in of_rank]
         return Timeline.of(everything, ranks=self._topology.ranks, title=title or self.family.name, unit="s")
 
-    def _run(
-        self, step: Step, micro_batches: Sequence[Any], weights: Sequence[float], seed: int, training: bool
-    ) -> dict[int, Any]:
-        batch = self.batch(step, micro_batches, weights, seed, training)
-        program = self._program(len(micro_batches), training)
+    def _run(self, batch: Batch) -> dict[int, Any]:
+        training = batch.training
+        program = self._program(len(batch.micro_batches), training)
         batch.runs = Counter(action.micro_batch for action in program if action.kind in (Kind.FORWARD, Kind.RECOMPUTE))
         with self.running(batch.streams):
             self.executor.run(program, batch)
@@ -355,7 +371,13 @@ class Pipeline:
         return batch.results
 
     def batch(
-        self, step: Step, micro_batches: Sequence[Any], weights: Sequence[float], seed: int, training: bool
+        self,
+        step: Step,
+        micro_batches: Sequence[Any],
+        weights: Sequence[float],
+        seed: int,
+        training: bool,
+        check: LossCheck | None = None,
     ) -> Batch:
         """What the engine is to know about a batch."""
         if not micro_batches or len(micro_batches) != len(weights):
@@ -368,7 +390,7 @@ class Pipeline:
         )
         # Numbers in the place of signatures: they are looked up for every message.
         keys = [self._keys.setdefault((*mode, signature(part)), len(self._keys)) for part in micro_batches]
-        return Batch(step, micro_batches, keys, weights, Streams(seed, self.transport.device), training)
+        return Batch(step, micro_batches, keys, weights, Streams(seed, self.transport.device), training, check=check)
 
     @contextmanager
     def running(self, streams: Streams) -> Iterator[None]:

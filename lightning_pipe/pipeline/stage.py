@@ -18,6 +18,7 @@ from lightning_pipe.pipeline.cut.intercept import Interceptor
 from lightning_pipe.pipeline.cut.path import Call, Crossing, Path
 from lightning_pipe.pipeline.cut.received import Inbox
 from lightning_pipe.pipeline.cut.stage_run import Profiler, StageRun
+from lightning_pipe.pipeline.loss_check import LossCheck
 from lightning_pipe.pipeline.ownership import Ownership
 from lightning_pipe.pipeline.recompute import BufferGuard, nothing_saved, recomputing
 from lightning_pipe.pipeline.rng import Streams
@@ -45,6 +46,7 @@ class Batch:
         streams: the batch's random streams.
         training: whether gradients are wanted.
         runs: how often this rank runs the step on each micro-batch.
+        check: looks once whether the loss is a mean over samples; ``None``: it is not looked at.
         using: ``using(micro_batch)`` is entered around computations, to put the weights that they use in place.
         results: what the step returned for each micro-batch, detached, where the loss is.
     """
@@ -56,12 +58,14 @@ class Batch:
     streams: Streams
     training: bool
     runs: Mapping[int | None, int] = field(default_factory=dict)
+    check: LossCheck | None = None
     using: Callable[[int], AbstractContextManager[None]] = lambda _: _AS_THEY_ARE
     results: dict[int, Any] = field(default_factory=dict)
 
     def slice(self, micro_batch: int) -> Any:
         """A micro-batch for one run; the step may change it without harm to the rank's other runs on it."""
-        return fresh(self.micro_batches[micro_batch], clone=self.runs[micro_batch] > 1)
+        clone = self.check is not None or self.runs[micro_batch] > 1
+        return fresh(self.micro_batches[micro_batch], clone=clone)
 
 
 @dataclass
@@ -128,6 +132,7 @@ class Stages:
 
     def forward(self, stage: int, micro_batch: int, batch: Batch, inbound: Inbound | None) -> tuple[Saved, Crossings]:
         """Run the step for one stage. Returns what backward needs and, by receiving stage, what leaves."""
+        self._look(stage, micro_batch, batch, inbound)
         saved, crossings, result = self._run(stage, micro_batch, batch, inbound)
         if not crossings:
             batch.results[micro_batch] = _detached(result)
@@ -137,6 +142,7 @@ class Stages:
         self, stage: int, micro_batch: int, batch: Batch, inbound: Inbound | None
     ) -> tuple[Kept, Crossings]:
         """Run the step for one stage, to be run again by `recompute`: keep the input alone."""
+        self._look(stage, micro_batch, batch, inbound)
         # The first run may change what it received; the second one must find it as it came.
         copies = None if inbound is None else (inbound[0], {n: tensor.clone() for n, tensor in inbound[1].items()})
         with nothing_saved():
@@ -160,6 +166,14 @@ class Stages:
                 "and numpy; or use recompute='never'.",
             )
         return saved
+
+    def trial(self, stage: int, micro_batch: int, batch: Batch, inbound: Inbound | None) -> Tensor:
+        """The loss of a run that nothing else is to come of."""
+        return loss_of(self._run(stage, micro_batch, batch, inbound)[2])
+
+    def _look(self, stage: int, micro_batch: int, batch: Batch, inbound: Inbound | None) -> None:
+        if batch.check is not None:
+            batch.check.see(self, stage, micro_batch, batch, inbound)
 
     def _run(self, stage: int, micro_batch: int, batch: Batch, inbound: Inbound | None) -> tuple[Saved, Crossings, Any]:
         run = StageRun(

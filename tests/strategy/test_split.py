@@ -17,7 +17,8 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from lightning_pipe.errors import ConfigurationError
 from lightning_pipe.micro_batches import divide_batch
-from lightning_pipe.split import samples, split
+from lightning_pipe.pipeline.batches import map_leaves, signature
+from lightning_pipe.split import join, samples, split
 
 Pair = namedtuple("Pair", "x y")
 
@@ -59,6 +60,18 @@ def test_cuts_along_the_batch(name: str) -> None:
     parts = split(batch, [3, 2])
     assert [samples(part) for part in parts] == [3, 2]
     assert all(type(part) is type(batch) for part in parts)
+    assert signature(join(parts, [3, 2])) == signature(batch)
+    whole: list[Any] = []
+    again: list[Any] = []
+    map_leaves(whole.append, batch)
+    map_leaves(again.append, join(parts, [3, 2]))
+    assert all(np.array_equal(a, b) for a, b in zip(whole, again, strict=True))
+
+
+def test_joins_no_parts_that_differ_in_what_belongs_to_all() -> None:
+    for other in ({"x": rows(2), "n": 2}, {"x": rows(3), "n": 1}):
+        with pytest.raises(ConfigurationError, match="differs between micro-batches"):
+            join([{"x": rows(2), "n": 1}, other], [2, 2])
 
 
 def test_keeps_values_and_what_belongs_to_every_sample() -> None:

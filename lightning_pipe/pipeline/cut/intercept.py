@@ -25,17 +25,23 @@ class Interceptor:
 
     def __init__(self, module: nn.Module, layers: Sequence[tuple[str, nn.Module]]) -> None:
         self.run: StageRun | None = None
-        self._layers = list(layers)
+        self.module = module
+        self.layers = [layer for _, layer in layers]
         self._keepers = Keepers()
         self._caches = Caches(module)
-        self._outside = list(outside_modules(module, [layer for _, layer in layers]))
+        self._outside = list(outside_modules(module, self.layers))
+
+    def computing(self) -> Iterator[nn.Module]:
+        """The layers and outside modules with all their parts, each once."""
+        roots = (*self.layers, *(module for _, module in self._outside))
+        yield from {id(part): part for root in roots for part in root.modules()}.values()
 
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Wrap the forwards. As instance attributes: nothing stays behind that copying or pickling could meet."""
         before: list[tuple[dict[str, Any], str, Any]] = []
         try:
-            for number, (_, layer) in enumerate(self._layers):
+            for number, layer in enumerate(self.layers):
                 self._wrap(layer, self._layer_forward(number, layer), before)
             for key, (name, outside) in enumerate(self._outside):
                 self._wrap(outside, self._module_forward(name, key, outside), before)

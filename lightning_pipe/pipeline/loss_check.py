@@ -1,0 +1,216 @@
+"""Is the loss of a batch the mean of its micro-batches' losses? Looked at once, on the last stage.
+
+A sum, a mean over tokens that are not padding, class weights, and losses that compare samples with each other train
+with other gradients in micro-batches than in one piece, and nothing would fail. So the last stage takes what it
+received for two micro-batches, puts it together, runs the user's step on that, too, and compares.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.dropout import _DropoutNd
+
+from lightning_pipe.memory import Memory
+from lightning_pipe.pipeline.cut.path import Call, Path, TensorSpec
+from lightning_pipe.pipeline.recompute import recomputing
+
+if TYPE_CHECKING:
+    from lightning_pipe.pipeline.stage import Batch, Inbound, Stages
+
+_BUFFERS = -1
+"""The key of the check among the stages, for the guard of buffers."""
+_ROUNDING = {torch.float64: 1e-9, torch.float32: 2e-5, torch.float16: 5e-4, torch.bfloat16: 2e-3}
+"""How far losses may differ that are equal but for rounding, relative to 1 + their size."""
+_REDUCED = 5e-4
+"""The same for float32 on devices that multiply matrices with fewer bits."""
+
+
+class _UnlikeError(Exception):
+    """What two micro-batches have brought cannot be put together."""
+
+
+@dataclass
+class LossCheck:
+    """Compares the losses of the first two micro-batches that come to the last stage with the loss of both together.
+
+    It only looks: what the step changes, logs or draws is put back, and whatever goes wrong ends the check alone.
+    Dropout and batch norm are off, and a loss that is random nevertheless is not judged.
+
+    Args:
+        amounts: what each micro-batch counts.
+        sizes: samples of each micro-batch.
+        join: puts micro-batches together, given their numbers.
+        differs: called with the numbers of the micro-batches, the weighted mean of their losses, and the loss of both
+            together, if these are not the same.
+        autocast: the type of numbers that the step computes with by itself; ``None``: that of its tensors.
+    """
+
+    amounts: Sequence[float]
+    sizes: Sequence[int]
+    join: Callable[[tuple[int, int]], Any]
+    differs: Callable[[tuple[int, int], float, float], None]
+    autocast: torch.dtype | None = None
+    _seen: dict[int, Inbound | None] = field(default_factory=dict)
+
+    def see(self, stages: Stages, stage: int, micro_batch: int, batch: Batch, inbound: Inbound | None) -> None:
+        """A micro-batch comes to a stage; with the second one on the last stage the check is made."""
+        if stages.layers[stage].stop != len(stages.names) or len(self._seen) == 2:
+            return
+        # the step may change in place what it receives
+        self._seen[micro_batch] = inbound and (inbound[0], {n: tensor.clone() for n, tensor in inbound[1].items()})
+        if len(self._seen) < 2:
+            return
+        pair = (min(self._seen), max(self._seen))
+        losses = self._losses(stages, stage, batch, pair)
+        if losses is not None:
+            self._compare(pair, losses, self._rounding(stages, losses[0]))
+        self._seen = dict.fromkeys(pair)
+
+    def _losses(self, stages: Stages, stage: int, batch: Batch, pair: tuple[int, int]) -> list[Tensor] | None:
+        """The losses of the two, of both together, and of the first with other random numbers; ``None``: unknown."""
+        received = [self._seen[index] for index in pair]
+        with recomputing(), torch.no_grad(), _attributes(stages), stages.buffers.restored(_BUFFERS):
+            try:
+                parts = [batch.micro_batches[index] for index in pair]
+                together = _inbound(received, [self.sizes[index] for index in pair])
+                runs = [*zip(parts, received, strict=True), (self.join(pair), together), (parts[0], received[0])]
+                trial = replace(batch, micro_batches=[part for part, _ in runs], training=False, results={})
+                losses = []
+                for index, (_, inbound) in enumerate(runs):
+                    with _not_random(stages, stage):
+                        losses.append(stages.trial(stage, index, trial, inbound))
+                return losses
+            except Exception:  # whatever a step may raise that was not made for this
+                return None
+
+    def _compare(self, pair: tuple[int, int], losses: Sequence[Tensor], rounding: float) -> None:
+        one, other, together, again = (float(loss) for loss in losses)
+        shares = [self.amounts[index] for index in pair]
+        if not sum(shares) or not all(map(math.isfinite, (one, other, together))):
+            return
+        mean = (shares[0] * one + shares[1] * other) / sum(shares)
+        if not _close(mean, together, rounding) and _close(again, one, rounding):
+            self.differs(pair, mean, together)
+
+    def _rounding(self, stages: Stages, loss: Tensor) -> float:
+        """The largest difference that rounding can make, by the coarsest numbers that take part."""
+        received = [tensor for inbound in self._seen.values() if inbound for tensor in inbound[1].values()]
+        tensors = [loss, *received, *stages.interceptor.module.parameters()]
+        dtypes = {tensor.dtype for tensor in tensors if tensor.is_floating_point()} | {self.autocast or loss.dtype}
+        reduced = loss.device.type != "cpu" and torch.float32 in dtypes
+        return max([_REDUCED * reduced, *(_ROUNDING.get(dtype, 2e-3) for dtype in dtypes)])
+
+
+def _close(one: float, other: float, rounding: float) -> bool:
+    return abs(one - other) <= rounding * (1 + abs(other))
+
+
+@contextmanager
+def _attributes(stages: Stages) -> Iterator[None]:
+    """What computes has the same attributes as before afterwards."""
+    kept = Memory({str(number): part for number, part in enumerate(stages.interceptor.computing())})
+    try:
+        yield
+    finally:
+        kept.undo()
+
+
+@contextmanager
+def _not_random(stages: Stages, stage: int) -> Iterator[None]:
+    """What the stage computes is as in an evaluation; up to there the step must go the way that it has gone."""
+    module, layers = stages.interceptor.module, stages.interceptor.layers
+    quiet: list[nn.Module] = [part for part in module.modules() if isinstance(part, _DropoutNd | _NormBase)]
+    quiet += stages.interceptor.computing()
+    before = [part.training for part in quiet]
+
+    def begin(*_: Any) -> None:
+        for part in quiet:
+            part.training = False
+
+    start = stages.layers[stage].start
+    hook = layers[start].register_forward_pre_hook(begin)
+    try:
+        if start == 0:
+            begin()
+        yield
+    finally:
+        hook.remove()
+        for part, training in zip(quiet, before, strict=True):
+            part.training = training
+
+
+# ------------------------------------------------------------------ putting together what two micro-batches brought
+
+
+def _inbound(received: Sequence[Inbound | None], sizes: Sequence[int]) -> Inbound | None:
+    """What a stage would receive for two micro-batches together."""
+    first, second = received
+    if first is None or second is None:
+        return None
+    entries = []
+    for one, other in zip(first[0].entries, second[0].entries, strict=True):
+        _same(one._replace(spec=None), other._replace(spec=None))  # type: ignore[arg-type]
+        entries.append(one._replace(spec=_spec(one.spec, other.spec, sizes)))
+    pairs = zip(first[0].calls, second[0].calls, strict=True)
+    calls = tuple(_call(one, other, sizes) for one, other in pairs)
+    values = {number: _value(first[1][number], second[1][number], sizes) for number in first[1]}
+    specs = {entry.number: entry.spec for entry in entries}
+    return Path(calls, tuple(entries)), {number: specs[number].lay_out(value) for number, value in values.items()}
+
+
+def _call(one: Call, other: Call, sizes: Sequence[int]) -> Call:
+    _same(one._replace(leaves=()), other._replace(leaves=()))
+    leaves = []
+    for a, b in zip(one.leaves, other.leaves, strict=True):
+        if isinstance(a, TensorSpec) and isinstance(b, TensorSpec):
+            leaves.append(_spec(a, b, sizes))
+        else:
+            _same(a, b)
+            leaves.append(a)
+    return one._replace(leaves=tuple(leaves))
+
+
+def _spec(one: TensorSpec, other: TensorSpec, sizes: Sequence[int]) -> TensorSpec:
+    dimension = _dimension(one.shape, other.shape, sizes)
+    _same(one.dtype, other.dtype)
+    if dimension is None:
+        _same(one, other)
+        return one
+    shape = tuple(size + other.shape[d] if d == dimension else size for d, size in enumerate(one.shape))
+    if one.strides is None:
+        return one._replace(shape=shape)
+    # the dimensions lie in memory in the same order as before
+    strides, extent = dict.fromkeys(range(len(shape)), 0), 1
+    for d in sorted(strides, key=lambda d: (one.strides[d], one.shape[d])):  # type: ignore[index]
+        strides[d], extent = extent, extent * shape[d]
+    return TensorSpec(shape, one.dtype, tuple(strides.values()))
+
+
+def _value(one: Tensor, other: Tensor, sizes: Sequence[int]) -> Tensor:
+    dimension = _dimension(one.shape, other.shape, sizes)
+    if dimension is not None:
+        return torch.cat([one, other], dimension)
+    if one.shape != other.shape or not torch.equal(one, other):
+        raise _UnlikeError
+    return one
+
+
+def _dimension(one: Sequence[int], other: Sequence[int], sizes: Sequence[int]) -> int | None:
+    """The dimension along which a tensor has one element per sample: the first that fits."""
+    for d, pair in enumerate(zip(one, other, strict=True)):
+        if [*pair] == [*sizes] and [*one[:d], *one[d + 1 :]] == [*other[:d], *other[d + 1 :]]:
+            return d
+    return None
+
+
+def _same(one: Any, other: Any) -> None:
+    if one != other:
+        raise _UnlikeError
