@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor, nn
+from typing_extensions import override
 
 from lightning_pipe.errors import PipeError
 
@@ -49,7 +50,58 @@ class Key(NamedTuple):
     name: str
 
 
-Store = dict[Key, Tensor | None]
+class Event(NamedTuple):
+    """A tensor was stashed, or else popped."""
+
+    key: Key
+    stashes: bool
+
+
+class Store(dict[Key, Tensor | None]):
+    """What is stashed and not popped yet."""
+
+    def begin(self, key: Key, tensor: Tensor | None) -> None:
+        """Stash."""
+        self[key] = tensor
+
+    def end(self, key: Key) -> Tensor | None:
+        """Pop."""
+        return self.pop(key)
+
+
+class StepStore(Store):
+    """That of one step over a pipeline.
+
+    Attributes:
+        events: what was stashed and popped by layers that this process runs.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: list[Event] = []
+
+    @override
+    def begin(self, key: Key, tensor: Tensor | None) -> None:
+        if key in self:
+            raise SkipError(
+                f"'{key.name}' is stashed again before it was popped.",
+                hint="Use another name, or a namespace of its own.",
+            )
+        self.events.append(Event(key, stashes=True))
+        super().begin(key, tensor)
+
+    @override
+    def end(self, key: Key) -> Tensor | None:
+        self.events.append(Event(key, stashes=False))
+        return super().end(key)
+
+    def check_empty(self) -> None:
+        """Raise if something was stashed in vain."""
+        if self:
+            names = ", ".join(f"'{key.name}'" for key in self)
+            raise SkipError(
+                f"{names} was stashed in this step and not popped.", hint="Pop it in a later layer, or do not stash it."
+            )
 
 
 @dataclass(frozen=True)
@@ -70,13 +122,15 @@ class pop:  # noqa: N801 - used like a function, as in torchgpipe
 def put(name: str, tensor: Tensor | None, namespace: Namespace | None = None) -> None:
     """Stash a tensor from any layer's forward, without generators and declarations.
 
+    Over a pipeline it goes straight to the stage that pops it, once the first batch has shown which one that is.
+
     Example:
         >>> import torch
         >>> put("early", torch.ones(1))
         >>> take("early")
         tensor([1.])
     """
-    _store()[Key(namespace, name)] = tensor
+    _store().begin(Key(namespace, name), tensor)
 
 
 def take(name: str, namespace: Namespace | None = None) -> Tensor | None:
@@ -93,7 +147,7 @@ def take(name: str, namespace: Namespace | None = None) -> Tensor | None:
             f"'{name}' was popped, but no earlier layer has stashed it in this step; there is {kept}.",
             hint="Stash it in a layer that comes first, in the same namespace.",
         )
-    return store.pop(key)
+    return store.end(key)
 
 
 @contextmanager
@@ -108,7 +162,7 @@ def stored_in(store: Store) -> Iterator[None]:
 
 def _store() -> Store:
     if not hasattr(_local, "store"):
-        _local.store = {}
+        _local.store = Store()
     store: Store = _local.store
     return store
 
@@ -243,12 +297,16 @@ def verify_skippables(module: nn.Module) -> None:
     Raises:
         SkipError: one line for every stash without pop, pop without stash, and name used twice.
     """
+    verify((name, layer) for name, layer in module.named_modules() if isinstance(layer, SkippableMixin))
+
+
+def verify(layers: Iterable[tuple[str, SkippableMixin]]) -> None:
+    """Check layers with their names, in the order in which they run; see `verify_skippables`."""
     problems: list[str] = []
     stashed: dict[Key, str] = {}
     popped: dict[Key, str] = {}
-    for name, layer in module.named_modules():
-        if isinstance(layer, SkippableMixin):
-            problems += _problems(name, layer, stashed, popped)
+    for name, layer in layers:
+        problems += _problems(name, layer, stashed, popped)
     for key, name in stashed.items():
         if key not in popped:
             problems.append(f"'{key.name}' is stashed by '{name}' and never popped")

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_pipe import skip
+from lightning_pipe.errors import CutError
 from lightning_pipe.skip import Namespace, SkipError, pop, skippable, stash, verify_skippables
 from tests.pipeline.engine import assert_same, pipelined
 
@@ -187,16 +188,18 @@ def test_declared_skips_go_straight_whatever_the_balance(balance: list[int], rec
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recompute", ["never", "always", "except_last"])
-def test_declared_skips_go_straight_in_all_balances(recompute: str) -> None:
+@pytest.mark.parametrize("net", [UNet, DeclaredUNet])
+def test_skips_go_straight_in_all_balances(net: Any, recompute: str) -> None:
     for cuts in combinations(range(1, 8), 3):
         balance = [end - start for start, end in pairwise((0, *cuts, 8))]
         options: dict[str, Any] = {"ranks": 4, "schedule": "gpipe", "balance": balance, "recompute": recompute}
-        assert_same(DeclaredUNet(), [images(), images()], micro_batches=2, layers="layers", **options)
+        assert_same(net(), [images(), images()], micro_batches=2, layers="layers", **options)
 
 
 @pytest.mark.parametrize("schedule", ["interleaved", "zero_bubble", "chimera", "gems", "dualpipev"])
-def test_declared_skips_go_straight_in_any_schedule(schedule: str) -> None:
-    assert_same(DeclaredUNet(), [images()] * 3, micro_batches=3, ranks=2, schedule=schedule, layers="layers")
+@pytest.mark.parametrize("net", [UNet, DeclaredUNet])
+def test_skips_go_straight_in_any_schedule(net: Any, schedule: str) -> None:
+    assert_same(net(), [images()] * 3, micro_batches=3, ranks=2, schedule=schedule, layers="layers")
 
 
 class Wide(nn.Module):
@@ -247,9 +250,45 @@ def test_a_skip_passes_over_the_ranks_between() -> None:
     assert per_batch[2] < 500
 
 
-@pytest.mark.parametrize(
-    "options", [{"ranks": 2}, {"ranks": 4, "schedule": "gpipe"}, {"ranks": 2, "schedule": "interleaved"}]
-)
+class Reading(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(1000, 1000)
+
+    def forward(self, decoded: Tensor, encoded: Tensor) -> Tensor:
+        return torch.tanh(self.linear(decoded + encoded))
+
+
+class SideInput(nn.Module):
+    """Every layer of a decoder reads what an encoder has made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(1000, 1000), *(Reading() for _ in range(4))])
+
+    def forward(self, x: Tensor) -> Tensor:
+        encoded, decoded = self.layers[0](x), x
+        for layer in self.layers[1:]:
+            decoded = layer(decoded, encoded)
+        return decoded.square().mean()
+
+
+def test_a_side_input_crosses_each_cut_once() -> None:
+    """As few bytes as from its stage straight to each of those that read it, and no stage sends to all of them."""
+    sent: dict[int, list[int]] = {rank: [] for rank in range(4)}
+
+    def note(pipeline: Any, module: nn.Module) -> None:
+        sent[pipeline.transport.rank].append(pipeline.executor.courier.sent_bytes)
+
+    data = [{"x": 0.1 * torch.randn(4, 1000)}] * 3
+    assert_same(SideInput(), data, 1, ranks=4, balance=[1, 2, 1, 1], layers="layers", schedule="gpipe", between=note)
+    # forward: the side input over 3 cuts, the decoder's state over 2; backward: the same
+    tensors = {0: 1, 1: 2 + 1, 2: 2 + 2, 3: 2}
+    for rank, expected in tensors.items():
+        assert sent[rank][-1] - sent[rank][-2] == pytest.approx(expected * 4 * 1000 * 8, abs=1000), rank
+
+
+@pytest.mark.parametrize("options", [{"ranks": 2}, {"ranks": 4, "schedule": "gpipe"}])
 def test_a_unet_over_stages_equals_one_device(options: dict[str, Any]) -> None:
     assert_same(UNet(), [images(), images(), images(3)], micro_batches=2, layers="layers", **options)
 
@@ -263,5 +302,120 @@ def test_a_pop_without_stash_over_stages_raises() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.layers(x).sum()
 
-    with pytest.raises(SkipError, match="no earlier layer has stashed it"):
+    with pytest.raises(SkipError, match=r"'x' is popped by 'layers\.1' and stashed by no layer before it"):
         pipelined(Broken(), [{"x": torch.ones(2, 2)}], 1, layers="layers")
+
+
+class Plainly(nn.Module):
+    """Stashes and pops by the plain functions, as told."""
+
+    def __init__(self, *todo: tuple[str, str]) -> None:
+        super().__init__()
+        self.linear, self.todo = nn.Linear(1000, 1000), todo
+
+    def forward(self, x: Tensor) -> Tensor:
+        for what, name in self.todo:
+            if what == "take":
+                kept = skip.take(name)
+                assert kept is not None
+                x = x + 0.5 * kept
+            else:
+                skip.put(name, x.narrow(1, 0, 1) if what == "put narrow" else x)
+        return torch.tanh(self.linear(x))
+
+
+class Told(nn.Module):
+    def __init__(self, *layers: Any) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Plainly(*todo) for todo in layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+PUT, TAKE = ("put", "a"), ("take", "a")
+REUSES = [
+    pytest.param([[PUT], [TAKE, PUT], [], [TAKE]], id="again under the same name"),
+    pytest.param([[PUT], [], [TAKE, PUT, TAKE], []], id="put back and taken at once"),
+    pytest.param([[PUT, ("put", "b")], [TAKE], [("put", "a")], [("take", "b"), TAKE]], id="two at once"),
+]
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "interleaved", "chimera"])
+@pytest.mark.parametrize("layers", REUSES)
+def test_plain_functions_may_use_a_name_again(layers: Any, schedule: str) -> None:
+    torch.manual_seed(0)
+    ranks = 2 if schedule == "interleaved" else 4
+    data = [{"x": 0.1 * torch.randn(size, 1000)} for size in (4, 4, 2)]
+    assert_same(Told(*layers), data, micro_batches=2, ranks=ranks, schedule=schedule, layers="layers")
+
+
+def test_layers_may_look_at_a_skip_connection_and_leave_it() -> None:
+    """The same tensor is put back: on the stages after, it must be there as it was."""
+
+    class Looks(Plainly):
+        def forward(self, x: Tensor) -> Tensor:
+            kept = skip.take("a")
+            skip.put("a", kept)
+            return torch.tanh(self.linear(x + kept))  # type: ignore[operator]
+
+    net = Told([PUT], [], [], [TAKE])
+    net.layers[2] = Looks()
+    data = [{"x": 0.1 * torch.randn(4, 1000)}] * 3
+    assert_same(net, data, micro_batches=2, ranks=4, schedule="gpipe", recompute="always", layers="layers")
+
+
+@pytest.mark.parametrize("recompute", ["never", "always"])
+def test_what_the_plain_functions_stash_goes_straight_from_the_second_batch_on(recompute: str) -> None:
+    sent: dict[int, list[int]] = {rank: [] for rank in range(4)}
+
+    def note(pipeline: Any, module: nn.Module) -> None:
+        sent[pipeline.transport.rank].append(pipeline.executor.courier.sent_bytes)
+        with torch.no_grad():
+            pipeline.evaluate(lambda _, part: module(**part), [data[0]])
+
+    data = [{"x": 0.1 * torch.randn(4, 1000)}] * 4
+    net = Told([], [PUT], [], [], [TAKE])
+    options: dict[str, Any] = {"layers": "layers", "recompute": recompute, "schedule": "gpipe", "between": note}
+    assert_same(net, data, micro_batches=1, ranks=4, balance=[2, 1, 1, 1], **options)
+    # activations of training and evaluation and gradients: beside the skip's each rank sends one to its neighbours
+    tensors = {0: 2 * 2, 1: 2 + 1, 2: 2 + 1, 3: 2}
+    for rank, expected in tensors.items():
+        assert sent[rank][-1] - sent[rank][-2] == pytest.approx(expected * 4 * 1000 * 8, abs=1000), rank
+
+
+@pytest.mark.parametrize(
+    ("layers", "message"),
+    [
+        ([[PUT], [PUT], [TAKE]], "'a' is stashed again before it was popped"),
+        ([[PUT], [TAKE], [TAKE]], "'a' was popped, but no earlier layer has stashed it"),
+        ([[PUT], [], [("put", "b"), TAKE]], "'b' was stashed in this step and not popped"),
+    ],
+)
+def test_plain_functions_that_do_not_fit_raise_over_stages(layers: Any, message: str) -> None:
+    with pytest.raises(SkipError, match=message):
+        pipelined(Told(*layers), [{"x": torch.ones(2, 1000)}], 1, ranks=3, layers="layers")
+
+
+class Moving(Told):
+    """Pops in another layer if the batch is short."""
+
+    def __init__(self, usual: int, other: int) -> None:
+        super().__init__([PUT], [], [], [], [])
+        self.usual, self.other = usual, other
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers[1:]:
+            layer.todo = ()
+        self.layers[self.other if len(x) < 4 else self.usual].todo = (TAKE,)
+        return super().forward(x)
+
+
+def test_a_pop_that_moves_to_a_later_stage_is_served_and_to_an_earlier_one_raises() -> None:
+    data = [{"x": 0.1 * torch.randn(size, 1000)} for size in (4, 4, 2, 4, 2)]
+    options: dict[str, Any] = {"ranks": 5, "schedule": "gpipe", "layers": "layers"}
+    assert_same(Moving(2, 4), data, micro_batches=1, **options)
+    with pytest.raises(CutError, match=r"layers\.2 \(skip\)' needs"):
+        pipelined(Moving(3, 2), data, 1, **options)

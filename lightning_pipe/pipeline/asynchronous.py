@@ -67,7 +67,7 @@ class Flow:
             pipeline.family,
             pipeline.transport.topology.ranks,
             len(pipeline.balance),
-            skips=pipeline.skips,
+            skips=pipeline.skips.ends,
             recompute=pipeline.recompute,
         )
         self.versions = Versions(pipeline.module, pipeline.ownership)

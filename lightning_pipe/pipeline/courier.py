@@ -250,6 +250,10 @@ class Courier:
         for place, plan in fresh.items():
             _extend(self._plans.setdefault(place, []), plan, latest + 1)
 
+    def forget_plans(self) -> None:
+        """Agree anew on everything: the ways have changed. At both ends between the same two batches."""
+        self._plans.clear()
+
     def _plan(self, at: Way, key: Hashable) -> Plan | None:
         """The plan that is in force for a micro-batch."""
         plans = self._plans.get((at.pipe, at.stage, at.to, key), ())

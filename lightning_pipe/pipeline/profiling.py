@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
+from typing_extensions import override
 
 from lightning_pipe.partition.profile import LayerCost, Profile, measure
 from lightning_pipe.pipeline.recompute import BufferGuard
 from lightning_pipe.pipeline.runner import Pipeline
-from lightning_pipe.skip import Store, stored_in
+from lightning_pipe.skip import Key, Store, stored_in
 
 
 class LayerProfiler:
@@ -28,7 +30,9 @@ class LayerProfiler:
         self._beside: dict[str, int] = {}
         self._last = 0
 
-    def __call__(self, name: str, key: int, forward: Callable[..., Any], args: Any, kwargs: Any, skips: Store) -> None:
+    def __call__(
+        self, name: str, key: int, forward: Callable[..., Any], args: Any, kwargs: Any, skips: Mapping[Key, Any]
+    ) -> None:
         """Measure one call, without a trace."""
         if key >= 0:
             self._last = key + 1
@@ -53,11 +57,11 @@ class LayerProfiler:
         return profile
 
 
-class _Endless(dict[Any, Any]):
+class _Endless(Store):
     """Skip tensors that can be popped again and again."""
 
-    def pop(self, key: Any, *default: Any) -> Any:
-        """The tensor, which stays."""
+    @override
+    def end(self, key: Key) -> Tensor | None:
         return self[key]
 
 

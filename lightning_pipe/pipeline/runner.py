@@ -26,13 +26,13 @@ from lightning_pipe.pipeline.recompute import BufferGuard
 from lightning_pipe.pipeline.reduce import GradientReducer
 from lightning_pipe.pipeline.rng import Streams
 from lightning_pipe.pipeline.sharding import Group
+from lightning_pipe.pipeline.skip_routes import SkipRoutes
 from lightning_pipe.pipeline.stage import Batch, Stages, Step
 from lightning_pipe.pipeline.transport import Channel, Lane, Transport
 from lightning_pipe.schedules import Action, Family, Kind, Schedule, forward_only, lower
 from lightning_pipe.schedules.recompute import Mode as Recompute
 from lightning_pipe.schedules.recompute import with_recompute
 from lightning_pipe.simulate import Event, Timeline
-from lightning_pipe.skip import Key, SkippableMixin
 
 # Keys of reductions: what comes first in a group is what is largest.
 _SHARED, _STAGE = 0, 1
@@ -88,7 +88,8 @@ class Pipeline:
         self.layers, self.balance = list(layers), list(balance)
         self.names = [name for name, _ in layers]
         self._topology = transport.topology
-        probe = self.schedule(micro_batches=max(2 * self._topology.ranks, family.pipes))
+        self._probed = max(2 * self._topology.ranks, family.pipes)
+        probe = self.schedule(self._probed)
         self.synchronous = probe.synchronous
         self.placement = dict(probe.placement)
         self.loss_ranks = probe.loss_ranks
@@ -100,6 +101,8 @@ class Pipeline:
         self.ownership = Ownership(
             module, self.layers, layer_ranks, transport.rank, self._topology.ranks, self.loss_ranks
         )
+        self.skips = SkipRoutes(module, self.layers, self.stage_layers)
+        self._learnt: set[bool] = set()
         self.executor = Executor(
             Stages(
                 Interceptor(module, self.layers),
@@ -108,12 +111,12 @@ class Pipeline:
                 self.ownership,
                 transport.device,
                 BufferGuard([module]),
-                self._skip_routes(),
+                self.skips.by_stage,
             ),
             Courier(transport),
             self.placement,
             transport.rank,
-            self.skips,
+            self.skips.ends,
             self._stage_done,
         )
         self.reducer: GradientReducer | None = None
@@ -206,23 +209,6 @@ class Pipeline:
         self.ownership.restore(fetch)
         DeferredBatchNorm.revert(self.module)
 
-    def _skip_routes(self) -> dict[int, dict[Key, int]]:
-        """The declared skip connections that pass over at least one stage; also notes their ends in `skips`."""
-        stage_of = {number: stage for stage, span in enumerate(self.stage_layers) for number in span}
-        stashes: dict[Key, int] = {}
-        routes: dict[int, dict[Key, int]] = {}
-        for number, (_, layer) in enumerate(self.layers):
-            for part in layer.modules():
-                if not isinstance(part, SkippableMixin):
-                    continue
-                for key in part.skip_keys(part.poppable):
-                    early, late = stashes.get(key, number), stage_of[number]
-                    if late > stage_of[early] + 1:
-                        routes.setdefault(stage_of[early], {})[key] = late
-                stashes.update(dict.fromkeys(part.skip_keys(part.stashable), number))
-        self.skips = sorted({(early, late) for early, keys in routes.items() for late in keys.values()})
-        return routes
-
     def _connect(self, probe: Schedule) -> None:
         """Prepare all groups and channels, in the same order on all processes."""
         topology = self._topology
@@ -231,7 +217,7 @@ class Pipeline:
         groups += [self._members(owners) for owners in self._owner_sets()]
         self.transport.make_groups(list(dict.fromkeys(groups)))
         channels: dict[Channel, None] = {}
-        for program in (lower(probe, self.skips), lower(forward_only(probe, 1), self.skips)):
+        for program in (lower(probe, self.skips.ends), lower(forward_only(probe, 1), self.skips.ends)):
             for rank, actions in enumerate(program):
                 for action in actions:
                     if action.kind in (Kind.SEND_FORWARD, Kind.SEND_BACKWARD) and action.peer is not None:
@@ -368,6 +354,8 @@ class Pipeline:
             self.executor.run(program, batch)
         if training and not self._checked:
             self.check_called({action.stage for action in program if action.kind is Kind.FORWARD})
+        if self.synchronous and training not in self._learnt:
+            self._learn_skips(training)
         return batch.results
 
     def batch(
@@ -405,7 +393,18 @@ class Pipeline:
     def _lowered(self, micro_batches: int, training: bool) -> tuple[Action, ...]:
         schedule = self.schedule(micro_batches)
         order = schedule if training else forward_only(schedule, micro_batches)
-        return lower(order, self.skips)[self.transport.rank]
+        return lower(order, self.skips.ends)[self.transport.rank]
+
+    def _learn_skips(self, training: bool) -> None:
+        """After the first batch of a kind: let skip connections go straight from now on. Collective."""
+        self._learnt.add(training)
+        everyone = tuple(range(self._topology.world_size))
+        gathered = self.transport.all_gather_object(self.executor.stages.skipped, everyone)
+        if self.skips.learn({stage: events for theirs in gathered for stage, events in theirs.items()}):
+            self._connect(self.schedule(self._probed))
+            self._program.cache_clear()
+            self.executor.skips, self.executor.stages.routes = self.skips.ends, self.skips.by_stage
+            self.executor.courier.forget_plans()
 
     def check_called(self, stages: set[int]) -> None:
         """Raise if the first training batch has left out layers of the stages that it ran."""

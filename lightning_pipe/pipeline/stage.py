@@ -23,7 +23,7 @@ from lightning_pipe.pipeline.ownership import Ownership
 from lightning_pipe.pipeline.recompute import BufferGuard, nothing_saved, recomputing
 from lightning_pipe.pipeline.rng import Streams
 from lightning_pipe.pipeline.split_backward import SplitBackward
-from lightning_pipe.skip import Key
+from lightning_pipe.skip import Event, Key
 
 Step = Callable[[int, Any], Any]
 Inbound = tuple[Path, dict[int, Tensor]]
@@ -118,6 +118,7 @@ class Stages:
         routes: for each stage the skip connections that go from it past the next one, with the stage they go to.
         profiler: measures layers as they are called; ``None``: no measurement.
         called: the layers that have been called so far.
+        skipped: by stage, what its layers stashed and popped in their last run.
     """
 
     interceptor: Interceptor
@@ -129,6 +130,7 @@ class Stages:
     routes: Mapping[int, Mapping[Key, int]] = field(default_factory=dict)
     profiler: Profiler | None = None
     called: set[int] = field(default_factory=set)
+    skipped: dict[int, list[Event]] = field(default_factory=dict)
 
     def forward(self, stage: int, micro_batch: int, batch: Batch, inbound: Inbound | None) -> tuple[Saved, Crossings]:
         """Run the step for one stage. Returns what backward needs and, by receiving stage, what leaves."""
@@ -196,6 +198,7 @@ class Stages:
         with self.interceptor.running(run), forward_pass(stage):
             result = run.run(lambda: batch.step(micro_batch, batch.slice(micro_batch)))
         self.called |= run.called
+        self.skipped[stage] = run.skips.events
         saved = Saved(run.inbox, received, {}, None, run.tracker.used)
         if not run.crossings:
             if batch.training:

@@ -24,7 +24,7 @@ from lightning_pipe.pipeline.cut.side_effects import (
 )
 from lightning_pipe.pipeline.cut.tracker import Holdings, Tracker
 from lightning_pipe.pipeline.rng import Streams
-from lightning_pipe.skip import Key, Store, stored_in
+from lightning_pipe.skip import Key, StepStore, stored_in
 
 _graph_nodes: Callable[[], int] = torch._C._autograd._get_sequence_nr
 """How many nodes autograd has made on this thread: what a layer makes has numbers between those before and after."""
@@ -32,7 +32,8 @@ _graph_nodes: Callable[[], int] = torch._C._autograd._get_sequence_nr
 _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 
 
-Profiler = Callable[[str, int, Callable[..., Any], Any, Any, Store], None]
+Stashed = Mapping[Key, Tensor | None]
+Profiler = Callable[[str, int, Callable[..., Any], Any, Any, Stashed], None]
 """Called before a layer or outside module runs: name, key (negative outside), forward, arguments, skip tensors."""
 
 
@@ -77,7 +78,7 @@ class StageRun:
         self.inside = False
         self.inbox: Inbox | None = None
         self._inbound = inbound
-        self._skips: Store = {}
+        self.skips = StepStore()
         self._routes = routes or {}
         self._routed: dict[int, int] = {}
         self._profiler = profiler
@@ -122,6 +123,7 @@ class StageRun:
                 hint="Every step must call the whole layer sequence once; name another sequence with layers=... .",
             )
         self.tracker.touch([leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)], "the step's result")
+        self.skips.check_empty()
 
     # ------------------------------------------------------------------ calls that arrive from the user's code
 
@@ -160,10 +162,10 @@ class StageRun:
         arguments = leaves_of(args, kwargs)
         self.inside = True
         try:
-            with tracker.paused(), self._streams.isolated(self._micro_batch, key), stored_in(self._skips):
+            with tracker.paused(), self._streams.isolated(self._micro_batch, key), stored_in(self.skips):
                 tracker.touch([leaf for leaf in arguments if isinstance(leaf, Tensor)], name)
                 versions = [version_of(leaf) if isinstance(leaf, Tensor) else 0 for leaf in arguments]
-                skips = dict(self._skips)
+                skips, events = dict(self.skips), len(self.skips.events)
                 if self._profiler is not None:
                     self._profiler(name, key, forward, args, kwargs, skips)
                 seeks = not self._whole and self.keepers.seeks(name, module)
@@ -171,8 +173,8 @@ class StageRun:
                 start = _graph_nodes()
                 result = forward(*args, **kwargs)
                 tracker.spans.append((start, _graph_nodes()))
-                stashed = self._stashed(skips)
-                call = self._describe(name, result, arguments, versions, skips, stashed, watch)
+                stashed, popped = self._skipped(name, skips, events)
+                call = self._describe(name, result, arguments, versions, stashed, popped, watch)
                 tracker.calls.append(call)
                 if seeks:
                     self.keepers.note(name, module, any(effect.attribute for effect in call.effects))
@@ -180,15 +182,22 @@ class StageRun:
             self.inside = False
         return result
 
-    def _stashed(self, before: Store) -> tuple[Key, ...]:
-        """The skip connections that have begun since ``before``; those that go their own way get their own numbers."""
-        stashed = tuple(key for key, tensor in self._skips.items() if key not in before or before[key] is not tensor)
+    def _skipped(self, name: str, before: Stashed, events: int) -> tuple[tuple[Key, ...], tuple[Key, ...]]:
+        """The skip connections that a call begins, and those of ``before`` that it ends, by its events.
+
+        One that goes its own way gets a number of its own. A call may end one and begin another under the same key.
+        """
+        new = self.skips.events[events:]
+        stashed = tuple(key for key in self.skips if any(event == (key, True) for event in new))
+        popped = tuple(key for key in before if any(event == (key, False) for event in new))
+        self.tracker.touch([tensor for key in popped if (tensor := before[key]) is not None], f"{name} (skip)")
         for key in stashed:
-            tensor = self._skips[key]
+            tensor = self.skips[key]
             if tensor is not None and key in self._routes:
-                alias = self._skips[key] = tensor.view_as(tensor)
+                # a view would keep the tensor alive, and in an evaluation what is alive travels to the next stage
+                alias = self.skips[key] = tensor.view_as(tensor) if tensor.requires_grad else tensor.detach()
                 self._routed[self.tracker.number(alias)] = self._routes[key]
-        return stashed
+        return stashed, popped
 
     def _describe(
         self,
@@ -196,15 +205,13 @@ class StageRun:
         result: Any,
         arguments: list[Any],
         versions: list[int],
-        skips: Store,
         stashed: tuple[Key, ...],
+        popped: tuple[Key, ...],
         watch: Watch | None,
     ) -> Call:
         """Number what a layer or module leaves behind and describe it for the stages that stand in for it."""
-        popped = tuple(key for key in skips if key not in self._skips)
-        self.tracker.touch([tensor for key in popped if (tensor := skips[key]) is not None], name)
         leaves, structure = tree_flatten(result)
-        leaves += [self._skips[key] for key in stashed]
+        leaves += [self.skips[key] for key in stashed]
         effects = [] if watch is None else list(watch.effects())
         leaves += [leaf for _, own in effects for leaf in own]
         mutated = tuple(
@@ -262,7 +269,7 @@ class StageRun:
                     leaves.append(leaf)
             tracker.follow(results, call)
             for key in call.popped:
-                del self._skips[key]
+                del self.skips[key]
             containers = (
                 list(containers_in((*args, *kwargs.values()))) if call.effects or call.container is not None else []
             )
@@ -275,7 +282,7 @@ class StageRun:
                 else:
                     replace_contents(containers[effect.container], value)
             if call.stashed:
-                self._skips.update(zip(call.stashed, leaves[-len(call.stashed) :], strict=True))
+                self.skips.update(zip(call.stashed, leaves[-len(call.stashed) :], strict=True))
                 del leaves[-len(call.stashed) :]
             result = tree_unflatten(leaves, call.structure)
             return result if call.container is None else containers[call.container]
