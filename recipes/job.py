@@ -8,12 +8,14 @@ from pathlib import Path
 
 import lightning as L
 from hydra.utils import instantiate
+from lightning.pytorch.callbacks import ProgressBar
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_pipe.callbacks import PipelineTimeline
 from recipes import checkpoints
 from recipes.callbacks import Throughput
 from recipes.processes import Job
+from recipes.provenance import commit
 from recipes.report import Report
 
 log = logging.getLogger(__name__)
@@ -31,7 +33,7 @@ def run(config: DictConfig, job: Job) -> Report:
     L.seed_everything(config.seed, workers=True, verbose=False)
     data = make_data(config)
     module = make_module(config)
-    callbacks = [instantiate(callback) for callback in config.callbacks.values()]
+    callbacks = make_callbacks(config)
     trainer = make_trainer(config, callbacks)
     job.launcher = trainer.strategy.launcher
     if trainer.is_global_zero:
@@ -48,6 +50,7 @@ def run(config: DictConfig, job: Job) -> Report:
         after=after,
         **_measured(callbacks),
         seconds=time.perf_counter() - started,
+        commit=commit(),
     )
     if trainer.is_global_zero:
         report.write()
@@ -68,6 +71,12 @@ def make_module(config: DictConfig) -> L.LightningModule:
         scheduler=instantiate(config.scheduler, _convert_="all"),
         _convert_="all",  # plain containers: what a module keeps as hyper-parameters goes into checkpoints
     )
+
+
+def make_callbacks(config: DictConfig) -> list[L.Callback]:
+    """Builds the callbacks; Lightning refuses a progress bar where bars are switched off."""
+    made = [instantiate(callback) for callback in config.callbacks.values()]
+    return [one for one in made if config.trainer.enable_progress_bar or not isinstance(one, ProgressBar)]
 
 
 def make_trainer(config: DictConfig, callbacks: list[L.Callback]) -> L.Trainer:

@@ -21,6 +21,7 @@ class Report:
         bubble: share of the ranks' time spent waiting, measured in one batch; None without a pipeline.
         predicted_bubble: the schedule's own, with equal stages.
         seconds: from start to end.
+        commit: of the code.
     """
 
     recipe: str
@@ -31,6 +32,7 @@ class Report:
     bubble: float | None
     predicted_bubble: float | None
     seconds: float
+    commit: str
 
     def write(self) -> None:
         """Writes ``summary.json`` into the run's folder."""
@@ -39,17 +41,18 @@ class Report:
     def __str__(self) -> str:
         minutes, seconds = divmod(round(self.seconds), 60)
         lines = [f"\n{self.recipe}: done in {minutes} min {seconds} s"]
+        width = max(24, *(len(_readable(name)) + 2 for name in self.after))
         for name, value in self.after.items():
             lines.append(
-                f"  {_readable(name):<24}{_number(self.before.get(name))} before training, {_number(value)} after"
+                f"  {_readable(name):<{width}}{_number(self.before.get(name))} before training, {_number(value)} after"
             )
         if self.samples_per_second is not None:
-            lines.append(f"  {'training speed':<24}{_number(self.samples_per_second)} samples/s")
+            lines.append(f"  {'training speed':<{width}}{_number(self.samples_per_second)} samples/s")
         if self.bubble is not None and self.predicted_bubble is not None:
             percent = (
                 f"{self.bubble:.1%} measured in the batch of the timeline, {self.predicted_bubble:.1%} by the schedule"
             )
-            lines.append(f"  {'pipeline bubble':<24}{percent.replace('%', ' %')}")
+            lines.append(f"  {'pipeline bubble':<{width}}{percent.replace('%', ' %')}")
         lines.append(f"  everything is in {self.output}")
         return "\n".join([*lines, *(f"    {name:<22}{text}" for name, text in self.contents())])
 
@@ -60,7 +63,8 @@ class Report:
             "timeline.png": "who computed what when in one batch, as measured",
             "metrics.csv": "loss and validation metrics by step",
             "config.yaml": "the whole configuration of this run",
-            "train.log": "the log",
+            "train.log": "the log, with the plan",
+            "summary.json": "these results, and the commit of the code",
         }
         return [(name, text) for name, text in known.items() if (Path(self.output) / name).exists()]
 

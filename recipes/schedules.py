@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -62,6 +64,41 @@ def warmup_exponential(
     def factor(step: int) -> float:
         epoch = step / per_epoch
         falling: float = max(floor, rate ** (epoch // every))
+        return min(falling, (step + 1) / (warmup * per_epoch)) if epoch < warmup else falling
+
+    return LambdaLR(optimizer, factor)
+
+
+def warmup_milestones(
+    optimizer: Optimizer,
+    steps: int,
+    epochs: float = 90.0,
+    warmup: float = 4.0,
+    milestones: Sequence[float] = (30.0, 60.0, 80.0),
+    rate: float = 0.1,
+) -> LambdaLR:
+    """Linear warm-up, and steps down at given epochs: ResNet's.
+
+    Args:
+        optimizer: whose learning rate to change.
+        steps: optimizer steps in the whole training.
+        epochs: epochs in the whole training.
+        warmup: epochs of the warm-up.
+        milestones: epochs after which the learning rate goes down.
+        rate: factor of a step down.
+
+    Example:
+        >>> import torch
+        >>> optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
+        >>> schedule = warmup_milestones(optimizer, steps=90, warmup=4)
+        >>> [round(schedule.lr_lambdas[0](step), 3) for step in (0, 1, 3, 29, 30, 60, 80)]
+        [0.25, 0.5, 1.0, 1.0, 0.1, 0.01, 0.001]
+    """
+    per_epoch = steps / epochs
+
+    def factor(step: int) -> float:
+        epoch = step / per_epoch
+        falling: float = rate ** sum(epoch >= milestone for milestone in milestones)
         return min(falling, (step + 1) / (warmup * per_epoch)) if epoch < warmup else falling
 
     return LambdaLR(optimizer, factor)

@@ -40,6 +40,7 @@ class ImageFolder:
     crop_area: list[float] = field(default_factory=lambda: [0.05, 1.0])
     flip: bool = True
     cutout: int = 0
+    noise: float = 0.0
     batch_size: int = MISSING
     classes: int = MISSING
     seed: int = 1
@@ -124,6 +125,44 @@ class AmoebaNet:
 
 
 @dataclass
+class ResNet:
+    """Arguments of `recipes.modules.resnet.ResNetClassifier`, which documents them."""
+
+    _target_: str = "recipes.modules.resnet.ResNetClassifier"
+    blocks: list[int] = MISSING
+    width: int = MISSING
+    classes: int = MISSING
+    label_smoothing: float = 0.0
+    weight_decay: float = 1e-4
+
+
+@dataclass
+class UNet:
+    """Arguments of `recipes.modules.unet.Denoiser`, which documents them."""
+
+    _target_: str = "recipes.modules.unet.Denoiser"
+    convolutions: int = MISSING
+    channels: int = MISSING
+    depth: int = 5
+    weight_decay: float = MISSING
+
+
+@dataclass
+class TransformerLM:
+    """Arguments of `recipes.modules.gpipe_transformer.TransformerLM`, which documents them."""
+
+    _target_: str = "recipes.modules.gpipe_transformer.TransformerLM"
+    layers: int = MISSING
+    vocabulary: int = MISSING
+    positions: int = MISSING
+    width: int = 2048
+    inner: int = 8192
+    heads: int = 32
+    dropout: float = 0.1
+    weight_decay: float = MISSING
+
+
+@dataclass
 class BERT:
     """Arguments of `recipes.modules.bert.BERT`, which documents them."""
 
@@ -171,6 +210,17 @@ class AdamW:
 
 
 @dataclass
+class SGD:
+    """Arguments of `torch.optim.SGD`."""
+
+    _target_: str = "torch.optim.SGD"
+    _partial_: bool = True
+    lr: float = MISSING
+    momentum: float = 0.9
+    nesterov: bool = True
+
+
+@dataclass
 class RMSPropTF:
     """Arguments of `recipes.optimizers.RMSPropTF`, which documents them."""
 
@@ -215,6 +265,18 @@ class WarmupExponential:
 
 
 @dataclass
+class WarmupMilestones:
+    """Arguments of `recipes.schedules.warmup_milestones`."""
+
+    _target_: str = "recipes.schedules.warmup_milestones"
+    _partial_: bool = True
+    epochs: float = MISSING
+    warmup: float = 4.0
+    milestones: list[float] = field(default_factory=lambda: [30.0, 60.0, 80.0])
+    rate: float = 0.1
+
+
+@dataclass
 class InverseSquareRoot:
     """Arguments of `recipes.schedules.inverse_square_root`."""
 
@@ -231,12 +293,17 @@ SCHEMAS: dict[tuple[str, str], Any] = {
     ("schema/data", "parallel_text"): ParallelText,
     ("schema/model", "gpt2"): GPT2,
     ("schema/model", "amoebanet"): AmoebaNet,
+    ("schema/model", "resnet"): ResNet,
+    ("schema/model", "unet"): UNet,
+    ("schema/model", "gpipe_transformer"): TransformerLM,
     ("schema/model", "bert"): BERT,
     ("schema/model", "nmt"): Translator,
     ("schema/optim", "adamw"): AdamW,
     ("schema/optim", "rmsprop"): RMSPropTF,
+    ("schema/optim", "sgd"): SGD,
     ("schema/scheduler", "warmup_cosine"): WarmupCosine,
     ("schema/scheduler", "warmup_linear"): WarmupLinear,
     ("schema/scheduler", "warmup_exponential"): WarmupExponential,
+    ("schema/scheduler", "warmup_milestones"): WarmupMilestones,
     ("schema/scheduler", "inverse_square_root"): InverseSquareRoot,
 }

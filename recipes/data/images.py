@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
+import torch
 from datasets import Dataset as Rows
 from PIL import Image, UnidentifiedImageError
 from torch import Tensor
@@ -41,18 +42,24 @@ class LabelledImages(Dataset[dict[str, Any]]):
         rows: columns "image" (a path or bytes) and "label".
         transform: an image and random numbers to a tensor.
         seed: decides about the random numbers.
+        noise: standard deviation of the noise in a second copy of the image, "noisy"; 0 leaves the copy out.
     """
 
-    def __init__(self, rows: Rows, transform: Transform, seed: int) -> None:
-        self.rows, self.transform, self.seed = rows, transform, seed
+    def __init__(self, rows: Rows, transform: Transform, seed: int, noise: float = 0.0) -> None:
+        self.rows, self.transform, self.seed, self.noise = rows, transform, seed, noise
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def __getitem__(self, key: Draw | int) -> dict[str, Any]:
         draw = draw_of(key)
-        row = self.rows[draw.sample]
-        return {"image": self.transform(decoded(row["image"]), generator(self.seed, draw)), "label": row["label"]}
+        row, random = self.rows[draw.sample], generator(self.seed, draw)
+        image = self.transform(decoded(row["image"]), random)
+        sample = {"image": image, "label": row["label"]}
+        if self.noise:
+            drawn = torch.from_numpy(random.standard_normal(image.shape, dtype=np.float32))
+            sample["noisy"] = image + self.noise * drawn
+        return sample
 
 
 def decoded(image: Mapping[str, Any]) -> Image.Image:
@@ -85,6 +92,8 @@ class ImageFolder(ResumableData):
         crop_area: smallest and largest share of a training image that is cut out and enlarged.
         flip: turn half of the training images from left to right.
         cutout: side of a square that is blanked out in training images; 0 leaves them alone.
+        noise: standard deviation of the noise in a second copy of every image, for values from -1 to 1; 0 leaves the
+            copy out.
         batch_size: images in a batch of one pipeline.
         classes: for which the model is built.
         seed: of the order and the augmentation.
@@ -101,13 +110,14 @@ class ImageFolder(ResumableData):
         crop_area: tuple[float, float] = (0.05, 1.0),
         flip: bool = True,
         cutout: int = 0,
+        noise: float = 0.0,
         batch_size: int = 32,
         classes: int = 1000,
         seed: int = 1,
         workers: int = 0,
     ) -> None:
         super().__init__()
-        self.source, self.files, self.dataset = source, files, name
+        self.source, self.files, self.dataset, self.noise = source, files, name, noise
         self.augmentation = Augmentation(image_size, (crop_area[0], crop_area[1]), flip=flip, cutout=cutout)
         self.batch_size, self.classes, self.seed, self.workers = batch_size, classes, seed, workers
         self.images: image_sources.Images | None = None
@@ -144,7 +154,7 @@ class ImageFolder(ResumableData):
             raise RecipeError("The data module is not set up.", hint="Call setup() first.")
         size = self.augmentation.size
         transform = self.augmentation if name == "train" else lambda image, random: centre(image, size)
-        return LabelledImages(self.images.splits[name], transform, self.seed)
+        return LabelledImages(self.images.splits[name], transform, self.seed, self.noise)
 
     @override
     def resumable_loader(self) -> ResumableLoader:

@@ -35,6 +35,7 @@ def bert(
             hidden_dropout_prob=dropout,
             attention_probs_dropout_prob=dropout,
             tie_word_embeddings=False,
+            use_cache=False,  # of keys and values, which training never asks for again
         )
     )
     # transformers 5.23 leaves a second bias there that nothing reads unless the embeddings are tied

@@ -39,6 +39,7 @@ def gpt2(
             bos_token_id=0,
             eos_token_id=0,
             tie_word_embeddings=tied,
+            use_cache=False,  # of keys and values, which training never asks for again
         )
     )
     model.loss_type = "ForCausalLM"  # transformers 5 cannot tell it from GPT-2's class name, and warns

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-import torch.nn.functional as F
 from torch import Tensor
-from torchmetrics.classification import MulticlassAccuracy
 from typing_extensions import override
 
 from recipes.models import amoebanet_b, amoebanet_d
 from recipes.models.amoebanet import Wiring
 from recipes.models.amoebanet_parts import DropPath
-from recipes.modules.trained import Trained
+from recipes.modules.classifier import Classifier
 from recipes.optim import MakeOptimizer, MakeScheduler
 
 NETWORKS = {"b": amoebanet_b, "d": amoebanet_d}
 
 
-class AmoebaNetClassifier(Trained):
+class AmoebaNetClassifier(Classifier):
     """AmoebaNet with label smoothing, an auxiliary loss, and paths that are dropped more often as training goes on.
 
     Args:
@@ -58,9 +56,9 @@ class AmoebaNetClassifier(Trained):
         optimizer: MakeOptimizer | None = None,
         scheduler: MakeScheduler | None = None,
     ) -> None:
-        super().__init__(weight_decay, optimizer, scheduler)
+        super().__init__(classes, label_smoothing, weight_decay, optimizer, scheduler)
         self.save_hyperparameters(ignore=["optimizer", "scheduler"])
-        self.drop_path, self.label_smoothing, self.auxiliary_weight = drop_path, label_smoothing, auxiliary_weight
+        self.drop_path, self.auxiliary_weight = drop_path, auxiliary_weight
         self.model = NETWORKS[network](
             layers,
             filters,
@@ -71,8 +69,6 @@ class AmoebaNetClassifier(Trained):
             norm_momentum=norm_momentum,
             auxiliary_for=image_size if auxiliary_weight else None,
         )
-        self.val_top1 = MulticlassAccuracy(classes, top_k=1, average="micro")
-        self.val_top5 = MulticlassAccuracy(classes, top_k=min(5, classes), average="micro")
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -85,19 +81,8 @@ class AmoebaNetClassifier(Trained):
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         output = self.model(batch["image"])
         logits, auxiliary = output if isinstance(output, tuple) else (output, None)
-        loss = self._loss(logits, batch["label"])
+        loss = self.smoothed_loss(logits, batch["label"])
         if auxiliary is not None:
-            loss = loss + self.auxiliary_weight * self._loss(auxiliary, batch["label"])
+            loss = loss + self.auxiliary_weight * self.smoothed_loss(auxiliary, batch["label"])
         self.log("train_loss", loss, prog_bar=True)
         return loss
-
-    def _loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        return F.cross_entropy(logits, labels, label_smoothing=self.label_smoothing)
-
-    @override
-    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        logits, labels = self.model(batch["image"]), batch["label"]
-        self.log("val_loss", F.cross_entropy(logits, labels), batch_size=len(labels), prog_bar=True, sync_dist=True)
-        for name, metric in (("val_top1", self.val_top1), ("val_top5", self.val_top5)):
-            metric.update(logits, labels)
-            self.log(name, metric, batch_size=len(labels))

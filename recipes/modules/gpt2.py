@@ -3,23 +3,14 @@
 from __future__ import annotations
 
 from torch import Tensor
-from torchmetrics import MeanMetric
 from typing_extensions import override
 
 from recipes.models import gpt2
-from recipes.modules.trained import Trained, check_length
+from recipes.modules.language import LanguageModel
 from recipes.optim import MakeOptimizer, MakeScheduler
 
 
-class Perplexity(MeanMetric):
-    """The exponential of the mean loss over everything seen: e to the cross-entropy per token."""
-
-    @override
-    def compute(self) -> Tensor:
-        return super().compute().exp()
-
-
-class GPT2(Trained):
+class GPT2(LanguageModel):
     """GPT-2 as a language model.
 
     Args:
@@ -49,9 +40,8 @@ class GPT2(Trained):
         optimizer: MakeOptimizer | None = None,
         scheduler: MakeScheduler | None = None,
     ) -> None:
-        super().__init__(weight_decay, optimizer, scheduler)
+        super().__init__(positions, weight_decay, optimizer, scheduler)
         self.save_hyperparameters(ignore=["optimizer", "scheduler"])
-        self.positions = positions
         self.model = gpt2(
             vocabulary=vocabulary,
             positions=positions,
@@ -61,19 +51,8 @@ class GPT2(Trained):
             dropout=dropout,
             tied=tied,
         )
-        self.val_perplexity = Perplexity()
 
     @override
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        check_length(batch["input_ids"], self.positions)
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
         loss: Tensor = self.model(**batch).loss
-        self.log("train_loss", loss, prog_bar=True)
         return loss
-
-    @override
-    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        check_length(batch["input_ids"], self.positions)
-        loss, samples = self.model(**batch).loss, len(batch["input_ids"])
-        self.val_perplexity.update(loss, weight=samples)
-        self.log("val_loss", loss, batch_size=samples, prog_bar=True, sync_dist=True)
-        self.log("val_perplexity", self.val_perplexity, batch_size=samples)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import lightning as L
@@ -10,6 +11,8 @@ from typing_extensions import override
 
 from recipes.errors import RecipeError
 from recipes.optim import MakeOptimizer, MakeScheduler, decay_groups
+
+printed = logging.getLogger("recipes.printed")  # goes into the log file only
 
 
 class Trained(L.LightningModule):
@@ -42,6 +45,13 @@ class Trained(L.LightningModule):
             return optimizer
         schedule = self.make_scheduler(optimizer, int(self.trainer.estimated_stepping_batches))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    @override
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """Prints on the first process, and puts the same into the log: a pipeline tells its plan this way."""
+        super().print(*args, **kwargs)
+        if self.trainer.is_global_zero:
+            printed.info("%s", "\n".join(map(str, args)))
 
 
 def check_length(tokens: Tensor, positions: int) -> None:

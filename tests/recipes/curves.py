@@ -38,6 +38,14 @@ RECIPES = {
         "data.batch_size=8",
         "model.width=32",
     ],
+    "transformer_wikitext103": [
+        "data.files={text}",
+        "data.vocabulary=300",
+        "data.block_length=32",
+        "data.batch_size=8",
+    ],
+    "resnet101_imagenet": ["data.source=digits", "data.batch_size=32", "model.blocks=[1,1,1,1]", "model.width=4"],
+    "unet_imagenet": ["data.source=digits", "data.batch_size=16", "model.channels=8"],
     "nmt_multilingual": ["data.files={pairs}", "data.pairs=[de-en,fr-en]", "data.batch_size=8", "model.inner=64"],
 }
 

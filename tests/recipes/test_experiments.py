@@ -29,7 +29,6 @@ def test_every_experiment_runs_and_can_be_evaluated(recipe: str, tmp_path: Path)
     out.mkdir()
     further = ["debug=fast", "pipe=none", "trainer.devices=1", "trainer.enable_progress_bar=false"]
     settings = compose_recipe(recipe, write_data(tmp_path), tmp_path, further)
-    del settings.callbacks.progress
     report = job.run(settings, SimpleNamespace(launcher=None))  # type: ignore[arg-type]
     assert report.recipe == recipe
     assert set(report.before) == set(report.after) > {"val_loss"}

@@ -9,7 +9,8 @@ import torch
 
 from recipes.callbacks import Throughput
 from recipes.data.text import TextBlocks
-from recipes.modules.gpt2 import GPT2, Perplexity
+from recipes.modules.gpt2 import GPT2
+from recipes.modules.language import Perplexity
 from recipes.optim import decay_groups, warmup_cosine
 from tests.recipes.conftest import write_text
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +20,9 @@ from recipes.errors import RecipeError
 from recipes.models.amoebanet_parts import DropPath
 from recipes.modules.amoebanet import AmoebaNetClassifier
 from recipes.modules.bert import BERT
+from recipes.modules.gpipe_transformer import TransformerLM
 from recipes.modules.nmt import Translator
+from recipes.modules.unet import Denoiser
 from tests.recipes.data.test_translation import data_module
 
 
@@ -84,6 +87,33 @@ def test_top_1_and_top_5() -> None:
         metric.update(logits, torch.tensor([0, 1, 9, 4]))
     assert module.val_top1.compute() == 0.5
     assert module.val_top5.compute() == 0.75
+
+
+# ------------------------------------------------------------------ U-Net, GPipe's Transformer
+
+
+def test_the_denoiser_compares_with_the_brightness_of_the_clean_image() -> None:
+    torch.manual_seed(0)
+    module = Denoiser(convolutions=1, channels=8, depth=2)
+    clean = torch.rand(4, 3, 16, 16)
+    batch = {"image": clean, "noisy": clean + torch.randn(4, 3, 16, 16), "label": torch.arange(4)}
+    restored = module.model(batch["noisy"]).detach()
+    assert loss_of(module, batch) == pytest.approx(float(((restored - clean.mean(1, keepdim=True)) ** 2).mean()))
+    assert_divisible(module, batch)
+    module.validation_step(batch, 0)
+    assert module.val_psnr.compute() == pytest.approx(10 * math.log10(2**2 / loss_of(module, batch)), rel=1e-5)
+
+
+def test_the_transformer_predicts_every_next_token() -> None:
+    torch.manual_seed(0)
+    module = TransformerLM(layers=1, vocabulary=20, positions=6, width=8, inner=16, heads=2, dropout=0.0)
+    tokens = torch.randint(20, (3, 6))
+    batch = {"input_ids": tokens, "labels": tokens}
+    chances = module.model(tokens).log_softmax(-1)
+    expected = [-chances[row, place, tokens[row, place + 1]].item() for row in range(3) for place in range(5)]
+    assert loss_of(module, batch) == pytest.approx(sum(expected) / 15, rel=1e-5)
+    with pytest.raises(RecipeError, match="7 tokens, the model has 6 positions"):
+        module.training_step({"input_ids": torch.zeros(1, 7, dtype=torch.long)}, 0)
 
 
 # ------------------------------------------------------------------ BERT

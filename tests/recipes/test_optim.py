@@ -6,7 +6,7 @@ from torch import nn
 
 from recipes.averaging import MovingAverage
 from recipes.optimizers import RMSPropTF
-from recipes.schedules import inverse_square_root, warmup_exponential, warmup_linear
+from recipes.schedules import inverse_square_root, warmup_exponential, warmup_linear, warmup_milestones
 
 
 def rates(schedule: torch.optim.lr_scheduler.LambdaLR, steps: int) -> list[float]:
@@ -50,6 +50,13 @@ def test_amoebanet_s_schedule_rises_falls_and_stops_falling() -> None:
     assert made[2399] == pytest.approx(0.97**9)
     assert min(made) >= 1e-4
     assert rates(warmup_exponential(sgd(), steps=1000, epochs=1000, every=1, rate=0.5), 1000)[-1] == 1e-4
+
+
+def test_resnet_s_schedule_steps_down_after_30_60_and_80_epochs() -> None:
+    made = rates(warmup_milestones(sgd(), steps=9000, epochs=90), 9000)
+    assert made[0] == pytest.approx(1 / 400)
+    assert made[399] == made[2999] == 1
+    assert [made[step] for step in (3000, 5999, 6000, 8000, 8999)] == pytest.approx([0.1, 0.1, 0.01, 0.001, 0.001])
 
 
 def test_bert_s_schedule_ends_at_nothing() -> None:

@@ -13,13 +13,12 @@ from tests.recipes.curves import BATCHES, RECIPES, Curve, break_off_and_resume, 
 PIPES = ["gpipe", "1f1b", "chimera"]
 # Batch norm sees a micro-batch at a time: one device does too if it accumulates them.
 MICRO_BATCHES, SAMPLES = 8, 4
-IN_MICRO_BATCHES = {
-    "amoebanet_imagenet": [
-        f"data.batch_size={SAMPLES}",
-        f"trainer.accumulate_grad_batches={MICRO_BATCHES}",
-        f"trainer.limit_train_batches={MICRO_BATCHES * BATCHES}",
-    ]
-}
+ACCUMULATED = [
+    f"data.batch_size={SAMPLES}",
+    f"trainer.accumulate_grad_batches={MICRO_BATCHES}",
+    f"trainer.limit_train_batches={MICRO_BATCHES * BATCHES}",
+]
+IN_MICRO_BATCHES = {"amoebanet_imagenet": ACCUMULATED, "resnet101_imagenet": ACCUMULATED}
 
 
 def each(recipe: str, fast: tuple[str, ...]) -> Any:

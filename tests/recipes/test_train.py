@@ -64,7 +64,10 @@ def test_two_processes_train_and_one_device_goes_on(tmp_path: Path) -> None:
     with (output / "metrics.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [row["step"] for row in rows if row["val_loss"]] == ["0", "11", "23"]
-    assert f"the files in {tmp_path / 'wiki'}" in (output / "train.log").read_text()
+    log = (output / "train.log").read_text()
+    assert f"the files in {tmp_path / 'wiki'}" in log
+    assert log.count("Pipeline of GPT2") == done.stdout.count("Pipeline of GPT2") == 1
+    assert summary(output)["commit"]
 
     checkpoint = output / "checkpoints" / "last.ckpt"
     arguments = ["trainer.max_epochs=2", "debug=one_device", f"ckpt_path={checkpoint}", f"hydra.run.dir={further}"]

@@ -62,6 +62,17 @@ def test_training_images_differ_between_epochs_and_not_between_runs(tmp_path: Pa
     assert not torch.equal(one[Draw(1, 3)]["image"], one[Draw(2, 3)]["image"])
 
 
+def test_a_noisy_copy_is_the_image_and_noise_of_the_asked_size(tmp_path: Path) -> None:
+    data = data_module(files=str(write_images(tmp_path / "images")), image_size=64, noise=0.5)
+    train, validation = data.split("train"), data.split("validation")
+    noise = train[Draw(1, 3)]["noisy"] - train[Draw(1, 3)]["image"]
+    assert noise.std() == pytest.approx(0.5, rel=0.05)
+    assert abs(noise.mean()) < 0.03
+    assert not torch.equal(noise, train[Draw(2, 3)]["noisy"] - train[Draw(2, 3)]["image"])
+    assert torch.equal(validation[0]["noisy"], validation[0]["noisy"])
+    assert "noisy" not in data_module(files=str(tmp_path / "images")).split("train")[0]
+
+
 def test_augmentation_cuts_out_enlarges_and_blanks() -> None:
     left, right = np.zeros((40, 20, 3), np.uint8), np.full((40, 20, 3), 255, np.uint8)
     image = Image.fromarray(np.concatenate([left, right], axis=1))

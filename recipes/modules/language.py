@@ -1,0 +1,61 @@
+"""What the recipes' language models share: perplexity in validation."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+
+from torch import Tensor
+from torchmetrics import MeanMetric
+from typing_extensions import override
+
+from recipes.modules.trained import Trained, check_length
+from recipes.optim import MakeOptimizer, MakeScheduler
+
+
+class Perplexity(MeanMetric):
+    """The exponential of the mean loss over everything seen: e to the cross-entropy per token."""
+
+    @override
+    def compute(self) -> Tensor:
+        return super().compute().exp()
+
+
+class LanguageModel(Trained):
+    """A language model on blocks of equal length.
+
+    Args:
+        positions: longest block.
+        weight_decay: on matrices only.
+        optimizer: makes the optimizer from parameter groups; needed for training only.
+        scheduler: makes the learning rate schedule from the optimizer and the number of steps; None keeps it constant.
+    """
+
+    def __init__(
+        self,
+        positions: int,
+        weight_decay: float,
+        optimizer: MakeOptimizer | None,
+        scheduler: MakeScheduler | None,
+    ) -> None:
+        super().__init__(weight_decay, optimizer, scheduler)
+        self.positions = positions
+        self.val_perplexity = Perplexity()
+
+    @abstractmethod
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        """The mean cross-entropy of predicting every token from those before it."""
+
+    @override
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        check_length(batch["input_ids"], self.positions)
+        loss = self.loss(batch)
+        self.log("train_loss", loss, prog_bar=True)
+        return loss
+
+    @override
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        check_length(batch["input_ids"], self.positions)
+        loss, samples = self.loss(batch), len(batch["input_ids"])
+        self.val_perplexity.update(loss, weight=samples)
+        self.log("val_loss", loss, batch_size=samples, prog_bar=True, sync_dist=True)
+        self.log("val_perplexity", self.val_perplexity, batch_size=samples)

@@ -1,0 +1,60 @@
+"""torchgpipe's U-Net, restoring images."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor
+from torchmetrics.image import PeakSignalNoiseRatio
+from typing_extensions import override
+
+from recipes.models import unet
+from recipes.modules.trained import Trained
+from recipes.optim import MakeOptimizer, MakeScheduler
+
+
+class Denoiser(Trained):
+    """U-Net (B, C) that finds the brightness of an image under noise.
+
+    torchgpipe times the network on random numbers; this is a task for it, with one channel to predict as there.
+
+    Args:
+        convolutions: in each cell: the B.
+        channels: of the first cell: the C.
+        depth: how often the image is halved.
+        weight_decay: on convolutions only.
+        optimizer: makes the optimizer from parameter groups; needed for training only.
+        scheduler: makes the learning rate schedule from the optimizer and the number of steps; None keeps it constant.
+    """
+
+    def __init__(
+        self,
+        *,
+        convolutions: int = 5,
+        channels: int = 64,
+        depth: int = 5,
+        weight_decay: float = 0.0,
+        optimizer: MakeOptimizer | None = None,
+        scheduler: MakeScheduler | None = None,
+    ) -> None:
+        super().__init__(weight_decay, optimizer, scheduler)
+        self.save_hyperparameters(ignore=["optimizer", "scheduler"])
+        self.model = unet(convolutions, channels, depth=depth)
+        self.val_psnr = PeakSignalNoiseRatio(data_range=2.0)  # decibels, for values from -1 to 1
+
+    @override
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        loss = F.mse_loss(self.model(batch["noisy"]), brightness(batch["image"]))
+        self.log("train_loss", loss, prog_bar=True)
+        return loss
+
+    @override
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        restored, true = self.model(batch["noisy"]), brightness(batch["image"])
+        self.val_psnr.update(restored, true)
+        self.log("val_loss", F.mse_loss(restored, true), batch_size=len(true), prog_bar=True, sync_dist=True)
+        self.log("val_psnr", self.val_psnr, batch_size=len(true))
+
+
+def brightness(images: Tensor) -> Tensor:
+    """The mean of an image's channels, shape [batch, 1, height, width]."""
+    return images.mean(1, keepdim=True)
