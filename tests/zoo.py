@@ -332,6 +332,22 @@ class SharedByLayers(Regression):
         self.layers[-1].linear.weight = self.layers[0].linear.weight
 
 
+class TiedToLayers(Regression):
+    """Modules before and behind the layers have the weights of layers of other stages."""
+
+    def __init__(self) -> None:
+        super().__init__([*blocks(3), nn.Linear(WIDTH, 1)])
+        self.embed.weight = self.layers[2].linear.weight
+        self.head = nn.Linear(WIDTH, WIDTH)
+        self.head.weight = self.layers[0].linear.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for layer in self.layers[:-1]:
+            x = layer(x)
+        return self.layers[-1](x) + self.head(x).mean(1, keepdim=True)
+
+
 class SharedModule(Regression):
     """One activation with a parameter occurs between all layers of a Sequential."""
 
@@ -721,6 +737,7 @@ ZOO: dict[str, Entry] = {
         Entry("frozen_layers", FrozenLayers),
         Entry("shared_norm", SharedNorm),
         Entry("shared_by_layers", SharedByLayers),
+        Entry("tied_to_layers", TiedToLayers, layers="layers"),
         Entry("shared_module", SharedModule),
         Entry("scale_in_two_stages", ScaleInTwoStages),
         Entry("auxiliary", Auxiliary),

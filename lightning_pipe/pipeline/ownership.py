@@ -18,7 +18,8 @@ class Ownership:
 
     Layers belong to the ranks of their stage; a parameter shared by layers of several stages belongs to all of them.
     Parameters outside the sequence are held by every rank until the first training batch has shown which ranks use
-    them (`settle`); what nobody used belongs to the ranks with the loss.
+    them (`settle`); what nobody used belongs to the ranks with the loss. So is a parameter that a layer and a module
+    outside have in common, which then belongs to the layer's ranks as well.
 
     Args:
         module: the user's module.
@@ -51,6 +52,7 @@ class Ownership:
         self._holders: dict[str, tuple[int, ...]] = {}
         self._names: dict[int, str] = {}
         self._inside: set[str] = set()
+        self._layer_users: dict[str, set[int]] = {}
         self._aliases: dict[str, str] = {}
         self._map()
 
@@ -61,12 +63,25 @@ class Ownership:
             for tensor in _owned(layer):
                 inside.setdefault(id(tensor), set()).update(ranks)
         everyone = tuple(range(self.ranks))
+        tied = self._in_layers_and_outside()
         for name, tensor in named_tensors(self._module):
             first = self._names.setdefault(id(tensor), name)
             self._aliases[name] = first
-            if id(tensor) in inside:
+            if id(tensor) in tied:
+                self._layer_users[first] = inside[id(tensor)]
+            elif id(tensor) in inside:
                 self._inside.add(first)
-            self._holders.setdefault(first, tuple(sorted(inside.get(id(tensor), everyone))))
+            self._holders.setdefault(
+                first, everyone if first not in self._inside else tuple(sorted(inside[id(tensor)]))
+            )
+
+    def _in_layers_and_outside(self) -> set[int]:
+        """The parameters that belong to a layer and to a module that is no part of one."""
+        in_layers = {id(part) for _, layer in self._layers for part in layer.modules()}
+        owned: tuple[set[int], set[int]] = (set(), set())
+        for part in self._module.modules():
+            owned[id(part) in in_layers].update(id(parameter) for parameter in part.parameters(recurse=False))
+        return owned[0] & owned[1]
 
     # ------------------------------------------------------------------ questions
 
@@ -82,10 +97,14 @@ class Ownership:
         """Whether this rank is the one that counts the parameter in sums over the model: the first holder."""
         return self.owners(name)[0] == self.rank
 
+    def in_layers_alone(self, name: str) -> bool:
+        """Whether a parameter belongs to layers, and to no module outside."""
+        return self._aliases.get(name) in self._inside
+
     def outside(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters outside the sequence, each once."""
         for name, parameter in self._module.named_parameters():
-            if self._aliases.get(name) not in self._inside:
+            if not self.in_layers_alone(name):
                 yield name, parameter
 
     # ------------------------------------------------------------------ what the tracker asks
@@ -166,6 +185,8 @@ class Ownership:
             for name in names:
                 users.setdefault(name, []).append(rank)
         _drop_graphs(self._module)
+        for name, ranks in self._layer_users.items():
+            users[name] = sorted({*users.get(name, ()), *ranks})
         for name, parameter in self.outside():
             self._holders[name] = tuple(users.get(name, self.loss_ranks))
             if not self.holds(name):

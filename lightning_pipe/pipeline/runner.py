@@ -454,7 +454,8 @@ class Pipeline:
         members: dict[tuple[int, ...], tuple[int, ...]] = {}
         for name, parameter in self.local_parameters():
             stages = layer_stages.get(id(parameter), set())
-            alone = len(stages) == 1 and self.owners(name) == self.holders(min(stages))
+            of_layers = len(stages) == 1 and self.ownership.in_layers_alone(name)
+            alone = of_layers and self.owners(name) == self.holders(min(stages))
             key = _stage_key(min(stages)) if alone else (_SHARED, *self.owners(name))
             by_key.setdefault(key, []).append(parameter)
             members[key] = self._members(self.owners(name))
