@@ -24,6 +24,7 @@ from lightning_pipe.handover import HeldGradients, held_back
 from lightning_pipe.metrics import Metrics
 from lightning_pipe.micro_batches import LossWeight, MicroBatches, divide_batch
 from lightning_pipe.mirror import Mirror
+from lightning_pipe.norms import over_all_stages
 from lightning_pipe.partition import ProfileStore
 from lightning_pipe.pipeline.batches import signature
 from lightning_pipe.pipeline.loss_check import LossCheck
@@ -102,6 +103,7 @@ class Run:
     def begin(self) -> None:
         """Take over what must not stay changed when the run is over."""
         self._changed.enter_context(over_stages(self._precision, self.pipeline))
+        self._changed.enter_context(over_all_stages(self.pipeline))
         metrics = Metrics(self._module, self._from_loss_ranks, self.pipeline.is_loss_rank, self._world.replicas)
         metrics.install()
         self._changed.callback(metrics.remove)

@@ -36,6 +36,7 @@ class ShardedOptimizers:
         def drop(plugin: Precision, model: pl.LightningModule, optimizer: Any) -> None:
             after_closure(model, optimizer)
             shards.drop_gradients()
+            self._pipeline.gradients_divided = True
 
         self._precision._after_closure = MethodType(drop, self._precision)  # type: ignore[method-assign]
         self._hooks = [optimizer.register_step_post_hook(lambda *_: shards.share()) for optimizer in optimizers]

@@ -55,6 +55,7 @@ class Pipeline:
         elapsed: seconds of all training batches but the first.
         busy: seconds of them that this rank computed.
         shared: the parameters that other processes hold as well, from the first training batch on.
+        gradients_divided: whether holders of the same parameters have dropped gradients since the last batch.
 
     Raises:
         PartitionError: the balance does not add up to the layers.
@@ -121,6 +122,7 @@ class Pipeline:
         )
         self.reducer: GradientReducer | None = None
         self.shared: list[Group] = []
+        self.gradients_divided = False
         self._reducing = False
         self._checked = False
         self._keys: dict[Hashable, int] = {}
@@ -268,6 +270,7 @@ class Pipeline:
                 f"Schedule {self.family.name!r} does not finish a batch before the next one.",
                 hint="Call advance for every batch and drain in the end.",
             )
+        self.gradients_divided = False
         self._reducing = reduce and self.ownership.settled and self.reducer is not None
         first, start, busy = not self.ownership.settled, time.perf_counter(), self.executor.busy
         results = self._run(self.batch(step, micro_batches, weights, seed, training=True, check=check))
