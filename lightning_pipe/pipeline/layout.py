@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -46,6 +48,10 @@ class Layout:
         return (*parts, (offset, 0))
 
     @cached_property
+    def _control(self) -> struct.Struct:
+        return struct.Struct(f"={self.words}q")
+
+    @cached_property
     def _strides(self) -> tuple[tuple[int, ...], ...]:
         return tuple(_strides(spec) for spec in self.specs)
 
@@ -57,18 +63,23 @@ class Layout:
     def pack(self, control: Sequence[int], tensors: Sequence[Tensor | None], device: torch.device) -> Tensor:
         """A message; the places of missing tensors are left as they are."""
         data = torch.empty(self.size, dtype=torch.uint8, device=device)
+        address = data.data_ptr()
         if control:
-            data[: 8 * self.words].view(torch.int64).copy_(torch.tensor(control, dtype=torch.int64))
-        with torch.no_grad():
-            places = zip(tensors, self._parts, self.specs, self._strides, strict=False)
-            for tensor, (offset, count), spec, strides in places:
-                if tensor is not None and count:
+            ctypes.memmove(address, self._control.pack(*control), self._control.size)
+        places = zip(tensors, self._parts, self.specs, self._strides, strict=False)
+        for tensor, (offset, count), spec, strides in places:
+            if tensor is None or not count:
+                continue
+            if device.type == "cpu" and _is_raw(tensor, spec, strides):  # several times faster than torch's calls
+                ctypes.memmove(address + offset, tensor.data_ptr(), count)
+            else:
+                with torch.no_grad():
                     data[offset : offset + count].view(spec.dtype).as_strided(spec.shape, strides).copy_(tensor)
         return data
 
     def unpack(self, data: Tensor) -> tuple[list[int], list[Tensor]]:
-        """The control words and the tensors."""
-        return data[: 8 * self.words].view(torch.int64).tolist(), self.tensors(data)
+        """The control words and the tensors of a message in host memory."""
+        return list(self._control.unpack(ctypes.string_at(data.data_ptr(), self._control.size))), self.tensors(data)
 
     def tensors(self, data: Tensor) -> list[Tensor]:
         """The tensors; they share the message's memory but not its version counter."""
@@ -78,6 +89,18 @@ class Layout:
             tensor = torch.empty(0, dtype=spec.dtype, device=data.device)
             tensors.append(tensor.set_(storage, offset // spec.dtype.itemsize, spec.shape, strides))
         return tensors
+
+
+def _is_raw(tensor: Tensor, spec: TensorSpec, strides: tuple[int, ...]) -> bool:
+    """Whether a tensor lies in host memory as it is to lie in the message, byte for byte."""
+    return (
+        type(tensor) is Tensor
+        and tensor.device.type == "cpu"
+        and tensor.dtype == spec.dtype
+        and tensor.stride() == strides
+        and tensor.shape == spec.shape
+        and not (tensor.is_neg() or tensor.is_conj())
+    )
 
 
 def _strides(spec: TensorSpec) -> tuple[int, ...]:
