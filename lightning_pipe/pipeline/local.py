@@ -24,10 +24,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-_PACKET = struct.Struct("<BIIQ")  # kind, tag, number of the buffer, bytes of the message
+_PACKET = struct.Struct("<BIIQ")  # kind, tag, number of the buffer, bytes of the message; behind it what is free again
+_NUMBER = struct.Struct("<I")
 _MESSAGE, _FREE, _MEMORY = 0, 1, 2
 _SMALLEST = 4096
 _MOST_AT_ONCE = 256
+_MOST_KEPT, _MOST_BYTES_KEPT = 16, 1 << 18
+"""Buffers that a receiver has read and not given back yet: their numbers travel with its next message."""
+_ANCILLARY = socket.CMSG_SPACE(4)
+_LONGEST = _PACKET.size + _NUMBER.size * _MOST_KEPT
 
 
 class Buffer(NamedTuple):
@@ -75,8 +80,11 @@ class LocalPeer:
         self._own: list[Buffer] = []
         self._free: defaultdict[int, list[Buffer]] = defaultdict(list)
         self._mapped: list[Buffer] = []
+        self._read_out: list[Buffer] = []
         self._posted: defaultdict[int, deque[Posted]] = defaultdict(deque)
         self._arrived: defaultdict[int, deque[tuple[Buffer, int]]] = defaultdict(deque)
+        self._ready = select.poll()
+        self._ready.register(connection, select.POLLIN)
         self._lock = threading.Lock()
         self._backlog: deque[tuple[bytes, int]] = deque()
         self._writer: threading.Thread | None = None
@@ -98,7 +106,7 @@ class LocalPeer:
             self._grow(capacity)
         buffer = free.pop()
         ctypes.memmove(buffer.address, data.data_ptr(), size)
-        self._write(_PACKET.pack(_MESSAGE, tag, buffer.number, size))
+        self._write(_PACKET.pack(_MESSAGE, tag, buffer.number, size) + self._given_back())
 
     def receive(self, data: Tensor, tag: int) -> Posted:
         """Post a receive."""
@@ -111,7 +119,7 @@ class LocalPeer:
     def poll(self, posted: Posted) -> bool:
         """Whether a message has come; never waits."""
         if not posted.done:
-            self._read()
+            self._read(posted)
         return posted.done
 
     def wait(self, posted: Posted) -> None:
@@ -124,12 +132,10 @@ class LocalPeer:
         if self.poll(posted):
             return
         deadline = time.monotonic() + self._timeout
-        ready = select.poll()
-        ready.register(self._socket, select.POLLIN)
         while not self.poll(posted):
             if self._gone:
                 raise ConnectionResetError("Connection closed by peer")
-            if not ready.poll(max(0.0, 1000 * (deadline - time.monotonic()))):
+            if not self._ready.poll(max(0.0, 1000 * (deadline - time.monotonic()))):
                 raise TimeoutError("timed out")
 
     def shutdown(self) -> None:
@@ -157,11 +163,11 @@ class LocalPeer:
         self._free[capacity] += buffers
         self._write(_PACKET.pack(_MEMORY, 0, buffers[0].number, capacity), descriptor)
 
-    def _read(self) -> None:
-        """Take in the packets that are there."""
-        while not self._gone:
+    def _read(self, wanted: Posted | None = None) -> None:
+        """Take in the packets that are there, up to the one that is wanted."""
+        while not (self._gone or (wanted is not None and wanted.done)):
             try:
-                packet, ancillary, _, _ = self._socket.recvmsg(_PACKET.size, socket.CMSG_SPACE(4))
+                packet, ancillary, _, _ = self._socket.recvmsg(_LONGEST, _ANCILLARY)
             except BlockingIOError:
                 return
             except OSError:
@@ -169,15 +175,15 @@ class LocalPeer:
             if not packet:
                 self._gone = True
                 return
-            kind, tag, number, size = _PACKET.unpack(packet)
-            if kind == _FREE:
-                buffer = self._own[number]
+            kind, tag, number, size = _PACKET.unpack_from(packet)
+            for (free,) in _NUMBER.iter_unpack(packet[_PACKET.size :]):
+                buffer = self._own[free]
                 self._free[buffer.size].append(buffer)
-            elif kind == _MEMORY:
+            if kind == _MEMORY:
                 (descriptor,) = array.array("i", ancillary[0][2][:4])
                 self._mapped += Buffer.map(number, size, descriptor)
                 os.close(descriptor)
-            else:
+            elif kind == _MESSAGE:
                 self._arrived[tag].append((self._mapped[number], size))
                 if self._posted[tag]:
                     self._deliver(tag)
@@ -190,8 +196,16 @@ class LocalPeer:
             raise ConnectionError(f"{size} bytes were sent, {posted.data.numel()} expected: the ranks disagree")
         ctypes.memmove(posted.data.data_ptr(), buffer.address, size)
         posted.done = True
-        with suppress(ConnectionError):  # a peer that has left needs no memory back
-            self._write(_PACKET.pack(_FREE, 0, buffer.number, 0))
+        self._read_out.append(buffer)
+        if len(self._read_out) == _MOST_KEPT or sum(each.size for each in self._read_out) > _MOST_BYTES_KEPT:
+            with suppress(ConnectionError):  # a peer that has left needs no memory back
+                self._write(_PACKET.pack(_FREE, 0, 0, 0) + self._given_back())
+
+    def _given_back(self) -> bytes:
+        """The numbers of the buffers that the peer may use again, at the end of a packet."""
+        numbers = b"".join(_NUMBER.pack(buffer.number) for buffer in self._read_out)
+        self._read_out.clear()
+        return numbers
 
     def _write(self, packet: bytes, descriptor: int = -1) -> None:
         """Write a packet, or leave it to a thread while the socket is full: some hundred packets are unread then."""

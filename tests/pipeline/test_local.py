@@ -58,7 +58,7 @@ def test_memory_is_used_again(pair: Pair) -> None:
         first.send(message(value, 1 << 16), 0)
         second.wait(second.receive(data, 0))
         assert data[-1] == value
-    assert len(first._own) == 1
+    assert len(first._own) <= 8  # a few are kept until the second one has something to send, too
     before = len(os.listdir("/proc/self/fd"))
     for value in range(100):
         first.send(message(value, 1 << 16), 0)
@@ -67,6 +67,17 @@ def test_memory_is_used_again(pair: Pair) -> None:
     assert len(first._own) == 128  # as many as were under way at once, in steps of two
     # A mapping keeps a descriptor; there is one per step at each end, not one per message.
     assert len(os.listdir("/proc/self/fd")) <= before + 2 * 7
+
+
+def test_memory_comes_back_with_the_next_message(pair: Pair) -> None:
+    first, second = pair
+    data = message(0, 8)
+    for value in range(50):
+        for sender, receiver in (pair, pair[::-1]):
+            sender.send(message(value, 8), 0)
+            receiver.wait(receiver.receive(data, 0))
+            assert data[-1] == value
+    assert len(first._own) + len(second._own) <= 3
 
 
 def test_sizes_that_differ_raise(pair: Pair) -> None:
