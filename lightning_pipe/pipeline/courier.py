@@ -256,8 +256,10 @@ class Courier:
 
     def _plan(self, at: Way, key: Hashable) -> Plan | None:
         """The plan that is in force for a micro-batch."""
-        plans = self._plans.get((at.pipe, at.stage, at.to, key), ())
-        return next((plan for plan in reversed(plans) if plan.since <= at.micro_batch), None)
+        for plan in reversed(self._plans.get((at.pipe, at.stage, at.to, key), ())):
+            if plan.since <= at.micro_batch:
+                return plan
+        return None
 
     def reset(self) -> None:
         """Forget a batch that was given up."""

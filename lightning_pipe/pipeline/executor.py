@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Container, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import NamedTuple
 
 from torch import Tensor
@@ -72,6 +73,7 @@ class Executor:
     _gradients: dict[Way, Returned] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.connect(self.skips)
         self._methods: dict[Kind, Callable[[Action], None]] = {
             Kind.FORWARD: self._forward,
             Kind.RECOMPUTE: self._recompute,
@@ -84,6 +86,14 @@ class Executor:
             Kind.RECEIVE_BACKWARD: self._receive_backward,
             Kind.REDUCE: self._reduce,
         }
+
+    def connect(self, skips: Sequence[tuple[int, int]]) -> None:
+        """Let these pairs of stages, not neighbours, send to each other from now on."""
+        self.skips = skips
+        stages = range(len(self.stages.layers))
+        ends = [*pairwise(stages), *skips]  # neighbours first
+        self._later = [[late for early, late in ends if early == stage] for stage in stages]
+        self._earlier = [[early for early, late in ends if late == stage] for stage in stages]
 
     def run(self, actions: Sequence[Action], batch: Batch) -> None:
         """Run one batch from the first action to the flush."""
@@ -143,11 +153,8 @@ class Executor:
             kept.clear()
         self.held = 0
 
-    @contextmanager
-    def _timed(self, action: Action) -> Iterator[None]:
-        """Note when an action computes; waiting for its input is not part of it."""
-        start = time.perf_counter()
-        yield
+    def _note(self, action: Action, start: float) -> None:
+        """Note when an action has computed; waiting for its input was not part of it."""
         end = time.perf_counter()
         self.busy += end - start
         if self.events is not None:
@@ -160,14 +167,16 @@ class Executor:
         here = _place(action)
         inbound = self._collect(here)
         batch, index = self._find(here.micro_batch)
-        with self._timed(action), batch.using(index):
+        start = time.perf_counter()
+        with batch.using(index):
             if here in self._again:
                 self._kept[here], crossings = self.stages.forward_again(here.stage, index, batch, inbound)
             else:
                 saved, crossings = self.stages.forward(here.stage, index, batch, inbound)
                 if batch.training:
                     self._hold(here, saved)
-        for to in self._later(here.stage):
+        self._note(action, start)
+        for to in self._later[here.stage]:
             crossing = crossings.get(to) or _empty(crossings)
             way = Way(*here, to)
             if self.placement[here.pipe, to] == self.rank:
@@ -178,32 +187,26 @@ class Executor:
     def _collect(self, here: Place) -> Inbound | None:
         """What earlier stages send to a stage, put together."""
         inbound: Inbound | None = None
-        for stage in self._earlier(here.stage):
+        earlier = self._earlier[here.stage]
+        for stage in earlier:
             way = Way(here.pipe, stage, here.micro_batch, here.stage)
             part = self._inbound.pop(way, None)
             if part is None:
                 peer = self.placement[here.pipe, stage]
                 part = self.courier.receive(way, peer, self._key(here.micro_batch))
-            if len(self._earlier(here.stage)) > 1:
+            if len(earlier) > 1:
                 self._arrived.setdefault(here, {})[stage] = frozenset(part[1])
             inbound = part if inbound is None else joined(inbound, part)
         return inbound
-
-    def _later(self, stage: int) -> list[int]:
-        """The stages that a stage sends to: the next one, and those at the other end of its skips."""
-        last = len(self.stages.layers) - 1
-        return [] if stage == last else [stage + 1, *(late for early, late in self.skips if early == stage)]
-
-    def _earlier(self, stage: int) -> list[int]:
-        """The stages that send to a stage."""
-        return [] if stage == 0 else [stage - 1, *(early for early, late in self.skips if late == stage)]
 
     def _recompute(self, action: Action) -> None:
         here = _place(action)
         batch, index = self._find(here.micro_batch)
         self._again.discard(here)
-        with self._timed(action), batch.using(index):
+        start = time.perf_counter()
+        with batch.using(index):
             self._hold(here, self.stages.recompute(here.stage, index, batch, self._kept.pop(here)))
+        self._note(action, start)
 
     def _hold(self, here: Place, saved: Saved) -> None:
         self._saved[here] = saved
@@ -214,7 +217,7 @@ class Executor:
         here = _place(action)
         gradients: dict[int, Tensor] = {}
         used: frozenset[int] = frozenset()
-        for to in self._later(here.stage):
+        for to in self._later[here.stage]:
             way = Way(*here, to)
             part = self._gradients.pop(way, None)
             if part is None:
@@ -222,15 +225,17 @@ class Executor:
             gradients |= part[0]
             used |= part[1]
         batch, index = self._find(here.micro_batch)
+        start = time.perf_counter()
         # a layer that checkpoints itself runs again in its backward pass
-        with self._timed(action), batch.using(index):
+        with batch.using(index):
             if action.kind is Kind.BACKWARD:
                 returned = self.stages.backward(self._saved.pop(here), gradients, used)
                 self.held -= 1
             else:
                 returned = self.stages.backward_input(self._saved[here], gradients, used)
+        self._note(action, start)
         arrived = self._arrived.pop(here, None)
-        for stage in self._earlier(here.stage):
+        for stage in self._earlier[here.stage]:
             part = returned if arrived is None else _of(returned, arrived[stage])
             # Where it came from, here or by a message.
             self._gradients[Way(here.pipe, stage, here.micro_batch, here.stage)] = part
@@ -238,8 +243,10 @@ class Executor:
     def _backward_weight(self, action: Action) -> None:
         here = _place(action)
         batch, index = self._find(here.micro_batch)
-        with self._timed(action), batch.using(index):
+        start = time.perf_counter()
+        with batch.using(index):
             self.stages.backward_weight(self._saved.pop(here))
+        self._note(action, start)
         self.held -= 1
 
     # ------------------------------------------------------------------ messages

@@ -35,8 +35,9 @@ class _Isolated:
         self._generators, self._seed = generators, seed
 
     def __enter__(self) -> None:
-        self._states = [generator.get_state() for generator in self._generators]
+        self._states = []
         for generator in self._generators:
+            self._states.append(generator.get_state())
             generator.manual_seed(self._seed)
 
     def __exit__(

@@ -406,7 +406,8 @@ class Pipeline:
         if self.skips.learn({stage: events for theirs in gathered for stage, events in theirs.items()}):
             self._connect(self.schedule(self._probed))
             self._program.cache_clear()
-            self.executor.skips, self.executor.stages.routes = self.skips.ends, self.skips.by_stage
+            self.executor.connect(self.skips.ends)
+            self.executor.stages.routes = self.skips.by_stage
             self.executor.courier.forget_plans()
 
     def check_called(self, stages: set[int]) -> None:

@@ -195,8 +195,8 @@ class Stages:
             tuple(e.number for e in inbound[0].entries if e.number in inbound[1] and e.requires_grad) if inbound else ()
         )
         batch.streams.seed_user_code(micro_batch)
-        with self.interceptor.running(run), forward_pass(stage):
-            result = run.run(lambda: batch.step(micro_batch, batch.slice(micro_batch)))
+        with forward_pass(stage):
+            result = self.interceptor.follow(run, lambda: batch.step(micro_batch, batch.slice(micro_batch)))
         self.called |= run.called
         self.skipped[stage] = run.skips.events
         saved = Saved(run.inbox, received, {}, None, run.tracker.used)
@@ -255,6 +255,8 @@ def _ends(saved: Saved, gradients: Mapping[int, Tensor]) -> tuple[list[Tensor], 
 
 
 def _detached(result: Any) -> Any:
+    if isinstance(result, Tensor):
+        return result.detach()
     return tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, result)
 
 
@@ -264,7 +266,7 @@ def loss_of(result: Any) -> Tensor:
     Raises:
         ConfigurationError: there is none, or it is not a single number.
     """
-    loss = result.get("loss") if isinstance(result, Mapping) else result
+    loss = result if isinstance(result, Tensor) else result.get("loss") if isinstance(result, Mapping) else None
     if not isinstance(loss, Tensor):
         raise ConfigurationError(
             f"The training step returned {type(result).__name__} without a loss tensor.",

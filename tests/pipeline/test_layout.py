@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from lightning_pipe.pipeline.cut.path import TensorSpec
+from lightning_pipe.pipeline.cut.placeholder import Placeholder
 from lightning_pipe.pipeline.layout import Layout
 
 BASE = torch.arange(24.0).view(4, 6)
@@ -45,7 +46,7 @@ def test_values_and_strides_arrive(name: str) -> None:
     assert arrived.is_contiguous() == tensor.is_contiguous()
     if not tensor.is_contiguous():
         assert arrived.stride() == tensor.stride()
-    placeholder = TensorSpec.of(tensor).empty("meta")
+    placeholder = Placeholder.of(TensorSpec.of(tensor), torch.device("cpu"))
     assert placeholder.shape == tensor.shape
     assert placeholder.is_contiguous() == tensor.is_contiguous()
 

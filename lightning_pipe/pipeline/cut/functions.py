@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 # ruff: noqa: SIM905  a table of names is easier to read as words than as a list of strings
@@ -82,8 +82,10 @@ def results_of(result: Any, changed: Tensor | None) -> list[Tensor]:
     return leaves
 
 
+_FLAT = frozenset((Tensor, nn.Parameter, type(None), bool, int, float, str, torch.dtype, torch.device))
+
+
 def leaves_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """The leaves of a call's arguments; most calls have plain tensors, which need no search."""
-    if not kwargs and all(type(argument) is Tensor for argument in args):
-        return list(args)
-    return tree_leaves((args, kwargs))
+    """The leaves of a call's arguments; most calls have tensors and numbers alone, which need no search."""
+    leaves = [*args, *kwargs.values()]
+    return leaves if _FLAT.issuperset(map(type, leaves)) else tree_leaves((args, kwargs))

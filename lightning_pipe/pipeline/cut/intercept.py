@@ -62,12 +62,11 @@ class Interceptor:
             before.append((vars(module), name, vars(module).get(name)))
             vars(module)[name] = value
 
-    @contextmanager
-    def running(self, run: StageRun) -> Iterator[None]:
-        """Send calls to ``run`` for the time being."""
+    def follow(self, run: StageRun, step: Callable[[], Any]) -> Any:
+        """Run the user's step; its calls of layers go to ``run``."""
         self.run, run.keepers = run, self._keepers
         try:
-            yield
+            return run.run(step)
         finally:
             self.run = None
 

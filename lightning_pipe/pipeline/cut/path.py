@@ -32,12 +32,6 @@ class TensorSpec(NamedTuple):
         """The specification of a tensor."""
         return cls(tuple(tensor.shape), tensor.dtype, None if tensor.is_contiguous() else tensor.stride())
 
-    def empty(self, device: torch.device | str) -> Tensor:
-        """A tensor like this without values."""
-        if self.strides is None:
-            return torch.empty(self.shape, dtype=self.dtype, device=device)
-        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=device)
-
     @property
     def dense(self) -> bool:
         """Whether the elements fill their memory without gaps and overlaps, in whatever order."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,16 +22,24 @@ class Placeholder(Tensor):
     never be mistaken for a value by a layer or a loss.
     """
 
-    meta: Tensor
     differentiable: bool = False
     """Whether the tensor that it stands for requires a gradient."""
+    _meta: Tensor | None = None
 
-    def __new__(cls, meta: Tensor, device: torch.device) -> Placeholder:
-        """Stand for a tensor like ``meta`` on ``device``."""
+    def __new__(
+        cls, shape: Sequence[int], strides: Sequence[int] | None, dtype: torch.dtype, device: torch.device
+    ) -> Placeholder:
+        """Stand for a tensor of this shape on ``device``; strides of ``None`` are those of a contiguous one."""
         make = Tensor._make_wrapper_subclass
-        placeholder: Placeholder = make(cls, meta.shape, strides=meta.stride(), dtype=meta.dtype, device=device)
-        placeholder.meta = meta
+        placeholder: Placeholder = make(cls, shape, strides=strides, dtype=dtype, device=device)
         return placeholder
+
+    @property
+    def meta(self) -> Tensor:
+        """A tensor like it on the meta device."""
+        if self._meta is None:
+            self._meta = torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device="meta")
+        return self._meta
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -46,12 +54,17 @@ class Placeholder(Tensor):
         return f"Placeholder(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Placeholder:
-        return Placeholder(self.meta, self.device)
+        return Placeholder.like(self, self.device)
 
     @classmethod
     def of(cls, spec: TensorSpec, device: torch.device) -> Placeholder:
         """A placeholder with the shape, dtype and strides of ``spec``."""
-        return cls(spec.empty("meta"), device)
+        return cls(spec.shape, spec.strides, spec.dtype, device)
+
+    @classmethod
+    def like(cls, tensor: Tensor, device: torch.device) -> Placeholder:
+        """A placeholder with the shape, dtype and strides of ``tensor``."""
+        return cls(tensor.shape, tensor.stride(), tensor.dtype, device)
 
 
 def shape_only(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -114,10 +127,11 @@ class _Shapes:
         original = self._originals.get(id(value))
         # ``to`` returns its argument when nothing changes: the same object must come back, unless it moved.
         if original is None or original.device != self.device:
-            return Placeholder(value, self.device or torch.device("cpu"))
-        if original.shape != value.shape:
+            return Placeholder.like(value, self.device or torch.device("cpu"))
+        if (original.shape, original.stride()) != (value.shape, value.stride()):
             raise CutError(
-                f"'{function_name(func)}' changes the shape of a tensor in place before this stage has its value.",
+                f"'{function_name(func)}' changes the shape or strides of a tensor in place before this stage has its "
+                "value.",
                 hint="Use the out-of-place form.",
             )
         return original

@@ -160,21 +160,26 @@ class StageRun:
     ) -> Any:
         tracker = self.tracker
         arguments = leaves_of(args, kwargs)
+        tensors = [leaf for leaf in arguments if isinstance(leaf, Tensor)]
         self.inside = True
         try:
             with tracker.paused(), self._streams.isolated(self._micro_batch, key), stored_in(self.skips):
-                tracker.touch([leaf for leaf in arguments if isinstance(leaf, Tensor)], name)
-                versions = [version_of(leaf) if isinstance(leaf, Tensor) else 0 for leaf in arguments]
+                tracker.touch(tensors, name)
+                versions = [version_of(tensor) for tensor in tensors]
                 skips, events = dict(self.skips), len(self.skips.events)
                 if self._profiler is not None:
                     self._profiler(name, key, forward, args, kwargs, skips)
                 seeks = not self._whole and self.keepers.seeks(name, module)
-                watch = None if self._whole else Watch(name, module, (*args, *kwargs.values()), arguments, seeks)
+                given = (*args, *kwargs.values())
+                plain = all(isinstance(argument, Tensor) for argument in given)  # nothing in them can change
+                watched = seeks or not (self._whole or plain)
+                watch = Watch(name, module, given, arguments, seeks) if watched else None
                 start = _graph_nodes()
                 result = forward(*args, **kwargs)
                 tracker.spans.append((start, _graph_nodes()))
+                changed = [t for t, version in zip(tensors, versions, strict=True) if version_of(t) != version]
                 stashed, popped = self._skipped(name, skips, events)
-                call = self._describe(name, result, arguments, versions, stashed, popped, watch)
+                call = self._describe(name, result, arguments, changed, stashed, popped, watch)
                 tracker.calls.append(call)
                 if seeks:
                     self.keepers.note(name, module, any(effect.attribute for effect in call.effects))
@@ -188,6 +193,8 @@ class StageRun:
         One that goes its own way gets a number of its own. A call may end one and begin another under the same key.
         """
         new = self.skips.events[events:]
+        if not new:
+            return (), ()
         stashed = tuple(key for key in self.skips if any(event == (key, True) for event in new))
         popped = tuple(key for key in before if any(event == (key, False) for event in new))
         self.tracker.touch([tensor for key in popped if (tensor := before[key]) is not None], f"{name} (skip)")
@@ -204,7 +211,7 @@ class StageRun:
         name: str,
         result: Any,
         arguments: list[Any],
-        versions: list[int],
+        changed: list[Tensor],
         stashed: tuple[Key, ...],
         popped: tuple[Key, ...],
         watch: Watch | None,
@@ -214,17 +221,16 @@ class StageRun:
         leaves += [self.skips[key] for key in stashed]
         effects = [] if watch is None else list(watch.effects())
         leaves += [leaf for _, own in effects for leaf in own]
-        mutated = tuple(
-            i for i, leaf in enumerate(arguments) if isinstance(leaf, Tensor) and version_of(leaf) != versions[i]
-        )
-        numbered: list[Tensor] = [arguments[i] for i in mutated]
+        position_of = {id(argument): i for i, argument in reversed([*enumerate(arguments)])}
+        mutated = tuple([position_of[id(tensor)] for tensor in changed])
+        numbered = list(changed)
         described: list[Any] = []
         first: dict[int, int] = {}
         for position, leaf in enumerate(leaves):
             if leaf is None or isinstance(leaf, _PLAIN):
                 described.append(leaf)
                 continue
-            passed = next((i for i, argument in enumerate(arguments) if argument is leaf), None)
+            passed = position_of.get(id(leaf))
             if passed is not None:
                 described.append(Passed(passed))
             elif first.setdefault(id(leaf), position) != position:
@@ -239,7 +245,7 @@ class StageRun:
                     hint="Return tensors, numbers, strings, None, and tuples, lists or dictionaries of them, or "
                     "register the type with torch.utils._pytree.register_pytree_node.",
                 )
-        kinds = tuple(effect for effect, _ in effects)
+        kinds = tuple([effect for effect, _ in effects])
         container = None if watch is None else container_number(watch.containers, result)
         numbers, differentiable = self.tracker.numbers(numbered)
         return Call(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -108,10 +108,9 @@ class Tracker(TorchFunctionMode):
         self.bind(tensor, number)
         return number
 
-    def numbers(self, tensors: Iterable[Tensor]) -> tuple[tuple[int, ...], tuple[bool, ...]]:
+    def numbers(self, tensors: Sequence[Tensor]) -> tuple[tuple[int, ...], tuple[bool, ...]]:
         """The numbers of the tensors that a call leaves, and which of them require a gradient."""
-        pairs = [(self.number(tensor), tensor.requires_grad) for tensor in tensors]
-        return tuple(number for number, _ in pairs), tuple(needed for _, needed in pairs)
+        return tuple([self.number(tensor) for tensor in tensors]), tuple([tensor.requires_grad for tensor in tensors])
 
     def derived(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` comes from a layer or a parameter."""
