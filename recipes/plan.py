@@ -12,7 +12,8 @@ from typing import Any
 
 import hydra
 from hydra.errors import ConfigCompositionException, OverrideParseException
-from omegaconf import DictConfig, OmegaConf
+from hydra.utils import instantiate
+from omegaconf import DictConfig
 
 from lightning_pipe.errors import PipeError
 from recipes import config
@@ -47,8 +48,7 @@ def plans(settings: DictConfig) -> Iterator[str]:
         raise RecipeError("pipe=none has no stages to plan.", hint="Choose a schedule: pipe=1f1b.")
     with torch.device("meta"):
         module = job.make_module(settings)
-    options = OmegaConf.to_container(settings.pipe, resolve=True)
-    assert isinstance(options, dict)
+    options = instantiate(settings.pipe, _target_="builtins.dict", _convert_="all")
     for ranks in settings.ranks:
         try:
             yield plan(module, ranks, options, settings.data.batch_size, settings.trainer.accumulate_grad_batches)
@@ -56,7 +56,7 @@ def plans(settings: DictConfig) -> Iterator[str]:
             yield f"{ranks} ranks: {error}"
 
 
-def plan(module: Any, ranks: int, options: Mapping[Any, Any], batch: int, accumulation: int = 1) -> str:
+def plan(module: Any, ranks: int, options: Mapping[str, Any], batch: int, accumulation: int = 1) -> str:
     """The plan of one pipeline.
 
     Args:

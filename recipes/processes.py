@@ -80,7 +80,7 @@ class Job:
             except subprocess.TimeoutExpired:
                 child.kill()
                 code = child.wait()
-            if code != 0:
+            if code != 0 and not failed:
                 log.warning("Process %d of this job ended with exit code %d.", child.pid, code)
         # Lightning's observer, a thread, would find a failed child here later and kill this process in its next job.
         self.children.clear()

@@ -8,15 +8,26 @@ import sys
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import ConfigCompositionException, OverrideParseException
+from hydra.types import RunMode
 from omegaconf import DictConfig
 
+from lightning_pipe.errors import PipeError
 from recipes import config, processes
-from recipes.errors import RecipeError
 
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="train")
 def train(settings: DictConfig) -> float:
     """One job; a sweep calls it once for each. Returns what is to be minimised."""
+    try:
+        return run(settings)
+    except PipeError as error:
+        if HydraConfig.get().mode is RunMode.MULTIRUN:  # the table tells which jobs have failed
+            raise
+        sys.exit(str(error))
+
+
+def run(settings: DictConfig) -> float:
+    """Checks a configuration and trains what it describes."""
     config.check(settings)
     from recipes import (
         console,
@@ -39,7 +50,7 @@ def main() -> None:
         train()
     except (ConfigCompositionException, OverrideParseException) as error:
         sys.exit(str(config.explain(error)))
-    except RecipeError as error:
+    except PipeError as error:
         sys.exit(str(error))
 
 

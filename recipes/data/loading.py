@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol
 
 import lightning as L
 import numpy as np
+from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from typing_extensions import override
 
@@ -39,19 +40,18 @@ def generator(seed: int, draw: Draw) -> np.random.Generator:
 class Order(Protocol):
     """Which samples an epoch has, in which order."""
 
-    def __call__(self, samples: int, seed: int, epoch: int) -> Sequence[int]:
+    def __call__(self, samples: int, seed: int, epoch: int) -> NDArray[np.int64]:
         """Returns indices below ``samples``; their number may not depend on the epoch."""
 
 
-def shuffled(samples: int, seed: int, epoch: int) -> Sequence[int]:
+def shuffled(samples: int, seed: int, epoch: int) -> NDArray[np.int64]:
     """Every sample once.
 
     Example:
-        >>> shuffled(5, seed=1, epoch=0), shuffled(5, seed=1, epoch=1)
+        >>> shuffled(5, seed=1, epoch=0).tolist(), shuffled(5, seed=1, epoch=1).tolist()
         ([4, 0, 1, 2, 3], [1, 4, 0, 3, 2])
     """
-    order: list[int] = np.random.default_rng([seed, epoch]).permutation(samples).tolist()
-    return order
+    return np.random.default_rng([seed, epoch]).permutation(samples)
 
 
 class EpochSampler(DistributedSampler[Any]):
@@ -85,7 +85,7 @@ class EpochSampler(DistributedSampler[Any]):
         indices = self.order(self.samples, self.seed, self.epoch)
         # among replicas, the first samples come again at the end to make all shares equal
         for place in range(start, len(self)):
-            yield Draw(self.epoch, indices[(place * self.num_replicas + self.rank) % self.total])
+            yield Draw(self.epoch, int(indices[(place * self.num_replicas + self.rank) % self.total]))
 
 
 class ResumableLoader(DataLoader[Any]):

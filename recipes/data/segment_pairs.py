@@ -6,6 +6,7 @@ import hashlib
 import json
 import logging
 import time
+from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -168,13 +169,13 @@ def runs_of(lengths: NDArray[np.integer], ends: NDArray[np.integer], length: int
         >>> runs_of(np.array([4, 4, 4, 9, 2]), np.array([3, 5]), length=8).tolist()
         [[0, 2], [2, 3], [3, 4], [4, 5]]
     """
-    runs, start = [], 0
-    for end in ends.tolist():
+    runs, start = array("q"), 0
+    for end in map(int, ends):
         filled = 0
         for sentence in range(start, end):
             filled += int(lengths[sentence])
             if filled >= length or sentence == end - 1:
-                runs.append((start, sentence + 1))
+                runs.extend((start, sentence + 1))
                 start, filled = sentence + 1, 0
     return np.array(runs, dtype=np.int64).reshape(-1, 2)
 

@@ -159,20 +159,11 @@ def read(source: str, files: str | None, name: str, configuration: str) -> Corpu
     """Reads the text from where the configuration says.
 
     Args:
-        source: "auto", "hub", "files" or "standard_library". "auto" takes ``files`` where they are given, else the hub
-            where it answers, else the standard library.
+        source: "hub", "files" or "standard_library".
         files: folder with local files.
         name: data set on the hub.
         configuration: its configuration there.
     """
-    if source == "auto":
-        source = "files" if files else "hub" if hub_answers(name) else "standard_library"
-        if source == "standard_library":
-            log.info(
-                "The hub does not answer, so %s is replaced by Python's standard library (data.files=FOLDER names "
-                "local files).",
-                configuration,
-            )
     if source == "files":
         if files is None:
             raise RecipeError("data.source=files needs a folder.", hint="Add data.files=FOLDER.")

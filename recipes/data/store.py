@@ -6,6 +6,7 @@ import contextlib
 import os
 import shutil
 import tempfile
+from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -74,9 +75,12 @@ def write_sequences(path: Path, sequences: Iterable[Sequence[int]]) -> None:
         ...     [sequence.tolist() for sequence in Sequences(Path(folder, "text"))]
         [[1, 2], [], [3]]
     """
-    lengths = []
+    lengths = array("q")  # eight bytes each: there may be a hundred million
     with path.with_suffix(".tokens").open("wb") as file:
         for sequence in sequences:
             file.write(np.asarray(sequence, dtype=np.uint32).tobytes())
             lengths.append(len(sequence))
-    np.save(path.with_suffix(".ends.npy"), np.cumsum(np.array(lengths, dtype=np.int64)))
+    np.save(
+        path.with_suffix(".ends.npy"),
+        np.cumsum(np.frombuffer(lengths, dtype=np.int64) if lengths else np.empty(0, np.int64)),
+    )

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
-from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -16,11 +13,15 @@ from torch.utils.data import DataLoader, Dataset
 from typing_extensions import override
 
 from recipes.data import sources
-from recipes.data.loading import Draw, ResumableData, ResumableLoader, draw_of, evaluation_loader, training_loader
-from recipes.data.tokens import Tokenised, tokenise
+from recipes.data.choice import choose
+from recipes.data.loading import Draw, ResumableLoader, draw_of, evaluation_loader, training_loader
+from recipes.data.prepared import Prepared
+from recipes.data.tokens import Tokenised, opened, tokenise
 from recipes.errors import RecipeError
 
 log = logging.getLogger(__name__)
+
+STAND_IN = ("standard_library", "Python's standard library")
 
 
 class Blocks(Dataset[dict[str, Tensor]]):
@@ -45,7 +46,7 @@ class Blocks(Dataset[dict[str, Tensor]]):
         return {"input_ids": block, "labels": block}  # Hugging Face models shift the labels themselves
 
 
-class TextBlocks(ResumableData):
+class TextBlocks(Prepared):
     """WikiText, local files in its format, or Python's standard library, in blocks of tokens.
 
     Args:
@@ -84,36 +85,22 @@ class TextBlocks(ResumableData):
         self.vocabulary, self.tokenizer, self.block_length = vocabulary, tokenizer, block_length
         self.batch_size, self.seed, self.workers = batch_size, seed, workers
         self.cache = Path(cache).expanduser() / "text"
-        self.tokenised: Tokenised | None = None
-        self._prepared = False
 
     @override
-    def prepare_data(self) -> None:
-        """Runs in one process: reads and tokenises the text, and notes for the other processes where it is."""
-        if self._prepared:  # the Trainer asks before each of validate, fit and test
-            return
-        corpus = sources.read(self.source, self.files, *self.hub)
+    def prepare(self) -> Path:
+        source = choose(self.source, self.files, self.hub[0], STAND_IN)
+        corpus = sources.read(source, self.files, *self.hub)
         tokenised = tokenise(corpus, self.vocabulary, self.tokenizer, self.block_length, self.cache)
-        self._note.write_text(json.dumps(asdict(tokenised)))
         log.info(
             "Text: %s; %.2f M tokens for training, %.2f M for validation.",
             tokenised.title,
             tokenised.train_tokens / 1e6,
             tokenised.validation_tokens / 1e6,
         )
-        self._prepared = True
-
-    @property
-    def _note(self) -> Path:
-        # Which source "auto" means is decided once, by the process that prepares; the others must not ask again.
-        return self.cache / f"{hashlib.sha256(repr(sorted(self.hparams.items())).encode()).hexdigest()[:16]}.json"
+        return Path(tokenised.folder)
 
     @override
-    def setup(self, stage: str) -> None:
-        """Opens the blocks that ``prepare_data`` has left."""
-        if self.tokenised is not None:
-            return
-        self.tokenised = Tokenised(**json.loads(self._note.read_text()))
+    def check(self) -> None:
         if self.tokenised.vocabulary > self.vocabulary:
             raise RecipeError(
                 f"The tokeniser has {self.tokenised.vocabulary} tokens, the model is built for {self.vocabulary}.",
@@ -121,16 +108,15 @@ class TextBlocks(ResumableData):
             )
 
     @property
-    def _ready(self) -> Tokenised:
-        if self.tokenised is None:
-            raise RecipeError("The data module is not set up.", hint="Call prepare_data() and setup() first.")
-        return self.tokenised
+    def tokenised(self) -> Tokenised:
+        """The blocks."""
+        return opened(self.folder)
 
     @override
     def resumable_loader(self) -> ResumableLoader:
-        blocks = Blocks(self._ready.blocks("train"))
+        blocks = Blocks(self.tokenised.blocks("train"))
         return training_loader(blocks, self.batch_size, self.seed, trainer=self.trainer, workers=self.workers)
 
     @override
     def val_dataloader(self) -> DataLoader[dict[str, Tensor]]:
-        return evaluation_loader(Blocks(self._ready.blocks("validation")), self.batch_size, workers=self.workers)
+        return evaluation_loader(Blocks(self.tokenised.blocks("validation")), self.batch_size, workers=self.workers)

@@ -5,27 +5,24 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
-import shutil
-import tempfile
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from datasets import Dataset
 from numpy.typing import NDArray
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from recipes.data import vocabulary
 from recipes.data.sources import Corpus
+from recipes.data.store import building
+from recipes.data.vocabulary import Encode
 from recipes.errors import RecipeError
 
 log = logging.getLogger(__name__)
 
-SEPARATOR = "<|endoftext|>"
+SPECIAL = {"eos": "<|endoftext|>"}
 ROWS_AT_ONCE = 1000
-Encode = Callable[[list[str]], list[list[int]]]
 
 
 @dataclass(frozen=True)
@@ -49,23 +46,6 @@ class Tokenised:
     def blocks(self, split: str) -> NDArray[np.integer]:
         """Opens one split without reading it into memory."""
         return np.load(Path(self.folder) / f"{split}.npy", mmap_mode="r")  # type: ignore[no-any-return]
-
-
-def train_bpe(rows: Iterator[str], vocabulary: int) -> Tokenizer:
-    """Trains a byte-level BPE, GPT-2's kind of tokeniser: any text can be written with it, and read back exactly."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.train_from_iterator(
-        rows,
-        trainers.BpeTrainer(
-            vocab_size=vocabulary,
-            special_tokens=[SEPARATOR],
-            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-            show_progress=False,
-        ),
-    )
-    return tokenizer
 
 
 def cut_into_blocks(texts: Dataset, encode: Encode, separator: int | None, length: int) -> NDArray[np.int32]:
@@ -95,58 +75,42 @@ def cut_into_blocks(texts: Dataset, encode: Encode, separator: int | None, lengt
     return stream[: whole * length].reshape(whole, length)
 
 
-def tokenise(corpus: Corpus, vocabulary: int, tokenizer: str | None, length: int, cache: Path) -> Tokenised:
+def tokenise(corpus: Corpus, size: int, tokenizer: str | None, length: int, cache: Path) -> Tokenised:
     """Tokenises a corpus, or finds the result of an earlier run in the cache.
 
     Args:
         corpus: the text.
-        vocabulary: size of the BPE to train.
+        size: number of tokens of the BPE to train.
         tokenizer: a ready tokeniser instead, by its name on the hub or its folder.
         length: tokens in a block.
         cache: folder for the results.
     """
-    key = hashlib.sha256(json.dumps([corpus.fingerprint, vocabulary, tokenizer, length]).encode()).hexdigest()[:16]
+    key = hashlib.sha256(json.dumps([corpus.fingerprint, size, tokenizer, length]).encode()).hexdigest()[:16]
     folder = cache / key
-    about = folder / "about.json"
-    if not about.exists():
-        _write(corpus, vocabulary, tokenizer, length, folder)
-    return Tokenised(**json.loads(about.read_text()) | {"folder": str(folder)})
+    if not folder.exists():
+        started = time.perf_counter()
+        with building(folder) as place:
+            _write(corpus, size, tokenizer, length, place)
+        log.info("Tokenised %s in %.1f s, kept in %s.", corpus.title, time.perf_counter() - started, folder)
+    return opened(folder)
 
 
-def _write(corpus: Corpus, vocabulary: int, tokenizer: str | None, length: int, folder: Path) -> None:
-    started = time.perf_counter()
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    # Built beside its final place and moved there when complete: a broken-off run leaves no half-written cache.
-    building = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".building-"))
-    encode, separator, size = _encoder(corpus, vocabulary, tokenizer, building)
-    tokens = {}
+def opened(folder: Path) -> Tokenised:
+    """What `tokenise` has left in a folder."""
+    return Tokenised(**json.loads((folder / "about.json").read_text()), folder=str(folder))
+
+
+def _write(corpus: Corpus, size: int, tokenizer: str | None, length: int, folder: Path) -> None:
+    if tokenizer is None:
+        rows = (row for batch in corpus.splits["train"].iter(ROWS_AT_ONCE) for row in batch["text"])
+        vocabulary.train(rows, size, SPECIAL, folder)
+    else:
+        vocabulary.keep_ready(tokenizer, folder)
+    words = vocabulary.load(folder, SPECIAL)
+    separator = words.special["eos"] if corpus.documents else None
+    about: dict[str, str | int] = {"title": corpus.title, "vocabulary": words.size}
     for split in ("train", "validation"):
-        blocks = cut_into_blocks(corpus.splits[split], encode, separator if corpus.documents else None, length)
-        np.save(building / f"{split}.npy", blocks.astype(np.uint16) if size <= 2**16 else blocks)
-        tokens[split] = blocks.size
-    result = Tokenised(corpus.title, str(folder), size, tokens["train"], tokens["validation"])
-    (building / "about.json").write_text(json.dumps(asdict(result), indent=2))
-    try:
-        os.rename(building, folder)
-    except OSError:  # another run has just finished the same one
-        shutil.rmtree(building)
-    log.info("Tokenised %s in %.1f s, kept in %s.", corpus.title, time.perf_counter() - started, folder)
-
-
-def _encoder(corpus: Corpus, vocabulary: int, name: str | None, folder: Path) -> tuple[Encode, int | None, int]:
-    """Returns rows -> token numbers, the separator's number if there is one, and the size of the vocabulary."""
-    if name is not None:
-        from transformers import AutoTokenizer
-
-        ready = AutoTokenizer.from_pretrained(name)
-        ready.save_pretrained(folder)
-        return lambda rows: ready(rows, verbose=False)["input_ids"], ready.eos_token_id, len(ready)
-    trained = train_bpe(
-        (row for batch in corpus.splits["train"].iter(ROWS_AT_ONCE) for row in batch["text"]), vocabulary
-    )
-    trained.save(str(folder / "tokenizer.json"))
-    return (
-        lambda rows: [encoding.ids for encoding in trained.encode_batch(rows)],
-        trained.token_to_id(SEPARATOR),
-        trained.get_vocab_size(),
-    )
+        blocks = cut_into_blocks(corpus.splits[split], words.encode, separator, length)
+        np.save(folder / f"{split}.npy", blocks.astype(np.uint16) if words.size <= 2**16 else blocks)
+        about[f"{split}_tokens"] = blocks.size
+    (folder / "about.json").write_text(json.dumps(about, indent=2))

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from typing_extensions import override
@@ -62,7 +63,7 @@ class ByTemperature:
         powers = [(size / sum(self.sizes)) ** (1 / self.temperature) for size in self.sizes]
         return [power / sum(powers) for power in powers]
 
-    def __call__(self, samples: int, seed: int, epoch: int) -> Sequence[int]:
+    def __call__(self, samples: int, seed: int, epoch: int) -> NDArray[np.int64]:
         """One epoch's order."""
         random = np.random.default_rng([seed, epoch])
         languages = random.choice(len(self.sizes), size=samples, p=self.probabilities)
@@ -73,8 +74,7 @@ class ByTemperature:
             rounds = [random.permutation(size) for _ in range(-(-len(places) // size))]
             order[places] = start + np.concatenate([np.empty(0, np.int64), *rounds])[: len(places)]
             start += size
-        result: list[int] = order.tolist()
-        return result
+        return order
 
 
 class Translations(Dataset[dict[str, Tensor]]):

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 from hydra.errors import ConfigCompositionException
-from hydra.utils import get_object
+from hydra.utils import get_object, instantiate
 from omegaconf import DictConfig, OmegaConf
 
+from lightning_pipe.schedules import Chimera
 from recipes import config
 from recipes.errors import RecipeError
 from tests.recipes.conftest import CONF
@@ -78,6 +79,13 @@ def test_every_file_opens_with_the_command_that_runs_it(path: Path) -> None:
 def test_every_key_of_a_schema_is_an_argument_of_its_target(schema: type) -> None:
     arguments = inspect.signature(get_object(schema._target_)).parameters
     assert {item.name for item in fields(schema)} - {"_target_", "_partial_"} <= set(arguments)
+
+
+def test_schedules_have_options(composed: Compose) -> None:
+    settings = composed("experiment=gpt2_wikitext2", "pipe=chimera", "pipe.schedule.scaling=forward_doubling")
+    assert instantiate(settings.pipe.schedule) == Chimera(pipes=2, scaling="forward_doubling")
+    with pytest.raises(RecipeError, match=r"no key pipe\.schedule\.scalign"):
+        composed("pipe=chimera", "+pipe.schedule.scalign=direct")
 
 
 def test_debug_and_hardware_win_over_the_experiment(composed: Compose) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from recipes.data import sources
+from recipes.data import choice, sources
 from recipes.data.text import TextBlocks
 from recipes.errors import RecipeError
 from tests.recipes.conftest import ARTICLE, write_parquet, write_text
@@ -35,7 +35,6 @@ def test_local_files_in_both_formats(tmp_path: Path, write: Any) -> None:
 @pytest.mark.parametrize("write", [write_text, write_parquet])
 def test_blocks_are_the_text_in_order_and_without_gaps(tmp_path: Path, write: Any) -> None:
     data = data_module(tmp_path, files=str(write(tmp_path / "wiki")))
-    assert data.tokenised is not None
     tokenizer = Tokenizer.from_file(str(Path(data.tokenised.folder) / "tokenizer.json"))
     stream = data.tokenised.blocks("validation").flatten().tolist()
     text = tokenizer.decode(stream)
@@ -65,15 +64,13 @@ def test_a_second_run_finds_the_tokens_of_the_first(tmp_path: Path, caplog: pyte
 def test_changed_text_is_tokenised_anew(tmp_path: Path) -> None:
     before = data_module(tmp_path, files=str(write_text(tmp_path / "wiki", train=40))).tokenised
     after = data_module(tmp_path, files=str(write_text(tmp_path / "wiki", train=50))).tokenised
-    assert before is not None
-    assert after is not None
     assert after.train_tokens > before.train_tokens
 
 
 def test_tokens_are_the_same_in_every_run(tmp_path: Path) -> None:
     files = str(write_text(tmp_path / "wiki"))
     runs = [data_module(tmp_path, files=files, cache=str(tmp_path / name)).tokenised for name in "ab"]
-    first, second = (run.blocks("train") for run in runs if run is not None)
+    first, second = (run.blocks("train") for run in runs)
     assert np.array_equal(first, second)
 
 
@@ -109,7 +106,6 @@ def test_files_of_the_library_are_separated(tmp_path: Path, monkeypatch: pytest.
     corpus = sources.standard_library(small_library(tmp_path / "lib"))
     monkeypatch.setattr(sources, "standard_library", lambda: corpus)
     data = data_module(tmp_path, source="standard_library", vocabulary=300)
-    assert data.tokenised is not None
     separators = int((data.tokenised.blocks("train") == 0).sum())
     assert separators == pytest.approx(len(corpus.splits["train"]), abs=1)
 
@@ -119,7 +115,7 @@ def test_without_network_auto_takes_the_standard_library_and_says_so(
 ) -> None:
     corpus = sources.standard_library(small_library(tmp_path / "lib"))
     monkeypatch.setattr(sources, "standard_library", lambda: corpus)
-    monkeypatch.setattr(sources, "hub_answers", lambda name: False)
+    monkeypatch.setattr(choice, "hub_answers", lambda name: False)
     caplog.set_level("INFO")
     data_module(tmp_path, source="auto")
     assert "replaced by Python's standard library" in caplog.text
@@ -136,11 +132,10 @@ def test_with_network_auto_takes_the_hub(tmp_path: Path, monkeypatch: pytest.Mon
         files = {split: str(next(folder.glob(f"{split}*"))) for split in ("train", "validation")}
         return load_dataset("parquet", data_files=files)
 
-    monkeypatch.setattr(sources, "hub_answers", lambda name: True)
+    monkeypatch.setattr(choice, "hub_answers", lambda name: True)
     monkeypatch.setattr(sources, "load_dataset", load)
     data = data_module(tmp_path, source="auto")
     assert asked == [("Salesforce/wikitext", "wikitext-2-raw-v1")]
-    assert data.tokenised is not None
     assert "from the hub" in data.tokenised.title
 
 
@@ -152,11 +147,9 @@ def test_a_ready_tokeniser_is_taken_from_its_folder(tmp_path: Path) -> None:
     from transformers import PreTrainedTokenizerFast
 
     first = data_module(tmp_path, files=str(write_text(tmp_path / "wiki")))
-    assert first.tokenised is not None
     trained = Tokenizer.from_file(str(Path(first.tokenised.folder) / "tokenizer.json"))
     PreTrainedTokenizerFast(tokenizer_object=trained, eos_token="<|endoftext|>").save_pretrained(tmp_path / "ready")
     second = data_module(tmp_path, files=str(tmp_path / "wiki"), tokenizer=str(tmp_path / "ready"))
-    assert second.tokenised is not None
     assert np.array_equal(first.tokenised.blocks("train"), second.tokenised.blocks("train"))
 
 

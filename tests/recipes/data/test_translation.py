@@ -72,13 +72,13 @@ def test_long_texts_are_cut_off_and_still_end(tmp_path: Path) -> None:
 def test_temperature_brings_languages_together(temperature: float, share: float) -> None:
     order = ByTemperature((900, 100), temperature)
     assert order.probabilities[0] == pytest.approx(share, abs=0.001)
-    drawn = order(1000, 1, 0)
+    drawn = order(1000, 1, 0).tolist()
     assert len(drawn) == 1000
     assert sum(index < 900 for index in drawn) / 1000 == pytest.approx(share, abs=0.04)
     counts = Counter(index for index in drawn if index >= 900)
     assert max(counts.values()) - min(counts[index] for index in range(900, 1000)) <= 1
-    assert drawn != order(1000, 1, 1)
-    assert drawn == order(1000, 1, 0)
+    assert drawn != order(1000, 1, 1).tolist()
+    assert drawn == order(1000, 1, 0).tolist()
 
 
 def test_docstrings_are_translations_of_definitions(tmp_path: Path) -> None:
