@@ -25,8 +25,6 @@ from lightning_pipe.pipeline.recompute import recomputing
 if TYPE_CHECKING:
     from lightning_pipe.pipeline.stage import Batch, Inbound, Stages
 
-_BUFFERS = -1
-"""The key of the check among the stages, for the guard of buffers."""
 _ROUNDING = {torch.float64: 1e-9, torch.float32: 2e-5, torch.float16: 5e-4, torch.bfloat16: 2e-3}
 """How far losses may differ that are equal but for rounding, relative to 1 + their size."""
 _REDUCED = 5e-4
@@ -77,7 +75,7 @@ class LossCheck:
     def _losses(self, stages: Stages, stage: int, batch: Batch, pair: tuple[int, int]) -> list[Tensor] | None:
         """The losses of the two, of both together, and of the first with other random numbers; ``None``: unknown."""
         received = [self._seen[index] for index in pair]
-        with recomputing(), torch.no_grad(), _attributes(stages), stages.buffers.restored(_BUFFERS):
+        with recomputing(), torch.no_grad(), _attributes(stages), stages.buffers.restored():
             try:
                 parts = [batch.micro_batches[index] for index in pair]
                 together = _inbound(received, [self.sizes[index] for index in pair])

@@ -20,7 +20,7 @@ from lightning_pipe.pipeline.cut.received import Inbox
 from lightning_pipe.pipeline.cut.stage_run import Profiler, StageRun
 from lightning_pipe.pipeline.loss_check import LossCheck
 from lightning_pipe.pipeline.ownership import Ownership
-from lightning_pipe.pipeline.recompute import BufferGuard, nothing_saved, recomputing
+from lightning_pipe.pipeline.recompute import BufferGuard, Buffers, nothing_saved, recomputing
 from lightning_pipe.pipeline.rng import Streams
 from lightning_pipe.pipeline.split_backward import SplitBackward
 from lightning_pipe.skip import Event, Key
@@ -98,10 +98,14 @@ class Saved:
 
 @dataclass
 class Kept:
-    """What a forward pass leaves that will run again: its input, and the calls it made up to the cut."""
+    """What a forward pass leaves that will run again: its input, and the calls it made up to the cut.
+
+    ``buffers`` has the former values of those that it changed.
+    """
 
     inbound: Inbound | None
     calls: tuple[Call, ...] | None
+    buffers: Buffers
 
 
 @dataclass
@@ -147,19 +151,19 @@ class Stages:
         self._look(stage, micro_batch, batch, inbound)
         # The first run may change what it received; the second one must find it as it came.
         copies = None if inbound is None else (inbound[0], {n: tensor.clone() for n, tensor in inbound[1].items()})
-        with nothing_saved():
+        with nothing_saved(), self.buffers.noted(stage) as former:
             _, crossings, result = self._run(stage, micro_batch, batch, copies)
         if not crossings:
             batch.results[micro_batch] = _detached(result)
         calls = next((crossing.path.calls for crossing in crossings.values()), None)
-        return Kept(inbound, calls), {
+        return Kept(inbound, calls, former), {
             to: Crossing(crossing.path, tuple(tensor.detach() for tensor in crossing.tensors))
             for to, crossing in crossings.items()
         }
 
     def recompute(self, stage: int, micro_batch: int, batch: Batch, kept: Kept) -> Saved:
         """Run the step again, now keeping what the backward pass needs."""
-        with recomputing(), self.buffers.restored(stage):
+        with recomputing(), self.buffers.restored(kept.buffers):
             saved, crossings, _ = self._run(stage, micro_batch, batch, kept.inbound)
         if next((crossing.path.calls for crossing in crossings.values()), None) != kept.calls:
             raise CutError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from itertools import pairwise
 from typing import Literal
 
 from lightning_pipe.errors import ScheduleError
@@ -20,7 +21,8 @@ def with_recompute(schedule: Schedule, mode: Mode) -> Schedule:
     """Let stages keep only their inputs, and compute their activations again before the backward pass.
 
     The recomputation stands right before the backward action. It does not wait for the gradient, so it runs in the
-    idle time before the gradient arrives.
+    idle time before the gradient arrives. A forward whose own backward follows at once, as on the last stage of 1F1B,
+    keeps its activations: to compute them again would cost time and save nothing.
 
     Args:
         schedule: the schedule.
@@ -37,7 +39,9 @@ def with_recompute(schedule: Schedule, mode: Mode) -> Schedule:
     if mode == "never" or schedule.forward_only:
         return schedule
     actions = tuple(
-        tuple(insert_recompute(order, kept=_last_forwards(order) if mode == "except_last" else ()))
+        tuple(
+            insert_recompute(order, kept=_at_once(order) | (_last_forwards(order) if mode == "except_last" else set()))
+        )
         for order in schedule.actions
     )
     return replace(schedule, actions=actions, options={**schedule.options, "recompute": mode})
@@ -54,6 +58,14 @@ def insert_recompute(order: Iterable[Action], kept: Iterable[Place] = ()) -> lis
             result.append(action._replace(kind=Kind.RECOMPUTE))
         result.append(action)
     return result
+
+
+def _at_once(order: Iterable[Action]) -> set[Place]:
+    return {
+        action[1:4]
+        for action, following in pairwise(order)
+        if action.kind is Kind.FORWARD and following.kind in _BACKWARD and action[1:4] == following[1:4]
+    }
 
 
 def _last_forwards(order: Iterable[Action]) -> set[Place]:

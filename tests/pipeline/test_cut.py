@@ -453,3 +453,71 @@ def test_activations_held_are_those_of_the_schedule(schedule: str, peaks: list[i
     outcome = pipelined(Net(), [batch(6)] * 2, 6, ranks=4, schedule=schedule, layers="layers")
     found = {pipeline.transport.rank: pipeline.executor.peak_held for pipeline in outcome.pipelines}
     assert [found[rank] for rank in range(4)] == peaks
+
+
+class Tanh(nn.Module):
+    """A layer with a hook of every kind that may change something."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_forward_pre_hook(lambda module, args: (args[0] * 1.1,))
+        self.register_forward_hook(lambda module, args, result: result.tanh())
+        self.register_full_backward_hook(
+            lambda module, inputs, outputs: tuple(g if g is None else 0.9 * g for g in inputs)
+        )
+        self.register_full_backward_pre_hook(lambda module, outputs: (0.8 * outputs[0],))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x)
+
+
+class Hooked(nn.Module):
+    """Hooks on layers and on an outside module; what goes into a layer is used after it as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = Tanh()
+        self.layers = nn.ModuleList(Tanh() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for layer in self.layers:
+            x = x + layer(x)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("recompute", ["never", "always"])
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zero_bubble", "chimera"])
+def test_hooks_of_layers_run_where_the_layers_do(schedule: str, recompute: str) -> None:
+    data = [{"x": torch.randn(size, 8)} for size in (6, 6, 5)]
+    assert_same(Hooked(), data, schedule=schedule, recompute=recompute, layers="layers")
+
+
+class Accumulates(nn.Module):
+    """Every layer changes in place a tensor that came in one message with its other input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Adding() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        total = torch.zeros_like(x)
+        for layer in self.layers:
+            x = layer(x, total)
+        return (x * total).square().mean()
+
+
+class Adding(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, total: Tensor) -> Tensor:
+        total.add_(x.detach())
+        return torch.tanh(self.linear(x))
+
+
+def test_tensors_out_of_one_message_do_not_count_as_views_of_each_other() -> None:
+    data = [{"x": torch.randn(size, 8)} for size in (6, 6, 5)]
+    assert_same(Accumulates(), data, schedule="interleaved", layers="layers")

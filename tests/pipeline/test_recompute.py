@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -113,7 +113,7 @@ def saved_bytes() -> Iterator[list[int]]:
 
     class Kept:
         def __init__(self, tensor: Tensor) -> None:
-            self.tensor = tensor
+            self.tensor = tensor.detach()  # a node that held its own result would hold itself
             count[0] += tensor.nbytes
             count[1] = max(count)
 
@@ -152,6 +152,30 @@ def test_memory_falls_to_one_micro_batch_and_the_boundaries() -> None:
     assert peaks["except_last"] <= 2 * one * 1.01
 
 
+class Vocabulary(nn.Module):
+    """The logits are the largest thing by far."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+        self.head = nn.Linear(4, 1000)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layers(x)).log_softmax(-1).square().mean()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zero_bubble"])
+@pytest.mark.parametrize("recompute", ["except_last", "always"])
+def test_the_logits_of_one_micro_batch_are_held_at_a_time(recompute: Recompute, schedule: str) -> None:
+    torch.manual_seed(0)
+    parts = list(torch.randn(8, 4).tensor_split(8))
+    with saved_bytes() as one:
+        gradients_of(Vocabulary(), parts[:1], "never")
+    with saved_bytes() as count:
+        gradients_of(Vocabulary(), parts, recompute, schedule=schedule)
+    assert count[1] < 1.5 * one[1]
+
+
 def test_a_layer_that_changes_its_input_finds_it_as_it_came() -> None:
     class Changing(nn.Module):
         def __init__(self) -> None:
@@ -177,6 +201,107 @@ def test_a_layer_that_changes_its_input_finds_it_as_it_came() -> None:
     expected, _ = gradients_of(net, [part.clone() for part in parts], "never")
     found, _ = gradients_of(net, [part.clone() for part in parts], "always")
     assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+class Counting(nn.Module):
+    """What it computes depends on buffers that it changes, one in place and one by a new tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("runs", torch.zeros(()))
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.runs += 1
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        return torch.tanh(self.linear(x + self.mean) / float(self.runs))
+
+
+class Forces(nn.Module):
+    """A layer that computes gradients itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x if x.requires_grad else x.detach().requires_grad_()
+        energy = self.linear(x).tanh()
+        (force,) = torch.autograd.grad(energy.sum(), x, create_graph=True)
+        return energy + force
+
+
+class InLine(nn.Module):
+    def __init__(self, make: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(make() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+MAKES = [
+    Counting,
+    lambda: nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8)), nn.Tanh()),
+    Forces,
+]
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "zero_bubble"])
+@pytest.mark.parametrize("make", MAKES, ids=["counting", "spectral norm", "forces"])
+def test_the_second_run_finds_what_the_first_one_found(make: Any, schedule: str) -> None:
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float64)
+    try:
+        data = [{"x": torch.randn(size, 8)} for size in (6, 6, 5)]
+        assert_same(InLine(make), data, ranks=2, layers="layers", recompute="always", schedule=schedule)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_statistics_that_begin_to_change_later_are_changed_once() -> None:
+    """Behind autograd's back, in a norm that was frozen in the first batch."""
+    torch.manual_seed(0)
+    (transport,) = memory_world(Topology(ranks=1))
+    net = InLine(lambda: nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8, 8)))
+    pipeline = Pipeline(net, find_layers(net, "layers"), [4, 4], schedules.get("gpipe"), transport, recompute="always")
+    net.eval()
+    for _ in range(2):
+        pipeline.train(lambda _, part: net(part), list(torch.randn(6, 8).tensor_split(2)), [0.5, 0.5])
+        net.train()
+    assert int(net.layers[0][0].num_batches_tracked) == 2
+
+
+def test_a_buffer_that_changes_in_some_forward_passes_raises() -> None:
+    class Sometimes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+            self.register_buffer("runs", torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            if len(x) == 4:
+                self.runs += 1
+            return self.linear(x)  # type: ignore[no-any-return]
+
+    parts = [torch.randn(3, 8), torch.randn(4, 8)]
+    with pytest.raises(CutError, match="buffer 'runs' of a Sometimes is changed in place in some forward passes"):
+        gradients_of(InLine(Sometimes), parts, "always")
+
+
+def test_a_backward_pass_over_several_layers_inside_the_step_raises() -> None:
+    class Penalty(InLine):
+        def forward(self, x: Tensor) -> Tensor:
+            x = x.requires_grad_()
+            y = self.layers[1](self.layers[0](x))
+            (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+            return self.layers[3](self.layers[2](y + slope)).sum()  # type: ignore[no-any-return]
+
+    with pytest.raises(CutError, match="a backward pass inside the step"):
+        gradients_of(Penalty(lambda: nn.Linear(8, 8)), [torch.randn(3, 8)] * 2, "always")
 
 
 def test_user_checkpoints_inside_layers_recompute_as_well() -> None:

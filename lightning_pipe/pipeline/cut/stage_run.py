@@ -23,6 +23,7 @@ from lightning_pipe.pipeline.cut.side_effects import (
     replace_contents,
 )
 from lightning_pipe.pipeline.cut.tracker import Holdings, Tracker
+from lightning_pipe.pipeline.recompute import release_saved
 from lightning_pipe.pipeline.rng import Streams
 from lightning_pipe.skip import Key, StepStore, stored_in
 
@@ -178,6 +179,7 @@ class StageRun:
                 result = forward(*args, **kwargs)
                 tracker.spans.append((start, _graph_nodes()))
                 changed = [t for t, version in zip(tensors, versions, strict=True) if version_of(t) != version]
+                release_saved()
                 stashed, popped = self._skipped(name, skips, events)
                 call = self._describe(name, result, arguments, changed, stashed, popped, watch)
                 tracker.calls.append(call)
@@ -323,14 +325,11 @@ class StageRun:
                 for number, tensor in sorted(self.tracker.alive(), key=lambda pair: pair[0])
                 if not isinstance(tensor, (Placeholder, nn.Parameter))
             ]
-            owners: dict[int, int] = {}
-            for _, tensor in alive:
-                storage = tensor.untyped_storage()._cdata
-                owners[storage] = owners.get(storage, 0) + 1
+            shared = overlapping([tensor for _, tensor in alive])
             following = self._stage + 1
             leaving: dict[int, list[tuple[Entry, Tensor]]] = {following: []}
             for number, tensor in alive:
-                entry = _entry(number, tensor, owners[tensor.untyped_storage()._cdata])
+                entry = _entry(number, tensor, id(tensor) in shared)
                 leaving.setdefault(self._routed.get(number, following), []).append((entry, tensor))
             calls = tuple(self.tracker.calls)
             for to, pairs in leaving.items():
@@ -339,11 +338,31 @@ class StageRun:
         raise _EndOfStage
 
 
-def _entry(number: int, tensor: Tensor, sharing: int) -> Entry:
+def overlapping(tensors: Sequence[Tensor]) -> set[int]:
+    """Those that share memory with another, by ``id``. To come out of one message is not to share memory."""
+    by_storage: dict[int, list[tuple[int, int, int]]] = {}
+    for tensor in tensors:
+        if tensor.numel():
+            start = int(tensor.storage_offset()) * tensor.itemsize
+            extent = 1 + sum((int(n) - 1) * int(step) for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+            place = (start, start + extent * tensor.itemsize, id(tensor))
+            by_storage.setdefault(tensor.untyped_storage()._cdata, []).append(place)
+    found: set[int] = set()
+    for places in by_storage.values():
+        reached, last = 0, 0
+        for start, end, tensor_id in sorted(places):
+            if start < reached:
+                found |= {last, tensor_id}
+            if end > reached:
+                reached, last = end, tensor_id
+    return found
+
+
+def _entry(number: int, tensor: Tensor, shared: bool) -> Entry:
     spec = TensorSpec.of(tensor)
     # A view made under no_grad says that it requires a gradient and has none to give (torch 2.13).
     detached = tensor._is_view() and tensor.grad_fn is None
-    return Entry(number, spec, tensor.requires_grad and not detached, sharing > 1 or spec.overlaps)
+    return Entry(number, spec, tensor.requires_grad and not detached, shared or spec.overlaps)
 
 
 def version_of(tensor: Tensor) -> int:

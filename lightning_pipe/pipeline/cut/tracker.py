@@ -99,6 +99,14 @@ class Tracker(TorchFunctionMode):
         tensor._pipe_number = (self._token, number)  # type: ignore[attr-defined]
         self._alive[number] = weakref.ref(tensor)
 
+    def rename(self, old: Tensor, new: Tensor, *, replace: bool) -> None:
+        """Let ``new`` carry the number of ``old`` too; with ``replace`` it is the one that crosses a cut."""
+        number = self.number_of(old)
+        if number is not None:
+            new._pipe_number = (self._token, number)  # type: ignore[attr-defined]
+            if replace:
+                self._alive[number] = weakref.ref(new)
+
     def number(self, tensor: Tensor) -> int:
         """The number of a derived tensor; a new one when it is seen for the first time."""
         known = self.number_of(tensor)
