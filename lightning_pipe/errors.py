@@ -21,8 +21,8 @@ class PipeError(RuntimeError):
         self.message = message
         self.hint = hint
 
-    def __reduce__(self) -> tuple[type[PipeError], tuple[str, str | None]]:
-        return type(self), (self.message, self.hint)
+    def __reduce__(self) -> tuple[type[PipeError], tuple[str, str | None], dict[str, object]]:
+        return type(self), (self.message, self.hint), vars(self)
 
 
 class ScheduleError(PipeError):

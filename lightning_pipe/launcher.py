@@ -88,6 +88,18 @@ def die_with_parent() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
+def leave_quietly(error: BaseException) -> None:
+    """In a process that a launcher has started: end with this error without printing it; the first process does."""
+    if os.environ.get(_CHILD):
+        before = sys.excepthook
+
+        def hook(kind: Any, raised: BaseException, trace: Any) -> None:
+            if raised is not error:
+                before(kind, raised, trace)
+
+        sys.excepthook = hook
+
+
 def _command(local_rank: int) -> tuple[list[str], str | None]:
     """How to start another process of this run, and where."""
     command = list(_basic_subprocess_cmd())

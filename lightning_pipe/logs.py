@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_pipe.errors import ConfigurationError
+from lightning_pipe.errors import ConfigurationError, CutError
+from lightning_pipe.pipeline.absent import Absent
 from lightning_pipe.pipeline.cut.placeholder import Placeholder
 
 _log = pl.LightningModule.log
@@ -125,11 +126,12 @@ class Log:
             else:
                 self._record(names[id(module)], module, name, value, _named(args) | options)
 
+        before = pl.LightningModule.log
         pl.LightningModule.log = log  # type: ignore[assignment,method-assign]
         try:
             yield
         finally:
-            pl.LightningModule.log = _log  # type: ignore[method-assign]
+            pl.LightningModule.log = before  # type: ignore[method-assign]
 
     @contextmanager
     def recording(self, logged: Logged, micro_batch: int, *, counts: bool = True) -> Iterator[None]:
@@ -194,6 +196,22 @@ class Log:
         occurrence = sum(key[:2] == (owner, name) for key in self._current)
         origin = value if isinstance(value, Tensor) else None
         self._current[Key(owner, name, occurrence)] = Entry(kept, metric, options, origin)
+
+
+@contextmanager
+def of_values_alone() -> Iterator[None]:
+    """Around a run: refuse to log, in hooks, what comes from parameters of other ranks. Lightning would take it."""
+
+    def log(module: pl.LightningModule, name: str, value: Any, *args: Any, **options: Any) -> None:
+        if isinstance(value, Tensor) and (value.is_meta or isinstance(value, Absent)):
+            raise CutError(f"self.log({name!r}, …) is given a number that comes from parameters of other ranks.")
+        _log(module, name, value, *args, **options)
+
+    pl.LightningModule.log = log  # type: ignore[assignment,method-assign]
+    try:
+        yield
+    finally:
+        pl.LightningModule.log = _log  # type: ignore[method-assign]
 
 
 def merge(logged: Logged, samples: Sequence[float]) -> list[Merged]:

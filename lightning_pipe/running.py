@@ -21,6 +21,7 @@ from lightning_pipe import split
 from lightning_pipe.config import Auto
 from lightning_pipe.errors import ConfigurationError
 from lightning_pipe.handover import HeldGradients, held_back
+from lightning_pipe.logs import of_values_alone
 from lightning_pipe.metrics import Metrics
 from lightning_pipe.micro_batches import LossWeight, MicroBatches, divide_batch
 from lightning_pipe.mirror import Mirror
@@ -104,6 +105,7 @@ class Run:
         """Take over what must not stay changed when the run is over."""
         self._changed.enter_context(over_stages(self._precision, self.pipeline))
         self._changed.enter_context(over_all_stages(self.pipeline))
+        self._changed.enter_context(of_values_alone())
         metrics = Metrics(self._module, self._from_loss_ranks, self.pipeline.is_loss_rank, self._world.replicas)
         metrics.install()
         self._changed.callback(metrics.remove)

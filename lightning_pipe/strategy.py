@@ -28,8 +28,8 @@ from typing_extensions import override
 from lightning_pipe import schedules
 from lightning_pipe.checkpoint import Checkpoints
 from lightning_pipe.config import Auto, Layout
-from lightning_pipe.errors import ConfigurationError, PartitionError
-from lightning_pipe.launcher import ScriptLauncher, die_with_parent
+from lightning_pipe.errors import CommunicationError, ConfigurationError, PartitionError
+from lightning_pipe.launcher import ScriptLauncher, die_with_parent, leave_quietly
 from lightning_pipe.micro_batches import LossWeight
 from lightning_pipe.partition import (
     Balance,
@@ -41,6 +41,7 @@ from lightning_pipe.partition import (
     layer_costs,
 )
 from lightning_pipe.pipeline.batchnorm import DeferredBatchNorm
+from lightning_pipe.pipeline.foreign import name_unknown_values
 from lightning_pipe.pipeline.ownership import named_tensors
 from lightning_pipe.pipeline.runner import Pipeline
 from lightning_pipe.pipeline.sync_batchnorm import synchronize, synchronized_norms
@@ -395,7 +396,7 @@ class PipeStrategy(ParallelStrategy):
             super().setup_optimizers(trainer)
         except RuntimeError as error:
             if is_about_several_optimizers(error):
-                raise SEVERAL_OPTIMIZERS from error
+                raise SEVERAL_OPTIMIZERS from None
             raise
         check_optimizers(self.optimizers, self.pipeline_parallel_size)
 
@@ -548,8 +549,16 @@ class PipeStrategy(ParallelStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        if self.world is not None and self.world.board is not None:
-            self.world.board.fail(exception)
+        if self.run is not None:
+            name_unknown_values(exception, self.run.pipeline)
+        if self.world is None or self.world.board is None:
+            return
+        self.world.board.fail(exception)
+        if isinstance(exception, CommunicationError):
+            # it quotes the process that failed: where this one waited says nothing more
+            exception.__traceback__, exception.__cause__, exception.__suppress_context__ = None, None, True
+        if self.world.board.known_to_all():
+            leave_quietly(exception)
 
     @override
     def teardown(self) -> None:

@@ -97,6 +97,16 @@ class FailureBoard:
         except RuntimeError:  # the store has gone, and with it those who would read it
             self.transport.abort()
 
+    def known_to_all(self) -> bool:
+        """Whether all processes have read the first failure; waits a moment for it. Process 0 tells it its user."""
+        if self._failure is None:
+            return False
+        try:
+            self._linger()
+            return self.bulletin.readers() >= self.transport.topology.world_size
+        except RuntimeError:  # process 0 has gone, with the store; it waited until it could tell
+            return True
+
     def explain(self, message: str, *, timed_out: bool = False) -> CommunicationError:
         """The error for an operation that failed, with what is known about the reason.
 

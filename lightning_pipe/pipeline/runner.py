@@ -106,7 +106,7 @@ class Pipeline:
         self._learnt: set[bool] = set()
         self.executor = Executor(
             Stages(
-                Interceptor(module, self.layers),
+                Interceptor(module, self.layers, tells=transport.process == 0),
                 self.stage_layers,
                 self.names,
                 self.ownership,

@@ -17,7 +17,7 @@ from lightning_pipe.pipeline.batchnorm import forward_pass
 from lightning_pipe.pipeline.cut.intercept import Interceptor
 from lightning_pipe.pipeline.cut.path import Call, Crossing, Path
 from lightning_pipe.pipeline.cut.received import Inbox
-from lightning_pipe.pipeline.cut.stage_run import Profiler, StageRun
+from lightning_pipe.pipeline.cut.stage_run import NO_SKIPPING, Profiler, StageRun
 from lightning_pipe.pipeline.loss_check import LossCheck
 from lightning_pipe.pipeline.ownership import Ownership
 from lightning_pipe.pipeline.recompute import BufferGuard, Buffers, nothing_saved, recomputing
@@ -271,10 +271,15 @@ def loss_of(result: Any) -> Tensor:
         ConfigurationError: there is none, or it is not a single number.
     """
     loss = result if isinstance(result, Tensor) else result.get("loss") if isinstance(result, Mapping) else None
+    if result is None:
+        raise ConfigurationError(
+            "The training step returned None: a pipeline cannot skip a batch, whose other micro-batches are under way.",
+            hint=NO_SKIPPING,
+        )
     if not isinstance(loss, Tensor):
         raise ConfigurationError(
             f"The training step returned {type(result).__name__} without a loss tensor.",
-            hint="Return the loss, or a dictionary with the key 'loss'; a batch cannot be skipped by returning None.",
+            hint="Return the loss, or a dictionary with the key 'loss'.",
         )
     if loss.numel() != 1:
         raise ConfigurationError(f"The loss must be a single number, not a tensor of shape {tuple(loss.shape)}.")

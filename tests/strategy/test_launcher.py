@@ -107,6 +107,50 @@ def test_the_next_job_finds_nothing_of_the_last(in_job: None, monkeypatch: pytes
     os.environ.update(before)
 
 
+FAILING = """
+import sys
+import lightning as L
+import torch
+import lightning_pipe
+from tests.strategy.lit import Data, Lit
+from tests.strategy.worlds import QUIET
+
+class Fails(Lit):
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 1 and self.global_rank == int(sys.argv[1]):
+            raise ValueError("a bug")
+        return super().training_step(batch, batch_idx)
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), 0.1)
+        return [optimizer] * 2 if sys.argv[1] == "2" else optimizer
+
+trainer = L.Trainer(strategy="pipe", devices=2, accelerator="cpu", max_epochs=1, **QUIET)
+trainer.fit(Fails().double(), datamodule=Data())
+"""
+
+
+@pytest.mark.parametrize(
+    ("process", "message"),
+    [
+        ("1", "ValueError: a bug"),
+        pytest.param("0", "ValueError: a bug", marks=pytest.mark.slow),
+        pytest.param("2", "ConfigurationError: configure_optimizers returned several", marks=pytest.mark.slow),
+    ],
+)
+def test_an_error_is_told_once(process: str, message: str, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(FAILING)
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
+    ended = subprocess.run(
+        [sys.executable, str(script), process], capture_output=True, text=True, timeout=110, env=environment
+    )
+    assert ended.returncode == 1
+    assert ended.stderr.count(message) == 1, ended.stderr
+    # nobody's traceback but that of the first process, which may quote one
+    assert "[rank1]" not in ended.stderr
+
+
 @pytest.mark.slow
 def test_a_sweep_over_the_number_of_processes(tmp_path: Path) -> None:
     script = tmp_path / "train.py"

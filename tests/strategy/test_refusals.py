@@ -127,12 +127,26 @@ class Broken(Lit):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         if batch_idx == 2 and self.how == "first" and self.global_rank == 1:
             raise ValueError("a bug on the first stage")
+        if batch_idx == 2 and self.how == "none_early":
+            return None
+        if batch_idx == 2 and self.how == "generate":
+            return self.generate(batch, batch_idx)
         loss = super().training_step(batch, batch_idx)
         if batch_idx == 2 and self.how == "last":
             raise ValueError("a bug on the last stage")
         if self.how == "twice":
             return loss + super().training_step(batch, batch_idx)
         return None if batch_idx == 2 and self.how == "none" else loss
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        if self.how == "reads":
+            print(self.model[0].weight.norm().item())
+        if self.how == "logs":
+            first = self.model[0].weight
+            self.log("norm", first.norm())
+
+    def generate(self, batch: Any, batch_idx: int) -> Tensor:
+        return sum(super(Broken, self).training_step(batch, batch_idx) for _ in range(3))
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx == 2 and self.how == "hook" and self.global_rank == 1:
@@ -162,7 +176,11 @@ FAILURES: dict[str, tuple[int, type[BaseException], str]] = {
     "first": (1, ValueError, "a bug on the first stage"),
     "hook": (1, ValueError, "a bug in a hook"),
     "data": (0, KeyError, "broken sample"),
-    "none": (0, ConfigurationError, "without a loss tensor"),
+    "none": (0, ConfigurationError, "returned None"),
+    "none_early": (1, CutError, "returned None before layer"),
+    "generate": (0, CutError, "generate() runs the layers once for every token"),
+    "reads": (0, RuntimeError, "Rank 1 does not hold 'model.0.weight': it is on rank(s) 0"),
+    "logs": (0, CutError, "Rank 1 does not hold 'model.0.weight': it is on rank(s) 0"),
     "twice": (0, CutError, "a second time"),
 }
 
@@ -174,7 +192,7 @@ def test_one_error_ends_all_processes(how: str) -> None:
     ended: list[Outcome] = outcomes(fail, 2, timeout=40, group_timeout=None, how=how)
     assert time.monotonic() - start < 30
     assert isinstance(ended[process].error, kind)
-    assert message in str(ended[process].error)
+    assert message in "".join([str(ended[process].error), *getattr(ended[process].error, "__notes__", [])])
     other = ended[1 - process].error
     assert isinstance(other, CommunicationError)
     assert message in str(other)

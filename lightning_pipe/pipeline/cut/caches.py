@@ -15,12 +15,13 @@ class Caches:
 
     Args:
         module: the user's module.
+        tells: whether to say so.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, *, tells: bool = True) -> None:
         configurations = {id(c): c for part in module.modules() if (c := vars(part).get("config")) is not None}
         self._configurations = list(configurations.values())
-        self._told = False
+        self._told = not tells
 
     @contextmanager
     def off(self) -> Iterator[None]:

@@ -22,14 +22,15 @@ class Interceptor:
     Args:
         module: the user's module.
         layers: the layer sequence with dotted names.
+        tells: whether this rank says what it changes for the time of the steps.
     """
 
-    def __init__(self, module: nn.Module, layers: Sequence[tuple[str, nn.Module]]) -> None:
+    def __init__(self, module: nn.Module, layers: Sequence[tuple[str, nn.Module]], *, tells: bool = True) -> None:
         self.run: StageRun | None = None
         self.module = module
         self.layers = [layer for _, layer in layers]
         self._keepers = Keepers()
-        self._caches = Caches(module)
+        self._caches = Caches(module, tells=tells)
         self._outside = list(outside_modules(module, self.layers))
 
     def computing(self) -> Iterator[nn.Module]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from traceback import walk_tb
 from typing import Any
 
 import torch
@@ -34,6 +35,10 @@ _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torc
 
 
 Stashed = Mapping[Key, Tensor | None]
+NO_SKIPPING = (
+    "Let the loader leave such batches out, or return a loss of zero that runs the layers: 0.0 * self(x).sum()."
+)
+
 Profiler = Callable[[str, int, Callable[..., Any], Any, Any, Stashed], None]
 """Called before a layer or outside module runs: name, key (negative outside), forward, arguments, skip tensors."""
 
@@ -102,6 +107,14 @@ class StageRun:
                 result = step()
         except _EndOfStage:
             pass
+        except CutError as error:
+            if not _is_generating(error):
+                raise
+            raise CutError(
+                "generate() runs the layers once for every token; in a pipeline a step may run them once: "
+                f"{error.message}",
+                hint="Generate after training, when the module is whole again, from a checkpoint, or on one device.",
+            ) from None
         else:
             self._returned(result)
         finally:
@@ -119,6 +132,12 @@ class StageRun:
         last = self.layers.stop == self._total
         if self._inbound is not None or not last:
             missing = self.layers.stop if self._inbound is None else self.layers.start
+            if result is None:
+                raise CutError(
+                    f"the step returned None before layer '{self._names[missing]}' was called: a pipeline cannot "
+                    "skip a batch half-way.",
+                    hint=NO_SKIPPING,
+                )
             raise CutError(
                 f"the step returned before layer '{self._names[missing]}' was called.",
                 hint="Every step must call the whole layer sequence once; name another sequence with layers=... .",
@@ -139,8 +158,8 @@ class StageRun:
         if number < self.layers.start or number in self.called:
             raise CutError(
                 f"layer '{name}' is called a second time, or out of order, in one step.",
-                hint="A step may run the layer sequence once, in order (model.generate() and siamese networks call it "
-                "several times); name another sequence with layers=... or use one device.",
+                hint="A step may run the layer sequence once, in order (siamese networks call it several times); name "
+                "another sequence with layers=... or use one device.",
             )
         self.called.add(number)
         return self._execute(name, number, layer, forward, args, kwargs)
@@ -356,6 +375,11 @@ def overlapping(tensors: Sequence[Tensor]) -> set[int]:
             if end > reached:
                 reached, last = end, tensor_id
     return found
+
+
+def _is_generating(error: CutError) -> bool:
+    """Whether an error comes from code that generates token by token."""
+    return any(frame.f_code.co_name == "generate" for frame, _ in walk_tb(error.__traceback__))
 
 
 def _entry(number: int, tensor: Tensor, shared: bool) -> Entry:

@@ -1,0 +1,57 @@
+"""Names the parameters of other ranks whose values code outside steps has tried to read."""
+
+from __future__ import annotations
+
+import linecache
+import re
+from collections.abc import Iterator
+from types import FrameType, TracebackType
+
+from torch import nn
+
+from lightning_pipe.errors import CutError
+from lightning_pipe.pipeline.absent import Absent
+from lightning_pipe.pipeline.runner import Pipeline
+
+_INDEX = re.compile(r"\[(\d+)\]")
+
+
+def name_unknown_values(error: BaseException, pipeline: Pipeline) -> None:
+    """Add to an error that comes of reading parameters of other ranks which they are, and what to do.
+
+    Such parameters have no values here, and torch only says so. Their names are found in the code that failed: in its
+    text, or as the values of its variables.
+
+    Args:
+        error: any error; of others nothing becomes.
+        pipeline: knows who holds what.
+    """
+    about_values = isinstance(error, RuntimeError) and ("meta tensor" in str(error) or isinstance(error, CutError))
+    if not about_values or error.__traceback__ is None:
+        return
+    foreign = {name: p for name, p in pipeline.module.named_parameters() if p.is_meta or isinstance(p, Absent)}
+    for frame, line in reversed(list(_frames(error.__traceback__))):
+        names = _mentioned(frame, line, foreign)
+        if names:
+            holders = {rank for name in names for rank in pipeline.owners(name)}
+            error.add_note(
+                f"Rank {pipeline.transport.rank} does not hold {', '.join(map(repr, names))}: "
+                f"{'it is' if len(names) == 1 else 'they are'} on rank(s) {', '.join(map(str, sorted(holders)))}.\n"
+                "Hint: In hooks a rank has the values of its own layers alone; read others after fit, when the module "
+                "is whole again, or from a checkpoint."
+            )
+            return
+
+
+def _frames(trace: TracebackType | None) -> Iterator[tuple[FrameType, str]]:
+    while trace is not None:
+        yield trace.tb_frame, linecache.getline(trace.tb_frame.f_code.co_filename, trace.tb_lineno)
+        trace = trace.tb_next
+
+
+def _mentioned(frame: FrameType, line: str, foreign: dict[str, nn.Parameter]) -> list[str]:
+    """The parameters that a line of code writes out, or that its variables are."""
+    dotted = _INDEX.sub(r".\1", line)
+    written = [name for name in foreign if re.search(rf"\b{re.escape(name)}\b", dotted)]
+    values = {id(value) for value in frame.f_locals.values()}
+    return written or [name for name, parameter in foreign.items() if id(parameter) in values]
