@@ -40,21 +40,33 @@ class Hyperparameters:
 
     def note(self, batch: int, optimizer: Optimizer) -> None:
         """A batch's step would be due now, if it were trained on one device."""
+        self._noted[batch] = self._look(optimizer)
+
+    def _look(self, optimizer: Optimizer) -> Settings:
+        """What is set now; also notes what has been changed since the last step or look."""
         now = _settings(optimizer)
         for number, (group, before) in enumerate(zip(now, self._last or now, strict=False)):
             self._changing |= {(number, key) for key in group if not _same(group[key], before.get(key))}
-        self._noted[batch] = self._last = now
+        self._last = now
+        return now
 
     @contextmanager
-    def of(self, batch: int, optimizer: Optimizer) -> Iterator[None]:
-        """Around the step of a batch: its own hyperparameters; those of earlier batches are forgotten."""
-        settings = self._noted[batch]
-        self._noted = {number: each for number, each in self._noted.items() if number > batch}
+    def of(self, batch: int | None, optimizer: Optimizer) -> Iterator[None]:
+        """Around the step of a batch: its own hyperparameters; those of earlier batches are forgotten.
+
+        Args:
+            batch: the batch; ``None``: no step is due, but hooks around it may set something.
+            optimizer: the optimizer.
+        """
+        self._look(optimizer)
+        own: Settings = [] if batch is None else self._noted[batch]
+        if batch is not None:
+            self._noted = {number: each for number, each in self._noted.items() if number > batch}
         groups = optimizer.param_groups
-        places = [(groups[i], i, key) for i, key in self._changing if i < len(settings) and key in settings[i]]
+        places = [(groups[i], own[i][key], key) for i, key in self._changing if i < len(own) and key in own[i]]
         current = [group[key] for group, _, key in places]
-        for group, number, key in places:
-            group[key] = settings[number][key]
+        for group, value, key in places:
+            group[key] = value
         try:
             yield
         finally:

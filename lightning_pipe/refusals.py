@@ -148,11 +148,7 @@ def check_asynchronous(trainer: Any, pipeline: Pipeline, micro_batches: int | st
             hint=f"Use micro_batches={size} or 'auto'.",
         )
     if trainer.accumulate_grad_batches != 1:
-        raise ConfigurationError(
-            f"Schedule {name!r} steps for every batch; the Trainer has "
-            f"accumulate_grad_batches={trainer.accumulate_grad_batches}.",
-            hint="Use larger batches, and schedule='pipedream_2bw', which cuts them into micro-batches.",
-        )
+        raise steps_for_every_batch(name, trainer.accumulate_grad_batches)
     if trainer.gradient_clip_val and trainer.gradient_clip_algorithm != "value" and several:
         raise ConfigurationError(
             f"gradient_clip_val={trainer.gradient_clip_val} limits the norm of all gradients of the model; without a "
@@ -172,6 +168,14 @@ def check_asynchronous(trainer: Any, pipeline: Pipeline, micro_batches: int | st
             f"shard_optimizer=True does not go with schedule {name!r}, which keeps several versions of the weights.",
             hint="Leave it out, or use a schedule with a flush.",
         )
+
+
+def steps_for_every_batch(name: str, accumulate_grad_batches: int) -> ConfigurationError:
+    """A schedule without a flush cannot accumulate gradients over batches."""
+    return ConfigurationError(
+        f"Schedule {name!r} steps for every batch; the Trainer has accumulate_grad_batches={accumulate_grad_batches}.",
+        hint="Use larger batches, and schedule='pipedream_2bw', which cuts them into micro-batches.",
+    )
 
 
 def is_about_several_optimizers(error: RuntimeError) -> bool:

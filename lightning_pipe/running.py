@@ -34,6 +34,7 @@ from lightning_pipe.pipeline.rng import Streams, mix
 from lightning_pipe.pipeline.runner import Pipeline
 from lightning_pipe.pipeline.sync_batchnorm import are_synchronized
 from lightning_pipe.precision import loss_scale, over_stages
+from lightning_pipe.refusals import steps_for_every_batch
 from lightning_pipe.reporting import Report, no_mean
 from lightning_pipe.sharded import ShardedOptimizers
 from lightning_pipe.split import SplitBatch
@@ -200,6 +201,8 @@ class Run:
         check = self._loss_check(cut)
         seed = mix(self._seed, _TRAINING, loop.total_batch_idx, self._world.transport.replica)
         if self.streaming is not None:
+            if self.blocked:
+                raise steps_for_every_batch(self.pipeline.family.name, self._module.trainer.accumulate_grad_batches)
             self.report.batch(cut)
             return self.streaming.train(cut, weights, rest, self._precision.train_step_context, seed, check)
         # over several batches, old and new gradients are reduced together after the last

@@ -10,7 +10,9 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult
+from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.optim import Optimizer
 
@@ -75,8 +77,8 @@ class Streaming:
         self._hyperparameters = Hyperparameters()
         self._flights: dict[int, _Flight] = {}
         self._arrived = 0
-        self._new: int | None = None
         self._turn = Turn()
+        self._draining = self._stopping = self._asked = False
         self._changed = ExitStack()
 
     # ------------------------------------------------------------------ beginning and end
@@ -84,10 +86,17 @@ class Streaming:
     def begin(self) -> None:
         """Stand where Lightning leaves the training loop, to drain first."""
         fit_loop = self._trainer.fit_loop
-        self._before(fit_loop.epoch_loop, "on_advance_end", self._leaves)
-        self._before(fit_loop.epoch_loop.val_loop, "run")
-        self._before(fit_loop, "on_advance_end")
-        self._before(self._trainer._checkpoint_connector, "dump_checkpoint")
+        self._around(fit_loop.epoch_loop, "on_advance_end", self._end_batch)
+        self._around(fit_loop.epoch_loop.automatic_optimization, "_optimizer_step", self._step_of_batch)
+        for owner, name in (
+            (fit_loop.epoch_loop.val_loop, "run"),
+            (fit_loop, "on_advance_end"),
+            (self._trainer._checkpoint_connector, "dump_checkpoint"),
+        ):
+            self._around(owner, name, self._drain_first)
+        for callback in self._trainer.callbacks:
+            if isinstance(callback, ModelCheckpoint):
+                self._around(callback, "_monitor_candidates", partial(self._name_file, callback))
         if self._world.layout.world_size > 1:
             self._replace(fit_loop.epoch_loop, "_broadcast_sigterm_tensor", self._tell_of_signal)
 
@@ -97,22 +106,37 @@ class Streaming:
         if self._flow.in_flight:
             self._flow.drop()
 
-    def _before(self, owner: Any, name: str, leaves: Callable[..., bool] = lambda *_, **__: True) -> None:
-        method = getattr(owner, name)
+    def _around(self, owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
+        """Call ``wrapper(method, ...)`` in the place of a method."""
+        self._replace(owner, name, partial(wrapper, getattr(owner, name)))
 
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            if self._flow.in_flight and leaves(*args, **kwargs):
-                self.drain()
-            return method(*args, **kwargs)
-
-        self._replace(owner, name, wrapper)
+    def _drain_first(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        # after an error nobody may answer any more
+        if self._flow.in_flight and self._trainer.state.status != TrainerStatus.INTERRUPTED:
+            self.drain()
+        return method(*args, **kwargs)
 
     def _replace(self, owner: Any, name: str, method: Callable[..., Any]) -> None:
         vars(owner)[name] = method
         self._changed.callback(vars(owner).pop, name, None)
 
+    def _name_file(self, callback: ModelCheckpoint, method: Callable[..., Any], trainer: Any) -> Any:
+        """A file is named after the state that is in it: drain before, not when it is written."""
+        if callback._should_skip_saving_checkpoint(trainer):
+            return method(trainer)
+        return self._drain_first(method, trainer)
+
+    def _end_batch(self, method: Callable[[Any], Any], data_fetcher: Any) -> None:
+        """In the place of ``on_advance_end``: drain if the training loop is left after the current batch."""
+        # a rank that has been asked to stop must not leave the others, which do not know yet
+        if self._trainer.should_stop and not self._stopping:
+            self._asked, self._trainer.should_stop = True, False
+        if self._leaves(data_fetcher):
+            self._drain_first(method, data_fetcher)
+        else:
+            method(data_fetcher)
+
     def _leaves(self, data_fetcher: Any) -> bool:
-        """Whether the training loop is left after the current batch."""
         trainer, loop = self._trainer, self._trainer.fit_loop.epoch_loop
         # what is in flight steps, too
         ends = trainer.max_steps != -1 and trainer.global_step + len(self._flights) >= trainer.max_steps
@@ -132,6 +156,9 @@ class Streaming:
         if self._pipeline.transport.process == self._pipeline.loss_process and len(others) > 1:
             signal = self._pipeline.transport.broadcast_object(signal, others[0], others)
         if self.share(signal, self._pipeline.loss_process):
+            # as in Lightning: who leaves first would take its messages along
+            self._channel.flush()
+            self._world.barrier()
             raise SIGTERMException
 
     def _from_loss_ranks(self, part: Part | None) -> list[Part]:
@@ -160,7 +187,7 @@ class Streaming:
             check: looks whether the loss is a mean over samples.
         """
         flight = self._flights[self._arrived] = _Flight(cut)
-        self._new, self._arrived = self._arrived, self._arrived + 1
+        self._arrived += 1
         step = self._step.bind("training_step", rest, context, flight.logged)
         return self._call(lambda: self._pipeline.advance(step, cut.parts, weights, seed=seed, check=check))
 
@@ -177,7 +204,7 @@ class Streaming:
         ]
         self._channel.turn()
         self._step.adopt([part.changes for part in told[-1]], before)
-        self._trainer.should_stop = any(part.stop for parts in told for part in parts)
+        self._stop_if(any(part.stop for parts in told for part in parts))
         output = None
         for batch, parts in zip(turn.finished, told, strict=False):
             if batch != turn.finished[0]:
@@ -192,11 +219,24 @@ class Streaming:
 
     def _part(self, batch: int | None, changes: list[Change]) -> Part:
         """What a rank with the loss tells the others of a call, or of one of several batches that it has finished."""
-        stop = self._world.agree(self._trainer.should_stop, unanimous=False, members=self._world.replica_members)
+        asked, self._asked = self._asked or self._trainer.should_stop, False
+        stop = self._world.agree(asked, unanimous=False, members=self._world.replica_members)
         if batch is None:
             return Part({}, [], changes, stop)
         flight = self._flights[batch]
         return Part(dict(self._turn.results[batch]), merge(flight.logged, flight.cut.amounts), changes, stop)
+
+    def _stop_if(self, agreed: bool) -> None:
+        self._stopping = self._trainer.should_stop = agreed
+
+    def _step_of_batch(self, method: Callable[..., None], batch_idx: int, closure: Callable[[], Any]) -> None:
+        """In the place of Lightning's optimizer step, with the user's hooks: what they see is the batch that steps."""
+        optimizer = self._trainer.optimizers[0]
+        if not self._draining:
+            self._hyperparameters.note(self._arrived, optimizer)
+        due = self._flow.due(arriving=not self._draining)
+        with self._hyperparameters.of(due[-1] if due else None, optimizer):
+            method(batch_idx, closure)
 
     def optimizer_step(
         self, optimizer: Optimizer, closure: Callable[[], Any], step: Callable[[Callable[[], Any]], Any]
@@ -209,12 +249,8 @@ class Streaming:
             step: lets the optimizer step, with the hooks before it; takes a closure.
         """
         result = closure()
-        if self._new is not None:
-            self._hyperparameters.note(self._new, optimizer)
-            self._new = None
         if self._turn.update:
-            with self._hyperparameters.of(self._turn.update[-1], optimizer):
-                step(lambda: result)
+            step(lambda: result)
         else:
             # a learning rate scheduler would complain that it steps first
             vars(optimizer)["_opt_called"] = True
@@ -244,6 +280,9 @@ class Streaming:
             next(turns, None)
             self._channel.flush()
             self._forget_values()
+        # here all ranks meet
+        self._stop_if(self._world.agree(self._trainer.should_stop or self._asked, unanimous=False))
+        self._asked = False
 
     def _drain_call(self, turns: Iterator[Turn]) -> None:
         loop, optimizer = self._trainer.fit_loop.epoch_loop.automatic_optimization, self._trainer.optimizers[0]
@@ -267,10 +306,11 @@ class Streaming:
     def _in_training(self) -> Iterator[None]:
         """Lightning's state as it is in a training step."""
         stage, hook = self._trainer.state.stage, self._module._current_fx_name
-        self._trainer.training = True
+        self._trainer.training = self._draining = True
         try:
             yield
         finally:
+            self._draining = False
             self._trainer.state.stage, self._module._current_fx_name = stage, hook
 
     def _to_loggers(self, ahead: int) -> None:

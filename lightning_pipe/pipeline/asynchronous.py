@@ -83,10 +83,15 @@ class Flow:
         """Batches that are not done."""
         return len(self._flights)
 
-    @property
-    def step_is_due(self) -> bool:
-        """Whether the next call, with another batch, ends with a step of this rank's optimizer."""
-        return any(batch <= self._arrived for batch in self.stream.call(self._rank, self._calls).update)
+    def due(self, *, arriving: bool) -> tuple[int, ...]:
+        """The batches whose gradients the step at the end of the next call takes; empty: no step is due here.
+
+        Args:
+            arriving: whether the next call comes with a batch.
+        """
+        known = {*self._flights, self._arrived} if arriving else {*self._flights}
+        call = self.stream.call(self._rank, self._calls)
+        return tuple(self._serial(batch) for batch in call.update if batch in known)
 
     def advance(self, batch: Batch) -> Turn:
         """One call with a batch."""

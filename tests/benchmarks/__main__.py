@@ -17,6 +17,7 @@ BENCHMARKS = {
     "engine_cost": "cost of the engine per action, and of interception",
     "bubble": "bubble of the running engine, with layers that sleep",
     "families": "bubble of every synchronous schedule, with layers that sleep, and the gain of Chimera",
+    "asynchronous": "bubble of the schedules without a flush under a Trainer, with layers that sleep",
     "gpipe": "recomputation, its early start, and a balance by measured time",
     "against_torch": "samples per second over torch.distributed.pipelining's",
     "accumulation": "one stage with m micro-batches over the plain Trainer with accumulate_grad_batches=m",
