@@ -199,7 +199,7 @@ class Run:
         self._check_synchronized(len(cut.parts))
         weights = [weight * scale for weight in cut.weights(total)]
         check = self._loss_check(cut)
-        seed = mix(self._seed, _TRAINING, loop.total_batch_idx, self._world.transport.replica)
+        seed = mix(self._seed, _TRAINING, loop.total_batch_idx)
         if self.streaming is not None:
             if self.blocked:
                 raise steps_for_every_batch(self.pipeline.family.name, self._module.trainer.accumulate_grad_batches)

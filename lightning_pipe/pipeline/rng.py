@@ -50,21 +50,26 @@ class _Isolated:
 class Streams:
     """The random streams of one batch.
 
+    Micro-batches are numbered over all replicas, in the order in which samples are dealt out to them: masks do not
+    depend on how many replicas share the micro-batches.
+
     Args:
-        seed: the batch's seed, the same on all ranks of a pipeline.
+        seed: the batch's seed, the same on all ranks of all pipelines.
         device: where the layers run; its generator is seeded beside the CPU's.
+        replica: the number of this pipeline among those side by side.
+        replicas: how many there are.
     """
 
-    def __init__(self, seed: int, device: torch.device) -> None:
-        self.seed = seed
+    def __init__(self, seed: int, device: torch.device, replica: int = 0, replicas: int = 1) -> None:
+        self.seed, self._replica, self._replicas = seed, replica, replicas
         self._generators = [torch.default_generator]
         if device.type == "cuda":
             index = torch.cuda.current_device() if device.index is None else device.index
             self._generators.append(torch.cuda.default_generators[index])
 
-    def isolated(self, *key: int) -> _Isolated:
+    def isolated(self, micro_batch: int, *key: int) -> _Isolated:
         """A context with the stream of ``key``; the stream outside goes on as if nothing had happened."""
-        return _Isolated(self._generators, mix(self.seed, *key))
+        return _Isolated(self._generators, mix(self.seed, self._number(micro_batch), *key))
 
     @contextmanager
     def batch(self) -> Iterator[None]:
@@ -84,10 +89,13 @@ class Streams:
 
     def seed_user_code(self, micro_batch: int) -> None:
         """Start the stream of the user's code outside layers for one run over ``micro_batch``."""
-        seed = mix(self.seed, micro_batch)
+        seed = mix(self.seed, self._number(micro_batch))
         for generator in self._generators:
             generator.manual_seed(seed)
         random.seed(seed)
         numpy: Any = sys.modules.get("numpy")
         if numpy:
             numpy.random.seed(seed & 0xFFFF_FFFF)
+
+    def _number(self, micro_batch: int) -> int:
+        return micro_batch * self._replicas + self._replica

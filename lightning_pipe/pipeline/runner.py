@@ -258,7 +258,7 @@ class Pipeline:
                 goes on.
             micro_batches: the slices of the batch, the same on all ranks of the pipeline.
             weights: the factor of each micro-batch's loss; they add up to 1 over the batch for a mean.
-            seed: the seed of this batch's random streams, the same on all ranks of the pipeline.
+            seed: the seed of this batch's random streams, the same on all ranks of all pipelines.
             reduce: ``False`` while gradients are still accumulated over batches; `reduce_gradients` later.
             check: looks whether the loss is a mean over samples.
 
@@ -312,7 +312,7 @@ class Pipeline:
             step: see `train`; it is called for this batch in later calls, too.
             micro_batches: the slices of the batch, the same on all ranks of the pipeline.
             weights: the factor of each micro-batch's loss.
-            seed: the seed of this batch's random streams, the same on all ranks of the pipeline.
+            seed: the seed of this batch's random streams, the same on all ranks of all pipelines.
             check: looks whether the loss is a mean over samples.
 
         Raises:
@@ -381,7 +381,8 @@ class Pipeline:
         )
         # Numbers in the place of signatures: they are looked up for every message.
         keys = [self._keys.setdefault((*mode, signature(part)), len(self._keys)) for part in micro_batches]
-        return Batch(step, micro_batches, keys, weights, Streams(seed, self.transport.device), training, check=check)
+        streams = Streams(seed, self.transport.device, self.transport.replica, self._topology.replicas)
+        return Batch(step, micro_batches, keys, weights, streams, training, check=check)
 
     @contextmanager
     def running(self, streams: Streams) -> Iterator[None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import lightning as L
@@ -9,7 +10,7 @@ import torch
 import transformers as hf
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lightning_pipe.skip import Namespace, pop, skippable, stash
 
@@ -123,6 +124,15 @@ class LitDropout(L.LightningModule):
     def data(self) -> DataLoader[Any]:
         torch.manual_seed(1)
         return DataLoader(TensorDataset(torch.randn(48, 6).double()), batch_size=12)
+
+
+class LitHalfDropout(LitDropout):
+    """The same batches dealt out to two replicas, in order."""
+
+    def data(self) -> DataLoader[Any]:
+        dataset = super().data().dataset
+        sampler: Any = DistributedSampler(dataset, 2, int(os.environ["LOCAL_RANK"]), shuffle=False)
+        return DataLoader(dataset, batch_size=6, sampler=sampler)
 
 
 class LitMasked(L.LightningModule):

@@ -14,10 +14,16 @@ import torch
 from torch import Tensor
 
 from tests import launch, oracle
-from tests.strategy.nets import LitDropout, LitMasked, LitResNet, LitUNet
+from tests.strategy.nets import LitDropout, LitHalfDropout, LitMasked, LitResNet, LitUNet
 from tests.strategy.worlds import QUIET, quiet
 
-MODULES: dict[str, Any] = {"resnet": LitResNet, "unet": LitUNet, "dropout": LitDropout, "masked": LitMasked}
+MODULES: dict[str, Any] = {
+    "resnet": LitResNet,
+    "unet": LitUNet,
+    "dropout": LitDropout,
+    "half": LitHalfDropout,
+    "masked": LitMasked,
+}
 Run = dict[str, Any]
 
 
@@ -87,11 +93,34 @@ def test_convolutional_networks_do_not_depend_on_the_cut() -> None:
 def test_the_dropout_curve_does_not_depend_on_stages_and_schedule() -> None:
     expected, *_ = fit("dropout", 1, {"micro_batches": 4})
     found = {f"{stages} stages": fit("dropout", 1, {"micro_batches": 4, "stages": stages})[0] for stages in (2, 4)}
-    options = [{"schedule": "gpipe"}, {"schedule": "1f1b"}, {"schedule": "chimera"}, {"recompute": "always"}]
+    options: list[dict[str, Any]] = [
+        {"schedule": "gpipe"},
+        {"schedule": "1f1b"},
+        {"schedule": "chimera"},
+        {"recompute": "always"},
+        {"schedule": "interleaved", "recompute": "except_last"},
+        {"schedule": "zero_bubble"},
+        {"schedule": "chimera", "recompute": "always"},
+    ]
     runs = [{"name": "dropout", "options": {"micro_batches": 4, **each}} for each in options]
     found |= {str(each): run[0] for each, run in zip(options, in_processes(2, runs), strict=True)}
     for what, losses in found.items():
         assert losses == pytest.approx(expected, abs=1e-9), what
+
+
+@pytest.mark.timeout(120)
+def test_dropout_does_not_depend_on_replicas() -> None:
+    """The same twelve micro-batches, of one sample each, on one device and on two replicas."""
+    losses, expected, _ = fit("dropout", 1, {"micro_batches": 12})
+    sizes: dict[str, Any] = {"pipeline_parallel_size": 1, "data_parallel_size": 2}
+    runs = [{"name": "half", "options": {"micro_batches": 6, **sizes}}]
+    found = launch.run_trainers(fits, 2, timeout=110, devices=2, runs=runs, cache="")
+    for ((mine, weights, _),) in found:
+        assert len(mine) == len(losses)
+        for key, value in expected.items():
+            torch.testing.assert_close(weights[key], value, rtol=1e-9, atol=1e-9, msg=key)
+    means = [sum(pair) / 2 for pair in zip(*(mine for ((mine, *_),) in found), strict=True)]
+    assert means == pytest.approx(losses, abs=1e-9)
 
 
 def test_losses_are_trained_and_logged_by_the_weight_of_each_micro_batch() -> None:
