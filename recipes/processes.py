@@ -72,7 +72,10 @@ class Job:
 
     def end(self, *, failed: bool, seconds: float = 30.0) -> None:
         """Waits for the children; after a failure it does not wait long."""
-        for child in self.children:
+        # Lightning's observer, a thread, would find a child that failed or was ended here, and kill this process.
+        children = list(self.children)
+        self.children.clear()
+        for child in children:
             if failed:
                 child.terminate()
             try:
@@ -82,8 +85,6 @@ class Job:
                 code = child.wait()
             if code != 0 and not failed:
                 log.warning("Process %d of this job ended with exit code %d.", child.pid, code)
-        # Lightning's observer, a thread, would find a failed child here later and kill this process in its next job.
-        self.children.clear()
 
 
 @contextlib.contextmanager

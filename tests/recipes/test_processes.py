@@ -68,3 +68,20 @@ def test_a_failed_job_ends_its_processes_at_once() -> None:
     with pytest.raises(ValueError, match="broken"):
         fail()
     assert sleeper.returncode is not None
+
+
+def test_lightning_s_observer_does_not_see_children_that_are_ended_here() -> None:
+    left: list[int] = []
+
+    class Child:
+        pid = 7
+
+        def terminate(self) -> None:
+            left.append(len(procs))
+
+        def wait(self, seconds: float) -> int:
+            return -15
+
+    procs = [Child(), Child()]
+    processes.Job(SimpleNamespace(procs=procs)).end(failed=True)
+    assert left == [0, 0]
