@@ -107,13 +107,13 @@ def register() -> None:
 
 
 def check(config: DictConfig) -> None:
-    """Refuses keys that nothing reads, which Hydra lets pass when they are added with ``+``.
+    """Refuses keys that nothing reads, which Hydra lets pass when added with ``+``, and data that do not fit the model.
 
     Args:
         config: a composed configuration.
 
     Raises:
-        RecipeError: names the key and the nearest known ones.
+        RecipeError: names the keys, unknown ones with the nearest known one.
     """
     for path, node in _nodes("", config):
         schema = OmegaConf.get_type(node)
@@ -129,6 +129,31 @@ def check(config: DictConfig) -> None:
         for key in map(str, node):
             if key not in known and not re.fullmatch("_[a-z]+_", key):
                 raise unknown_key(f"{path}{key}", known)
+    _check_that_model_fits_data(config)
+
+
+SHARED = ("vocabulary", "classes", "image_size")
+
+
+def _check_that_model_fits_data(config: DictConfig) -> None:
+    def value(key: str) -> Any:
+        return OmegaConf.select(config, key, throw_on_resolution_failure=False)
+
+    for key in SHARED:
+        of_model, of_data = value(f"model.{key}"), value(f"data.{key}")
+        if None not in (of_model, of_data) and of_model != of_data:
+            raise RecipeError(
+                f"model.{key}={of_model} and data.{key}={of_data} differ.",
+                hint=f"Set data.{key} alone: model.{key} follows it.",
+            )
+    positions = value("model.positions")
+    for key in ("data.block_length", "data.length"):
+        length = value(key)
+        if None not in (positions, length) and positions < length:
+            raise RecipeError(
+                f"Samples have up to {key}={length} tokens, the model has {positions} positions.",
+                hint=f"Set model.positions={length} or more, or a smaller {key}.",
+            )
 
 
 def _nodes(path: str, node: Any) -> Iterator[tuple[str, DictConfig]]:

@@ -7,12 +7,15 @@ import sys
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import ConfigCompositionException, OverrideParseException
+from hydra.errors import ConfigCompositionException, InstantiationException, OverrideParseException
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from lightning_pipe.errors import PipeError
 from recipes import config, processes
+from recipes.errors import RecipeError
+
+TOLD = (PipeError, ValueError)  # what parts of the configuration say of their arguments while they are built
 
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="train")
@@ -20,10 +23,30 @@ def train(settings: DictConfig) -> float:
     """One job; a sweep calls it once for each. Returns what is to be minimised."""
     try:
         return run(settings)
-    except PipeError as error:
-        if HydraConfig.get().mode is RunMode.MULTIRUN:  # the table tells which jobs have failed
+    except Exception as error:
+        told = sentence(error)
+        if told is None or HydraConfig.get().mode is RunMode.MULTIRUN:  # there, the table tells which jobs have failed
             raise
-        sys.exit(str(error))
+        sys.exit(told if processes.rank() == 0 or isinstance(error, RecipeError) else 1)
+
+
+def sentence(error: Exception) -> str | None:
+    r"""What a user's mistake is told with; None for any other error.
+
+    The mistake may have been found by another process, whose traceback is then the end of this one's error.
+
+    Example:
+        >>> sentence(RecipeError("There is no folder x.", hint="Name another."))
+        'There is no folder x.\nHint: Name another.'
+        >>> sentence(RuntimeError("Loading failed:\n…\nrecipes.errors.RecipeError: There is no folder x."))
+        'There is no folder x.'
+        >>> sentence(RuntimeError("out of memory")) is None
+        True
+    """
+    if isinstance(error, InstantiationException) and isinstance(error.__cause__, TOLD):
+        return str(error.__cause__)
+    _, mark, told = str(error).rpartition("recipes.errors.RecipeError: ")
+    return told if mark or isinstance(error, PipeError) else None
 
 
 def run(settings: DictConfig) -> float:

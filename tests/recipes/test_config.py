@@ -119,6 +119,24 @@ def test_an_unknown_key_is_refused_with_the_nearest(
 
 
 @pytest.mark.parametrize(
+    ("experiment", "override", "words"),
+    [
+        ("gpt2_wikitext2", "model.vocabulary=100", r"model\.vocabulary=100 and data\.vocabulary=2048 differ"),
+        ("resnet101_imagenet", "model.classes=7", r"model\.classes=7 and data\.classes=10 differ"),
+        ("amoebanet_imagenet", "model.image_size=64", r"model\.image_size=64 and data\.image_size=32 differ"),
+        ("gpt2_wikitext2", "model.positions=32", r"data\.block_length=128 tokens, the model has 32 positions"),
+        ("bert48_wikipedia", "model.positions=32", r"data\.length=64 tokens, the model has 32 positions"),
+        ("nmt_multilingual", "data.length=65", r"data\.length=65 tokens, the model has 64 positions"),
+    ],
+)
+def test_a_model_that_its_data_do_not_fit_is_refused(
+    composed: Compose, experiment: str, override: str, words: str
+) -> None:
+    with pytest.raises(RecipeError, match=words):
+        composed(f"experiment={experiment}", override)
+
+
+@pytest.mark.parametrize(
     ("override", "words"),
     [
         ("model.width=wide", "model.width: Value 'wide' of type 'str' could not be converted to Integer"),

@@ -1,0 +1,50 @@
+"""The recipes' pages name every experiment, and the commands in them compose."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from omegaconf import DictConfig
+
+from tests.recipes.conftest import CONF, ROOT
+
+DOCS = ROOT / "recipes" / "docs"
+PAGES = [ROOT / "README.md", ROOT / "recipes" / "README.md", *sorted(DOCS.glob("*.md"))]
+EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))
+
+
+def commands(page: Path) -> Iterator[list[str]]:
+    """The overrides of all commands that train or plan, one for each job of a sweep's first values."""
+    for line in re.findall(r"^python -m recipes\.(?:train|plan) (.*)$", page.read_text(), re.MULTILINE):
+        words = shlex.split(re.split(r"\s{2,}", line)[0], comments=True)
+        given = [word for word in words if "=" in word]
+        yield [word if "[" in word else word.split(",")[0] for word in given]
+
+
+def test_every_experiment_has_a_page_that_the_index_links() -> None:
+    assert sorted(path.stem for path in DOCS.glob("*.md")) == EXPERIMENTS
+    index = (ROOT / "recipes" / "README.md").read_text()
+    for experiment in EXPERIMENTS:
+        assert f"[`{experiment}`](docs/{experiment}.md)" in index
+        page = (DOCS / f"{experiment}.md").read_text()
+        for part in ("**The paper.**", "**The recipe.**", "**Not reproduced here:**", "| hardware |", "| time |"):
+            assert part in page, (experiment, part)
+        assert f"python -m recipes.train experiment={experiment} " in page
+    assert "(recipes/README.md)" in (ROOT / "README.md").read_text()
+
+
+# Other tests compose every experiment with every value of these.
+COMPOSED = {"experiment", "size", "pipe", "trainer", "debug", "trainer.devices"}
+
+
+def test_the_commands_compose(composed: Callable[..., DictConfig]) -> None:
+    found = {page: list(commands(page)) for page in PAGES}
+    assert all(found.values())
+    for overrides in {tuple(overrides) for page in PAGES for overrides in found[page]}:
+        settings = dict(word.split("=", 1) for word in overrides)
+        assert settings["experiment"] in EXPERIMENTS
+        if not settings.keys() <= COMPOSED:
+            composed(*overrides)
