@@ -15,8 +15,6 @@ from lightning_pipe.errors import PipeError
 from recipes import config, processes
 from recipes.errors import RecipeError
 
-TOLD = (PipeError, ValueError)  # what parts of the configuration say of their arguments while they are built
-
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="train")
 def train(settings: DictConfig) -> float:
@@ -43,7 +41,12 @@ def sentence(error: Exception) -> str | None:
         >>> sentence(RuntimeError("out of memory")) is None
         True
     """
-    if isinstance(error, InstantiationException) and isinstance(error.__cause__, TOLD):
+    from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+    # what parts of the configuration say of their arguments while they are built
+    if isinstance(error, InstantiationException) and isinstance(
+        error.__cause__, (PipeError, ValueError, MisconfigurationException)
+    ):
         return str(error.__cause__)
     _, mark, told = str(error).rpartition("recipes.errors.RecipeError: ")
     return told if mark or isinstance(error, PipeError) else None

@@ -97,7 +97,7 @@ def tokenise(corpus: Corpus, size: int, tokenizer: str | None, length: int, cach
 
 def opened(folder: Path) -> Tokenised:
     """What `tokenise` has left in a folder."""
-    return Tokenised(**json.loads((folder / "about.json").read_text()), folder=str(folder))
+    return Tokenised(**json.loads((folder / "about.json").read_text()) | {"folder": str(folder)})
 
 
 def _write(corpus: Corpus, size: int, tokenizer: str | None, length: int, folder: Path) -> None:
