@@ -121,7 +121,7 @@ class Run:
 
     def _begin_streaming(self, trainer: Any) -> None:
         assert self._step is not None
-        if self._profiles is not None:
+        if self._profiles is not None and not self._profiles.signatures:
             rank_zero_warn(
                 "Layers are measured in the first batch of a schedule with a flush; this run leaves no measurements."
             )
@@ -259,15 +259,18 @@ class Run:
     def _measured(self, cut: MicroBatches) -> Generator[None, None, None]:
         """Measure the layers during the first batch, for the next run to be balanced by."""
         store, self._profiles = self._profiles, None
-        if store is None:
+        shape = str(signature(cut.parts[0]))
+        if store is None or shape in store.signatures:
             yield
+            if store is not None and self._world.transport.process == 0 and shape != store.signatures[-1]:
+                store.save(shape)
             return
         with profiled(self.pipeline) as profiler:
             yield
         profile = profiler.gather()
         if self._world.transport.process == 0:
-            path = store.save(self._module, self.pipeline.layers, str(signature(cut.parts[0])), profile)
-            self._module.print(f"Measured the layers: the next run is balanced by {path}")
+            store.save(shape, profile)
+            self._module.print(f"Measured the layers: the next run is balanced by {store.path}")
 
     def evaluate(self, name: str, batch: Any, rest: Sequence[Any], context: Context) -> Any:
         """An evaluation step, once over the whole batch: its code sees what it would see on one device."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -59,6 +60,7 @@ from lightning_pipe.running import Cutting, Run
 from lightning_pipe.schedules import Family, Schedule
 from lightning_pipe.schedules.recompute import Mode as Recompute
 from lightning_pipe.sharded import ShardedOptimizers
+from lightning_pipe.simulate import simulate
 from lightning_pipe.split import SplitBatch
 from lightning_pipe.world import World, arrange, check_world_size
 
@@ -337,19 +339,38 @@ class PipeStrategy(ParallelStrategy):
         """The layers of each stage, notes on their balance, and where to store costs that are wanted and not known."""
         balance, stages, store, profile = self._balance, self.layout.stages, None, None
         if isinstance(balance, str) and balance in ("time", "memory"):
-            store, world = ProfileStore(), self.connected
-            profile = world.broadcast(store.load(module, layers) if world.transport.process == 0 else None, 0)
+            store, world = ProfileStore(module, layers, self._conditions()), self.connected
+            found = (store.load(), store.signatures) if world.transport.process == 0 else (None, [])
+            profile, store.signatures = world.broadcast(found, 0)
             if profile is None:
                 balance = "parameters"
-            else:
-                store = None
-        counts = divide(module, layers, stages, balance, profile)
-        costs = layer_costs(module, layers, stages, balance, profile)
-        notes = [_NOT_MEASURED] if store is not None else []
+        options: dict[str, Any] = {"recompute": self._recompute != "never"}
+        if balance == "memory":
+            options["in_flight"] = self._in_flight(stages)
+        counts = divide(module, layers, stages, balance, profile, **options)
+        costs = layer_costs(module, layers, stages, balance, profile, **options)
+        notes = [_NOT_MEASURED] if store is not None and profile is None else []
         if costs is not None:
             by = balance if isinstance(balance, str) else "the given costs"
             notes.append(f"balanced by {by}: the largest stage costs {imbalance(costs, counts):.2f} x the mean")
         return counts, tuple(notes), store
+
+    def _conditions(self) -> list[str]:
+        """What the costs of layers depend on besides the module."""
+        device = self.root_device
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+        return [name, str(self.precision_plugin.precision)]
+
+    def _in_flight(self, stages: int) -> int:
+        """Of how many micro-batches a stage holds the activations, at the most."""
+        if self._recompute != "never":
+            return 1
+        ranks, number = self.pipeline_parallel_size, self._cutting.micro_batches
+        with warnings.catch_warnings():  # the numbers of micro-batches that come are not known yet
+            warnings.simplefilter("ignore")
+            schedule = self.family.build(ranks, number if isinstance(number, int) else 4 * ranks, stages=stages)
+        held = max(simulate(schedule).peak_activations)
+        return max(1, math.ceil(held * ranks / stages)) if schedule.synchronous else stages
 
     @override
     @contextmanager

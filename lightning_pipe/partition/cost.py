@@ -25,6 +25,9 @@ def divide(
     stages: int,
     balance: Balance = "parameters",
     profile: Profile | None = None,
+    *,
+    in_flight: int | None = None,
+    recompute: bool = False,
 ) -> list[int]:
     """Divides the layers over the stages.
 
@@ -35,6 +38,8 @@ def divide(
         balance: ``"parameters"``, ``"time"`` or ``"memory"`` as measured, the number of layers of every stage, or the
             cost of a layer as a function of it.
         profile: the measurements that ``"time"`` and ``"memory"`` need.
+        in_flight: micro-batches whose activations a stage holds at once, for ``"memory"``; by default the stages.
+        recompute: whether forward passes run twice, for ``"time"``.
 
     Returns:
         Number of layers of every stage, each at least 1.
@@ -50,14 +55,21 @@ def divide(
     """
     if len(layers) < stages:
         raise _too_few_layers(module, layers, stages)
-    costs = layer_costs(module, layers, stages, balance, profile)
+    costs = layer_costs(module, layers, stages, balance, profile, in_flight=in_flight, recompute=recompute)
     if costs is not None:
         return balance_costs(costs, stages)
     return _checked(list(balance), len(layers), stages)  # type: ignore[arg-type]
 
 
 def layer_costs(
-    module: nn.Module, layers: Layers, stages: int, balance: Balance, profile: Profile | None = None
+    module: nn.Module,
+    layers: Layers,
+    stages: int,
+    balance: Balance,
+    profile: Profile | None = None,
+    *,
+    in_flight: int | None = None,
+    recompute: bool = False,
 ) -> list[float] | None:
     """The costs that `divide` balances; ``None`` where the numbers of layers are given."""
     if callable(balance):
@@ -76,7 +88,7 @@ def layer_costs(
             f"balance={balance!r} needs the {balance} of every layer, and it has not been measured for this module.",
             hint='Use balance="parameters", or pass the costs as a function: balance=lambda layer: …',
         )
-    return profile.costs([name for name, _ in layers], balance, in_flight=stages)
+    return profile.costs([name for name, _ in layers], balance, in_flight or stages, recompute=recompute)
 
 
 def imbalance(costs: Sequence[float], counts: Sequence[int]) -> float:

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -19,6 +20,9 @@ from lightning_pipe.partition.sequence import Layers
 
 OPTIMIZER_FACTOR = 4.0
 """Copies of each parameter that training with Adam holds: weight, gradient and two moments."""
+
+PROFILES = 16
+"""Batch signatures for which the costs of a module are kept."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +55,13 @@ class Profile:
     beside: dict[str, int] = field(default_factory=dict)
 
     def costs(
-        self, names: Sequence[str], by: Literal["time", "memory"], in_flight: int = 1, factor: float = OPTIMIZER_FACTOR
+        self,
+        names: Sequence[str],
+        by: Literal["time", "memory"],
+        in_flight: int = 1,
+        *,
+        recompute: bool = False,
+        factor: float = OPTIMIZER_FACTOR,
     ) -> list[float]:
         """One cost for every layer; modules outside count with the layer they run beside.
 
@@ -59,13 +69,14 @@ class Profile:
             names: the layers in order.
             by: seconds of forward and backward, or bytes of parameters, gradients, optimizer and activations.
             in_flight: micro-batches whose activations are held at once.
+            recompute: whether forward passes run twice.
             factor: copies of a parameter that training holds.
         """
 
         def cost(name: str) -> float:
             measured = self.layers[name]
             if by == "time":
-                return measured.forward + measured.backward
+                return measured.forward * (2 if recompute else 1) + measured.backward
             return measured.parameter_bytes * factor + measured.saved_bytes * in_flight
 
         costs = [cost(name) for name in names]
@@ -137,43 +148,73 @@ def _now(module: nn.Module) -> float:
 
 
 class ProfileStore:
-    """Profiles on disk, one file for each module; the latest batch signature counts.
+    """The profiles of one module on disk, by batch signature; the one used last counts.
+
+    A module is known by its class, its modules with their options, and the names, shapes and types of its parameters,
+    as they are when the store is made.
 
     Args:
+        module: the module.
+        layers: its layer sequence.
+        conditions: what else the costs depend on, such as the device.
         folder: where; by default ``$LIGHTNING_PIPE_CACHE`` or ``~/.cache/lightning_pipe``.
+
+    Attributes:
+        path: the file.
+        signatures: those of the profiles that there were when `load` was called; the one used last comes last.
     """
 
-    def __init__(self, folder: str | os.PathLike[str] | None = None) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        layers: Layers,
+        conditions: Sequence[str] = (),
+        folder: str | os.PathLike[str] | None = None,
+    ) -> None:
         chosen = folder or os.environ.get("LIGHTNING_PIPE_CACHE") or Path.home() / ".cache" / "lightning_pipe"
-        self._folder = Path(chosen)
-
-    def load(self, module: nn.Module, layers: Layers) -> Profile | None:
-        """The profile of a module, or ``None``."""
-        path = self.path(module, layers)
-        if not path.is_file():
-            return None
-        stored = json.loads(path.read_text())
-        latest = stored["profiles"][stored["latest"]]
-        profile = Profile({name: LayerCost(**cost) for name, cost in latest["layers"].items()}, latest["beside"])
-        return profile if profile.covers([name for name, _ in layers]) else None
-
-    def save(self, module: nn.Module, layers: Layers, signature: str, profile: Profile) -> Path:
-        """Store a profile for a batch signature; returns the file."""
-        path = self.path(module, layers)
-        stored = json.loads(path.read_text()) if path.is_file() else {"profiles": {}}
-        costs = {name: asdict(cost) for name, cost in profile.layers.items()}
-        stored["profiles"][signature] = {"layers": costs, "beside": profile.beside}
-        stored["latest"] = signature
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(f".{os.getpid()}")
-        partial.write_text(json.dumps(stored, indent=1))
-        partial.replace(path)
-        return path
-
-    def path(self, module: nn.Module, layers: Layers) -> Path:
-        """The file of a module: by its class, and the names and shapes of its parameters."""
-        description = [f"{type(module).__module__}.{type(module).__qualname__}"]
-        description += [name for name, _ in layers]
-        description += [f"{name}{tuple(p.shape)}{p.dtype}" for name, p in module.named_parameters()]
+        self._names = [name for name, _ in layers]
+        kinds = [f"{name} {type(part).__qualname__}({part.extra_repr()})" for name, part in module.named_modules()]
+        parameters = [f"{name}{tuple(p.shape)}{p.dtype}" for name, p in module.named_parameters()]
+        description = [type(module).__module__, *self._names, *kinds, *parameters, *conditions]
         digest = hashlib.sha256("\n".join(description).encode()).hexdigest()[:16]
-        return self._folder / f"{type(module).__name__}-{digest}.json"
+        self.path = Path(chosen) / f"{type(module).__name__}-{digest}.json"
+        self.signatures: list[str] = []
+
+    def load(self) -> Profile | None:
+        """The profile used last, or ``None``."""
+        profiles = self._read()
+        self.signatures = list(profiles)
+        return profiles[self.signatures[-1]] if profiles else None
+
+    def save(self, signature: str, profile: Profile | None = None) -> None:
+        """Let the profile of a batch signature be the one used last; a new one, or else the one that is there."""
+        profiles = self._read()
+        known = profiles.pop(signature, None)
+        if profile is None and known is None:
+            return
+        profiles[signature] = profile or known  # type: ignore[assignment]
+        for oldest in list(profiles)[:-PROFILES]:
+            del profiles[oldest]
+        partial = self.path.with_suffix(f".{os.getpid()}")
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            partial.write_text(json.dumps({signature: asdict(profile) for signature, profile in profiles.items()}))
+            partial.replace(self.path)
+        except OSError as error:
+            warnings.warn(f"The costs of the layers cannot be stored: {error}.", stacklevel=2)
+
+    def _read(self) -> dict[str, Profile]:
+        try:
+            stored = json.loads(self.path.read_text())
+            profiles = {signature: _profile(costs) for signature, costs in stored.items()}
+        except (FileNotFoundError, NotADirectoryError):
+            return {}
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            warnings.warn(f"{self.path} cannot be read, its measurements are ignored: {error!r}.", stacklevel=2)
+            return {}
+        return {signature: profile for signature, profile in profiles.items() if profile.covers(self._names)}
+
+
+def _profile(stored: Mapping[str, Any]) -> Profile:
+    layers = {name: LayerCost(**cost) for name, cost in stored["layers"].items()}
+    return Profile(layers, {name: int(before) for name, before in stored["beside"].items()})

@@ -120,10 +120,58 @@ def test_the_balance_follows_the_measurements(tmp_path: Path) -> None:
     assert divide(net, layers, 2, "time", profile) == [1, 3]
     assert profile.costs([name for name, _ in layers], "memory", in_flight=2) == [120, 5400, 60, 60]
     assert divide(net, layers, 3, "memory", profile) == [1, 1, 2]
-    store = ProfileStore(tmp_path)
-    assert store.load(net, layers) is None
-    store.save(net, layers, "a batch", profile)
-    assert store.load(net, layers) == profile
+    assert profile.costs([name for name, _ in layers], "time", recompute=True) == [12, 4, 0, 8]
+    assert divide(net, layers, 3, "memory", profile, in_flight=1) == [1, 1, 2]
+
+
+def some_profile(net: nn.Module, forward: float) -> Profile:
+    return Profile({name: LayerCost(forward, 2.0, 3, 4) for name, _ in find_layers(net, "layers")}, {})
+
+
+def test_profiles_are_stored_by_module_conditions_and_batch_signature(tmp_path: Path) -> None:
+    net = Net()
+
+    def store(module: nn.Module = net, *conditions: str) -> ProfileStore:
+        return ProfileStore(module, find_layers(module, "layers"), conditions, tmp_path)
+
+    assert store().load() is None
+    store().save("a", some_profile(net, 1))
+    store().save("b", some_profile(net, 2))
+    assert store().load() == some_profile(net, 2)
+    store().save("a")  # used again
+    again = store()
+    assert again.load() == some_profile(net, 1)
+    assert again.signatures == ["b", "a"]
     other = Net()
     other.layers.append(Layer(0, 1))
-    assert store.load(other, find_layers(other, "layers")) is None
+    assert store(other).load() is None
+    assert store(net, "another device").load() is None
+    net.layers[0].inner[2].p = 0.5  # an option, and no parameter
+    assert store().load() is None
+    for number in range(40):
+        store().save(str(number), some_profile(net, number))
+    assert again.path.is_file()
+    latest = store()
+    latest.load()
+    assert latest.signatures == [str(number) for number in range(24, 40)]
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"a": {}}', '{"a": {"layers": {"x": {"seconds": 1}}, "beside": {}}}'])
+def test_a_file_that_cannot_be_read_is_ignored_and_replaced(tmp_path: Path, content: str) -> None:
+    net = Net()
+    store = ProfileStore(net, find_layers(net, "layers"), folder=tmp_path)
+    store.path.write_text(content)
+    with pytest.warns(UserWarning, match="cannot be read"):
+        found = store.load()
+    assert found is None
+    with pytest.warns(UserWarning, match="cannot be read"):
+        store.save("a", some_profile(net, 1))
+    assert store.load() == some_profile(net, 1)
+
+
+def test_a_folder_that_cannot_be_written_does_not_end_the_training(tmp_path: Path) -> None:
+    net, taken = Net(), tmp_path / "file"
+    taken.write_text("")
+    store = ProfileStore(net, find_layers(net, "layers"), folder=taken / "folder")
+    with pytest.warns(UserWarning, match="cannot be stored"):
+        store.save("a", some_profile(net, 1))

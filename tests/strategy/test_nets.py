@@ -135,7 +135,8 @@ def test_losses_are_trained_and_logged_by_the_weight_of_each_micro_batch() -> No
 @pytest.mark.timeout(120)
 def test_the_plan_is_told_and_the_second_run_is_balanced_by_time(tmp_path: Path) -> None:
     run = {"name": "dropout", "options": {"micro_batches": 4, "balance": "time"}}
-    (_, _, first), (_, _, second) = in_processes(2, [run, run], str(tmp_path))
+    other = {"name": "dropout", "options": {"micro_batches": 3, "balance": "memory"}}
+    (_, _, first), (_, _, second), (_, _, third) = in_processes(2, [run, run, other], str(tmp_path))
     assert "Pipeline of LitDropout" in first
     assert "12 samples per optimizer step = 12 (batch) x 1 (replicas) x 1 (accumulation)" in first
     assert "predicted bubble 20.0 %" in first
@@ -147,3 +148,5 @@ def test_the_plan_is_told_and_the_second_run_is_balanced_by_time(tmp_path: Path)
     assert len(list(tmp_path.glob("LitDropout-*.json"))) == 1
     assert "Measured the layers" in first
     assert "Measured the layers" not in second
+    assert "balanced by memory: the largest stage costs" in third
+    assert "Measured the layers" in third  # for micro-batches of another shape
