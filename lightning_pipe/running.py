@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from lightning_pipe import split
 from lightning_pipe.config import Auto
 from lightning_pipe.errors import ConfigurationError
+from lightning_pipe.finetuning import values_compared
 from lightning_pipe.handover import HeldGradients, held_back
 from lightning_pipe.logs import of_values_alone
 from lightning_pipe.metrics import Metrics
@@ -107,6 +108,7 @@ class Run:
         self._changed.enter_context(over_stages(self._precision, self.pipeline))
         self._changed.enter_context(over_all_stages(self.pipeline))
         self._changed.enter_context(of_values_alone())
+        self._changed.enter_context(values_compared(self.pipeline))
         metrics = Metrics(self._module, self._from_loss_ranks, self.pipeline.is_loss_rank, self._world.replicas)
         metrics.install()
         self._changed.callback(metrics.remove)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import linecache
 import re
 from collections.abc import Iterator
+from traceback import walk_tb
 from types import FrameType, TracebackType
 
 from torch import nn
 
 from lightning_pipe.errors import CutError
 from lightning_pipe.pipeline.absent import Absent
+from lightning_pipe.pipeline.cut.stage_run import StageRun
 from lightning_pipe.pipeline.runner import Pipeline
 
 _INDEX = re.compile(r"\[(\d+)\]")
@@ -27,7 +29,7 @@ def name_unknown_values(error: BaseException, pipeline: Pipeline) -> None:
         pipeline: knows who holds what.
     """
     about_values = isinstance(error, RuntimeError) and ("meta tensor" in str(error) or isinstance(error, CutError))
-    if not about_values or error.__traceback__ is None:
+    if not about_values or any(frame.f_code is StageRun.run.__code__ for frame, _ in walk_tb(error.__traceback__)):
         return
     foreign = {name: p for name, p in pipeline.module.named_parameters() if p.is_meta or isinstance(p, Absent)}
     for frame, line in reversed(list(_frames(error.__traceback__))):
@@ -44,9 +46,8 @@ def name_unknown_values(error: BaseException, pipeline: Pipeline) -> None:
 
 
 def _frames(trace: TracebackType | None) -> Iterator[tuple[FrameType, str]]:
-    while trace is not None:
-        yield trace.tb_frame, linecache.getline(trace.tb_frame.f_code.co_filename, trace.tb_lineno)
-        trace = trace.tb_next
+    for frame, number in walk_tb(trace):
+        yield frame, linecache.getline(frame.f_code.co_filename, number)
 
 
 def _mentioned(frame: FrameType, line: str, foreign: dict[str, nn.Parameter]) -> list[str]:

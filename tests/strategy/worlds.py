@@ -207,6 +207,28 @@ class Groups(Lit):
         )
 
 
+class Finetuned(callbacks.BaseFinetuning):
+    """Trains the embedding from the second epoch on, and two layers from the third."""
+
+    def freeze_before_training(self, module: Any) -> None:
+        self.freeze([module.embed, module.model[:3]])
+
+    def finetune_function(self, module: Any, epoch: int, optimizer: Any) -> None:
+        if epoch:
+            self.unfreeze_and_add_param_group([module.embed, module.model[:3]][epoch - 1], optimizer, lr=0.01)
+
+
+class Thawed(Lit):
+    """Has an optimizer for what is trained at first. One of the layers that follow equals one of these."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model[2].bias.data.fill_(0.0)  # as the norm's, which is trained from the start
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
+
+
 class Plateau(Lit):
     """Lowers the learning rate by a monitored value of the last stage."""
 
@@ -382,6 +404,7 @@ CASES: dict[str, Case] = {
     "outputs": Case(ReturnsMore),
     "frozen": Case(OwnSGD),
     "groups": Case(Groups),
+    "finetuned": Case(Thawed, callbacks=[Finetuned], trainer={"max_epochs": 3, "gradient_clip_val": 0.1}),
     "plateau": Case(Plateau),
     "hooks": Case(Hooks),
     "collectives": Case(Collectives),
