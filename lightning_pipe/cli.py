@@ -96,6 +96,8 @@ def _compare(values: argparse.Namespace) -> None:
     if values.option or values.trace or values.csv:
         _fail("schedule compare shows all schedules: it takes no --option, --trace and --csv")
     rows = compare(values.ranks, values.micro_batches, values.stages, _costs(values), values.recompute)
+    if all(row.schedule is None for row in rows):
+        _fail(rows[0].problem)
     print(table(rows))
     if values.png is not None:
         folder = Path(values.png)

@@ -41,7 +41,7 @@ class Report:
     def __str__(self) -> str:
         minutes, seconds = divmod(round(self.seconds), 60)
         lines = [f"\n{self.recipe}: done in {minutes} min {seconds} s"]
-        width = max(24, *(len(_readable(name)) + 2 for name in self.after))
+        width = max([24, *(len(_readable(name)) + 2 for name in self.after)])
         for name, value in self.after.items():
             lines.append(
                 f"  {_readable(name):<{width}}{_number(self.before.get(name))} before training, {_number(value)} after"

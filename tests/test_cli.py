@@ -82,6 +82,7 @@ def test_all_schedules_are_compared(tmp_path: Path, capsys: pytest.CaptureFixtur
         (["schedule", "nothing.csv"], "nothing.csv cannot be read: No such file or directory"),
         (["schedule", "gpipe", "--csv", "/nowhere/x.csv"], "/nowhere/x.csv cannot be written: No such file"),
         (["schedule", "gpipe", "--png", "x.gpipe"], "x.gpipe cannot be written: Format 'gpipe' is not supported"),
+        (["schedule", "compare", "--ranks", "0"], "needs ranks >= 1, got ranks=0"),
         (["schedule", "compare", "--csv", "x.csv"], "it takes no --option, --trace and --csv"),
         (["schedule", "compare", "--forward", "1,2"], "schedules have different numbers of stages"),
         (["schedule"], "required: name"),

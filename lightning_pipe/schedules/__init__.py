@@ -2,6 +2,7 @@
 
 from lightning_pipe.schedules.chimera import Chimera
 from lightning_pipe.schedules.csv_format import read_csv, write_csv
+from lightning_pipe.schedules.dual_pipe import DualPipe
 from lightning_pipe.schedules.dual_pipe_v import DualPipeV
 from lightning_pipe.schedules.family import Family
 from lightning_pipe.schedules.forward_only import forward_only
@@ -24,6 +25,7 @@ register("gpipe")(GPipe)
 register("1f1b")(OneFOneB)
 register("interleaved")(Interleaved)
 register("zero_bubble")(ZeroBubble)
+register("dualpipe")(DualPipe)
 register("dualpipev")(DualPipeV)
 register("chimera")(Chimera)
 register("gems")(GEMS)
@@ -34,6 +36,7 @@ __all__ = [
     "GEMS",
     "Action",
     "Chimera",
+    "DualPipe",
     "DualPipeV",
     "Family",
     "GPipe",

@@ -20,7 +20,9 @@ class PipeDream(Family):
     The micro-batches of this schedule are the paper's minibatches, each a batch of its own. With ``n`` stages, stage
     ``s`` runs minibatch ``t`` on weights that have seen ``max(0, t - (n - 1 - s))`` steps, forward and backward, so it
     keeps up to ``n - s`` versions; with vertical sync all stages use ``max(0, t - (n - 1))``. No bubble in the steady
-    state.
+    state, as long as stages are replicated as their costs ask for. An exception is a stage with more replicas than
+    those around it, such as ``[1, 2, 1]``: the paper's number of minibatches in flight, the ranks divided by the
+    replicas of the first stage and rounded up, leaves a third of the time idle there.
 
     Args:
         vertical_sync: use the same version of the weights on all stages.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from fractions import Fraction
 
 import pytest
 
@@ -71,6 +72,22 @@ def test_stages_replicated_as_their_costs_ask_for(replicas: list[int], costs: li
     family, ranks = PipeDream(replicas=tuple(replicas)), sum(replicas)
     timeline = simulate(family.build(ranks, micro_batches=120), Costs(costs, [2 * cost for cost in costs]))
     assert timeline.steady_bubble_ratio == 0
+
+
+@pytest.mark.parametrize("replicas", [(2, 1, 1), (1, 2), (1, 2, 1), (2, 3), (3, 2, 1), (1, 3, 2)])
+def test_minibatches_in_flight(replicas: tuple[int, ...]) -> None:
+    """NOAM: the ranks divided by the replicas of the first stage, rounded up; on each of them."""
+    ranks = sum(replicas)
+    peaks = simulate(PipeDream(replicas=replicas).build(ranks, micro_batches=60)).peak_activations
+    assert peaks[: replicas[0]] == (-(-ranks // replicas[0]),) * replicas[0]
+
+
+def test_a_stage_with_more_replicas_than_those_around_it_waits() -> None:
+    """With the paper's minibatches in flight; a whole round-trip of [1, 2, 1] leaves no time between them."""
+    schedule = PipeDream(replicas=(1, 2, 1)).build(4, micro_batches=120)
+    timeline = simulate(schedule, Costs([1, 2, 1], [2, 4, 2]))
+    assert timeline.peak_activations == (4, 2, 2, 1)
+    assert timeline.steady_bubble_ratio == Fraction(1, 3)
 
 
 @pytest.mark.parametrize("replicas", [(2, 1, 1), (1, 2), (2, 3), (3, 2, 1)])

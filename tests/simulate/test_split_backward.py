@@ -7,7 +7,7 @@ from fractions import Fraction
 import pytest
 
 from lightning_pipe.errors import ScheduleError
-from lightning_pipe.schedules import Action, DualPipeV, Kind, ZeroBubble
+from lightning_pipe.schedules import Action, DualPipe, DualPipeV, Kind, ZeroBubble
 from lightning_pipe.simulate import Costs, simulate
 from tests.simulate.blocks import blocks_of, play_blocks
 
@@ -71,3 +71,44 @@ def test_dual_pipe_v_with_overlapped_pairs_counted_as_one(ranks: int, micro_batc
         assert idle[0] == published if exact else idle[0] < published
     if (ranks, micro_batches) == (4, 20):
         assert idle[0] == 72
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 6, 8])
+def test_dual_pipe(ranks: int) -> None:
+    """(PP/2-1)(F&B + B - 3W) with F&B = F + B in the balanced case, PP + 1 activations, two copies of the weights."""
+    for micro_batches in (2 * ranks, 2 * ranks + 2, 20):
+        schedule = DualPipe().build(ranks, micro_batches)
+        timeline = simulate(schedule, Costs(1, 2, 1, 1))
+        assert timeline.idle_in_span[0] == timeline.idle_in_span[-1] == ranks // 2 - 1
+        assert timeline.peak_activations == (ranks + 1,) * ranks
+        assert all(schedule.holders(stage) == tuple(sorted((stage, ranks - 1 - stage))) for stage in range(ranks))
+
+
+@pytest.mark.parametrize(("ranks", "micro_batches"), [(4, 8), (8, 20), (8, 40)])
+def test_dual_pipe_takes_as_long_as_its_folded_form(ranks: int, micro_batches: int) -> None:
+    for costs in (Costs(1, 2, 1, 1), Costs(10, 22, 13, 9)):
+        unfolded = simulate(DualPipe().build(ranks, micro_batches), costs)
+        folded = simulate(DualPipeV().build(ranks // 2, micro_batches // 2), costs)
+        assert unfolded.makespan == folded.makespan
+        assert unfolded.idle_in_span == (*folded.idle_in_span, *reversed(folded.idle_in_span))
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 6, 8])
+def test_dual_pipe_with_overlapped_pairs_counted_as_one(ranks: int) -> None:
+    """The published bubble, with F&B = F + B: 6 units for PP = 8 and 20 micro-batches of F, B, W = 1, 2, 1."""
+    half = ranks // 2
+
+    def joins(rank: int, index: int, first: Action, second: Action) -> bool:
+        side = min(rank, ranks - 1 - rank)
+        start = 2 * (side + 1) + 5 * (half - 1 - side)
+        alone = side == half - 1 and index == start + 1
+        return (first.kind, second.kind) == (Kind.FORWARD, Kind.BACKWARD) and index > start and not alone
+
+    schedule = DualPipe().build(ranks, 20)
+    _, idle = play_blocks(schedule, blocks_of(schedule, joins), Costs(1, 2, backward_weight=1))
+    assert idle[0] == idle[-1] == (half - 1) * (1 + 2 + 2 - 3)
+
+
+def test_dual_pipe_needs_pairs_of_ranks() -> None:
+    with pytest.raises(ScheduleError, match=r"got ranks=3.\nHint: Use an even number"):
+        DualPipe().build(3, 8)
