@@ -1,10 +1,12 @@
-"""What GPipe's additions cost and gain: recomputation, its early start, and a balance by measured time."""
+"""What GPipe's additions cost and gain: recomputation, its early start, random streams, balance by measured time."""
 
 from __future__ import annotations
 
+import copy
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -15,6 +17,7 @@ from lightning_pipe import schedules
 from lightning_pipe.partition import divide, find_layers
 from lightning_pipe.pipeline.memory_transport import memory_world
 from lightning_pipe.pipeline.profiling import profiled
+from lightning_pipe.pipeline.rng import Streams
 from lightning_pipe.pipeline.runner import Pipeline
 from lightning_pipe.pipeline.topology import Topology
 from lightning_pipe.pipeline.transport import Transport
@@ -31,8 +34,8 @@ LOPSIDED = (6, 5, 3, 2, 2, 1, 1, 1, 1, 1, 1, 1)
 
 
 def run(quick: bool) -> list[Finding]:
-    """All three."""
-    return [_cost_of_recomputation(quick), _early_recomputation(quick), *_balance(quick)]
+    """All four."""
+    return [_cost_of_recomputation(quick), _cost_of_streams(quick), _early_recomputation(quick), *_balance(quick)]
 
 
 # ---------------------------------------------------------------------- recomputation on one device
@@ -71,30 +74,73 @@ def _dense(mode: Any) -> Any:
     return once
 
 
+# ---------------------------------------------------------------------- random streams
+
+
+def _cost_of_streams(quick: bool) -> Finding:
+    """A Transformer with dropout on one stage, with a random stream for each layer and without."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(256, 4, 1024, dropout=0.1, batch_first=True)
+    net = nn.Sequential(*(copy.deepcopy(layer) for _ in range(4)))
+    (transport,) = memory_world(Topology(ranks=1))
+    layers = find_layers(net)
+    pipeline = Pipeline(net, layers, [len(layers)], schedules.GPipe(), transport)
+    parts = list(torch.randn(8, 64, 256).tensor_split(4))
+
+    def once(*, streams: bool) -> float:
+        net.zero_grad()
+        with nullcontext() if streams else _one_stream():
+            start = time.perf_counter()
+            pipeline.train(lambda _, part: net(part).square().mean(), parts, [0.25] * 4)
+            return time.perf_counter() - start
+
+    once(streams=True)
+    rounds = 15 if quick else 61
+    ratio = Ratio.of(*alternate(lambda: once(streams=True), lambda: once(streams=False), rounds))
+    return Finding(
+        "time with a random stream for each layer and micro-batch",
+        f"{ratio} of that with one",
+        "below 1.01",
+        ratio.median < 1.01,
+    )
+
+
+@contextmanager
+def _one_stream() -> Iterator[None]:
+    """All layers draw from torch's own generator, one after the other."""
+    before = Streams.isolated
+    Streams.isolated = lambda self, micro_batch, *key: nullcontext()  # type: ignore[assignment,method-assign]
+    try:
+        yield
+    finally:
+        Streams.isolated = before  # type: ignore[method-assign]
+
+
 # ---------------------------------------------------------------------- layers that sleep
 
 
 class _Sleep(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
-        ctx.seconds = seconds
+    def forward(ctx: Any, x: Tensor, seconds: float, backward: float) -> Tensor:
+        ctx.backward_seconds = backward
         time.sleep(seconds)
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        time.sleep(2 * ctx.seconds)
-        return gradients[0], None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        time.sleep(ctx.backward_seconds)
+        return gradients[0], None, None
 
 
 class _Sleeper(nn.Module):
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, seconds: float, ratio: float = 2.0) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.ones(1))
-        self.seconds = seconds
+        self.seconds, self.backward_seconds = seconds, ratio * seconds
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = _Sleep.apply(x * self.scale, self.seconds)
+        out: Tensor = _Sleep.apply(x * self.scale, self.seconds, self.backward_seconds)
         return out
 
 
@@ -105,9 +151,10 @@ def _makespans(
     schedule: str,
     recompute: Literal["never", "always"],
     rounds: int,
+    ratio: float = 2.0,
 ) -> list[float]:
     """From the last rank's arrival at the start barrier to the last rank's end, for every round."""
-    net = nn.Sequential(*(_Sleeper(each) for each in seconds))
+    net = nn.Sequential(*(_Sleeper(each, ratio) for each in seconds))
     pipeline = Pipeline(net, find_layers(net), balance, schedules.get(schedule), transport, recompute=recompute)
     pipeline.partition()
     parts = [torch.ones(1, 4) for _ in range(MICRO_BATCHES)]
@@ -133,18 +180,25 @@ def _simulated(schedule: str, costs: Costs, recompute: Literal["never", "always"
 
 
 def _early_recomputation(quick: bool) -> Finding:
-    """Recomputation starts before the gradient arrives: in GPipe's order all ranks but the last have time for it."""
+    """Recomputation starts before the gradient arrives: in GPipe's order all ranks but the last have time for it.
+
+    Beside it layers whose backward passes take as long as both together, as if it began when the gradient is there.
+    """
     unit = 0.03
-    found = _measured(
-        rounds=2 if quick else 5, seconds=[unit] * RANKS, balance=[1] * RANKS, schedule="gpipe", recompute="always"
+    options: dict[str, Any] = {"seconds": [unit] * RANKS, "balance": [1] * RANKS, "schedule": "gpipe"}
+    rounds = 2 if quick else 5
+    early = _measured(rounds, recompute="always", **options)
+    late = _measured(rounds, recompute="never", ratio=3.0, **options)
+    simulated = (
+        _simulated("gpipe", Costs(unit, 2 * unit, recompute=unit), "always"),
+        _simulated("gpipe", Costs(unit, 3 * unit)),
     )
-    expected = _simulated("gpipe", Costs(unit, 2 * unit, recompute=unit), "always")
-    late = _simulated("gpipe", Costs(unit, 3 * unit))
+    expected = simulated[0] / simulated[1]
     return Finding(
         f"GPipe with recomputation, {RANKS} ranks, {MICRO_BATCHES} micro-batches",
-        f"{found:.3f} s, simulated {expected:.3f} s",
-        f"within 5 % ({late:.3f} s late)",
-        abs(found / expected - 1) <= 0.05,
+        f"{early:.3f} s, late {late:.3f} s: {early / late:.3f}",
+        f"{simulated[0]:.3f} s, {simulated[1]:.3f} s: {expected:.3f} within 3 %",
+        abs(early / late / expected - 1) <= 0.03,
     )
 
 
