@@ -326,7 +326,8 @@ class Run:
         watched = any(is_overridden(hook, self._module) for hook in hooks) or any(
             is_overridden("on_before_zero_grad", callback, pl.Callback) for callback in trainer.callbacks
         )
-        if first and not watched:
+        # a callback that renews batch norm's statistics (SWA) has neither gradients zeroed nor a backward pass run
+        if first and not watched and not trainer.fit_loop._skip_backward:
             for optimizer in optimizers:
                 optimizer.zero_grad(set_to_none=True)
 

@@ -229,6 +229,21 @@ class Thawed(Lit):
         return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
 
 
+class Normalised(Lit):
+    """Has batch norm in the layers and behind them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model[1] = nn.BatchNorm1d(16)
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(super().forward(x))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
 class Plateau(Lit):
     """Lowers the learning rate by a monitored value of the last stage."""
 
@@ -392,6 +407,11 @@ CASES: dict[str, Case] = {
     "head_in_setup": Case(HeadInSetup),
     "averaged": Case(callbacks=[lambda: callbacks.EMAWeightAveraging(decay=0.9)]),
     "stochastic_averaging": Case(
+        callbacks=[lambda: callbacks.StochasticWeightAveraging(swa_lrs=1e-3, swa_epoch_start=1)],
+        trainer={"max_epochs": 3},
+    ),
+    "normalised_averaging": Case(
+        Normalised,
         callbacks=[lambda: callbacks.StochasticWeightAveraging(swa_lrs=1e-3, swa_epoch_start=1)],
         trainer={"max_epochs": 3},
     ),
