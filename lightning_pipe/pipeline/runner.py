@@ -19,6 +19,7 @@ from lightning_pipe.pipeline.batches import signature
 from lightning_pipe.pipeline.batchnorm import DeferredBatchNorm, Statistics, deferred_norms, discard_all
 from lightning_pipe.pipeline.courier import Courier
 from lightning_pipe.pipeline.cut.intercept import Interceptor
+from lightning_pipe.pipeline.drift import Drift
 from lightning_pipe.pipeline.executor import Executor
 from lightning_pipe.pipeline.loss_check import LossCheck
 from lightning_pipe.pipeline.ownership import Ownership, named_tensors
@@ -130,6 +131,7 @@ class Pipeline:
         self.busy = 0.0
         self._program = cache(self._lowered)
         self._statistics = Statistics(transport)
+        self._drift = Drift(module, self.names, transport, lambda name: self._members(self.owners(name)))
         if deferred_batch_norm and self.synchronous:
             DeferredBatchNorm.convert(module)
         self._connect(probe)
@@ -273,14 +275,18 @@ class Pipeline:
         self.gradients_divided = False
         self._reducing = reduce and self.ownership.settled and self.reducer is not None
         first, start, busy = not self.ownership.settled, time.perf_counter(), self.executor.busy
+        if first:
+            self._drift.begin()
         results = self._run(self.batch(step, micro_batches, weights, seed, training=True, check=check))
         if not self.ownership.settled:
             self.agree_on_holders()
+            self._drift.agree(lambda name: len(self.owners(name)))
             if reduce:
                 self.reduce_gradients()
         elif reduce:
             self.reduce_gradients()
         self._commit_statistics(deferred_norms(self.module))
+        self._drift.equalise()
         if not first:  # the first batch also agrees on what travels and who holds what
             self.elapsed += time.perf_counter() - start
             self.busy += self.executor.busy - busy
