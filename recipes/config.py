@@ -7,6 +7,7 @@ import inspect
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
+from pathlib import Path
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
@@ -15,6 +16,9 @@ from omegaconf import MISSING, DictConfig, ListConfig, OmegaConf
 
 from recipes import schemas
 from recipes.errors import RecipeError
+
+CONF = Path(__file__).resolve().parents[1] / "conf"
+NO_EXPERIMENT = "train"  # what conf/train.yaml calls a recipe, and every experiment otherwise
 
 
 @dataclass
@@ -130,6 +134,17 @@ def check(config: DictConfig) -> None:
             if key not in known and not re.fullmatch("_[a-z]+_", key):
                 raise unknown_key(f"{path}{key}", known)
     _check_that_model_fits_data(config)
+
+
+def require_experiment(config: DictConfig) -> None:
+    """Refuses a command line without an experiment, which would train the default of every group for ever.
+
+    Args:
+        config: a composed configuration.
+    """
+    if config.recipe == NO_EXPERIMENT:
+        names = ", ".join(sorted(path.stem for path in CONF.glob("experiment/*.yaml")))
+        raise RecipeError("No experiment is chosen.", hint=f"Add one, as experiment=gpt2_wikitext2. There are {names}.")
 
 
 SHARED = ("vocabulary", "classes", "image_size")

@@ -2,8 +2,34 @@
 
 from __future__ import annotations
 
+from hydra.errors import InstantiationException
+
 from lightning_pipe.errors import PipeError
 
 
 class RecipeError(PipeError):
     """The configuration or the data cannot be used as they are; the hint says what to change."""
+
+
+def sentence(error: Exception) -> str | None:
+    r"""What a user's mistake is told with; None for any other error.
+
+    The mistake may have been found by another process, whose traceback is then the end of this one's error.
+
+    Example:
+        >>> sentence(RecipeError("There is no folder x.", hint="Name another."))
+        'There is no folder x.\nHint: Name another.'
+        >>> sentence(RuntimeError("Loading failed:\n…\nrecipes.errors.RecipeError: There is no folder x."))
+        'There is no folder x.'
+        >>> sentence(RuntimeError("out of memory")) is None
+        True
+    """
+    from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+    # what parts of the configuration say of their arguments while they are built
+    if isinstance(error, InstantiationException) and isinstance(
+        error.__cause__, (PipeError, ValueError, MisconfigurationException)
+    ):
+        return str(error.__cause__)
+    _, mark, told = str(error).rpartition("recipes.errors.RecipeError: ")
+    return told if mark or isinstance(error, PipeError) else None

@@ -17,7 +17,7 @@ from omegaconf import DictConfig
 
 from lightning_pipe.errors import PipeError
 from recipes import config
-from recipes.errors import RecipeError
+from recipes.errors import RecipeError, sentence
 
 BYTES_PER_NUMBER = 4
 STATES = 3  # besides the weight: its gradient and two moments
@@ -26,9 +26,15 @@ STATES = 3  # besides the weight: its gradient and two moments
 @hydra.main(version_base="1.3", config_path="../conf", config_name="train")
 def show(settings: DictConfig) -> None:
     """Prints one plan for every number of ranks."""
-    config.check(settings)
-    for text in plans(settings):
-        print(text, end="\n\n")
+    try:
+        config.require_experiment(settings)
+        config.check(settings)
+        for text in plans(settings):
+            print(text, end="\n\n")
+    except Exception as error:
+        if (told := sentence(error)) is None:
+            raise
+        sys.exit(told)
 
 
 def plans(settings: DictConfig) -> Iterator[str]:
@@ -123,8 +129,6 @@ def main() -> None:
         show()
     except (ConfigCompositionException, OverrideParseException) as error:
         sys.exit(str(config.explain(error)))
-    except PipeError as error:
-        sys.exit(str(error))
 
 
 if __name__ == "__main__":

@@ -7,13 +7,12 @@ import sys
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import ConfigCompositionException, InstantiationException, OverrideParseException
+from hydra.errors import ConfigCompositionException, OverrideParseException
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from lightning_pipe.errors import PipeError
 from recipes import config, processes
-from recipes.errors import RecipeError
+from recipes.errors import RecipeError, sentence
 
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="train")
@@ -28,32 +27,9 @@ def train(settings: DictConfig) -> float:
         sys.exit(told if processes.rank() == 0 or isinstance(error, RecipeError) else 1)
 
 
-def sentence(error: Exception) -> str | None:
-    r"""What a user's mistake is told with; None for any other error.
-
-    The mistake may have been found by another process, whose traceback is then the end of this one's error.
-
-    Example:
-        >>> sentence(RecipeError("There is no folder x.", hint="Name another."))
-        'There is no folder x.\nHint: Name another.'
-        >>> sentence(RuntimeError("Loading failed:\n…\nrecipes.errors.RecipeError: There is no folder x."))
-        'There is no folder x.'
-        >>> sentence(RuntimeError("out of memory")) is None
-        True
-    """
-    from lightning.fabric.utilities.exceptions import MisconfigurationException
-
-    # what parts of the configuration say of their arguments while they are built
-    if isinstance(error, InstantiationException) and isinstance(
-        error.__cause__, (PipeError, ValueError, MisconfigurationException)
-    ):
-        return str(error.__cause__)
-    _, mark, told = str(error).rpartition("recipes.errors.RecipeError: ")
-    return told if mark or isinstance(error, PipeError) else None
-
-
 def run(settings: DictConfig) -> float:
     """Checks a configuration and trains what it describes."""
+    config.require_experiment(settings)
     config.check(settings)
     from recipes import (
         console,
@@ -76,8 +52,10 @@ def main() -> None:
         train()
     except (ConfigCompositionException, OverrideParseException) as error:
         sys.exit(str(config.explain(error)))
-    except PipeError as error:
-        sys.exit(str(error))
+    except Exception as error:  # of a sweep
+        if (told := sentence(error)) is None:
+            raise
+        sys.exit(told)
 
 
 if __name__ == "__main__":

@@ -81,6 +81,12 @@ def test_every_key_of_a_schema_is_an_argument_of_its_target(schema: type) -> Non
     assert {item.name for item in fields(schema)} - {"_target_", "_partial_"} <= set(arguments)
 
 
+def test_an_experiment_must_be_chosen(composed: Compose) -> None:
+    config.require_experiment(composed("experiment=gpt2_wikitext2"))
+    with pytest.raises(RecipeError, match=r"No experiment.*\n.*There are amoebanet_imagenet, bert48_wikipedia"):
+        config.require_experiment(composed())
+
+
 def test_schedules_have_options(composed: Compose) -> None:
     settings = composed("experiment=gpt2_wikitext2", "pipe=chimera", "pipe.schedule.scaling=forward_doubling")
     assert instantiate(settings.pipe.schedule) == Chimera(pipes=2, scaling="forward_doubling")
