@@ -29,7 +29,7 @@ class ShardedOptimizers:
 
     def install(self, optimizers: Sequence[Optimizer]) -> None:
         """Begin, once the pipeline has settled who holds what."""
-        shards = self._shards = Shards(self._pipeline.shared, self._pipeline.transport)
+        shards = self._shards = Shards(self._pipeline.reductions.shared, self._pipeline.transport)
         shards.drop_states(optimizers)
         after_closure = self._precision._after_closure
 

@@ -24,9 +24,8 @@ from lightning_pipe.pipeline.executor import Executor
 from lightning_pipe.pipeline.loss_check import LossCheck
 from lightning_pipe.pipeline.ownership import Ownership, named_tensors
 from lightning_pipe.pipeline.recompute import BufferGuard
-from lightning_pipe.pipeline.reduce import GradientReducer
+from lightning_pipe.pipeline.reductions import Held, Reductions, uses_of_ranks
 from lightning_pipe.pipeline.rng import Streams
-from lightning_pipe.pipeline.sharding import Group
 from lightning_pipe.pipeline.skip_routes import SkipRoutes
 from lightning_pipe.pipeline.stage import Batch, Stages, Step
 from lightning_pipe.pipeline.transport import Channel, Lane, Transport
@@ -34,9 +33,6 @@ from lightning_pipe.schedules import Action, Family, Kind, Schedule, forward_onl
 from lightning_pipe.schedules.recompute import Mode as Recompute
 from lightning_pipe.schedules.recompute import with_recompute
 from lightning_pipe.simulate import Event, Timeline
-
-# Keys of reductions: what comes first in a group is what is largest.
-_SHARED, _STAGE = 0, 1
 
 
 class Pipeline:
@@ -55,7 +51,7 @@ class Pipeline:
     Attributes:
         elapsed: seconds of all training batches but the first.
         busy: seconds of them that this rank computed.
-        shared: the parameters that other processes hold as well, from the first training batch on.
+        reductions: sums the gradients of parameters that other processes hold as well.
         gradients_divided: whether holders of the same parameters have dropped gradients since the last batch.
 
     Raises:
@@ -105,6 +101,7 @@ class Pipeline:
         )
         self.skips = SkipRoutes(module, self.layers, self.stage_layers)
         self._learnt: set[bool] = set()
+        self.reductions = Reductions(transport)
         self.executor = Executor(
             Stages(
                 Interceptor(module, self.layers, tells=transport.process == 0),
@@ -119,12 +116,9 @@ class Pipeline:
             self.placement,
             transport.rank,
             self.skips.ends,
-            self._stage_done,
+            self.reductions.stage_done,
         )
-        self.reducer: GradientReducer | None = None
-        self.shared: list[Group] = []
         self.gradients_divided = False
-        self._reducing = False
         self._checked = False
         self._keys: dict[Hashable, int] = {}
         self.elapsed = 0.0
@@ -189,7 +183,7 @@ class Pipeline:
     def synchronize(self) -> None:
         """Give all holders of a parameter or buffer the value of the first one of replica 0. Collective."""
         for name, tensor in named_tensors(self.module):
-            members = self._members(self.owners(name))
+            members = self._topology.holders(self.owners(name))
             if self.holds(name) and len(members) > 1:
                 source = self._topology.process(0, self.owners(name)[0])
                 data = tensor.detach().contiguous()
@@ -218,7 +212,7 @@ class Pipeline:
         topology = self._topology
         groups = [topology.members(replica, range(topology.ranks)) for replica in range(topology.replicas)]
         groups += [tuple(sorted(topology.replica_processes(rank))) for rank in range(topology.ranks)]
-        groups += [self._members(owners) for owners in self._owner_sets()]
+        groups += [self._topology.holders(owners) for owners in self._owner_sets()]
         self.transport.make_groups(list(dict.fromkeys(groups)))
         channels: dict[Channel, None] = {}
         for program in (lower(probe, self.skips.ends), lower(forward_only(probe, 1), self.skips.ends)):
@@ -231,11 +225,6 @@ class Pipeline:
 
     def _owner_sets(self) -> list[tuple[int, ...]]:
         return list(dict.fromkeys(self.owners(name) for name, _ in named_tensors(self.module)))
-
-    def _members(self, owners: Sequence[int]) -> tuple[int, ...]:
-        """The processes of some ranks in all replicas, sorted."""
-        topology = self._topology
-        return tuple(sorted(topology.process(r, rank) for r in range(topology.replicas) for rank in owners))
 
     # ------------------------------------------------------------------ batches
 
@@ -273,7 +262,7 @@ class Pipeline:
                 hint="Call advance for every batch and drain in the end.",
             )
         self.gradients_divided = False
-        self._reducing = reduce and self.ownership.settled and self.reducer is not None
+        self.reductions.overlapped = reduce
         first, start, busy = not self.ownership.settled, time.perf_counter(), self.executor.busy
         if first:
             self._drift.begin()
@@ -336,8 +325,7 @@ class Pipeline:
 
     def reduce_gradients(self) -> None:
         """Sum ``parameter.grad`` over the holders of each parameter, all at once."""
-        if self.reducer is not None:
-            self.reducer.finish()
+        self.reductions.finish()
 
     @contextmanager
     def recorded(self) -> Iterator[list[Event]]:
@@ -431,58 +419,28 @@ class Pipeline:
 
     # ------------------------------------------------------------------ reductions
 
-    def _stage_done(self, stage: int) -> None:
-        if self._reducing and self.reducer is not None:
-            self.reducer.start(_stage_key(stage))
-
     def agree_on_holders(self) -> None:
         """After the first training batch: agree on who holds the parameters outside the sequence. Collective."""
-        everyone = tuple(range(self._topology.world_size))
-        gathered = self.transport.all_gather_object(sorted(self.ownership.used), everyone)
-        used_by_rank: list[set[str]] = [set() for _ in range(self._topology.ranks)]
-        for process, names in enumerate(gathered):
-            used_by_rank[self._topology.locate(process)[1]].update(names)
-        # a rank that has had no micro-batch yet will use what others with the same stages do
-        stages = [
-            frozenset(s for (_, s), r in self.placement.items() if r == rank) for rank in range(len(used_by_rank))
-        ]
-        used_by_rank = [
-            set().union(*(used for used, theirs in zip(used_by_rank, stages, strict=True) if theirs == own))
-            for own in stages
-        ]
-        self.ownership.settle(used_by_rank)
-        self._prepare_reductions()
+        self.ownership.settle(uses_of_ranks(self.transport, self.placement, self.ownership.used))
+        self.transport.make_groups([self._topology.holders(owners) for owners in sorted(self._owner_sets())])
+        self.reductions.settle(self._held(), self.stages_here)
 
-    def _prepare_reductions(self) -> None:
-        """Parameters of one stage alone are reduced when the stage is done, all others at the end of the batch."""
-        self.transport.make_groups([self._members(owners) for owners in sorted(self._owner_sets())])
-        layer_stages: dict[int, set[int]] = {}
+    def _held(self) -> Iterator[Held]:
+        """The parameters of this rank, with the stage that alone uses each."""
+        stages: dict[int, set[int]] = {}
         for stage in self.stages_here:
             for number in self.stage_layers[stage]:
                 for parameter in self.layers[number][1].parameters():
-                    layer_stages.setdefault(id(parameter), set()).add(stage)
-        by_key: dict[tuple[int, ...], list[nn.Parameter]] = {_stage_key(stage): [] for stage in self.stages_here}
-        members: dict[tuple[int, ...], tuple[int, ...]] = {}
+                    stages.setdefault(id(parameter), set()).add(stage)
         for name, parameter in self.local_parameters():
-            stages = layer_stages.get(id(parameter), set())
-            of_layers = len(stages) == 1 and self.ownership.in_layers_alone(name)
-            alone = of_layers and self.owners(name) == self.holders(min(stages))
-            key = _stage_key(min(stages)) if alone else (_SHARED, *self.owners(name))
-            by_key.setdefault(key, []).append(parameter)
-            members[key] = self._members(self.owners(name))
-        self.shared = [
-            Group(members[key], tuple(by_key[key]), turn=key[-1]) for key in sorted(members) if len(members[key]) > 1
-        ]
-        self.reducer = GradientReducer(self.transport)
-        for key, parameters in by_key.items():
-            self.reducer.add(key, parameters, members.get(key, (self.transport.process,)))
+            owners, of = self.owners(name), stages.get(id(parameter), set())
+            alone = len(of) == 1 and self.ownership.in_layers_alone(name) and owners == self.holders(min(of))
+            yield Held(parameter, owners, min(of) if alone else None)
 
     def _commit_statistics(self, ended: Iterable[DeferredBatchNorm]) -> None:
         """End the mini-batch of those of some deferred batch norms that this rank runs."""
         names = {id(part): name for name, part in self.module.named_modules()}
-        owners = [(norm, f"{names[id(norm)]}.running_mean".lstrip(".")) for norm in ended]
-        self._statistics.commit([(norm, self._members(self.owners(name))) for norm, name in owners if self.holds(name)])
-
-
-def _stage_key(stage: int) -> tuple[int, ...]:
-    return (_STAGE, stage)
+        buffers = [(norm, f"{names[id(norm)]}.running_mean".lstrip(".")) for norm in ended]
+        self._statistics.commit(
+            [(norm, self._topology.holders(self.owners(name))) for norm, name in buffers if self.holds(name)]
+        )

@@ -109,6 +109,10 @@ class Topology:
         """The processes of some ranks of one pipeline, sorted: the form in which groups are named."""
         return tuple(sorted({self.process(replica, rank) for rank in ranks}))
 
+    def holders(self, ranks: Sequence[int]) -> tuple[int, ...]:
+        """The processes of some ranks of all pipelines, sorted: they hold the same stages."""
+        return tuple(sorted(process for rank in set(ranks) for process in self.replica_processes(rank)))
+
     def describe(self, process: int) -> str:
         """How messages name a process.
 

@@ -40,7 +40,7 @@ class Model(L.LightningModule):
 
 
 class Stopwatch(L.Callback):
-    """Seconds of processor time per optimizer step, without the first one: one thread computes, nobody is waited for."""
+    """Seconds of processor time per optimizer step, without the first one: one thread computes and waits for none."""
 
     def __init__(self) -> None:
         self.ends: list[float] = []

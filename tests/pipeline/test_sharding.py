@@ -44,7 +44,7 @@ def train(schedule: str, ranks: int, replicas: int, *, sharded: bool) -> list[tu
             parts = list(zip(*(side.tensor_split(4 // replicas) for side in halves[transport.replica]), strict=True))
             pipeline.train(lambda _, part: mine(*part), parts, [len(part[0]) / 8 for part in parts])
             if sharded:
-                shards = shards or Shards(pipeline.shared, transport)
+                shards = shards or Shards(pipeline.reductions.shared, transport)
                 shards.drop_gradients()
             optimizer.step()
             if shards is not None:
