@@ -125,7 +125,7 @@ class Pipeline:
         self.busy = 0.0
         self._program = cache(self._lowered)
         self._statistics = Statistics(transport)
-        self._drift = Drift(module, self.names, transport, lambda name: self._members(self.owners(name)))
+        self._drift = Drift(module, self.names, transport, lambda name: self._topology.holders(self.owners(name)))
         if deferred_batch_norm and self.synchronous:
             DeferredBatchNorm.convert(module)
         self._connect(probe)
