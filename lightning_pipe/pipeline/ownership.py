@@ -211,6 +211,7 @@ class Ownership:
             fetch: collective; called on all ranks in the same order with name, owners and the local tensor; returns
                 the true value.
         """
+        _drop_weak_references(self._module)
         for name, tensor in list(named_tensors(self._module)):
             owners = self._holders.get(name)
             if owners is None or len(owners) == self.ranks or self._aliases[name] != name:

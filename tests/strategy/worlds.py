@@ -156,6 +156,17 @@ class HeadInSetup(Lit):
         return self.head(super().forward(x))
 
 
+class RecurrentHead(Lit):
+    """Has a recurrent network outside the layers, whose weights lie in one piece of memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.LSTM(4, 4, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(super().forward(x).unsqueeze(1).repeat(1, 2, 1))[1][0][-1]
+
+
 class TwoValidationSets(Lit):
     """Tells validation sets apart."""
 
@@ -405,6 +416,7 @@ CASES: dict[str, Case] = {
     "configure_model": Case(BuiltInConfigureModel),
     "setup": Case(BuiltInSetup),
     "head_in_setup": Case(HeadInSetup),
+    "recurrent_head": Case(RecurrentHead, strategy={"layers": "model"}),
     "averaged": Case(callbacks=[lambda: callbacks.EMAWeightAveraging(decay=0.9)]),
     "stochastic_averaging": Case(
         callbacks=[lambda: callbacks.StochasticWeightAveraging(swa_lrs=1e-3, swa_epoch_start=1)],
