@@ -23,6 +23,7 @@ from torch.distributed import ReduceOp
 from lightning_pipe.config import Auto, Layout, layout
 from lightning_pipe.errors import ConfigurationError
 from lightning_pipe.pipeline.failure import FailureBoard
+from lightning_pipe.pipeline.loss_check import is_alone
 from lightning_pipe.pipeline.topology import Topology
 from lightning_pipe.pipeline.torch_transport import default_store
 from lightning_pipe.pipeline.transport import Transport
@@ -171,13 +172,15 @@ class World:
     def reduce(self, value: Any, group: Any | None, op: ReduceOp | str | None) -> Any:
         """Reduce over the replicas; the ranks of a pipeline have the same value already."""
         group = self.replicas if group is None else group
-        if group is None or not isinstance(value, Tensor):
+        if group is None or not isinstance(value, Tensor) or is_alone():
             return value
         return _sync_ddp_if_available(value, group, reduce_op=op)
 
     def all_gather(self, tensor: Tensor, group: Any | None, sync_grads: bool) -> Tensor:
         """Gather from the replicas along a new first dimension; one replica gets the tensor itself, as one device."""
         group = self.replicas if group is None or group is dist.group.WORLD else group
+        if group is not None and is_alone():
+            return torch.stack([tensor] * self.layout.data_parallel_size)
         return tensor if group is None else _all_gather_ddp_if_available(tensor, group=group, sync_grads=sync_grads)
 
     def agree(self, decision: bool, *, unanimous: bool, members: tuple[int, ...] | None = None) -> bool:

@@ -8,6 +8,7 @@ received for two micro-batches, puts it together, runs the user's step on that, 
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -31,8 +32,25 @@ _REDUCED = 5e-4
 """The same for float32 on devices that multiply matrices with fewer bits."""
 
 
+_local = threading.local()
+
+
 class _UnlikeError(Exception):
     """What two micro-batches have brought cannot be put together."""
+
+
+def is_alone() -> bool:
+    """Whether the code that asks runs for a check: other replicas may not, so it must not wait for them."""
+    return getattr(_local, "alone", False)
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    _local.alone = True
+    try:
+        yield
+    finally:
+        _local.alone = False
 
 
 @dataclass
@@ -40,7 +58,8 @@ class LossCheck:
     """Compares the losses of the first two micro-batches that come to the last stage with the loss of both together.
 
     It only looks: what the step changes, logs or draws is put back, and whatever goes wrong ends the check alone.
-    Dropout and batch norm are off, and a loss that is random nevertheless is not judged.
+    Dropout and batch norm are off, and a loss that is random nevertheless is not judged. Compiled code is left alone:
+    another size and mode would have it compiled anew.
 
     Args:
         amounts: what each micro-batch counts.
@@ -60,7 +79,8 @@ class LossCheck:
 
     def see(self, stages: Stages, stage: int, micro_batch: int, batch: Batch, inbound: Inbound | None) -> None:
         """A micro-batch comes to a stage; with the second one on the last stage the check is made."""
-        if stages.layers[stage].stop != len(stages.names) or len(self._seen) == 2:
+        last = stages.layers[stage].stop == len(stages.names)
+        if not last or len(self._seen) == 2 or stages.interceptor.compiled:
             return
         # the step may change in place what it receives
         self._seen[micro_batch] = inbound and (inbound[0], {n: tensor.clone() for n, tensor in inbound[1].items()})
@@ -75,7 +95,7 @@ class LossCheck:
     def _losses(self, stages: Stages, stage: int, batch: Batch, pair: tuple[int, int]) -> list[Tensor] | None:
         """The losses of the two, of both together, and of the first with other random numbers; ``None``: unknown."""
         received = [self._seen[index] for index in pair]
-        with recomputing(), torch.no_grad(), _attributes(stages), stages.buffers.restored():
+        with _alone(), recomputing(), torch.no_grad(), _attributes(stages), stages.buffers.restored():
             try:
                 parts = [batch.micro_batches[index] for index in pair]
                 together = _inbound(received, [self.sizes[index] for index in pair])

@@ -6,6 +6,7 @@ import random
 import re
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import lightning as L
@@ -16,6 +17,9 @@ import torchmetrics
 from torch import Tensor, nn
 
 from lightning_pipe import PipeStrategy
+from lightning_pipe.config import Layout
+from lightning_pipe.pipeline.loss_check import is_alone
+from lightning_pipe.world import World
 from tests import oracle
 from tests.launch import run_trainers
 from tests.strategy.worlds import QUIET
@@ -245,6 +249,34 @@ def test_the_look_leaves_no_trace(options: dict[str, Any]) -> None:
         trace = recorder.trace
         outcomes.append((seen, trace.losses, trace.logged, {k: v.tolist() for k, v in module.state_dict().items()}))
     assert outcomes[0] == outcomes[1]
+
+
+class Gathers(MeanOfTokens):
+    """Asks other replicas in a step: they may not be there for the look."""
+
+    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        loss = super().loss(logits, labels)
+        assert torch.equal(self.all_gather(loss.detach()), torch.stack([loss.detach()] * (2 if is_alone() else 1)))
+        return loss
+
+
+def test_the_look_waits_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    gather = World.all_gather
+
+    def one_of_two(world: World, tensor: Tensor, group: Any, sync_grads: bool) -> Tensor:
+        if not is_alone():
+            return tensor[None]
+        return gather(replace(world, layout=Layout(1, 2, 2), replicas="those of torch"), tensor, group, sync_grads)
+
+    monkeypatch.setattr(World, "all_gather", one_of_two)
+    assert len(fit(Gathers(), Batches().batches, layers="layers")) == 1
+
+
+@pytest.mark.parametrize("part", ["head", "layer"])
+def test_compiled_code_is_left_alone(part: str) -> None:
+    module = MeanOfTokens()
+    (module.head if part == "head" else module.layers[3]).compile(backend="eager")
+    assert fit(module, Batches().batches, layers="layers") == []
 
 
 def told_by_processes(process: int, schedules: Sequence[str]) -> list[int]:

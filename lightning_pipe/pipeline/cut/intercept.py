@@ -29,6 +29,7 @@ class Interceptor:
         self.run: StageRun | None = None
         self.module = module
         self.layers = [layer for _, layer in layers]
+        self.compiled = any(vars(part).get("_compiled_call_impl") is not None for part in module.modules())
         self._keepers = Keepers()
         self._caches = Caches(module, tells=tells)
         self._outside = list(outside_modules(module, self.layers))

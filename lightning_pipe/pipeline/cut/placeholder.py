@@ -13,6 +13,9 @@ from lightning_pipe.errors import CutError
 from lightning_pipe.pipeline.cut.functions import function_name
 from lightning_pipe.pipeline.cut.path import TensorSpec
 
+_VALUES = "Read values only after the last layer, or inside a layer; shapes, dtypes and devices can be read anywhere."
+_NESTED = "Nested tensors cannot be cut: build nn.TransformerEncoder(…, enable_nested_tensor=False)."
+
 
 class Placeholder(Tensor):
     """A tensor with the shape, dtype and device of the real one, and no value.
@@ -82,8 +85,7 @@ def shape_only(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[
             raise CutError(
                 f"'{function_name(func)}' needs the value of a tensor that only another stage has "
                 f"(it is computed by, or from, layers or parameters of an earlier stage): {error}",
-                hint="Read values only after the last layer, or inside a layer; shapes, dtypes and devices can be read "
-                "anywhere.",
+                hint=_NESTED if "nested_tensor" in function_name(func) else _VALUES,
             ) from error
     return tree_map(lambda value: call.to_placeholder(value, func), result)
 
