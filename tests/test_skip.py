@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_pipe import skip
+from lightning_pipe import schedules, skip
 from lightning_pipe.errors import CutError
 from lightning_pipe.skip import Namespace, SkipError, pop, skippable, stash, verify_skippables
+from tests.pipeline import flow
 from tests.pipeline.engine import assert_same, pipelined
 
 
@@ -419,3 +420,68 @@ def test_a_pop_that_moves_to_a_later_stage_is_served_and_to_an_earlier_one_raise
     assert_same(Moving(2, 4), data, micro_batches=1, **options)
     with pytest.raises(CutError, match=r"layers\.2 \(skip\)' needs"):
         pipelined(Moving(3, 2), data, 1, **options)
+
+
+class Through(nn.Module):
+    """Layers between an embedding and a head, with a skip past all of them: in plain code, plainly or declared."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self.form, self.embed, self.head = form, nn.Linear(6, 6), nn.Linear(6, 6)
+        begins = {"put": Puts, "declared": Declares}.get(form, Passes)
+        ends = {"put": Takes, "declared": Pops}.get(form, Passes)
+        self.layers = nn.ModuleList([begins(), Passes(), Passes(), ends()])
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x = early = self.embed(x)
+        for layer in self.layers:
+            x = layer(x)
+        if self.form == "plain code":
+            x = x + early
+        return F.mse_loss(self.head(x), y)
+
+
+class Passes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Any:
+        return torch.tanh(self.linear(x))
+
+
+class Puts(Passes):
+    def forward(self, x: Tensor) -> Any:
+        skip.put("early", x)
+        return super().forward(x)
+
+
+class Takes(Passes):
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x) + skip.take("early")
+
+
+@skippable(stash=["early"])
+class Declares(Passes):
+    def forward(self, x: Tensor) -> Any:
+        yield stash("early", x)
+        return torch.tanh(self.linear(x))
+
+
+@skippable(pop=["early"])
+class Pops(Passes):
+    def forward(self, x: Tensor) -> Any:
+        early = yield pop("early")
+        return torch.tanh(self.linear(x)) + early
+
+
+@pytest.mark.parametrize(("schedule", "micro_batches"), [("pipedream", 1), ("pipedream_2bw", 4)])
+def test_skips_of_every_form_are_the_same_without_a_flush(schedule: str, micro_batches: int) -> None:
+    found = {}
+    for form in ("plain code", "put", "declared"):
+        torch.manual_seed(0)
+        options: dict[str, Any] = {"micro_batches": micro_batches, "recompute": "always"}
+        net, data = Through(form), flow.batches(10)
+        found[form] = flow.pipelined(net, data, 4, schedules.get(schedule), **options).losses
+    assert found["put"] == pytest.approx(found["plain code"], abs=1e-12)
+    assert found["declared"] == pytest.approx(found["plain code"], abs=1e-12)

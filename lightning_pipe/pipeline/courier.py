@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -125,8 +126,7 @@ class Courier:
     sent_bytes: int = 0
     _plans: dict[_PlanKey, list[Plan]] = field(default_factory=dict)
     _posted: dict[tuple[str, Way], _Posted] = field(default_factory=dict)
-    _sending: list[Work] = field(default_factory=list)
-    _sent_before: list[Work] = field(default_factory=list)
+    _sending: deque[list[Work]] = field(default_factory=deque)
 
     # ------------------------------------------------------------------ forward
 
@@ -143,7 +143,7 @@ class Courier:
                 self.transfers[at] = Transfer(key, plan.cargo)
                 return
         values = [tensor.detach().cpu() for tensor in crossing.tensors]
-        self._sending.append(self.transport.send_object((crossing.path, values), peer, _tag(at, 0)))
+        self._under_way(at, self.transport.send_object((crossing.path, values), peer, _tag(at, 0)))
         self.transfers[at] = Transfer(key, _everything(crossing.path))
 
     def expect(self, at: Way, peer: int, key: Hashable) -> None:
@@ -208,8 +208,8 @@ class Courier:
 
     def settle(self) -> None:
         """End a batch: wait for all sends and bring new plans into force, the same at both ends of every cut."""
-        self.turn()
-        self.turn()
+        while self._sending:
+            self.turn()
         if self._posted:
             raise CommunicationError(f"internal error: {len(self._posted)} messages were posted and never used.")
         self.agree(list(self.transfers), since=0)
@@ -217,13 +217,13 @@ class Courier:
             plans[:] = [replace(plans[-1], since=0) if plans[-1].since else plans[-1]]
 
     def turn(self) -> None:
-        """End a call of a schedule without a flush: wait for the sends of the call before.
+        """End a call of a schedule without a flush: wait for the sends of the call before, and of older ones.
 
-        Their receivers have come to them by now, or will without waiting for this rank.
+        Stages run a batch one call after the other: what goes past some of them, a skip connection, is received as many
+        calls later. The receivers have come to the others by now, or will without waiting for this rank.
         """
-        for work in self._sent_before:
+        for work in self._sending.popleft() if self._sending else ():
             work.wait()
-        self._sent_before, self._sending = self._sending, []
 
     def agree(self, ways: Iterable[Way], since: int) -> None:
         """Make plans of transfers that are complete, and forget these.
@@ -266,7 +266,6 @@ class Courier:
         self.transfers.clear()
         self._posted.clear()
         self._sending.clear()
-        self._sent_before.clear()
 
     def _send(
         self, layout: Layout, control: list[int], tensors: list[Tensor | None], peer: int, lane: Lane, at: Way
@@ -275,9 +274,16 @@ class Courier:
         data = layout.pack(control if transport.inline_control else (), tensors, transport.device)
         if not transport.inline_control:
             tag = _tag(at, 1 if lane.direction == "forward" else 2)
-            self._sending.append(transport.send_object(control, peer, tag))
+            self._under_way(at, transport.send_object(control, peer, tag))
         self.sent_bytes += layout.size
-        self._sending.append(transport.send(data, peer, lane))  # which keeps the message until it is gone
+        self._under_way(at, transport.send(data, peer, lane))  # which keeps the message until it is gone
+
+    def _under_way(self, at: Way, work: Work) -> None:
+        """Wait for a send at the end of the call in which the receiver has surely come to it."""
+        calls = at.to - at.stage
+        while len(self._sending) <= calls:
+            self._sending.append([])
+        self._sending[calls].append(work)
 
     def _post(self, direction: str, at: Way, peer: int, layout: Layout, plan: Plan | None = None) -> None:
         data = torch.empty(layout.size, dtype=torch.uint8, device=self.transport.device)
