@@ -15,6 +15,7 @@ from lightning_pipe.partition import divide, find_layers
 from lightning_pipe.pipeline.memory_transport import MemoryTransport, memory_world, run_threads
 from lightning_pipe.pipeline.runner import Pipeline
 from lightning_pipe.pipeline.topology import Topology
+from lightning_pipe.schedules import Family
 from tests import oracle
 from tests.oracle import Trace
 from tests.zoo import Entry, Module
@@ -25,7 +26,7 @@ class Point:
     """One point of the sweep.
 
     Args:
-        schedule: name of the family.
+        schedule: name of the family, or the family.
         stages: number of stages; the ranks follow from the family's stages per rank.
         micro_batches: per batch.
         replicas: pipelines side by side.
@@ -37,7 +38,7 @@ class Point:
         recompute: which forward passes run again before their backward pass.
     """
 
-    schedule: str = "1f1b"
+    schedule: str | Family = "1f1b"
     stages: int = 2
     micro_batches: int = 3
     replicas: int = 1
@@ -60,7 +61,10 @@ class Point:
             for name in ("accumulate", "ranks", "recompute")
             if getattr(self, name) not in (1, None, "never")
         )
-        return f"{self.schedule}-s{self.stages}-m{self.micro_batches}-d{self.replicas}" + (f"-{extra}" if extra else "")
+        label = schedules.get(self.schedule).label
+        return f"{label}-s{self.stages}-m{self.micro_batches}-d{self.replicas}" + (f"-{extra}" if extra else "")
+            f"-{extra}" if extra else ""
+        )
 
 
 def grid() -> Iterator[Point]:

@@ -15,8 +15,12 @@ from torch.nn import functional as F
 from lightning_pipe import schedules
 from lightning_pipe.errors import ScheduleError
 from lightning_pipe.schedules import Action, Family, Kind, registry
+from tests.pipeline import sweep
 from tests.pipeline.engine import Batch, assert_same
+from tests.pipeline.sweep import Point
 from tests.pipeline.test_cut import Block
+from tests.zoo import Block as ResidualBlock
+from tests.zoo import Entry, Regression, odd_batches
 
 WIDTH = 6
 
@@ -106,6 +110,36 @@ def test_equals_one_device_everywhere(family: Family, ranks: int, micro_batches:
 @pytest.mark.parametrize("family", [family for family in families() if family.stages_per_rank == 1], ids=label)
 def test_equals_one_device_on_eight_ranks(family: Family, micro_batches: int) -> None:
     check(family, 8, micro_batches)
+
+
+class TiedAtBothEnds(Regression):
+    """Sixteen layers; one matrix before and behind them, one bias in two of them, a norm and scales between."""
+
+    def __init__(self) -> None:
+        super().__init__([ResidualBlock() for _ in range(16)])
+        self.layers[11].linear.bias = self.layers[2].linear.bias
+        self.norm = nn.LayerNorm(self.embed.in_features)
+        self.scale = nn.Parameter(torch.rand(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embed(x)
+        for number, layer in enumerate(self.layers):
+            h = h + self.scale[number] * layer(self.norm(h))
+        return self.head(F.linear(h, self.embed.weight))
+
+
+TIED = Entry("tied_at_both_ends", TiedAtBothEnds, odd_batches, layers="layers")
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("family", list(families()), ids=label)
+def test_replicas_accumulation_clipping_and_evaluation_at_once(family: Family, ranks: int) -> None:
+    """Tied weights, uneven batches, of which every third has fewer samples; two replicas, two batches in a step."""
+    stages = ranks * family.stages_per_rank
+    options = {"replicas": 2, "accumulate": 2, "clip": 0.05, "evaluate": True, "steps": 2}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        sweep.check(TIED, Point(family, stages, micro_batches=3, ranks=ranks, **options))  # type: ignore[arg-type]
 
 
 def test_a_schedule_of_ones_own_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
