@@ -63,8 +63,6 @@ class Point:
         )
         label = schedules.get(self.schedule).label
         return f"{label}-s{self.stages}-m{self.micro_batches}-d{self.replicas}" + (f"-{extra}" if extra else "")
-            f"-{extra}" if extra else ""
-        )
 
 
 def grid() -> Iterator[Point]:

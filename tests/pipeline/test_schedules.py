@@ -14,9 +14,11 @@ from torch.nn import functional as F
 
 from lightning_pipe import schedules
 from lightning_pipe.errors import ScheduleError
-from lightning_pipe.schedules import Action, Family, Kind, registry
+from lightning_pipe.pipeline.runner import Pipeline
+from lightning_pipe.schedules import GEMS, Action, Chimera, DualPipe, Family, Kind, registry
+from lightning_pipe.simulate import simulate
 from tests.pipeline import sweep
-from tests.pipeline.engine import Batch, assert_same
+from tests.pipeline.engine import Batch, assert_same, pipelined
 from tests.pipeline.sweep import Point
 from tests.pipeline.test_cut import Block
 from tests.zoo import Block as ResidualBlock
@@ -140,6 +142,50 @@ def test_replicas_accumulation_clipping_and_evaluation_at_once(family: Family, r
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         sweep.check(TIED, Point(family, stages, micro_batches=3, ranks=ranks, **options))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "recompute", ["never", *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("except_last", "always"))]
+)
+@pytest.mark.parametrize("family", list(families()), ids=label)
+def test_activations_held_never_exceed_the_schedules_number(family: Family, recompute: Any) -> None:
+    ranks, micro_batches = 4, 8
+    schedule = schedules.with_recompute(family.build(ranks, micro_batches), recompute)
+    options = {"ranks": ranks, "schedule": family, "recompute": recompute, "layers": "layers"}
+    outcome = pipelined(Tied(), batches(micro_batches), micro_batches, **options)
+    for pipeline in outcome.pipelines:
+        assert pipeline.executor.peak_held == simulate(schedule).peak_activations[pipeline.transport.rank]
+        assert pipeline.executor.held == 0
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        *(Chimera(pipes, sync=sync) for pipes in (2, 4) for sync in ("eager", "eager_opt", "lazy")),  # type: ignore[arg-type]
+        GEMS(),
+        DualPipe(),
+    ],
+    ids=label,
+)
+def test_copies_of_a_stage_stay_the_same_to_the_bit(family: Family) -> None:
+    held: dict[tuple[int, int], dict[str, Tensor]] = {}
+
+    def look(pipeline: Pipeline, module: nn.Module) -> None:
+        values = {name: value.detach().clone() for name, value in pipeline.local_parameters()}
+        held[pipeline.transport.rank, sum(rank == pipeline.transport.rank for rank, _ in held)] = values
+
+    options: dict[str, Any] = {"optimizer": torch.optim.Adam, "between": look, "layers": "layers"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        pipelined(Tied(), batches(7, count=3), 5, ranks=4, schedule=family, **options)
+    several = 0
+    for number in range(3):
+        first: dict[str, Tensor] = {}
+        for rank in range(4):
+            for name, value in held[rank, number].items():
+                several += name in first
+                assert torch.equal(first.setdefault(name, value), value), (name, rank, number)
+    assert several
 
 
 def test_a_schedule_of_ones_own_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
