@@ -8,6 +8,7 @@ import warnings
 HARMLESS = (
     ".*does not have many workers.*",  # batches of ready tokens cost nothing to load
     ".*isinstance\\(treespec, LeafSpec\\).*",  # lightning 2.6 under torch 2.13
+    ".*The dirpath has changed from.*",  # a resumed run has a folder of its own
     ".*Experiment logs directory .* exists and is not empty.*",  # Hydra has made the folder and its log
 )
 

@@ -120,10 +120,12 @@ def local_files(folder: Path, pairs: Sequence[str]) -> Parallel:
                 with file.open("rb") as content:
                     digest.update(file.name.encode() + hashlib.file_digest(content, "sha256").digest())
             counts = [sum(1 for _ in file.open("rb")) for file in files]
-            if counts[0] != counts[1] or not counts[0]:
+            if not any(counts):
+                raise RecipeError(f"{files[0]} is empty.", hint=f"The {split} split needs pairs of {pair}.")
+            if counts[0] != counts[1]:
                 raise RecipeError(
                     f"{files[0]} has {counts[0]} lines and {files[1]} has {counts[1]}.",
-                    hint="They must have as many, and at least one: every line is translated by the same one.",
+                    hint="They must have as many: every line is translated by the same one.",
                 )
             splits[split][pair] = partial(_lines, *files)
     return Parallel(f"the files in {folder}", splits, digest.hexdigest())

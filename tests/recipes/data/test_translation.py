@@ -133,6 +133,7 @@ def test_opus_is_streamed_in_its_own_order_of_languages(monkeypatch: pytest.Monk
         ({"files": "{tmp}/good", "pairs": ["es-en"]}, r"no file .*train.es-en.es"),
         ({"files": "{tmp}/good", "pairs": ["german"]}, "'german' is not a pair"),
         ({"files": "{tmp}/uneven"}, "has 3 lines and .* has 40"),
+        ({"files": "{tmp}/empty"}, r"valid\.de-en\.de is empty"),
         ({"files": "{tmp}/blank"}, "validation split .* has no pairs of fr-en"),
         ({"source": "internet"}, "data.source=internet is unknown"),
         ({"files": "{tmp}/good", "vocabulary": 100}, "the model is built for 100"),
@@ -142,6 +143,9 @@ def test_opus_is_streamed_in_its_own_order_of_languages(monkeypatch: pytest.Monk
 def test_bad_texts_are_told_in_a_sentence(tmp_path: Path, settings: dict[str, Any], words: str) -> None:
     write_pairs(tmp_path / "good")
     (write_pairs(tmp_path / "uneven") / "train.de-en.de").write_text("eins\nzwei\ndrei\n")
+    empty = write_pairs(tmp_path / "empty")
+    for language in ("de", "en"):
+        (empty / f"valid.de-en.{language}").write_text("")
     (write_pairs(tmp_path / "blank") / "valid.fr-en.fr").write_text("\n" * 4)
     settings = {key: value.format(tmp=tmp_path) if isinstance(value, str) else value for key, value in settings.items()}
     with pytest.raises(RecipeError, match=words):
