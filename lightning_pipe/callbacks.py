@@ -21,8 +21,8 @@ class PipelineTimeline(pl.Callback):
 
     Args:
         path: the picture; its ending says the format (png, svg, pdf). ``None``: no picture, see ``timeline``.
-        batch: the batch to draw, counted over the whole run; the first ones are slower than the others. A shorter run
-            shows its last one.
+        batch: the batch to draw, counted from where the run starts or resumes; the first ones are slower than the
+            others. A shorter run shows its last one.
 
     Attributes:
         timeline: what was measured, on process 0 after the training.
@@ -37,13 +37,18 @@ class PipelineTimeline(pl.Callback):
         self.predicted: Timeline | None = None
         self._events: list[Event] = []
         self._recording = ExitStack()
+        self._batches = 0
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._batches = 0
 
     @override
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         pipeline = _pipeline_of(trainer)
-        if pipeline is not None and trainer.fit_loop.epoch_loop.total_batch_idx <= self.batch:
+        if pipeline is not None and self._batches <= self.batch:
             self._events = self._recording.enter_context(pipeline.recorded())
 
     @override
@@ -51,6 +56,7 @@ class PipelineTimeline(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self._recording.close()
+        self._batches += 1
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:

@@ -12,6 +12,7 @@ from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from lightning_pipe.callbacks import PipelineTimeline
 from recipes import config, job
 from tests.recipes.conftest import CONF, write_text
 from tests.recipes.data.test_segment_pairs import write_documents
@@ -57,10 +58,12 @@ class Curve:
     Args:
         losses: of every batch.
         metrics: of validation after training.
+        drawn: whether there is a timeline of the second batch.
     """
 
     losses: list[float] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
+    drawn: bool = False
 
 
 class Losses(L.Callback):
@@ -109,13 +112,14 @@ def train(
     """
     given = compose_recipe(recipe, data, folder, further)
     L.seed_everything(given.seed, verbose=False)
-    losses = Losses()
+    losses, timeline = Losses(), PipelineTimeline(batch=1)
     average = [instantiate(one) for name, one in given.callbacks.items() if name == "average"]
     saving = ModelCheckpoint(folder / "checkpoints", "{step}", every_n_train_steps=every, save_top_k=-1)
-    trainer = job.make_trainer(given, [losses, *average, *([saving] if every else [])])
+    trainer = job.make_trainer(given, [losses, timeline, *average, *([saving] if every else [])])
     module = job.make_module(given).double()  # Lightning reads a checkpoint before it makes the module double
     trainer.fit(module, datamodule=job.make_data(given), ckpt_path=checkpoint)
-    return Curve(losses.losses, {name: float(value) for name, value in trainer.callback_metrics.items()})
+    metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    return Curve(losses.losses, metrics, drawn=timeline.timeline is not None)
 
 
 def train_all(process: int, recipe: str, pipes: Sequence[str], data: dict[str, str], folder: Path) -> dict[str, Curve]:

@@ -58,7 +58,9 @@ def assert_same_metrics(recipe: str, curve: Curve, plain: Curve) -> None:
 @pytest.mark.parametrize("recipe", [each(name, fast=("nmt_multilingual",)) for name in RECIPES])
 def test_a_broken_off_epoch_goes_on_with_another_schedule(recipe: str, tmp_path: Path) -> None:
     data = write_data(tmp_path)
-    for whole, resumed in run_trainers(break_off_and_resume, 2, timeout=200, recipe=recipe, data=data, folder=tmp_path):
+    both = run_trainers(break_off_and_resume, 2, timeout=200, recipe=recipe, data=data, folder=tmp_path)
+    for process, (whole, resumed) in enumerate(both):
         assert len(whole.losses) == 6
+        assert whole.drawn == resumed.drawn == (process == 0)
         assert resumed.losses == pytest.approx(whole.losses[3:], rel=1e-6)
         assert resumed.metrics["val_loss"] == pytest.approx(whole.metrics["val_loss"], rel=1e-6)
