@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -27,6 +26,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_pipe import schedules
+from lightning_pipe.balancing import Balancing, conditions
 from lightning_pipe.checkpoint import Checkpoints
 from lightning_pipe.config import Auto, Layout
 from lightning_pipe.errors import CommunicationError, ConfigurationError, PartitionError
@@ -34,12 +34,7 @@ from lightning_pipe.launcher import ScriptLauncher, die_with_parent, leave_quiet
 from lightning_pipe.micro_batches import LossWeight
 from lightning_pipe.partition import (
     Balance,
-    Layers,
-    ProfileStore,
-    divide,
     find_layers,
-    imbalance,
-    layer_costs,
 )
 from lightning_pipe.pipeline.batchnorm import DeferredBatchNorm
 from lightning_pipe.pipeline.foreign import name_unknown_values
@@ -60,7 +55,6 @@ from lightning_pipe.running import Cutting, Run
 from lightning_pipe.schedules import Family, Schedule
 from lightning_pipe.schedules.recompute import Mode as Recompute
 from lightning_pipe.sharded import ShardedOptimizers
-from lightning_pipe.simulate import simulate
 from lightning_pipe.split import SplitBatch
 from lightning_pipe.world import World, arrange, check_world_size
 
@@ -68,8 +62,6 @@ T = TypeVar("T")
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 """As long as Lightning and torch wait: preparing data on one process counts."""
-
-_NOT_MEASURED = "the layers have not been measured yet: the next run has the measurements"
 
 
 def _sync_refused(what: str, why: str) -> ConfigurationError:
@@ -167,7 +159,7 @@ class PipeStrategy(ParallelStrategy):
         self.run: Run | None = None
         self._layout: Layout | None = None
         self._asked = (pipeline_parallel_size, data_parallel_size, stages)
-        self._layers, self._balance = layers, balance
+        self._layers, self._balancing = layers, Balancing(balance, self.family, recompute, micro_batches)
         self._recompute: Recompute = recompute
         self._deferred_batch_norm = deferred_batch_norm
         self._shard_optimizer = shard_optimizer
@@ -296,11 +288,12 @@ class PipeStrategy(ParallelStrategy):
                 return
             raise
         world = self.connected
-        balance, notes, profiles = self._stages_of(module, layers)
+        of_costs = conditions(self.root_device, str(self.precision_plugin.precision))
+        division = self._balancing.divide(module, layers, self.layout, world, of_costs)
         pipeline = Pipeline(
             module,
             layers,
-            balance,
+            division.counts,
             self.family,
             world.transport,
             recompute=self._recompute,
@@ -312,9 +305,9 @@ class PipeStrategy(ParallelStrategy):
         if self.data_parallel_size == 1:  # values are those of the whole batch on all ranks already
             warnings.filterwarnings("ignore", message=".*sync_dist=True.* when logging on epoch level.*")
         sharded = ShardedOptimizers(pipeline, self.precision_plugin) if self._shard_optimizer else None
-        report = Report(module, pipeline, self.layout, notes)
+        report = Report(module, pipeline, self.layout, division.notes)
         self.run = Run(
-            module, pipeline, world, self.precision_plugin, self._cutting, report, profiles, sharded, self._seed
+            module, pipeline, world, self.precision_plugin, self._cutting, report, division.store, sharded, self._seed
         )
         self._names = [name for name, _ in module.named_parameters()]
 
@@ -332,45 +325,6 @@ class PipeStrategy(ParallelStrategy):
             if self.root_device.type != "cuda":
                 raise _sync_refused(f"device {self.root_device}", "torch's SyncBatchNorm needs GPUs")
         self._unsynchronize.callback(synchronize(module, world.replicas, every=every))
-
-    def _stages_of(
-        self, module: pl.LightningModule, layers: Layers
-    ) -> tuple[list[int], tuple[str, ...], ProfileStore | None]:
-        """The layers of each stage, notes on their balance, and where to store costs that are wanted and not known."""
-        balance, stages, store, profile = self._balance, self.layout.stages, None, None
-        if isinstance(balance, str) and balance in ("time", "memory"):
-            store, world = ProfileStore(module, layers, self._conditions()), self.connected
-            found = (store.load(), store.signatures) if world.transport.process == 0 else (None, [])
-            profile, store.signatures = world.broadcast(found, 0)
-            if profile is None:
-                balance = "parameters"
-        options: dict[str, Any] = {"recompute": self._recompute != "never"}
-        if balance == "memory":
-            options["in_flight"] = self._in_flight(stages)
-        counts = divide(module, layers, stages, balance, profile, **options)
-        costs = layer_costs(module, layers, stages, balance, profile, **options)
-        notes = [_NOT_MEASURED] if store is not None and profile is None else []
-        if costs is not None:
-            by = balance if isinstance(balance, str) else "the given costs"
-            notes.append(f"balanced by {by}: the largest stage costs {imbalance(costs, counts):.2f} x the mean")
-        return counts, tuple(notes), store
-
-    def _conditions(self) -> list[str]:
-        """What the costs of layers depend on besides the module."""
-        device = self.root_device
-        name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-        return [name, str(self.precision_plugin.precision)]
-
-    def _in_flight(self, stages: int) -> int:
-        """Of how many micro-batches a stage holds the activations, at the most."""
-        if self._recompute != "never":
-            return 1
-        ranks, number = self.pipeline_parallel_size, self._cutting.micro_batches
-        with warnings.catch_warnings():  # the numbers of micro-batches that come are not known yet
-            warnings.simplefilter("ignore")
-            schedule = self.family.build(ranks, number if isinstance(number, int) else 4 * ranks, stages=stages)
-        held = max(simulate(schedule).peak_activations)
-        return max(1, math.ceil(held * ranks / stages)) if schedule.synchronous else stages
 
     @override
     @contextmanager
