@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor
 from typing_extensions import override
 
 from lightning_pipe.partition.profile import LayerCost, Profile, measure
-from lightning_pipe.pipeline.recompute import BufferGuard
+from lightning_pipe.pipeline.recompute import BufferGuard, recomputing
+from lightning_pipe.pipeline.rng import Streams
 from lightning_pipe.pipeline.runner import Pipeline
 from lightning_pipe.skip import Key, Store, stored_in
 
@@ -39,10 +39,9 @@ class LayerProfiler:
         if name in self._layers:
             return
         module = self._modules[name]
-        state = torch.get_rng_state()
-        with BufferGuard([module]).restored(), stored_in(_Endless(skips)):
+        streams = Streams(0, self._pipeline.transport.device)
+        with recomputing(), streams.batch(), BufferGuard([module]).restored(), stored_in(_Endless(skips)):
             self._layers[name] = measure(module, forward, args, kwargs)
-        torch.set_rng_state(state)
         if key < 0:
             self._beside[name] = self._last
 

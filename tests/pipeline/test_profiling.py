@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 import time
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,7 @@ class Layer(nn.Module):
         self.inner = nn.Sequential(nn.Linear(4, width), nn.BatchNorm1d(width), nn.Dropout(0.1), nn.Linear(width, 4))
 
     def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = Slow.apply(self.inner(x), self.seconds)
+        result: Tensor = Slow.apply(self.inner(x) * random.choice([0.5, 2.0]), self.seconds)
         return result
 
 
@@ -60,14 +61,16 @@ class Net(nn.Module):
         return self.head(x).square().mean()
 
 
-def train(net: Net, ranks: int, *, measure: bool) -> tuple[Profile | None, dict[str, Tensor], dict[str, Tensor], float]:
+def train(
+    net: Net, ranks: int, *, measure: bool, **options: Any
+) -> tuple[Profile | None, dict[str, Tensor], dict[str, Tensor], float]:
     torch.manual_seed(1)
     data = torch.randn(6, 4)
 
     def body(transport: MemoryTransport) -> Any:
         mine = copy.deepcopy(net)
         layers = find_layers(mine, "layers")
-        pipeline = Pipeline(mine, layers, [len(layers) // ranks] * ranks, GPipe(), transport)
+        pipeline = Pipeline(mine, layers, [len(layers) // ranks] * ranks, GPipe(), transport, **options)
         parts, profile = list(data.tensor_split(2)), None
         if measure:
             with profiled(pipeline) as profiler:
@@ -85,19 +88,24 @@ def train(net: Net, ranks: int, *, measure: bool) -> tuple[Profile | None, dict[
     return results[0][0], gradients, buffers, float(torch.rand(()))
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_layers_are_measured_without_a_trace(ranks: int) -> None:
-    net = Net()
-    profile, gradients, buffers, random = train(net, ranks, measure=True)
-    _, plain_gradients, plain_buffers, plain_random = train(net, ranks, measure=False)
+@pytest.mark.parametrize(
+    ("ranks", "recompute", "deferred_batch_norm"), [(1, "never", True), (1, "always", False), (2, "always", True)]
+)
+def test_layers_are_measured_without_a_trace(ranks: int, recompute: str, deferred_batch_norm: bool) -> None:
+    net, options = Net(), {"recompute": recompute, "deferred_batch_norm": deferred_batch_norm}
+    random.seed(1)
+    profile, gradients, buffers, drawn = train(net, ranks, measure=True, **options)
+    random.seed(1)
+    _, plain_gradients, plain_buffers, plain_drawn = train(net, ranks, measure=False, **options)
     assert profile is not None
-    assert random == plain_random
+    assert drawn == plain_drawn
     assert gradients.keys() == plain_gradients.keys()
     if ranks == 1:  # threads share the random state
         for name, value in plain_gradients.items():
             assert torch.equal(gradients[name], value), name
     for name, value in plain_buffers.items():
         assert torch.equal(buffers[name], value) or ranks > 1, name
+        assert not name.endswith("num_batches_tracked") or torch.equal(buffers[name], value), name
     assert profile.beside == {"embed": 0, "head": 4}
     for name, seconds in {"layers.1": 0.01, "layers.3": 0.02, "embed": 0.03}.items():
         measured = profile.layers[name]
