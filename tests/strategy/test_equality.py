@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import csv
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from lightning_pipe import schedules
+from lightning_pipe.schedules import GEMS, Action, Chimera, DualPipe, DualPipeV, Family, Kind, ZeroBubble
 from tests import oracle
 from tests.launch import run_trainers
 from tests.oracle import Trace
+from tests.schedules.test_torch import rows, theirs
 from tests.strategy.worlds import quiet
 from tests.zoo import BATCH, MAIN, SMALL, ZOO, Entry
 
@@ -21,7 +26,7 @@ class Point:
     """One configuration of the Trainer.
 
     Args:
-        schedule: name of the family.
+        schedule: name of the family, the family, or the path of a file.
         stages: number of stages.
         micro_batches: per batch.
         ranks: processes of a pipeline.
@@ -30,7 +35,7 @@ class Point:
         steps: optimizer steps.
     """
 
-    schedule: str = "1f1b"
+    schedule: str | Family = "1f1b"
     stages: int = 2
     micro_batches: int = 3
     ranks: int = 2
@@ -39,7 +44,8 @@ class Point:
     steps: int = 3
 
     def __str__(self) -> str:
-        text = f"{self.schedule}-s{self.stages}-m{self.micro_batches}-p{self.ranks}-d{self.replicas}"
+        label = self.schedule if isinstance(self.schedule, str) else self.schedule.label
+        text = f"{label}-s{self.stages}-m{self.micro_batches}-p{self.ranks}-d{self.replicas}"
         return text if self.accumulate == 1 else f"{text}-a{self.accumulate}"
 
     @property
@@ -92,11 +98,11 @@ def expected(entry: Entry, point: Point, replica: int) -> Trace:
     return replace(trace, losses=trace.losses[replica :: point.replicas])
 
 
-def check(entries: list[Entry], point: Point, limit: float = 100.0) -> None:
+def check(entries: list[Entry], point: Point, limit: float = 100.0, fit: Callable[..., list[Trace]] = fit_all) -> None:
     """All ranks of all replicas against one device, for several models in the same processes."""
     names = [entry.name for entry in entries]
     found = run_trainers(
-        fit_all, point.ranks * point.replicas, names=names, point=point, timeout=100 + 300 * (len(entries) > 20)
+        fit, point.ranks * point.replicas, names=names, point=point, timeout=100 + 300 * (len(entries) > 20)
     )
     wrong: list[str] = []
     for index, entry in enumerate(entries):
@@ -140,6 +146,47 @@ def grid() -> Iterator[Point]:
 @pytest.mark.parametrize("point", list(grid()), ids=str)
 def test_everything(point: Point) -> None:
     check(MAIN, point, limit=380.0)
+
+
+@pytest.mark.parametrize(
+    "point",
+    [
+        Point(Chimera(), stages=2, micro_batches=2),
+        Point(ZeroBubble("v"), stages=4, micro_batches=8),
+        pytest.param(Point(DualPipeV(), stages=4, micro_batches=1, accumulate=2, steps=2), marks=pytest.mark.slow),
+        Point(Chimera(pipes=4, sync="eager"), stages=4, micro_batches=3, ranks=4),
+        pytest.param(Point(DualPipe(), stages=2, micro_batches=3, replicas=2), marks=pytest.mark.slow),
+        pytest.param(Point(GEMS(), stages=4, micro_batches=3, ranks=4), marks=pytest.mark.slow),
+        pytest.param(Point(ZeroBubble("h2"), stages=4, micro_batches=8, ranks=4), marks=pytest.mark.slow),
+        pytest.param(Point(Chimera(scaling="forward_doubling"), stages=2, micro_batches=8), marks=pytest.mark.slow),
+        pytest.param(Point(Chimera(scaling="backward_halving"), stages=2, micro_batches=8), marks=pytest.mark.slow),
+        pytest.param(Point("naive", stages=2, replicas=2), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_further_schedules(point: Point) -> None:
+    check([ZOO[name] for name in ("residual", "gpt2", "odd_batches")], point)
+
+
+def fit_in_order(process: int, names: list[str], point: Point) -> list[Trace]:
+    """As the README registers a schedule."""
+
+    @schedules.register("gpipe_in_order")
+    def gpipe_in_order(ranks: int, micro_batches: int) -> list[list[Action]]:
+        return [
+            [Action(kind, rank, index) for kind in (Kind.FORWARD, Kind.BACKWARD) for index in range(micro_batches)]
+            for rank in range(ranks)
+        ]
+
+    return fit_all(process, names, point)
+
+
+def test_a_schedule_of_ones_own_and_one_that_torch_has_written(tmp_path: Path) -> None:
+    with open(tmp_path / "torch.csv", "w", newline="") as file:
+        csv.writer(file).writerows(rows(theirs.ScheduleZBVZeroBubble, 2, 4))
+    point = Point(str(tmp_path / "torch.csv"), stages=4, micro_batches=4)
+    check([ZOO["residual"], ZOO["gpt2"]], point)
+    check([ZOO["residual"]], Point("gpipe_in_order", micro_batches=3), fit=fit_in_order)
 
 
 def test_small_models() -> None:
