@@ -129,6 +129,11 @@ def put(name: str, tensor: Tensor | None, namespace: Namespace | None = None) ->
         >>> take("early")
         tensor([1.])
     """
+    if tensor is not None and not isinstance(tensor, Tensor):
+        raise SkipError(
+            f"'{name}' is a {type(tensor).__name__}; a skip connection carries one tensor, or None.",
+            hint="Stash each tensor under a name of its own.",
+        )
     _store().begin(Key(namespace, name), tensor)
 
 

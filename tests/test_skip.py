@@ -98,6 +98,8 @@ def test_undeclared_and_forgotten_names_raise() -> None:
         Forgotten()(torch.ones(1))
     with pytest.raises(SkipError, match="no earlier layer has stashed it"):
         skip.take("nothing")
+    with pytest.raises(SkipError, match="'pair' is a tuple; a skip connection carries one tensor"):
+        skip.put("pair", (torch.ones(1), torch.ones(1)))  # type: ignore[arg-type]
     with pytest.raises(SkipError, match="neither stashes nor pops 'y'"):
         Stash().isolate(Namespace(), only=["y"])
     with pytest.raises(SkipError, match="needs names"):

@@ -152,6 +152,30 @@ def test_memory_falls_to_one_micro_batch_and_the_boundaries() -> None:
     assert peaks["except_last"] <= 2 * one * 1.01
 
 
+def test_beside_one_micro_batch_only_what_crosses_the_cuts_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    net, parts, boundary = Deep(), list(torch.randn(80, 16).tensor_split(8)), 10 * 16 * 4
+    (transport,) = memory_world(Topology(ranks=1))
+    pipeline = Pipeline(
+        net, find_layers(net, "layers"), [6, 6, 6], schedules.get("gpipe"), transport, recompute="always"
+    )
+    held: list[int] = []
+    recompute = pipeline.executor.stages.recompute
+
+    def counted(stage: int, micro_batch: int, batch: Any, kept: Any) -> Any:
+        waiting = [*pipeline.executor._kept.values(), kept]
+        held.append(sum(t.nbytes for each in waiting if each.inbound is not None for t in each.inbound[1].values()))
+        return recompute(stage, micro_batch, batch, kept)
+
+    monkeypatch.setattr(pipeline.executor.stages, "recompute", counted)
+    with saved_bytes() as count:
+        pipeline.train(lambda _, part: net(part), parts, [1 / 8] * 8)
+    with saved_bytes() as one:
+        gradients_of(net, parts[:1], "never", stages=3)
+    assert max(held) == (2 * 8 - 1) * boundary  # two stages have inputs; the last micro-batch is not computed again
+    assert count[1] <= one[1] * 1.01  # of all three stages together: A
+
+
 class Vocabulary(nn.Module):
     """The logits are the largest thing by far."""
 
