@@ -47,6 +47,8 @@ class Table(Callback):
         for row in self.rows:
             table.add_row(*(_cell(row.get(column)) for column in columns))
         Console(width=None if sys.stdout.isatty() else WIDTH).print(table)
+        if failed := sum(row.get("result") == "failed" for row in self.rows):
+            sys.exit(f"{failed} of {len(self.rows)} jobs failed; their logs are in {config.hydra.sweep.dir}.")
 
 
 def columns_of(rows: list[dict[str, Any]]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 
@@ -14,6 +15,8 @@ from omegaconf import DictConfig
 from recipes import config, processes
 from recipes.errors import RecipeError, sentence
 
+log = logging.getLogger(__name__)
+
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="train")
 def train(settings: DictConfig) -> float:
@@ -22,7 +25,10 @@ def train(settings: DictConfig) -> float:
         return run(settings)
     except Exception as error:
         told = sentence(error)
-        if told is None or HydraConfig.get().mode is RunMode.MULTIRUN:  # there, the table tells which jobs have failed
+        if HydraConfig.get().mode is RunMode.MULTIRUN:  # goes on, and its table tells which jobs have failed
+            log.error("%s", told or "This job has failed.", exc_info=told is None)
+            return float("nan")
+        if told is None:
             raise
         sys.exit(told if processes.rank() == 0 or isinstance(error, RecipeError) else 1)
 
@@ -52,10 +58,6 @@ def main() -> None:
         train()
     except (ConfigCompositionException, OverrideParseException) as error:
         sys.exit(str(config.explain(error)))
-    except Exception as error:  # of a sweep
-        if (told := sentence(error)) is None:
-            raise
-        sys.exit(told)
 
 
 if __name__ == "__main__":

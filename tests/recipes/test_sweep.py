@@ -28,7 +28,8 @@ def test_a_sweep_ends_with_one_table(tmp_path: Path, capsys: pytest.CaptureFixtu
     table.on_job_end(
         job_config(tmp_path, ["experiment=gpt2_wikitext2", "pipe=gems"]), JobReturn(status=JobStatus.FAILED)
     )
-    table.on_multirun_end(job_config(tmp_path, []))
+    with pytest.raises(SystemExit, match="1 of 3 jobs failed"):
+        table.on_multirun_end(job_config(tmp_path, []))
     lines = capsys.readouterr().out.splitlines()
     assert sum("gpt2_wikitext2" in line for line in lines) == 0, "what does not differ is left out"
     row = next(line for line in lines if "1f1b" in line)
