@@ -11,11 +11,22 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from lightning_pipe import schedules
 from lightning_pipe.errors import ScheduleError
 from lightning_pipe.pipeline.runner import Pipeline
-from lightning_pipe.schedules import GEMS, Action, Chimera, DualPipe, Family, Kind, registry
+from lightning_pipe.schedules import (
+    GEMS,
+    Action,
+    Chimera,
+    DualPipe,
+    DualPipeV,
+    Family,
+    Kind,
+    ZeroBubble,
+    registry,
+)
 from lightning_pipe.simulate import simulate
 from tests.pipeline import sweep
 from tests.pipeline.engine import Batch, assert_same, pipelined
@@ -142,6 +153,43 @@ def test_replicas_accumulation_clipping_and_evaluation_at_once(family: Family, r
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         sweep.check(TIED, Point(family, stages, micro_batches=3, ranks=ranks, **options))  # type: ignore[arg-type]
+
+
+class Twice(nn.Module):
+    """Uses its weight twice, in a part that torch computes again in the backward pass."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.linear, self.reentrant = nn.Linear(WIDTH, WIDTH), reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        def twice(x: Tensor) -> Tensor:
+            return torch.tanh(self.linear(torch.tanh(self.linear(x))))
+
+        return checkpoint(twice, x, use_reentrant=self.reentrant)
+
+
+class TiedTwice(Tied):
+    """Layers of two stages share a whole layer."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Twice(reentrant) for _ in range(8))
+        self.layers[6].linear = self.layers[1].linear
+
+
+@pytest.mark.parametrize("recompute", ["never", "always"])
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize(
+    "family", [ZeroBubble(), ZeroBubble("h2"), ZeroBubble("v"), DualPipe(), DualPipeV()], ids=label
+)
+def test_halves_of_backward_passes_of_shared_and_checkpointed_layers(
+    family: Family, reentrant: bool, recompute: Any
+) -> None:
+    options = {"ranks": 2, "schedule": family, "layers": "layers", "recompute": recompute}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert_same(TiedTwice(reentrant), batches(9), 4, **options)
 
 
 @pytest.mark.parametrize(

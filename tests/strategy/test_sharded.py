@@ -35,6 +35,10 @@ def fit(process: int, name: str, folder: str) -> tuple[dict[str, float], int]:
         counts: list[int] = []
 
         class Count(L.Callback):
+            def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+                if trainer.current_epoch == 0:
+                    trainer.save_checkpoint(Path(folder) / f"{name}-{sharded}-one-epoch.ckpt")  # noqa: B023
+
             def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
                 state = trainer.optimizers[0].state
                 counts.append(sum(v.numel() for s in state.values() for v in s.values() if v.dim()))  # noqa: B023
@@ -64,3 +68,35 @@ def test_training_and_checkpoint_are_those_without_sharding(name: str, tmp_path:
     for index, state in states[0].items():
         for key, value in state.items():
             assert torch.equal(value, states[1][index][key]), (index, key)
+
+
+def resume(process: int, name: str, folder: str, sharded: bool) -> dict[str, Any]:
+    """Go on for an epoch with another schedule, from the file that ``name`` has left."""
+    from lightning_pipe import PipeStrategy
+
+    quiet()
+    other = next(case for case in CASES if case != name)
+    L.seed_everything(7, verbose=False)
+    module = Lit().double()
+    strategy = PipeStrategy(**CASES[other], shard_optimizer=sharded)
+    # two pipelines need half as many steps as one, and the scheduler has so many
+    options = {**QUIET, "max_epochs": 2, "limit_train_batches": 3, "gradient_clip_val": 0.5}
+    trainer = L.Trainer(accelerator="cpu", devices=2, strategy=strategy, **options)
+    path = Path(folder) / f"{name}-True-one-epoch.ckpt"
+    trainer.fit(module, datamodule=Data(), ckpt_path=path, weights_only=False)
+    return oracle.state_of(module)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("name", CASES)
+def test_another_layout_goes_on_from_the_file(name: str, tmp_path: Path) -> None:
+    launch.run_trainers(fit, 2, timeout=100, name=name, folder=str(tmp_path))
+    plain, sharded = (
+        launch.run_trainers(resume, 2, timeout=100, name=name, folder=str(tmp_path), sharded=sharded)
+        for sharded in (False, True)
+    )
+    before = torch.load(tmp_path / f"{name}-True-one-epoch.ckpt", weights_only=False)["state_dict"]
+    for key, value in plain[0].items():
+        assert torch.equal(value, sharded[0][key]), key
+        assert torch.equal(value, sharded[1][key]), key
+    assert any(not torch.equal(value, before[key]) for key, value in plain[0].items() if key in before)
