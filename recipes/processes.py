@@ -14,12 +14,14 @@ import logging
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 log = logging.getLogger(__name__)
 
 JOB = "LIGHTNING_PIPE_RECIPE_JOB"
+GRACE = 3.0  # seconds that the others may go on for when the first process has failed
 RANK_VARIABLES = ("RANK", "SLURM_PROCID", "LOCAL_RANK")
 
 
@@ -75,8 +77,13 @@ class Job:
         # Lightning's observer, a thread, would find a child that failed or was ended here, and kill this process.
         children = list(self.children)
         self.children.clear()
+        if failed:  # most end by themselves when they hear of it; a signal would cut short what they have to say
+            deadline = time.monotonic() + GRACE
+            for child in children:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    child.wait(max(0.0, deadline - time.monotonic()))
         for child in children:
-            if failed:
+            if child.poll() is None and failed:
                 child.terminate()
             try:
                 code = child.wait(seconds)

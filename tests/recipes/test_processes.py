@@ -70,6 +70,12 @@ def test_a_failed_job_ends_its_processes_at_once() -> None:
     assert sleeper.returncode is not None
 
 
+def test_after_a_failure_the_others_may_end_by_themselves() -> None:
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(0.5)"])
+    processes.Job(SimpleNamespace(procs=[child])).end(failed=True)
+    assert child.returncode == 0
+
+
 def test_lightning_s_observer_does_not_see_children_that_are_ended_here() -> None:
     left: list[int] = []
 
@@ -78,6 +84,9 @@ def test_lightning_s_observer_does_not_see_children_that_are_ended_here() -> Non
 
         def terminate(self) -> None:
             left.append(len(procs))
+
+        def poll(self) -> None:
+            return None
 
         def wait(self, seconds: float) -> int:
             return -15
