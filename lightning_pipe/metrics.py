@@ -14,31 +14,47 @@ from torchmetrics import Metric
 from torchmetrics.utilities.distributed import gather_all_tensors
 
 from lightning_pipe.memory import Memory
+from lightning_pipe.pipeline.recompute import is_recomputing
 
 State = tuple[dict[str, Any], int]
-Gather = Callable[[State | None], list[State]]
+Gather = Callable[[State | None, tuple[int, ...]], list[State]]
+Homes = Callable[[str], tuple[int, ...]]
 
 
 class Metrics:
     """The metrics of a LightningModule while a strategy runs it.
 
-    Only ranks with a loss update them. Outside a step ``compute`` first gives all ranks of the pipeline the state of
+    Metrics in layers, and in modules outside the sequence that hold parameters, are updated by the ranks that run them,
+    all others by those with a loss. Outside a step ``compute`` first gives all ranks of the pipeline the state of
     these, so it must be called on all of them. They synchronise over the replicas alone. (torchmetrics would do so over
     all processes, most of which have seen nothing.)
 
     Args:
         module: the LightningModule.
-        gather: collective over the pipeline; takes the state on ranks with a loss, returns those of all of them.
-        updates: whether this rank has a loss.
+        real: the layers, and the modules outside the sequence that hold parameters.
+        homes: the ranks that update a metric, by its name.
+        rank: this rank.
+        gather: collective over the pipeline; takes the state on the ranks that update a metric, and these ranks;
+            returns the states of all of them.
         replicas: the process group of this rank's replicas; ``None`` if there is one replica.
     """
 
-    def __init__(self, module: nn.Module, gather: Gather, updates: bool, replicas: Any | None) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        real: Sequence[nn.Module],
+        homes: Homes,
+        rank: int,
+        gather: Gather,
+        replicas: Any | None,
+    ) -> None:
         self.names = {id(part): name for name, part in module.named_modules() if isinstance(part, Metric)}
         self._metrics = [part for part in module.modules() if isinstance(part, Metric)]
-        self._gather, self._updates, self._replicas = gather, updates, replicas
+        self._real = {id(part) for root in real for part in root.modules()}
+        self._homes, self._rank, self._gather, self._replicas = homes, rank, gather, replicas
         self._in_step = False
         self._touched: dict[int, Memory] | None = None
+        self._again = False
         self._before: list[tuple[Metric, dict[str, Any]]] = []
 
     def install(self) -> None:
@@ -77,7 +93,7 @@ class Metrics:
     @contextmanager
     def remembered(self) -> Iterator[dict[int, Memory]]:
         """Around a run of the step: the states of the metrics that it changes, as they were before."""
-        self._touched = {}
+        self._touched, self._again = {}, is_recomputing()
         try:
             yield self._touched
         finally:
@@ -85,6 +101,8 @@ class Metrics:
 
     def _touch(self, metric: Metric) -> None:
         """Remember a metric's state before it changes. Most runs that are cut short never come to a metric."""
+        if id(metric) in self._real and not self._again:
+            return  # what it is part of runs where it is held, and once
         if self._touched is not None and id(metric) not in self._touched:
             self._touched[id(metric)] = Memory({"": metric})
 
@@ -108,14 +126,16 @@ class Metrics:
             if self._in_step:
                 return compute(*args, **kwargs)
             mine = ({name: getattr(metric, name) for name in metric._defaults}, metric._update_count)
-            states = self._gather(mine if self._updates else None)
-            if self._updates and len(states) == 1:
+            ranks = self._homes(self.names[id(metric)])
+            updates = self._rank in ranks
+            states = self._gather(mine if updates else None, ranks)
+            if updates and len(states) == 1:
                 return compute(*args, **kwargs)
             _set(metric, _merge(metric, states) if len(states) > 1 else states[0])
             try:
                 return compute(*args, **kwargs)
             finally:
-                if self._updates:
+                if updates:
                     # what the other ranks have seen counts once, however often the result is asked for
                     _set(metric, mine)
 

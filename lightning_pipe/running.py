@@ -29,6 +29,7 @@ from lightning_pipe.mirror import Mirror
 from lightning_pipe.norms import over_all_stages
 from lightning_pipe.partition import ProfileStore
 from lightning_pipe.pipeline.batches import signature
+from lightning_pipe.pipeline.cut.intercept import outside_modules
 from lightning_pipe.pipeline.loss_check import LossCheck
 from lightning_pipe.pipeline.profiling import profiled
 from lightning_pipe.pipeline.rng import Streams, mix
@@ -39,7 +40,7 @@ from lightning_pipe.refusals import steps_for_every_batch
 from lightning_pipe.reporting import Report, no_mean
 from lightning_pipe.sharded import ShardedOptimizers
 from lightning_pipe.split import SplitBatch
-from lightning_pipe.step import Result, UserStep, from_loss_ranks, join
+from lightning_pipe.step import Result, UserStep, from_ranks, join
 from lightning_pipe.streaming import Streaming
 from lightning_pipe.wire import broadcast
 from lightning_pipe.world import World
@@ -109,7 +110,7 @@ class Run:
         self._changed.enter_context(over_all_stages(self.pipeline))
         self._changed.enter_context(of_values_alone())
         self._changed.enter_context(values_compared(self.pipeline))
-        metrics = Metrics(self._module, self._from_loss_ranks, self.pipeline.is_loss_rank, self._world.replicas)
+        metrics = self._metrics()
         metrics.install()
         self._changed.callback(metrics.remove)
         self._changed.enter_context(_without_example(self._module))
@@ -144,9 +145,28 @@ class Run:
         self._changed.close()
         self.streaming = None
 
-    def _from_loss_ranks(self, value: Any) -> list[Any]:
-        """What each rank with a loss has, on all ranks of the pipeline."""
-        return from_loss_ranks(self.pipeline, value)
+    def _metrics(self) -> Metrics:
+        """The metrics, each with the ranks that update it."""
+        pipeline = self.pipeline
+        layers = [layer for _, layer in pipeline.layers]
+        outside = list(outside_modules(self._module, layers))
+
+        def homes(name: str) -> tuple[int, ...]:
+            for stage, numbers in enumerate(pipeline.stage_layers):
+                if any(name.startswith(f"{pipeline.names[number]}.") for number in numbers):
+                    return pipeline.holders(stage)
+            for path, part in outside:
+                if name.startswith(f"{path}."):
+                    # the ranks that run a module are those that use its parameters
+                    held = next((f"{path}.{inner}" for inner, _ in part.named_parameters()), None)
+                    return pipeline.owners(held) if held and pipeline.ownership.settled else pipeline.loss_ranks
+            return pipeline.loss_ranks
+
+        def gather(value: Any, ranks: tuple[int, ...]) -> list[Any]:
+            return from_ranks(pipeline, ranks, value)
+
+        real = [*layers, *(part for _, part in outside)]
+        return Metrics(self._module, real, homes, pipeline.transport.rank, gather, self._world.replicas)
 
     # ------------------------------------------------------------------ data
 

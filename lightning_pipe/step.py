@@ -233,8 +233,13 @@ def known(parts: Sequence[Part]) -> Result:
 
 def from_loss_ranks(pipeline: Pipeline, value: Any) -> list[Any]:
     """What each rank with a loss passes, on all ranks of the pipeline. Collective over it."""
+    return from_ranks(pipeline, pipeline.loss_ranks, value)
+
+
+def from_ranks(pipeline: Pipeline, ranks: Sequence[int], value: Any) -> list[Any]:
+    """What each of some ranks passes, on all ranks of the pipeline. Collective over it."""
     transport = pipeline.transport
-    sources = [transport.topology.process(transport.replica, rank) for rank in pipeline.loss_ranks]
+    sources = [transport.topology.process(transport.replica, rank) for rank in ranks]
     return [wire.broadcast(transport, value, source, pipeline.pipeline_members) for source in sources]
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_pipe.memory import Memory
 from lightning_pipe.partition.profile import LayerCost, Profile, measure
 from lightning_pipe.pipeline.recompute import BufferGuard, recomputing
 from lightning_pipe.pipeline.rng import Streams
@@ -39,9 +40,10 @@ class LayerProfiler:
         if name in self._layers:
             return
         module = self._modules[name]
-        streams = Streams(0, self._pipeline.transport.device)
+        streams, attributes = Streams(0, self._pipeline.transport.device), Memory(dict(module.named_modules()))
         with recomputing(), streams.batch(), BufferGuard([module]).restored(), stored_in(_Endless(skips)):
             self._layers[name] = measure(module, forward, args, kwargs)
+        attributes.undo()
         if key < 0:
             self._beside[name] = self._last
 

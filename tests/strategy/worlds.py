@@ -13,6 +13,7 @@ from typing import Any
 import lightning as L
 import numpy as np
 import torch
+import torchmetrics
 from lightning.pytorch import callbacks
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
@@ -323,6 +324,32 @@ class Means(Lit):
         self.log("tokens", self.seen_before_layers.compute())
 
 
+class Watched(nn.Linear):
+    """A layer with a metric of its own."""
+
+    def __init__(self, inside: int, outside: int) -> None:
+        super().__init__(inside, outside)
+        self.seen = torchmetrics.SumMetric()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.update((x.detach() > 0).sum())
+        return super().forward(x)
+
+
+class Watching(Means):
+    """Has metrics inside its layers and inside a module before them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.model[0], self.model[4] = Watched(12, 16), Watched(16, 16), Watched(16, 4)
+
+    def on_train_epoch_end(self) -> None:
+        super().on_train_epoch_end()
+        for name, part in (("embed", self.embed), ("first", self.model[0]), ("last", self.model[4])):
+            self.log(f"seen_by_{name}", part.seen.compute())
+            part.seen.reset()
+
+
 # ------------------------------------------------------------------ data
 
 
@@ -412,6 +439,8 @@ CASES: dict[str, Case] = {
     "interleaved": Case(strategy={"schedule": "interleaved", "micro_batches": 4, "stages": 4}, **_CUT),
     "several_stages": Case(strategy={"schedule": "1f1b", "micro_batches": 3, "stages": 4}, **_CUT),
     "recomputed": Case(strategy={"recompute": "always", "micro_batches": 3}, **_CUT),
+    "metrics_in_layers": Case(Watching, strategy={"recompute": "always", "micro_batches": 3, "schedule": "gpipe"}),
+    "metrics_in_copies_of_layers": Case(Watching, strategy={"schedule": "chimera", "micro_batches": 4}),
     "two_loss_ranks": Case(strategy={"schedule": "chimera", "micro_batches": 4}, **_CUT),
     "configure_model": Case(BuiltInConfigureModel),
     "setup": Case(BuiltInSetup),
