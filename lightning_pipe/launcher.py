@@ -84,20 +84,24 @@ class ScriptLauncher(_SubprocessScriptLauncher):
 
 def die_with_parent() -> None:
     """In a process that a launcher has started: end when the first process ends in whatever way (on Linux)."""
-    if os.environ.get(_CHILD) and sys.platform == "linux":
+    if is_child() and sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
+def is_child() -> bool:
+    """Whether a launcher has started this process, whose output is that of the first one."""
+    return bool(os.environ.get(_CHILD))
+
+
 def leave_quietly(error: BaseException) -> None:
-    """In a process that a launcher has started: end with this error without printing it; the first process does."""
-    if os.environ.get(_CHILD):
-        before = sys.excepthook
+    """Let the process end with this error without printing it."""
+    before = sys.excepthook
 
-        def hook(kind: Any, raised: BaseException, trace: Any) -> None:
-            if raised is not error:
-                before(kind, raised, trace)
+    def hook(kind: Any, raised: BaseException, trace: Any) -> None:
+        if raised is not error:
+            before(kind, raised, trace)
 
-        sys.excepthook = hook
+    sys.excepthook = hook
 
 
 def _command(local_rank: int) -> tuple[list[str], str | None]:

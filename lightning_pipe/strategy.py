@@ -30,7 +30,7 @@ from lightning_pipe.balancing import Balancing, conditions
 from lightning_pipe.checkpoint import Checkpoints
 from lightning_pipe.config import Auto, Layout
 from lightning_pipe.errors import CommunicationError, ConfigurationError, PartitionError
-from lightning_pipe.launcher import ScriptLauncher, die_with_parent, leave_quietly
+from lightning_pipe.launcher import ScriptLauncher, die_with_parent, is_child, leave_quietly
 from lightning_pipe.micro_batches import LossWeight
 from lightning_pipe.partition import (
     Balance,
@@ -532,7 +532,7 @@ class PipeStrategy(ParallelStrategy):
         if isinstance(exception, CommunicationError):
             # it quotes the process that failed: where this one waited says nothing more
             exception.__traceback__, exception.__cause__, exception.__suppress_context__ = None, None, True
-        if self.world.board.known_to_all():
+        if is_child() and self.world.board.known_to_all():
             leave_quietly(exception)
 
     @override

@@ -35,6 +35,9 @@ _REDUCED = 5e-4
 _local = threading.local()
 
 
+_PAIRS = 3
+
+
 class _UnlikeError(Exception):
     """What two micro-batches have brought cannot be put together."""
 
@@ -55,11 +58,12 @@ def _alone() -> Iterator[None]:
 
 @dataclass
 class LossCheck:
-    """Compares the losses of the first two micro-batches that come to the last stage with the loss of both together.
+    """Compares the losses of two micro-batches that come to the last stage with the loss of both together.
 
-    It only looks: what the step changes, logs or draws is put back, and whatever goes wrong ends the check alone.
-    Dropout and batch norm are off, and a loss that is random nevertheless is not judged. Compiled code is left alone:
-    another size and mode would have it compiled anew.
+    Two may agree by chance (as many tokens in both), so up to three pairs of a batch are compared. The check only
+    looks: what the step changes, logs or draws is put back, and whatever goes wrong ends the check alone. Dropout and
+    batch norm are off, and a loss that is random nevertheless is not judged. Compiled code is left alone: another size
+    and mode would have it compiled anew.
 
     Args:
         amounts: what each micro-batch counts.
@@ -76,47 +80,46 @@ class LossCheck:
     differs: Callable[[tuple[int, int], float, float], None]
     autocast: torch.dtype | None = None
     _seen: dict[int, Inbound | None] = field(default_factory=dict)
+    _left: int = _PAIRS
 
     def see(self, stages: Stages, stage: int, micro_batch: int, batch: Batch, inbound: Inbound | None) -> None:
-        """A micro-batch comes to a stage; with the second one on the last stage the check is made."""
+        """A micro-batch comes to a stage; with every second one on the last stage the check is made."""
         last = stages.layers[stage].stop == len(stages.names)
-        if not last or len(self._seen) == 2 or stages.interceptor.compiled:
+        if not last or not self._left or stages.interceptor.compiled:
             return
         # the step may change in place what it receives
         self._seen[micro_batch] = inbound and (inbound[0], {n: tensor.clone() for n, tensor in inbound[1].items()})
-        if len(self._seen) < 2:
-            return
-        pair = (min(self._seen), max(self._seen))
-        losses = self._losses(stages, stage, batch, pair)
-        if losses is not None:
-            self._compare(pair, losses, self._rounding(stages, losses[0]))
-        self._seen = dict.fromkeys(pair)
+        if len(self._seen) == 2:
+            with _alone(), recomputing(), torch.no_grad(), _attributes(stages), stages.buffers.restored():
+                try:
+                    agree = self._agree(stages, stage, batch, (min(self._seen), max(self._seen)))
+                except Exception:  # whatever a step may raise that was not made for this
+                    agree = False
+            self._left = self._left - 1 if agree else 0
+            self._seen.clear()
 
-    def _losses(self, stages: Stages, stage: int, batch: Batch, pair: tuple[int, int]) -> list[Tensor] | None:
-        """The losses of the two, of both together, and of the first with other random numbers; ``None``: unknown."""
-        received = [self._seen[index] for index in pair]
-        with _alone(), recomputing(), torch.no_grad(), _attributes(stages), stages.buffers.restored():
-            try:
-                parts = [batch.micro_batches[index] for index in pair]
-                together = _inbound(received, [self.sizes[index] for index in pair])
-                runs = [*zip(parts, received, strict=True), (self.join(pair), together), (parts[0], received[0])]
-                trial = replace(batch, micro_batches=[part for part, _ in runs], training=False, results={})
-                losses = []
-                for index, (_, inbound) in enumerate(runs):
-                    with _not_random(stages, stage):
-                        losses.append(stages.trial(stage, index, trial, inbound))
-                return losses
-            except Exception:  # whatever a step may raise that was not made for this
-                return None
+    def _agree(self, stages: Stages, stage: int, batch: Batch, pair: tuple[int, int]) -> bool:
+        """Whether the loss of both together is the mean of the two; tells it if not."""
+        parts, received = [batch.micro_batches[index] for index in pair], [self._seen[index] for index in pair]
+        together = _inbound(received, [self.sizes[index] for index in pair])
+        runs = [*zip(parts, received, strict=True), (self.join(pair), together), (parts[0], received[0])]
+        trial = replace(batch, micro_batches=[part for part, _ in runs], training=False, results={})
 
-    def _compare(self, pair: tuple[int, int], losses: Sequence[Tensor], rounding: float) -> None:
-        one, other, together, again = (float(loss) for loss in losses)
-        shares = [self.amounts[index] for index in pair]
-        if not sum(shares) or not all(map(math.isfinite, (one, other, together))):
-            return
+        def loss_of(index: int) -> Tensor:
+            with _not_random(stages, stage):
+                return stages.trial(stage, index, trial, runs[index][1])
+
+        losses = [loss_of(index) for index in range(3)]
+        one, other, both = map(float, losses)
+        shares, rounding = [self.amounts[index] for index in pair], self._rounding(stages, losses[0])
+        if not sum(shares) or not all(map(math.isfinite, (one, other, both))):
+            return True
         mean = (shares[0] * one + shares[1] * other) / sum(shares)
-        if not _close(mean, together, rounding) and _close(again, one, rounding):
-            self.differs(pair, mean, together)
+        if _close(mean, both, rounding):
+            return True
+        if _close(float(loss_of(3)), one, rounding):  # the first again, with other random numbers
+            self.differs(pair, mean, both)
+        return False
 
     def _rounding(self, stages: Stages, loss: Tensor) -> float:
         """The largest difference that rounding can make, by the coarsest numbers that take part."""

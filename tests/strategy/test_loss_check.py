@@ -187,7 +187,7 @@ def test_what_is_no_mean_over_samples_is_told_with_both_numbers(loss: type[Token
     assert len(told) == 1
     found = [float(number) for number in re.findall(r"(?:of|have) (\d\S*\.\d+)", told[0])]
     # without deferred batch norm, the statistics of the first micro-batch count already
-    assert found == pytest.approx([sum(losses[:2]) / 2, losses[2]], rel=1e-5 if options.get("stages") != 2 else 3e-3)
+    assert found == pytest.approx([sum(losses[:2]) / 2, losses[2]], rel=1e-5 if options.get("stages") != 2 else 1e-2)
 
 
 def _bounds(sizes: Sequence[int]) -> list[tuple[int, int]]:
@@ -205,6 +205,12 @@ def test_rounding_is_no_difference(precision: str) -> None:
     batches = Batches(samples=8).batches
     for loss, times in ((MeanOfSamples, 0), (SumOfTokens, 1)):
         assert len(fit(loss().float(), batches, layers="layers", precision=precision, micro_batches=8)) == times
+
+
+def test_two_that_agree_by_chance_do_not_hide_it() -> None:
+    batch = Batches().batches[0]
+    batch["labels"] = batch["input_ids"].masked_fill(torch.arange(7) >= torch.tensor([[3, 3, 3, 3, 7, 1]]).T, -100)
+    assert len(fit(MeanOfTokens(), [batch], layers="layers", micro_batches=6)) == 1
 
 
 def test_dropout_in_earlier_stages_does_not_hide_it() -> None:
