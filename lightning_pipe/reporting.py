@@ -86,7 +86,8 @@ def no_mean(sizes: Sequence[int], mean: float, both: float) -> str:
         f"of {mean:.7g}, the same samples together have {both:.7g} (first batch, without dropout). Gradients differ "
         "accordingly from those of one device. For a mean over something else than samples say what a micro-batch "
         "counts, such as PipeStrategy(loss_weight=lambda micro_batch: (micro_batch['labels'] != -100).sum()), where a "
-        "causal model leaves out labels[:, 0]. A sum needs PipeStrategy(loss_weight='sum'). A loss that compares samples with each other needs micro_batches=1."
+        "causal model leaves out labels[:, 0]. A sum needs PipeStrategy(loss_weight='sum'). A loss that compares "
+        "samples with each other needs micro_batches=1."
     )
 
 

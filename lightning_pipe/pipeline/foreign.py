@@ -15,6 +15,10 @@ from lightning_pipe.pipeline.absent import Absent
 from lightning_pipe.pipeline.cut.stage_run import StageRun
 from lightning_pipe.pipeline.runner import Pipeline
 
+_HINT = (
+    "Hint: In hooks a rank has the values of its own layers alone. Read, call or generate after fit, when the module "
+    "is whole again, or from a checkpoint."
+)
 _INDEX = re.compile(r"\[(\d+)\]")
 
 
@@ -28,21 +32,16 @@ def name_unknown_values(error: BaseException, pipeline: Pipeline) -> None:
         error: any error; of others nothing becomes.
         pipeline: knows who holds what.
     """
-    about_values = isinstance(error, RuntimeError) and ("meta tensor" in str(error) or isinstance(error, CutError))
+    about_values = isinstance(error, RuntimeError) and ("meta" in str(error) or isinstance(error, CutError))
     if not about_values or any(frame.f_code is StageRun.run.__code__ for frame, _ in walk_tb(error.__traceback__)):
         return
     foreign = {name: p for name, p in pipeline.module.named_parameters() if p.is_meta or isinstance(p, Absent)}
-    for frame, line in reversed(list(_frames(error.__traceback__))):
-        names = _mentioned(frame, line, foreign)
-        if names:
-            holders = {rank for name in names for rank in pipeline.owners(name)}
-            error.add_note(
-                f"Rank {pipeline.transport.rank} does not hold {', '.join(map(repr, names))}: "
-                f"{'it is' if len(names) == 1 else 'they are'} on rank(s) {', '.join(map(str, sorted(holders)))}.\n"
-                "Hint: In hooks a rank has the values of its own layers alone; read others after fit, when the module "
-                "is whole again, or from a checkpoint."
-            )
-            return
+    lines = reversed(list(_frames(error.__traceback__)))
+    names = next((names for frame, line in lines if (names := _mentioned(frame, line, foreign))), [])
+    holders = sorted({rank for name in names for rank in pipeline.owners(name)})
+    where = f": {'it is' if len(names) == 1 else 'they are'} on rank(s) {', '.join(map(str, holders))}" if names else ""
+    what = ", ".join(map(repr, names)) or "the parameters that this comes from"
+    error.add_note(f"Rank {pipeline.transport.rank} does not hold {what}{where}.\n{_HINT}")
 
 
 def _frames(trace: TracebackType | None) -> Iterator[tuple[FrameType, str]]:
@@ -51,8 +50,10 @@ def _frames(trace: TracebackType | None) -> Iterator[tuple[FrameType, str]]:
 
 
 def _mentioned(frame: FrameType, line: str, foreign: dict[str, nn.Parameter]) -> list[str]:
-    """The parameters that a line of code writes out, or that its variables are."""
+    """The parameters that a line of code writes out, or that are its variables' or its module's."""
     dotted = _INDEX.sub(r".\1", line)
     written = [name for name in foreign if re.search(rf"\b{re.escape(name)}\b", dotted)]
     values = {id(value) for value in frame.f_locals.values()}
+    if isinstance(module := frame.f_locals.get("self"), nn.Module):
+        values |= {id(parameter) for parameter in module.parameters(recurse=False)}
     return written or [name for name, parameter in foreign.items() if id(parameter) in values]
