@@ -16,6 +16,7 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig
 
 from lightning_pipe.errors import PipeError
+from lightning_pipe.schedules import Family, Schedule
 from recipes import config
 from recipes.errors import RecipeError, sentence
 
@@ -72,7 +73,7 @@ def plan(module: Any, ranks: int, options: Mapping[str, Any], batch: int, accumu
         batch: samples in a batch.
         accumulation: batches in an optimizer step.
     """
-    from lightning_pipe import schedules, simulate
+    from lightning_pipe import schedules
     from lightning_pipe.config import BatchEquation, Layout, micro_batch_count
     from lightning_pipe.partition import divide, find_layers, held_by_stages
     from lightning_pipe.pipeline.topology import Topology
@@ -84,6 +85,7 @@ def plan(module: Any, ranks: int, options: Mapping[str, Any], batch: int, accumu
     counts = divide(module, layers, stages, options["balance"])
     micro_batches = micro_batch_count(batch, ranks, options["micro_batches"])
     schedule = family.build(ranks=ranks, micro_batches=micro_batches, stages=stages)
+    micro_batches, bubble = predicted(family, schedule)
     topology = Topology.for_schedule(ranks, loss_rank=schedule.placement[0, stages - 1])
 
     described, names = [], iter(name for name, _ in layers)
@@ -102,7 +104,6 @@ def plan(module: Any, ranks: int, options: Mapping[str, Any], batch: int, accumu
             )
         )
     equation = BatchEquation(batch, micro_batches, 1, accumulation)
-    bubble = float(simulate.simulate(schedule, simulate.Costs()).bubble_ratio)
     total = sum(parameter.numel() for parameter in module.parameters())
     note = f"{total:,} parameters; memory is that of weights, gradients and two optimizer moments in 32 bits"
     return plan_text(
@@ -117,6 +118,24 @@ def plan(module: Any, ranks: int, options: Mapping[str, Any], batch: int, accumu
         ),
         width=130,
     )
+
+
+def predicted(family: Family, schedule: Schedule) -> tuple[int, float]:
+    """Micro-batches of a batch and the bubble ratio; without a flush, the schedule's own number and the steady state.
+
+    Args:
+        family: of the schedule.
+        schedule: for the micro-batches that were asked for.
+    """
+    from lightning_pipe.schedules import stream
+    from lightning_pipe.simulate import Costs, simulate
+
+    if schedule.synchronous:
+        return schedule.micro_batches, float(simulate(schedule, Costs()).bubble_ratio)
+    flow = stream(family, schedule.ranks, schedule.stages)
+    batches = 20 * flow.period + 2 * schedule.ranks
+    endless = family.build(schedule.ranks, batches * flow.micro_batches, stages=schedule.stages)
+    return flow.micro_batches, float(simulate(endless, Costs()).steady_bubble_ratio)
 
 
 def main() -> None:

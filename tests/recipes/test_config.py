@@ -13,6 +13,7 @@ from hydra.errors import ConfigCompositionException
 from hydra.utils import get_object, instantiate
 from omegaconf import DictConfig, OmegaConf
 
+from lightning_pipe import schedules
 from lightning_pipe.schedules import Chimera
 from recipes import config
 from recipes.errors import RecipeError
@@ -85,6 +86,13 @@ def test_an_experiment_must_be_chosen(composed: Compose) -> None:
     config.require_experiment(composed("experiment=gpt2_wikitext2"))
     with pytest.raises(RecipeError, match=r"No experiment.*\n.*There are amoebanet_imagenet, bert48_wikipedia"):
         config.require_experiment(composed())
+
+
+def test_every_schedule_has_a_file(composed: Compose) -> None:
+    plain = {"_target_": "builtins.dict", "_convert_": "all"}
+    made = {name: composed(f"pipe={name}").pipe for name in names("pipe") if name != "none"}
+    families = {name: schedules.get(instantiate(pipe, **plain)["schedule"]).name for name, pipe in made.items()}
+    assert set(families.values()) == set(schedules.names())
 
 
 def test_schedules_have_options(composed: Compose) -> None:

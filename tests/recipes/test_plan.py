@@ -72,6 +72,15 @@ def test_every_paper_s_model_is_planned_without_a_single_weight(
         assert "iB" in text
 
 
+@pytest.mark.parametrize(
+    ("pipe", "micro_batches"), [("pipedream", "1 micro-batch"), ("pipedream_2bw", "4 micro-batches")]
+)
+def test_without_a_flush_there_is_no_bubble(composed: Compose, pipe: str, micro_batches: str) -> None:
+    (text,) = plans(composed("experiment=gpt2_wikitext2", f"pipe={pipe}", "ranks=[4]"))
+    assert f"batch = {micro_batches}" in text
+    assert "predicted bubble 0.0 %" in text
+
+
 def test_too_many_ranks_are_told_in_a_sentence(composed: Compose) -> None:
     fits, too_many = plans(composed("experiment=amoebanet_imagenet", "ranks=[4,16]"))
     assert "Pipeline of AmoebaNetClassifier" in fits
