@@ -165,7 +165,7 @@ class Courier:
 
     def _arrived(self, at: Way, key: Hashable, cargo: Cargo, tensors: list[Tensor]) -> tuple[Path, dict[int, Tensor]]:
         self.transfers[at] = Transfer(key, cargo)
-        return cargo.path, _laid_out(cargo.path, dict(zip(cargo.numbers, tensors, strict=True)))
+        return cargo.path, cargo.path.laid_out(dict(zip(cargo.numbers, tensors, strict=True)))
 
     # ------------------------------------------------------------------ backward
 
@@ -299,11 +299,6 @@ class Courier:
 
 def _everything(path: Path) -> Cargo:
     return Cargo(path, tuple(entry.number for entry in path.entries))
-
-
-def _laid_out(path: Path, tensors: dict[int, Tensor]) -> dict[int, Tensor]:
-    """The tensors by number with the strides they had."""
-    return {e.number: e.spec.lay_out(tensors[e.number]) for e in path.entries if e.number in tensors}
 
 
 def _fits(plan: Plan, path: Path) -> bool:

@@ -88,7 +88,7 @@ class LossCheck:
         if not last or not self._left or stages.interceptor.compiled:
             return
         # the step may change in place what it receives
-        self._seen[micro_batch] = inbound and (inbound[0], {n: tensor.clone() for n, tensor in inbound[1].items()})
+        self._seen[micro_batch] = inbound and (inbound[0], inbound[0].copies(inbound[1]))
         if len(self._seen) == 2:
             with _alone(), recomputing(), torch.no_grad(), _attributes(stages), stages.buffers.restored():
                 try:
@@ -182,9 +182,8 @@ def _inbound(received: Sequence[Inbound | None], sizes: Sequence[int]) -> Inboun
         entries.append(one._replace(spec=_spec(one.spec, other.spec, sizes)))
     pairs = zip(first[0].calls, second[0].calls, strict=True)
     calls = tuple(_call(one, other, sizes) for one, other in pairs)
-    values = {number: _value(first[1][number], second[1][number], sizes) for number in first[1]}
-    specs = {entry.number: entry.spec for entry in entries}
-    return Path(calls, tuple(entries)), {number: specs[number].lay_out(value) for number, value in values.items()}
+    path = Path(calls, tuple(entries))
+    return path, path.laid_out({n: _value(first[1][n], second[1][n], sizes) for n in first[1]})
 
 
 def _call(one: Call, other: Call, sizes: Sequence[int]) -> Call:

@@ -150,7 +150,7 @@ class Stages:
         """Run the step for one stage, to be run again by `recompute`: keep the input alone."""
         self._look(stage, micro_batch, batch, inbound)
         # The first run may change what it received; the second one must find it as it came.
-        copies = None if inbound is None else (inbound[0], {n: tensor.clone() for n, tensor in inbound[1].items()})
+        copies = inbound and (inbound[0], inbound[0].copies(inbound[1]))
         with nothing_saved(), self.buffers.noted(stage) as former:
             _, crossings, result = self._run(stage, micro_batch, batch, copies)
         if not crossings:

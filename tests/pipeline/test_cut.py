@@ -367,6 +367,13 @@ class SharedMemoryChanged(Net):
         return h + row
 
 
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_memory_shared_at_an_earlier_cut_counts_at_later_ones(ranks: int) -> None:
+    """Both come to the second stage as copies, and from there to the last one."""
+    with pytest.raises(CutError, match="shares its memory"):
+        pipelined(SharedMemoryChanged(), batches(), 2, ranks=ranks, layers="layers")
+
+
 class OpaqueResult(Net):
     class block(Block):
         def forward(self, x: Any) -> Any:
@@ -389,7 +396,6 @@ class Box:
         (ReadsValue, "needs the value of a tensor that only another stage has"),
         (Penalty, r"'layers.0.linear.weight' is used on rank"),
         (Twice, "called a second time"),
-        (SharedMemoryChanged, "shares its memory"),
         (OpaqueResult, "cannot be shown to the next stages"),
     ],
 )

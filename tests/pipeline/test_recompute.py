@@ -227,6 +227,32 @@ def test_a_layer_that_changes_its_input_finds_it_as_it_came() -> None:
     assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
+class Expanding(nn.Module):
+    """``contiguous()`` copies what is expanded: changing the copy leaves the original as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers[0](x)
+        wide = x[:, :1].expand(-1, 8)
+        x = self.layers[1](x)
+        x = x + wide.contiguous().add_(1) * wide
+        x = self.layers[2](x)
+        return (x + wide.contiguous().add_(1) * wide).square().mean()
+
+
+def test_the_first_run_finds_the_strides_that_came() -> None:
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float64)
+    try:
+        data = [{"x": torch.randn(size, 8)} for size in (6, 6, 3)]
+        assert_same(Expanding(), data, ranks=3, layers="layers", recompute="always", schedule="gpipe")
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 class Counting(nn.Module):
     """What it computes depends on buffers that it changes, one in place and one by a new tensor."""
 

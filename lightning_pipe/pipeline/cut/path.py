@@ -129,6 +129,14 @@ class Path:
     calls: tuple[Call, ...]
     entries: tuple[Entry, ...]
 
+    def laid_out(self, values: dict[int, Tensor]) -> dict[int, Tensor]:
+        """The values by number, those that are there, with the strides that the tensors had."""
+        return {e.number: e.spec.lay_out(values[e.number]) for e in self.entries if e.number in values}
+
+    def copies(self, values: dict[int, Tensor]) -> dict[int, Tensor]:
+        """Copies of the values, with the same strides, which ``clone()`` alone does not give to what is expanded."""
+        return self.laid_out({number: value.clone() for number, value in values.items()})
+
 
 @dataclass(frozen=True)
 class Crossing:

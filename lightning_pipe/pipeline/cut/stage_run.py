@@ -344,7 +344,8 @@ class StageRun:
                 for number, tensor in sorted(self.tracker.alive(), key=lambda pair: pair[0])
                 if not isinstance(tensor, (Placeholder, nn.Parameter))
             ]
-            shared = overlapping([tensor for _, tensor in alive])
+            # What came as copies of one memory still stands for one memory where it goes next.
+            shared = overlapping([tensor for _, tensor in alive]) | {id(tensor) for tensor, *_ in self._shared}
             following = self._stage + 1
             leaving: dict[int, list[tuple[Entry, Tensor]]] = {following: []}
             for number, tensor in alive:
