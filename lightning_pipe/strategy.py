@@ -55,6 +55,7 @@ from lightning_pipe.running import Cutting, Run
 from lightning_pipe.schedules import Family, Schedule
 from lightning_pipe.schedules.recompute import Mode as Recompute
 from lightning_pipe.sharded import ShardedOptimizers
+from lightning_pipe.signals import Signals
 from lightning_pipe.split import SplitBatch
 from lightning_pipe.world import World, arrange, check_world_size
 
@@ -269,6 +270,9 @@ class PipeStrategy(ParallelStrategy):
                 self.layout, self.family, self.root_device, self.cluster_environment, self._backend, self._timeout
             )
         self._seed = self.world.share_randomness()
+        self.signals = Signals(module.trainer, self.world)
+        if self.world_size > 1:
+            self.signals.install()
         fitting = module.trainer.state.fn == TrainerFn.FITTING
         check_module(module, module.trainer, fitting=fitting, ranks=self.pipeline_parallel_size)
         # callbacks that copy the module in their `setup` must find it divided

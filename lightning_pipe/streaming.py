@@ -13,7 +13,6 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult
 from lightning.pytorch.trainer.states import TrainerStatus
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.optim import Optimizer
 
 from lightning_pipe.handover import HeldGradients, held_back
@@ -25,6 +24,7 @@ from lightning_pipe.one_way import OneWay
 from lightning_pipe.pipeline.asynchronous import Flow, Turn
 from lightning_pipe.pipeline.loss_check import LossCheck
 from lightning_pipe.pipeline.runner import Pipeline
+from lightning_pipe.signals import Signals
 from lightning_pipe.step import Part, Result, UserStep, known
 from lightning_pipe.world import World
 
@@ -150,16 +150,18 @@ class Streaming:
         return self._channel.share(obj, source, self._pipeline.pipeline_members)
 
     def _tell_of_signal(self) -> None:
-        """Has process 0 received a termination signal? In the place of Lightning's broadcast, which waits."""
-        signal = bool(self._trainer.received_sigterm)
+        """What signals have asked process 0 for: the other processes do not wait for it."""
+        signals: Signals = self._trainer.strategy.signals
+        asked = list(signals.asked)
         others = self._world.replica_members
         if self._pipeline.transport.process == self._pipeline.loss_process and len(others) > 1:
-            signal = self._pipeline.transport.broadcast_object(signal, others[0], others)
-        if self.share(signal, self._pipeline.loss_process):
-            # as in Lightning: who leaves first would take its messages along
+            asked = self._pipeline.transport.broadcast_object(asked, others[0], others)
+        asked = self.share(asked, self._pipeline.loss_process)
+        if any(asked):
+            # who leaves first would take its messages along
             self._channel.flush()
             self._world.barrier()
-            raise SIGTERMException
+            signals.act(asked)
 
     def _from_loss_ranks(self, part: Part | None) -> list[Part]:
         topology, replica = self._pipeline.transport.topology, self._pipeline.transport.replica
