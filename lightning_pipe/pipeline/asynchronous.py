@@ -106,8 +106,6 @@ class Flow:
                 "each, since its optimizer steps as often.",
                 hint=f"Use micro_batches={most}.",
             )
-        runs = len(self._pipeline.stages_here) + (self._pipeline.recompute != "never")
-        batch.runs = dict.fromkeys(range(size), runs)
         number, self._arrived = self._arrived, self._arrived + 1
         batch.using = lambda index: self._weights(number, index)
         self._flights[number] = _Flight(batch)

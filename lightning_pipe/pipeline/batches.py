@@ -7,8 +7,11 @@ import dataclasses
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
+
+from lightning_pipe.pipeline.cut.path import TensorSpec
 
 
 def children(node: Any) -> dict[Any, Any] | None:
@@ -47,17 +50,24 @@ def map_leaves(function: Callable[[Any], Any], node: Any) -> Any:
     return rebuild(node, {key: map_leaves(function, child) for key, child in contents.items()})
 
 
-def fresh(micro_batch: Any, *, clone: bool) -> Any:
-    """A micro-batch that a step may take apart: new containers, and with ``clone`` new tensors too.
+def fresh(micro_batch: Any) -> Any:
+    """A micro-batch that a step may take apart: new containers and new tensors, with the strides of the old ones.
 
     Example:
         >>> import torch
         >>> batch = {"x": torch.zeros(2)}
-        >>> _ = fresh(batch, clone=True).pop("x").add_(1)
+        >>> _ = fresh(batch).pop("x").add_(1)
         >>> batch
         {'x': tensor([0., 0.])}
     """
-    return map_leaves(lambda leaf: leaf.clone() if clone and isinstance(leaf, Tensor) else leaf, micro_batch)
+    return map_leaves(lambda leaf: _copy(leaf) if isinstance(leaf, Tensor) else leaf, micro_batch)
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    clone = tensor.clone()
+    if clone.is_nested or clone.layout is not torch.strided or clone.stride() == tensor.stride():
+        return clone
+    return TensorSpec.of(tensor).lay_out(clone)  # strides decide whether contiguous() returns the tensor or a copy
 
 
 def signature(node: Any) -> Hashable:

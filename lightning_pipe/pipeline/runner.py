@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -346,7 +345,6 @@ class Pipeline:
     def _run(self, batch: Batch) -> dict[int, Any]:
         training = batch.training
         program = self._program(len(batch.micro_batches), training)
-        batch.runs = Counter(action.micro_batch for action in program if action.kind in (Kind.FORWARD, Kind.RECOMPUTE))
         with self.running(batch.streams):
             self.executor.run(program, batch)
         if training and not self._checked:

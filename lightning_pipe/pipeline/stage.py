@@ -45,7 +45,6 @@ class Batch:
         weights: the factor of each micro-batch's loss.
         streams: the batch's random streams.
         training: whether gradients are wanted.
-        runs: how often this rank runs the step on each micro-batch.
         check: looks once whether the loss is a mean over samples; ``None``: it is not looked at.
         using: ``using(micro_batch)`` is entered around computations, to put the weights that they use in place.
         results: what the step returned for each micro-batch, detached, where the loss is.
@@ -57,15 +56,13 @@ class Batch:
     weights: Sequence[float]
     streams: Streams
     training: bool
-    runs: Mapping[int | None, int] = field(default_factory=dict)
     check: LossCheck | None = None
     using: Callable[[int], AbstractContextManager[None]] = lambda _: _AS_THEY_ARE
     results: dict[int, Any] = field(default_factory=dict)
 
     def slice(self, micro_batch: int) -> Any:
-        """A micro-batch for one run; the step may change it without harm to the rank's other runs on it."""
-        clone = self.check is not None or self.runs[micro_batch] > 1
-        return fresh(self.micro_batches[micro_batch], clone=clone)
+        """A micro-batch for one run: the step may change it, and nothing else shares its memory."""
+        return fresh(self.micro_batches[micro_batch])
 
 
 @dataclass

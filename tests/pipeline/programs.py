@@ -106,7 +106,16 @@ NEW: list[Operation] = [
     lambda p, a, b, k, x: torch.stack([a, b]).mean(0),
     lambda p, a, b, k, x: torch.where(x > 0, a, b),
     lambda p, a, b, k, x: torch.cat([a, b], 1)[:, 1 : WIDTH + 1],
+    lambda p, a, b, k, x: torch.full_like(x, 0.5),
+    lambda p, a, b, k, x: x[:],
+    lambda p, a, b, k, x: _filled(torch.ones_like(x), a, k),
 ]
+
+
+def _filled(own: Tensor, a: Tensor, k: int) -> Tensor:
+    own[:, :2].copy_(a[:, :2])
+    own.view(-1)[k::WIDTH] = a[:, 3]
+    return own
 
 
 def _set(a: Tensor, b: Tensor, k: int) -> None:

@@ -134,6 +134,34 @@ class Assembled(Net):
         return super().body(tokens, x)
 
 
+class FilledThroughViews(Net):
+    """The same through views of it, and what is filled is needed after the layers."""
+
+    def body(self, h: Tensor, x: Tensor) -> Tensor:
+        tokens, more = torch.zeros(len(x), WIDTH), torch.ones(len(x), WIDTH)
+        tokens[:, :3].copy_(h[:, :3])
+        tokens.view(-1)[3:WIDTH] = h[0, 3:]
+        for row in range(len(x)):
+            more[row].mul_(h.mean(0))
+        return super().body(h, x) * tokens + more
+
+
+class ViewChangedByLayer(Net):
+    """The first layer changes a view of the batch in place, and of a tensor of the step's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[0] = InPlaceBlock()
+        self.layers[1] = InPlaceBlock()
+
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        own = torch.ones(len(x), 2, WIDTH)
+        h = self.layers[0](x[:]) + self.layers[1](own[:, 1])
+        for layer in self.layers[2:]:
+            h = layer(h)
+        return F.mse_loss(self.head(h * own.sum(1)), y) + F.mse_loss(h, x)
+
+
 class Carried(Net):
     """The input of the first layer is needed after the last one, and a list of all states between them."""
 
@@ -274,8 +302,8 @@ class TakesBatchApart(Net):
 
 EXACT = [
     Net, InPlace, Dictionaries, NonContiguous, Assembled, Carried, Scaled, KnownPath, CustomFunction, Frozen,
-    NoGradPrefix, Checkpointed, ReentrantCheckpointed, SharedByLayers, TiedEnds, UnusedParameter, ReturnsDictionary,
-    ViewsAndChunks, KeepsState,
+    FilledThroughViews, ViewChangedByLayer, NoGradPrefix, Checkpointed, ReentrantCheckpointed, SharedByLayers,
+    TiedEnds, UnusedParameter, ReturnsDictionary, ViewsAndChunks, KeepsState,
 ]  # fmt: skip
 
 
@@ -374,6 +402,14 @@ def test_memory_shared_at_an_earlier_cut_counts_at_later_ones(ranks: int) -> Non
         pipelined(SharedMemoryChanged(), batches(), 2, ranks=ranks, layers="layers")
 
 
+class AliasChanged(Net):
+    def body(self, h: Tensor, x: Tensor) -> Tensor:
+        tokens = torch.zeros(len(x), WIDTH)
+        alias = tokens.detach()
+        tokens += h.detach()
+        return super().body(h, x) + alias
+
+
 class OpaqueResult(Net):
     class block(Block):
         def forward(self, x: Any) -> Any:
@@ -396,6 +432,7 @@ class Box:
         (ReadsValue, "needs the value of a tensor that only another stage has"),
         (Penalty, r"'layers.0.linear.weight' is used on rank"),
         (Twice, "called a second time"),
+        (AliasChanged, "and another tensor shares its memory"),
         (OpaqueResult, "cannot be shown to the next stages"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -74,12 +75,16 @@ def shaped_by_values(name: str, args: tuple[Any, ...]) -> bool:
     return name in _SHAPED_BY_VALUES
 
 
-def results_of(result: Any, changed: Tensor | None) -> list[Tensor]:
-    """The tensors a call leaves behind: its results and what it changed in place, each object once."""
+def results_of(result: Any, written: Iterable[Tensor]) -> list[Tensor]:
+    """The tensors a call leaves behind: its results and what it wrote to, each object once."""
     leaves = [result] if isinstance(result, Tensor) else [x for x in tree_leaves(result) if isinstance(x, Tensor)]
-    if changed is not None and all(changed is not leaf for leaf in leaves):
-        leaves.append(changed)
+    leaves += [tensor for tensor in written if all(tensor is not leaf for leaf in leaves)]
     return leaves
+
+
+def unique(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Each object once, in order."""
+    return list({id(tensor): tensor for tensor in tensors}.values())
 
 
 _FLAT = frozenset((Tensor, nn.Parameter, type(None), bool, int, float, str, torch.dtype, torch.device))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from lightning_pipe.errors import CutError
-from lightning_pipe.pipeline.cut.functions import leaves_of
+from lightning_pipe.pipeline.cut.functions import leaves_of, unique
 from lightning_pipe.pipeline.cut.path import Call, Crossing, Entry, Passed, Path, Repeated, TensorSpec
 from lightning_pipe.pipeline.cut.placeholder import Placeholder
 from lightning_pipe.pipeline.cut.received import Inbox
@@ -185,7 +185,7 @@ class StageRun:
         try:
             with tracker.paused(), self._streams.isolated(self._micro_batch, key), stored_in(self.skips):
                 tracker.touch(tensors, name)
-                versions = [version_of(tensor) for tensor in tensors]
+                before = [(tensor, version_of(tensor), tracker.written([tensor])) for tensor in tensors]
                 skips, events = dict(self.skips), len(self.skips.events)
                 if self._profiler is not None:
                     self._profiler(name, key, forward, args, kwargs, skips)
@@ -197,7 +197,7 @@ class StageRun:
                 start = _graph_nodes()
                 result = forward(*args, **kwargs)
                 tracker.spans.append((start, _graph_nodes()))
-                changed = [t for t, version in zip(tensors, versions, strict=True) if version_of(t) != version]
+                changed = [(tensor, own) for tensor, version, own in before if version_of(tensor) != version]
                 release_saved()
                 stashed, popped = self._skipped(name, skips, events)
                 call = self._describe(name, result, arguments, changed, stashed, popped, watch)
@@ -232,7 +232,7 @@ class StageRun:
         name: str,
         result: Any,
         arguments: list[Any],
-        changed: list[Tensor],
+        changed: list[tuple[Tensor, list[Tensor]]],
         stashed: tuple[Key, ...],
         popped: tuple[Key, ...],
         watch: Watch | None,
@@ -243,8 +243,8 @@ class StageRun:
         effects = [] if watch is None else list(watch.effects())
         leaves += [leaf for _, own in effects for leaf in own]
         position_of = {id(argument): i for i, argument in reversed([*enumerate(arguments)])}
-        mutated = tuple([position_of[id(tensor)] for tensor in changed])
-        numbered = list(changed)
+        mutated = tuple([position_of[id(tensor)] for tensor, _ in changed])
+        numbered = unique([*(tensor for tensor, _ in changed), *(one for _, written in changed for one in written)])
         described: list[Any] = []
         first: dict[int, int] = {}
         for position, leaf in enumerate(leaves):
@@ -279,10 +279,8 @@ class StageRun:
         with tracker.paused():
             call = tracker.expect(name)
             arguments = leaves_of(args, kwargs)
-            results: list[Tensor] = []
-            for position in call.mutated:
-                tracker.forget(arguments[position], name)
-                results.append(arguments[position])
+            results = tracker.written([arguments[position] for position in call.mutated])
+            tracker.forget(results, name)
             leaves: list[Any] = []
             for leaf in call.leaves:
                 if isinstance(leaf, Passed):

@@ -25,6 +25,7 @@ from lightning_pipe.pipeline.cut.functions import (
     leaves_of,
     results_of,
     shaped_by_values,
+    unique,
 )
 from lightning_pipe.pipeline.cut.path import Call, TensorSpec
 from lightning_pipe.pipeline.cut.placeholder import Placeholder, shape_only
@@ -261,33 +262,49 @@ class Tracker(TorchFunctionMode):
     def _stand_in(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
         call = self.expect(name)
         changed = changed_in_place(name, args, kwargs)
+        written = self.written([] if changed is None else [changed])
         if name in AUTOGRAD:
             if not isinstance(args[0], Placeholder):
                 return func(*args, **kwargs)
-            self.follow([] if changed is None else [changed], call)
+            self.follow(written, call)
             return RemovableHandle(OrderedDict()) if name == "register_hook" else changed
-        if changed is not None:
-            self.forget(changed, name)
+        self.forget(written, name)
         if call.structure is None:
             result = shape_only(func, args, kwargs)
         else:
             device = next(leaf.device for leaf in leaves_of(args, kwargs) if isinstance(leaf, Tensor))
             leaves = [Placeholder.of(leaf, device) if isinstance(leaf, TensorSpec) else leaf for leaf in call.leaves]
             result = tree_unflatten(leaves, call.structure)
-        self.follow(results_of(result, changed), call)
+        self.follow(results_of(result, written), call)
         return result
 
-    def forget(self, changed: Tensor, name: str) -> None:
-        """Turn a known tensor into a placeholder, because ``name`` writes another stage's values into it."""
-        if isinstance(changed, Placeholder):
-            return
-        owned = self._holdings.name_of(changed)
-        if owned is not None:
+    def written(self, changed: Sequence[Tensor]) -> list[Tensor]:
+        """What is written to when tensors change in place: they, and what those that are not derived are views of.
+
+        A view of a derived tensor is derived itself: that both change needs no word.
+        """
+        bases = [tensor._base for tensor in changed if tensor._base is not None and not self.derived(tensor)]
+        return unique([*changed, *bases])
+
+    def forget(self, written: Sequence[Tensor], name: str) -> None:
+        """Turn known tensors into placeholders, because ``name`` writes another stage's values into them."""
+        known = [tensor for tensor in written if not isinstance(tensor, Placeholder)]
+        for tensor in known:
+            owned = self._holdings.name_of(tensor)
+            if owned is not None:
+                raise CutError(
+                    f"'{name}' changes '{owned}' in place before this stage's layers, with values of an earlier stage.",
+                    hint=f"Change '{owned}' after the last layer, or inside a layer.",
+                )
+        memories = [tensor.untyped_storage() for tensor in known]
+        for tensor in known:
+            swap(tensor, Placeholder.of(TensorSpec.of(tensor), tensor.device))
+        if any(torch._C._storage_Use_Count(memory._cdata) > 1 for memory in memories):  # 1: the list here
             raise CutError(
-                f"'{name}' changes '{owned}' in place before this stage's layers, with values of an earlier stage.",
-                hint=f"Change '{owned}' after the last layer, or inside a layer.",
+                f"'{name}' changes a tensor {tuple(known[0].shape)} {known[0].dtype} in place before this stage's "
+                "layers, with values of an earlier stage, and another tensor shares its memory.",
+                hint="Change the tensor itself, before there are views of it, or use the out-of-place form.",
             )
-        swap(changed, Placeholder.of(TensorSpec.of(changed), changed.device))
 
     def _run(self, name: str, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
         for tensor in tensors:
@@ -295,14 +312,16 @@ class Tracker(TorchFunctionMode):
                 self._holdings.use(tensor)
         self.touch(tensors, name)
         changed = changed_in_place(name, args, kwargs)
-        if changed is not None and id(changed) in self._read_before:
-            self._check_not_read(changed, name)
+        written = self.written([] if changed is None else [changed])
+        for tensor in written:
+            if id(tensor) in self._read_before:
+                self._check_not_read(tensor, name)
         if name in RANDOM:
             with self._streams.isolated(self._micro_batch, -1, len(self.calls)):
                 result = func(*args, **kwargs)
         else:
             result = func(*args, **kwargs)
-        numbers, differentiable = self.numbers(results_of(result, changed))
+        numbers, differentiable = self.numbers(results_of(result, written))
         if shaped_by_values(name, args):
             leaves, structure = tree_flatten(result)
             described = tuple(TensorSpec.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
