@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
+from lightning_pipe.pipeline.cut.changes import counting
 from lightning_pipe.pipeline.cut.path import TensorSpec
 
 
@@ -64,10 +65,11 @@ def fresh(micro_batch: Any) -> Any:
 
 
 def _copy(tensor: Tensor) -> Tensor:
-    clone = tensor.clone()
-    if clone.is_nested or clone.layout is not torch.strided or clone.stride() == tensor.stride():
-        return clone
-    return TensorSpec.of(tensor).lay_out(clone)  # strides decide whether contiguous() returns the tensor or a copy
+    with counting():
+        clone = tensor.clone()
+        if clone.is_nested or clone.layout is not torch.strided or clone.stride() == tensor.stride():
+            return clone
+        return TensorSpec.of(tensor).lay_out(clone)  # strides decide whether contiguous() returns the tensor or a copy
 
 
 def signature(node: Any) -> Hashable:

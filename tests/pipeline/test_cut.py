@@ -360,6 +360,45 @@ def test_evaluation_between_batches_changes_nothing(run: dict[str, Any]) -> None
     assert_same(Carried(), batches(), between=evaluate, **run)
 
 
+class OwnChangedByLayer(Net):
+    """The second layer changes a tensor of the step's own in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[1] = InPlaceBlock()
+
+    def body(self, h: Tensor, x: Tensor) -> Tensor:
+        own = torch.ones(len(x), WIDTH)
+        h = self.layers[0](h) + self.layers[1](own)
+        for layer in self.layers[2:]:
+            h = layer(h)
+        return h * own
+
+
+class BatchChangedByLayer(Net):
+    """The first layer changes the batch in place, which is the target as well."""
+
+    block = InPlaceBlock
+
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        return F.mse_loss(self.head(self.body(x, x)), y) + F.mse_loss(x, y)
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("model", [OwnChangedByLayer, BatchChangedByLayer, FilledThroughViews, ViewsAndChunks])
+def test_evaluation_gives_the_loss_of_one_device(model: type[Net], context: Any, run: dict[str, Any]) -> None:
+    net, data = model(), batch(5)
+    losses: list[float] = []
+
+    def evaluate(pipeline: Any, module: nn.Module) -> None:
+        with context():
+            losses.extend(map(float, pipeline.evaluate(lambda _, part: module(**part), [data]).values()))
+
+    pipelined(net, batches(1), 1, between=evaluate, optimizer=lambda ps, lr: torch.optim.SGD(ps, lr=0.0), **run)
+    with torch.no_grad():
+        assert losses == pytest.approx([float(net(**data))], abs=1e-12)
+
+
 class ReadsValue(Net):
     def body(self, h: Tensor, x: Tensor) -> Tensor:
         for layer in self.layers:

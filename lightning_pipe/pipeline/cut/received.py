@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_pipe.pipeline.cut.changes import counted
+
 
 class Inbox:
     """Tensors received at a cut, and, after the backward pass, their gradients.
@@ -31,7 +33,7 @@ class Inbox:
             self.anchor = torch.zeros((), requires_grad=True)
             entered = iter(_Enter.apply(self.anchor, self, *wanted) if wanted else ())  # type: ignore[no-untyped-call]
         self.tensors = [
-            next(entered) if needed else tensor.detach() for tensor, needed in zip(tensors, requires_grad, strict=True)
+            next(entered) if needed else counted(tensor) for tensor, needed in zip(tensors, requires_grad, strict=True)
         ]
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from lightning_pipe.errors import CutError
+from lightning_pipe.pipeline.cut.changes import has_changed, state_of, version_of
 from lightning_pipe.pipeline.cut.functions import leaves_of, unique
 from lightning_pipe.pipeline.cut.path import Call, Crossing, Entry, Passed, Path, Repeated, TensorSpec
 from lightning_pipe.pipeline.cut.placeholder import Placeholder
@@ -185,7 +186,10 @@ class StageRun:
         try:
             with tracker.paused(), self._streams.isolated(self._micro_batch, key), stored_in(self.skips):
                 tracker.touch(tensors, name)
-                before = [(tensor, version_of(tensor), tracker.written([tensor])) for tensor in tensors]
+                before = [
+                    (tensor, state_of(tensor, derived=tracker.derived(tensor)), tracker.written([tensor]))
+                    for tensor in tensors
+                ]
                 skips, events = dict(self.skips), len(self.skips.events)
                 if self._profiler is not None:
                     self._profiler(name, key, forward, args, kwargs, skips)
@@ -197,7 +201,7 @@ class StageRun:
                 start = _graph_nodes()
                 result = forward(*args, **kwargs)
                 tracker.spans.append((start, _graph_nodes()))
-                changed = [(tensor, own) for tensor, version, own in before if version_of(tensor) != version]
+                changed = [(tensor, written) for tensor, state, written in before if has_changed(tensor, state)]
                 release_saved()
                 stashed, popped = self._skipped(name, skips, events)
                 call = self._describe(name, result, arguments, changed, stashed, popped, watch)
@@ -386,8 +390,3 @@ def _entry(number: int, tensor: Tensor, shared: bool) -> Entry:
     # A view made under no_grad says that it requires a gradient and has none to give (torch 2.13).
     detached = tensor._is_view() and tensor.grad_fn is None
     return Entry(number, spec, tensor.requires_grad and not detached, shared or spec.overlaps)
-
-
-def version_of(tensor: Tensor) -> int:
-    """How often a tensor was changed in place; inference tensors do not count (torch 2.13)."""
-    return 0 if tensor.is_inference() else tensor._version

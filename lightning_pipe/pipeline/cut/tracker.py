@@ -6,6 +6,7 @@ import itertools
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -16,6 +17,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.hooks import RemovableHandle
 
 from lightning_pipe.errors import CutError
+from lightning_pipe.pipeline.cut.changes import FACTORIES, counting
 from lightning_pipe.pipeline.cut.functions import (
     AUTOGRAD,
     METADATA,
@@ -254,7 +256,8 @@ class Tracker(TorchFunctionMode):
         if self.waiting:
             self._read_before.update(map(id, tensors))
         if not any(self.derived(tensor) for tensor in tensors):
-            return func(*args, **kwargs)
+            with counting() if name in FACTORIES and kwargs.get("out") is None else nullcontext():
+                return func(*args, **kwargs)
         return (
             self._stand_in(name, func, args, kwargs) if self.waiting else self._run(name, func, args, kwargs, tensors)
         )
@@ -303,7 +306,12 @@ class Tracker(TorchFunctionMode):
             raise CutError(
                 f"'{name}' changes a tensor {tuple(known[0].shape)} {known[0].dtype} in place before this stage's "
                 "layers, with values of an earlier stage, and another tensor shares its memory.",
-                hint="Change the tensor itself, before there are views of it, or use the out-of-place form.",
+                hint="Change the tensor itself, before there are views of it, or use the out-of-place form."
+                + (
+                    " Trainer(inference_mode=False) lets views be followed."
+                    if torch.is_inference_mode_enabled()
+                    else ""
+                ),
             )
 
     def _run(self, name: str, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:

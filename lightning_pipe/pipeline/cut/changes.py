@@ -1,0 +1,61 @@
+"""Notices that tensors change in place.
+
+Autograd counts the changes, and knows what a view is a view of, but not for tensors that are made in inference mode
+(torch 2.13), in which Lightning evaluates. So the tensors of a step are made outside it where that is possible.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+# ruff: noqa: SIM905  a table of names is easier to read as words than as a list of strings
+
+FACTORIES = frozenset(
+    """
+    arange as_tensor empty empty_like empty_strided eye from_numpy full full_like linspace logspace new_empty
+    new_empty_strided new_full new_ones new_tensor new_zeros ones ones_like rand rand_like randint randint_like randn
+    randn_like randperm scalar_tensor tensor zeros zeros_like
+    """.split()
+)
+"""Functions that make a tensor of their own."""
+
+
+@contextmanager
+def counting() -> Iterator[None]:
+    """Tensors that are made inside count their changes."""
+    if not torch.is_inference_mode_enabled():
+        yield
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+def counted(tensor: Tensor) -> Tensor:
+    """The same memory without a graph, as a tensor that counts its changes."""
+    if not tensor.is_inference():
+        return tensor.detach()
+    with counting():
+        alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        return alias.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often a tensor was changed in place; 0 where nobody counts."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def state_of(tensor: Tensor, *, derived: bool) -> int | Tensor:
+    """What tells with `has_changed` whether a tensor changes in place: its version, or its value where nobody counts.
+
+    Derived tensors need no value: where nobody counts they cross a cut as they are then.
+    """
+    return tensor.clone() if tensor.is_inference() and not derived else version_of(tensor)
+
+
+def has_changed(tensor: Tensor, state: int | Tensor) -> bool:
+    """Whether a tensor has changed since."""
+    return not torch.equal(tensor, state) if isinstance(state, Tensor) else version_of(tensor) != state
