@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -102,6 +103,29 @@ def pipelined(entry: Entry, point: Point) -> Trace:
     for trace in traces[1:]:
         oracle.assert_equal(replace(trace, losses=[]), whole, tolerance=0.0)
     return whole
+
+
+def evaluated(entry: Entry, point: Point, context: Callable[[], AbstractContextManager[Any]]) -> list[float]:
+    """The losses of the micro-batches of one batch in an evaluation, twice, with the weights of the beginning."""
+    ranks, family = point.pipeline_ranks, schedules.get(point.schedule)
+    loss_rank = family.build(ranks, 2 * ranks, stages=point.stages).loss_ranks[0]
+    world = memory_world(Topology.for_schedule(ranks, 1, loss_rank=loss_rank), timeout=timedelta(seconds=20))
+    modules = [entry.build() for _ in world]
+    losses: dict[tuple[int, int], float] = {}
+
+    def body(transport: MemoryTransport) -> None:
+        module = modules[transport.process]
+        layers = find_layers(module, entry.layers)
+        pipeline = Pipeline(module, layers, divide(module, layers, point.stages), family, transport)
+        pipeline.partition()
+        for time in range(2):
+            parts = oracle.split(entry.batches(1)[0], point.micro_batches)
+            with context():
+                results = pipeline.evaluate(lambda _, part: module.loss(part), parts)
+            losses.update({(time, index): float(loss) for index, loss in results.items()})
+
+    run_threads(world, body, timeout=60)
+    return [losses[place] for place in sorted(losses)]
 
 
 def _rank(entry: Entry, module: Module, point: Point, transport: MemoryTransport) -> Trace:

@@ -6,11 +6,12 @@ import random
 from collections import Counter
 
 import pytest
+import torch
 
 from lightning_pipe.errors import CutError
 from tests import oracle
 from tests.pipeline.programs import entry
-from tests.pipeline.sweep import Point, expected, pipelined
+from tests.pipeline.sweep import Point, evaluated, expected, pipelined
 from tests.zoo import Entry
 
 CHUNK = 25
@@ -69,3 +70,38 @@ def test_random_programs(changes: bool) -> None:
 @pytest.mark.parametrize("start", range(1000, 2000, CHUNK))
 def test_many_random_programs(start: int, changes: bool) -> None:
     check(range(start, start + CHUNK), changes)
+
+
+def check_evaluation(seeds: range, changes: bool) -> None:
+    outcomes: Counter[str] = Counter()
+    for seed in seeds:
+        for context in (torch.no_grad, torch.inference_mode):
+            model, at = entry(seed, changes), point(seed)
+            with torch.no_grad():
+                try:
+                    module = model.build()
+                    truth = [float(module.loss(part)) for part in oracle.split(model.batches(1)[0], at.micro_batches)]
+                except RuntimeError:  # changes of expanded tensors
+                    continue
+            try:
+                found = evaluated(model, at, context)
+            except CutError as error:
+                if "shares" not in str(error):
+                    raise
+                outcomes["refused"] += 1
+                continue
+            assert found == pytest.approx(2 * truth, rel=1e-9, abs=1e-9), f"{model} at {at}, {context.__name__}"
+            outcomes["equal"] += 1
+    assert outcomes["equal"] >= 0.7 * outcomes.total(), outcomes
+
+
+@pytest.mark.parametrize("changes", [False, True], ids=["pure", "in_place"])
+def test_random_programs_in_evaluation(changes: bool) -> None:
+    check_evaluation(range(20), changes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", [False, True], ids=["pure", "in_place"])
+@pytest.mark.parametrize("start", range(2000, 3000, CHUNK))
+def test_many_random_programs_in_evaluation(start: int, changes: bool) -> None:
+    check_evaluation(range(start, start + CHUNK), changes)
