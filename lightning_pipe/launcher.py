@@ -58,8 +58,12 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         ScriptLauncher._started = None
         for process in started.processes:
             process.wait()
-        if dist.is_available() and dist.is_initialized():
-            dist.destroy_process_group()
+        if dist.is_available():
+            if dist.is_initialized():
+                dist.destroy_process_group()
+            # a group that failed while it was made leaves its number behind: the children's would have another name,
+            # and all would wait for the timeout (torch 2.13)
+            dist.distributed_c10d._world.group_count = 0
         for name, value in started.environment.items():
             os.environ.pop(name, None)
             if value is not None:

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from lightning.fabric.plugins.environments import LightningEnvironment
 from omegaconf import OmegaConf
 
@@ -101,7 +102,9 @@ def test_the_next_job_finds_nothing_of_the_last(in_job: None, monkeypatch: pytes
     ScriptLauncher.forget_finished_job()  # still the same job
     assert os.environ["WORLD_SIZE"] == "3"
     monkeypatch.setattr(launcher, "_hydra", lambda: job(4, "other"))
+    dist.distributed_c10d._world.group_count = 1  # the job has failed while its process group was made
     ScriptLauncher.forget_finished_job()
+    assert dist.distributed_c10d._world.group_count == 0
     assert dict(os.environ) == clean
     assert all(child.waited for child in starter.procs)  # type: ignore[attr-defined]
     os.environ.update(before)
