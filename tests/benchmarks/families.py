@@ -26,6 +26,10 @@ TOLERANCES = {4: 0.03, 8: 0.05}
 UNIT = {4: 0.04, 8: 0.08}
 """Seconds of a rank's forward pass of one micro-batch; its backward pass takes two of them, in two halves."""
 
+ROWS = 512
+"""Of a micro-batch with real compute: the tokens of one sequence. Fewer, and adding up the gradients of Chimera's two
+copies of the weights takes longer than computing them."""
+
 
 class _Sleep(torch.autograd.Function):
     """The identity; its backward pass sleeps as long as its forward pass was told to."""
@@ -157,7 +161,7 @@ def compare(transport: Transport, families: tuple[Family, Family], rounds: int) 
         net = nn.Sequential(*(Block(512) for _ in range(4)))
         pipeline = Pipeline(net, find_layers(net), [2, 2], family, transport)
         pipeline.partition()
-        parts = list(torch.randn(64, 512).chunk(2))
+        parts = list(torch.randn(2 * ROWS, 512).chunk(2))
 
         def run() -> float:
             net.zero_grad()
