@@ -146,6 +146,15 @@ class FilledThroughViews(Net):
         return super().body(h, x) * tokens + more
 
 
+class OwnStatistics(Net):
+    """Running statistics of the step's own."""
+
+    def body(self, h: Tensor, x: Tensor) -> Tensor:
+        mean, var = torch.zeros(WIDTH), torch.ones(WIDTH)
+        h = F.batch_norm(h, mean, var, None, None, True)
+        return super().body(h, x) * var + mean
+
+
 class ViewChangedByLayer(Net):
     """The first layer changes a view of the batch in place, and of a tensor of the step's own."""
 
@@ -302,8 +311,8 @@ class TakesBatchApart(Net):
 
 EXACT = [
     Net, InPlace, Dictionaries, NonContiguous, Assembled, Carried, Scaled, KnownPath, CustomFunction, Frozen,
-    FilledThroughViews, ViewChangedByLayer, NoGradPrefix, Checkpointed, ReentrantCheckpointed, SharedByLayers,
-    TiedEnds, UnusedParameter, ReturnsDictionary, ViewsAndChunks, KeepsState,
+    FilledThroughViews, OwnStatistics, ViewChangedByLayer, NoGradPrefix, Checkpointed, ReentrantCheckpointed,
+    SharedByLayers, TiedEnds, UnusedParameter, ReturnsDictionary, ViewsAndChunks, KeepsState,
 ]  # fmt: skip
 
 
@@ -449,6 +458,16 @@ class AliasChanged(Net):
         return super().body(h, x) + alias
 
 
+class FunctionalNorm(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(WIDTH))
+        self.register_buffer("var", torch.ones(WIDTH))
+
+    def body(self, h: Tensor, x: Tensor) -> Tensor:
+        return super().body(F.batch_norm(h, self.mean, self.var, training=True), x)
+
+
 class OpaqueResult(Net):
     class block(Block):
         def forward(self, x: Any) -> Any:
@@ -472,6 +491,7 @@ class Box:
         (Penalty, r"'layers.0.linear.weight' is used on rank"),
         (Twice, "called a second time"),
         (AliasChanged, "and another tensor shares its memory"),
+        (FunctionalNorm, "'batch_norm' changes 'mean' in place before this stage's layers"),
         (OpaqueResult, "cannot be shown to the next stages"),
     ],
 )

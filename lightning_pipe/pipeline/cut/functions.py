@@ -51,6 +51,9 @@ _IN_PLACE = frozenset(
 )
 
 
+_NORMS = frozenset("batch_norm instance_norm".split())
+
+
 def function_name(func: Any) -> str:
     """The name under which a torch function is recorded; property getters get their property's name."""
     name = getattr(func, "__name__", str(func))
@@ -59,12 +62,18 @@ def function_name(func: Any) -> str:
     return str(name)
 
 
-def changed_in_place(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-    """The tensor that a torch function changes in place, by torch's naming rule."""
-    if name in _IN_PLACE or name.endswith(".__set__") or (name.endswith("_") and not name.endswith("__")):
-        return args[0] if args and isinstance(args[0], Tensor) else None
-    out = kwargs.get("out")
-    return out if isinstance(out, Tensor) else None
+def changed_in_place(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """The tensors that a torch function changes in place, by torch's naming rule; running statistics besides."""
+    found: Iterable[Any]
+    if name in _NORMS:
+        given = dict(zip(("input", "running_mean", "running_var"), args, strict=False)) | kwargs
+        changes = given.get("training") or given.get("use_input_stats")  # of the one and the other, never left out here
+        found = [given.get("running_mean"), given.get("running_var")] if changes else []
+    elif name in _IN_PLACE or name.endswith(".__set__") or (name.endswith("_") and not name.endswith("__")):
+        found = args[:1]
+    else:
+        found = [kwargs.get("out")]
+    return [tensor for tensor in found if isinstance(tensor, Tensor)]
 
 
 def shaped_by_values(name: str, args: tuple[Any, ...]) -> bool:

@@ -264,13 +264,12 @@ class Tracker(TorchFunctionMode):
 
     def _stand_in(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
         call = self.expect(name)
-        changed = changed_in_place(name, args, kwargs)
-        written = self.written([] if changed is None else [changed])
+        written = self.written(changed_in_place(name, args, kwargs))
         if name in AUTOGRAD:
             if not isinstance(args[0], Placeholder):
                 return func(*args, **kwargs)
             self.follow(written, call)
-            return RemovableHandle(OrderedDict()) if name == "register_hook" else changed
+            return RemovableHandle(OrderedDict()) if name == "register_hook" else args[0]
         self.forget(written, name)
         if call.structure is None:
             result = shape_only(func, args, kwargs)
@@ -319,8 +318,7 @@ class Tracker(TorchFunctionMode):
             if isinstance(tensor, nn.Parameter):
                 self._holdings.use(tensor)
         self.touch(tensors, name)
-        changed = changed_in_place(name, args, kwargs)
-        written = self.written([] if changed is None else [changed])
+        written = self.written(changed_in_place(name, args, kwargs))
         for tensor in written:
             if id(tensor) in self._read_before:
                 self._check_not_read(tensor, name)
