@@ -458,6 +458,27 @@ class AliasChanged(Net):
         return super().body(h, x) + alias
 
 
+class Flattened(Net):
+    """A layer returns a view of the batch, which is changed in place by the next layer, or after all."""
+
+    changing = 1
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers.insert(0, nn.Unflatten(1, (2, 3)))
+        self.layers[self.changing] = InPlaceBlock()
+
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        flat = h = self.layers[0](x).flatten(1)
+        for layer in self.layers[1:4]:
+            h = layer(h)
+        return F.mse_loss(self.layers[4](flat) + h, x)
+
+
+class FlattenedChangedLater(Flattened):
+    changing = 4
+
+
 class FunctionalNorm(Net):
     def __init__(self) -> None:
         super().__init__()
@@ -492,6 +513,8 @@ class Box:
         (Twice, "called a second time"),
         (AliasChanged, "and another tensor shares its memory"),
         (FunctionalNorm, "'batch_norm' changes 'mean' in place before this stage's layers"),
+        (Flattened, "an argument of the layer that returned it shares its memory"),
+        (FlattenedChangedLater, "another tensor that crosses the cut shares its memory"),
         (OpaqueResult, "cannot be shown to the next stages"),
     ],
 )

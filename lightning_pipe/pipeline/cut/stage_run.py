@@ -202,6 +202,7 @@ class StageRun:
                 result = forward(*args, **kwargs)
                 tracker.spans.append((start, _graph_nodes()))
                 changed = [(tensor, written) for tensor, state, written in before if has_changed(tensor, state)]
+                tracker.check_not_lent([tensor for tensor, _ in changed], name)
                 release_saved()
                 stashed, popped = self._skipped(name, skips, events)
                 call = self._describe(name, result, arguments, changed, stashed, popped, watch)
@@ -262,6 +263,7 @@ class StageRun:
                 described.append(Repeated(first[id(leaf)]))
             elif isinstance(leaf, Tensor):
                 self.tracker.touch([leaf], f"the result of {name}", new=True)
+                self.tracker.lend(leaf, arguments)
                 described.append(TensorSpec.of(leaf))
                 numbered.append(leaf)
             else:
@@ -348,6 +350,7 @@ class StageRun:
             ]
             # What came as copies of one memory still stands for one memory where it goes next.
             shared = overlapping([tensor for _, tensor in alive]) | {id(tensor) for tensor, *_ in self._shared}
+            shared |= {id(tensor) for _, tensor in alive if self.tracker.is_lent(tensor)}
             following = self._stage + 1
             leaving: dict[int, list[tuple[Entry, Tensor]]] = {following: []}
             for number, tensor in alive:

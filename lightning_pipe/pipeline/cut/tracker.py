@@ -83,6 +83,7 @@ class Tracker(TorchFunctionMode):
         self._expected = expected or ()
         self._unfilled: dict[int, str] = {}
         self._read_before: set[int] = set()
+        self._lent: dict[int, Tensor] = {}
         self._token = next(_tokens)
         self._alive: dict[int, weakref.ref[Tensor]] = {}
         self._next = 0
@@ -288,6 +289,29 @@ class Tracker(TorchFunctionMode):
         bases = [tensor._base for tensor in changed if tensor._base is not None and not self.derived(tensor)]
         return unique([*changed, *bases])
 
+    def lend(self, result: Tensor, arguments: Sequence[Any]) -> None:
+        """Note that a layer returns a view of an argument that is not derived, which every stage has for itself."""
+        base = result._base
+        if base is None:
+            return
+        given = [argument for argument in arguments if isinstance(argument, Tensor) and not self.derived(argument)]
+        if any(argument is base or argument._base is base for argument in given):
+            self._lent[id(base)] = base
+
+    def is_lent(self, tensor: Tensor) -> bool:
+        """Whether a derived tensor is a view of one that is not."""
+        return bool(self._lent) and id(tensor._base) in self._lent and self.derived(tensor)
+
+    def check_not_lent(self, changed: Sequence[Tensor], name: str) -> None:
+        """Raise if a change in place would reach, on this stage alone, a tensor that every stage has for itself."""
+        for tensor in changed:
+            if self.partial and self.is_lent(tensor):
+                raise CutError(
+                    f"'{name}' changes a tensor {tuple(tensor.shape)} {tensor.dtype} in place, and an argument of the "
+                    "layer that returned it shares its memory; other stages have that argument as it was.",
+                    hint="Use the out-of-place form, or .clone() one of them.",
+                )
+
     def forget(self, written: Sequence[Tensor], name: str) -> None:
         """Turn known tensors into placeholders, because ``name`` writes another stage's values into them."""
         known = [tensor for tensor in written if not isinstance(tensor, Placeholder)]
@@ -318,7 +342,9 @@ class Tracker(TorchFunctionMode):
             if isinstance(tensor, nn.Parameter):
                 self._holdings.use(tensor)
         self.touch(tensors, name)
-        written = self.written(changed_in_place(name, args, kwargs))
+        changed = changed_in_place(name, args, kwargs)
+        self.check_not_lent(changed, name)
+        written = self.written(changed)
         for tensor in written:
             if id(tensor) in self._read_before:
                 self._check_not_read(tensor, name)
