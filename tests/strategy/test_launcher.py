@@ -35,6 +35,12 @@ main()
 """
 
 
+def clean_environment() -> dict[str, str]:
+    """Without the variables that a Trainer leaves in its process: with them a script would wait for a launcher."""
+    left = {name: value for name, value in os.environ.items() if name not in launcher._VARIABLES}
+    return left | {"PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
+
+
 def job(number: int, folder: str) -> Any:
     """Hydra's configuration in one job of a sweep."""
     return OmegaConf.create(
@@ -144,7 +150,7 @@ trainer.fit(Fails().double(), datamodule=Data())
 def test_an_error_is_told_once(process: str, message: str, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(FAILING)
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
+    environment = clean_environment()
     ended = subprocess.run(
         [sys.executable, str(script), process], capture_output=True, text=True, timeout=110, env=environment
     )
@@ -158,8 +164,7 @@ def test_an_error_is_told_once(process: str, message: str, tmp_path: Path) -> No
 def test_a_sweep_over_the_number_of_processes(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    root = Path(__file__).parents[2]
-    environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+    environment = clean_environment()
     command = [sys.executable, str(script), "-m", "+devices=2,3,2", f"hydra.sweep.dir={tmp_path}/out"]
     subprocess.run(command, check=True, timeout=110, env=environment, cwd=tmp_path)
     found = {folder: sorted(p.name for p in (tmp_path / "out" / folder).glob("process_*")) for folder in "012"}

@@ -20,6 +20,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_pipe import PipeStrategy
 from tests.launch import run_trainers
 from tests.strategy.lit import Data, Lit
+from tests.strategy.test_launcher import clean_environment
 from tests.strategy.worlds import QUIET, quiet
 
 AT = 3
@@ -118,9 +119,8 @@ trainer.fit(Slow().double(), datamodule=Data())
 def test_a_terminated_run_leaves_no_process(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    environment = os.environ | {"PYTHONPATH": os.getcwd(), "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(
-        [sys.executable, script], env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True
+        [sys.executable, script], env=clean_environment(), stdout=subprocess.PIPE, text=True, start_new_session=True
     ) as first:
         try:
             assert first.stdout is not None
