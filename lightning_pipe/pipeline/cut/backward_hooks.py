@@ -7,46 +7,20 @@ tensor that went in.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor
 from torch.utils.hooks import BackwardHook
 
+from lightning_pipe.pipeline.cut.patch import Patch
 from lightning_pipe.pipeline.cut.placeholder import Placeholder
 
-if TYPE_CHECKING:
-    from lightning_pipe.pipeline.cut.stage_run import StageRun
-
 _original = BackwardHook._apply_on_tensors
-_local = threading.local()
-_lock = threading.Lock()
-_users = 0
-
-
-@contextmanager
-def backward_hooks_know(current: Callable[[], StageRun | None]) -> Iterator[None]:
-    """While the context lasts, backward hooks that this thread sets up ask ``current`` which stage runs."""
-    global _users  # noqa: PLW0603 - torch's class is global too
-    with _lock:
-        _users += 1
-        BackwardHook._apply_on_tensors = _apply_on_tensors  # type: ignore[method-assign]
-    before, _local.current = getattr(_local, "current", None), current
-    try:
-        yield
-    finally:
-        _local.current = before
-        with _lock:
-            _users -= 1
-            if not _users:
-                BackwardHook._apply_on_tensors = _original  # type: ignore[method-assign]
 
 
 def _apply_on_tensors(self: BackwardHook, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    current = getattr(_local, "current", None)
-    run: StageRun | None = current() if current is not None else None
+    run = BACKWARD_HOOKS.run
     if run is None or run.inside:
         return _original(self, fn, args)  # type: ignore[no-untyped-call]
     if run.tracker.waiting and run.tracker.complete:
@@ -60,3 +34,7 @@ def _apply_on_tensors(self: BackwardHook, fn: Callable[..., Any], args: tuple[An
         if isinstance(old, Tensor) and new is not old:
             run.tracker.rename(old, new, replace=is_output)
     return results, places
+
+
+BACKWARD_HOOKS = Patch((BackwardHook, "_apply_on_tensors", _apply_on_tensors))
+"""While it is installed, backward hooks that are set up look where their module runs."""

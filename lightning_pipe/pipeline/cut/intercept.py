@@ -9,9 +9,9 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from lightning_pipe.pipeline.cut.backward_hooks import backward_hooks_know
+from lightning_pipe.pipeline.cut.backward_hooks import BACKWARD_HOOKS
 from lightning_pipe.pipeline.cut.caches import Caches
-from lightning_pipe.pipeline.cut.checkpoints import checkpoints_know
+from lightning_pipe.pipeline.cut.checkpoints import CHECKPOINTS
 from lightning_pipe.pipeline.cut.side_effects import Keepers
 from lightning_pipe.pipeline.cut.stage_run import StageRun
 
@@ -48,7 +48,11 @@ class Interceptor:
                 self._wrap(layer, self._layer_forward(number, layer), before)
             for key, (name, outside) in enumerate(self._outside):
                 self._wrap(outside, self._module_forward(name, key, outside), before)
-            with checkpoints_know(lambda: self.run), backward_hooks_know(lambda: self.run), self._caches.off():
+            with (
+                CHECKPOINTS.installed(lambda: self.run),
+                BACKWARD_HOOKS.installed(lambda: self.run),
+                self._caches.off(),
+            ):
                 yield
         finally:
             for owner, name, value in reversed(before):
