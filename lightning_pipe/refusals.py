@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from lightning_pipe.errors import ConfigurationError, PartitionError
 from lightning_pipe.pipeline.ownership import named_tensors
 from lightning_pipe.pipeline.runner import Pipeline
+from lightning_pipe.schedules import Family
 
 # Optimizers whose step joins numbers of all parameters: on a pipeline each stage would join its own alone.
 _JOINING = {
@@ -84,6 +85,30 @@ def check_shapes(module: pl.LightningModule) -> None:
             f"'{name}' has no shape yet (it belongs to a lazy module): a rank without its layer would never learn it.",
             hint="Give the layer its sizes, or run the module once on an example batch before the Trainer gets it.",
         )
+
+
+def check_synchronized_norms(family: Family, device: torch.device, *, asked: bool, together: bool) -> None:
+    """Refuse batch norms that would wait for each other where they cannot.
+
+    Args:
+        family: the schedule family.
+        device: where this process computes.
+        asked: whether the Trainer has ``sync_batchnorm=True``.
+        together: whether there are synchronized norms, and replicas for them to normalise over.
+
+    Raises:
+        ConfigurationError: names the schedule or the device, and what to do.
+    """
+    if family.pipes > 1 and (asked or together):
+        what, why = f"schedule {family.label}", "the copies of a stage run at different times"
+    elif together and device.type != "cuda":
+        what, why = f"device {device}", "torch's SyncBatchNorm needs GPUs"
+    else:
+        return
+    raise ConfigurationError(
+        f"Synchronized batch norm (sync_batchnorm=True) and {what} do not go together: {why}.",
+        hint="Use plain batch norm: with deferred_batch_norm=True all copies and replicas share running statistics.",
+    )
 
 
 def check_copies(trainer: Any, module: pl.LightningModule) -> None:

@@ -48,6 +48,7 @@ from lightning_pipe.refusals import (
     check_module,
     check_optimizers,
     check_shapes,
+    check_synchronized_norms,
     is_about_several_optimizers,
 )
 from lightning_pipe.reporting import Report
@@ -63,13 +64,6 @@ T = TypeVar("T")
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 """As long as Lightning and torch wait: preparing data on one process counts."""
-
-
-def _sync_refused(what: str, why: str) -> ConfigurationError:
-    return ConfigurationError(
-        f"Synchronized batch norm (sync_batchnorm=True) and {what} do not go together: {why}.",
-        hint="Use plain batch norm: with deferred_batch_norm=True all copies and replicas share running statistics.",
-    )
 
 
 class PipeStrategy(ParallelStrategy):
@@ -318,17 +312,10 @@ class PipeStrategy(ParallelStrategy):
     def _synchronize_batch_norm(self, module: pl.LightningModule) -> None:
         """``Trainer(sync_batchnorm=True)``, or norms that are synchronized ones already."""
         world, every = self.connected, self._layer_sync is not None
-        if every and self.family.pipes > 1:
-            raise _sync_refused(f"schedule {self.family.label}", "the copies of a stage run at different times")
-        if world.layout.world_size == 1:
-            return
-        wanted = any(True for _ in synchronized_norms(module, every=every))
-        if wanted and world.replicas is not None:
-            if self.family.pipes > 1:
-                raise _sync_refused(f"schedule {self.family.label}", "the copies of a stage run at different times")
-            if self.root_device.type != "cuda":
-                raise _sync_refused(f"device {self.root_device}", "torch's SyncBatchNorm needs GPUs")
-        self._unsynchronize.callback(synchronize(module, world.replicas, every=every))
+        together = world.replicas is not None and any(True for _ in synchronized_norms(module, every=every))
+        check_synchronized_norms(self.family, self.root_device, asked=every, together=together)
+        if world.layout.world_size > 1:
+            self._unsynchronize.callback(synchronize(module, world.replicas, every=every))
 
     @override
     @contextmanager
