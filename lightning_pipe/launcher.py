@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from lightning.fabric.strategies.launchers.subprocess_script import _basic_subprocess_cmd
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from typing_extensions import override
+
+if TYPE_CHECKING:
+    from lightning_pipe.world import World
 
 _PR_SET_PDEATHSIG = 1
 _CHILD = "LIGHTNING_PIPE_CHILD"
@@ -32,11 +36,13 @@ class _Started:
         job: names it; ``None`` outside Hydra.
         environment: the variables as they were before.
         processes: the children.
+        worlds: what this process has opened with them.
     """
 
     job: str | None
     environment: dict[str, str | None]
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    worlds: list[World] = field(default_factory=list)
 
 
 class ScriptLauncher(_SubprocessScriptLauncher):
@@ -58,16 +64,27 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         ScriptLauncher._started = None
         for process in started.processes:
             process.wait()
+        for world in started.worlds:
+            world.close()
         if dist.is_available():
             if dist.is_initialized():
                 dist.destroy_process_group()
             # a group that failed while it was made leaves its number behind: the children's would have another name,
             # and all would wait for the timeout (torch 2.13)
             dist.distributed_c10d._world.group_count = 0
+        # torch keeps the server of a store as long as anybody refers to the store, and gives it, with the addresses
+        # of the last job's processes, to the next store on the same port: MASTER_PORT may be the user's (torch 2.13)
+        gc.collect()
         for name, value in started.environment.items():
             os.environ.pop(name, None)
             if value is not None:
                 os.environ[name] = value
+
+    @staticmethod
+    def belongs_to_job(world: World) -> None:
+        """Close this world when the job is over that has started the processes."""
+        if ScriptLauncher._started is not None:
+            ScriptLauncher._started.worlds.append(world)
 
     @override
     def _call_children_scripts(self) -> None:

@@ -263,6 +263,7 @@ class PipeStrategy(ParallelStrategy):
             self.world = World.open(
                 self.layout, self.family, self.root_device, self.cluster_environment, self._backend, self._timeout
             )
+            ScriptLauncher.belongs_to_job(self.world)
         self._seed = self.world.share_randomness()
         self.signals = Signals(module.trainer, self.world)
         if self.world_size > 1:

@@ -141,6 +141,13 @@ class World:
             world.replicas = [dist.new_group(group, timeout=timeout) for group in groups][world.transport.rank]
         return world
 
+    def close(self) -> None:
+        """Let go of the other processes: sockets, threads, groups and the store. Idempotent."""
+        if self.board is not None:
+            self.board.close()
+        self.board = self.replicas = None
+        self.transport.close()
+
     @property
     def everyone(self) -> tuple[int, ...]:
         """All processes."""

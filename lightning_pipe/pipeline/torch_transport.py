@@ -53,12 +53,11 @@ class TorchTransport(Transport):
         self._device_groups: dict[tuple[int, ...], ProcessGroup] = {}
         self._made: set[tuple[int, ...]] = set()
         self._watchers: dict[tuple[int, Lane], Watcher] = {}
-        self._closed = False
         self.everyone = tuple(range(topology.world_size))
         self._make_group(self.everyone)
         self._local: dict[int, LocalPeer] = {}
         pipelines = [self.new_group(topology.pipeline_processes(replica)) for replica in range(topology.replicas)]
-        self._messages = pipelines[self.replica]
+        self._messages: ProcessGroup | None = pipelines[self.replica]
         self._group_ranks = tuple(sorted(self.peers).index(peer) for peer in self.peers)
 
     @override
@@ -147,7 +146,8 @@ class TorchTransport(Transport):
         for peer in self._local.values():
             peer.shutdown()
         for group in (self._messages, *self._host_groups.values()):
-            _abort_gloo(group)
+            if group is not None:
+                _abort_gloo(group)
         # Others may be on their way into a collective of the default group, where nobody will meet them any more.
         if dist.is_initialized() and dist.get_backend() == "gloo" and dist.group.WORLD is not None:
             _abort_gloo(dist.group.WORLD)
@@ -160,11 +160,14 @@ class TorchTransport(Transport):
         for peer in self._local.values():
             peer.close()
         self._local.clear()
-        if not self._closed and dist.is_initialized():
-            groups = (self._messages, *self._host_groups.values(), *self._device_groups.values())
-            for group in {id(group): group for group in groups}.values():
+        groups = (self._messages, *self._host_groups.values(), *self._device_groups.values())
+        if dist.is_initialized():
+            for group in {id(group): group for group in groups if group is not None}.values():
                 dist.destroy_process_group(group)
-        self._closed = True
+        # a group that is referred to keeps its connections and the store
+        self._messages = None
+        self._host_groups.clear()
+        self._device_groups.clear()
 
     def new_group(self, processes: Sequence[int], backend: str = "gloo") -> ProcessGroup:
         """A process group of its own, with this transport's timeout. Collective over the world."""
@@ -222,6 +225,7 @@ class TorchTransport(Transport):
                 local.send(data, tag)
                 return DONE
             # What torch's isend calls, without its checks: they are half of the cost of a small message.
+            assert self._messages is not None
             work = self._messages.send([data], self._group_ranks[peer], tag)
         except (RuntimeError, OSError) as error:
             raise self.failed(operation, error) from error
@@ -240,6 +244,7 @@ class TorchTransport(Transport):
             local = self._local.get(peer)
             if local is not None:
                 return LocalReceive(self, operation, local, local.receive(data, tag))
+            assert self._messages is not None
             work = self._messages.recv([data], self._group_ranks[peer], tag)
         except (RuntimeError, OSError) as error:
             raise self.failed(operation, error) from error

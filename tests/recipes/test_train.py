@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from recipes import processes
+from tests.launch import free_port
 from tests.recipes.conftest import ROOT, write_text
 
 SMALL = [
@@ -78,9 +79,10 @@ def test_two_processes_train_and_one_device_goes_on(tmp_path: Path) -> None:
     assert second["after"]["val_loss"] < second["before"]["val_loss"]
 
 
-@pytest.mark.slow  # Gloo sometimes refuses a connection in the second job while other tests run
 @pytest.mark.timeout(400)
-def test_a_sweep_gives_every_job_its_own_number_of_processes(tmp_path: Path) -> None:
+def test_a_sweep_gives_every_job_its_own_number_of_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # all jobs meet at the same address when the user has chosen it
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
     folder = tmp_path / "sweep"
     arguments = ["-m", *SMALL, "trainer.devices=2,3,2", "debug=fast", f"hydra.sweep.dir={folder}"]
     done = run(tmp_path, *arguments, seconds=300)

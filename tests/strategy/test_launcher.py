@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import socket
 import subprocess
 import sys
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments import LightningEnvironment
 from omegaconf import OmegaConf
 
 from lightning_pipe import launcher
+from lightning_pipe.config import layout
 from lightning_pipe.launcher import ScriptLauncher
+from lightning_pipe.schedules import get
+from lightning_pipe.world import World
+from tests.launch import run_trainers
 
 SCRIPT = """
 import hydra, lightning as L, lightning_pipe
@@ -114,6 +122,32 @@ def test_the_next_job_finds_nothing_of_the_last(in_job: None, monkeypatch: pytes
     assert dict(os.environ) == clean
     assert all(child.waited for child in starter.procs)  # type: ignore[attr-defined]
     os.environ.update(before)
+
+
+def two_jobs(process: int) -> tuple[list[float], list[bool]]:
+    """Opens a world for two jobs in turn at one address; the sums over the processes, and whether the stores end."""
+    worlds, sums, ends = [], [], []
+    environment = LightningEnvironment()
+    environment.set_world_size(2)
+    environment.set_global_rank(process)
+    for number in range(2):
+        ScriptLauncher._started = launcher._Started(f"job {number}", {})
+        opened = World.open(layout(2), get("gpipe"), torch.device("cpu"), environment, "gloo", timedelta(seconds=10))
+        ScriptLauncher.belongs_to_job(opened)
+        worlds.append(opened)  # as the traceback of a job's error may refer to it
+        tensor = torch.ones(1)
+        opened.transport.all_reduce(tensor, opened.everyone).wait()
+        sums.append(tensor.item())
+        ScriptLauncher.forget_finished_job()
+        with socket.socket() as sock:
+            store = (environment.main_address, environment.main_port)
+            ends.append(process > 0 or sock.connect_ex(store) == errno.ECONNREFUSED)
+    return sums, ends
+
+
+def test_a_job_does_not_find_the_store_of_the_last() -> None:
+    # with its store a job would find the addresses of processes that have gone
+    assert run_trainers(two_jobs, 2, timeout=40.0) == [([2.0, 2.0], [True, True])] * 2
 
 
 FAILING = """
