@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from os import PathLike
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -16,31 +16,26 @@ from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.utilities.init import _EmptyInit
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies.parallel import ParallelStrategy
-from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning_utilities.core.rank_zero import rank_zero_only, rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
-from torch.distributed import ReduceOp
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_pipe import schedules
 from lightning_pipe.balancing import Balancing, conditions
 from lightning_pipe.checkpoint import Checkpoints
-from lightning_pipe.config import Auto, Layout
-from lightning_pipe.errors import CommunicationError, ConfigurationError, PartitionError
-from lightning_pipe.launcher import ScriptLauncher, die_with_parent, is_child, leave_quietly
+from lightning_pipe.config import Auto
+from lightning_pipe.errors import ConfigurationError, PartitionError
 from lightning_pipe.micro_batches import LossWeight
-from lightning_pipe.partition import (
-    Balance,
-    find_layers,
-)
+from lightning_pipe.partition import Balance, find_layers
 from lightning_pipe.pipeline.batchnorm import DeferredBatchNorm
 from lightning_pipe.pipeline.foreign import name_unknown_values
 from lightning_pipe.pipeline.ownership import named_tensors
 from lightning_pipe.pipeline.runner import Pipeline
 from lightning_pipe.pipeline.sync_batchnorm import synchronize, synchronized_norms
+from lightning_pipe.processes import ProcessStrategy
 from lightning_pipe.refusals import (
     SEVERAL_OPTIMIZERS,
     check_asynchronous,
@@ -56,17 +51,13 @@ from lightning_pipe.running import Cutting, Run
 from lightning_pipe.schedules import Family, Schedule
 from lightning_pipe.schedules.recompute import Mode as Recompute
 from lightning_pipe.sharded import ShardedOptimizers
-from lightning_pipe.signals import Signals
 from lightning_pipe.split import SplitBatch
-from lightning_pipe.world import World, arrange, check_world_size
-
-T = TypeVar("T")
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 """As long as Lightning and torch wait: preparing data on one process counts."""
 
 
-class PipeStrategy(ParallelStrategy):
+class PipeStrategy(ProcessStrategy):
     """Trains an unmodified LightningModule as a pipeline over several processes.
 
     The layers are cut into stages, each batch into micro-batches; a schedule drives their forward and backward passes.
@@ -138,7 +129,17 @@ class PipeStrategy(ParallelStrategy):
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
     ) -> None:
-        super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
+        super().__init__(
+            schedules.get(schedule),
+            (pipeline_parallel_size, data_parallel_size, stages),
+            process_group_backend,
+            timeout,
+            accelerator,
+            parallel_devices,
+            cluster_environment,
+            checkpoint_io,
+            precision_plugin,
+        )
         if not reproducible_rng:
             raise ConfigurationError("reproducible_rng=False is not supported.", hint="Leave it out: it costs nothing.")
         if isinstance(loss_weight, str) and loss_weight != "sum":
@@ -146,22 +147,15 @@ class PipeStrategy(ParallelStrategy):
                 f"loss_weight={loss_weight!r} is not known.",
                 hint="Use a function of a micro-batch, 'sum', or None: the number of samples.",
             )
-        self.family = schedules.get(schedule)
         if isinstance(micro_batches, int):
             self.family = self.family.for_batches_of(micro_batches)
-        self.num_nodes = 1
-        self.world: World | None = None
         self.run: Run | None = None
-        self._layout: Layout | None = None
-        self._asked = (pipeline_parallel_size, data_parallel_size, stages)
         self._layers, self._balancing = layers, Balancing(balance, self.family, recompute, micro_batches)
         self._recompute: Recompute = recompute
         self._deferred_batch_norm = deferred_batch_norm
         self._shard_optimizer = shard_optimizer
         self._cutting = Cutting(micro_batches, split_batch, loss_weight)
         self._save_folder = save_distributed_checkpoint
-        self._backend, self._timeout = process_group_backend, timeout
-        self._seed = 0
         self._unsynchronize = ExitStack()
         self._names: list[str] = []
         self._holders: dict[str, tuple[int, ...]] = {}
@@ -169,52 +163,7 @@ class PipeStrategy(ParallelStrategy):
     def __repr__(self) -> str:
         return f"{type(self).__name__}(schedule={self.family.name!r}, micro_batches={self._cutting.micro_batches!r})"
 
-    # ------------------------------------------------------------------ what the Trainer asks
-
-    @property
-    @override
-    def root_device(self) -> torch.device:
-        assert self.parallel_devices is not None
-        return self.parallel_devices[self.local_rank]
-
-    @property
-    def num_processes(self) -> int:
-        """Processes on this node."""
-        return len(self.parallel_devices) if self.parallel_devices is not None else 0
-
-    @property
-    def is_distributed(self) -> bool:
-        """Whether there are replicas: only then samples are divided and logged values reduced."""
-        return self.data_parallel_size > 1
-
-    @property
-    def layout(self) -> Layout:
-        """The sizes of pipelines and replicas."""
-        if self._layout is None:
-            self._layout = arrange(self.family, self.world_size, *self._asked)
-        return self._layout
-
-    @property
-    def pipeline_parallel_size(self) -> int:
-        """Ranks in one pipeline."""
-        return self.layout.pipeline_parallel_size
-
-    @property
-    def data_parallel_size(self) -> int:
-        """Pipelines side by side, each with batches of its own."""
-        return self.layout.data_parallel_size
-
-    @property
-    def data_parallel_rank(self) -> int:
-        """The number of this process's pipeline."""
-        return self.connected.transport.replica
-
-    @property
-    def connected(self) -> World:
-        """The processes, once `setup_environment` has connected them."""
-        if self.world is None:
-            raise ConfigurationError("The processes are not connected yet.", hint="Ask from `setup` on.")
-        return self.world
+    # ------------------------------------------------------------------ facts
 
     @property
     def pipeline(self) -> Pipeline | None:
@@ -230,50 +179,16 @@ class PipeStrategy(ParallelStrategy):
             )
         return self.run
 
-    @property
-    @override
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        return {"num_replicas": self.data_parallel_size, "rank": self.data_parallel_rank}
-
-    # ------------------------------------------------------------------ processes
-
-    @override
-    def _configure_launcher(self) -> None:
-        ScriptLauncher.forget_finished_job()
-        die_with_parent()
-        assert self.cluster_environment is not None
-        self._launcher = ScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
-
-    def set_world_ranks(self) -> None:
-        """Tell the cluster environment the world size and this process's place in it."""
-        if self.cluster_environment is not None:
-            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
-            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
-        vars(rank_zero_only)["rank"] = self.global_rank
+    # ------------------------------------------------------------------ the module
 
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
         module = self._module()
-        if self.world is None:
-            assert self.cluster_environment is not None
-            self.set_world_ranks()
-            asked = self.num_nodes * self.num_processes
-            check_world_size(asked, self.num_processes, self.num_nodes, self.cluster_environment)
-            self.world = World.open(
-                self.layout, self.family, self.root_device, self.cluster_environment, self._backend, self._timeout
-            )
-            ScriptLauncher.belongs_to_job(self.world)
-        self._seed = self.world.share_randomness()
-        self.signals = Signals(module.trainer, self.world)
-        if self.world_size > 1:
-            self.signals.install()
         fitting = module.trainer.state.fn == TrainerFn.FITTING
         check_module(module, module.trainer, fitting=fitting, ranks=self.pipeline_parallel_size)
         # callbacks that copy the module in their `setup` must find it divided
         self._divide(later=is_overridden("setup", module) or is_overridden("configure_model", module))
-
-    # ------------------------------------------------------------------ the module
 
     def _divide(self, *, later: bool) -> None:
         """Divide the layers over the ranks; with ``later``, layers may still be missing."""
@@ -437,35 +352,6 @@ class PipeStrategy(ParallelStrategy):
         finally:
             run.blocked = False
 
-    # ------------------------------------------------------------------ collectives
-
-    @override
-    def barrier(self, name: str | None = None) -> None:
-        if self.world is not None and not self._interrupted():
-            self.world.barrier()
-
-    @override
-    def broadcast(self, obj: T, src: int = 0) -> T:
-        return obj if self.world is None or self._interrupted() else self.world.broadcast(obj, src)
-
-    @override
-    def reduce(
-        self, tensor: Tensor | Any, group: Any | None = None, reduce_op: ReduceOp | str | None = "mean"
-    ) -> Tensor | Any:
-        """Reduce over the replicas; the ranks of a pipeline have the same value already."""
-        return self.connected.reduce(tensor, group, reduce_op)
-
-    @override
-    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
-        """Gather from the replicas, along a new first dimension; with one replica the tensor itself."""
-        return self.connected.all_gather(tensor, group, sync_grads)
-
-    @override
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        if self.world is None or self._interrupted():
-            return decision
-        return self.world.agree(decision, unanimous=all)
-
     # ------------------------------------------------------------------ checkpoints
 
     def _checkpoints(self) -> Checkpoints:
@@ -518,14 +404,7 @@ class PipeStrategy(ParallelStrategy):
     def on_exception(self, exception: BaseException) -> None:
         if self.run is not None:
             name_unknown_values(exception, self.run.pipeline)
-        if self.world is None or self.world.board is None:
-            return
-        self.world.board.fail(exception)
-        if isinstance(exception, CommunicationError):
-            # it quotes the process that failed: where this one waited says nothing more
-            exception.__traceback__, exception.__cause__, exception.__suppress_context__ = None, None, True
-        if is_child() and self.world.board.known_to_all():
-            leave_quietly(exception)
+        super().on_exception(exception)
 
     @override
     def teardown(self) -> None:
@@ -539,12 +418,3 @@ class PipeStrategy(ParallelStrategy):
             DeferredBatchNorm.revert(self._module())
         self._unsynchronize.close()
         super().teardown()
-
-    def _module(self) -> pl.LightningModule:
-        assert self.lightning_module is not None
-        return self.lightning_module
-
-    def _interrupted(self) -> bool:
-        """Whether this process is on its way out because of an error: nobody may answer any more."""
-        trainer = None if self.lightning_module is None else self.lightning_module._trainer
-        return trainer is not None and trainer.state.status == TrainerStatus.INTERRUPTED
