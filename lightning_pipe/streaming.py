@@ -11,7 +11,6 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult
 from lightning.pytorch.trainer.states import TrainerStatus
 from torch.optim import Optimizer
 
@@ -26,6 +25,7 @@ from lightning_pipe.pipeline.loss_check import LossCheck
 from lightning_pipe.pipeline.runner import Pipeline
 from lightning_pipe.signals import Signals
 from lightning_pipe.step import Part, Result, UserStep, known
+from lightning_pipe.training_loop import TrainingLoop
 from lightning_pipe.world import World
 
 Output = Callable[[Result, MicroBatches, HeldGradients], Any]
@@ -73,6 +73,7 @@ class Streaming:
         self._module, self._pipeline, self._world, self._step = module, pipeline, world, step
         self._output, self._settled = output, settled
         self._trainer: Any = module.trainer
+        self._loop = TrainingLoop(module)
         self._channel = OneWay(pipeline.transport, ahead=self._flow.stream.lag + 2)
         self._hyperparameters = Hyperparameters()
         self._flights: dict[int, _Flight] = {}
@@ -131,17 +132,10 @@ class Streaming:
         # a rank that has been asked to stop must not leave the others, which do not know yet
         if self._trainer.should_stop and not self._stopping:
             self._asked, self._trainer.should_stop = True, False
-        if self._leaves(data_fetcher):
+        if self._loop.is_left(data_fetcher, len(self._flights)):
             self._drain_first(method, data_fetcher)
         else:
             method(data_fetcher)
-
-    def _leaves(self, data_fetcher: Any) -> bool:
-        trainer, loop = self._trainer, self._trainer.fit_loop.epoch_loop
-        # what is in flight steps, too
-        ends = trainer.max_steps != -1 and trainer.global_step + len(self._flights) >= trainer.max_steps
-        stops = trainer.should_stop and trainer.fit_loop._can_stop_early
-        return bool(ends or stops or loop._num_ready_batches_reached() or loop._should_check_val_fx(data_fetcher))
 
     # ------------------------------------------------------------------ messages
 
@@ -210,7 +204,7 @@ class Streaming:
         output = None
         for batch, parts in zip(turn.finished, told, strict=False):
             if batch != turn.finished[0]:
-                self._to_loggers(ahead=0)
+                self._loop.log()
             cut = self._flights.pop(batch).cut
             self._step.replay([part.logged for part in parts], len(cut.parts), own_batch=False)
             if batch == turn.finished[-1]:
@@ -256,82 +250,35 @@ class Streaming:
         else:
             # a learning rate scheduler would complain that it steps first
             vars(optimizer)["_opt_called"] = True
-        # Lightning counts one step for every call
-        progress = self._trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step
-        for tracker in (progress.total, progress.current):
-            tracker.ready += len(self._turn.finished) - 1
-            tracker.completed += len(self._turn.finished) - 1
+        self._loop.count_steps(len(self._turn.finished))
         return result
 
     # ------------------------------------------------------------------ draining
 
     def drain(self) -> None:
         """Finish what is in flight: one call after the other, with an optimizer step and all hooks."""
-        progress = self._trainer.fit_loop.epoch_loop.batch_progress.current
-        with self._in_training():
-            if progress.processed > progress.completed:
-                # in a hook at the end of a batch, before Lightning has logged it
-                self._to_loggers(ahead=0)
+        with self._drained():
+            self._loop.log_pending()
             turns = self._pipeline.drain()
             calls = 0
             while self._flow.in_flight:
                 calls += 1
-                self._drain_call(turns)
+                self._loop.step(lambda: self._call(lambda: next(turns)))
                 if self._turn.finished:
-                    self._to_loggers(ahead=calls)
+                    self._loop.log(ahead=calls)
             next(turns, None)
             self._channel.flush()
-            self._forget_values()
+            self._loop.forget_values()
         # here all ranks meet
         self._stop_if(self._world.agree(self._trainer.should_stop or self._asked, unanimous=False))
         self._asked = False
 
-    def _drain_call(self, turns: Iterator[Turn]) -> None:
-        loop, optimizer = self._trainer.fit_loop.epoch_loop.automatic_optimization, self._trainer.optimizers[0]
-        index = self._trainer.fit_loop.epoch_loop.batch_idx
-
-        def step() -> ClosureResult:
-            self._module._current_fx_name = "training_step"
-            try:
-                return ClosureResult.from_training_step_output(self._call(lambda: next(turns)))
-            finally:
-                self._module._current_fx_name = "optimizer_step"
-
-        closure = Closure(
-            step_fn=step,
-            backward_fn=loop._make_backward_fn(optimizer),
-            zero_grad_fn=loop._make_zero_grad_fn(index, optimizer),
-        )
-        loop._optimizer_step(index, closure)
-
     @contextmanager
-    def _in_training(self) -> Iterator[None]:
-        """Lightning's state as it is in a training step."""
-        stage, hook = self._trainer.state.stage, self._module._current_fx_name
-        self._trainer.training = self._draining = True
+    def _drained(self) -> Iterator[None]:
+        """Around calls without a batch."""
+        self._draining = True
         try:
-            yield
+            with self._loop.inside():
+                yield
         finally:
             self._draining = False
-            self._trainer.state.stage, self._module._current_fx_name = stage, hook
-
-    def _to_loggers(self, ahead: int) -> None:
-        """Log the values of a batch, as Lightning does after each call.
-
-        Args:
-            ahead: the calls after the current one, of which each has its own number for loggers.
-        """
-        connector, loop = self._trainer._logger_connector, self._trainer.fit_loop.epoch_loop
-        # these properties take over new values
-        _ = connector.progress_bar_metrics, connector.callback_metrics
-        loop._batches_that_stepped += ahead
-        try:
-            connector.update_train_step_metrics()
-        finally:
-            loop._batches_that_stepped -= ahead
-
-    def _forget_values(self) -> None:
-        """No batch comes out of the next calls: the values of the last one must not be logged again."""
-        for result in self._trainer.fit_loop.epoch_loop._results.values():
-            if result.meta.fx == "training_step":
-                result._forward_cache = None
