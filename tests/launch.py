@@ -34,7 +34,7 @@ PRELOAD = [
     "torch.nn.parallel",
     "torchmetrics",
     "lightning.pytorch",
-    "lightning_pipe",
+    "lightning_pipe.strategy",
     "pytest",
     "hypothesis",
     "transformers.models.gpt2.modeling_gpt2",
@@ -43,6 +43,7 @@ PRELOAD = [
     "transformers.models.t5.modeling_t5",
     "transformers.models.bart.modeling_bart",
     "tests.launch",
+    "tests.strategy.worlds",
 ]
 # How long the others may go on once one process has failed.
 GRACE = 10.0
