@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
@@ -59,14 +59,7 @@ def warmup_exponential(
         >>> [round(schedule.lr_lambdas[0](step), 2) for step in range(5, 80, 10)]
         [0.6, 1.0, 0.5, 0.5, 0.25, 0.25, 0.2, 0.2]
     """
-    per_epoch = steps / epochs
-
-    def factor(step: int) -> float:
-        epoch = step / per_epoch
-        falling: float = max(floor, rate ** (epoch // every))
-        return min(falling, (step + 1) / (warmup * per_epoch)) if epoch < warmup else falling
-
-    return LambdaLR(optimizer, factor)
+    return _by_epoch(optimizer, steps / epochs, warmup, lambda epoch: max(floor, rate ** (epoch // every)))
 
 
 def warmup_milestones(
@@ -94,14 +87,11 @@ def warmup_milestones(
         >>> [round(schedule.lr_lambdas[0](step), 3) for step in (0, 1, 3, 29, 30, 60, 80)]
         [0.25, 0.5, 1.0, 1.0, 0.1, 0.01, 0.001]
     """
-    per_epoch = steps / epochs
 
-    def factor(step: int) -> float:
-        epoch = step / per_epoch
-        falling: float = rate ** sum(epoch >= milestone for milestone in milestones)
-        return min(falling, (step + 1) / (warmup * per_epoch)) if epoch < warmup else falling
+    def falling(epoch: float) -> float:
+        return rate ** sum(epoch >= milestone for milestone in milestones)
 
-    return LambdaLR(optimizer, factor)
+    return _by_epoch(optimizer, steps / epochs, warmup, falling)
 
 
 def inverse_square_root(optimizer: Optimizer, steps: int, warmup: int = 4000) -> LambdaLR:
@@ -120,3 +110,13 @@ def inverse_square_root(optimizer: Optimizer, steps: int, warmup: int = 4000) ->
     """
     rising = max(1, min(warmup, steps // 4))
     return LambdaLR(optimizer, lambda step: min((step + 1) / rising, (rising / (step + 1)) ** 0.5))
+
+
+def _by_epoch(optimizer: Optimizer, per_epoch: float, warmup: float, falling: Callable[[float], float]) -> LambdaLR:
+    """Linear warm-up over epochs of ``per_epoch`` steps, at most as high as ``falling``, which it then follows."""
+
+    def factor(step: int) -> float:
+        epoch = step / per_epoch
+        return min(falling(epoch), (step + 1) / (warmup * per_epoch)) if epoch < warmup else falling(epoch)
+
+    return LambdaLR(optimizer, factor)
