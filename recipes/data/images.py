@@ -12,7 +12,7 @@ import torch
 from datasets import Dataset as Rows
 from PIL import Image, UnidentifiedImageError
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 from typing_extensions import override
 
 from recipes.data import image_sources
@@ -21,11 +21,8 @@ from recipes.data.choice import agreed, choose
 from recipes.data.loading import (
     Draw,
     ResumableData,
-    ResumableLoader,
     draw_of,
-    evaluation_loader,
     generator,
-    training_loader,
 )
 from recipes.errors import RecipeError
 
@@ -148,20 +145,10 @@ class ImageFolder(ResumableData):
         log.info("Images: %s; %s for training, %s for validation.", images.title, *(f"{count:,}" for count in counts))
         self.images = images
 
+    @override
     def split(self, name: str) -> LabelledImages:
-        """One split as it is trained or validated with."""
         if self.images is None:
             raise RecipeError("The data module is not set up.", hint="Call setup() first.")
         size = self.augmentation.size
         transform = self.augmentation if name == "train" else lambda image, random: centre(image, size)
         return LabelledImages(self.images.splits[name], transform, self.seed, self.noise)
-
-    @override
-    def resumable_loader(self) -> ResumableLoader:
-        return training_loader(
-            self.split("train"), self.batch_size, self.seed, trainer=self.trainer, workers=self.workers
-        )
-
-    @override
-    def val_dataloader(self) -> DataLoader[Any]:
-        return evaluation_loader(self.split("validation"), self.batch_size, workers=self.workers)

@@ -125,13 +125,47 @@ class ResumableData(L.LightningDataModule):
 
     Lightning does as much with the loader's own state, except where a learning rate schedule has asked for the number
     of steps: then (2.6) the loader is made before the state is read, and never told.
+
+    Attributes:
+        batch_size: samples in a batch of one pipeline.
+        seed: of the order.
+        workers: processes that load batches.
     """
 
+    batch_size: int
+    seed: int
+    workers: int
     _resumed: dict[str, int] | None = None
 
     @abstractmethod
+    def split(self, name: str) -> Dataset[Any]:
+        """One split as it is trained or validated with: "train" or "validation"."""
+
+    @property
+    def order(self) -> Order:
+        """Which samples a training epoch has."""
+        return shuffled
+
+    @property
+    def collate(self) -> Callable[[list[Any]], Any] | None:
+        """A list of samples into a batch; ``None``: as torch does it."""
+        return None
+
     def resumable_loader(self) -> ResumableLoader:
         """Makes the loader of training batches."""
+        return training_loader(
+            self.split("train"),
+            self.batch_size,
+            self.seed,
+            trainer=self.trainer,
+            workers=self.workers,
+            order=self.order,
+            collate=self.collate,
+        )
+
+    @override
+    def val_dataloader(self) -> DataLoader[Any]:
+        return evaluation_loader(self.split("validation"), self.batch_size, workers=self.workers, collate=self.collate)
 
     @override
     def train_dataloader(self) -> ResumableLoader:

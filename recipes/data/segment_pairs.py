@@ -2,30 +2,27 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
-import time
 from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 from typing_extensions import override
 
 from recipes.data import documents, vocabulary
 from recipes.data.choice import choose
 from recipes.data.documents import Documents
-from recipes.data.loading import Draw, ResumableLoader, draw_of, evaluation_loader, generator, training_loader
+from recipes.data.loading import Draw, draw_of, generator
 from recipes.data.prepared import Prepared
-from recipes.data.store import Sequences, building, write_sequences
+from recipes.data.store import Sequences, kept, write_sequences
 from recipes.data.vocabulary import Vocabulary
 from recipes.errors import RecipeError
 
@@ -228,32 +225,23 @@ class MaskedPairs(Prepared):
     def prepare(self) -> Path:
         source = choose(self.source, self.files, self.dataset, STAND_IN)
         text = documents.read(source, self.files, self.dataset, self.configuration, self.documents)
-        key = json.dumps([text.fingerprint, self.vocabulary, self.tokenizer, self.length])
-        folder = self.cache / hashlib.sha256(key.encode()).hexdigest()[:16]
-        if not folder.exists():
-            started = time.perf_counter()
-            with building(folder) as place:
-                tokenise(text, self.vocabulary, self.tokenizer, self.length, place)
-            log.info("Tokenised %s in %.1f s, kept in %s.", text.title, time.perf_counter() - started, folder)
+        settings = (self.vocabulary, self.tokenizer, self.length)
+        folder = kept(self.cache, [text.fingerprint, *settings], text.title, partial(tokenise, text, *settings))
         counts = [len(Sequences(folder / split)) for split in ("train", "validation")]
         log.info("Text: %s; %s sentences for training, %s for validation.", text.title, *(f"{n:,}" for n in counts))
         return folder
 
     @override
     def check(self) -> None:
-        if self.words.size > self.vocabulary:
-            raise RecipeError(
-                f"The tokeniser has {self.words.size} tokens, the model is built for {self.vocabulary}.",
-                hint=f"Set data.vocabulary={self.words.size}.",
-            )
+        vocabulary.check_size(self.words.size, self.vocabulary)
 
     @property
     def words(self) -> Vocabulary:
         """The tokeniser."""
         return vocabulary.load(self.folder, SPECIAL)
 
+    @override
     def split(self, name: str) -> SegmentPairs:
-        """One split as it is trained or validated with."""
         sentences, words = Sequences(self.folder / name), self.words
         runs = np.load(self.folder / f"{name}.runs.npy", mmap_mode="r")
         if len(runs) < 2:
@@ -263,16 +251,6 @@ class MaskedPairs(Prepared):
             )
         masking = Masking(words.size, words.special["mask"], self.masked)
         return SegmentPairs(sentences, runs, self.length, dict(words.special), masking, self.seed)
-
-    @override
-    def resumable_loader(self) -> ResumableLoader:
-        return training_loader(
-            self.split("train"), self.batch_size, self.seed, trainer=self.trainer, workers=self.workers
-        )
-
-    @override
-    def val_dataloader(self) -> DataLoader[Any]:
-        return evaluation_loader(self.split("validation"), self.batch_size, workers=self.workers)
 
 
 def tokenise(text: Documents, size: int, tokenizer: str | None, length: int, folder: Path) -> None:
@@ -285,12 +263,8 @@ def tokenise(text: Documents, size: int, tokenizer: str | None, length: int, fol
         length: tokens in a sample.
         folder: gets the tokeniser and, for both splits, the sentences and their runs.
     """
-    if tokenizer is None:
-        sentences = (sentence for document in text.splits["train"]() for sentence in document)
-        vocabulary.train(islice(sentences, FOR_VOCABULARY), size, SPECIAL, folder)
-    else:
-        vocabulary.keep_ready(tokenizer, folder)
-    words = vocabulary.load(folder, SPECIAL)
+    sentences = (sentence for document in text.splits["train"]() for sentence in document)
+    words = vocabulary.make(islice(sentences, FOR_VOCABULARY), size, tokenizer, SPECIAL, folder)
     for split, read in text.splits.items():
         ends: list[int] = []
         write_sequences(folder / split, _tokens(read(), words, ends))

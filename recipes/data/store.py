@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
+import logging
 import os
 import shutil
 import tempfile
+import time
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+log = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
@@ -32,6 +39,24 @@ def building(folder: Path) -> Iterator[Path]:
             os.rename(temporary, folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def kept(cache: Path, key: Sequence[Any], title: str, tokenise: Callable[[Path], None]) -> Path:
+    """The folder with tokenised text, made now or by an earlier run.
+
+    Args:
+        cache: has such folders.
+        key: what the contents depend on, as JSON can say it.
+        title: what the text is.
+        tokenise: fills an empty folder.
+    """
+    folder = cache / hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
+    if not folder.exists():
+        started = time.perf_counter()
+        with building(folder) as place:
+            tokenise(place)
+        log.info("Tokenised %s in %.1f s, kept in %s.", title, time.perf_counter() - started, folder)
+    return folder
 
 
 class Sequences(Sequence[NDArray[np.integer]]):

@@ -9,15 +9,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 from typing_extensions import override
 
-from recipes.data import sources
+from recipes.data import sources, vocabulary
 from recipes.data.choice import choose
-from recipes.data.loading import Draw, ResumableLoader, draw_of, evaluation_loader, training_loader
+from recipes.data.loading import Draw, draw_of
 from recipes.data.prepared import Prepared
 from recipes.data.tokens import Tokenised, opened, tokenise
-from recipes.errors import RecipeError
 
 log = logging.getLogger(__name__)
 
@@ -101,11 +100,7 @@ class TextBlocks(Prepared):
 
     @override
     def check(self) -> None:
-        if self.tokenised.vocabulary > self.vocabulary:
-            raise RecipeError(
-                f"The tokeniser has {self.tokenised.vocabulary} tokens, the model is built for {self.vocabulary}.",
-                hint=f"Set data.vocabulary={self.tokenised.vocabulary}.",
-            )
+        vocabulary.check_size(self.tokenised.vocabulary, self.vocabulary)
 
     @property
     def tokenised(self) -> Tokenised:
@@ -113,10 +108,5 @@ class TextBlocks(Prepared):
         return opened(self.folder)
 
     @override
-    def resumable_loader(self) -> ResumableLoader:
-        blocks = Blocks(self.tokenised.blocks("train"))
-        return training_loader(blocks, self.batch_size, self.seed, trainer=self.trainer, workers=self.workers)
-
-    @override
-    def val_dataloader(self) -> DataLoader[dict[str, Tensor]]:
-        return evaluation_loader(Blocks(self.tokenised.blocks("validation")), self.batch_size, workers=self.workers)
+    def split(self, name: str) -> Blocks:
+        return Blocks(self.tokenised.blocks(name))

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-import logging
-import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -15,11 +13,9 @@ from numpy.typing import NDArray
 
 from recipes.data import vocabulary
 from recipes.data.sources import Corpus
-from recipes.data.store import building
+from recipes.data.store import kept
 from recipes.data.vocabulary import Encode
 from recipes.errors import RecipeError
-
-log = logging.getLogger(__name__)
 
 SPECIAL = {"eos": "<|endoftext|>"}
 ROWS_AT_ONCE = 1000
@@ -85,14 +81,8 @@ def tokenise(corpus: Corpus, size: int, tokenizer: str | None, length: int, cach
         length: tokens in a block.
         cache: folder for the results.
     """
-    key = hashlib.sha256(json.dumps([corpus.fingerprint, size, tokenizer, length]).encode()).hexdigest()[:16]
-    folder = cache / key
-    if not folder.exists():
-        started = time.perf_counter()
-        with building(folder) as place:
-            _write(corpus, size, tokenizer, length, place)
-        log.info("Tokenised %s in %.1f s, kept in %s.", corpus.title, time.perf_counter() - started, folder)
-    return opened(folder)
+    key = [corpus.fingerprint, size, tokenizer, length]
+    return opened(kept(cache, key, corpus.title, partial(_write, corpus, size, tokenizer, length)))
 
 
 def opened(folder: Path) -> Tokenised:
@@ -101,12 +91,8 @@ def opened(folder: Path) -> Tokenised:
 
 
 def _write(corpus: Corpus, size: int, tokenizer: str | None, length: int, folder: Path) -> None:
-    if tokenizer is None:
-        rows = (row for batch in corpus.splits["train"].iter(ROWS_AT_ONCE) for row in batch["text"])
-        vocabulary.train(rows, size, SPECIAL, folder)
-    else:
-        vocabulary.keep_ready(tokenizer, folder)
-    words = vocabulary.load(folder, SPECIAL)
+    rows = (row for batch in corpus.splits["train"].iter(ROWS_AT_ONCE) for row in batch["text"])
+    words = vocabulary.make(rows, size, tokenizer, SPECIAL, folder)
     separator = words.special["eos"] if corpus.documents else None
     about: dict[str, str | int] = {"title": corpus.title, "vocabulary": words.size}
     for split in ("train", "validation"):

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -21,10 +20,10 @@ from typing_extensions import override
 
 from recipes.data import parallel, vocabulary
 from recipes.data.choice import choose
-from recipes.data.loading import Draw, ResumableLoader, draw_of, evaluation_loader, training_loader
+from recipes.data.loading import Draw, draw_of
 from recipes.data.parallel import Pair, Parallel
 from recipes.data.prepared import Prepared
-from recipes.data.store import Sequences, building, write_sequences
+from recipes.data.store import Sequences, kept, write_sequences
 from recipes.data.vocabulary import Vocabulary
 from recipes.errors import RecipeError
 
@@ -186,13 +185,8 @@ class ParallelText(Prepared):
     def prepare(self) -> Path:
         source = choose(self.source, self.files, self.dataset, STAND_IN)
         texts = parallel.read(source, self.files, self.dataset, self.pairs)
-        key = json.dumps([texts.fingerprint, self.vocabulary, self.tokenizer])
-        folder = self.cache / hashlib.sha256(key.encode()).hexdigest()[:16]
-        if not folder.exists():
-            started = time.perf_counter()
-            with building(folder) as place:
-                tokenise(texts, self.vocabulary, self.tokenizer, place)
-            log.info("Tokenised %s in %.1f s, kept in %s.", texts.title, time.perf_counter() - started, folder)
+        settings = (self.vocabulary, self.tokenizer)
+        folder = kept(self.cache, [texts.fingerprint, *settings], texts.title, partial(tokenise, texts, *settings))
         sizes = json.loads((folder / "train.sizes.json").read_text())
         counts = ", ".join(f"{size:,} {name}" for name, size in zip(texts.languages, sizes, strict=True))
         log.info("Texts: %s; pairs for training: %s.", texts.title, counts)
@@ -200,45 +194,31 @@ class ParallelText(Prepared):
 
     @override
     def check(self) -> None:
-        if self.words.size > self.vocabulary:
-            raise RecipeError(
-                f"The tokeniser has {self.words.size} tokens, the model is built for {self.vocabulary}.",
-                hint=f"Set data.vocabulary={self.words.size}.",
-            )
+        vocabulary.check_size(self.words.size, self.vocabulary)
 
     @property
     def words(self) -> Vocabulary:
         """The tokeniser."""
         return vocabulary.load(self.folder, SPECIAL)
 
+    @override
     def split(self, name: str) -> Translations:
-        """One split as it is trained or validated with."""
         sources, targets = (Sequences(self.folder / f"{name}_{side}") for side in ("source", "target"))
         return Translations(sources, targets, self.length, self.words.special["eos"])
-
-    @override
-    def resumable_loader(self) -> ResumableLoader:
-        sizes = json.loads((self.folder / "train.sizes.json").read_text())
-        return training_loader(
-            self.split("train"),
-            self.batch_size,
-            self.seed,
-            trainer=self.trainer,
-            workers=self.workers,
-            order=ByTemperature(tuple(sizes), self.temperature),
-            collate=self._collate,
-        )
-
-    @override
-    def val_dataloader(self) -> DataLoader[Any]:
-        return evaluation_loader(self.split("validation"), self.batch_size, workers=self.workers, collate=self._collate)
 
     @override
     def test_dataloader(self) -> DataLoader[Any]:
         return self.val_dataloader()
 
     @property
-    def _collate(self) -> Collate:
+    @override
+    def order(self) -> ByTemperature:
+        sizes = json.loads((self.folder / "train.sizes.json").read_text())
+        return ByTemperature(tuple(sizes), self.temperature)
+
+    @property
+    @override
+    def collate(self) -> Collate:
         special = self.words.special
         return Collate(pad=special["pad"], begin=special["bos"])
 
@@ -252,12 +232,8 @@ def tokenise(texts: Parallel, size: int, tokenizer: str | None, folder: Path) ->
         tokenizer: a ready one instead.
         folder: gets the tokeniser and, for both splits, sources, targets, and the pairs of every language.
     """
-    if tokenizer is None:
-        pairs = (islice(read(), FOR_VOCABULARY) for read in texts.splits["train"].values())
-        vocabulary.train(chain.from_iterable(chain.from_iterable(pairs)), size, SPECIAL, folder)
-    else:
-        vocabulary.keep_ready(tokenizer, folder)
-    words = vocabulary.load(folder, SPECIAL)
+    pairs = (islice(read(), FOR_VOCABULARY) for read in texts.splits["train"].values())
+    words = vocabulary.make(chain.from_iterable(chain.from_iterable(pairs)), size, tokenizer, SPECIAL, folder)
     for split, languages in texts.splits.items():
         sizes: list[int] = []
         for side in ("source", "target"):

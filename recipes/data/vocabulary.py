@@ -71,6 +71,34 @@ def keep_ready(name: str, folder: Path) -> None:
         ) from error
 
 
+def make(
+    texts: Iterable[str], size: int, tokenizer: str | None, special: Mapping[str, str], folder: Path
+) -> Vocabulary:
+    """Leaves a tokeniser in a folder, and opens it.
+
+    Args:
+        texts: what a new one is trained on.
+        size: number of tokens of a new one.
+        tokenizer: a ready one instead, by its name on the hub or its folder.
+        special: special tokens by role; see `load`.
+        folder: existing.
+    """
+    if tokenizer is None:
+        train(texts, size, special, folder)
+    else:
+        keep_ready(tokenizer, folder)
+    return load(folder, special)
+
+
+def check_size(size: int, built_for: int) -> None:
+    """Refuses a tokeniser with more tokens than the model is built for."""
+    if size > built_for:
+        raise RecipeError(
+            f"The tokeniser has {size} tokens, the model is built for {built_for}.",
+            hint=f"Set data.vocabulary={size}.",
+        )
+
+
 def load(folder: Path, special: Mapping[str, str]) -> Vocabulary:
     """Opens the tokeniser that `train` or `keep_ready` has left.
 
