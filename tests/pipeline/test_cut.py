@@ -146,6 +146,18 @@ class FilledThroughViews(Net):
         return super().body(h, x) * tokens + more
 
 
+class FilledByFunctions(Net):
+    """Functions write into tensors of the step's own that are not their first argument."""
+
+    def body(self, h: Tensor, x: Tensor) -> Tensor:
+        largest, index = torch.zeros(len(x), 2), torch.zeros(len(x), dtype=torch.long)
+        own, table = torch.zeros(len(x), WIDTH), torch.ones(WIDTH, WIDTH)
+        torch.max(h.detach(), 1, out=(largest[:, 1], index))
+        torch._foreach_add_([own[:]], [h.detach()])
+        h = h + F.embedding(index, table, max_norm=0.5)
+        return super().body(h, x) * own + largest[:, 1:] * index[:, None] + table.mean(0)
+
+
 class OwnStatistics(Net):
     """Running statistics of the step's own."""
 
@@ -311,8 +323,8 @@ class TakesBatchApart(Net):
 
 EXACT = [
     Net, InPlace, Dictionaries, NonContiguous, Assembled, Carried, Scaled, KnownPath, CustomFunction, Frozen,
-    FilledThroughViews, OwnStatistics, ViewChangedByLayer, NoGradPrefix, Checkpointed, ReentrantCheckpointed,
-    SharedByLayers, TiedEnds, UnusedParameter, ReturnsDictionary, ViewsAndChunks, KeepsState,
+    FilledThroughViews, FilledByFunctions, OwnStatistics, ViewChangedByLayer, NoGradPrefix, Checkpointed,
+    ReentrantCheckpointed, SharedByLayers, TiedEnds, UnusedParameter, ReturnsDictionary, ViewsAndChunks, KeepsState,
 ]  # fmt: skip
 
 
@@ -458,6 +470,36 @@ class AliasChanged(Net):
         return super().body(h, x) + alias
 
 
+class Takes(Net):
+    """A tensor of the step's own takes the memory of an activation, in one of the ways that torch has."""
+
+    def take(self, own: Tensor, h: Tensor) -> None:
+        own.set_(h)
+
+    def body(self, h: Tensor, x: Tensor) -> Tensor:
+        own = torch.zeros(len(x), WIDTH)
+        for layer in self.layers:
+            h = layer(h)
+            self.take(own, h.detach())
+        return h * own
+
+
+class TakesStorage(Takes):
+    def take(self, own: Tensor, h: Tensor) -> None:
+        own.set_(h.untyped_storage(), 0, h.shape, h.stride())
+
+
+class Gives(Takes):
+    def take(self, own: Tensor, h: Tensor) -> None:
+        h.set_(own)
+        own.add_(1)
+
+
+class WritesInVmap(Takes):
+    def take(self, own: Tensor, h: Tensor) -> None:
+        torch.vmap(lambda to, what: to.add_(what))(own, h)
+
+
 class Flattened(Net):
     """A layer returns a view of the batch, which is changed in place by the next layer, or after all."""
 
@@ -512,6 +554,10 @@ class Box:
         (Penalty, r"'layers.0.linear.weight' is used on rank"),
         (Twice, "called a second time"),
         (AliasChanged, "and another tensor shares its memory"),
+        (Takes, "'set_' changes a tensor in place, with or for one that only another stage has"),
+        (TakesStorage, "'untyped_storage' asks for memory that only another stage has"),
+        (Gives, "'set_' changes a tensor in place"),
+        (WritesInVmap, "'add_' changes a tensor in place"),
         (FunctionalNorm, "'batch_norm' changes 'mean' in place before this stage's layers"),
         (Flattened, "an argument of the layer that returned it shares its memory"),
         (FlattenedChangedLater, "another tensor that crosses the cut shares its memory"),

@@ -52,6 +52,7 @@ _IN_PLACE = frozenset(
 
 
 _NORMS = frozenset("batch_norm instance_norm".split())
+_EMBEDDINGS = frozenset("embedding embedding_bag".split())
 
 
 def function_name(func: Any) -> str:
@@ -63,16 +64,19 @@ def function_name(func: Any) -> str:
 
 
 def changed_in_place(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """The tensors that a torch function changes in place, by torch's naming rule; running statistics besides."""
+    """The tensors that a torch function changes in place, by torch's naming rule; statistics and norms besides."""
     found: Iterable[Any]
     if name in _NORMS:
         given = dict(zip(("input", "running_mean", "running_var"), args, strict=False)) | kwargs
         changes = given.get("training") or given.get("use_input_stats")  # of the one and the other, never left out here
         found = [given.get("running_mean"), given.get("running_var")] if changes else []
+    elif name in _EMBEDDINGS:
+        found = [] if kwargs.get("max_norm") is None else [kwargs.get("weight", args[1] if len(args) > 1 else None)]
     elif name in _IN_PLACE or name.endswith(".__set__") or (name.endswith("_") and not name.endswith("__")):
-        found = args[:1]
+        found = args[0] if name.startswith("_foreach") else args[:1]
     else:
-        found = [kwargs.get("out")]
+        out = kwargs.get("out")
+        found = out if isinstance(out, (tuple, list)) else [out]
     return [tensor for tensor in found if isinstance(tensor, Tensor)]
 
 

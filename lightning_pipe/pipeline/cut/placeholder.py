@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_pipe.errors import CutError
 from lightning_pipe.pipeline.cut.functions import function_name
@@ -51,6 +51,8 @@ class Placeholder(Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         """Answer what reaches the placeholder past the tracker, inside custom functions for instance."""
+        if func._schema.is_mutable:
+            _check_followed(func, args, kwargs or {})
         return shape_only(func, args, kwargs or {})
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -68,6 +70,19 @@ class Placeholder(Tensor):
     def like(cls, tensor: Tensor, device: torch.device) -> Placeholder:
         """A placeholder with the shape, dtype and strides of ``tensor``."""
         return cls(tensor.shape, tensor.stride(), tensor.dtype, device)
+
+
+def _check_followed(func: Any, args: Any, kwargs: Mapping[str, Any]) -> None:
+    """Raise if a change in place that the tracker cannot see reaches a tensor with a value, or moves one."""
+    given = {**dict(zip([argument.name for argument in func._schema.arguments], args, strict=False)), **kwargs}
+    written = [given.get(each.name) for each in func._schema.arguments if each.alias_info and each.alias_info.is_write]
+    name = str(func._schema.name).removeprefix("aten::")
+    if name == "set_" or any(isinstance(t, Tensor) and not isinstance(t, Placeholder) for t in tree_leaves(written)):
+        raise CutError(
+            f"'{name}' changes a tensor in place, with or for one that only another stage has, and torch does not show "
+            "such changes to this stage.",
+            hint="Use own.copy_(other), or bind the name anew: own = other; inside torch.func the out-of-place form.",
+        )
 
 
 def shape_only(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -124,6 +139,8 @@ class _Shapes:
         return args, kwargs
 
     def to_placeholder(self, value: Any, func: Any) -> Any:
+        if torch.is_storage(value):
+            raise CutError(f"'{function_name(func)}' asks for memory that only another stage has.", hint=_VALUES)
         if not isinstance(value, Tensor):
             return value
         original = self._originals.get(id(value))
