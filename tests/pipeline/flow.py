@@ -20,7 +20,7 @@ from lightning_pipe.pipeline.topology import Topology
 from lightning_pipe.pipeline.transport import Transport
 from lightning_pipe.schedules import Family
 
-WIDTH, ROWS, BATCHES = 6, 8, 24
+WIDTH, ROWS, BATCHES = 6, 8, 12
 Batch = Mapping[str, Any]
 Values = dict[str, Tensor]
 Version = Callable[[int, int], int]

@@ -17,9 +17,9 @@ from tests.zoo import BATCH, MAIN, SMALL, ZOO, Entry
 
 NAMED = [
     Point("gpipe", stages=4, micro_batches=3),
-    Point("1f1b", stages=2, micro_batches=8, replicas=2),
+    Point("1f1b", stages=2, micro_batches=8, replicas=2, steps=2),
     Point("1f1b", stages=4, micro_batches=1),
-    Point("interleaved", stages=4, micro_batches=3, replicas=2),
+    Point("interleaved", stages=4, micro_batches=3, replicas=2, steps=2),
     Point("1f1b", stages=4, micro_batches=3, ranks=1),
 ]
 
@@ -72,7 +72,9 @@ def test_accumulation_over_batches(name: str, replicas: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["mlp", "residual", "bert", "t5", "sequence_lengths", "structures"])
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved"])
+@pytest.mark.parametrize(
+    "schedule", ["1f1b", *(pytest.param(n, marks=pytest.mark.slow) for n in ("gpipe", "interleaved"))]
+)
 def test_evaluation_between_training_steps_changes_nothing(name: str, schedule: str) -> None:
     point = Point(schedule, stages=4, micro_batches=3, evaluate=True)
     check(ZOO[name], point)

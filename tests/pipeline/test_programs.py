@@ -62,7 +62,7 @@ def check(seeds: range, changes: bool) -> None:
 
 @pytest.mark.parametrize("changes", [False, True], ids=["pure", "in_place"])
 def test_random_programs(changes: bool) -> None:
-    check(range(40), changes)
+    check(range(CHUNK), changes)
 
 
 @pytest.mark.slow
@@ -97,7 +97,7 @@ def check_evaluation(seeds: range, changes: bool) -> None:
 
 @pytest.mark.parametrize("changes", [False, True], ids=["pure", "in_place"])
 def test_random_programs_in_evaluation(changes: bool) -> None:
-    check_evaluation(range(20), changes)
+    check_evaluation(range(12), changes)
 
 
 @pytest.mark.slow
