@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
+import runpy
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +16,8 @@ from omegaconf import DictConfig
 from recipes import job
 from recipes.errors import RecipeError
 from recipes.plan import plans
-from tests.recipes.conftest import CONF, ROOT
+from tests.launch import outcomes
+from tests.recipes.conftest import CONF
 
 Compose = Callable[..., DictConfig]
 PARAMETERS = {
@@ -93,17 +94,27 @@ def test_without_a_schedule_there_is_no_plan(composed: Compose) -> None:
         list(plans(composed("experiment=gpt2_wikitext2", "pipe=none")))
 
 
+def command_line(process: int, folder: Path, arguments: list[str]) -> str | int | None:
+    """What ``python -m recipes.plan`` does in this folder, and the code or the words it ends with."""
+    os.chdir(folder)
+    sys.argv[1:] = arguments
+    try:
+        runpy.run_module("recipes.plan", run_name="__main__", alter_sys=True)
+    except SystemExit as end:
+        return end.code
+    return 0
+
+
 def test_the_command_line_writes_nothing(tmp_path: Path) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     arguments = ["+experiment=gpt2_wikitext2", "ranks=[2]", "pipe=gpipe"]
-    command = [sys.executable, "-m", "recipes.plan", *arguments]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, text=True, capture_output=True, timeout=100)
-    assert done.returncode == 0, done.stderr
-    assert "Pipeline of GPT2" in done.stdout
+    (done,) = outcomes(command_line, 1, group_timeout=None, folder=tmp_path, arguments=arguments)
+    assert not done.value, done.output
+    assert done.error is None, done.trace
+    assert "Pipeline of GPT2" in done.output
     assert list(tmp_path.iterdir()) == []
-    done = subprocess.run(
-        [*command, "model.widht=3"], cwd=tmp_path, env=environment, text=True, capture_output=True, timeout=100
-    )
-    assert done.returncode == 1
-    assert "Did you mean model.width?" in done.stderr
-    assert "Traceback" not in done.stderr
+    mistaken = [*arguments, "model.widht=3"]
+    (done,) = outcomes(command_line, 1, group_timeout=None, folder=tmp_path, arguments=mistaken)
+    told = f"{done.output}{done.value}"
+    assert done.value, "ends as a success"
+    assert "Did you mean model.width?" in told
+    assert "Traceback" not in told

@@ -12,6 +12,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 import lightning_pipe
 from lightning_pipe import PipeStrategy, registry, schedules
 from lightning_pipe.errors import ConfigurationError
+from tests.launch import PRELOAD, run_trainers
 
 ORDERS = """
 import sys
@@ -54,9 +55,25 @@ def test_unknown_names() -> None:
     assert "PipeStrategy" in dir(lightning_pipe)
 
 
-@pytest.mark.parametrize("imports", ["import lightning_pipe, lightning", "import lightning, lightning_pipe"])
+@pytest.mark.parametrize(
+    "imports",
+    [
+        "import lightning_pipe, lightning",
+        # as in the processes below: a fresh interpreter spends seconds on the import
+        pytest.param("import lightning, lightning_pipe", marks=pytest.mark.slow),
+    ],
+)
 def test_either_import_comes_first(imports: str) -> None:
     subprocess.run([sys.executable, "-c", ORDERS.format(imports=imports)], check=True, timeout=100)
+
+
+def names(process: int) -> set[str]:
+    return {name for name in ("pipe", "pipe_1f1b") if name in StrategyRegistry}
+
+
+def test_names_are_there_when_lightning_came_first() -> None:
+    assert PRELOAD.index("lightning.pytorch") < PRELOAD.index("lightning_pipe.strategy")
+    assert run_trainers(names, 1) == [{"pipe", "pipe_1f1b"}]
 
 
 def test_schedules_import_nothing_heavy() -> None:
