@@ -7,7 +7,7 @@ from collections.abc import Callable, Container, Hashable, Iterator, Mapping, Se
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -32,6 +32,26 @@ class Place(NamedTuple):
     pipe: int
     stage: int
     micro_batch: int
+
+
+class Step(NamedTuple):
+    """An action, the method that runs it, and what it is about: a stage and micro-batch, or a message's way."""
+
+    action: Action
+    run: Callable[[Action, Any], None]
+    at: Place | Way | None
+
+
+class Program(NamedTuple):
+    """Actions prepared for running; those of the last batch mostly come again."""
+
+    actions: Sequence[Action]
+    steps: tuple[Step, ...]
+    again: frozenset[Place]
+    """The forward passes that are run again."""
+
+
+_NOTHING = Program((), (), frozenset())
 
 
 @dataclass
@@ -64,6 +84,7 @@ class Executor:
     busy: float = 0.0
     events: list[Event] | None = None
     _find: Find = field(init=False)
+    _program: Program = _NOTHING
     _again: set[Place] = field(default_factory=set)
     _kept: dict[Place, Kept] = field(default_factory=dict)
     _saved: dict[Place, Saved] = field(default_factory=dict)
@@ -74,7 +95,7 @@ class Executor:
 
     def __post_init__(self) -> None:
         self.connect(self.skips)
-        self._methods: dict[Kind, Callable[[Action], None]] = {
+        self._methods: dict[Kind, Callable[[Action, Any], None]] = {
             Kind.FORWARD: self._forward,
             Kind.RECOMPUTE: self._recompute,
             Kind.BACKWARD: self._backward,
@@ -97,10 +118,11 @@ class Executor:
 
     def run(self, actions: Sequence[Action], batch: Batch) -> None:
         """Run one batch from the first action to the flush."""
-        self._again = {_place(action) for action in actions if action.kind is Kind.RECOMPUTE}
+        self._prepare(actions)
+        self._again = set(self._program.again)
         self.peak_held = 0
         with self._whole():
-            self._loop(actions, lambda micro_batch: (batch, micro_batch))
+            self._loop(lambda micro_batch: (batch, micro_batch))
             self.courier.settle()
 
     def advance(self, actions: Sequence[Action], again: Container[tuple[int, int]], find: Find) -> None:
@@ -111,9 +133,10 @@ class Executor:
             again: the forwards among them that a later call runs again, as ``(stage, micro_batch)``.
             find: knows the batch of a micro-batch.
         """
+        self._prepare(actions)
         self._again |= {_place(a) for a in actions if a.kind is Kind.FORWARD and a[1:3] in again}
         with self._whole():
-            self._loop(actions, find)
+            self._loop(find)
             self.courier.turn()
 
     def empty(self) -> None:
@@ -134,16 +157,22 @@ class Executor:
             if self.courier.transport.board is not None:
                 self.courier.transport.board.position = None
 
-    def _loop(self, actions: Sequence[Action], find: Find) -> None:
+    def _prepare(self, actions: Sequence[Action]) -> None:
+        if actions is not self._program.actions:
+            steps = tuple(Step(action, self._methods[action.kind], _subject(action)) for action in actions)
+            again = frozenset(_place(action) for action in actions if action.kind is Kind.RECOMPUTE)
+            self._program = Program(actions, steps, again)
+
+    def _loop(self, find: Find) -> None:
         self._find = find
         board = self.courier.transport.board
         if board is not None:
-            board.program = actions
-        for action in actions:
+            board.program = self._program.actions
+        for action, run, at in self._program.steps:
             self.position = action
             if board is not None:
                 board.position = action
-            self._methods[action.kind](action)
+            run(action, at)
 
     def abandon(self) -> None:
         """Drop what is under way, so that the next batch starts clean and no graph stays in memory."""
@@ -163,8 +192,7 @@ class Executor:
 
     # ------------------------------------------------------------------ compute
 
-    def _forward(self, action: Action) -> None:
-        here = _place(action)
+    def _forward(self, action: Action, here: Place) -> None:
         inbound = self._collect(here)
         batch, index = self._find(here.micro_batch)
         start = time.perf_counter()
@@ -199,8 +227,7 @@ class Executor:
             inbound = part if inbound is None else joined(inbound, part)
         return inbound
 
-    def _recompute(self, action: Action) -> None:
-        here = _place(action)
+    def _recompute(self, action: Action, here: Place) -> None:
         batch, index = self._find(here.micro_batch)
         self._again.discard(here)
         start = time.perf_counter()
@@ -213,8 +240,7 @@ class Executor:
         self.held += 1
         self.peak_held = max(self.peak_held, self.held)
 
-    def _backward(self, action: Action) -> None:
-        here = _place(action)
+    def _backward(self, action: Action, here: Place) -> None:
         gradients: dict[int, Tensor] = {}
         used: frozenset[int] = frozenset()
         for to in self._later[here.stage]:
@@ -240,8 +266,7 @@ class Executor:
             # Where it came from, here or by a message.
             self._gradients[Way(here.pipe, stage, here.micro_batch, here.stage)] = part
 
-    def _backward_weight(self, action: Action) -> None:
-        here = _place(action)
+    def _backward_weight(self, action: Action, here: Place) -> None:
         batch, index = self._find(here.micro_batch)
         start = time.perf_counter()
         with batch.using(index):
@@ -251,22 +276,19 @@ class Executor:
 
     # ------------------------------------------------------------------ messages
 
-    def _send_forward(self, action: Action) -> None:
-        way = _way(action, 1)
+    def _send_forward(self, action: Action, way: Way) -> None:
         self.courier.send(way, _peer(action), self._key(way.micro_batch), self._crossing.pop(way))
 
-    def _receive_forward(self, action: Action) -> None:
-        way = _way(action, -1)
+    def _receive_forward(self, action: Action, way: Way) -> None:
         self.courier.expect(way, _peer(action), self._key(way.micro_batch))
 
-    def _send_backward(self, action: Action) -> None:
-        way = _way(action, -1)
+    def _send_backward(self, action: Action, way: Way) -> None:
         self.courier.send_gradients(way, _peer(action), *self._gradients.pop(way))
 
-    def _receive_backward(self, action: Action) -> None:
-        self.courier.expect_gradients(_way(action, 1), _peer(action))
+    def _receive_backward(self, action: Action, way: Way) -> None:
+        self.courier.expect_gradients(way, _peer(action))
 
-    def _reduce(self, action: Action) -> None:
+    def _reduce(self, action: Action, _: None) -> None:
         self.reduce(action.stage)
 
     def _key(self, micro_batch: int) -> Hashable:
@@ -300,6 +322,16 @@ def joined(first: Inbound, second: Inbound) -> Inbound:
 def _of(returned: Returned, numbers: frozenset[int]) -> Returned:
     """The part of what goes back that concerns some numbers."""
     return {number: gradient for number, gradient in returned[0].items() if number in numbers}, returned[1]
+
+
+def _subject(action: Action) -> Place | Way | None:
+    """What an action is about."""
+    if action.kind is Kind.REDUCE:
+        return None
+    if action.peer is None:
+        return _place(action)
+    to_later = action.kind in (Kind.SEND_FORWARD, Kind.RECEIVE_BACKWARD)
+    return _way(action, 1 if to_later else -1)
 
 
 def _place(action: Action) -> Place:
