@@ -8,7 +8,6 @@ tenth. Needs Linux (``memfd_create``).
 
 from __future__ import annotations
 
-import array
 import ctypes
 import mmap
 import os
@@ -26,12 +25,12 @@ from torch import Tensor
 
 _PACKET = struct.Struct("<BIIQ")  # kind, tag, number of the buffer, bytes of the message; behind it what is free again
 _NUMBER = struct.Struct("<I")
+_TIME = struct.Struct("@ll")  # the system's seconds and microseconds
 _MESSAGE, _FREE, _MEMORY = 0, 1, 2
 _SMALLEST = 4096
 _MOST_AT_ONCE = 256
 _MOST_KEPT, _MOST_BYTES_KEPT = 16, 1 << 18
 """Buffers that a receiver has read and not given back yet: their numbers travel with its next message."""
-_ANCILLARY = socket.CMSG_SPACE(4)
 _LONGEST = _PACKET.size + _NUMBER.size * _MOST_KEPT
 
 
@@ -73,7 +72,9 @@ class LocalPeer:
     """
 
     def __init__(self, connection: socket.socket, timeout: float) -> None:
-        connection.setblocking(False)
+        # a wait is one system call; what must not wait says so
+        connection.settimeout(None)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _TIME.pack(*divmod(round(timeout * 1e6), 10**6)))
         self._socket = connection
         self._timeout = timeout
         self._gone = False
@@ -83,10 +84,8 @@ class LocalPeer:
         self._read_out: list[Buffer] = []
         self._posted: defaultdict[int, deque[Posted]] = defaultdict(deque)
         self._arrived: defaultdict[int, deque[tuple[Buffer, int]]] = defaultdict(deque)
-        self._ready = select.poll()
-        self._ready.register(connection, select.POLLIN)
         self._lock = threading.Lock()
-        self._backlog: deque[tuple[bytes, int]] = deque()
+        self._backlog: deque[bytes | int] = deque()  # packets and descriptors
         self._writer: threading.Thread | None = None
 
     def send(self, data: Tensor, tag: int) -> None:
@@ -118,8 +117,7 @@ class LocalPeer:
 
     def poll(self, posted: Posted) -> bool:
         """Whether a message has come; never waits."""
-        if not posted.done:
-            self._read(posted)
+        self._read(posted)
         return posted.done
 
     def wait(self, posted: Posted) -> None:
@@ -129,13 +127,12 @@ class LocalPeer:
             TimeoutError: it did not come within the timeout.
             ConnectionError: the other process has gone.
         """
-        if self.poll(posted):
-            return
         deadline = time.monotonic() + self._timeout
-        while not self.poll(posted):
+        while not posted.done:
             if self._gone:
                 raise ConnectionResetError("Connection closed by peer")
-            if not self._ready.poll(max(0.0, 1000 * (deadline - time.monotonic()))):
+            # what it gets may be another message
+            if time.monotonic() > deadline or not (self._read_packet() or self._gone):
                 raise TimeoutError("timed out")
 
     def shutdown(self) -> None:
@@ -145,12 +142,12 @@ class LocalPeer:
 
     def close(self) -> None:
         """Write the messages that are left and close the connection."""
-        if self._writer is not None:
-            with self._lock:  # memory that comes back now is wanted by nobody, and maybe read by nobody
-                kept = [item for item in self._backlog if item[0][0] != _FREE]
-                self._backlog.clear()
-                self._backlog.extend(kept)
-            self._writer.join(self._timeout)
+        with self._lock:  # memory that comes back now is wanted by nobody, and maybe read by nobody
+            kept = [item for item in self._backlog if not (isinstance(item, bytes) and item[0] == _FREE)]
+            self._backlog = deque(kept)
+            writer = self._writer
+        if writer is not None:
+            writer.join(self._timeout)
         self._socket.close()
 
     def _grow(self, capacity: int) -> None:
@@ -165,28 +162,35 @@ class LocalPeer:
 
     def _read(self, wanted: Posted | None = None) -> None:
         """Take in the packets that are there, up to the one that is wanted."""
-        while not (self._gone or (wanted is not None and wanted.done)):
-            try:
-                packet, ancillary, _, _ = self._socket.recvmsg(_LONGEST, _ANCILLARY)
-            except BlockingIOError:
-                return
-            except OSError:
-                packet, ancillary = b"", []
-            if not packet:
-                self._gone = True
-                return
-            kind, tag, number, size = _PACKET.unpack_from(packet)
-            for (free,) in _NUMBER.iter_unpack(packet[_PACKET.size :]):
-                buffer = self._own[free]
-                self._free[buffer.size].append(buffer)
-            if kind == _MEMORY:
-                (descriptor,) = array.array("i", ancillary[0][2][:4])
-                self._mapped += Buffer.map(number, size, descriptor)
-                os.close(descriptor)
-            elif kind == _MESSAGE:
-                self._arrived[tag].append((self._mapped[number], size))
-                if self._posted[tag]:
-                    self._deliver(tag)
+        while not (wanted is not None and wanted.done) and self._read_packet(socket.MSG_DONTWAIT):
+            pass
+
+    def _read_packet(self, flags: int = 0) -> bool:
+        """Take in the next packet; whether there was one within the timeout, or at once with ``MSG_DONTWAIT``."""
+        if self._gone:
+            return False
+        try:
+            packet = self._socket.recv(_LONGEST, flags)
+        except BlockingIOError:
+            return False
+        except OSError:
+            packet = b""
+        if not packet:
+            self._gone = True
+            return False
+        kind, tag, number, size = _PACKET.unpack_from(packet)
+        for (free,) in _NUMBER.iter_unpack(packet[_PACKET.size :]):
+            buffer = self._own[free]
+            self._free[buffer.size].append(buffer)
+        if kind == _MESSAGE:
+            self._arrived[tag].append((self._mapped[number], size))
+            if self._posted[tag]:
+                self._deliver(tag)
+        elif kind == _MEMORY:
+            (descriptor,) = socket.recv_fds(self._socket, 1, 1)[1]
+            self._mapped += Buffer.map(number, size, descriptor)
+            os.close(descriptor)
+        return True
 
     def _deliver(self, tag: int) -> None:
         """Copy the oldest message that has arrived to the oldest receive."""
@@ -207,38 +211,45 @@ class LocalPeer:
         self._read_out.clear()
         return numbers
 
-    def _write(self, packet: bytes, descriptor: int = -1) -> None:
-        """Write a packet, or leave it to a thread while the socket is full: some hundred packets are unread then."""
+    def _write(self, packet: bytes, descriptor: int | None = None) -> None:
+        """Write a packet, or leave it to a thread while the socket is full: some hundred packets are unread then.
+
+        A descriptor follows in a packet of its own: to receive one costs more than to receive bytes.
+        """
         with self._lock:
-            self._backlog.append((packet, descriptor))
-            if len(self._backlog) == 1 and not self._flush():
+            if self._backlog or not self._put(packet):
+                self._backlog.append(packet)
+            if descriptor is not None and (self._backlog or not self._put(descriptor)):
+                self._backlog.append(descriptor)
+            if self._backlog and self._writer is None:
                 self._writer = threading.Thread(target=self._drain, daemon=True, name="lightning-pipe writer")
                 self._writer.start()
 
-    def _flush(self) -> bool:
-        """Write packets as far as the socket takes them; whether none is left."""
-        while self._backlog:
-            packet, descriptor = self._backlog[0]
-            try:
-                if descriptor < 0:
-                    self._socket.send(packet)
-                else:
-                    socket.send_fds(self._socket, [packet], [descriptor])
-                    os.close(descriptor)
-            except BlockingIOError:
-                return False
-            except OSError:
-                self._backlog.clear()
-                raise
-            self._backlog.popleft()
+    def _put(self, packet: bytes | int) -> bool:
+        """Write a packet or a descriptor if the socket takes it."""
+        try:
+            if isinstance(packet, bytes):
+                self._socket.send(packet, socket.MSG_DONTWAIT)
+            else:
+                socket.send_fds(self._socket, [b"+"], [packet], socket.MSG_DONTWAIT)
+                os.close(packet)
+        except BlockingIOError:
+            return False
+        except OSError:
+            self._backlog.clear()
+            raise
         return True
 
     def _drain(self) -> None:
+        """Write what is left as the socket takes it."""
         ready = select.poll()
         ready.register(self._socket, select.POLLOUT)
         with suppress(OSError):  # the main thread finds out when it reads
             while True:
                 ready.poll(100)
                 with self._lock:
-                    if self._flush():
+                    while self._backlog and self._put(self._backlog[0]):
+                        self._backlog.popleft()
+                    if not self._backlog:
+                        self._writer = None
                         return
