@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Iterable
+from collections.abc import Container, Hashable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -51,13 +51,27 @@ class Cargo:
         return tuple(entry.number for entry in self.path.entries if entry.requires_grad and entry.number in sent)
 
     @cached_property
+    def all(self) -> frozenset[int]:
+        """The numbers as a set."""
+        return frozenset(self.numbers)
+
+    @cached_property
+    def masks(self) -> list[int]:
+        """The masks of the backward message when everything was used and has a gradient, as mostly."""
+        return self.masks_of(self.all, self.all)
+
+    def masks_of(self, used: Container[int], present: Container[int]) -> list[int]:
+        """The masks of the backward message: which tensors were used, and which gradients are there."""
+        return to_words(n in used for n in self.numbers) + to_words(n in present for n in self.gradients)
+
+    @cached_property
     def layout(self) -> Layout:
         """The forward message."""
         return Layout(1, self._specs(self.numbers))
 
     @cached_property
     def gradient_layout(self) -> Layout:
-        """The backward message: masks of used tensors and of gradients, then the gradients."""
+        """The backward message: the masks, then the gradients."""
         return Layout(mask_words(len(self.numbers)) + mask_words(len(self.gradients)), self._specs(self.gradients))
 
     def _specs(self, numbers: Iterable[int]) -> tuple[TensorSpec, ...]:
@@ -173,12 +187,12 @@ class Courier:
         """Start to send back the gradients of what was received."""
         transfer = self.transfers[at]
         cargo = transfer.cargo
-        transfer.used = used if cargo.gradients else frozenset(cargo.numbers)  # as the other end has to assume
+        transfer.used = used if cargo.gradients else cargo.all  # as the other end has to assume
         if not cargo.gradients:
             return
-        masks = to_words(number in used for number in cargo.numbers)
-        masks += to_words(number in gradients for number in cargo.gradients)
         tensors = [gradients.get(number) for number in cargo.gradients]
+        complete = used >= cargo.all and gradients.keys() >= set(cargo.gradients)
+        masks = cargo.masks if complete else cargo.masks_of(used, gradients)
         self._send(cargo.gradient_layout, masks, tensors, peer, Lane("backward", at.pipe), at)
 
     def expect_gradients(self, at: Way, peer: int) -> None:
@@ -192,11 +206,14 @@ class Courier:
         transfer = self.transfers[at]
         cargo = transfer.cargo
         if not cargo.gradients:
-            transfer.used = frozenset(cargo.numbers)
+            transfer.used = cargo.all
             return {}, transfer.used
         posted = self._posted.pop(("backward", at))
         posted.work.wait()
         masks, tensors = self._unpack(posted, peer, at)
+        if masks == cargo.masks:
+            transfer.used = cargo.all
+            return dict(zip(cargo.gradients, tensors, strict=True)), transfer.used
         split = mask_words(len(cargo.numbers))
         used = to_bits(masks[:split], len(cargo.numbers))
         present = to_bits(masks[split:], len(cargo.gradients))
@@ -242,7 +259,7 @@ class Courier:
             if plan is not None and plan.path is path:
                 continue
             place = (at.pipe, at.stage, at.to, transfer.key)
-            used = frozenset(transfer.cargo.numbers) if transfer.used is None else transfer.used
+            used = transfer.cargo.all if transfer.used is None else transfer.used
             before = fresh.get(place)
             if before is not None and before.path == path:
                 used |= before.sent

@@ -36,15 +36,10 @@ class GlooTransport(TorchTransport):
                 found = connect_local(self.process, self.peers, timeout.total_seconds(), self._gather)
             self._local = {self.peers.index(process): peer for process, peer in found.items()}
 
-    @property
-    @override
-    def inline_control(self) -> bool:
-        return self.device.type == "cpu"
-
     @override
     def send(self, data: Tensor, peer: int, lane: Lane) -> Work:
         check_message(data)
-        if data.device.type != "cpu":
+        if not data.is_cpu:
             host = torch.empty(data.shape, dtype=data.dtype, pin_memory=True)
             host.copy_(data, non_blocking=True)
             # The bytes must be in host memory before Gloo sees them; only what computes them is waited for.
@@ -55,7 +50,7 @@ class GlooTransport(TorchTransport):
     @override
     def receive(self, data: Tensor, peer: int, lane: Lane) -> Work:
         check_message(data)
-        if data.device.type == "cpu":
+        if data.is_cpu:
             return self._start_receive(data, peer, lane, _lane_tag(lane))
         host = torch.empty(data.shape, dtype=data.dtype, pin_memory=True)
         work = self._start_receive(host, peer, lane, _lane_tag(lane))

@@ -95,7 +95,7 @@ def _is_raw(tensor: Tensor, spec: TensorSpec, strides: tuple[int, ...]) -> bool:
     """Whether a tensor lies in host memory as it is to lie in the message, byte for byte."""
     return (
         type(tensor) is Tensor
-        and tensor.device.type == "cpu"
+        and tensor.is_cpu
         and tensor.dtype == spec.dtype
         and tensor.stride() == strides
         and tensor.shape == spec.shape

@@ -62,11 +62,6 @@ class MemoryTransport(Transport):
         self._groups: set[tuple[int, ...]] = {tuple(range(world.topology.world_size))}
         self._calls: defaultdict[tuple[int, ...], int] = defaultdict(int)
 
-    @property
-    @override
-    def inline_control(self) -> bool:
-        return self.device.type == "cpu"
-
     @override
     def send(self, data: Tensor, peer: int, lane: Lane) -> Work:
         check_message(data)

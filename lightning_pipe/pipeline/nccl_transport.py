@@ -37,6 +37,7 @@ class NcclTransport(TorchTransport):
         if device.type == "cuda":
             torch.cuda.set_device(device)
         super().__init__(topology, device, timeout, backend="nccl")
+        self.inline_control = False
         self._channels: dict[Channel, ProcessGroup] = {}
         self._known: set[Channel] = set()
 
@@ -45,11 +46,6 @@ class NcclTransport(TorchTransport):
         slack = _WATCHDOG_SLACK if backend == "nccl" else timedelta()
         group: ProcessGroup = dist.new_group(sorted(processes), timeout=self.timeout + slack, backend=backend)
         return group
-
-    @property
-    @override
-    def inline_control(self) -> bool:
-        return False
 
     @override
     def connect(self, channels: Iterable[Channel]) -> None:

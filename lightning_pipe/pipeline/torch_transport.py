@@ -218,17 +218,17 @@ class TorchTransport(Transport):
         return parts
 
     def _start_send(self, data: Tensor, peer: int, lane: Lane | str, tag: int) -> Work:
-        operation = Message("send", data.numel(), self.names[peer], lane)
+        local = self._local.get(peer)
         try:
-            local = self._local.get(peer)
             if local is not None:
                 local.send(data, tag)
                 return DONE
-            # What torch's isend calls, without its checks: they are half of the cost of a small message.
             assert self._messages is not None
+            # What torch's isend calls, without its checks: they are half of the cost of a small message.
             work = self._messages.send([data], self._group_ranks[peer], tag)
         except (RuntimeError, OSError) as error:
-            raise self.failed(operation, error) from error
+            raise self.failed(Message("send", data.numel(), self.names[peer], lane), error) from error
+        operation = Message("send", data.numel(), self.names[peer], lane)
         if data.numel() < WATCHED_SIZE or not isinstance(lane, Lane):
             return GroupWork(self, operation, work, data)
         watched = WatchedWork(self, operation, work, data)
@@ -240,8 +240,8 @@ class TorchTransport(Transport):
 
     def _start_receive(self, data: Tensor, peer: int, lane: Lane | str, tag: int) -> Work:
         operation = Message("receive", data.numel(), self.names[peer], lane)
+        local = self._local.get(peer)
         try:
-            local = self._local.get(peer)
             if local is not None:
                 return LocalReceive(self, operation, local, local.receive(data, tag))
             assert self._messages is not None

@@ -90,6 +90,7 @@ class Transport(ABC):
         names: how messages name each rank of this pipeline.
         board: where failures are looked up and reported; set by `FailureBoard`.
         waiting: what the process is blocked on, for reports; ``None`` while it is not.
+        inline_control: whether the host can read a received message for free, so that control words may travel in it.
     """
 
     def __init__(self, topology: Topology, process: int, device: torch.device, timeout: timedelta) -> None:
@@ -102,11 +103,7 @@ class Transport(ABC):
         self.names = tuple(topology.describe(peer) for peer in self.peers)
         self.board: FailureBoard | None = None
         self.waiting: object | None = None
-
-    @property
-    @abstractmethod
-    def inline_control(self) -> bool:
-        """Whether the host can read a received message for free, so that control words may travel in its head."""
+        self.inline_control = device.type == "cpu"
 
     def connect(self, channels: Iterable[Channel]) -> None:  # noqa: B027 - most transports need no preparation
         """Prepare the channels that a schedule uses.
