@@ -144,7 +144,8 @@ class MemoryTransport(Transport):
     def block(self, event: threading.Event, operation: object) -> None:
         """Wait for an event; raise if a thread has failed or the time is up."""
         self.waiting = operation
-        in_time = event.wait(self.timeout.total_seconds())
+        # A failure has woken those who waited by then; who comes after it must not begin to.
+        in_time = self.world.failure is not None or event.wait(self.timeout.total_seconds())
         failure = self.world.failure
         if failure is not None:
             process, cause = failure

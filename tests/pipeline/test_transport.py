@@ -382,6 +382,14 @@ class TestThreads:
         assert len(stopped) == 3
         assert "rank 2 failed with ValueError: own error" in stopped[0]
 
+    def test_who_comes_after_a_failure_does_not_wait(self) -> None:
+        first, second = memory_world(Topology(2))
+        first.world.fail(first.process, ValueError("own error"))
+        start = time.monotonic()
+        with pytest.raises(CommunicationError, match=r"could not receive 3 bytes .*failed with ValueError: own error"):
+            get(second, 3, first.rank, FORWARD)
+        assert time.monotonic() - start < 2
+
     def test_a_hang_ends_with_a_report(self) -> None:
         def fn(transport: MemoryTransport) -> None:
             if transport.rank == 0:
