@@ -48,6 +48,11 @@ def version_of(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
+def memory_of(tensor: Tensor) -> int | None:
+    """What is the same for tensors that share memory, while they live; ``None`` for those that have none."""
+    return int(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else None
+
+
 def state_of(tensor: Tensor, *, derived: bool) -> int | Tensor:
     """What tells with `has_changed` whether a tensor changes in place: its version, or its value where nobody counts.
 

@@ -95,6 +95,7 @@ class Call(NamedTuple):
         popped: the skip connections that end in it.
         effects: for layers and modules, what they leave behind besides their result.
         container: the number of the list or dictionary in the arguments that the result is, if it is one.
+        lent: for layers and modules, the arguments whose memory a result shares, and which every stage has for itself.
     """
 
     name: str
@@ -107,19 +108,23 @@ class Call(NamedTuple):
     popped: tuple[Key, ...] = ()
     effects: tuple[Effect, ...] = ()
     container: int | None = None
+    lent: tuple[int, ...] = ()
 
 
 class Entry(NamedTuple):
     """One tensor that is alive at a cut.
 
     ``shared`` marks tensors whose memory another live tensor shares, or whose own elements do: they travel as copies,
-    so changing one in place after the cut would be wrong, and raises.
+    so changing one in place after the cut would be wrong, and raises. The other one may be an argument of a layer that
+    returned a view of it, and that every stage has for itself: ``lender`` has the positions of the call and of the
+    argument.
     """
 
     number: int
     spec: TensorSpec
     requires_grad: bool
     shared: bool
+    lender: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)

@@ -7,13 +7,14 @@ layers reads less than on one device and nobody notices.
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves
 
 from lightning_pipe.errors import CutError
+from lightning_pipe.pipeline.cut.changes import memory_of, version_of
 
 _CONTAINERS = (list, dict, OrderedDict, defaultdict)
 _MODULE_INTERNALS = frozenset(vars(nn.Module())) | {"forward", "_apply"}
@@ -30,6 +31,7 @@ class Effect(NamedTuple):
         container: for a changed list or dictionary, its number among those in the arguments.
         path: for an attribute, the dotted path from the layer to the module that keeps it.
         attribute: its name.
+        in_place: whether the attribute is the tensor that it was, and has changed or is what a result is a view of.
     """
 
     size: int
@@ -37,6 +39,7 @@ class Effect(NamedTuple):
     container: int | None = None
     path: str = ""
     attribute: str = ""
+    in_place: bool = False
 
 
 class Watch:
@@ -57,10 +60,19 @@ class Watch:
         self.containers = list(containers_in(arguments))
         self._contents = [_contents(container) for container in self.containers]
         self._opaque = [(leaf, list(_fingerprint(leaf))) for leaf in leaves if _is_opaque(leaf)]
-        self._attributes = {key: tree_leaves(value) for key, value in _attributes(module)} if seeks else None
+        self._attributes = {key: _State(tree_leaves(value)) for key, value in _attributes(module)} if seeks else None
 
-    def effects(self) -> Iterator[tuple[Effect, list[Any]]]:
+    def attributes(self) -> Iterator[Tensor]:
+        """The tensors that the module keeps as attributes before the call; none where nobody looks for them."""
+        for state in (self._attributes or {}).values():
+            yield from (leaf for leaf in state.leaves if isinstance(leaf, Tensor))
+
+    def effects(self, results: Sequence[Any], derived: Callable[[Tensor], bool]) -> Iterator[tuple[Effect, list[Any]]]:
         """What has changed since, with its leaves.
+
+        Args:
+            results: the leaves of the call's result.
+            derived: whether a tensor comes from a layer or a parameter; other stages know of such a change by itself.
 
         Raises:
             CutError: an argument of another kind has changed.
@@ -76,13 +88,39 @@ class Watch:
             if not _same(_contents(container), contents):
                 leaves, structure = tree_flatten(container)
                 yield Effect(len(leaves), structure, container=number), leaves
-        if self._attributes is None:
-            return
+        if self._attributes is not None:
+            yield from self._attribute_effects(self._attributes, results, derived)
+
+    def _attribute_effects(
+        self, attributes: dict[tuple[str, str], _State], results: Sequence[Any], derived: Callable[[Tensor], bool]
+    ) -> Iterator[tuple[Effect, list[Any]]]:
+        memories = {memory_of(leaf) for leaf in results if isinstance(leaf, Tensor)} - {None} if attributes else ()
         for (path, attribute), value in _attributes(self._module):
             leaves, structure = tree_flatten(value)
-            known = self._attributes.get((path, attribute))
-            if known is None or not _same(leaves, known):
-                yield Effect(len(leaves), structure, path=path, attribute=attribute), leaves
+            known = attributes.get((path, attribute))
+            effect = Effect(len(leaves), structure, path=path, attribute=attribute)
+            if known is None or not _same(leaves, known.leaves):
+                yield effect, leaves
+            elif any(isinstance(leaf, Tensor) and derived(leaf) for leaf in leaves):
+                continue
+            elif known.changed() or (isinstance(value, Tensor) and memory_of(value) in memories):
+                yield effect._replace(in_place=isinstance(value, Tensor)), leaves
+
+
+class _State:
+    """The leaves of an attribute, and what tells whether they change in place."""
+
+    def __init__(self, leaves: list[Any]) -> None:
+        self.leaves = leaves
+        self._versions = self._count()
+
+    def _count(self) -> list[int]:
+        return [version_of(leaf) for leaf in self.leaves if isinstance(leaf, Tensor)]
+
+    def changed(self) -> bool:
+        """Whether they have changed in place; where nobody counts, they are taken to have."""
+        uncounted = any(isinstance(leaf, Tensor) and leaf.is_inference() for leaf in self.leaves)
+        return uncounted or self._versions != self._count()
 
 
 class Keepers:
@@ -112,6 +150,12 @@ class Attributes:
         owner = vars(module.get_submodule(effect.path))
         self._before.append((owner, effect.attribute, owner.get(effect.attribute, self)))
         owner[effect.attribute] = value
+
+    def same(self, module: nn.Module, effect: Effect, spec: Any) -> Tensor | None:
+        """The tensor that an attribute holds here too, and that the call changes in place on another stage."""
+        value = vars(module.get_submodule(effect.path)).get(effect.attribute)
+        same = isinstance(value, Tensor) and (tuple(value.shape), value.dtype) == (spec.shape, spec.dtype)
+        return value if same else None
 
     def restore(self) -> None:
         """Put everything back as it was."""

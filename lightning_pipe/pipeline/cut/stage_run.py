@@ -36,6 +36,7 @@ _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torc
 
 
 Stashed = Mapping[Key, Tensor | None]
+_NO_SHARING = "Use the out-of-place form, or .clone() one of them."
 NO_SKIPPING = (
     "Let the loader leave such batches out, or return a loss of zero that runs the layers: 0.0 * self(x).sum()."
 )
@@ -90,6 +91,9 @@ class StageRun:
         self._routed: dict[int, int] = {}
         self._profiler = profiler
         self._shared: list[tuple[Tensor, int, int]] = []
+        self._lenders: list[tuple[Tensor, int | Tensor, int]] = []
+        self._borrowed: dict[int, tuple[int, int]] = {}
+        self._kept: list[tuple[Tensor, str]] = []
         self._micro_batch, self._streams, self._device = micro_batch, streams, device
         self._holdings = holdings
         self._whole = len(layers) == total
@@ -120,14 +124,28 @@ class StageRun:
             self._returned(result)
         finally:
             self._attributes.restore()
+        self._check_shared()
+        return result
+
+    def _check_shared(self) -> None:
+        """Raise if one of two tensors with one memory has changed since the cut at which they became two."""
         for tensor, version, number in self._shared:
             if version_of(tensor) != version:
                 raise CutError(
                     f"tensor {number}, {tuple(tensor.shape)}, is changed in place after a cut, and another tensor that "
                     "crosses the cut shares its memory.",
-                    hint="Use the out-of-place form, or .clone() one of them.",
+                    hint=_NO_SHARING,
                 )
-        return result
+        if not self._lenders:
+            return
+        needed = self.tracker.used | {entry.number for to in self.crossings.values() for entry in to.path.entries}
+        for tensor, state, number in self._lenders:
+            if number in needed and has_changed(tensor, state):
+                raise CutError(
+                    f"a tensor {tuple(tensor.shape)} {tensor.dtype} is changed in place after a cut, and what a layer "
+                    f"before the cut returned, tensor {number}, shares its memory.",
+                    hint=_NO_SHARING,
+                )
 
     def _returned(self, result: Any) -> None:
         last = self.layers.stop == self._total
@@ -198,6 +216,8 @@ class StageRun:
                 plain = all(isinstance(argument, Tensor) for argument in given)  # nothing in them can change
                 watched = seeks or not (self._whole or plain)
                 watch = Watch(name, module, given, arguments, seeks) if watched else None
+                if seeks and watch is not None:
+                    tracker.used.update(n for each in watch.attributes() if (n := tracker.number_of(each)) is not None)
                 start = _graph_nodes()
                 result = forward(*args, **kwargs)
                 tracker.spans.append((start, _graph_nodes()))
@@ -245,10 +265,12 @@ class StageRun:
         """Number what a layer or module leaves behind and describe it for the stages that stand in for it."""
         leaves, structure = tree_flatten(result)
         leaves += [self.skips[key] for key in stashed]
-        effects = [] if watch is None else list(watch.effects())
+        effects = [] if watch is None else list(watch.effects(leaves, self.tracker.derived))
         leaves += [leaf for _, own in effects for leaf in own]
         position_of = {id(argument): i for i, argument in reversed([*enumerate(arguments)])}
         mutated = tuple([position_of[id(tensor)] for tensor, _ in changed])
+        unchanged = [None if position in mutated else argument for position, argument in enumerate(arguments)]
+        lent: set[int] = set()
         numbered = unique([*(tensor for tensor, _ in changed), *(one for _, written in changed for one in written)])
         described: list[Any] = []
         first: dict[int, int] = {}
@@ -263,7 +285,7 @@ class StageRun:
                 described.append(Repeated(first[id(leaf)]))
             elif isinstance(leaf, Tensor):
                 self.tracker.touch([leaf], f"the result of {name}", new=True)
-                self.tracker.lend(leaf, arguments)
+                lent.update(self.tracker.lend(leaf, unchanged))
                 described.append(TensorSpec.of(leaf))
                 numbered.append(leaf)
             else:
@@ -272,11 +294,23 @@ class StageRun:
                     hint="Return tensors, numbers, strings, None, and tuples, lists or dictionaries of them, or "
                     "register the type with torch.utils._pytree.register_pytree_node.",
                 )
+        for own_leaf in [own[0] for effect, own in effects if effect.in_place]:
+            numbered += self.tracker.written([own_leaf])[1:]
         kinds = tuple([effect for effect, _ in effects])
         container = None if watch is None else container_number(watch.containers, result)
         numbers, differentiable = self.tracker.numbers(numbered)
         return Call(
-            name, numbers, differentiable, structure, tuple(described), mutated, stashed, popped, kinds, container
+            name,
+            numbers,
+            differentiable,
+            structure,
+            tuple(described),
+            mutated,
+            stashed,
+            popped,
+            kinds,
+            container,
+            tuple(sorted(lent)),
         )
 
     def _stand_in(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -287,18 +321,22 @@ class StageRun:
             arguments = leaves_of(args, kwargs)
             results = tracker.written([arguments[position] for position in call.mutated])
             tracker.forget(results, name)
+            tracker.lenders.update({(len(tracker.calls) - 1, position): arguments[position] for position in call.lent})
+            kept = self._kept_here(module, call)
             leaves: list[Any] = []
-            for leaf in call.leaves:
+            for number, leaf in enumerate(call.leaves):
                 if isinstance(leaf, Passed):
                     leaves.append(arguments[leaf.argument])
                 elif isinstance(leaf, Repeated):
                     leaves.append(leaves[leaf.leaf])
                 elif isinstance(leaf, TensorSpec):
-                    leaves.append(Placeholder.of(leaf, self._device))
+                    leaves.append(kept[number] if number in kept else Placeholder.of(leaf, self._device))
                     results.append(leaves[-1])
                 else:
                     leaves.append(leaf)
+            results += [base for tensor in kept.values() for base in tracker.written([tensor])[1:]]
             tracker.follow(results, call)
+            self._kept += [(tensor, name) for tensor in kept.values()]
             for key in call.popped:
                 del self.skips[key]
             containers = (
@@ -318,6 +356,25 @@ class StageRun:
             result = tree_unflatten(leaves, call.structure)
             return result if call.container is None else containers[call.container]
 
+    def _kept_here(self, module: nn.Module, call: Call) -> dict[int, Tensor]:
+        """Attributes of a foreign layer that change in place there: by the number of their leaf the tensors held here.
+
+        They stay what they are until their values come, and must come before they are used.
+        """
+        kept: dict[int, Tensor] = {}
+        number = len(call.leaves)
+        for effect in reversed(call.effects):
+            number -= effect.size
+            if not effect.in_place:
+                continue
+            leaf = call.leaves[number]
+            place = leaf.leaf if isinstance(leaf, Repeated) else number
+            spec = call.leaves[place]
+            tensor = self._attributes.same(module, effect, spec) if isinstance(spec, TensorSpec) else None
+            if tensor is not None:
+                kept[place] = tensor
+        return dict(reversed(kept.items()))
+
     # ------------------------------------------------------------------ the two ends of a stage
 
     def arrive(self) -> None:
@@ -330,9 +387,13 @@ class StageRun:
         with self.tracker.paused():
             entries = [entry for entry in path.entries if entry.number in values]
             self.inbox = Inbox([values[entry.number] for entry in entries], [entry.requires_grad for entry in entries])
-            for entry, tensor in zip(entries, self.inbox.tensors, strict=True):
-                self.tracker.fill(entry.number, tensor)
-            self.inbox.tensors.clear()
+            self.inbox.tensors.reverse()
+            for entry in entries:
+                if entry.lender is not None:
+                    self._borrow(entry.number, entry.lender)
+                # The list lets go of each: what a view held before must be gone before the turn of its base comes.
+                self.tracker.fill(entry.number, self.inbox.tensors.pop())
+            self._miss_kept(values)
             alive = dict(self.tracker.alive())
             self._shared = [
                 (alive[entry.number], version_of(alive[entry.number]), entry.number)
@@ -340,21 +401,38 @@ class StageRun:
                 if entry.shared and entry.number in alive
             ]
 
+    def _borrow(self, number: int, lender: tuple[int, int]) -> None:
+        """A tensor has come that is a copy here of memory which this stage has for itself."""
+        own = self.tracker.lenders.get(lender)
+        if own is not None and not self.tracker.derived(own):
+            self._lenders.append((own, state_of(own, derived=False), number))
+            self._borrowed[number] = lender
+
+    def _miss_kept(self, values: Mapping[int, Tensor]) -> None:
+        """What a layer changed in place in its attributes, and did not come, must not be used."""
+        for tensor, name in self._kept:
+            number = self.tracker.number_of(tensor)
+            if number is not None and number not in values and not isinstance(tensor, Placeholder):
+                self.tracker.unfilled[number] = (
+                    f"'{name}' changes it in place on an earlier stage, which did not send it: in the first batch of "
+                    "this shape nothing needed it."
+                )
+
     def _cut(self) -> None:
         """The next stage's first layer is reached: collect what is alive and end the step."""
         with self.tracker.paused():
             alive = [
                 (number, tensor)
                 for number, tensor in sorted(self.tracker.alive(), key=lambda pair: pair[0])
-                if not isinstance(tensor, (Placeholder, nn.Parameter))
+                if not isinstance(tensor, (Placeholder, nn.Parameter)) and number not in self.tracker.unfilled
             ]
             # What came as copies of one memory still stands for one memory where it goes next.
             shared = overlapping([tensor for _, tensor in alive]) | {id(tensor) for tensor, *_ in self._shared}
-            shared |= {id(tensor) for _, tensor in alive if self.tracker.is_lent(tensor)}
             following = self._stage + 1
             leaving: dict[int, list[tuple[Entry, Tensor]]] = {following: []}
             for number, tensor in alive:
-                entry = _entry(number, tensor, id(tensor) in shared)
+                lender = self.tracker.lender_of(tensor) or self._borrowed.get(number)
+                entry = _entry(number, tensor, id(tensor) in shared, lender)
                 leaving.setdefault(self._routed.get(number, following), []).append((entry, tensor))
             calls = tuple(self.tracker.calls)
             for to, pairs in leaving.items():
@@ -388,8 +466,9 @@ def _is_generating(error: CutError) -> bool:
     return any(frame.f_code.co_name == "generate" for frame, _ in walk_tb(error.__traceback__))
 
 
-def _entry(number: int, tensor: Tensor, shared: bool) -> Entry:
+def _entry(number: int, tensor: Tensor, shared: bool, lender: tuple[int, int] | None) -> Entry:
     spec = TensorSpec.of(tensor)
     # A view made under no_grad says that it requires a gradient and has none to give (torch 2.13).
     detached = tensor._is_view() and tensor.grad_fn is None
-    return Entry(number, spec, tensor.requires_grad and not detached, shared or spec.overlaps)
+    shared = shared or lender is not None or spec.overlaps
+    return Entry(number, spec, tensor.requires_grad and not detached, shared, lender)

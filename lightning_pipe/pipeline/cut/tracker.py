@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.hooks import RemovableHandle
 
 from lightning_pipe.errors import CutError
-from lightning_pipe.pipeline.cut.changes import FACTORIES, counting
+from lightning_pipe.pipeline.cut.changes import FACTORIES, counting, memory_of
 from lightning_pipe.pipeline.cut.functions import (
     AUTOGRAD,
     METADATA,
@@ -81,9 +81,10 @@ class Tracker(TorchFunctionMode):
         self.partial = True
         self.spans: list[tuple[int, int]] = []
         self._expected = expected or ()
-        self._unfilled: dict[int, str] = {}
+        self.unfilled: dict[int, str] = {}
         self._read_before: set[int] = set()
-        self._lent: dict[int, Tensor] = {}
+        self._lent: dict[int, tuple[Any, tuple[int, int]]] = {}
+        self.lenders: dict[tuple[int, int], Tensor] = {}
         self._token = next(_tokens)
         self._alive: dict[int, weakref.ref[Tensor]] = {}
         self._next = 0
@@ -160,7 +161,7 @@ class Tracker(TorchFunctionMode):
         try:
             swap(placeholder, value)
         except CutError as error:
-            self._unfilled[number] = error.message
+            self.unfilled[number] = error.message
         self._alive[number] = weakref.ref(placeholder)
 
     # ------------------------------------------------------------------ the record
@@ -218,16 +219,16 @@ class Tracker(TorchFunctionMode):
         for position, tensor in enumerate(tensors):
             known = self.number_of(tensor)
             if isinstance(tensor, Placeholder):
-                if known in self._unfilled:
-                    raise CutError(
-                        f"'{name}' needs tensor argument {position}: {self._unfilled[known]}", hint=_NO_VIEWS
-                    )
+                if known in self.unfilled:
+                    raise CutError(f"'{name}' needs tensor argument {position}: {self.unfilled[known]}", hint=_NO_VIEWS)
                 raise CutError(
                     f"'{name}' needs tensor argument {position}, {tuple(tensor.shape)} {tensor.dtype}, which an "
                     "earlier stage has and did not send: in the first batch of this shape nothing needed it.",
                     hint="Use the same tensors in every batch of the same shape: make optional uses unconditional.",
                 )
             if known is not None:
+                if self.unfilled and known in self.unfilled:
+                    raise CutError(f"'{name}' needs tensor argument {position}: {self.unfilled[known]}", hint=_NO_VIEWS)
                 self.used.add(known)
             elif self.partial and not new and tensor.grad_fn is not None and self._made_inside(tensor.grad_fn):
                 raise CutError(
@@ -289,23 +290,32 @@ class Tracker(TorchFunctionMode):
         bases = [tensor._base for tensor in changed if tensor._base is not None and not self.derived(tensor)]
         return unique([*changed, *bases])
 
-    def lend(self, result: Tensor, arguments: Sequence[Any]) -> None:
-        """Note that a layer returns a view of an argument that is not derived, which every stage has for itself."""
-        base = result._base
-        if base is None:
-            return
-        given = [argument for argument in arguments if isinstance(argument, Tensor) and not self.derived(argument)]
-        if any(argument is base or argument._base is base for argument in given):
-            self._lent[id(base)] = base
+    def lend(self, result: Tensor, arguments: Sequence[Any]) -> Iterator[int]:
+        """The arguments whose memory a layer's result shares, of those that every stage has for itself."""
+        if result.grad_fn is not None and result._base is None:
+            return  # the usual case: new memory
+        memory = memory_of(result)
+        for position, argument in enumerate(arguments):
+            if isinstance(argument, Tensor) and not self.derived(argument) and memory_of(argument) == memory:
+                self.note_lent(result, (len(self.calls), position))
+                yield position
 
-    def is_lent(self, tensor: Tensor) -> bool:
-        """Whether a derived tensor is a view of one that is not."""
-        return bool(self._lent) and id(tensor._base) in self._lent and self.derived(tensor)
+    def note_lent(self, tensor: Tensor, lender: tuple[int, int]) -> None:
+        """Note that ``tensor`` shares the memory of an argument that every stage has for itself."""
+        memory = tensor.untyped_storage()
+        self._lent[memory._cdata] = (memory, lender)
+
+    def lender_of(self, tensor: Tensor) -> tuple[int, int] | None:
+        """Which argument a derived tensor shares its memory with, of those that every stage has for itself."""
+        if not self._lent or not self.derived(tensor):
+            return None
+        _, lender = self._lent.get(memory_of(tensor) or 0, (None, None))
+        return lender
 
     def check_not_lent(self, changed: Sequence[Tensor], name: str) -> None:
         """Raise if a change in place would reach, on this stage alone, a tensor that every stage has for itself."""
         for tensor in changed:
-            if self.partial and self.is_lent(tensor):
+            if self.partial and self.lender_of(tensor) is not None:
                 raise CutError(
                     f"'{name}' changes a tensor {tuple(tensor.shape)} {tensor.dtype} in place, and an argument of the "
                     "layer that returned it shares its memory; other stages have that argument as it was.",
@@ -324,6 +334,9 @@ class Tracker(TorchFunctionMode):
                 )
         memories = [tensor.untyped_storage() for tensor in known]
         for tensor in known:
+            number = self.number_of(tensor)
+            if number is not None:
+                del self._alive[number]  # tensors with weak references cannot be swapped
             swap(tensor, Placeholder.of(TensorSpec.of(tensor), tensor.device))
         if any(torch._C._storage_Use_Count(memory._cdata) > 1 for memory in memories):  # 1: the list here
             raise CutError(
