@@ -198,7 +198,7 @@ def test_a_rank_that_computes_while_another_fails_stops_at_its_next_action() -> 
 def test_consequences_are_not_published() -> None:
     world = memory_world(Topology(3))
     store = HashStore()
-    boards = [FailureBoard(store, transport) for transport in world]
+    boards = [FailureBoard(store, transport, patience=0.1) for transport in world]
     boards[1].fail(ValueError("origin"))
     error = boards[0].explain("Rank 0 could not go on.")
     boards[0].fail(error)

@@ -19,7 +19,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def fit(process: int, name: str, folder: str) -> tuple[dict[str, float], int]:
+def fit(process: int, name: str, folder: str) -> dict[str, int]:
     """Train two epochs in two processes with and without sharding; the first one's losses and state elements."""
     from lightning_pipe import PipeStrategy
 
@@ -49,18 +49,31 @@ def fit(process: int, name: str, folder: str) -> tuple[dict[str, float], int]:
         found[sharded] = (oracle.state_of(module), counts[0])
     for key, value in found[False][0].items():
         assert torch.equal(value, found[True][0][key]), key
-    return {"plain": found[False][1], "sharded": found[True][1]}, process
+    return {"plain": found[False][1], "sharded": found[True][1]}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The checkpoints of every case."""
+    return tmp_path_factory.mktemp("sharded")
+
+
+@pytest.fixture(scope="module", params=CASES)
+def trained(request: pytest.FixtureRequest, folder: Path) -> tuple[str, list[dict[str, int]]]:
+    """A case, and what every process holds of its state."""
+    return request.param, launch.run_trainers(fit, 2, timeout=100, name=request.param, folder=str(folder))
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("name", CASES)
-def test_training_and_checkpoint_are_those_without_sharding(name: str, tmp_path: Path) -> None:
-    results = launch.run_trainers(fit, 2, timeout=100, name=name, folder=str(tmp_path))
-    plain = [result[0]["plain"] for result in results]
-    sharded = [result[0]["sharded"] for result in results]
+def test_training_and_checkpoint_are_those_without_sharding(
+    trained: tuple[str, list[dict[str, int]]], folder: Path
+) -> None:
+    name, results = trained
+    plain = [result["plain"] for result in results]
+    sharded = [result["sharded"] for result in results]
     assert sum(sharded) == plain[0] == plain[1]
     assert max(sharded) < plain[0]
-    one, other = (torch.load(tmp_path / f"{name}-{kind}.ckpt", weights_only=False) for kind in (False, True))
+    one, other = (torch.load(folder / f"{name}-{kind}.ckpt", weights_only=False) for kind in (False, True))
     for key, value in one["state_dict"].items():
         assert torch.equal(value, other["state_dict"][key]), key
     states = [checkpoint["optimizer_states"][0]["state"] for checkpoint in (one, other)]
@@ -70,7 +83,12 @@ def test_training_and_checkpoint_are_those_without_sharding(name: str, tmp_path:
             assert torch.equal(value, states[1][index][key]), (index, key)
 
 
-def resume(process: int, name: str, folder: str, sharded: bool) -> dict[str, Any]:
+def resume(process: int, name: str, folder: str) -> list[dict[str, Any]]:
+    """Go on with another schedule, without and with sharding."""
+    return [go_on(name, folder, sharded) for sharded in (False, True)]
+
+
+def go_on(name: str, folder: str, sharded: bool) -> dict[str, Any]:
     """Go on for an epoch with another schedule, from the file that ``name`` has left."""
     from lightning_pipe import PipeStrategy
 
@@ -88,14 +106,10 @@ def resume(process: int, name: str, folder: str, sharded: bool) -> dict[str, Any
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("name", CASES)
-def test_another_layout_goes_on_from_the_file(name: str, tmp_path: Path) -> None:
-    launch.run_trainers(fit, 2, timeout=100, name=name, folder=str(tmp_path))
-    plain, sharded = (
-        launch.run_trainers(resume, 2, timeout=100, name=name, folder=str(tmp_path), sharded=sharded)
-        for sharded in (False, True)
-    )
-    before = torch.load(tmp_path / f"{name}-True-one-epoch.ckpt", weights_only=False)["state_dict"]
+def test_another_layout_goes_on_from_the_file(trained: tuple[str, list[dict[str, int]]], folder: Path) -> None:
+    name, _ = trained
+    plain, sharded = zip(*launch.run_trainers(resume, 2, timeout=100, name=name, folder=str(folder)), strict=True)
+    before = torch.load(folder / f"{name}-True-one-epoch.ckpt", weights_only=False)["state_dict"]
     for key, value in plain[0].items():
         assert torch.equal(value, sharded[0][key]), key
         assert torch.equal(value, sharded[1][key]), key
