@@ -73,8 +73,9 @@ class LocalPeer:
 
     def __init__(self, connection: socket.socket, timeout: float) -> None:
         # a wait is one system call; what must not wait says so
+        longest = _TIME.pack(*divmod(max(1, round(timeout * 1e6)), 10**6))
         connection.settimeout(None)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _TIME.pack(*divmod(round(timeout * 1e6), 10**6)))
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, longest)
         self._socket = connection
         self._timeout = timeout
         self._gone = False
@@ -129,10 +130,10 @@ class LocalPeer:
         """
         deadline = time.monotonic() + self._timeout
         while not posted.done:
+            came = time.monotonic() < deadline and self._read_packet()  # maybe another message
             if self._gone:
                 raise ConnectionResetError("Connection closed by peer")
-            # what it gets may be another message
-            if time.monotonic() > deadline or not (self._read_packet() or self._gone):
+            if not came:
                 raise TimeoutError("timed out")
 
     def shutdown(self) -> None:
@@ -187,10 +188,12 @@ class LocalPeer:
             if self._posted[tag]:
                 self._deliver(tag)
         elif kind == _MEMORY:
-            (descriptor,) = socket.recv_fds(self._socket, 1, 1)[1]
-            self._mapped += Buffer.map(number, size, descriptor)
-            os.close(descriptor)
-        return True
+            descriptors = socket.recv_fds(self._socket, 1, 1)[1]
+            self._gone = not descriptors
+            for descriptor in descriptors:
+                self._mapped += Buffer.map(number, size, descriptor)
+                os.close(descriptor)
+        return not self._gone
 
     def _deliver(self, tag: int) -> None:
         """Copy the oldest message that has arrived to the oldest receive."""
@@ -211,45 +214,46 @@ class LocalPeer:
         self._read_out.clear()
         return numbers
 
-    def _write(self, packet: bytes, descriptor: int | None = None) -> None:
-        """Write a packet, or leave it to a thread while the socket is full: some hundred packets are unread then.
+    def _write(self, *items: bytes | int) -> None:
+        """Write packets and descriptors, or leave them to a thread while the socket is full.
 
-        A descriptor follows in a packet of its own: to receive one costs more than to receive bytes.
+        It is when some hundred packets are unread. A descriptor has a packet of its own: to receive one costs more than
+        to receive bytes.
         """
         with self._lock:
-            if self._backlog or not self._put(packet):
-                self._backlog.append(packet)
-            if descriptor is not None and (self._backlog or not self._put(descriptor)):
-                self._backlog.append(descriptor)
-            if self._backlog and self._writer is None:
+            self._backlog.extend(items)
+            if self._writer is None and not self._flush():
                 self._writer = threading.Thread(target=self._drain, daemon=True, name="lightning-pipe writer")
                 self._writer.start()
 
-    def _put(self, packet: bytes | int) -> bool:
-        """Write a packet or a descriptor if the socket takes it."""
+    def _flush(self) -> bool:
+        """Write as far as the socket takes it; whether nothing is left."""
         try:
-            if isinstance(packet, bytes):
-                self._socket.send(packet, socket.MSG_DONTWAIT)
-            else:
-                socket.send_fds(self._socket, [b"+"], [packet], socket.MSG_DONTWAIT)
-                os.close(packet)
+            while self._backlog:
+                item = self._backlog[0]
+                if isinstance(item, bytes):
+                    self._socket.send(item, socket.MSG_DONTWAIT)
+                else:
+                    socket.send_fds(self._socket, [b"+"], [item], socket.MSG_DONTWAIT)
+                    os.close(item)
+                self._backlog.popleft()
         except BlockingIOError:
             return False
         except OSError:
+            for left in self._backlog:
+                if isinstance(left, int):
+                    os.close(left)
             self._backlog.clear()
             raise
         return True
 
     def _drain(self) -> None:
-        """Write what is left as the socket takes it."""
         ready = select.poll()
         ready.register(self._socket, select.POLLOUT)
         with suppress(OSError):  # the main thread finds out when it reads
             while True:
                 ready.poll(100)
                 with self._lock:
-                    while self._backlog and self._put(self._backlog[0]):
-                        self._backlog.popleft()
-                    if not self._backlog:
+                    if self._flush():
                         self._writer = None
                         return

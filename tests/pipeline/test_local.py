@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_pipe.pipeline import rendezvous
+from lightning_pipe.pipeline import local, rendezvous
 from lightning_pipe.pipeline.local import LocalPeer
 from lightning_pipe.pipeline.topology import Topology
 from lightning_pipe.pipeline.torch_transport import TorchTransport
@@ -103,6 +103,26 @@ def test_what_was_sent_before_the_end_still_arrives(pair: Pair) -> None:
         second.wait(second.receive(data, 0))
     with pytest.raises(ConnectionError, match="closed by peer"):
         second.send(message(0, 1 << 20), 0)
+
+
+def test_an_end_before_the_memory_has_come_is_told() -> None:
+    raw, connection = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    peer = LocalPeer(connection, timeout=0.2)
+    raw.send(local._PACKET.pack(local._MEMORY, 0, 0, 4096))
+    raw.close()
+    with pytest.raises(ConnectionError, match="closed by peer"):
+        peer.wait(peer.receive(message(0, 4), 0))
+    peer.close()
+
+
+def test_no_descriptor_is_left_when_the_other_end_has_gone(pair: Pair) -> None:
+    first, second = pair
+    second.close()
+    descriptor = os.memfd_create("test")
+    with pytest.raises(ConnectionError):
+        first._write(b"packet", descriptor)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(descriptor)
 
 
 def test_shutdown_wakes_both_ends(pair: Pair) -> None:
