@@ -32,7 +32,7 @@ def _apply_on_tensors(self: BackwardHook, fn: Callable[..., Any], args: tuple[An
     is_output = self.n_inputs >= 0  # known from the first call on, which is for the input
     for old, new in zip(args, results, strict=True):
         if isinstance(old, Tensor) and new is not old:
-            run.tracker.rename(old, new, replace=is_output)
+            run.tracker.numbers.rename(old, new, replace=is_output)
     return results, places
 
 

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from lightning_pipe.errors import CutError
 from lightning_pipe.pipeline.cut.changes import has_changed, state_of, version_of
 from lightning_pipe.pipeline.cut.functions import leaves_of, unique
+from lightning_pipe.pipeline.cut.holdings import Holdings
 from lightning_pipe.pipeline.cut.path import Call, Crossing, Entry, Passed, Path, Repeated, TensorSpec
 from lightning_pipe.pipeline.cut.placeholder import Placeholder
 from lightning_pipe.pipeline.cut.received import Inbox
@@ -24,7 +25,7 @@ from lightning_pipe.pipeline.cut.side_effects import (
     containers_in,
     replace_contents,
 )
-from lightning_pipe.pipeline.cut.tracker import Holdings, Tracker
+from lightning_pipe.pipeline.cut.tracker import Tracker
 from lightning_pipe.pipeline.recompute import release_saved
 from lightning_pipe.pipeline.rng import Streams
 from lightning_pipe.skip import Key, StepStore, stored_in
@@ -91,6 +92,7 @@ class StageRun:
         self._routed: dict[int, int] = {}
         self._profiler = profiler
         self._shared: list[tuple[Tensor, int, int]] = []
+        self._arguments: dict[tuple[int, int], Tensor] = {}
         self._lenders: list[tuple[Tensor, int | Tensor, int]] = []
         self._borrowed: dict[int, tuple[int, int]] = {}
         self._kept: list[tuple[Tensor, str]] = []
@@ -99,8 +101,8 @@ class StageRun:
         self._whole = len(layers) == total
         self._attributes = Attributes()
         self.keepers = Keepers()
-        self.tracker = Tracker(inbound[0].calls if inbound else None, streams, micro_batch, holdings)
-        self.tracker.partial = not self._whole
+        expected = inbound[0].calls if inbound else None
+        self.tracker = Tracker(expected, streams, micro_batch, holdings, partial=not self._whole)
 
     # ------------------------------------------------------------------ the run
 
@@ -205,7 +207,11 @@ class StageRun:
             with tracker.paused(), self._streams.isolated(self._micro_batch, key), stored_in(self.skips):
                 tracker.touch(tensors, name)
                 before = [
-                    (tensor, state_of(tensor, derived=tracker.derived(tensor)), tracker.written([tensor]))
+                    (
+                        tensor,
+                        state_of(tensor, derived=tracker.numbers.derived(tensor)),
+                        tracker.in_place.written([tensor]),
+                    )
                     for tensor in tensors
                 ]
                 skips, events = dict(self.skips), len(self.skips.events)
@@ -217,12 +223,12 @@ class StageRun:
                 watched = seeks or not (self._whole or plain)
                 watch = Watch(name, module, given, arguments, seeks) if watched else None
                 if seeks and watch is not None:
-                    tracker.used.update(n for each in watch.attributes() if (n := tracker.number_of(each)) is not None)
+                    tracker.used.update(n for each in watch.attributes() if (n := tracker.numbers.of(each)) is not None)
                 start = _graph_nodes()
                 result = forward(*args, **kwargs)
                 tracker.spans.append((start, _graph_nodes()))
                 changed = [(tensor, written) for tensor, state, written in before if has_changed(tensor, state)]
-                tracker.check_not_lent([tensor for tensor, _ in changed], name)
+                tracker.in_place.check_not_lent([tensor for tensor, _ in changed], name)
                 release_saved()
                 stashed, popped = self._skipped(name, skips, events)
                 call = self._describe(name, result, arguments, changed, stashed, popped, watch)
@@ -249,7 +255,7 @@ class StageRun:
             if tensor is not None and key in self._routes:
                 # a view would keep the tensor alive, and in an evaluation what is alive travels to the next stage
                 alias = self.skips[key] = tensor.view_as(tensor) if tensor.requires_grad else tensor.detach()
-                self._routed[self.tracker.number(alias)] = self._routes[key]
+                self._routed[self.tracker.numbers.give(alias)] = self._routes[key]
         return stashed, popped
 
     def _describe(
@@ -265,7 +271,7 @@ class StageRun:
         """Number what a layer or module leaves behind and describe it for the stages that stand in for it."""
         leaves, structure = tree_flatten(result)
         leaves += [self.skips[key] for key in stashed]
-        effects = [] if watch is None else list(watch.effects(leaves, self.tracker.derived))
+        effects = [] if watch is None else list(watch.effects(leaves, self.tracker.numbers.derived))
         leaves += [leaf for _, own in effects for leaf in own]
         position_of = {id(argument): i for i, argument in reversed([*enumerate(arguments)])}
         mutated = tuple([position_of[id(tensor)] for tensor, _ in changed])
@@ -285,7 +291,7 @@ class StageRun:
                 described.append(Repeated(first[id(leaf)]))
             elif isinstance(leaf, Tensor):
                 self.tracker.touch([leaf], f"the result of {name}", new=True)
-                lent.update(self.tracker.lend(leaf, unchanged))
+                lent.update(self.tracker.in_place.lend(leaf, len(self.tracker.calls), unchanged))
                 described.append(TensorSpec.of(leaf))
                 numbered.append(leaf)
             else:
@@ -295,10 +301,10 @@ class StageRun:
                     "register the type with torch.utils._pytree.register_pytree_node.",
                 )
         for own_leaf in [own[0] for effect, own in effects if effect.in_place]:
-            numbered += self.tracker.written([own_leaf])[1:]
+            numbered += self.tracker.in_place.written([own_leaf])[1:]
         kinds = tuple([effect for effect, _ in effects])
         container = None if watch is None else container_number(watch.containers, result)
-        numbers, differentiable = self.tracker.numbers(numbered)
+        numbers, differentiable = self.tracker.numbers.give_all(numbered)
         return Call(
             name,
             numbers,
@@ -319,9 +325,9 @@ class StageRun:
         with tracker.paused():
             call = tracker.expect(name)
             arguments = leaves_of(args, kwargs)
-            results = tracker.written([arguments[position] for position in call.mutated])
-            tracker.forget(results, name)
-            tracker.lenders.update({(len(tracker.calls) - 1, position): arguments[position] for position in call.lent})
+            results = tracker.in_place.written([arguments[position] for position in call.mutated])
+            tracker.in_place.forget(results, name)
+            self._arguments.update({(len(tracker.calls) - 1, position): arguments[position] for position in call.lent})
             kept = self._kept_here(module, call)
             leaves: list[Any] = []
             for number, leaf in enumerate(call.leaves):
@@ -334,7 +340,7 @@ class StageRun:
                     results.append(leaves[-1])
                 else:
                     leaves.append(leaf)
-            results += [base for tensor in kept.values() for base in tracker.written([tensor])[1:]]
+            results += [base for tensor in kept.values() for base in tracker.in_place.written([tensor])[1:]]
             tracker.follow(results, call)
             self._kept += [(tensor, name) for tensor in kept.values()]
             for key in call.popped:
@@ -392,9 +398,9 @@ class StageRun:
                 if entry.lender is not None:
                     self._borrow(entry.number, entry.lender)
                 # The list lets go of each: what a view held before must be gone before the turn of its base comes.
-                self.tracker.fill(entry.number, self.inbox.tensors.pop())
+                self.tracker.numbers.fill(entry.number, self.inbox.tensors.pop())
             self._miss_kept(values)
-            alive = dict(self.tracker.alive())
+            alive = dict(self.tracker.numbers.alive())
             self._shared = [
                 (alive[entry.number], version_of(alive[entry.number]), entry.number)
                 for entry in entries
@@ -403,17 +409,17 @@ class StageRun:
 
     def _borrow(self, number: int, lender: tuple[int, int]) -> None:
         """A tensor has come that is a copy here of memory which this stage has for itself."""
-        own = self.tracker.lenders.get(lender)
-        if own is not None and not self.tracker.derived(own):
+        own = self._arguments.get(lender)
+        if own is not None and not self.tracker.numbers.derived(own):
             self._lenders.append((own, state_of(own, derived=False), number))
             self._borrowed[number] = lender
 
     def _miss_kept(self, values: Mapping[int, Tensor]) -> None:
         """What a layer changed in place in its attributes, and did not come, must not be used."""
         for tensor, name in self._kept:
-            number = self.tracker.number_of(tensor)
+            number = self.tracker.numbers.of(tensor)
             if number is not None and number not in values and not isinstance(tensor, Placeholder):
-                self.tracker.unfilled[number] = (
+                self.tracker.numbers.unfilled[number] = (
                     f"'{name}' changes it in place on an earlier stage, which did not send it: in the first batch of "
                     "this shape nothing needed it."
                 )
@@ -423,15 +429,15 @@ class StageRun:
         with self.tracker.paused():
             alive = [
                 (number, tensor)
-                for number, tensor in sorted(self.tracker.alive(), key=lambda pair: pair[0])
-                if not isinstance(tensor, (Placeholder, nn.Parameter)) and number not in self.tracker.unfilled
+                for number, tensor in sorted(self.tracker.numbers.alive(), key=lambda pair: pair[0])
+                if not isinstance(tensor, (Placeholder, nn.Parameter)) and number not in self.tracker.numbers.unfilled
             ]
             # What came as copies of one memory still stands for one memory where it goes next.
             shared = overlapping([tensor for _, tensor in alive]) | {id(tensor) for tensor, *_ in self._shared}
             following = self._stage + 1
             leaving: dict[int, list[tuple[Entry, Tensor]]] = {following: []}
             for number, tensor in alive:
-                lender = self.tracker.lender_of(tensor) or self._borrowed.get(number)
+                lender = self.tracker.in_place.lender_of(tensor) or self._borrowed.get(number)
                 entry = _entry(number, tensor, id(tensor) in shared, lender)
                 leaving.setdefault(self._routed.get(number, following), []).append((entry, tensor))
             calls = tuple(self.tracker.calls)
