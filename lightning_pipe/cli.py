@@ -1,9 +1,8 @@
-"""The command line: ``lightning-pipe schedule …`` draws, simulates and exports schedules."""
+"""The command line: ``lightning-pipe schedule …`` draws, simulates and exports, ``lightning-pipe plan …`` plans."""
 
 from __future__ import annotations
 
 import argparse
-import ast
 import re
 import sys
 import warnings
@@ -11,9 +10,9 @@ from collections.abc import Callable, Sequence
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
-from lightning_pipe import schedules
+from lightning_pipe import plan_command, schedules
 from lightning_pipe.errors import PipeError
 from lightning_pipe.schedules.dependencies import Number
 from lightning_pipe.simulate import Costs, compare, simulate, table
@@ -38,6 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = _Parser(prog=_PROGRAM, description="Pipeline parallelism for PyTorch Lightning.")
     commands = parser.add_subparsers(metavar="COMMAND", required=True, title="commands")
     _add_schedule(commands.add_parser("schedule", help="draw, simulate and export a schedule"))
+    plan_command.add_arguments(commands.add_parser("plan", help="show how a module would be cut"))
     values = parser.parse_args(arguments)
     with warnings.catch_warnings():
         warnings.showwarning = _show_warning
@@ -56,7 +56,7 @@ def _add_schedule(parser: argparse.ArgumentParser) -> None:
     number("--ranks", default=4, help="ranks in the pipeline (default: %(default)s)")
     number("--micro-batches", default=8, help="micro-batches in a batch (default: %(default)s)")
     number("--stages", help="stages of the model (default: as many as the schedule needs)")
-    option = partial(add, type=_option, action="append", default=[])
+    option = partial(add, type=plan_command.option, action="append", default=[])
     option("--option", metavar="NAME=VALUE", help="an option of the schedule, such as virtual_stages=3")
     modes = ("never", "always", "except_last")
     add("--recompute", choices=modes, default="never", help="recompute activations (default: %(default)s)")
@@ -126,16 +126,6 @@ def _write(path: str, write: Callable[[str], None], *, silent: bool = False) -> 
         _fail(f"{path} cannot be written: {getattr(error, 'strerror', None) or error}.")
     if not silent:
         print(f"wrote {path}")
-
-
-def _option(text: str) -> tuple[str, Any]:
-    name, equals, value = text.partition("=")
-    if not (equals and name.isidentifier()):
-        raise argparse.ArgumentTypeError(f"{text!r} is not of the form NAME=VALUE")
-    try:
-        return name, ast.literal_eval(value)
-    except (ValueError, SyntaxError):
-        return name, value
 
 
 def _cost(text: str) -> Number | list[Number]:

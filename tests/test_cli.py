@@ -3,6 +3,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -116,3 +117,67 @@ def test_the_command_starts_at_once() -> None:
         times.append(time.perf_counter() - start)
     assert done.stdout.startswith("1f1b: 4 ranks")
     assert min(times) < 1.0
+
+
+MODELS = """
+import torch
+from torch import nn
+
+class Net(nn.Sequential):
+    def __init__(self, layers, width=8):
+        super().__init__(*(nn.Linear(width, width) for _ in range(layers)))
+
+def huge():
+    return Net(6, width=1_000_000)
+
+def number():
+    return 3
+"""
+
+
+@pytest.fixture
+def _models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    (tmp_path / "my_models.py").write_text(MODELS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield
+    sys.modules.pop("my_models", None)
+
+
+def planned(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    main(["plan", *arguments])
+    return capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("_models")
+def test_a_module_of_the_user_s_is_planned_without_weights(capsys: pytest.CaptureFixture[str]) -> None:
+    out = planned(capsys, "my_models:Net", "--argument", "layers=6", "--ranks", "2", "--balance", "4,2")
+    assert "0 … 3 (4 layers)" in out
+    assert "predicted bubble 11.1 %" in out
+    out = planned(capsys, "my_models:huge", "--ranks", "3", "--schedule", "interleaved", "--option", "virtual_stages=2")
+    assert "6,000,006,000,000 parameters" in out
+    assert "Schedule  interleaved" in out
+
+
+@pytest.mark.usefixtures("_models")
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["my_models"], "not of the form package.module:Name"),
+        (["my_models:Nat"], "cannot be imported: module 'my_models' has no attribute 'Nat'"),
+        (["your_models:Net"], "cannot be imported: No module named 'your_models'"),
+        (["my_models:Net"], "missing 1 required positional argument: 'layers' Hint: Give the values it needs"),
+        (["my_models:number"], "made a int, not a module"),
+        (["my_models:huge", "--ranks", "7"], "cannot fill 7 stages"),
+        (["my_models:huge", "--ranks", "0"], "at least one rank"),
+        (["my_models:huge", "--schedule", "1fb1"], "Did you mean '1f1b'?"),
+        (["my_models:huge", "--balance", "4,x"], "not a list of numbers such as 4,2,2"),
+    ],
+)
+def test_a_mistake_in_a_plan_is_one_line(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        planned(capsys, *arguments)
+    assert ended.value.code == 2
+    error = capsys.readouterr().err
+    assert words in error
+    assert error.count("\n") == 1
