@@ -120,7 +120,7 @@ def check(entries: list[Entry], point: Point, limit: float = 100.0, fit: Callabl
         Point("gpipe", micro_batches=8),
         Point("interleaved", stages=4, micro_batches=3),
         Point("1f1b", micro_batches=3, accumulate=2, steps=2),
-        Point("1f1b", stages=2, ranks=2, replicas=2),
+        Point("1f1b", stages=2, ranks=2, replicas=2, steps=2),
         pytest.param(Point("1f1b", stages=4, ranks=1), marks=pytest.mark.slow),
     ],
     ids=str,
