@@ -16,6 +16,8 @@ PYTHON ?= $(shell for python in python3 python3.11 python3.12 python3.13 python3
 BIN := .venv/bin
 # One thread per process: several processes share the cores, here as in training.
 RUN := OMP_NUM_THREADS=1 $(BIN)/python
+# Modules in the order of their names: by number of tests, as otherwise, the few long tests come last, on one worker.
+PYTEST := $(RUN) -m pytest -n 2 --dist loadscope --no-loadscope-reorder
 
 help:  ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -24,10 +26,10 @@ train: .venv/ready  ## train GPT-2 in two pipeline stages on two CPU processes (
 	@$(RUN) -m recipes.train experiment=gpt2_wikitext2 $(ARGS)
 
 test: .venv/ready  ## run the fast tests (under ten minutes on two cores)
-	@$(RUN) -m pytest -n 2 --dist loadscope -m "not slow and not gpu" $(ARGS)
+	@$(PYTEST) -m "not slow and not gpu" $(ARGS)
 
 test-all: .venv/ready  ## run every test, the long sweeps too (hours on two cores)
-	@$(RUN) -m pytest -n 2 --dist loadscope $(ARGS)
+	@$(PYTEST) $(ARGS)
 
 check: .venv/ready  ## lint, formatting, types
 	@$(BIN)/ruff check .
