@@ -129,7 +129,9 @@ class UserStep:
 
         def step(index: int, micro_batch: Any) -> Any:
             with self._log.recording(logged, index, counts=not is_recomputing()), self._undone(), context():
-                return method(micro_batch, *rest)
+                result = method(micro_batch, *rest)
+                self._pipeline.returning(result)
+                return result
 
         return step
 

@@ -288,6 +288,12 @@ class Pipeline:
         self._commit_statistics(norm for norm in deferred_norms(self.module) if norm.training)
         return results
 
+    def returning(self, result: Any) -> None:
+        """To be called by steps when they are about to return, within what must know that a run was cut short."""
+        run = self.executor.stages.interceptor.run
+        if run is not None:
+            run.returning(result)
+
     def advance(
         self,
         step: Step,

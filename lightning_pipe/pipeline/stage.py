@@ -191,6 +191,7 @@ class Stages:
             device=self.device,
             routes=self.routes.get(stage),
             profiler=self.profiler if batch.training else None,
+            training=batch.training,
         )
         received = (
             tuple(e.number for e in inbound[0].entries if e.number in inbound[1] and e.requires_grad) if inbound else ()
@@ -199,7 +200,8 @@ class Stages:
         with forward_pass(stage):
             result = self.interceptor.follow(run, lambda: batch.step(micro_batch, batch.slice(micro_batch)))
         self.called |= run.called
-        self.skipped[stage] = run.skips.events
+        if run.called:
+            self.skipped[stage] = run.skips.events
         saved = Saved(run.inbox, received, {}, None, run.tracker.used)
         if not run.crossings:
             if batch.training:

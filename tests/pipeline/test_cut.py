@@ -692,3 +692,61 @@ class Adding(nn.Module):
 def test_tensors_out_of_one_message_do_not_count_as_views_of_each_other() -> None:
     data = [{"x": torch.randn(size, 8)} for size in (6, 6, 5)]
     assert_same(Accumulates(), data, schedule="interleaved", layers="layers")
+
+
+class LeavesOut(Net):
+    """An evaluation calls no layers, or some, as the batch says by its first entry."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        if self.training:
+            return super().forward(x, y)
+        kind = int(x[0, 0])
+        if kind == 0:
+            return torch.ones(())
+        if kind == 1:
+            return {"loss": y.mean(), "seen": len(x)}
+        h = self.embed(x)
+        for layer in self.layers[: kind - 2]:
+            h = layer(h) + x
+        return {"loss": h.sum(), "hidden": h} if kind % 2 else h.mean()
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_an_evaluation_may_leave_layers_out(context: Any, run: dict[str, Any]) -> None:
+    net, found, expected = LeavesOut(), [], []
+    parts = [batch(5) for _ in range(9)]
+    for kind, part in zip((0, 1, 2, 6, 4, 3, 1, 5, 0), parts, strict=True):
+        part["x"][0, 0] = kind
+
+    def evaluate(pipeline: Any, module: nn.Module) -> None:
+        module.eval()
+        for part in parts:
+            with context():
+                found.extend(pipeline.evaluate(lambda _, part: module(**part), [part]).values())
+        module.train()
+
+    assert_same(net, batches(2), optimizer=lambda ps, lr: torch.optim.SGD(ps, lr=0.0), between=evaluate, **run)
+    net.eval()
+    with torch.no_grad():
+        expected = 2 * [net(**part) for part in parts]
+    torch.testing.assert_close(found, expected, rtol=0.0, atol=1e-12)
+
+
+class EndsByRank(Net):
+    """One rank leaves its evaluation early."""
+
+    ends = False
+
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        return x.mean() if self.ends and not self.training else super().forward(x, y)
+
+
+@pytest.mark.parametrize("ending", [0, 1])
+def test_all_ranks_must_leave_the_same_layers_out(ending: int) -> None:
+    def evaluate(pipeline: Any, module: Any) -> None:
+        module.ends = pipeline.transport.rank == ending
+        module.eval()
+        pipeline.evaluate(lambda _, part: module(**part), [batch(5)])
+
+    with pytest.raises(CutError, match=r"the previous stage made 'the end of the step'|before layer 'layers\.2'"):
+        pipelined(EndsByRank(), batches(1), 1, between=evaluate, ranks=2, layers="layers")

@@ -33,6 +33,8 @@ from lightning_pipe.skip import Key, StepStore, stored_in
 _graph_nodes: Callable[[], int] = torch._C._autograd._get_sequence_nr
 """How many nodes autograd has made on this thread: what a layer makes has numbers between those before and after."""
 
+_END = "the end of the step"
+
 _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 
 
@@ -63,8 +65,9 @@ class StageRun:
         streams: the batch's random streams.
         holdings: the module's parameters and buffers outside layers.
         device: where placeholders pretend to be.
-        profiler: measures layers as they are called; ``None``: no measurement.
         routes: the skip connections that leave this stage for another than the next, with the stage they go to.
+        profiler: measures layers as they are called; ``None``: no measurement.
+        training: whether a backward pass follows; otherwise the step may leave layers out.
     """
 
     def __init__(
@@ -80,6 +83,7 @@ class StageRun:
         device: torch.device,
         routes: Mapping[Key, int] | None = None,
         profiler: Profiler | None = None,
+        training: bool = True,
     ) -> None:
         self._stage, self.layers, self._total, self._names = stage, layers, total, names
         self.called: set[int] = set()
@@ -90,7 +94,7 @@ class StageRun:
         self.skips = StepStore()
         self._routes = routes or {}
         self._routed: dict[int, int] = {}
-        self._profiler = profiler
+        self._profiler, self._training = profiler, training
         self._shared: list[tuple[Tensor, int, int]] = []
         self._arguments: dict[tuple[int, int], Tensor] = {}
         self._lenders: list[tuple[Tensor, int | Tensor, int]] = []
@@ -112,6 +116,7 @@ class StageRun:
         try:
             with self.tracker:
                 result = step()
+                self.returning(result)
         except _EndOfStage:
             pass
         except CutError as error:
@@ -148,6 +153,22 @@ class StageRun:
                     f"before the cut returned, tensor {number}, shares its memory.",
                     hint=_NO_SHARING,
                 )
+
+    def returning(self, result: Any) -> None:
+        """The step is about to return ``result``: an evaluation that leaves layers out is cut here instead.
+
+        To be called where the step's contexts can still be told that its run was cut short.
+        """
+        waiting, last = self._inbound is not None, self.layers.stop == self._total
+        if self._training or (last and not waiting) or (waiting and not self.tracker.expects(_END)):
+            return
+        if waiting:
+            self.tracker.expect(_END)
+            self.arrive()
+        else:
+            self.tracker.calls.append(Call(_END, (), ()))
+        if not last:
+            self._cut()
 
     def _returned(self, result: Any) -> None:
         last = self.layers.stop == self._total

@@ -74,10 +74,15 @@ class Tracker(TorchFunctionMode):
 
     # ------------------------------------------------------------------ the record
 
+    def expects(self, name: str) -> bool:
+        """Whether the call that the previous stage made here was ``name``."""
+        position = len(self.calls)
+        return position < len(self._expected) and self._expected[position].name == name
+
     def expect(self, name: str) -> Call:
         """The call the previous stage made here; raises unless it was ``name``."""
         position = len(self.calls)
-        if position < len(self._expected) and self._expected[position].name == name:
+        if self.expects(name):
             call = self._expected[position]
             self.calls.append(call)
             return call
