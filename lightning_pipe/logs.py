@@ -126,12 +126,8 @@ class Log:
             else:
                 self._record(names[id(module)], module, name, value, _named(args) | options)
 
-        before = pl.LightningModule.log
-        pl.LightningModule.log = log  # type: ignore[assignment,method-assign]
-        try:
+        with _in_place_of_log(log):
             yield
-        finally:
-            pl.LightningModule.log = before  # type: ignore[method-assign]
 
     @contextmanager
     def recording(self, logged: Logged, micro_batch: int, *, counts: bool = True) -> Iterator[None]:
@@ -207,11 +203,19 @@ def of_values_alone() -> Iterator[None]:
             raise CutError(f"self.log({name!r}, …) is given a number that comes from parameters of other ranks.")
         _log(module, name, value, *args, **options)
 
-    pl.LightningModule.log = log  # type: ignore[assignment,method-assign]
+    with _in_place_of_log(log):
+        yield
+
+
+@contextmanager
+def _in_place_of_log(log: Callable[..., None]) -> Iterator[None]:
+    """Put a function in the place of ``LightningModule.log``, on the class."""
+    before = pl.LightningModule.log
+    pl.LightningModule.log = log  # type: ignore[method-assign]
     try:
         yield
     finally:
-        pl.LightningModule.log = _log  # type: ignore[method-assign]
+        pl.LightningModule.log = before  # type: ignore[method-assign]
 
 
 def merge(logged: Logged, samples: Sequence[float]) -> list[Merged]:
