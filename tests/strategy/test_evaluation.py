@@ -73,12 +73,21 @@ def evaluated_all(process: int, devices: int | None, **options: Any) -> dict[str
     return {calls: evaluated(process, calls, devices, **options) for calls in CALLS}
 
 
+def assert_same(found: dict[str, dict[str, Any]], plain: dict[str, dict[str, Any]]) -> None:
+    for calls in CALLS:
+        for name in ("counted", "predict"):
+            assert found[calls][name] == plain[calls][name], (calls, name)
+        for name in ("validate", "test"):
+            assert found[calls][name][0] == pytest.approx(plain[calls][name][0]), (calls, name)
+        assert found[calls]["fit"] == pytest.approx(plain[calls]["fit"]), calls
+
+
 def test_leaving_layers_out() -> None:
+    assert_same(evaluated_all(0, 1, stages=2), evaluated_all(0, None))
+
+
+@pytest.mark.slow
+def test_leaving_layers_out_on_two_ranks() -> None:
     plain = evaluated_all(0, None)
-    for found in [evaluated_all(0, 1, stages=2), *run_trainers(evaluated_all, 2, timeout=60, devices=2)]:
-        for calls in CALLS:
-            for name in ("counted", "predict"):
-                assert found[calls][name] == plain[calls][name], (calls, name)
-            for name in ("validate", "test"):
-                assert found[calls][name][0] == pytest.approx(plain[calls][name][0]), (calls, name)
-            assert found[calls]["fit"] == pytest.approx(plain[calls]["fit"]), calls
+    for found in run_trainers(evaluated_all, 2, timeout=60, devices=2):
+        assert_same(found, plain)
