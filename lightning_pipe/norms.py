@@ -5,20 +5,28 @@ from __future__ import annotations
 import functools
 import math
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
+import lightning
 import torch
 from lightning.pytorch.utilities import grads
 from torch import Tensor, nn
 from torch.nn.utils import get_total_norm as _norm_here
 
-from lightning_pipe.errors import ConfigurationError
+import lightning_pipe
+from lightning_pipe.errors import CommunicationError, ConfigurationError
 from lightning_pipe.pipeline.absent import Absent
 from lightning_pipe.pipeline.runner import Pipeline
 
 _grad_norm_here = grads.grad_norm
+_ON_ALL = (
+    "Every rank has the gradients of its own stages: ask for norms, and clip, on all ranks, not under "
+    "`if trainer.is_global_zero` or in a rank_zero_only function; what comes out may be logged or printed on one."
+)
 
 
 @contextmanager
@@ -84,21 +92,47 @@ def _of_all(pipeline: Pipeline, given: list[Tensor], order: float, foreach: bool
     of_model = [(tensor, known[tensor.data_ptr()]) for tensor in present if tensor.data_ptr() in known]
     counted = [tensor for tensor, mine in of_model if mine]
     local = _norm_here(counted, order, foreach=foreach) if counted else torch.zeros(())
-    transport = pipeline.transport
     power = local.double() if math.isinf(order) else local.double() ** order
-    sums = torch.stack([power.cpu(), torch.tensor(float(len(present) - len(of_model))).double()]).to(transport.device)
-    transport.all_reduce(sums, pipeline.pipeline_members, "max" if math.isinf(order) else "sum").wait()
-    if sums[1]:
+    found = _gather(pipeline, f"the norm of order {order:g}", (float(power), len(present) - len(of_model)))
+    if any(others for _, others in found):
         return _of_others(pipeline, given, order, foreach)
-    total = sums[0] if math.isinf(order) else sums[0] ** (1 / order)
+    powers = torch.tensor([power for power, _ in found], dtype=torch.float64, device=pipeline.transport.device)
+    total = powers.max() if math.isinf(order) else powers.sum() ** (1 / order)
     # in the precision of the gradients, as on one device
     return total.to(given[0].dtype if given else torch.get_default_dtype())
+
+
+def _gather(pipeline: Pipeline, what: str, mine: Any) -> list[Any]:
+    """What all ranks of the pipeline have, if all ask for the same.
+
+    What a rank asks for goes with it: torch would bring a question of one rank together with the next one of another.
+    """
+    try:
+        found = pipeline.transport.all_gather_object((what, mine), pipeline.pipeline_members)
+    except CommunicationError as error:
+        raise CommunicationError(
+            f"This rank asks for {what} of gradients at {_place()}, as all must: {error.message}",
+            hint=error.hint and _ON_ALL,
+        ) from error
+    if not all(isinstance(each, tuple) and len(each) == 2 and each[0] == what for each in found):
+        raise ConfigurationError(
+            f"This rank asks for {what} of gradients at {_place()}, and other ranks ask for something else.",
+            hint=_ON_ALL,
+        )
+    return [value for _, value in found]
+
+
+def _place() -> str:
+    """The line of the user's that asks."""
+    ours = tuple(str(Path(module.__file__ or "").parent) for module in (torch, lightning, lightning_pipe))
+    stack = [frame for frame in traceback.extract_stack() if not frame.filename.startswith(ours)]
+    return f"{stack[-1].filename}:{stack[-1].lineno}"
 
 
 def _of_others(pipeline: Pipeline, given: list[Tensor], order: float, foreach: bool | None) -> Tensor:
     """The norm of tensors that do not belong to the model, if all ranks have the same."""
     local = _norm_here(given, order, foreach=foreach)
-    found = pipeline.transport.all_gather_object(float(local), pipeline.pipeline_members)
+    found = _gather(pipeline, f"the norm of order {order:g} of other tensors", float(local))
     if len(set(found)) > 1:
         raise ConfigurationError(
             "The ranks of the pipeline ask for norms of tensors that are neither parameters nor gradients of the model "
@@ -139,7 +173,7 @@ def _grad_norm(pipeline: Pipeline) -> Callable[..., dict[str, Any]]:
             for name, parameter in module.named_parameters()
             if parameter.grad is not None
         }
-        gathered = pipeline.transport.all_gather_object(here, pipeline.pipeline_members)
+        gathered = _gather(pipeline, f"the norms of order {order:g}", here)
         found = {name: norm for norms in gathered for name, norm in norms.items()}
         device = pipeline.transport.device
         names = [name for name, _ in module.named_parameters() if name in found]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import lightning as L
@@ -11,7 +13,13 @@ from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 
-from lightning_pipe.errors import CommunicationError, ConfigurationError
+from lightning_pipe import schedules
+from lightning_pipe.errors import CommunicationError, ConfigurationError, PipeError
+from lightning_pipe.norms import _total_norm
+from lightning_pipe.partition import find_layers
+from lightning_pipe.pipeline.memory_transport import MemoryTransport, memory_world, run_threads
+from lightning_pipe.pipeline.runner import Pipeline
+from lightning_pipe.pipeline.topology import Topology
 from tests import oracle
 from tests.launch import outcomes, run_trainers
 from tests.strategy.lit import FEATURES, Data
@@ -142,3 +150,36 @@ def test_what_cannot_be_told_is_refused(reason: str) -> None:
     for outcome in outcomes(refused, 2, timeout=40, group_timeout=None, reason=reason):
         assert isinstance(outcome.error, ConfigurationError | CommunicationError)
         assert reason in str(outcome.error)
+
+
+def asked_on_rank_0(other: Callable[[MemoryTransport], Any]) -> BaseException:
+    """The error of the rank that asks for a norm while the other one does something else."""
+    errors: list[BaseException] = []
+
+    def body(transport: MemoryTransport) -> None:
+        if transport.rank:
+            other(transport)
+            return
+        module = Norms()
+        pipeline = Pipeline(module, find_layers(module, "model"), [2, 2], schedules.get("1f1b"), transport)
+        try:
+            _total_norm(pipeline)(list(module.parameters()))
+        except PipeError as error:
+            errors.append(error)
+
+    run_threads(memory_world(Topology.for_schedule(2), timeout=timedelta(seconds=0.5)), body, timeout=20)
+    return errors[0]
+
+
+def test_who_asks_alone_learns_what_and_where() -> None:
+    alone = asked_on_rank_0(lambda transport: None)
+    assert isinstance(alone, CommunicationError)
+    for part in (
+        "the norm of order 2 of gradients at ",
+        __file__,
+        "on all ranks, not under `if trainer.is_global_zero`",
+    ):
+        assert part in str(alone)
+    mixed = asked_on_rank_0(lambda transport: transport.all_gather_object({"other": 1}, (0, 1)))
+    assert isinstance(mixed, ConfigurationError)
+    assert "other ranks ask for something else" in str(mixed)
