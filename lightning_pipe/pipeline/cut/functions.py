@@ -74,8 +74,9 @@ def changed_in_place(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         found = [] if kwargs.get("max_norm") is None else [kwargs.get("weight", args[1] if len(args) > 1 else None)]
     elif name in _IN_PLACE or name.endswith(".__set__") or (name.endswith("_") and not name.endswith("__")):
         found = args[0] if name.startswith("_foreach") else args[:1]
+    elif (out := kwargs.get("out")) is None:
+        return []
     else:
-        out = kwargs.get("out")
         found = out if isinstance(out, (tuple, list)) else [out]
     return [tensor for tensor in found if isinstance(tensor, Tensor)]
 
