@@ -150,6 +150,11 @@ class Ownership:
         """Note that this rank runs an outside module, and so decides about its buffers."""
         self.used.add(f"{module}.")
 
+    def may_run(self, module: str) -> bool:
+        """Whether this rank computes a layer, or may come to run an outside module."""
+        ranks = {name: ranks for (name, _), ranks in zip(self._layers, self._layer_ranks, strict=True)}
+        return self.rank in ranks.get(module, (self.rank,))
+
     def name_of(self, tensor: Tensor) -> str | None:
         """The dotted name of a parameter or buffer of the module."""
         return next((name for name, owned in named_tensors(self._module) if owned is tensor), None)

@@ -144,6 +144,7 @@ class Attributes:
 
     def __init__(self) -> None:
         self._before: list[tuple[dict[str, Any], str, Any]] = []
+        self._filled: dict[int, tuple[Tensor, Tensor]] = {}
 
     def set(self, module: nn.Module, effect: Effect, value: Any) -> None:
         """Let the part of ``module`` that the effect names keep ``value``."""
@@ -157,14 +158,19 @@ class Attributes:
         same = isinstance(value, Tensor) and (tuple(value.shape), value.dtype) == (spec.shape, spec.dtype)
         return value if same else None
 
+    def filled(self, tensor: Tensor, before: Tensor) -> None:
+        """What such a tensor holds has come from the other stage; ``before`` holds what it held here."""
+        self._filled[id(tensor)] = tensor, before
+
     def restore(self) -> None:
-        """Put everything back as it was."""
+        """Put everything back as it was: this rank may run the layer as well, for other micro-batches."""
         for owner, attribute, value in reversed(self._before):
             if value is self:
                 owner.pop(attribute, None)
             else:
-                owner[attribute] = value
+                owner[attribute] = self._filled.get(id(value), (value, value))[1]
         self._before.clear()
+        self._filled.clear()
 
 
 def containers_in(values: Iterable[Any]) -> Iterator[Any]:

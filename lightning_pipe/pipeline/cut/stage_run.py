@@ -415,11 +415,19 @@ class StageRun:
             entries = [entry for entry in path.entries if entry.number in values]
             self.inbox = Inbox([values[entry.number] for entry in entries], [entry.requires_grad for entry in entries])
             self.inbox.tensors.reverse()
+            kept = {
+                self.tracker.numbers.of(tensor): tensor for tensor, name in self._kept if self._holdings.may_run(name)
+            }
             for entry in entries:
                 if entry.lender is not None:
                     self._borrow(entry.number, entry.lender)
                 # The list lets go of each: what a view held before must be gone before the turn of its base comes.
-                self.tracker.numbers.fill(entry.number, self.inbox.tensors.pop())
+                value, own = self.inbox.tensors.pop(), kept.get(entry.number)
+                # Filling swaps the two; but a view must let go of its memory.
+                copy = own.clone() if own is not None and own._is_view() else None
+                self.tracker.numbers.fill(entry.number, value)
+                if own is not None and entry.number not in self.tracker.numbers.unfilled:
+                    self._attributes.filled(own, value if copy is None else copy)
             self._miss_kept(values)
             alive = dict(self.tracker.numbers.alive())
             self._shared = [
