@@ -1,8 +1,9 @@
-"""Parameters outside the layers whose values other ranks have, once it is known who uses them."""
+"""Parameters whose values other ranks have: of their layers, and of modules outside once it is known who uses them."""
 
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from lightning_pipe.errors import CutError
+from lightning_pipe.pipeline.cut.functions import changed_in_place, function_name
 from lightning_pipe.pipeline.cut.placeholder import Placeholder, shape_only
 
 # Functions that look at a tensor without its value.
@@ -37,8 +40,9 @@ class Absent(nn.Parameter):
     """A parameter with the shape, dtype and device of the true one, without its memory and value.
 
     Code that goes over all parameters of a module (averaged copies of the weights, limits on them) may change it in
-    place: nothing happens, as with the layers of other ranks. What is computed from it is absent as well, reading a
-    value raises :class:`~lightning_pipe.errors.CutError`, and a tensor that it is copied into becomes NaN.
+    place: nothing happens. What is computed from it is absent as well, reading a value raises
+    :class:`~lightning_pipe.errors.CutError`, and a tensor with a value that is changed by it becomes NaN; a parameter
+    must not be.
     """
 
     @classmethod
@@ -48,7 +52,8 @@ class Absent(nn.Parameter):
 
     @classmethod
     def _make(cls, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, requires_grad: bool) -> Absent:
-        data = torch.zeros((), dtype=dtype, device=device).expand(shape)
+        value = math.nan if dtype.is_floating_point else 0  # what torch lets through is no number either
+        data = torch.full((), value, dtype=dtype, device=device).expand(shape)
         absent: Absent = Tensor._make_subclass(cls, data, requires_grad)
         return absent
 
@@ -60,30 +65,50 @@ class Absent(nn.Parameter):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        name = getattr(func, "__name__", "")
-        attribute = getattr(getattr(func, "__self__", None), "__name__", "")
+        kwargs, name = kwargs or {}, function_name(func)
         with torch._C.DisableTorchFunctionSubclass():
-            if name in _METADATA or (name in ("__get__", "__set__", "__delete__") and (name, attribute) != _DATA):
+            if name in _METADATA or (name.rpartition(".")[2] in _ACCESS and name != "data.__get__"):
                 return func(*args, **kwargs)
             if name.startswith("_foreach_"):
-                return _without_absent(func, args, kwargs)
+                return _without_absent(func, name, args, kwargs)
             if args and isinstance(args[0], Absent):
                 return _of_absent(func, name, args, kwargs)
-            if name == "copy_" and args[0].is_floating_point():
-                return args[0].fill_(math.nan)  # a copy of what is not known, never a stale number
-            return _unknown(func, args, kwargs)
+            changed = changed_in_place(name, args, kwargs)
+            for tensor in changed:
+                _forget(tensor, name)
+            return args[0] if changed else _unknown(func, args, kwargs)
 
 
-_DATA = ("__get__", "data")
+_ACCESS = frozenset(["__get__", "__set__", "__delete__"])
+
+
+def _forget(tensor: Tensor, name: str) -> None:
+    """Make a tensor NaN because ``name`` changes it by what is not known: it must never be a stale number.
+
+    Raises:
+        CutError: it is a parameter, or has no NaN.
+    """
+    if isinstance(tensor, nn.Parameter) or not tensor.is_floating_point():
+        raise CutError(
+            f"'{name}' changes a tensor {tuple(tensor.shape)} {tensor.dtype} that this rank has by one that it has not.",
+            hint="Only tensors of one rank can follow each other: a teacher whose layers follow a student's needs one "
+            "device. For averaged weights use Lightning's callback EMAWeightAveraging.",
+        )
+    if name != "copy_" and not name.startswith("_foreach_"):  # callbacks that average weights use these
+        warnings.warn(
+            f"'{name}' changes a tensor {tuple(tensor.shape)} by a parameter that another rank has: it is NaN from now "
+            "on. For averaged weights use Lightning's callback EMAWeightAveraging.",
+            stacklevel=4,
+        )
+    tensor.detach().fill_(math.nan)
 
 
 def _of_absent(func: Any, name: str, args: Any, kwargs: Any) -> Any:
     """What a function with an absent tensor as its first argument returns."""
     absent = args[0]
-    if name.endswith("_") and not name.endswith("__"):
-        return absent  # changed in place
-    if name in _SAME or name == "__get__":
+    if changed_in_place(name, args, kwargs):
+        return absent
+    if name in _SAME or name == "data.__get__":
         return _like(absent, absent)
     if name in _MOVED:
         options = {key: value for key, value in kwargs.items() if key != "memory_format"}
@@ -96,7 +121,7 @@ def _like(shaped: Tensor, sample: Tensor) -> Absent:
     return Absent._make(tuple(shaped.shape), sample.dtype, sample.device, False)
 
 
-def _without_absent(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def _without_absent(func: Callable[..., Any], name: str, args: Any, kwargs: Any) -> Any:
     """Call a function of lists of tensors for those positions at which none is absent."""
     lists = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, list | tuple)]
     length = max(map(len, lists))
@@ -105,6 +130,10 @@ def _without_absent(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         for position in range(length)
         if not any(len(each) == length and isinstance(each[position], Absent) for each in lists)
     ]
+
+    for position, tensor in enumerate(changed_in_place(name, args, kwargs)):
+        if position not in kept and not isinstance(tensor, Absent):
+            _forget(tensor, name)
 
     def select(arg: Any) -> Any:
         if isinstance(arg, list | tuple) and len(arg) == length:

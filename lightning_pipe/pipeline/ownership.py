@@ -162,7 +162,10 @@ class Ownership:
     # ------------------------------------------------------------------ placeholders
 
     def release_layers(self) -> None:
-        """Turn parameters and buffers of foreign layers into ``meta`` tensors, in place: names and objects stay."""
+        """Free the parameters and buffers of foreign layers, in place: names and objects stay.
+
+        Parameters become `Absent`, buffers ``meta`` tensors.
+        """
         _drop_weak_references(self._module)
         _drop_graphs(self._module)
         kept = {name for name in self._holders if self.holds(name)}
@@ -171,7 +174,11 @@ class Ownership:
                 continue
             for tensor in _owned(layer):
                 name = self._names[id(tensor)]
-                if name not in kept and tensor.device.type != "meta":
+                if name in kept or tensor.device.type == "meta":
+                    continue
+                if isinstance(tensor, nn.Parameter):
+                    _swap(tensor, Absent.like(tensor))
+                else:
                     _replace(tensor, torch.empty_like(tensor, device="meta"))
             for part in layer.modules():
                 # ``module.to`` and its kin must pass by tensors without values.

@@ -60,10 +60,33 @@ def test_values_are_never_numbers(linear: nn.Linear) -> None:
     assert torch.zeros(4, 3).copy_(0.9 * torch.ones(4, 3) + 0.1 * linear.weight).isnan().all()
 
 
+def test_what_is_changed_by_it_is_never_a_stale_number(linear: nn.Linear) -> None:
+    for change in (
+        lambda average, weight: average.mul_(0.9).add_(weight, alpha=0.1),
+        lambda average, weight: average.lerp_(weight.detach(), 0.1),
+        lambda average, weight: average.__isub__(0.1 * (average - weight.data)),
+    ):
+        average = torch.zeros(4, 3)
+        with pytest.warns(UserWarning, match="it is NaN from now on"):
+            change(average, linear.weight)
+        assert average.isnan().all()
+
+
+@torch.no_grad()
+def test_parameters_cannot_follow_it(linear: nn.Linear) -> None:
+    teacher = nn.Linear(3, 4)
+    with pytest.raises(CutError, match="'add_' changes a tensor \\(4, 3\\) torch.float32 that this rank has"):
+        teacher.weight.mul_(0.9).add_(linear.weight, alpha=0.1)
+    with pytest.raises(CutError, match="a teacher whose layers follow a student's needs one device"):
+        torch._foreach_add_(list(teacher.parameters()), list(linear.parameters()), alpha=0.1)
+    teacher.weight.data = teacher.weight.data * 0.9 + linear.weight.data * 0.1  # torch asks nobody
+    assert teacher.weight.isnan().all()
+
+
 def test_lists_are_worked_on_without_it(linear: nn.Linear) -> None:
     averages = [torch.zeros(4, 3), torch.zeros(4)]
     torch._foreach_lerp_(averages, [linear.weight.detach(), torch.ones(4)], 0.5)
-    assert torch.equal(averages[0], torch.zeros(4, 3))
+    assert averages[0].isnan().all()
     assert torch.equal(averages[1], torch.full((4,), 0.5))
 
 
