@@ -90,7 +90,7 @@ def _forget(tensor: Tensor, name: str) -> None:
     """
     if isinstance(tensor, nn.Parameter) or not tensor.is_floating_point():
         raise CutError(
-            f"'{name}' changes a tensor {tuple(tensor.shape)} {tensor.dtype} that this rank has by one that it has not.",
+            f"'{name}' changes a tensor {tuple(tensor.shape)} {tensor.dtype} by one that another rank has.",
             hint="Only tensors of one rank can follow each other: a teacher whose layers follow a student's needs one "
             "device. For averaged weights use Lightning's callback EMAWeightAveraging.",
         )

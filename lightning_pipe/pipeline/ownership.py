@@ -181,7 +181,7 @@ class Ownership:
                 else:
                     _replace(tensor, torch.empty_like(tensor, device="meta"))
             for part in layer.modules():
-                # ``module.to`` and its kin must pass by tensors without values.
+                # ``module.to`` and its kin must pass by ``meta`` tensors, and change what absent ones look like.
                 part.__dict__["_apply"] = MethodType(_apply, part)
 
     def settle(self, used_by_rank: Sequence[Iterable[str]]) -> None:
@@ -280,5 +280,9 @@ def _drop_graphs(module: nn.Module) -> None:
                 vars(part)[name] = value.detach()
 
 
+@torch.no_grad()
 def _apply(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+    for parameter in self.parameters(recurse=False):
+        if isinstance(parameter, Absent):
+            parameter.data = fn(parameter.data)
     return self

@@ -75,7 +75,7 @@ def test_what_is_changed_by_it_is_never_a_stale_number(linear: nn.Linear) -> Non
 @torch.no_grad()
 def test_parameters_cannot_follow_it(linear: nn.Linear) -> None:
     teacher = nn.Linear(3, 4)
-    with pytest.raises(CutError, match="'add_' changes a tensor \\(4, 3\\) torch.float32 that this rank has"):
+    with pytest.raises(CutError, match=r"'add_' changes a tensor .* by one that another rank has"):
         teacher.weight.mul_(0.9).add_(linear.weight, alpha=0.1)
     with pytest.raises(CutError, match="a teacher whose layers follow a student's needs one device"):
         torch._foreach_add_(list(teacher.parameters()), list(linear.parameters()), alpha=0.1)

@@ -157,6 +157,18 @@ class HeadInSetup(Lit):
         return self.head(super().forward(x))
 
 
+class OneType(Lit):
+    """Relies on all parameters having the Trainer's type; has a weight that is an attribute, made from parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model[0] = nn.utils.weight_norm(self.model[0])
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        assert {parameter.dtype for parameter in self.parameters()} == {self.dtype}
+        return super().training_step(batch, batch_idx)
+
+
 class RecurrentHead(Lit):
     """Has a recurrent network outside the layers, whose weights lie in one piece of memory."""
 
@@ -479,7 +491,7 @@ CASES: dict[str, Case] = {
     "reloaded": Case(trainer={"reload_dataloaders_every_n_epochs": 1}),
     "bf16_mixed": Case(trainer={"precision": "bf16-mixed"}, **_SINGLE),
     "bf16_true": Case(trainer={"precision": "bf16-true"}, **_SINGLE),
-    "double": Case(trainer={"precision": "64-true"}, dtype=torch.float32),
+    "double": Case(OneType, trainer={"precision": "64-true"}, dtype=torch.float32),
     "scaled": Case(
         plugins=[lambda: MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", 2.0**10, growth_interval=3))],
         trainer={"gradient_clip_val": 0.5},
