@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from lightning_pipe.errors import CutError, PartitionError
-from tests.pipeline.engine import assert_same, pipelined, single_device
+from tests.pipeline.engine import assert_close, assert_same, pipelined, single_device
 
 WIDTH = 6
 
@@ -269,6 +269,24 @@ class ReentrantCheckpointed(Checkpointed):
     reentrant = True
 
 
+class CheckpointedTogether(Net):
+    """One checkpoint around several layers, and a cut inside."""
+
+    reentrant = False
+
+    def body(self, h: Tensor, x: Tensor) -> Tensor:
+        return checkpoint(super().body, h, x, use_reentrant=self.reentrant)
+
+
+class ReentrantTogether(CheckpointedTogether):
+    reentrant = True
+
+
+class NestedCheckpoints(Checkpointed):
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        return checkpoint(super().forward, x, y, use_reentrant=False)
+
+
 class SharedByLayers(Net):
     def __init__(self) -> None:
         super().__init__()
@@ -324,7 +342,8 @@ class TakesBatchApart(Net):
 EXACT = [
     Net, InPlace, Dictionaries, NonContiguous, Assembled, Carried, Scaled, KnownPath, CustomFunction, Frozen,
     FilledThroughViews, FilledByFunctions, OwnStatistics, ViewChangedByLayer, NoGradPrefix, Checkpointed,
-    ReentrantCheckpointed, SharedByLayers, TiedEnds, UnusedParameter, ReturnsDictionary, ViewsAndChunks, KeepsState,
+    ReentrantCheckpointed, CheckpointedTogether, SharedByLayers, TiedEnds, UnusedParameter, ReturnsDictionary,
+    ViewsAndChunks, KeepsState,
 ]  # fmt: skip
 
 
@@ -561,6 +580,8 @@ class Box:
         (FunctionalNorm, "'batch_norm' changes 'mean' in place before this stage's layers"),
         (Flattened, "an argument of the layer that returned it shares its memory"),
         (FlattenedChangedLater, "another tensor that crosses the cut shares its memory"),
+        (ReentrantTogether, r"before layer 'layers\.2' lies inside a checkpoint with use_reentrant=True"),
+        (NestedCheckpoints, "surrounds layers and is inside another"),
         (OpaqueResult, "cannot be shown to the next stages"),
     ],
 )
@@ -611,6 +632,33 @@ def test_random_numbers_do_not_depend_on_the_cut() -> None:
     assert found[0] == pytest.approx(found[1], abs=1e-12)
     assert found[0] == pytest.approx(found[2], abs=1e-12)
     assert found[0] != pytest.approx(single_device(model, data, 3).losses, abs=1e-6)
+
+
+class NoisyCheckpoints(Noisy):
+    """Draws in layers, in an outside module and between them; once more if checkpoints run again."""
+
+    reentrant: bool | None = None
+
+    def noisy(self, layer: nn.Module, h: Tensor) -> Tensor:
+        return F.dropout(layer(h), 0.4) + torch.rand(WIDTH) * torch.randn(WIDTH).bernoulli_(0.5)
+
+    def body(self, h: Tensor, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            if self.reentrant is None:
+                h = self.noisy(layer, h)
+            else:
+                h = checkpoint(self.noisy, layer, h, use_reentrant=self.reentrant)
+        return h
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoints_around_layers_draw_the_same_numbers_again(reentrant: bool) -> None:
+    data, model = batches(), NoisyCheckpoints()
+    expected = pipelined(model, data, 3, ranks=1, stages=2, layers="layers")
+    model.reentrant = reentrant
+    found = pipelined(model, data, 3, ranks=1, stages=2, layers="layers")
+    assert found.losses == pytest.approx(expected.losses, abs=1e-12)
+    assert_close(found.values, expected.values, 1e-12)
 
 
 def test_nothing_stays_patched() -> None:

@@ -11,7 +11,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from lightning_pipe.pipeline.cut.backward_hooks import BACKWARD_HOOKS
 from lightning_pipe.pipeline.cut.caches import Caches
-from lightning_pipe.pipeline.cut.checkpoints import CHECKPOINTS
+from lightning_pipe.pipeline.cut.checkpoints import CHECKPOINTS, run_again
 from lightning_pipe.pipeline.cut.side_effects import Keepers
 from lightning_pipe.pipeline.cut.stage_run import StageRun
 
@@ -82,7 +82,9 @@ class Interceptor:
 
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             run = self.run
-            if run is None or run.inside:
+            if run is None:
+                return run_again(forward, args, kwargs)
+            if run.inside:
                 return forward(*args, **kwargs)
             return run.call_layer(number, layer, forward, args, kwargs)
 
@@ -94,7 +96,9 @@ class Interceptor:
 
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             run = self.run
-            if run is None or run.inside:
+            if run is None:
+                return run_again(forward, args, kwargs)
+            if run.inside:
                 return forward(*args, **kwargs)
             return run.call_module(name, key, module, forward, args, kwargs)
 

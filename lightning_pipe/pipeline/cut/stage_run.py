@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from traceback import walk_tb
 from typing import Any
 
@@ -12,6 +14,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from lightning_pipe.errors import CutError
 from lightning_pipe.pipeline.cut.changes import has_changed, state_of, version_of
+from lightning_pipe.pipeline.cut.checkpoints import Checkpoint
 from lightning_pipe.pipeline.cut.functions import leaves_of, unique
 from lightning_pipe.pipeline.cut.holdings import Holdings
 from lightning_pipe.pipeline.cut.path import Call, Crossing, Entry, Passed, Path, Repeated, TensorSpec
@@ -89,6 +92,7 @@ class StageRun:
         self.called: set[int] = set()
         self.crossings: dict[int, Crossing] = {}
         self.inside = False
+        self.checkpoint: Checkpoint | None = None
         self.inbox: Inbox | None = None
         self._inbound = inbound
         self.skips = StepStore()
@@ -106,7 +110,7 @@ class StageRun:
         self._attributes = Attributes()
         self.keepers = Keepers()
         expected = inbound[0].calls if inbound else None
-        self.tracker = Tracker(expected, streams, micro_batch, holdings, partial=not self._whole)
+        self.tracker = Tracker(expected, self.stream, holdings, partial=not self._whole)
 
     # ------------------------------------------------------------------ the run
 
@@ -225,7 +229,7 @@ class StageRun:
         tensors = [leaf for leaf in arguments if isinstance(leaf, Tensor)]
         self.inside = True
         try:
-            with tracker.paused(), self._streams.isolated(self._micro_batch, key), stored_in(self.skips):
+            with tracker.paused(), self.stream(key), stored_in(self.skips):
                 tracker.touch(tensors, name)
                 before = [
                     (
@@ -259,6 +263,13 @@ class StageRun:
         finally:
             self.inside = False
         return result
+
+    def stream(self, *key: int) -> AbstractContextManager[None]:
+        """The random stream of ``key``, or of the code around; a checkpoint that runs again uses it again."""
+        stream = partial(self._streams.isolated, self._micro_batch, *key) if key else nullcontext
+        if self.checkpoint is not None:
+            self.checkpoint.streams.append(stream)
+        return stream()
 
     def _skipped(self, name: str, before: Stashed, events: int) -> tuple[tuple[Key, ...], tuple[Key, ...]]:
         """The skip connections that a call begins, and those of ``before`` that it ends, by its events.
@@ -455,6 +466,13 @@ class StageRun:
 
     def _cut(self) -> None:
         """The next stage's first layer is reached: collect what is alive and end the step."""
+        around = self.checkpoint
+        if around is not None and around.reentrant and around.begin < len(self.tracker.calls):
+            raise CutError(
+                f"the cut before layer '{self._names[self.layers.stop]}' lies inside a checkpoint with "
+                "use_reentrant=True, which computes without gradients at first: none would come back over the cut.",
+                hint="Use use_reentrant=False, or one checkpoint for every layer.",
+            )
         with self.tracker.paused():
             alive = [
                 (number, tensor)

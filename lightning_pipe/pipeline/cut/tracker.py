@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from contextlib import nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Any
 
@@ -30,7 +31,6 @@ from lightning_pipe.pipeline.cut.in_place import InPlace
 from lightning_pipe.pipeline.cut.numbers import NO_VIEWS, SAME_PATH, Numbers
 from lightning_pipe.pipeline.cut.path import Call, TensorSpec
 from lightning_pipe.pipeline.cut.placeholder import Placeholder, shape_only
-from lightning_pipe.pipeline.rng import Streams
 
 
 class Tracker(TorchFunctionMode):
@@ -44,8 +44,7 @@ class Tracker(TorchFunctionMode):
 
     Args:
         expected: the calls of the previous stage up to its cut; ``None`` on the first stage.
-        streams: the batch's random streams.
-        micro_batch: keys the random streams.
+        stream: gives a context with the random stream of a key; without a key that of the code around.
         holdings: the module's parameters and buffers outside layers.
         partial: whether other stages run some of the layers.
     """
@@ -53,8 +52,7 @@ class Tracker(TorchFunctionMode):
     def __init__(
         self,
         expected: tuple[Call, ...] | None,
-        streams: Streams,
-        micro_batch: int,
+        stream: Callable[..., AbstractContextManager[None]],
         holdings: Holdings,
         *,
         partial: bool,
@@ -68,8 +66,7 @@ class Tracker(TorchFunctionMode):
         self.in_place = InPlace(self.numbers, holdings, partial=partial)
         self._partial, self._expected = partial, expected or ()
         self._read_before: set[int] = set()
-        self._streams, self._micro_batch = streams, micro_batch
-        self._holdings = holdings
+        self._stream, self._holdings = stream, holdings
         self._off = 0
 
     # ------------------------------------------------------------------ the record
@@ -174,11 +171,17 @@ class Tracker(TorchFunctionMode):
         if self.waiting:
             self._read_before.update(map(id, tensors))
         if not any(map(self.numbers.derived, tensors)):
-            with counting() if name in FACTORIES and kwargs.get("out") is None else nullcontext():
+            with self._around(name, kwargs):
                 return func(*args, **kwargs)
         return (
             self._stand_in(name, func, args, kwargs) if self.waiting else self._run(name, func, args, kwargs, tensors)
         )
+
+    def _around(self, name: str, kwargs: Any) -> AbstractContextManager[None]:
+        """A context for a function of what is not derived."""
+        if name in RANDOM:
+            return self._stream()
+        return counting() if name in FACTORIES and kwargs.get("out") is None else nullcontext()
 
     def _stand_in(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
         call = self.expect(name)
@@ -210,7 +213,7 @@ class Tracker(TorchFunctionMode):
             if id(tensor) in self._read_before:
                 self.in_place.check_not_read(tensor, name)
         if name in RANDOM:
-            with self._streams.isolated(self._micro_batch, -1, len(self.calls)):
+            with self._stream(-1, len(self.calls)):
                 result = func(*args, **kwargs)
         else:
             result = func(*args, **kwargs)
