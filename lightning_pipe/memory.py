@@ -47,7 +47,7 @@ class Change(NamedTuple):
     """One difference that a step made.
 
     ``path`` starts with the name of a module; then come attributes and keys, each with the kind of its owner. ``delta``
-    is what a number grew by, for schedules in which two ranks complete steps of one batch.
+    is what a number or tensor grew by, for schedules in which two ranks complete steps of one batch.
     """
 
     kind: Literal["set", "delete", "append"]
@@ -247,7 +247,7 @@ class _Tensor(_Node):
 
     def changes(self, path: Path, seen: set[int]) -> Iterator[Change]:
         if self._changed():
-            yield Change("set", path, self.owner)
+            yield Change("set", path, self.owner, _growth(self.kept, self.owner))
 
 
 def _keep(value: Any, seen: dict[int, _Node], siblings: int) -> _Kept:
@@ -280,7 +280,16 @@ _NODES: tuple[tuple[Any, type[Any]], ...] = (
 )
 
 
+def _growth(before: Any, now: Any) -> Any:
+    if not (isinstance(before, Tensor) and isinstance(now, Tensor)) or before.dtype is torch.bool:
+        return None
+    alike = (before.shape, before.dtype, before.device) == (now.shape, now.dtype, now.device)
+    return now.detach() - before if alike else None
+
+
 def _delta(kept: _Kept | None, value: Any) -> Any:
+    if kept is not None and isinstance(kept.node, _Tensor):
+        return _growth(kept.node.kept, value)
     if kept is None or isinstance(value, bool) or not isinstance(value, int | float):
         return None
     return value - kept.value if isinstance(kept.value, int | float) and not isinstance(kept.value, bool) else None

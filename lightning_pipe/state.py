@@ -48,7 +48,7 @@ class Tracked:
 
         Args:
             changes: what `Memory.changes` returned there.
-            add: let numbers grow by what they grew there, rather than take their value.
+            add: let numbers and tensors grow by what they grew there, rather than take their value.
         """
         for change in changes:
             owner: Any = self.modules[change.path[0]]
@@ -82,18 +82,21 @@ def _apply(owner: Any, change: Change, *, add: bool) -> None:
         target.extend(change.value)
     elif change.kind == "delete":
         target.pop(key, None)
-    elif add and change.delta is not None:
-        target[key] = target.get(key, 0) + change.delta
-    elif isinstance(change.value, Tensor) and _fits(target, key, change.value):
-        # in place: optimizers, callbacks and views refer to the tensor
-        with torch.no_grad():
-            target[key].copy_(change.value)
     else:
-        target[key] = change.value
+        value = change.value if not add or change.delta is None else _now(target, key, 0) + change.delta
+        if isinstance(value, Tensor) and _fits(_now(target, key), value):
+            # in place: optimizers, callbacks and views refer to the tensor
+            with torch.no_grad():
+                target[key].copy_(value)
+        else:
+            target[key] = value
 
 
-def _fits(target: Any, key: Any, value: Tensor) -> bool:
-    now = target.get(key) if isinstance(target, dict) else target[key]
+def _now(target: Any, key: Any, default: Any = None) -> Any:
+    return target.get(key, default) if isinstance(target, dict) else target[key]
+
+
+def _fits(now: Any, value: Tensor) -> bool:
     return (
         isinstance(now, Tensor)
         and (now.shape, now.dtype, now.device) == (value.shape, value.dtype, value.device)

@@ -180,6 +180,20 @@ class UserStep:
                 f"The step sets `self.{attribute}` to something that cannot be pickled: it exists on the rank with the "
                 "loss alone.",
             )
+        return self._added(changes) if len(self._pipeline.loss_ranks) > 1 else [c._replace(delta=None) for c in changes]
+
+    def _added(self, changes: list[Change]) -> list[Change]:
+        """Warn of what is not the same if what it grows by on two ranks is added up."""
+        for change in changes:
+            grown = change.delta
+            if isinstance(grown, float) or (isinstance(grown, Tensor) and grown.is_floating_point()):
+                name = ".".join(str(step[1]) for step in change.path[1:] if step[1] != "_buffers")
+                self._warn_once(
+                    f"{name} added",
+                    f"The step changes `self.{name}`, and with this schedule it is completed on two ranks, each for a "
+                    "part of the micro-batches: what it grows by there is added up. That is exact for sums. For moving "
+                    "averages and queues use a schedule with one pipeline, such as '1f1b'.",
+                )
         return changes
 
     def exchange(self, mine: Callable[[], Part], share: Callable[[Part | None], list[Part]]) -> list[Part]:
