@@ -101,24 +101,25 @@ class LossCheck:
     def _agree(self, stages: Stages, stage: int, batch: Batch, pair: tuple[int, int]) -> bool:
         """Whether the loss of both together is the mean of the two; tells it if not."""
         parts, received = [batch.micro_batches[index] for index in pair], [self._seen[index] for index in pair]
-        together = _inbound(received, [self.sizes[index] for index in pair])
-        runs = [*zip(parts, received, strict=True), (self.join(pair), together), (parts[0], received[0])]
+        sizes, both_parts = [self.sizes[index] for index in pair], self.join(pair)
+        together = [(both_parts, inbound) for inbound in _readings(received, sizes)]
+        runs = [*zip(parts, received, strict=True), *together, (parts[0], received[0])]
         trial = replace(batch, micro_batches=[part for part, _ in runs], training=False, results={})
 
         def loss_of(index: int) -> Tensor:
             with _not_random(stages, stage):
                 return stages.trial(stage, index, trial, runs[index][1])
 
-        losses = [loss_of(index) for index in range(3)]
-        one, other, both = map(float, losses)
-        shares, rounding = [self.amounts[index] for index in pair], self._rounding(stages, losses[0])
-        if not sum(shares) or not all(map(math.isfinite, (one, other, both))):
+        first, second, *joined = losses = [loss_of(index) for index in range(len(runs) - 1)]
+        one, other, both = float(first), float(second), list(map(float, joined))
+        shares, rounding = [self.amounts[index] for index in pair], self._rounding(stages, first)
+        if not sum(shares) or not all(map(math.isfinite, (one, other, *both))):
             return True
         mean = (shares[0] * one + shares[1] * other) / sum(shares)
-        if _close(mean, both, rounding):
+        if any(_close(mean, each, rounding) for each in both):
             return True
-        if _close(float(loss_of(3)), one, rounding):  # the first again, with other random numbers
-            self.differs(pair, mean, both)
+        if _close(float(loss_of(len(losses))), one, rounding):  # the first again, with other random numbers
+            self.differs(pair, mean, both[0])
         return False
 
     def _rounding(self, stages: Stages, loss: Tensor) -> float:
@@ -171,35 +172,47 @@ def _not_random(stages: Stages, stage: int) -> Iterator[None]:
 # ------------------------------------------------------------------ putting together what two micro-batches brought
 
 
-def _inbound(received: Sequence[Inbound | None], sizes: Sequence[int]) -> Inbound | None:
-    """What a stage would receive for two micro-batches together."""
+def _readings(received: Sequence[Inbound | None], sizes: Sequence[int]) -> list[Inbound | None]:
+    """What a stage would receive for two micro-batches together, in all ways that it may be meant.
+
+    Of a tensor with several elements per sample, the first of all samples may come first (``torch.cat`` of two views
+    of a batch), or all of the first sample (``repeat_interleave``).
+    """
+    try:
+        return [_inbound(received, sizes, None)]
+    except _UnlikeError:
+        return [_inbound(received, sizes, views) for views in (True, False)]
+
+
+def _inbound(received: Sequence[Inbound | None], sizes: Sequence[int], views: bool | None) -> Inbound | None:
+    """One reading; ``views=None``: every tensor has one element per sample, or is the same for both."""
     first, second = received
     if first is None or second is None:
         return None
     entries = []
     for one, other in zip(first[0].entries, second[0].entries, strict=True):
         _same(one._replace(spec=None), other._replace(spec=None))  # type: ignore[arg-type]
-        entries.append(one._replace(spec=_spec(one.spec, other.spec, sizes)))
+        entries.append(one._replace(spec=_spec(one.spec, other.spec, sizes, views)))
     pairs = zip(first[0].calls, second[0].calls, strict=True)
-    calls = tuple(_call(one, other, sizes) for one, other in pairs)
+    calls = tuple(_call(one, other, sizes, views) for one, other in pairs)
     path = Path(calls, tuple(entries))
-    return path, path.laid_out({n: _value(first[1][n], second[1][n], sizes) for n in first[1]})
+    return path, path.laid_out({n: _value(first[1][n], second[1][n], sizes, views) for n in first[1]})
 
 
-def _call(one: Call, other: Call, sizes: Sequence[int]) -> Call:
+def _call(one: Call, other: Call, sizes: Sequence[int], views: bool | None) -> Call:
     _same(one._replace(leaves=()), other._replace(leaves=()))
     leaves = []
     for a, b in zip(one.leaves, other.leaves, strict=True):
         if isinstance(a, TensorSpec) and isinstance(b, TensorSpec):
-            leaves.append(_spec(a, b, sizes))
+            leaves.append(_spec(a, b, sizes, views))
         else:
             _same(a, b)
             leaves.append(a)
     return one._replace(leaves=tuple(leaves))
 
 
-def _spec(one: TensorSpec, other: TensorSpec, sizes: Sequence[int]) -> TensorSpec:
-    dimension = _dimension(one.shape, other.shape, sizes)
+def _spec(one: TensorSpec, other: TensorSpec, sizes: Sequence[int], views: bool | None) -> TensorSpec:
+    dimension = _dimension(one.shape, other.shape, sizes, several=views is not None)
     _same(one.dtype, other.dtype)
     if dimension is None:
         _same(one, other)
@@ -214,20 +227,29 @@ def _spec(one: TensorSpec, other: TensorSpec, sizes: Sequence[int]) -> TensorSpe
     return TensorSpec(shape, one.dtype, tuple(strides.values()))
 
 
-def _value(one: Tensor, other: Tensor, sizes: Sequence[int]) -> Tensor:
-    dimension = _dimension(one.shape, other.shape, sizes)
-    if dimension is not None:
+def _value(one: Tensor, other: Tensor, sizes: Sequence[int], views: bool | None) -> Tensor:
+    dimension = _dimension(one.shape, other.shape, sizes, several=views is not None)
+    if dimension is None:
+        if one.shape != other.shape or not torch.equal(one, other):
+            raise _UnlikeError
+        return one
+    if not views or one.shape[dimension] == sizes[0]:
         return torch.cat([one, other], dimension)
-    if one.shape != other.shape or not torch.equal(one, other):
-        raise _UnlikeError
-    return one
+    several = [
+        part.reshape(*part.shape[:dimension], -1, size, *part.shape[dimension + 1 :])
+        for part, size in zip((one, other), sizes, strict=True)
+    ]
+    return torch.cat(several, dimension + 1).flatten(dimension, dimension + 1)
 
 
-def _dimension(one: Sequence[int], other: Sequence[int], sizes: Sequence[int]) -> int | None:
-    """The dimension along which a tensor has one element per sample: the first that fits."""
-    for d, pair in enumerate(zip(one, other, strict=True)):
-        if [*pair] == [*sizes] and [*one[:d], *one[d + 1 :]] == [*other[:d], *other[d + 1 :]]:
-            return d
+def _dimension(one: Sequence[int], other: Sequence[int], sizes: Sequence[int], *, several: bool) -> int | None:
+    """The dimension along which a tensor has one element per sample, or else ``several``: the first that fits."""
+    most = max(one, default=0) // sizes[0] if several else 1
+    for times in range(1, most + 1):
+        for d, pair in enumerate(zip(one, other, strict=True)):
+            rests = [[*shape[:d], *shape[d + 1 :]] for shape in (one, other)]
+            if [*pair] == [times * size for size in sizes] and rests[0] == rests[1]:
+                return d
     return None
 
 

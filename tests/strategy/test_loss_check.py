@@ -120,6 +120,35 @@ class Contrastive(Tokens):
         return F.cross_entropy(features @ features.T, torch.arange(len(features)))
 
 
+class Views(Tokens):
+    """Runs two views of every sample in one batch, and compares samples with each other."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return super().forward(torch.cat([ids, ids.flip(1)]))
+
+    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        one, other = logits.mean(1).chunk(2)
+        return F.cross_entropy(one @ other.T, torch.arange(len(one)))
+
+
+class MeanOfViews(Views):
+    """Compares each sample with its own other view."""
+
+    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        one, other = logits.chunk(2)
+        return F.mse_loss(one, other)
+
+
+class MeanOfCopies(Tokens):
+    """Has three copies of every sample side by side."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return super().forward(ids.repeat_interleave(3, 0))
+
+    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return logits.unflatten(0, (len(labels), 3)).std(1).mean()
+
+
 class Random(MeanOfTokens):
     """Is random in a way that cannot be switched off: not to be judged."""
 
@@ -159,7 +188,7 @@ def fit(module: L.LightningModule, batches: Sequence[Any], devices: int = 1, **o
     return [str(one.message) for one in caught if MESSAGE in str(one.message)]
 
 
-@pytest.mark.parametrize("loss", [SumOfTokens, MeanOfTokens, Weighted, Contrastive])
+@pytest.mark.parametrize("loss", [SumOfTokens, MeanOfTokens, Weighted, Contrastive, Views])
 @pytest.mark.parametrize(
     "options",
     [
@@ -174,7 +203,7 @@ def fit(module: L.LightningModule, batches: Sequence[Any], devices: int = 1, **o
 def test_what_is_no_mean_over_samples_is_told_with_both_numbers(loss: type[Tokens], options: dict[str, Any]) -> None:
     if options.get("schedule") == "pipedream_2bw":
         options = {**options, "deferred_batch_norm": False}
-    if loss is Contrastive and options.get("micro_batches") == 6:
+    if loss in (Contrastive, Views) and options.get("micro_batches") == 6:
         pytest.skip("the loss of one sample is 0")
     module, batch = loss(), Batches().batches[0]
     sizes = {3: [2, 2], 6: [1, 1], 4: [2, 2], 2: [3, 3]}[options.get("micro_batches", 3)]
@@ -194,7 +223,7 @@ def _bounds(sizes: Sequence[int]) -> list[tuple[int, int]]:
     return [(0, sizes[0]), (sizes[0], sum(sizes)), (0, sum(sizes))]
 
 
-@pytest.mark.parametrize("loss", [MeanOfSamples, Random, Picky])
+@pytest.mark.parametrize("loss", [MeanOfSamples, MeanOfViews, MeanOfCopies, Random, Picky])
 def test_means_and_what_cannot_be_judged_are_passed_over(loss: type[Tokens]) -> None:
     for stages in (1, 2):
         assert fit(loss(early=0.2 if stages == 2 else 0.0), Batches().batches, layers="layers", stages=stages) == []
