@@ -287,6 +287,17 @@ class NestedCheckpoints(Checkpointed):
         return checkpoint(super().forward, x, y, use_reentrant=False)
 
 
+class Distributions(Net):
+    """torch.distributions looks at the values that it is given."""
+
+    def body(self, h: Tensor, x: Tensor) -> Tensor:
+        h = self.layers[0](h)
+        known = torch.distributions.Normal(h, h.exp(), validate_args=True)
+        for layer in list(self.layers)[1:]:
+            h = layer(h + known.stddev)
+        return h + torch.distributions.kl_divergence(known, torch.distributions.Normal(0.0, torch.ones_like(h)))
+
+
 class SharedByLayers(Net):
     def __init__(self) -> None:
         super().__init__()
@@ -342,8 +353,8 @@ class TakesBatchApart(Net):
 EXACT = [
     Net, InPlace, Dictionaries, NonContiguous, Assembled, Carried, Scaled, KnownPath, CustomFunction, Frozen,
     FilledThroughViews, FilledByFunctions, OwnStatistics, ViewChangedByLayer, NoGradPrefix, Checkpointed,
-    ReentrantCheckpointed, CheckpointedTogether, SharedByLayers, TiedEnds, UnusedParameter, ReturnsDictionary,
-    ViewsAndChunks, KeepsState,
+    ReentrantCheckpointed, CheckpointedTogether, Distributions, SharedByLayers, TiedEnds, UnusedParameter,
+    ReturnsDictionary, ViewsAndChunks, KeepsState,
 ]  # fmt: skip
 
 
