@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
@@ -26,6 +27,12 @@ def mix(*parts: int) -> int:
     return hash(parts) & 0x7FFF_FFFF_FFFF_FFFF
 
 
+# torch holds a generator's mutex while it makes the tensor of its state, which may collect garbage and give the
+# interpreter to another thread; one that then waits for the mutex keeps the interpreter, for ever (torch 2.13). Only
+# ranks that are threads meet there.
+_ONE_AT_A_TIME = threading.Lock()
+
+
 class _Isolated:
     """Gives the code inside its own stream and puts the surrounding stream back. A class, for speed."""
 
@@ -35,16 +42,18 @@ class _Isolated:
         self._generators, self._seed = generators, seed
 
     def __enter__(self) -> None:
-        self._states = []
-        for generator in self._generators:
-            self._states.append(generator.get_state())
-            generator.manual_seed(self._seed)
+        with _ONE_AT_A_TIME:
+            self._states = []
+            for generator in self._generators:
+                self._states.append(generator.get_state())
+                generator.manual_seed(self._seed)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for generator, state in zip(self._generators, self._states, strict=True):
-            generator.set_state(state)
+        with _ONE_AT_A_TIME:
+            for generator, state in zip(self._generators, self._states, strict=True):
+                generator.set_state(state)
 
 
 class Streams:
@@ -76,15 +85,17 @@ class Streams:
         """Put all generators back after a batch: torch's, Python's and numpy's."""
         # Once a batch, and most of it numpy's own loops over its 624 words (numpy 2.4). Always: each run of the step
         # has seeded them, drawn from or not, and whether code outside drew since the last batch is in the state alone.
-        states = [generator.get_state() for generator in self._generators]
+        with _ONE_AT_A_TIME:
+            states = [generator.get_state() for generator in self._generators]
         python = random.getstate()
         numpy: Any = sys.modules.get("numpy")
         numpy_state = numpy.random.get_state() if numpy else None
         try:
             yield
         finally:
-            for generator, state in zip(self._generators, states, strict=True):
-                generator.set_state(state)
+            with _ONE_AT_A_TIME:
+                for generator, state in zip(self._generators, states, strict=True):
+                    generator.set_state(state)
             random.setstate(python)
             if numpy:
                 numpy.random.set_state(numpy_state)
@@ -92,8 +103,9 @@ class Streams:
     def seed_user_code(self, micro_batch: int) -> None:
         """Start the stream of the user's code outside layers for one run over ``micro_batch``."""
         seed = mix(self.seed, self._number(micro_batch))
-        for generator in self._generators:
-            generator.manual_seed(seed)
+        with _ONE_AT_A_TIME:
+            for generator in self._generators:
+                generator.manual_seed(seed)
         random.seed(seed)
         numpy: Any = sys.modules.get("numpy")
         if numpy:
