@@ -9,12 +9,13 @@ from __future__ import annotations
 import random
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
 import torch
+from torch import Tensor
 
 
 def mix(*parts: int) -> int:
@@ -33,6 +34,23 @@ def mix(*parts: int) -> int:
 _ONE_AT_A_TIME = threading.Lock()
 
 
+def _states(generators: Sequence[torch.Generator]) -> list[Tensor]:
+    with _ONE_AT_A_TIME:
+        return [generator.get_state() for generator in generators]
+
+
+def _seed(generators: Sequence[torch.Generator], seed: int) -> None:
+    with _ONE_AT_A_TIME:
+        for generator in generators:
+            generator.manual_seed(seed)
+
+
+def _restore(generators: Sequence[torch.Generator], states: Sequence[Tensor]) -> None:
+    with _ONE_AT_A_TIME:
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
+
+
 class _Isolated:
     """Gives the code inside its own stream and puts the surrounding stream back. A class, for speed."""
 
@@ -42,18 +60,13 @@ class _Isolated:
         self._generators, self._seed = generators, seed
 
     def __enter__(self) -> None:
-        with _ONE_AT_A_TIME:
-            self._states = []
-            for generator in self._generators:
-                self._states.append(generator.get_state())
-                generator.manual_seed(self._seed)
+        self._states = _states(self._generators)
+        _seed(self._generators, self._seed)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with _ONE_AT_A_TIME:
-            for generator, state in zip(self._generators, self._states, strict=True):
-                generator.set_state(state)
+        _restore(self._generators, self._states)
 
 
 class Streams:
@@ -85,17 +98,14 @@ class Streams:
         """Put all generators back after a batch: torch's, Python's and numpy's."""
         # Once a batch, and most of it numpy's own loops over its 624 words (numpy 2.4). Always: each run of the step
         # has seeded them, drawn from or not, and whether code outside drew since the last batch is in the state alone.
-        with _ONE_AT_A_TIME:
-            states = [generator.get_state() for generator in self._generators]
+        states = _states(self._generators)
         python = random.getstate()
         numpy: Any = sys.modules.get("numpy")
         numpy_state = numpy.random.get_state() if numpy else None
         try:
             yield
         finally:
-            with _ONE_AT_A_TIME:
-                for generator, state in zip(self._generators, states, strict=True):
-                    generator.set_state(state)
+            _restore(self._generators, states)
             random.setstate(python)
             if numpy:
                 numpy.random.set_state(numpy_state)
@@ -103,9 +113,7 @@ class Streams:
     def seed_user_code(self, micro_batch: int) -> None:
         """Start the stream of the user's code outside layers for one run over ``micro_batch``."""
         seed = mix(self.seed, self._number(micro_batch))
-        with _ONE_AT_A_TIME:
-            for generator in self._generators:
-                generator.manual_seed(seed)
+        _seed(self._generators, seed)
         random.seed(seed)
         numpy: Any = sys.modules.get("numpy")
         if numpy:
