@@ -49,6 +49,7 @@ class Ownership:
         self.used: set[str] = set()
         self.stand_ins: Mapping[int, nn.Parameter] | None = None
         self._module, self._layers, self._layer_ranks = module, list(layers), list(layer_ranks)
+        self._ranks_of = {name: ranks for (name, _), ranks in zip(layers, layer_ranks, strict=True)}
         self._holders: dict[str, tuple[int, ...]] = {}
         self._names: dict[int, str] = {}
         self._inside: set[str] = set()
@@ -152,8 +153,7 @@ class Ownership:
 
     def may_run(self, module: str) -> bool:
         """Whether this rank computes a layer, or may come to run an outside module."""
-        ranks = {name: ranks for (name, _), ranks in zip(self._layers, self._layer_ranks, strict=True)}
-        return self.rank in ranks.get(module, (self.rank,))
+        return self.rank in self._ranks_of.get(module, (self.rank,))
 
     def name_of(self, tensor: Tensor) -> str | None:
         """The dotted name of a parameter or buffer of the module."""
