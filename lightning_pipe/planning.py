@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 
 from torch import nn
 
 from lightning_pipe import schedules
 from lightning_pipe.config import Auto, BatchEquation, Layout, micro_batch_count
 from lightning_pipe.errors import ConfigurationError
-from lightning_pipe.partition import Balance, divide, find_layers, held_by_stages
+from lightning_pipe.partition import Balance, Held, divide, find_layers, held_by_stages
+from lightning_pipe.partition.profile import OPTIMIZER_FACTOR
 from lightning_pipe.pipeline.topology import Topology
 from lightning_pipe.plan_text import Plan, StagePlan
-from lightning_pipe.schedules import Family, Schedule
+from lightning_pipe.schedules import Family, Schedule, Stream
+from lightning_pipe.schedules.ir import Placement
 from lightning_pipe.simulate import Costs, simulate
 
 BYTES_PER_NUMBER = 4
-STATES = 3
-"""Numbers per trained parameter besides itself: its gradient and two moments of the optimizer."""
 
 
 def plan(
@@ -61,28 +62,19 @@ def plan(
     stages = family.placed(ranks, None if stages == "auto" else stages)[1]
     found = find_layers(module, layers)
     counts = divide(module, found, stages, balance)
-    order = family.build(ranks=ranks, micro_batches=micro_batch_count(batch, ranks, micro_batches), stages=stages)
-    number, bubble = _predicted(family, order)
+    build = cache(partial(family.build, ranks, stages=stages))
+    order = build(micro_batch_count(batch, ranks, micro_batches))
+    flow = None if order.synchronous else schedules.stream(family, ranks, stages)
+    number = order.micro_batches if flow is None else flow.micro_batches
+    bubble = predicted_bubble(build, number, flow)
     topology = Topology.for_schedule(ranks, loss_rank=order.placement[0, stages - 1])
-    described, names = [], iter(name for name, _ in found)
-    for stage, (count, held) in enumerate(zip(counts, held_by_stages(module, found, counts), strict=True)):
-        holders = {topology.process(0, rank) for (_, place), rank in order.placement.items() if place == stage}
-        size = sum(one.size for one in held)
-        trained = sum(one.size for one in held if one.parameter.requires_grad)
-        described.append(
-            StagePlan(
-                stage=stage,
-                ranks=tuple(sorted(holders)),
-                layers=tuple(next(names) for _ in range(count)),
-                parameters=size,
-                trainable=trained,
-                bytes=BYTES_PER_NUMBER * (size + STATES * trained),
-            )
-        )
+    names = iter(name for name, _ in found)
+    named = [tuple(next(names) for _ in range(count)) for count in counts]
+    held = held_by_stages(module, found, counts)
     total = sum(parameter.numel() for parameter in module.parameters())
     return Plan(
         type(module).__name__,
-        tuple(described),
+        stage_plans(named, held, order.placement, topology, BYTES_PER_NUMBER),
         Layout(ranks, 1, stages),
         family.label,
         BatchEquation(batch, number, 1, accumulation),
@@ -91,11 +83,52 @@ def plan(
     )
 
 
-def _predicted(family: Family, schedule: Schedule) -> tuple[int, float]:
-    """Micro-batches of a batch, and the bubble ratio: without a flush, that of the steady state."""
-    if schedule.synchronous:
-        return schedule.micro_batches, float(simulate(schedule, Costs()).bubble_ratio)
-    flow = schedules.stream(family, schedule.ranks, schedule.stages)
-    batches = 20 * flow.period + 2 * schedule.ranks
-    endless = family.build(schedule.ranks, batches * flow.micro_batches, stages=schedule.stages)
-    return flow.micro_batches, float(simulate(endless, Costs()).steady_bubble_ratio)
+def stage_plans(
+    names: Sequence[tuple[str, ...]],
+    held: Sequence[Sequence[Held]],
+    placement: Placement,
+    topology: Topology,
+    number_bytes: int | None = None,
+) -> tuple[StagePlan, ...]:
+    """What every stage has.
+
+    Args:
+        names: for every stage the dotted names of its layers.
+        held: for every stage the parameters that it holds.
+        placement: which rank computes a stage.
+        topology: which process is which rank.
+        number_bytes: bytes of a number; ``None``: as in each parameter.
+    """
+    plans = []
+    for stage, (layers, own) in enumerate(zip(names, held, strict=True)):
+        ranks = {rank for (_, place), rank in placement.items() if place == stage}
+        processes = sorted(topology.process(replica, rank) for replica in range(topology.replicas) for rank in ranks)
+        trained = [one for one in own if one.parameter.requires_grad]
+        weights, training = (
+            sum(one.size * (number_bytes or one.parameter.element_size()) for one in some) for some in (own, trained)
+        )
+        plans.append(
+            StagePlan(
+                stage,
+                tuple(processes),
+                layers,
+                sum(one.size for one in own),
+                sum(one.size for one in trained),
+                int(weights + (OPTIMIZER_FACTOR - 1) * training),
+            )
+        )
+    return tuple(plans)
+
+
+def predicted_bubble(build: Callable[[int], Schedule], micro_batches: int, flow: Stream | None) -> float:
+    """The bubble ratio of equal stages; without a flush that of the steady state.
+
+    Args:
+        build: makes the schedule for a number of micro-batches.
+        micro_batches: of one batch.
+        flow: the calls of a schedule without a flush.
+    """
+    if flow is None:
+        return float(simulate(build(micro_batches), Costs()).bubble_ratio)
+    batches = 20 * flow.period + 2 * len(flow.calls)
+    return float(simulate(build(batches * flow.micro_batches), Costs()).steady_bubble_ratio)

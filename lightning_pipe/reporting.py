@@ -11,10 +11,9 @@ from torch import nn
 from lightning_pipe.config import BatchEquation, Layout
 from lightning_pipe.micro_batches import MicroBatches
 from lightning_pipe.partition import held_by_stages
-from lightning_pipe.partition.profile import OPTIMIZER_FACTOR
 from lightning_pipe.pipeline.runner import Pipeline
-from lightning_pipe.plan_text import Plan, StagePlan, closing_line, plan_text
-from lightning_pipe.simulate import Costs, simulate
+from lightning_pipe.plan_text import Plan, closing_line, plan_text
+from lightning_pipe.planning import predicted_bubble, stage_plans
 
 
 def plan_of(
@@ -36,41 +35,19 @@ def plan_of(
         batch: the first batch.
         notes: further lines.
     """
-    stages = []
+    held = held_by_stages(module, pipeline.layers, pipeline.balance)
+    named = [tuple(pipeline.names[number] for number in pipeline.stage_layers[stage]) for stage in range(len(held))]
     seen: dict[str, list[int]] = {}
-    topology = pipeline.transport.topology
-    for stage, held in enumerate(held_by_stages(module, pipeline.layers, pipeline.balance)):
-        holders = {rank for (_, place), rank in pipeline.placement.items() if place == stage}
-        processes = sorted(topology.process(r, rank) for r in range(topology.replicas) for rank in holders)
-        trained = [one for one in held if one.parameter.requires_grad]
-        weights = sum(one.size * one.parameter.element_size() for one in held)
-        training = sum(one.size * one.parameter.element_size() for one in trained)
-        stages.append(
-            StagePlan(
-                stage,
-                tuple(processes),
-                tuple(pipeline.names[number] for number in pipeline.stage_layers[stage]),
-                sum(one.size for one in held),
-                sum(one.size for one in trained),
-                int(weights + (OPTIMIZER_FACTOR - 1) * training),
-            )
-        )
-        for one in held:
+    for stage, own in enumerate(held):
+        for one in own:
             seen.setdefault(one.name, []).append(stage)
     ties = tuple((name, tuple(on)) for name, on in seen.items() if len(on) > 1)
     label, bubble = pipeline.family.label, None
     if batch is not None:
-        bubble = predicted_bubble(pipeline, batch.micro_batches)
-    return Plan(type(module).__name__, tuple(stages), layout, label, batch, bubble, ties, notes=notes)
-
-
-def predicted_bubble(pipeline: Pipeline, micro_batches: int) -> float:
-    """The bubble ratio of equal stages; without a flush that of the steady state."""
-    if pipeline.flow is None:
-        return float(simulate(pipeline.schedule(micro_batches), Costs()).bubble_ratio)
-    stream = pipeline.flow.stream
-    batches = 20 * stream.period + 2 * pipeline.transport.topology.ranks
-    return float(simulate(pipeline.schedule(batches * stream.micro_batches), Costs()).steady_bubble_ratio)
+        flow = None if pipeline.flow is None else pipeline.flow.stream
+        bubble = predicted_bubble(pipeline.schedule, batch.micro_batches, flow)
+    stages = stage_plans(named, held, pipeline.placement, pipeline.transport.topology)
+    return Plan(type(module).__name__, stages, layout, label, batch, bubble, ties, notes=notes)
 
 
 def no_mean(sizes: Sequence[int], mean: float, both: float) -> str:
