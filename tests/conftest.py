@@ -8,7 +8,20 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+from collections.abc import Iterator
+
 import pytest
+
+
+@pytest.fixture
+def float64() -> Iterator[None]:
+    """Double precision by default, and the same random numbers for every test."""
+    import torch
+
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -18,13 +18,7 @@ from lightning_pipe.skip import Namespace, SkipError, pop, skippable, stash, ver
 from tests.pipeline import flow
 from tests.pipeline.engine import assert_same, pipelined
 
-
-@pytest.fixture(autouse=True)
-def _float64() -> Any:
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 @skippable(stash=["x"])

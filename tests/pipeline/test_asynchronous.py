@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -42,12 +42,7 @@ from tests.pipeline.flow import (
 DRAINS = [(), (7,), (2, 3, 8)]
 
 
-@pytest.fixture(autouse=True)
-def _float64() -> Iterator[None]:
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 # ------------------------------------------------------------------ the papers

@@ -21,13 +21,7 @@ from lightning_pipe.pipeline.runner import Pipeline
 from lightning_pipe.pipeline.topology import Topology
 from lightning_pipe.schedules import GPipe
 
-
-@pytest.fixture(autouse=True)
-def _float64() -> Any:
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 KINDS: list[tuple[type[nn.Module], tuple[int, ...]]] = [

@@ -15,13 +15,7 @@ from tests.pipeline.engine import assert_close, assert_same, pipelined, single_d
 
 WIDTH = 6
 
-
-@pytest.fixture(autouse=True)
-def _float64() -> Any:
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 class Block(nn.Module):

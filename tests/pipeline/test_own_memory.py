@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,25 +11,9 @@ from torch.nn import functional as F
 
 from lightning_pipe.errors import CutError
 from tests.pipeline.engine import assert_same, pipelined
+from tests.pipeline.flow import WIDTH, Block
 
-WIDTH = 6
-
-
-@pytest.fixture(autouse=True)
-def _float64() -> Iterator[None]:
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.linear(x))
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 class View(nn.Module):

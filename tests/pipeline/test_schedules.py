@@ -37,13 +37,7 @@ from tests.zoo import Entry, Regression, odd_batches
 
 WIDTH = 6
 
-
-@pytest.fixture(autouse=True)
-def _float64() -> Any:
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 class Tied(nn.Module):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import pytest
 import torch
@@ -18,13 +17,7 @@ from lightning_pipe.pipeline.topology import Topology
 from tests.pipeline.engine import assert_close, state_of
 from tests.pipeline.test_cut import Scaled
 
-
-@pytest.fixture(autouse=True)
-def _float64() -> Any:
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 def train(schedule: str, ranks: int, replicas: int, *, sharded: bool) -> list[tuple[dict[str, Tensor], int, int]]:
