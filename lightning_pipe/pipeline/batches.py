@@ -20,6 +20,8 @@ def children(node: Any) -> dict[Any, Any] | None:
 
     Mappings of every kind (Hugging Face's ``BatchEncoding`` too), lists, tuples and dataclasses are containers.
     """
+    if isinstance(node, Tensor):
+        return None
     if isinstance(node, Mapping):
         return dict(node)
     if isinstance(node, list | tuple) and not isinstance(node, PackedSequence):
@@ -61,15 +63,15 @@ def fresh(micro_batch: Any) -> Any:
         >>> batch
         {'x': tensor([0., 0.])}
     """
-    return map_leaves(lambda leaf: _copy(leaf) if isinstance(leaf, Tensor) else leaf, micro_batch)
+    with counting():
+        return map_leaves(lambda leaf: _copy(leaf) if isinstance(leaf, Tensor) else leaf, micro_batch)
 
 
 def _copy(tensor: Tensor) -> Tensor:
-    with counting():
-        clone = tensor.clone()
-        if clone.is_nested or clone.layout is not torch.strided or clone.stride() == tensor.stride():
-            return clone
-        return TensorSpec.of(tensor).lay_out(clone)  # strides decide whether contiguous() returns the tensor or a copy
+    clone = tensor.clone()
+    if clone.is_nested or clone.layout is not torch.strided or clone.stride() == tensor.stride():
+        return clone
+    return TensorSpec.of(tensor).lay_out(clone)  # strides decide whether contiguous() returns the tensor or a copy
 
 
 def signature(node: Any) -> Hashable:

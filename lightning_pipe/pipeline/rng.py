@@ -34,9 +34,14 @@ def mix(*parts: int) -> int:
 _ONE_AT_A_TIME = threading.Lock()
 
 
-def _states(generators: Sequence[torch.Generator]) -> list[Tensor]:
+def _states(generators: Sequence[torch.Generator], seed: int | None = None) -> list[Tensor]:
+    """The states of some generators, which then start anew if a seed is given."""
     with _ONE_AT_A_TIME:
-        return [generator.get_state() for generator in generators]
+        states = [generator.get_state() for generator in generators]
+        if seed is not None:
+            for generator in generators:
+                generator.manual_seed(seed)
+        return states
 
 
 def _seed(generators: Sequence[torch.Generator], seed: int) -> None:
@@ -60,8 +65,7 @@ class _Isolated:
         self._generators, self._seed = generators, seed
 
     def __enter__(self) -> None:
-        self._states = _states(self._generators)
-        _seed(self._generators, self._seed)
+        self._states = _states(self._generators, self._seed)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -443,8 +443,9 @@ class Pipeline:
 
     def _commit_statistics(self, ended: Iterable[DeferredBatchNorm]) -> None:
         """End the mini-batch of those of some deferred batch norms that this rank runs."""
-        names = {id(part): name for name, part in self.module.named_modules()}
-        buffers = [(norm, f"{names[id(norm)]}.running_mean".lstrip(".")) for norm in ended]
+        norms = list(ended)
+        names = {id(part): name for name, part in self.module.named_modules()} if norms else {}
+        buffers = [(norm, f"{names[id(norm)]}.running_mean".lstrip(".")) for norm in norms]
         self._statistics.commit(
             [(norm, self._topology.holders(self.owners(name))) for norm, name in buffers if self.holds(name)]
         )

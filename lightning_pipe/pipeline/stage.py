@@ -196,9 +196,10 @@ class Stages:
         received = (
             tuple(e.number for e in inbound[0].entries if e.number in inbound[1] and e.requires_grad) if inbound else ()
         )
+        part = batch.slice(micro_batch)
         batch.streams.seed_user_code(micro_batch)
         with forward_pass(stage):
-            result = self.interceptor.follow(run, lambda: batch.step(micro_batch, batch.slice(micro_batch)))
+            result = self.interceptor.follow(run, lambda: batch.step(micro_batch, part))
         self.called |= run.called
         if run.called:
             self.skipped[stage] = run.skips.events
