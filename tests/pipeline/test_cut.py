@@ -379,6 +379,39 @@ def test_weight_decay_leaves_parameters_without_gradient_alone(run: dict[str, An
     assert_same(UnusedParameter(), batches(), optimizer=decaying, **run)
 
 
+class Fickle(Block):
+    """Leaves something else behind from call to call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        out = super().forward(x)
+        kinds = [out.mT.contiguous().mT + 0, x, x.view_as(x), out.detach(), out.float(), out[:, :1] + 0]
+        return out if self.calls % 2 else kinds[self.calls // 2 % len(kinds)]
+
+
+class Looks(Net):
+    """Code between layers that depends on what kind of tensor they return."""
+
+    block = Fickle
+
+    def body(self, h: Tensor, x: Tensor) -> Tensor:
+        seen = 0.0
+        for layer in self.layers:
+            out = layer(h)
+            seen += (out is h) + 2 * out.requires_grad + 4 * out.is_contiguous() + 8 * out.shape[1] + out.itemsize / 64
+            h = 0.3 * (out + x.to(out.dtype) + h)
+        return h * seen / 200  # where the last layer is: what the others left must have looked the same
+
+
+@pytest.mark.parametrize("run", [{"ranks": 2}, {"ranks": 4, "schedule": "gpipe"}, {"ranks": 1, "stages": 1}])
+def test_a_layer_may_return_another_kind_of_tensor_every_time(run: dict[str, Any]) -> None:
+    assert_same(Looks(), [batch(6) for _ in range(6)], **run)
+
+
 def test_only_what_is_used_travels_after_the_first_batch() -> None:
     sent: list[int] = []
 

@@ -6,7 +6,7 @@ Autograd counts the changes, and knows what a view is a view of, but not for ten
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -53,14 +53,25 @@ def memory_of(tensor: Tensor) -> int | None:
     return int(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else None
 
 
-def state_of(tensor: Tensor, *, derived: bool) -> int | Tensor:
-    """What tells with `has_changed` whether a tensor changes in place: its version, or its value where nobody counts.
+State = int | Tensor | None
+"""What tells whether a tensor changes in place: its version, or its value where nobody counts."""
 
-    Derived tensors need no value: where nobody counts they cross a cut as they are then.
+
+def state_of(tensor: Tensor, derived: Callable[[Tensor], bool] | None = None) -> State:
+    """What `has_changed` is to be asked with later.
+
+    Args:
+        tensor: the tensor.
+        derived: tells whether a tensor is derived. Such a one needs no value: where nobody counts it crosses a cut as
+            it is then.
     """
-    return tensor.clone() if tensor.is_inference() and not derived else version_of(tensor)
+    if not tensor.is_inference():
+        return tensor._version
+    return None if derived is not None and derived(tensor) else tensor.clone()
 
 
-def has_changed(tensor: Tensor, state: int | Tensor) -> bool:
+def has_changed(tensor: Tensor, state: State) -> bool:
     """Whether a tensor has changed since."""
-    return not torch.equal(tensor, state) if isinstance(state, Tensor) else version_of(tensor) != state
+    if isinstance(state, int):
+        return tensor._version != state
+    return state is not None and not torch.equal(tensor, state)

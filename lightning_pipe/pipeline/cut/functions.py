@@ -101,10 +101,11 @@ def unique(tensors: Iterable[Tensor]) -> list[Tensor]:
     return list({id(tensor): tensor for tensor in tensors}.values())
 
 
-_FLAT = frozenset((Tensor, nn.Parameter, type(None), bool, int, float, str, torch.dtype, torch.device))
+FLAT = {Tensor, nn.Parameter, type(None), bool, int, float, str, torch.dtype, torch.device}
+"""Types that hold nothing else: most arguments are of one of them and need no search."""
 
 
 def leaves_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """The leaves of a call's arguments; most calls have tensors and numbers alone, which need no search."""
+    """The leaves of a call's arguments."""
     leaves = [*args, *kwargs.values()]
-    return leaves if _FLAT.issuperset(map(type, leaves)) else tree_leaves((args, kwargs))
+    return leaves if FLAT.issuperset(map(type, leaves)) else tree_leaves((args, kwargs))

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lightning_pipe.errors import CutError
-from lightning_pipe.pipeline.cut.changes import memory_of
+from lightning_pipe.pipeline.cut.changes import State, has_changed, memory_of, state_of
 from lightning_pipe.pipeline.cut.functions import unique
 from lightning_pipe.pipeline.cut.holdings import Holdings
 from lightning_pipe.pipeline.cut.numbers import Numbers
 from lightning_pipe.pipeline.cut.path import TensorSpec
 from lightning_pipe.pipeline.cut.placeholder import Placeholder
+
+
+class Noted(NamedTuple):
+    """A tensor before a call: its state, and what is written to as well if it changes."""
+
+    tensor: Tensor
+    state: State
+    also: Sequence[Tensor]
 
 
 class InPlace:
@@ -30,15 +38,30 @@ class InPlace:
         self._numbers, self._holdings, self._partial = numbers, holdings, partial
         self._lent: dict[int, tuple[Any, tuple[int, int]]] = {}
 
+    def noted(self, tensors: Sequence[Tensor]) -> list[Noted]:
+        """What a call is given, to find out with `changed` what it did to it."""
+        return [Noted(tensor, state_of(tensor, self._numbers.derived), self.behind(tensor)) for tensor in tensors]
+
+    def changed(self, noted: Sequence[Noted], name: str) -> list[Noted]:
+        """Which of them the call of ``name`` has changed."""
+        changed = [each for each in noted if has_changed(each.tensor, each.state)]
+        if changed:
+            self.check_not_lent([each.tensor for each in changed], name)
+        return changed
+
     def written(self, changed: Sequence[Tensor]) -> list[Tensor]:
-        """What is written to when tensors change in place: they, and what those that are not derived are views of.
+        """What is written to when tensors change in place: they and what they are views of."""
+        return unique([*changed, *(base for tensor in changed for base in self.behind(tensor))])
+
+    def behind(self, tensor: Tensor) -> Sequence[Tensor]:
+        """What changes in place with a tensor: what it is a view of, unless it is derived.
 
         A view of a derived tensor is derived itself: that both change needs no word.
         """
-        bases = [tensor._base for tensor in changed if tensor._base is not None and not self._numbers.derived(tensor)]
-        return unique([*changed, *bases])
+        base = tensor._base
+        return () if base is None or self._numbers.derived(tensor) else (base,)
 
-    def lend(self, result: Tensor, call: int, arguments: Sequence[Any]) -> Iterator[int]:
+    def lend(self, result: Tensor, call: int, arguments: Sequence[Any]) -> Sequence[int]:
         """The arguments whose memory a layer's result shares, of those that every stage has for itself.
 
         Args:
@@ -47,12 +70,16 @@ class InPlace:
             arguments: the leaves of what it is given.
         """
         if result.grad_fn is not None and result._base is None:
-            return  # the usual case: new memory
+            return ()  # the usual case: new memory
         memory = memory_of(result)
-        for position, argument in enumerate(arguments):
-            if isinstance(argument, Tensor) and not self._numbers.derived(argument) and memory_of(argument) == memory:
-                self._note_lent(result, (call, position))
-                yield position
+        lent = [
+            position
+            for position, argument in enumerate(arguments)
+            if isinstance(argument, Tensor) and not self._numbers.derived(argument) and memory_of(argument) == memory
+        ]
+        for position in lent:
+            self._note_lent(result, (call, position))
+        return lent
 
     def _note_lent(self, tensor: Tensor, lender: tuple[int, int]) -> None:
         """Note that ``tensor`` shares the memory of an argument that every stage has for itself."""

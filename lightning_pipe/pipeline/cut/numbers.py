@@ -22,13 +22,14 @@ class Numbers:
 
     Attributes:
         unfilled: by number why a tensor does not have the value that it has on an earlier stage.
+        following: the number that the next new tensor gets.
     """
 
     def __init__(self) -> None:
         self.unfilled: dict[int, str] = {}
         self._token = next(_tokens)
         self._alive: dict[int, weakref.ref[Tensor]] = {}
-        self._next = 0
+        self.following = 0
 
     def of(self, tensor: Tensor) -> int | None:
         """The number that ``tensor`` carries, if any."""
@@ -39,7 +40,7 @@ class Numbers:
         """Let ``tensor`` carry ``number``."""
         tensor._pipe_number = (self._token, number)  # type: ignore[attr-defined]
         self._alive[number] = weakref.ref(tensor)
-        self._next = max(self._next, number + 1)
+        self.following = max(self.following, number + 1)
 
     def rename(self, old: Tensor, new: Tensor, *, replace: bool) -> None:
         """Let ``new`` carry the number of ``old`` too; with ``replace`` it is the one that crosses a cut."""
@@ -54,12 +55,14 @@ class Numbers:
         known = self.of(tensor)
         if known is not None:
             return known
-        number = self._next
+        number = self.following
         self.bind(tensor, number)
         return number
 
     def give_all(self, tensors: Sequence[Tensor]) -> tuple[tuple[int, ...], tuple[bool, ...]]:
         """The numbers of the tensors that a call leaves, and which of them require a gradient."""
+        if len(tensors) == 1:  # as mostly
+            return (self.give(tensors[0]),), (tensors[0].requires_grad,)
         return tuple([self.give(tensor) for tensor in tensors]), tuple([tensor.requires_grad for tensor in tensors])
 
     def derived(self, tensor: Tensor) -> bool:

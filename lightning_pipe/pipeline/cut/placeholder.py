@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_pipe.errors import CutError
-from lightning_pipe.pipeline.cut.functions import function_name
+from lightning_pipe.pipeline.cut.functions import FLAT, function_name
 from lightning_pipe.pipeline.cut.path import TensorSpec
 
 _VALUES = "Read values only after the last layer, or inside a layer; shapes, dtypes and devices can be read anywhere."
@@ -70,6 +70,9 @@ class Placeholder(Tensor):
     def like(cls, tensor: Tensor, device: torch.device) -> Placeholder:
         """A placeholder with the shape, dtype and strides of ``tensor``."""
         return cls(tensor.shape, tensor.stride(), tensor.dtype, device)
+
+
+FLAT.add(Placeholder)
 
 
 def _check_followed(func: Any, args: Any, kwargs: Mapping[str, Any]) -> None:

@@ -10,24 +10,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_leaves
 
 from lightning_pipe.errors import CutError
-from lightning_pipe.pipeline.cut.changes import has_changed, state_of, version_of
+from lightning_pipe.pipeline.cut.changes import State, has_changed, state_of, version_of
 from lightning_pipe.pipeline.cut.checkpoints import Checkpoint
-from lightning_pipe.pipeline.cut.functions import leaves_of, unique
+from lightning_pipe.pipeline.cut.describe import Descriptions
+from lightning_pipe.pipeline.cut.functions import FLAT
 from lightning_pipe.pipeline.cut.holdings import Holdings
-from lightning_pipe.pipeline.cut.path import Call, Crossing, Entry, Passed, Path, Repeated, TensorSpec
+from lightning_pipe.pipeline.cut.path import Call, Crossing, Entry, Path, TensorSpec
 from lightning_pipe.pipeline.cut.placeholder import Placeholder
 from lightning_pipe.pipeline.cut.received import Inbox
-from lightning_pipe.pipeline.cut.side_effects import (
-    Attributes,
-    Keepers,
-    Watch,
-    container_number,
-    containers_in,
-    replace_contents,
-)
+from lightning_pipe.pipeline.cut.side_effects import Keepers, Watch
+from lightning_pipe.pipeline.cut.stand_in import StandIn
 from lightning_pipe.pipeline.cut.tracker import Tracker
 from lightning_pipe.pipeline.recompute import release_saved
 from lightning_pipe.pipeline.rng import Streams
@@ -37,8 +32,6 @@ _graph_nodes: Callable[[], int] = torch._C._autograd._get_sequence_nr
 """How many nodes autograd has made on this thread: what a layer makes has numbers between those before and after."""
 
 _END = "the end of the step"
-
-_PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 
 
 Stashed = Mapping[Key, Tensor | None]
@@ -100,17 +93,15 @@ class StageRun:
         self._routed: dict[int, int] = {}
         self._profiler, self._training = profiler, training
         self._shared: list[tuple[Tensor, int, int]] = []
-        self._arguments: dict[tuple[int, int], Tensor] = {}
-        self._lenders: list[tuple[Tensor, int | Tensor, int]] = []
+        self._lenders: list[tuple[Tensor, State, int]] = []
         self._borrowed: dict[int, tuple[int, int]] = {}
-        self._kept: list[tuple[Tensor, str]] = []
-        self._micro_batch, self._streams, self._device = micro_batch, streams, device
+        self._micro_batch, self._streams = micro_batch, streams
         self._holdings = holdings
         self._whole = len(layers) == total
-        self._attributes = Attributes()
-        self.keepers = Keepers()
+        self.keepers, self.descriptions = Keepers(), Descriptions()
         expected = inbound[0].calls if inbound else None
         self.tracker = Tracker(expected, self.stream, holdings, partial=not self._whole)
+        self.stand_in = StandIn(self.tracker, self.skips, device)
 
     # ------------------------------------------------------------------ the run
 
@@ -134,7 +125,7 @@ class StageRun:
         else:
             self._returned(result)
         finally:
-            self._attributes.restore()
+            self.stand_in.attributes.restore()
         self._check_shared()
         return result
 
@@ -197,7 +188,7 @@ class StageRun:
         """A layer of the sequence is called."""
         name = self._names[number]
         if self.tracker.waiting and number < self.layers.start:
-            return self._stand_in(name, layer, args, kwargs)
+            return self._answer(name, layer, args, kwargs)
         self.arrive()
         if number >= self.layers.stop:
             self._cut()
@@ -215,48 +206,45 @@ class StageRun:
     ) -> Any:
         """A module outside the sequence that has parameters is called."""
         if self.tracker.waiting:
-            return self._stand_in(name, module, args, kwargs)
+            return self._answer(name, module, args, kwargs)
         self._holdings.run(name)
         for parameter in module.parameters():
             self._holdings.use(parameter)
         return self._execute(name, key, module, forward, args, kwargs)
 
+    def _answer(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        with self.tracker.paused():
+            return self.stand_in.answer(name, module, args, kwargs)
+
     def _execute(
         self, name: str, key: int, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
         tracker = self.tracker
-        arguments = leaves_of(args, kwargs)
+        given = [*args, *kwargs.values()]
+        plain = FLAT.issuperset(map(type, given))  # nothing in them can change
+        arguments = given if plain else tree_leaves((args, kwargs))
         tensors = [leaf for leaf in arguments if isinstance(leaf, Tensor)]
         self.inside = True
         try:
             with tracker.paused(), self.stream(key), stored_in(self.skips):
                 tracker.touch(tensors, name)
-                before = [
-                    (
-                        tensor,
-                        state_of(tensor, derived=tracker.numbers.derived(tensor)),
-                        tracker.in_place.written([tensor]),
-                    )
-                    for tensor in tensors
-                ]
+                before = tracker.in_place.noted(tensors)
                 skips, events = dict(self.skips), len(self.skips.events)
                 if self._profiler is not None:
                     self._profiler(name, key, forward, args, kwargs, skips)
                 seeks = not self._whole and self.keepers.seeks(name, module)
-                given = (*args, *kwargs.values())
-                plain = all(isinstance(argument, Tensor) for argument in given)  # nothing in them can change
-                watched = seeks or not (self._whole or plain)
-                watch = Watch(name, module, given, arguments, seeks) if watched else None
+                watch = None
+                if seeks or not (self._whole or plain):
+                    watch = Watch(name, module, given, arguments, seeks)
                 if seeks and watch is not None:
                     tracker.used.update(n for each in watch.attributes() if (n := tracker.numbers.of(each)) is not None)
                 start = _graph_nodes()
                 result = forward(*args, **kwargs)
                 tracker.spans.append((start, _graph_nodes()))
-                changed = [(tensor, written) for tensor, state, written in before if has_changed(tensor, state)]
-                tracker.in_place.check_not_lent([tensor for tensor, _ in changed], name)
+                changed = tracker.in_place.changed(before, name)
                 release_saved()
-                stashed, popped = self._skipped(name, skips, events)
-                call = self._describe(name, result, arguments, changed, stashed, popped, watch)
+                stashed, popped = self._skipped(name, skips, events) if len(self.skips.events) > events else ({}, ())
+                call = self.descriptions.describe(tracker, name, result, arguments, changed, stashed, popped, watch)
                 tracker.calls.append(call)
                 if seeks:
                     self.keepers.note(name, module, any(effect.attribute for effect in call.effects))
@@ -266,152 +254,29 @@ class StageRun:
 
     def stream(self, *key: int) -> AbstractContextManager[None]:
         """The random stream of ``key``, or of the code around; a checkpoint that runs again uses it again."""
+        if key and self.checkpoint is None:
+            return self._streams.isolated(self._micro_batch, *key)
         stream = partial(self._streams.isolated, self._micro_batch, *key) if key else nullcontext
         if self.checkpoint is not None:
             self.checkpoint.streams.append(stream)
         return stream()
 
-    def _skipped(self, name: str, before: Stashed, events: int) -> tuple[tuple[Key, ...], tuple[Key, ...]]:
+    def _skipped(self, name: str, before: Stashed, events: int) -> tuple[dict[Key, Tensor | None], tuple[Key, ...]]:
         """The skip connections that a call begins, and those of ``before`` that it ends, by its events.
 
         One that goes its own way gets a number of its own. A call may end one and begin another under the same key.
         """
         new = self.skips.events[events:]
-        if not new:
-            return (), ()
-        stashed = tuple(key for key in self.skips if any(event == (key, True) for event in new))
-        popped = tuple(key for key in before if any(event == (key, False) for event in new))
+        stashed = {key: tensor for key, tensor in self.skips.items() if (key, True) in new}
+        popped = tuple(key for key in before if (key, False) in new)
         self.tracker.touch([tensor for key in popped if (tensor := before[key]) is not None], f"{name} (skip)")
-        for key in stashed:
-            tensor = self.skips[key]
+        for key, tensor in stashed.items():
             if tensor is not None and key in self._routes:
                 # a view would keep the tensor alive, and in an evaluation what is alive travels to the next stage
-                alias = self.skips[key] = tensor.view_as(tensor) if tensor.requires_grad else tensor.detach()
+                alias = tensor.view_as(tensor) if tensor.requires_grad else tensor.detach()
+                self.skips[key] = stashed[key] = alias
                 self._routed[self.tracker.numbers.give(alias)] = self._routes[key]
         return stashed, popped
-
-    def _describe(
-        self,
-        name: str,
-        result: Any,
-        arguments: list[Any],
-        changed: list[tuple[Tensor, list[Tensor]]],
-        stashed: tuple[Key, ...],
-        popped: tuple[Key, ...],
-        watch: Watch | None,
-    ) -> Call:
-        """Number what a layer or module leaves behind and describe it for the stages that stand in for it."""
-        leaves, structure = tree_flatten(result)
-        leaves += [self.skips[key] for key in stashed]
-        effects = [] if watch is None else list(watch.effects(leaves, self.tracker.numbers.derived))
-        leaves += [leaf for _, own in effects for leaf in own]
-        position_of = {id(argument): i for i, argument in reversed([*enumerate(arguments)])}
-        mutated = tuple([position_of[id(tensor)] for tensor, _ in changed])
-        unchanged = [None if position in mutated else argument for position, argument in enumerate(arguments)]
-        lent: set[int] = set()
-        numbered = unique([*(tensor for tensor, _ in changed), *(one for _, written in changed for one in written)])
-        described: list[Any] = []
-        first: dict[int, int] = {}
-        for position, leaf in enumerate(leaves):
-            if leaf is None or isinstance(leaf, _PLAIN):
-                described.append(leaf)
-                continue
-            passed = position_of.get(id(leaf))
-            if passed is not None:
-                described.append(Passed(passed))
-            elif first.setdefault(id(leaf), position) != position:
-                described.append(Repeated(first[id(leaf)]))
-            elif isinstance(leaf, Tensor):
-                self.tracker.touch([leaf], f"the result of {name}", new=True)
-                lent.update(self.tracker.in_place.lend(leaf, len(self.tracker.calls), unchanged))
-                described.append(TensorSpec.of(leaf))
-                numbered.append(leaf)
-            else:
-                raise CutError(
-                    f"'{name}' returns a {type(leaf).__qualname__}, which cannot be shown to the next stages.",
-                    hint="Return tensors, numbers, strings, None, and tuples, lists or dictionaries of them, or "
-                    "register the type with torch.utils._pytree.register_pytree_node.",
-                )
-        for own_leaf in [own[0] for effect, own in effects if effect.in_place]:
-            numbered += self.tracker.in_place.written([own_leaf])[1:]
-        kinds = tuple([effect for effect, _ in effects])
-        container = None if watch is None else container_number(watch.containers, result)
-        numbers, differentiable = self.tracker.numbers.give_all(numbered)
-        return Call(
-            name,
-            numbers,
-            differentiable,
-            structure,
-            tuple(described),
-            mutated,
-            stashed,
-            popped,
-            kinds,
-            container,
-            tuple(sorted(lent)),
-        )
-
-    def _stand_in(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Answer for a call that an earlier stage really makes."""
-        tracker = self.tracker
-        with tracker.paused():
-            call = tracker.expect(name)
-            arguments = leaves_of(args, kwargs)
-            results = tracker.in_place.written([arguments[position] for position in call.mutated])
-            tracker.in_place.forget(results, name)
-            self._arguments.update({(len(tracker.calls) - 1, position): arguments[position] for position in call.lent})
-            kept = self._kept_here(module, call)
-            leaves: list[Any] = []
-            for number, leaf in enumerate(call.leaves):
-                if isinstance(leaf, Passed):
-                    leaves.append(arguments[leaf.argument])
-                elif isinstance(leaf, Repeated):
-                    leaves.append(leaves[leaf.leaf])
-                elif isinstance(leaf, TensorSpec):
-                    leaves.append(kept[number] if number in kept else Placeholder.of(leaf, self._device))
-                    results.append(leaves[-1])
-                else:
-                    leaves.append(leaf)
-            results += [base for tensor in kept.values() for base in tracker.in_place.written([tensor])[1:]]
-            tracker.follow(results, call)
-            self._kept += [(tensor, name) for tensor in kept.values()]
-            for key in call.popped:
-                del self.skips[key]
-            containers = (
-                list(containers_in((*args, *kwargs.values()))) if call.effects or call.container is not None else []
-            )
-            for effect in reversed(call.effects):
-                split = len(leaves) - effect.size
-                value = tree_unflatten(leaves[split:], effect.structure)
-                del leaves[split:]
-                if effect.container is None:
-                    self._attributes.set(module, effect, value)
-                else:
-                    replace_contents(containers[effect.container], value)
-            if call.stashed:
-                self.skips.update(zip(call.stashed, leaves[-len(call.stashed) :], strict=True))
-                del leaves[-len(call.stashed) :]
-            result = tree_unflatten(leaves, call.structure)
-            return result if call.container is None else containers[call.container]
-
-    def _kept_here(self, module: nn.Module, call: Call) -> dict[int, Tensor]:
-        """Attributes of a foreign layer that change in place there: by the number of their leaf the tensors held here.
-
-        They stay what they are until their values come, and must come before they are used.
-        """
-        kept: dict[int, Tensor] = {}
-        number = len(call.leaves)
-        for effect in reversed(call.effects):
-            number -= effect.size
-            if not effect.in_place:
-                continue
-            leaf = call.leaves[number]
-            place = leaf.leaf if isinstance(leaf, Repeated) else number
-            spec = call.leaves[place]
-            tensor = self._attributes.same(module, effect, spec) if isinstance(spec, TensorSpec) else None
-            if tensor is not None:
-                kept[place] = tensor
-        return dict(reversed(kept.items()))
 
     # ------------------------------------------------------------------ the two ends of a stage
 
@@ -427,7 +292,9 @@ class StageRun:
             self.inbox = Inbox([values[entry.number] for entry in entries], [entry.requires_grad for entry in entries])
             self.inbox.tensors.reverse()
             kept = {
-                self.tracker.numbers.of(tensor): tensor for tensor, name in self._kept if self._holdings.may_run(name)
+                self.tracker.numbers.of(tensor): tensor
+                for tensor, name in self.stand_in.kept
+                if self._holdings.may_run(name)
             }
             for entry in entries:
                 if entry.lender is not None:
@@ -438,31 +305,22 @@ class StageRun:
                 copy = own.clone() if own is not None and own._is_view() else None
                 self.tracker.numbers.fill(entry.number, value)
                 if own is not None and entry.number not in self.tracker.numbers.unfilled:
-                    self._attributes.filled(own, value if copy is None else copy)
-            self._miss_kept(values)
-            alive = dict(self.tracker.numbers.alive())
-            self._shared = [
-                (alive[entry.number], version_of(alive[entry.number]), entry.number)
-                for entry in entries
-                if entry.shared and entry.number in alive
-            ]
-
-    def _borrow(self, number: int, lender: tuple[int, int]) -> None:
-        """A tensor has come that is a copy here of memory which this stage has for itself."""
-        own = self._arguments.get(lender)
-        if own is not None and not self.tracker.numbers.derived(own):
-            self._lenders.append((own, state_of(own, derived=False), number))
-            self._borrowed[number] = lender
-
-    def _miss_kept(self, values: Mapping[int, Tensor]) -> None:
-        """What a layer changed in place in its attributes, and did not come, must not be used."""
-        for tensor, name in self._kept:
-            number = self.tracker.numbers.of(tensor)
-            if number is not None and number not in values and not isinstance(tensor, Placeholder):
+                    self.stand_in.attributes.filled(own, value if copy is None else copy)
+            for number, name in self.stand_in.missing(values):
                 self.tracker.numbers.unfilled[number] = (
                     f"'{name}' changes it in place on an earlier stage, which did not send it: in the first batch of "
                     "this shape nothing needed it."
                 )
+            shared = {entry.number for entry in entries if entry.shared}
+            alive = self.tracker.numbers.alive() if shared else ()
+            self._shared = [(tensor, version_of(tensor), number) for number, tensor in alive if number in shared]
+
+    def _borrow(self, number: int, lender: tuple[int, int]) -> None:
+        """A tensor has come that is a copy here of memory which this stage has for itself."""
+        own = self.stand_in.lenders.get(lender)
+        if own is not None and not self.tracker.numbers.derived(own):
+            self._lenders.append((own, state_of(own), number))
+            self._borrowed[number] = lender
 
     def _cut(self) -> None:
         """The next stage's first layer is reached: collect what is alive and end the step."""
@@ -496,22 +354,27 @@ class StageRun:
 
 def overlapping(tensors: Sequence[Tensor]) -> set[int]:
     """Those that share memory with another, by ``id``. To come out of one message is not to share memory."""
-    by_storage: dict[int, list[tuple[int, int, int]]] = {}
-    for tensor in tensors:
-        if tensor.numel():
-            start = int(tensor.storage_offset()) * tensor.itemsize
-            extent = 1 + sum((int(n) - 1) * int(step) for n, step in zip(tensor.shape, tensor.stride(), strict=True))
-            place = (start, start + extent * tensor.itemsize, id(tensor))
-            by_storage.setdefault(tensor.untyped_storage()._cdata, []).append(place)
+    by_storage: dict[int, list[Tensor]] = {}
+    for tensor in tensors if len(tensors) > 1 else ():
+        by_storage.setdefault(tensor.untyped_storage()._cdata, []).append(tensor)
     found: set[int] = set()
-    for places in by_storage.values():
+    for together in by_storage.values():
+        if len(together) == 1:
+            continue
         reached, last = 0, 0
-        for start, end, tensor_id in sorted(places):
+        for start, end, tensor_id in sorted((*_extent(tensor), id(tensor)) for tensor in together if tensor.numel()):
             if start < reached:
                 found |= {last, tensor_id}
             if end > reached:
                 reached, last = end, tensor_id
     return found
+
+
+def _extent(tensor: Tensor) -> tuple[int, int]:
+    """From where to where a tensor reaches in its storage, in bytes."""
+    elements = 1 + sum((int(n) - 1) * int(step) for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    start = int(tensor.storage_offset()) * tensor.itemsize
+    return start, start + elements * tensor.itemsize
 
 
 def _is_generating(error: CutError) -> bool:

@@ -210,11 +210,7 @@ class Tracker(TorchFunctionMode):
                 self._holdings.use(tensor)
         self.touch(tensors, name)
         changed = changed_in_place(name, args, kwargs)
-        self.in_place.check_not_lent(changed, name)
-        written = self.in_place.written(changed)
-        for tensor in written:
-            if id(tensor) in self._read_before:
-                self.in_place.check_not_read(tensor, name)
+        written = self._about_to_change(changed, name) if changed else ()
         if name in RANDOM:
             with self._stream(-1, len(self.calls)):
                 result = func(*args, **kwargs)
@@ -228,6 +224,15 @@ class Tracker(TorchFunctionMode):
         else:
             self.calls.append(Call(name, numbers, differentiable))
         return result
+
+    def _about_to_change(self, changed: list[Tensor], name: str) -> list[Tensor]:
+        """What is written to when these change in place; raises if other stages would not see it."""
+        self.in_place.check_not_lent(changed, name)
+        written = self.in_place.written(changed)
+        for tensor in written:
+            if id(tensor) in self._read_before:
+                self.in_place.check_not_read(tensor, name)
+        return written
 
     def paused(self) -> _Paused:
         """A context in which torch calls are neither recorded nor slowed down."""

@@ -1,0 +1,161 @@
+"""Numbers and describes what a layer or module leaves behind, for the stages that stand in for it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten
+
+from lightning_pipe.errors import CutError
+from lightning_pipe.pipeline.cut.functions import unique
+from lightning_pipe.pipeline.cut.in_place import Noted
+from lightning_pipe.pipeline.cut.path import Call, Passed, Repeated, TensorSpec
+from lightning_pipe.pipeline.cut.side_effects import Effect, Watch, container_number
+from lightning_pipe.pipeline.cut.tracker import Tracker
+from lightning_pipe.skip import Key
+
+_LEAF = tree_flatten(None)[1]
+"""The structure of a result that is one leaf."""
+
+_PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
+
+
+class Descriptions:
+    """Describes calls. What leaves the same behind as the last time has the same description: made once, kept once."""
+
+    def __init__(self) -> None:
+        self._last: dict[str, Call] = {}
+
+    def describe(
+        self,
+        tracker: Tracker,
+        name: str,
+        result: Any,
+        arguments: Sequence[Any],
+        changed: Sequence[Noted],
+        stashed: Mapping[Key, Tensor | None],
+        popped: tuple[Key, ...],
+        watch: Watch | None,
+    ) -> Call:
+        """Number what a call leaves behind, and describe it; see `describe`."""
+        if changed or stashed or popped or watch is not None or type(result) is not Tensor:
+            return describe(tracker, name, result, arguments, changed, stashed, popped, watch)
+        last = self._last.get(name)
+        if last is not None and _again(last, tracker, result, arguments):
+            tracker.numbers.bind(result, last.numbers[0])
+            return last
+        call = describe(tracker, name, result, arguments)
+        if not call.lent and isinstance(call.leaves[0], TensorSpec):
+            self._last[name] = call
+        return call
+
+
+def _again(last: Call, tracker: Tracker, result: Tensor, arguments: Sequence[Any]) -> bool:
+    """Whether a call has returned one new tensor as the ``last`` one of its name did."""
+    spec: TensorSpec = last.leaves[0]
+    return (
+        tracker.numbers.following == last.numbers[0]
+        and result.shape == spec.shape
+        and result.dtype == spec.dtype
+        and spec.strides is None
+        and result.is_contiguous()
+        and result.requires_grad == last.differentiable[0]
+        and result.grad_fn is not None  # new memory, then
+        and result._base is None
+        and tracker.numbers.of(result) is None
+        and all(result is not argument for argument in arguments)
+    )
+
+
+def describe(
+    tracker: Tracker,
+    name: str,
+    result: Any,
+    arguments: Sequence[Any],
+    changed: Sequence[Noted] = (),
+    stashed: Mapping[Key, Tensor | None] | None = None,
+    popped: tuple[Key, ...] = (),
+    watch: Watch | None = None,
+) -> Call:
+    """Number what a call leaves behind, and describe it.
+
+    Args:
+        tracker: numbers and checks the tensors.
+        name: the layer or module.
+        result: what it returned.
+        arguments: the leaves of what it was given.
+        changed: those that it has changed in place.
+        stashed: the skip connections that begin in the call.
+        popped: those that end in it.
+        watch: knows what it leaves behind besides; ``None``: nothing.
+
+    Raises:
+        CutError: it returned something that is no tensor and no plain value.
+    """
+    leaves, structure = ([result], _LEAF) if isinstance(result, Tensor) else tree_flatten(result)
+    if stashed:
+        leaves += [*stashed.values()]
+    effects: list[tuple[Effect, list[Any]]] = []
+    if watch is not None:
+        effects += watch.effects(leaves, tracker.numbers.derived)
+        leaves += [leaf for _, own in effects for leaf in own]
+    position_of = {id(argument): position for position, argument in reversed([*enumerate(arguments)])}
+    described, new = _described(name, leaves, position_of)
+    tracker.touch(new, f"the result of {name}", new=True)
+    mutated: tuple[int, ...] = ()
+    numbered, unchanged = new, arguments
+    if changed:
+        mutated = tuple([position_of[id(each.tensor)] for each in changed])
+        numbered = unique([*(each.tensor for each in changed), *(one for each in changed for one in each.also)]) + new
+        unchanged = [None if position in mutated else argument for position, argument in enumerate(arguments)]
+    lent = {position for leaf in new for position in tracker.in_place.lend(leaf, len(tracker.calls), unchanged)}
+    for effect, own in effects:
+        if effect.in_place:
+            numbered += tracker.in_place.behind(own[0])
+    numbers, differentiable = tracker.numbers.give_all(numbered)
+    return Call(
+        name,
+        numbers,
+        differentiable,
+        structure,
+        described,
+        mutated,
+        tuple(stashed or ()),
+        popped,
+        tuple([effect for effect, _ in effects]),
+        None if watch is None else container_number(watch.containers, result),
+        tuple(sorted(lent)),
+    )
+
+
+def _described(name: str, leaves: Sequence[Any], arguments: Mapping[int, int]) -> tuple[tuple[Any, ...], list[Tensor]]:
+    """A description of every leaf, and the tensors among them that are no arguments, each once.
+
+    Args:
+        name: the layer or module, for messages.
+        leaves: the leaves.
+        arguments: the positions of the arguments, by ``id``.
+    """
+    described: list[Any] = []
+    new: list[Tensor] = []
+    first: dict[int, int] = {}
+    for position, leaf in enumerate(leaves):
+        if leaf is None or isinstance(leaf, _PLAIN):
+            described.append(leaf)
+        elif id(leaf) in arguments:
+            described.append(Passed(arguments[id(leaf)]))
+        elif first.setdefault(id(leaf), position) != position:
+            described.append(Repeated(first[id(leaf)]))
+        elif isinstance(leaf, Tensor):
+            described.append(TensorSpec.of(leaf))
+            new.append(leaf)
+        else:
+            raise CutError(
+                f"'{name}' returns a {type(leaf).__qualname__}, which cannot be shown to the next stages.",
+                hint="Return tensors, numbers, strings, None, and tuples, lists or dictionaries of them, or "
+                "register the type with torch.utils._pytree.register_pytree_node.",
+            )
+    return tuple(described), new
