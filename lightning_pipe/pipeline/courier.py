@@ -8,13 +8,12 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from lightning_pipe.errors import CommunicationError
 from lightning_pipe.pipeline.cut.path import Crossing, Path, TensorSpec
 from lightning_pipe.pipeline.layout import Layout, mask_words, to_bits, to_words
-from lightning_pipe.pipeline.transport import Lane, Transport, Work
+from lightning_pipe.pipeline.transport import Incoming, Lane, Transport, Work
 
 _AGREED, _CHANGED = 0, 1
 _STAGES = 1024
@@ -114,11 +113,8 @@ class Transfer:
     used: frozenset[int] | None = None
 
 
-@dataclass
-class _Posted:
-    work: Work
-    data: Tensor
-    layout: Layout
+class _Posted(NamedTuple):
+    parts: Incoming
     plan: Plan | None = None
 
 
@@ -164,14 +160,13 @@ class Courier:
         """Post the buffer for what will come, as soon as its size is agreed."""
         plan = self._plan(at, key)
         if plan is not None:
-            self._post("forward", at, peer, plan.cargo.layout, plan)
+            self._post(Lane("forward", at.pipe), at, peer, plan.cargo.layout, plan)
 
     def receive(self, at: Way, peer: int, key: Hashable) -> tuple[Path, dict[int, Tensor]]:
         """Wait for what the previous stage sent: the path and the tensors by number."""
         posted = self._posted.pop(("forward", at), None)
         if posted is not None and posted.plan is not None:
-            posted.work.wait()
-            control, tensors = self._unpack(posted, peer, at)
+            control, tensors = posted.parts.wait()
             if control[0] == _AGREED:
                 return self._arrived(at, key, posted.plan.cargo, tensors)
         path, values = self.transport.receive_object(peer, _tag(at, 0))
@@ -199,7 +194,7 @@ class Courier:
         """Post the buffer for the gradients of what was sent."""
         cargo = self.transfers[at].cargo
         if cargo.gradients:
-            self._post("backward", at, peer, cargo.gradient_layout)
+            self._post(Lane("backward", at.pipe), at, peer, cargo.gradient_layout)
 
     def receive_gradients(self, at: Way, peer: int) -> tuple[dict[int, Tensor], frozenset[int]]:
         """Wait for the gradients, by number, and the numbers that later stages used."""
@@ -208,9 +203,7 @@ class Courier:
         if not cargo.gradients:
             transfer.used = cargo.all
             return {}, transfer.used
-        posted = self._posted.pop(("backward", at))
-        posted.work.wait()
-        masks, tensors = self._unpack(posted, peer, at)
+        masks, tensors = self._posted.pop(("backward", at)).parts.wait()
         if masks == cargo.masks:
             transfer.used = cargo.all
             return dict(zip(cargo.gradients, tensors, strict=True)), transfer.used
@@ -287,31 +280,22 @@ class Courier:
     def _send(
         self, layout: Layout, control: list[int], tensors: list[Tensor | None], peer: int, lane: Lane, at: Way
     ) -> None:
-        transport = self.transport
-        data = layout.pack(control if transport.inline_control else (), tensors, transport.device)
-        if not transport.inline_control:
-            tag = _tag(at, 1 if lane.direction == "forward" else 2)
-            self._under_way(at, transport.send_object(control, peer, tag))
+        tag = _tag(at, 1 if lane.direction == "forward" else 2)
         self.sent_bytes += layout.size
-        self._under_way(at, transport.send(data, peer, lane))  # which keeps the message until it is gone
+        # Each keeps its message until it is gone.
+        self._under_way(at, *self.transport.send_parts(layout, control, tensors, peer, lane, tag))
 
-    def _under_way(self, at: Way, work: Work) -> None:
+    def _under_way(self, at: Way, *works: Work) -> None:
         """Wait for a send at the end of the call in which the receiver has surely come to it."""
         calls = at.to - at.stage
         while len(self._sending) <= calls:
             self._sending.append([])
-        self._sending[calls].append(work)
+        self._sending[calls] += works
 
-    def _post(self, direction: str, at: Way, peer: int, layout: Layout, plan: Plan | None = None) -> None:
-        data = torch.empty(layout.size, dtype=torch.uint8, device=self.transport.device)
-        lane = Lane("forward" if direction == "forward" else "backward", at.pipe)
-        self._posted[direction, at] = _Posted(self.transport.receive(data, peer, lane), data, layout, plan)
-
-    def _unpack(self, posted: _Posted, peer: int, at: Way) -> tuple[list[int], list[Tensor]]:
-        if self.transport.inline_control:
-            return posted.layout.unpack(posted.data)
-        control = self.transport.receive_object(peer, _tag(at, 1 if posted.plan is not None else 2))
-        return control, posted.layout.tensors(posted.data)
+    def _post(self, lane: Lane, at: Way, peer: int, layout: Layout, plan: Plan | None = None) -> None:
+        tag = _tag(at, 1 if lane.direction == "forward" else 2)
+        parts = self.transport.receive_parts(layout, peer, lane, tag)
+        self._posted[lane.direction, at] = _Posted(parts, plan)
 
 
 def _everything(path: Path) -> Cargo:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -9,11 +10,12 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_pipe.pipeline.layout import Layout
 from lightning_pipe.pipeline.rendezvous import connect_local
 from lightning_pipe.pipeline.topology import Topology
 from lightning_pipe.pipeline.torch_transport import TorchTransport
-from lightning_pipe.pipeline.transport import Lane, Work, check_message
-from lightning_pipe.pipeline.work import StagedReceive
+from lightning_pipe.pipeline.transport import Incoming, Lane, Message, Work, check_message
+from lightning_pipe.pipeline.work import LocalReceive, StagedReceive
 
 
 class GlooTransport(TorchTransport):
@@ -55,6 +57,30 @@ class GlooTransport(TorchTransport):
         host = torch.empty(data.shape, dtype=data.dtype, pin_memory=True)
         work = self._start_receive(host, peer, lane, _lane_tag(lane))
         return StagedReceive(work, host, data)
+
+    @override
+    def send_parts(
+        self, layout: Layout, control: list[int], tensors: Sequence[Tensor | None], peer: int, lane: Lane, tag: int
+    ) -> Sequence[Work]:
+        local = self._local.get(peer)
+        if local is None or self.device.type != "cpu":
+            return super().send_parts(layout, control, tensors, peer, lane, tag)
+        try:
+            local.hand_over(layout.size, lambda address: layout.write(address, control, tensors), _lane_tag(lane))
+        except OSError as error:
+            raise self.failed(Message("send", layout.size, self.names[peer], lane), error) from error
+        return ()
+
+    @override
+    def receive_parts(self, layout: Layout, peer: int, lane: Lane, tag: int) -> Incoming:
+        local = self._local.get(peer)
+        if local is None or self.device.type != "cpu":
+            return super().receive_parts(layout, peer, lane, tag)
+        operation = Message("receive", layout.size, self.names[peer], lane)
+        try:
+            return LocalReceive(self, operation, local, local.expect(layout.size, layout.read, _lane_tag(lane)))
+        except OSError as error:
+            raise self.failed(operation, error) from error
 
     def _gather(self, obj: object) -> list[Any]:
         return self.all_gather_object(obj, self.everyone)

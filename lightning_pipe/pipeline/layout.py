@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from operator import mul
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from lightning_pipe.pipeline.cut.path import TensorSpec
 
+Part = TypeVar("Part")
 _ALIGNMENT = 16
 _BITS = 62
+_HOST = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -63,19 +66,43 @@ class Layout:
     def pack(self, control: Sequence[int], tensors: Sequence[Tensor | None], device: torch.device) -> Tensor:
         """A message; the places of missing tensors are left as they are."""
         data = torch.empty(self.size, dtype=torch.uint8, device=device)
-        address = data.data_ptr()
-        if control:
-            ctypes.memmove(address, self._control.pack(*control), self._control.size)
-        places = zip(tensors, self._parts, self.specs, self._strides, strict=False)
-        for tensor, (offset, count), spec, strides in places:
-            if tensor is None or not count:
-                continue
-            if device.type == "cpu" and _is_raw(tensor, spec, strides):  # several times faster than torch's calls
-                ctypes.memmove(address + offset, tensor.data_ptr(), count)
-            else:
+        if device.type == "cpu":
+            self.write(data.data_ptr(), control, tensors)
+            return data
+        for tensor, (offset, count), spec, strides in self._places(tensors):
+            if tensor is not None and count:
                 with torch.no_grad():
                     data[offset : offset + count].view(spec.dtype).as_strided(spec.shape, strides).copy_(tensor)
         return data
+
+    def write(self, address: int, control: Sequence[int], tensors: Sequence[Tensor | None]) -> None:
+        """Write a message to host memory. Without torch's calls, which take several times as long."""
+        if control:
+            ctypes.memmove(address, self._control.pack(*control), self._control.size)
+        for tensor, (offset, count), spec, strides in self._places(tensors):
+            if tensor is None or not count:
+                continue
+            if not _is_raw(tensor, spec, strides):
+                with torch.no_grad():
+                    raw = torch.empty_strided(spec.shape, strides, dtype=spec.dtype, device=_HOST).copy_(tensor)
+            else:
+                raw = tensor
+            ctypes.memmove(address + offset, raw.data_ptr(), count)
+
+    def read(self, address: int) -> tuple[list[int], list[Tensor]]:
+        """Copy the control words and the tensors out of host memory."""
+        control = list(self._control.unpack(ctypes.string_at(address, self._control.size)))
+        tensors = []
+        for spec, (offset, count), _, strides in self._places(self.specs):
+            tensor = torch.empty_strided(spec.shape, strides, dtype=spec.dtype, device=_HOST)
+            if count:
+                ctypes.memmove(tensor.data_ptr(), address + offset, count)
+            tensors.append(tensor)
+        return control, tensors
+
+    def _places(self, tensors: Iterable[Part]) -> Iterator[tuple[Part, tuple[int, int], TensorSpec, tuple[int, ...]]]:
+        """With every tensor its offset and bytes, its specification and its strides."""
+        return zip(tensors, self._parts, self.specs, self._strides, strict=False)
 
     def unpack(self, data: Tensor) -> tuple[list[int], list[Tensor]]:
         """The control words and the tensors of a message in host memory."""

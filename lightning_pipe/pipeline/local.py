@@ -17,8 +17,9 @@ import struct
 import threading
 import time
 from collections import defaultdict, deque
+from collections.abc import Callable
 from contextlib import suppress
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -51,13 +52,22 @@ class Buffer(NamedTuple):
 
 
 class Posted:
-    """A receive that was posted; ``done`` when its message has been copied."""
+    """A receive that was posted.
 
-    __slots__ = ("data", "done")
+    Args:
+        size: bytes of the message.
+        read: reads it where it lies, by its address.
 
-    def __init__(self, data: Tensor) -> None:
-        self.data = data
-        self.done = False
+    Attributes:
+        done: whether it has been read.
+        result: what ``read`` returned.
+    """
+
+    __slots__ = ("done", "read", "result", "size")
+
+    def __init__(self, size: int, read: Callable[[int], Any]) -> None:
+        self.size, self.read = size, read
+        self.done, self.result = False, None
 
 
 class LocalPeer:
@@ -90,12 +100,20 @@ class LocalPeer:
         self._writer: threading.Thread | None = None
 
     def send(self, data: Tensor, tag: int) -> None:
+        """Hand over a flat tensor of bytes; see `hand_over`."""
+        self.hand_over(data.numel(), lambda address: ctypes.memmove(address, data.data_ptr(), data.numel()), tag)
+
+    def hand_over(self, size: int, write: Callable[[int], Any], tag: int) -> None:
         """Hand over a message.
+
+        Args:
+            size: its bytes.
+            write: writes it to an address.
+            tag: tells messages apart.
 
         Raises:
             ConnectionError: the other process has gone.
         """
-        size = data.numel()
         capacity = max(_SMALLEST, 1 << (size - 1).bit_length())
         free = self._free[capacity]
         if not free:
@@ -105,12 +123,16 @@ class LocalPeer:
         if not free:
             self._grow(capacity)
         buffer = free.pop()
-        ctypes.memmove(buffer.address, data.data_ptr(), size)
+        write(buffer.address)
         self._write(_PACKET.pack(_MESSAGE, tag, buffer.number, size) + self._given_back())
 
     def receive(self, data: Tensor, tag: int) -> Posted:
-        """Post a receive."""
-        posted = Posted(data)
+        """Post a receive into a flat tensor of bytes; see `expect`."""
+        return self.expect(data.numel(), lambda address: ctypes.memmove(data.data_ptr(), address, data.numel()), tag)
+
+    def expect(self, size: int, read: Callable[[int], Any], tag: int) -> Posted:
+        """Post a receive of ``size`` bytes, which ``read`` reads at their address."""
+        posted = Posted(size, read)
         self._posted[tag].append(posted)
         if self._arrived[tag]:
             self._deliver(tag)
@@ -196,12 +218,12 @@ class LocalPeer:
         return not self._gone
 
     def _deliver(self, tag: int) -> None:
-        """Copy the oldest message that has arrived to the oldest receive."""
+        """Give the oldest message that has arrived to the oldest receive."""
         buffer, size = self._arrived[tag].popleft()
         posted = self._posted[tag].popleft()
-        if posted.data.numel() != size:
-            raise ConnectionError(f"{size} bytes were sent, {posted.data.numel()} expected: the ranks disagree")
-        ctypes.memmove(posted.data.data_ptr(), buffer.address, size)
+        if posted.size != size:
+            raise ConnectionError(f"{size} bytes were sent, {posted.size} expected: the ranks disagree")
+        posted.result = posted.read(buffer.address)
         posted.done = True
         self._read_out.append(buffer)
         if len(self._read_out) == _MOST_KEPT or sum(each.size for each in self._read_out) > _MOST_BYTES_KEPT:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
@@ -15,6 +15,7 @@ from lightning_pipe.pipeline.topology import Topology
 
 if TYPE_CHECKING:
     from lightning_pipe.pipeline.failure import FailureBoard
+    from lightning_pipe.pipeline.layout import Layout
 
 Direction = Literal["forward", "backward"]
 Reduction = Literal["sum", "max", "min"]
@@ -56,6 +57,25 @@ class Work(Protocol):
 
     def is_completed(self) -> bool:
         """Whether `wait` would return at once; never blocks."""
+
+
+class Incoming(Protocol):
+    """Control words and tensors on their way here."""
+
+    def wait(self) -> tuple[list[int], list[Tensor]]:
+        """They, when they have come."""
+
+
+class Parts(NamedTuple):
+    """A message on its way here, and what reads it."""
+
+    work: Work
+    read: Callable[[], tuple[list[int], list[Tensor]]]
+
+    def wait(self) -> tuple[list[int], list[Tensor]]:
+        """Its control words and tensors."""
+        self.work.wait()
+        return self.read()
 
 
 class Done:
@@ -122,6 +142,35 @@ class Transport(ABC):
 
         Both ends must agree on it: Gloo takes a shorter message without a word and ends the process on a longer one.
         """
+
+    def send_parts(
+        self, layout: Layout, control: list[int], tensors: Sequence[Tensor | None], peer: int, lane: Lane, tag: int
+    ) -> Sequence[Work]:
+        """Start to send control words and tensors, which may be changed at once, as one message.
+
+        Args:
+            layout: how they lie in it.
+            control: the control words.
+            tensors: the tensors, with ``None`` for missing ones.
+            peer: the receiver.
+            lane: the lane.
+            tag: for the control words where they have a message of their own; that of no other object under way.
+        """
+        data = layout.pack(control if self.inline_control else (), tensors, self.device)
+        words = () if self.inline_control else (self.send_object(control, peer, tag),)
+        return (*words, self.send(data, peer, lane))
+
+    def receive_parts(self, layout: Layout, peer: int, lane: Lane, tag: int) -> Incoming:
+        """Start to receive what `send_parts` sends; the arguments are the same at both ends."""
+        data = torch.empty(layout.size, dtype=torch.uint8, device=self.device)
+        work = self.receive(data, peer, lane)
+
+        def read() -> tuple[list[int], list[Tensor]]:
+            if self.inline_control:
+                return layout.unpack(data)
+            return self.receive_object(peer, tag), layout.tensors(data)
+
+        return Parts(work, read)
 
     @abstractmethod
     def send_object(self, obj: object, peer: int, tag: int) -> Work:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -119,16 +119,17 @@ class LocalReceive:
         self._peer = peer
         self._posted = posted
 
-    def wait(self) -> None:
-        """Return when the message has come."""
+    def wait(self) -> Any:
+        """What was read of the message when it has come."""
         if self._posted.done:
-            return
+            return self._posted.result
         self._transport.waiting = self._operation
         try:
             self._peer.wait(self._posted)
         except OSError as error:
             raise self._transport.failed(self._operation, error) from error
         self._transport.waiting = None
+        return self._posted.result
 
     def is_completed(self) -> bool:
         """Whether the message has come."""
