@@ -189,6 +189,7 @@ class Stages:
             streams=batch.streams,
             holdings=self.ownership,
             device=self.device,
+            learnt=self.interceptor.learnt,
             routes=self.routes.get(stage),
             profiler=self.profiler if batch.training else None,
             training=batch.training,

@@ -12,9 +12,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from lightning_pipe.pipeline.cut.backward_hooks import BACKWARD_HOOKS
 from lightning_pipe.pipeline.cut.caches import Caches
 from lightning_pipe.pipeline.cut.checkpoints import CHECKPOINTS, run_again
-from lightning_pipe.pipeline.cut.describe import Descriptions
-from lightning_pipe.pipeline.cut.side_effects import Keepers
-from lightning_pipe.pipeline.cut.stage_run import StageRun
+from lightning_pipe.pipeline.cut.stage_run import Learnt, StageRun
 
 
 class Interceptor:
@@ -31,7 +29,7 @@ class Interceptor:
         self.module = module
         self.layers = [layer for _, layer in layers]
         self.compiled = any(vars(part).get("_compiled_call_impl") is not None for part in module.modules())
-        self._keepers, self._descriptions = Keepers(), Descriptions()
+        self.learnt = Learnt()
         self._caches = Caches(module, tells=tells)
         self._outside = list(outside_modules(module, self.layers))
 
@@ -72,7 +70,7 @@ class Interceptor:
 
     def follow(self, run: StageRun, step: Callable[[], Any]) -> Any:
         """Run the user's step; its calls of layers go to ``run``."""
-        self.run, run.keepers, run.descriptions = run, self._keepers, self._descriptions
+        self.run = run
         try:
             return run.run(step)
         finally:

@@ -48,6 +48,18 @@ class _EndOfStage(BaseException):
     """Ends the user's step at a cut. Not an ``Exception``: the step's own handlers must not catch it."""
 
 
+class Learnt:
+    """What the runs of one rank learn for later ones.
+
+    Attributes:
+        keepers: which modules keep tensors as attributes.
+        descriptions: what calls leave behind.
+    """
+
+    def __init__(self) -> None:
+        self.keepers, self.descriptions = Keepers(), Descriptions()
+
+
 class StageRun:
     """One run of the user's step for one stage and one micro-batch.
 
@@ -61,6 +73,7 @@ class StageRun:
         streams: the batch's random streams.
         holdings: the module's parameters and buffers outside layers.
         device: where placeholders pretend to be.
+        learnt: what earlier runs have learnt.
         routes: the skip connections that leave this stage for another than the next, with the stage they go to.
         profiler: measures layers as they are called; ``None``: no measurement.
         training: whether a backward pass follows; otherwise the step may leave layers out.
@@ -77,6 +90,7 @@ class StageRun:
         streams: Streams,
         holdings: Holdings,
         device: torch.device,
+        learnt: Learnt,
         routes: Mapping[Key, int] | None = None,
         profiler: Profiler | None = None,
         training: bool = True,
@@ -96,9 +110,8 @@ class StageRun:
         self._lenders: list[tuple[Tensor, State, int]] = []
         self._borrowed: dict[int, tuple[int, int]] = {}
         self._micro_batch, self._streams = micro_batch, streams
-        self._holdings = holdings
+        self._holdings, self._learnt = holdings, learnt
         self._whole = len(layers) == total
-        self.keepers, self.descriptions = Keepers(), Descriptions()
         expected = inbound[0].calls if inbound else None
         self.tracker = Tracker(expected, self.stream, holdings, partial=not self._whole)
         self.stand_in = StandIn(self.tracker, self.skips, device)
@@ -219,7 +232,7 @@ class StageRun:
     def _execute(
         self, name: str, key: int, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
-        tracker = self.tracker
+        tracker, learnt = self.tracker, self._learnt
         given = [*args, *kwargs.values()]
         plain = FLAT.issuperset(map(type, given))  # nothing in them can change
         arguments = given if plain else tree_leaves((args, kwargs))
@@ -232,7 +245,7 @@ class StageRun:
                 skips, events = dict(self.skips), len(self.skips.events)
                 if self._profiler is not None:
                     self._profiler(name, key, forward, args, kwargs, skips)
-                seeks = not self._whole and self.keepers.seeks(name, module)
+                seeks = not self._whole and learnt.keepers.seeks(name, module)
                 watch = None
                 if seeks or not (self._whole or plain):
                     watch = Watch(name, module, given, arguments, seeks)
@@ -244,10 +257,10 @@ class StageRun:
                 changed = tracker.in_place.changed(before, name)
                 release_saved()
                 stashed, popped = self._skipped(name, skips, events) if len(self.skips.events) > events else ({}, ())
-                call = self.descriptions.describe(tracker, name, result, arguments, changed, stashed, popped, watch)
+                call = learnt.descriptions.describe(tracker, name, result, arguments, changed, stashed, popped, watch)
                 tracker.calls.append(call)
                 if seeks:
-                    self.keepers.note(name, module, any(effect.attribute for effect in call.effects))
+                    learnt.keepers.note(name, module, any(effect.attribute for effect in call.effects))
         finally:
             self.inside = False
         return result
