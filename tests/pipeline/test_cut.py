@@ -309,6 +309,22 @@ class UnusedParameter(Net):
         self.spare = nn.Linear(WIDTH, WIDTH)
 
 
+class CastByAutocast(Net):
+    """Autocast chooses the type of what is computed outside layers; code that looks at it takes another path."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+
+    def body(self, h: Tensor, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            for layer in self.layers:
+                mixed = h.float() @ self.weight.float()
+                bias = torch.full((), 1.0, dtype=mixed.dtype) / 3.0  # no stage gets it from another
+                h = layer(h + mixed.double()) + (mixed * (bias if mixed.dtype == torch.bfloat16 else 0.0)).double()
+        return h
+
+
 class ReturnsDictionary(Net):
     def forward(self, x: Tensor, y: Tensor) -> Any:
         h = self.body(self.embed(x), x)
@@ -348,7 +364,7 @@ EXACT = [
     Net, InPlace, Dictionaries, NonContiguous, Assembled, Carried, Scaled, KnownPath, CustomFunction, Frozen,
     FilledThroughViews, FilledByFunctions, OwnStatistics, ViewChangedByLayer, NoGradPrefix, Checkpointed,
     ReentrantCheckpointed, CheckpointedTogether, Distributions, SharedByLayers, TiedEnds, UnusedParameter,
-    ReturnsDictionary, ViewsAndChunks, KeepsState,
+    ReturnsDictionary, ViewsAndChunks, KeepsState, CastByAutocast,
 ]  # fmt: skip
 
 

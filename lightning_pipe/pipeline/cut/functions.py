@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -87,6 +87,18 @@ def shaped_by_values(name: str, args: tuple[Any, ...]) -> bool:
         index = args[1] if isinstance(args[1], tuple) else (args[1],)
         return any(isinstance(part, Tensor) and part.dtype in (torch.bool, torch.uint8) for part in index)
     return name in _SHAPED_BY_VALUES
+
+
+def typed_by_autocast(result: Any, tensors: Sequence[Tensor]) -> bool:
+    """Whether autocast may have chosen the type of new tensors, by their device: stages without them must be told."""
+    device = tensors[0].device
+    if device.type == "meta" or not torch.is_autocast_enabled(device.type):
+        return False
+    leaves = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+    if any(leaf.device != device or any(leaf is tensor for tensor in tensors) for leaf in leaves):
+        return False  # moved, or no new one
+    types = [{tensor.dtype for tensor in each if tensor.is_floating_point()} for each in (leaves, tensors)]
+    return any(one != other for one in types[0] for other in types[1])
 
 
 def results_of(result: Any, written: Iterable[Tensor]) -> list[Tensor]:

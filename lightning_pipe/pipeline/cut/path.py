@@ -86,8 +86,8 @@ class Call(NamedTuple):
         name: torch function, or dotted name of the layer or module.
         numbers: the numbers given to the tensors in its result, in order.
         differentiable: which of these tensors require a gradient.
-        structure: for layers and modules, and torch functions whose result has a shape that depends on values, the
-            pytree structure of the result; ``None`` for other torch functions.
+        structure: for layers and modules, and torch functions whose result has a shape that depends on values or a
+            type that autocast chose, the pytree structure of the result; ``None`` for other torch functions.
         leaves: with a structure, the result's leaves: :class:`TensorSpec`, :class:`Passed`, :class:`Repeated`,
             or plain values; behind them those of ``stashed`` and of ``effects``.
         mutated: for layers and modules, the arguments changed in place (positions among the argument's tensors).

@@ -25,6 +25,7 @@ from lightning_pipe.pipeline.cut.functions import (
     leaves_of,
     results_of,
     shaped_by_values,
+    typed_by_autocast,
 )
 from lightning_pipe.pipeline.cut.holdings import Holdings
 from lightning_pipe.pipeline.cut.in_place import InPlace
@@ -217,7 +218,7 @@ class Tracker(TorchFunctionMode):
         else:
             result = func(*args, **kwargs)
         numbers, differentiable = self.numbers.give_all(results_of(result, written))
-        if shaped_by_values(name, args):
+        if shaped_by_values(name, args) or (not written and typed_by_autocast(result, tensors)):
             leaves, structure = tree_flatten(result)
             described = tuple(TensorSpec.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
             self.calls.append(Call(name, numbers, differentiable, structure, described))
