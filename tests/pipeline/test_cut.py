@@ -604,6 +604,57 @@ class FunctionalNorm(Net):
         return super().body(F.batch_norm(h, self.mean, self.var, training=True), x)
 
 
+class GradientPenalty(Net):
+    """Gradients inside the step: of ``penalised`` with respect to one of ``wanted``."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        x = x.clone().requires_grad_()
+        outs = [self.embed(x)]
+        for layer in self.layers:
+            outs.append(layer(outs[-1]))
+        (gradient,) = torch.autograd.grad((outs[-1] * x).sum() + outs[1].sum(), self.wanted(x, outs), create_graph=True)
+        return F.mse_loss(self.head(outs[-1]), y) + gradient.square().mean()
+
+    def wanted(self, x: Tensor, outs: list[Tensor]) -> Tensor:
+        return x
+
+
+class PenaltyOnTheCut(GradientPenalty):
+    def wanted(self, x: Tensor, outs: list[Tensor]) -> Tensor:
+        return outs[1]
+
+
+class PenaltyOnTheEnd(GradientPenalty):
+    def wanted(self, x: Tensor, outs: list[Tensor]) -> Tensor:
+        return outs[-1]
+
+
+class PenaltyOnWeights(GradientPenalty):
+    def wanted(self, x: Tensor, outs: list[Tensor]) -> Tensor:
+        return self.layers[-1].linear.weight
+
+
+class PenaltyOnTiedWeights(PenaltyOnWeights):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[0].linear.weight = self.layers[-1].linear.weight
+
+
+class RunsBackward(Net):
+    def body(self, h: Tensor, x: Tensor) -> Tensor:
+        h = super().body(h, x)
+        h.sum().backward(retain_graph=True)
+        return h
+
+
+class RunsBackwardInside(Net):
+    class block(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            out = super().forward(x)
+            out.sum().backward(retain_graph=True)
+            return out
+
+
 class OpaqueResult(Net):
     class block(Block):
         def forward(self, x: Any) -> Any:
@@ -636,6 +687,11 @@ class Box:
         (FlattenedChangedLater, "another tensor that crosses the cut shares its memory"),
         (ReentrantTogether, r"before layer 'layers\.2' lies inside a checkpoint with use_reentrant=True"),
         (NestedCheckpoints, "surrounds layers and is inside another"),
+        (GradientPenalty, r"'grad' asks inside the step for gradients with respect to a tensor \(4, 6\)"),
+        (PenaltyOnTheCut, "would have to come back from earlier stages"),
+        (PenaltyOnTiedWeights, "would have to come back from earlier stages"),
+        (RunsBackward, "'backward' asks inside the step for gradients with respect to all leaves"),
+        (RunsBackwardInside, "a backward pass inside the step has gone back over a cut"),
         (OpaqueResult, "cannot be shown to the next stages"),
     ],
 )
@@ -647,6 +703,16 @@ def test_what_cannot_be_served_raises(model: type[Net], message: str) -> None:
 def test_a_layer_that_is_never_called_raises() -> None:
     with pytest.raises((PartitionError, CutError), match=r"layers\.3"):
         pipelined(Skips(), batches(), 2, ranks=2, layers="layers")
+
+
+@pytest.mark.parametrize("model", [PenaltyOnTheEnd, PenaltyOnWeights])
+def test_gradients_inside_the_last_stage(model: type[Net]) -> None:
+    assert_same(model(), batches(), ranks=2, layers="layers")
+
+
+@pytest.mark.parametrize("model", [GradientPenalty, PenaltyOnTheCut, PenaltyOnTiedWeights])
+def test_gradients_inside_the_step_on_one_rank(model: type[Net]) -> None:
+    assert_same(model(), batches(), ranks=1, layers="layers")
 
 
 class Sometimes(Net):

@@ -324,6 +324,7 @@ class StageRun:
                     f"'{name}' changes it in place on an earlier stage, which did not send it: in the first batch of "
                     "this shape nothing needed it."
                 )
+            self.tracker.arrived()
             shared = {entry.number for entry in entries if entry.shared}
             alive = self.tracker.numbers.alive() if shared else ()
             self._shared = [(tensor, version_of(tensor), number) for number, tensor in alive if number in shared]
