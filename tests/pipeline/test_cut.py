@@ -655,6 +655,23 @@ class RunsBackwardInside(Net):
             return out
 
 
+class InsideGrad(Net):
+    def body(self, h: Tensor, x: Tensor) -> Tensor:
+        return torch.func.grad(lambda t: super(InsideGrad, self).body(t, x).sum())(h)
+
+
+class InsideVmap(Net):
+    def body(self, h: Tensor, x: Tensor) -> Tensor:
+        return torch.vmap(lambda t: super(InsideVmap, self).body(t, x))(h)
+
+
+class InsideForwardMode(Net):
+    def body(self, h: Tensor, x: Tensor) -> Tensor:
+        with torch.autograd.forward_ad.dual_level():
+            out = super().body(torch.autograd.forward_ad.make_dual(h, torch.ones_like(h)), x)
+            return torch.autograd.forward_ad.unpack_dual(out).primal
+
+
 class OpaqueResult(Net):
     class block(Block):
         def forward(self, x: Any) -> Any:
@@ -692,6 +709,9 @@ class Box:
         (PenaltyOnTiedWeights, "would have to come back from earlier stages"),
         (RunsBackward, "'backward' asks inside the step for gradients with respect to all leaves"),
         (RunsBackwardInside, "a backward pass inside the step has gone back over a cut"),
+        (InsideGrad, "lies inside a transform of torch.func"),
+        (InsideVmap, "lies inside a transform of torch.func"),
+        (InsideForwardMode, "or inside forward-mode differentiation"),
         (OpaqueResult, "cannot be shown to the next stages"),
     ],
 )
@@ -710,7 +730,9 @@ def test_gradients_inside_the_last_stage(model: type[Net]) -> None:
     assert_same(model(), batches(), ranks=2, layers="layers")
 
 
-@pytest.mark.parametrize("model", [GradientPenalty, PenaltyOnTheCut, PenaltyOnTiedWeights])
+@pytest.mark.parametrize(
+    "model", [GradientPenalty, PenaltyOnTheCut, PenaltyOnTiedWeights, InsideGrad, InsideVmap, InsideForwardMode]
+)
 def test_gradients_inside_the_step_on_one_rank(model: type[Net]) -> None:
     assert_same(model(), batches(), ranks=1, layers="layers")
 

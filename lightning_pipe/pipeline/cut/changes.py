@@ -50,7 +50,9 @@ def version_of(tensor: Tensor) -> int:
 
 def memory_of(tensor: Tensor) -> int | None:
     """What is the same for tensors that share memory, while they live; ``None`` for those that have none."""
-    return int(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else None
+    if tensor.layout is not torch.strided or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        return None
+    return int(tensor.untyped_storage()._cdata)
 
 
 State = int | Tensor | None

@@ -72,6 +72,8 @@ class InPlace:
         if result.grad_fn is not None and result._base is None:
             return ()  # the usual case: new memory
         memory = memory_of(result)
+        if memory is None:
+            return ()
         lent = [
             position
             for position, argument in enumerate(arguments)

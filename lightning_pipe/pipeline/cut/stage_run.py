@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.utils._pytree import tree_leaves
 
 from lightning_pipe.errors import CutError
@@ -338,13 +339,7 @@ class StageRun:
 
     def _cut(self) -> None:
         """The next stage's first layer is reached: collect what is alive and end the step."""
-        around = self.checkpoint
-        if around is not None and around.reentrant and around.begin < len(self.tracker.calls):
-            raise CutError(
-                f"the cut before layer '{self._names[self.layers.stop]}' lies inside a checkpoint with "
-                "use_reentrant=True, which computes without gradients at first: none would come back over the cut.",
-                hint="Use use_reentrant=False, or one checkpoint for every layer.",
-            )
+        self._check_surroundings()
         with self.tracker.paused():
             alive = [
                 (number, tensor)
@@ -364,6 +359,22 @@ class StageRun:
                 path = Path(calls, tuple(entry for entry, _ in pairs))
                 self.crossings[to] = Crossing(path, tuple(tensor for _, tensor in pairs))
         raise _EndOfStage
+
+    def _check_surroundings(self) -> None:
+        """Raise if something surrounds layers on both sides of the cut that cannot be cut."""
+        around = self.checkpoint
+        if around is not None and around.reentrant and around.begin < len(self.tracker.calls):
+            raise CutError(
+                f"the cut before layer '{self._names[self.layers.stop]}' lies inside a checkpoint with "
+                "use_reentrant=True, which computes without gradients at first: none would come back over the cut.",
+                hint="Use use_reentrant=False, or one checkpoint for every layer.",
+            )
+        if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+            raise CutError(
+                f"the cut before layer '{self._names[self.layers.stop]}' lies inside a transform of torch.func (grad, "
+                "jvp, vmap, ...) or inside forward-mode differentiation, of which nothing goes over a cut.",
+                hint="Use them inside one layer, or one device.",
+            )
 
 
 def overlapping(tensors: Sequence[Tensor]) -> set[int]:
