@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from lightning_pipe.errors import CutError
-from lightning_pipe.pipeline.cut.functions import changed_in_place, function_name
+from lightning_pipe.pipeline.cut.functions import RANDOM, changed_in_place, function_name
 from lightning_pipe.pipeline.cut.placeholder import Placeholder, shape_only
 
 # Functions that look at a tensor without its value.
@@ -39,8 +39,9 @@ _MOVED = frozenset(["to", "cpu", "cuda", "type", "float", "double", "half", "bfl
 class Absent(nn.Parameter):
     """A parameter with the shape, dtype and device of the true one, without its memory and value.
 
-    Code that goes over all parameters of a module (averaged copies of the weights, limits on them) may change it in
-    place: nothing happens. What is computed from it is absent as well, reading a value raises
+    Code that goes over all parameters of a module (averaged copies of the weights, limits on them, initialisations) may
+    change it in place: nothing happens, but random numbers are drawn as for the true one, so that the next ones are the
+    same on all ranks. What is computed from it is absent as well, reading a value raises
     :class:`~lightning_pipe.errors.CutError`, and a tensor with a value that is changed by it becomes NaN; a parameter
     must not be.
     """
@@ -69,17 +70,31 @@ class Absent(nn.Parameter):
         with torch._C.DisableTorchFunctionSubclass():
             if name in _METADATA or (name.rpartition(".")[2] in _ACCESS and name != "data.__get__"):
                 return func(*args, **kwargs)
+            if name in RANDOM or getattr(func, "__module__", None) == nn.init.__name__:
+                _draw(func, args, kwargs)
             if name.startswith("_foreach_"):
                 return _without_absent(func, name, args, kwargs)
             if args and isinstance(args[0], Absent):
                 return _of_absent(func, name, args, kwargs)
             changed = changed_in_place(name, args, kwargs)
             for tensor in changed:
-                _forget(tensor, name)
-            return args[0] if changed else _unknown(func, args, kwargs)
+                if not isinstance(tensor, Absent):
+                    _forget(tensor, name)
+            return changed[0] if changed else _unknown(func, args, kwargs)
 
 
 _ACCESS = frozenset(["__get__", "__set__", "__delete__"])
+
+
+@torch.no_grad()
+def _draw(func: Callable[..., Any], args: Any, kwargs: Any) -> None:
+    """Draw the random numbers that ``func`` draws for the true parameters."""
+
+    def real(leaf: Any) -> Any:
+        return torch.ones(leaf.shape, dtype=leaf.dtype, device=leaf.device) if isinstance(leaf, Absent) else leaf
+
+    args, kwargs = tree_map(real, (args, {name: value for name, value in kwargs.items() if name != "out"}))
+    func(*args, **kwargs)
 
 
 def _forget(tensor: Tensor, name: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -48,6 +49,33 @@ def test_changes_in_place_do_nothing(linear: nn.Linear) -> None:
         parameter.data.clamp_(0.0, 0.1)
         parameter.data.copy_(torch.ones_like(parameter))
     assert torch.equal(linear.bias, torch.ones(4))
+    assert isinstance(linear.weight, Absent)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "change",
+    [
+        nn.init.uniform_,
+        nn.init.kaiming_uniform_,
+        nn.init.xavier_normal_,
+        lambda weight: nn.init.sparse_(weight, 0.3),
+        lambda weight: weight.data.normal_(0.0, 0.1),
+        lambda weight: weight.add_(torch.randn_like(weight)),
+        lambda weight: weight.copy_(torch.empty_like(weight).exponential_()),
+        lambda weight: weight.mul_(torch.bernoulli(torch.full_like(weight, 0.5))),
+        nn.init.eye_,
+    ],
+)
+def test_random_changes_draw_what_the_true_one_draws(
+    linear: nn.Linear, change: Callable[[nn.Parameter], object]
+) -> None:
+    drawn = []
+    for weight in (linear.weight, nn.Parameter(torch.zeros(4, 3))):
+        torch.manual_seed(5)
+        change(weight)
+        drawn.append(torch.rand(2).tolist())
+    assert drawn[0] == drawn[1], "or layers of two stages get the same numbers"
     assert isinstance(linear.weight, Absent)
 
 
