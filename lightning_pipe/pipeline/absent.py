@@ -64,6 +64,15 @@ class Absent(nn.Parameter):
             copy = memo[id(self)] = Absent.like(self)
         return copy
 
+    def __copy__(self) -> Absent:
+        return Absent.like(self)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise CutError(
+            f"a parameter {tuple(self.shape)} {self.dtype} cannot be pickled or saved: another rank has its value.",
+            hint="Use trainer.save_checkpoint(), on all ranks; after fit every rank has the whole module again.",
+        )
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, function_name(func)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 from collections.abc import Callable
 
 import pytest
@@ -86,6 +87,13 @@ def test_values_are_never_numbers(linear: nn.Linear) -> None:
         sum(parameter.pow(2).sum() for parameter in linear.parameters()).item()
     assert torch.zeros(4, 3).copy_(linear.weight.data).isnan().all()
     assert torch.zeros(4, 3).copy_(0.9 * torch.ones(4, 3) + 0.1 * linear.weight).isnan().all()
+
+
+def test_cannot_be_saved(linear: nn.Linear) -> None:
+    assert isinstance(copy.copy(linear.weight), Absent)
+    for unsaved in (linear.state_dict(), linear):
+        with pytest.raises(CutError, match=r"\(4, 3\) torch.float32 cannot be pickled or saved: another rank"):
+            torch.save(unsaved, io.BytesIO())
 
 
 def test_what_is_changed_by_it_is_never_a_stale_number(linear: nn.Linear) -> None:

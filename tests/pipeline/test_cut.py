@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -325,6 +327,16 @@ class CastByAutocast(Net):
         return h
 
 
+class CopiesAndSearches(Net):
+    """Copies what it has by Python's means, and looks for values that are as many as there are."""
+
+    def body(self, h: Tensor, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            rows, columns = torch.where(h > 0)
+            h = layer(h) + 0.1 * copy.deepcopy(h.detach()) + 0.1 * h[rows, columns].sum() + len(rows)
+        return h
+
+
 class ReturnsDictionary(Net):
     def forward(self, x: Tensor, y: Tensor) -> Any:
         h = self.body(self.embed(x), x)
@@ -364,7 +376,7 @@ EXACT = [
     Net, InPlace, Dictionaries, NonContiguous, Assembled, Carried, Scaled, KnownPath, CustomFunction, Frozen,
     FilledThroughViews, FilledByFunctions, OwnStatistics, ViewChangedByLayer, NoGradPrefix, Checkpointed,
     ReentrantCheckpointed, CheckpointedTogether, Distributions, SharedByLayers, TiedEnds, UnusedParameter,
-    ReturnsDictionary, ViewsAndChunks, KeepsState, CastByAutocast,
+    ReturnsDictionary, ViewsAndChunks, KeepsState, CastByAutocast, CopiesAndSearches,
 ]  # fmt: skip
 
 
@@ -500,6 +512,24 @@ class ReadsValue(Net):
             if h.mean() > 0:
                 h = h * 2
         return h
+
+
+class Formats(Net):
+    """Reads values in the way that ``read`` says."""
+
+    def read(self, h: Tensor) -> Any:
+        return f"{h.sum():.3f}"
+
+    def body(self, h: Tensor, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            h = layer(h)
+            self.read(h.detach())
+        return h
+
+
+class Pickles(Formats):
+    def read(self, h: Tensor) -> Any:
+        return pickle.dumps(h)
 
 
 class Penalty(Net):
@@ -692,6 +722,8 @@ class Box:
     ("model", "message"),
     [
         (ReadsValue, "needs the value of a tensor that only another stage has"),
+        (Formats, "formatting needs the value of a tensor that only another stage has"),
+        (Pickles, "pickling needs the value of a tensor that only another stage has"),
         (Penalty, r"'layers.0.linear.weight' is used on rank"),
         (Twice, "called a second time"),
         (AliasChanged, "and another tensor shares its memory"),

@@ -89,7 +89,7 @@ def shaped_by_values(name: str, args: tuple[Any, ...]) -> bool:
     if name == "__getitem__":
         index = args[1] if isinstance(args[1], tuple) else (args[1],)
         return any(isinstance(part, Tensor) and part.dtype in (torch.bool, torch.uint8) for part in index)
-    return name in _SHAPED_BY_VALUES
+    return name in _SHAPED_BY_VALUES or (name == "where" and len(args) == 1)
 
 
 def typed_by_autocast(result: Any, tensors: Sequence[Tensor]) -> bool:

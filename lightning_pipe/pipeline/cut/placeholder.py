@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function_unary
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_pipe.errors import CutError
@@ -58,8 +59,18 @@ class Placeholder(Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Placeholder(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Placeholder:
+    def __format__(self, spec: str) -> str:
+        if spec:
+            raise CutError("formatting needs the value of a tensor that only another stage has.", hint=_VALUES)
+        return repr(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if has_torch_function_unary(self):  # the tracker follows, as it does where the tensor has a value
+            return handle_torch_function(Tensor.__deepcopy__, (self,), self, memo)
         return Placeholder.like(self, self.device)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise CutError("pickling needs the value of a tensor that only another stage has.", hint=_VALUES)
 
     @classmethod
     def of(cls, spec: TensorSpec, device: torch.device) -> Placeholder:
