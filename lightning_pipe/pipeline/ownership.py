@@ -155,14 +155,6 @@ class Ownership:
         """Whether this rank computes a layer, or may come to run an outside module."""
         return self.rank in self._ranks_of.get(module, (self.rank,))
 
-    def layer_of(self, parameter: nn.Parameter) -> str | None:
-        """The layer that a parameter belongs to, ``None`` if that is not one alone."""
-        if self.stand_ins is not None:
-            parameter = self.stand_ins.get(id(parameter), parameter)
-        layers = [name for name, layer in self._layers if any(parameter is owned for owned in layer.parameters())]
-        alone = len(layers) == 1 and self.in_layers_alone(self._names[id(parameter)])
-        return layers[0] if alone else None
-
     def name_of(self, tensor: Tensor) -> str | None:
         """The dotted name of a parameter or buffer of the module."""
         return next((name for name, owned in named_tensors(self._module) if owned is tensor), None)

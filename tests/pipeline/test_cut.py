@@ -634,57 +634,6 @@ class FunctionalNorm(Net):
         return super().body(F.batch_norm(h, self.mean, self.var, training=True), x)
 
 
-class GradientPenalty(Net):
-    """Gradients inside the step: of ``penalised`` with respect to one of ``wanted``."""
-
-    def forward(self, x: Tensor, y: Tensor) -> Any:
-        x = x.clone().requires_grad_()
-        outs = [self.embed(x)]
-        for layer in self.layers:
-            outs.append(layer(outs[-1]))
-        (gradient,) = torch.autograd.grad((outs[-1] * x).sum() + outs[1].sum(), self.wanted(x, outs), create_graph=True)
-        return F.mse_loss(self.head(outs[-1]), y) + gradient.square().mean()
-
-    def wanted(self, x: Tensor, outs: list[Tensor]) -> Tensor:
-        return x
-
-
-class PenaltyOnTheCut(GradientPenalty):
-    def wanted(self, x: Tensor, outs: list[Tensor]) -> Tensor:
-        return outs[1]
-
-
-class PenaltyOnTheEnd(GradientPenalty):
-    def wanted(self, x: Tensor, outs: list[Tensor]) -> Tensor:
-        return outs[-1]
-
-
-class PenaltyOnWeights(GradientPenalty):
-    def wanted(self, x: Tensor, outs: list[Tensor]) -> Tensor:
-        return self.layers[-1].linear.weight
-
-
-class PenaltyOnTiedWeights(PenaltyOnWeights):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers[0].linear.weight = self.layers[-1].linear.weight
-
-
-class RunsBackward(Net):
-    def body(self, h: Tensor, x: Tensor) -> Tensor:
-        h = super().body(h, x)
-        h.sum().backward(retain_graph=True)
-        return h
-
-
-class RunsBackwardInside(Net):
-    class block(Block):
-        def forward(self, x: Tensor) -> Tensor:
-            out = super().forward(x)
-            out.sum().backward(retain_graph=True)
-            return out
-
-
 class InsideGrad(Net):
     def body(self, h: Tensor, x: Tensor) -> Tensor:
         return torch.func.grad(lambda t: super(InsideGrad, self).body(t, x).sum())(h)
@@ -736,11 +685,6 @@ class Box:
         (FlattenedChangedLater, "another tensor that crosses the cut shares its memory"),
         (ReentrantTogether, r"before layer 'layers\.2' lies inside a checkpoint with use_reentrant=True"),
         (NestedCheckpoints, "surrounds layers and is inside another"),
-        (GradientPenalty, r"'grad' asks inside the step for gradients with respect to a tensor \(4, 6\)"),
-        (PenaltyOnTheCut, "would have to come back from earlier stages"),
-        (PenaltyOnTiedWeights, "would have to come back from earlier stages"),
-        (RunsBackward, "'backward' asks inside the step for gradients with respect to all leaves"),
-        (RunsBackwardInside, "a backward pass inside the step has gone back over a cut"),
         (InsideGrad, "lies inside a transform of torch.func"),
         (InsideVmap, "lies inside a transform of torch.func"),
         (InsideForwardMode, "or inside forward-mode differentiation"),
@@ -757,15 +701,8 @@ def test_a_layer_that_is_never_called_raises() -> None:
         pipelined(Skips(), batches(), 2, ranks=2, layers="layers")
 
 
-@pytest.mark.parametrize("model", [PenaltyOnTheEnd, PenaltyOnWeights])
-def test_gradients_inside_the_last_stage(model: type[Net]) -> None:
-    assert_same(model(), batches(), ranks=2, layers="layers")
-
-
-@pytest.mark.parametrize(
-    "model", [GradientPenalty, PenaltyOnTheCut, PenaltyOnTiedWeights, InsideGrad, InsideVmap, InsideForwardMode]
-)
-def test_gradients_inside_the_step_on_one_rank(model: type[Net]) -> None:
+@pytest.mark.parametrize("model", [InsideGrad, InsideVmap, InsideForwardMode])
+def test_transforms_on_one_rank(model: type[Net]) -> None:
     assert_same(model(), batches(), ranks=1, layers="layers")
 
 

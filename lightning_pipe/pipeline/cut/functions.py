@@ -29,9 +29,6 @@ METADATA = frozenset(
 AUTOGRAD = frozenset("requires_grad_ retain_grad register_hook".split())
 """Functions that concern the graph behind a tensor: a stage without the tensor has nothing to do."""
 
-GRADIENTS = frozenset("grad backward".split())
-"""Functions that run a backward pass."""
-
 RANDOM = frozenset(
     """
     dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout feature_dropout rrelu bernoulli bernoulli_

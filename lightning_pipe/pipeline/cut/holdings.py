@@ -19,8 +19,5 @@ class Holdings(Protocol):
     def may_run(self, module: str) -> bool:
         """Whether this rank computes a layer, or may come to run an outside module."""
 
-    def layer_of(self, parameter: nn.Parameter) -> str | None:
-        """The layer that a parameter belongs to, ``None`` if that is not one alone."""
-
     def name_of(self, tensor: Tensor) -> str | None:
         """The dotted name of a parameter or buffer of the module, ``None`` for other tensors."""

@@ -12,6 +12,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from lightning_pipe.pipeline.cut.backward_hooks import BACKWARD_HOOKS
 from lightning_pipe.pipeline.cut.caches import Caches
 from lightning_pipe.pipeline.cut.checkpoints import CHECKPOINTS, run_again
+from lightning_pipe.pipeline.cut.inner_backward import INNER_BACKWARD
 from lightning_pipe.pipeline.cut.stage_run import Learnt, StageRun
 
 
@@ -50,6 +51,7 @@ class Interceptor:
             with (
                 CHECKPOINTS.installed(lambda: self.run),
                 BACKWARD_HOOKS.installed(lambda: self.run),
+                INNER_BACKWARD.installed(lambda: self.run),
                 self._caches.off(),
             ):
                 yield

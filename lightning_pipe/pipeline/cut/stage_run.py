@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.autograd.graph import GradientEdge
 from torch.utils._pytree import tree_leaves
 
 from lightning_pipe.errors import CutError
@@ -102,7 +103,7 @@ class StageRun:
         self.inside = False
         self.checkpoint: Checkpoint | None = None
         self.inbox: Inbox | None = None
-        self._inbound = inbound
+        self._inbound, self._begin = inbound, 0
         self.skips = StepStore()
         self._routes = routes or {}
         self._routed: dict[int, int] = {}
@@ -305,6 +306,7 @@ class StageRun:
             entries = [entry for entry in path.entries if entry.number in values]
             self.inbox = Inbox([values[entry.number] for entry in entries], [entry.requires_grad for entry in entries])
             self.inbox.tensors.reverse()
+            self._begin = _graph_nodes()
             kept = {
                 self.tracker.numbers.of(tensor): tensor
                 for tensor, name in self.stand_in.kept
@@ -325,10 +327,18 @@ class StageRun:
                     f"'{name}' changes it in place on an earlier stage, which did not send it: in the first batch of "
                     "this shape nothing needed it."
                 )
-            self.tracker.arrived()
             shared = {entry.number for entry in entries if entry.shared}
             alive = self.tracker.numbers.alive() if shared else ()
             self._shared = [(tensor, version_of(tensor), number) for number, tensor in alive if number in shared]
+
+    def is_older(self, tensor: Tensor | GradientEdge) -> bool:
+        """Whether a tensor of a graph was there before this stage's first layer, for earlier stages to use."""
+        node = tensor.node if isinstance(tensor, GradientEdge) else tensor.grad_fn
+        leaf = getattr(node, "variable", None if node is not None else tensor)
+        if leaf is None:
+            return bool(node._sequence_nr() < self._begin)  # type: ignore[union-attr]
+        answered = (parameter for module in self.stand_in.modules for parameter in module.parameters())
+        return id(leaf) in self.tracker.leaves or any(parameter is leaf for parameter in answered)
 
     def _borrow(self, number: int, lender: tuple[int, int]) -> None:
         """A tensor has come that is a copy here of memory which this stage has for itself."""

@@ -27,6 +27,7 @@ class StandIn:
 
     Attributes:
         attributes: what foreign layers keep as attributes.
+        modules: those that it has answered for.
         kept: the tensors held here, and their layers, that a foreign layer changes in place in its attributes.
         lenders: what may share its memory with a foreign result, by the positions of the call and of the argument.
     """
@@ -34,6 +35,7 @@ class StandIn:
     def __init__(self, tracker: Tracker, skips: StepStore, device: torch.device) -> None:
         self._tracker, self._skips, self._device = tracker, skips, device
         self.attributes = Attributes()
+        self.modules: list[nn.Module] = []
         self.kept: list[tuple[Tensor, str]] = []
         self.lenders: dict[tuple[int, int], Tensor] = {}
 
@@ -42,6 +44,8 @@ class StandIn:
         tracker = self._tracker
         call = tracker.expect(name)
         arguments = leaves_of(args, kwargs)
+        tracker.note_leaves(argument for argument in arguments if isinstance(argument, Tensor))
+        self.modules.append(module)
         written: list[Tensor] = []
         if call.mutated:
             written = tracker.in_place.written([arguments[position] for position in call.mutated])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Any
@@ -18,7 +18,6 @@ from lightning_pipe.errors import CutError
 from lightning_pipe.pipeline.cut.changes import FACTORIES, counting
 from lightning_pipe.pipeline.cut.functions import (
     AUTOGRAD,
-    GRADIENTS,
     METADATA,
     RANDOM,
     changed_in_place,
@@ -64,10 +63,10 @@ class Tracker(TorchFunctionMode):
         self.used: set[int] = set()
         self.waiting = expected is not None
         self.spans: list[tuple[int, int]] = []
+        self.leaves: dict[int, Tensor] = {}
         self.numbers = Numbers()
         self.in_place = InPlace(self.numbers, holdings, partial=partial)
         self._partial, self._expected = partial, expected or ()
-        self._first_here = 0
         self._read_before: set[int] = set()
         self._stream, self._holdings = stream, holdings
         self._off = 0
@@ -106,10 +105,6 @@ class Tracker(TorchFunctionMode):
                 hint=SAME_PATH,
             )
         self.waiting = False
-
-    def arrived(self) -> None:
-        """The placeholders have their values: tensors that are numbered from now on come from this stage."""
-        self._first_here = self.numbers.following
 
     def follow(self, tensors: list[Tensor], call: Call) -> None:
         """Give the tensors of a call on a waiting stage the numbers they have on the previous stage."""
@@ -158,6 +153,10 @@ class Tracker(TorchFunctionMode):
                     "options such as output_attentions and output_router_logits off.",
                 )
 
+    def note_leaves(self, tensors: Iterable[Tensor]) -> None:
+        """Note which leaves of the graph an earlier stage uses: derivatives by them go on there."""
+        self.leaves.update({id(tensor): tensor for tensor in tensors if tensor.requires_grad and not tensor.grad_fn})
+
     def _made_inside(self, node: Any) -> bool:
         made = node._sequence_nr()
         return any(start <= made < end for start, end in self.spans)
@@ -177,6 +176,7 @@ class Tracker(TorchFunctionMode):
         tensors = [leaf for leaf in leaves_of(args, kwargs) if isinstance(leaf, Tensor)]
         if self.waiting:
             self._read_before.update(map(id, tensors))
+            self.note_leaves(tensors)
         if not any(map(self.numbers.derived, tensors)):
             with self._around(name, kwargs):
                 return func(*args, **kwargs)
@@ -215,8 +215,6 @@ class Tracker(TorchFunctionMode):
         for tensor in tensors:
             if isinstance(tensor, nn.Parameter):
                 self._holdings.use(tensor)
-        if name in GRADIENTS:
-            self._check_gradient(name, kwargs.get("inputs", args[1] if name == "grad" else None))
         self.touch(tensors, name)
         changed = changed_in_place(name, args, kwargs)
         written = self._about_to_change(changed, name) if changed else ()
@@ -233,30 +231,6 @@ class Tracker(TorchFunctionMode):
         else:
             self.calls.append(Call(name, numbers, differentiable))
         return result
-
-    def _check_gradient(self, name: str, inputs: Sequence[Tensor] | None) -> None:
-        """Raise if a backward pass inside the step would have to go back over the cut before this stage.
-
-        Args:
-            name: the function.
-            inputs: the tensors whose gradients are wanted; ``None``: all leaves.
-        """
-        if not self._partial or not self._expected:
-            return
-        here = {call.name for call in self.calls[len(self._expected) :]}
-        for tensor in [None] if inputs is None else inputs:
-            number = None if tensor is None else self.numbers.of(tensor)
-            if number is not None and number >= self._first_here:
-                continue
-            if isinstance(tensor, nn.Parameter) and self._holdings.layer_of(tensor) in here:
-                continue
-            what = "all leaves" if tensor is None else f"a tensor {tuple(tensor.shape)} {tensor.dtype}"
-            raise CutError(
-                f"'{name}' asks inside the step for gradients with respect to {what}, and they would have to come back "
-                "from earlier stages.",
-                hint="Ask for them inside one layer, or for those of what the last layer returns or of the weights of "
-                "the last stage; otherwise use one device.",
-            )
 
     def _about_to_change(self, changed: list[Tensor], name: str) -> list[Tensor]:
         """What is written to when these change in place; raises if other stages would not see it."""
