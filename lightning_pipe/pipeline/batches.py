@@ -8,10 +8,12 @@ from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
+from lightning_pipe.errors import CutError
 from lightning_pipe.pipeline.cut.changes import counting
+from lightning_pipe.pipeline.cut.graph import nodes_behind
 from lightning_pipe.pipeline.cut.path import TensorSpec
 
 
@@ -68,10 +70,21 @@ def fresh(micro_batch: Any) -> Any:
 
 
 def _copy(tensor: Tensor) -> Tensor:
-    clone = tensor.clone()
-    if clone.is_nested or clone.layout is not torch.strided or clone.stride() == tensor.stride():
-        return clone
-    return TensorSpec.of(tensor).lay_out(clone)  # strides decide whether contiguous() returns the tensor or a copy
+    if tensor.requires_grad and _trains(tensor):
+        raise CutError(
+            f"a tensor {tuple(tensor.shape)} of the batch is computed from parameters before the step, which every "
+            "stage runs for itself.",
+            hint="Compute it in the step, or detach() it.",
+        )
+    clone = tensor.detach().clone()  # the stages of one rank share no graph
+    if not clone.is_nested and clone.layout is torch.strided and clone.stride() != tensor.stride():
+        clone = TensorSpec.of(tensor).lay_out(clone)  # they decide whether contiguous() returns the tensor or a copy
+    return clone.requires_grad_(tensor.requires_grad)
+
+
+def _trains(tensor: Tensor) -> bool:
+    """Whether the graph behind a tensor leads to parameters."""
+    return any(isinstance(getattr(node, "variable", None), nn.Parameter) for node in nodes_behind([tensor]))
 
 
 def signature(node: Any) -> Hashable:

@@ -440,6 +440,27 @@ def test_a_layer_may_return_another_kind_of_tensor_every_time(run: dict[str, Any
     assert_same(Looks(), [batch(6) for _ in range(6)], **run)
 
 
+class ResidualInput(Net):
+    def body(self, h: Tensor, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            h = layer(h) + x
+        return h
+
+
+def test_batches_may_require_gradients(run: dict[str, Any]) -> None:
+    parts = batches()
+    for part in parts:
+        part["x"].requires_grad_()
+    assert_same(ResidualInput(), parts, **run)
+
+
+def test_batches_that_are_computed_from_parameters_raise() -> None:
+    parts = batches(1)
+    parts[0]["x"] = nn.Linear(WIDTH, WIDTH)(parts[0]["x"])
+    with pytest.raises(CutError, match=r"tensor \(4, 6\) of the batch is computed from parameters before the step"):
+        pipelined(ResidualInput(), parts, 2, layers="layers")
+
+
 def test_only_what_is_used_travels_after_the_first_batch() -> None:
     sent: list[int] = []
 
