@@ -308,10 +308,41 @@ class ReadBeforeChanged(Regression):
         return F.mse_loss(self.head(x), batch["y"])
 
 
+class ReadBeforeCounted(ReadBeforeChanged):
+    """The buffer changes by what every stage has."""
+
+    def loss(self, batch: Mapping[str, Tensor]) -> Tensor:
+        loss = Regression.loss(self, {**batch, "x": batch["x"] - self.mean.mean()})
+        self.mean += 0.1
+        return loss
+
+
+class ReadInLayerChanged(ReadBeforeChanged):
+    """The layers read it, which get it as an argument."""
+
+    class Layer(Block):
+        def forward(self, x: Tensor, mean: Tensor) -> Tensor:
+            return super().forward(x - mean)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(self.Layer() for _ in range(4))
+
+    def loss(self, batch: Mapping[str, Tensor]) -> Tensor:
+        x = self.embed(batch["x"])
+        for layer in self.layers:
+            x = layer(x, self.mean)
+        with torch.no_grad():
+            self.mean.copy_(0.1 * x.mean(0))
+        return F.mse_loss(self.head(x), batch["y"])
+
+
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        (ReadBeforeChanged, "'add_' changes 'mean' in place .* an earlier stage reads it"),
+        (ReadBeforeChanged, "'mul_' changes 'mean' in place .* an earlier stage reads it"),
+        (ReadBeforeCounted, "'add_' changes 'mean' in place .* an earlier stage reads it"),
+        (ReadInLayerChanged, "'copy_' changes 'mean' in place .* an earlier stage reads it"),
         (InnerHooks, "'stack' uses a tensor .* that left a layer otherwise than by its result"),
         (ChangesAnObject, r"'layers\.0' changes its argument of type State"),
     ],

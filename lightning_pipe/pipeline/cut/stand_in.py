@@ -44,7 +44,7 @@ class StandIn:
         tracker = self._tracker
         call = tracker.expect(name)
         arguments = leaves_of(args, kwargs)
-        tracker.note_leaves(argument for argument in arguments if isinstance(argument, Tensor))
+        tracker.note_read([argument for argument in arguments if isinstance(argument, Tensor)])
         self.modules.append(module)
         written: list[Tensor] = []
         if call.mutated:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Any
@@ -153,8 +153,9 @@ class Tracker(TorchFunctionMode):
                     "options such as output_attentions and output_router_logits off.",
                 )
 
-    def note_leaves(self, tensors: Iterable[Tensor]) -> None:
-        """Note which leaves of the graph an earlier stage uses: derivatives by them go on there."""
+    def note_read(self, tensors: Sequence[Tensor]) -> None:
+        """Note what an earlier stage reads, and which leaves of the graph it uses: derivatives by them go on there."""
+        self._read_before.update(map(id, tensors))
         self.leaves.update({id(tensor): tensor for tensor in tensors if tensor.requires_grad and not tensor.grad_fn})
 
     def _made_inside(self, node: Any) -> bool:
@@ -175,9 +176,10 @@ class Tracker(TorchFunctionMode):
             return func(*args, **kwargs)
         tensors = [leaf for leaf in leaves_of(args, kwargs) if isinstance(leaf, Tensor)]
         if self.waiting:
-            self._read_before.update(map(id, tensors))
-            self.note_leaves(tensors)
+            self.note_read(tensors)
         if not any(map(self.numbers.derived, tensors)):
+            if not self.waiting and self._read_before:
+                self._check_not_read(self.in_place.written(changed_in_place(name, args, kwargs)), name)
             with self._around(name, kwargs):
                 return func(*args, **kwargs)
         if name == "_is_all_true":  # so torch.distributions checks what it is given: on the stage that has it
@@ -236,10 +238,13 @@ class Tracker(TorchFunctionMode):
         """What is written to when these change in place; raises if other stages would not see it."""
         self.in_place.check_not_lent(changed, name)
         written = self.in_place.written(changed)
+        self._check_not_read(written, name)
+        return written
+
+    def _check_not_read(self, written: Sequence[Tensor], name: str) -> None:
         for tensor in written:
             if id(tensor) in self._read_before:
                 self.in_place.check_not_read(tensor, name)
-        return written
 
     def paused(self) -> _Paused:
         """A context in which torch calls are neither recorded nor slowed down."""
