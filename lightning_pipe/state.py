@@ -8,15 +8,19 @@ complete one `Memory.changes` says what became different, for the other ranks to
 from __future__ import annotations
 
 import pickle
+import random
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_pipe.memory import Change, Memory
 from lightning_pipe.pipeline.cut.intercept import outside_modules
+
+_GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 
 
 class Tracked:
@@ -43,6 +47,15 @@ class Tracked:
         """Remember all attributes as they are now."""
         return Memory(self.modules)
 
+    def generators(self) -> dict[str, bytes]:
+        """The states of the random generators among the attributes, by name."""
+        return {
+            f"{name}.{attribute}".lstrip("."): _state(value)
+            for name, module in self.modules.items()
+            for attribute, value in vars(module).items()
+            if isinstance(value, _GENERATORS)
+        }
+
     def apply(self, changes: Iterable[Change], *, add: bool = False) -> None:
         """Make changes that another rank's step made.
 
@@ -55,6 +68,10 @@ class Tracked:
             for step in change.path[1:-1]:
                 owner = _get(owner, *step)
             _apply(owner, change, add=add)
+
+
+def _state(generator: Any) -> bytes:
+    return bytes(generator.get_state().numpy()) if isinstance(generator, torch.Generator) else pickle.dumps(generator)
 
 
 def portable(changes: Iterable[Change]) -> tuple[list[Change], list[str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from lightning_pipe import wire
+from lightning_pipe.errors import CutError
 from lightning_pipe.logs import Log, Logged, Merged, combine, merge
 from lightning_pipe.memory import Change, Memory
 from lightning_pipe.metrics import Metrics
@@ -128,7 +130,7 @@ class UserStep:
         method = getattr(self._module, name)
 
         def step(index: int, micro_batch: Any) -> Any:
-            with self._log.recording(logged, index, counts=not is_recomputing()), self._undone(), context():
+            with self._log.recording(logged, index, counts=not is_recomputing()), self._undone(index), context():
                 result = method(micro_batch, *rest)
                 self._pipeline.returning(result)
                 return result
@@ -151,13 +153,21 @@ class UserStep:
         return len(self._pipeline.pipeline_members) == 1
 
     @contextmanager
-    def _undone(self) -> Iterator[None]:
-        """Around a run of the step: its traces are removed if it is cut short, or if it is not the first one."""
+    def _undone(self, index: int) -> Iterator[None]:
+        """Around a run of the step: its traces are removed if it is cut short, or if it is not the first one.
+
+        Args:
+            index: of the micro-batch.
+
+        Raises:
+            CutError: such a run has drawn from a generator that is an attribute, as another run of the batch does.
+        """
         again = is_recomputing()
         if not self._cut_here and not again:
             yield
             return
         kept: Memory = self._tracked.capture()
+        generators = self._tracked.generators()
         complete = False
         with self._metrics.remembered() as metrics:
             try:
@@ -165,9 +175,15 @@ class UserStep:
                 complete = not again
             finally:
                 if not complete:
+                    drawn = [
+                        name for name, state in self._tracked.generators().items() if generators.get(name) != state
+                    ]
                     kept.undo()
                     for memory_ in metrics.values():
                         memory_.undo()
+                    several = index > 0 or again or len(self._pipeline.stages_here) > 1
+                    if drawn and several and not isinstance(sys.exception(), Exception):
+                        raise _drawn(drawn[0])
 
     # ------------------------------------------------------------------ what follows from them
 
@@ -292,3 +308,12 @@ def join(outputs: Mapping[int, Any], sizes: Sequence[int], weights: Sequence[flo
 
 def _has_loss(output: Any) -> bool:
     return isinstance(output, Mapping) and "loss" in output
+
+
+def _drawn(name: str) -> CutError:
+    return CutError(
+        f"the step draws before a cut from a random generator of its own, 'self.{name}': it runs several times for "
+        "each batch, and its runs on different stages would see different numbers.",
+        hint="Draw from the global generators of torch, NumPy or Python: their numbers depend on the step and the "
+        "micro-batch alone. Or use micro_batches=1 with one stage on each rank, without recomputation.",
+    )

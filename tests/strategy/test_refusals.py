@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import random
 import time
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch import callbacks
@@ -239,3 +242,32 @@ def test_layers_without_shapes_are_refused() -> None:
 
     with pytest.raises(PartitionError, match=r"'model\.\d\.weight' has no shape yet"):
         fit(Lazy())
+
+
+class Noisy(Lit):
+    """Adds noise from a generator of its own in front of the layers."""
+
+    def __init__(self, draw: Callable[[Any, Tensor], Tensor], **attributes: Any) -> None:
+        super().__init__()
+        self.draw = draw
+        vars(self).update(attributes)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step([batch[0] + self.draw(self, batch[0]), batch[1]], batch_idx)
+
+
+@pytest.mark.parametrize(
+    ("attribute", "generator", "draw"),
+    [
+        ("torchs", torch.Generator(), lambda own, x: torch.randn(x.shape, generator=own.torchs)),
+        ("pythons", random.Random(1), lambda own, x: own.pythons.random() * torch.ones(())),
+        ("numpys", np.random.default_rng(1), lambda own, x: torch.as_tensor(own.numpys.normal(size=tuple(x.shape)))),
+    ],
+)
+def test_a_generator_of_the_modules_own_before_a_cut(
+    attribute: str, generator: Any, draw: Callable[[Any, Tensor], Tensor]
+) -> None:
+    """Else the stages would see different numbers in one micro-batch, and train on them without a word."""
+    with pytest.raises(CutError, match=f"draws before a cut from a random generator of its own, 'self.{attribute}'"):
+        fit(Noisy(draw, **{attribute: generator}), stages=2, micro_batches=2)
+    fit(Noisy(lambda own, x: torch.randn_like(x), **{attribute: generator}), stages=2, micro_batches=2)
