@@ -672,6 +672,31 @@ class InsideForwardMode(Net):
             return torch.autograd.forward_ad.unpack_dual(out).primal
 
 
+class Special(Tensor):
+    """What is added to it counts twice."""
+
+    def __add__(self, other: Any) -> Any:
+        return torch.add(self, other, alpha=2)
+
+
+class KeepsSubclass(Net):
+    class block(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x).as_subclass(Special)
+
+    def body(self, h: Tensor, x: Tensor) -> Tensor:
+        first = h = self.layers[0](h)
+        for layer in self.layers[1:]:
+            h = layer(h)
+        return first + h
+
+
+class KeepsSparse(Net):
+    def body(self, h: Tensor, x: Tensor) -> Tensor:
+        first = h.to_sparse()
+        return first.to_dense() + super().body(h, x)
+
+
 class OpaqueResult(Net):
     class block(Block):
         def forward(self, x: Any) -> Any:
@@ -709,6 +734,8 @@ class Box:
         (InsideGrad, "lies inside a transform of torch.func"),
         (InsideVmap, "lies inside a transform of torch.func"),
         (InsideForwardMode, "or inside forward-mode differentiation"),
+        (KeepsSubclass, r"a Special with torch\.strided crosses the cut before layer 'layers\.2'"),
+        (KeepsSparse, r"a Tensor with torch\.sparse_coo crosses the cut before layer 'layers\.2'"),
         (OpaqueResult, "cannot be shown to the next stages"),
     ],
 )

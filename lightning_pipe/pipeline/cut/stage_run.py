@@ -356,6 +356,8 @@ class StageRun:
                 for number, tensor in sorted(self.tracker.numbers.alive(), key=lambda pair: pair[0])
                 if not isinstance(tensor, (Placeholder, nn.Parameter)) and number not in self.tracker.numbers.unfilled
             ]
+            for _, tensor in alive:
+                _check_plain(tensor, self._names[self.layers.stop])
             # What came as copies of one memory still stands for one memory where it goes next.
             shared = overlapping([tensor for _, tensor in alive]) | {id(tensor) for tensor, *_ in self._shared}
             following = self._stage + 1
@@ -415,6 +417,16 @@ def _extent(tensor: Tensor) -> tuple[int, int]:
 def _is_generating(error: CutError) -> bool:
     """Whether an error comes from code that generates token by token."""
     return any(frame.f_code.co_name == "generate" for frame, _ in walk_tb(error.__traceback__))
+
+
+def _check_plain(tensor: Tensor, layer: str) -> None:
+    """Raise if a tensor would come out of a message as something else."""
+    if type(tensor) is not Tensor or tensor.is_nested or tensor.layout is not torch.strided:
+        kind = "nested tensor" if tensor.is_nested else f"{type(tensor).__qualname__} with {tensor.layout}"
+        raise CutError(
+            f"a {kind} crosses the cut before layer '{layer}': only torch.Tensor with torch.strided travels.",
+            hint="Use x.as_subclass(torch.Tensor) before the layers, x.to_dense() or a padded tensor with its lengths.",
+        )
 
 
 def _entry(number: int, tensor: Tensor, shared: bool, lender: tuple[int, int] | None) -> Entry:
