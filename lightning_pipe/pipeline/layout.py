@@ -126,7 +126,7 @@ def _is_raw(tensor: Tensor, spec: TensorSpec, strides: tuple[int, ...]) -> bool:
         and tensor.dtype == spec.dtype
         and tensor.stride() == strides
         and tensor.shape == spec.shape
-        and not (tensor.is_neg() or tensor.is_conj())
+        and not (tensor.is_neg() or tensor.is_conj() or tensor._is_zerotensor())
     )
 
 

@@ -122,8 +122,9 @@ class LocalPeer:
             raise ConnectionResetError("Connection closed by peer")
         if not free:
             self._grow(capacity)
-        buffer = free.pop()
+        buffer = free[-1]
         write(buffer.address)
+        free.pop()
         self._write(_PACKET.pack(_MESSAGE, tag, buffer.number, size) + self._given_back())
 
     def receive(self, data: Tensor, tag: int) -> Posted:

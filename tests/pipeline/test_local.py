@@ -87,6 +87,22 @@ def test_sizes_that_differ_raise(pair: Pair) -> None:
         second.wait(second.receive(message(0, 4), 0))
 
 
+def test_a_message_that_cannot_be_written_leaves_no_trace(pair: Pair) -> None:
+    first, second = pair
+
+    def fail(address: int) -> None:
+        raise MemoryError
+
+    for _ in range(10):
+        with pytest.raises(MemoryError):
+            first.hand_over(100, fail, 0)
+    first.send(message(7, 100), 0)
+    data = message(0, 100)
+    second.wait(second.receive(data, 0))
+    assert data.unique().tolist() == [7]
+    assert len(first._own) == 1
+
+
 def test_waiting_ends_at_the_timeout(pair: Pair) -> None:
     with pytest.raises(TimeoutError, match="timed out"):
         pair[0].wait(pair[0].receive(message(0, 4), 0))
