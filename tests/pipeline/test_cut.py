@@ -511,8 +511,23 @@ class BatchChangedByLayer(Net):
         return F.mse_loss(self.head(self.body(x, x)), y) + F.mse_loss(x, y)
 
 
+class Conjugates(Net):
+    """What crosses the cuts is conjugated and negated by a mark alone, not in memory."""
+
+    class block(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.complex(x.real, super().forward(x.real + x.imag)).conj()
+
+    def body(self, h: Tensor, x: Tensor) -> Tensor:
+        h = torch.complex(h, x)
+        first = h.conj().imag
+        return super().body(h, x).imag + first
+
+
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
-@pytest.mark.parametrize("model", [OwnChangedByLayer, BatchChangedByLayer, FilledThroughViews, ViewsAndChunks])
+@pytest.mark.parametrize(
+    "model", [OwnChangedByLayer, BatchChangedByLayer, FilledThroughViews, ViewsAndChunks, Conjugates]
+)
 def test_evaluation_gives_the_loss_of_one_device(model: type[Net], context: Any, run: dict[str, Any]) -> None:
     net, data = model(), batch(5)
     losses: list[float] = []

@@ -35,10 +35,11 @@ def counting() -> Iterator[None]:
 
 
 def counted(tensor: Tensor) -> Tensor:
-    """The same memory without a graph, as a tensor that counts its changes."""
+    """The same values without a graph, as a tensor that counts its changes; the same memory where that has them."""
     if not tensor.is_inference():
         return tensor.detach()
     with counting():
+        tensor = tensor.resolve_conj().resolve_neg()  # which the memory alone does not tell
         alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         return alias.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
 
