@@ -48,6 +48,7 @@ class Batch:
         check: looks once whether the loss is a mean over samples; ``None``: it is not looked at.
         using: ``using(micro_batch)`` is entered around computations, to put the weights that they use in place.
         results: what the step returned for each micro-batch, detached, where the loss is.
+        constant: the micro-batches whose loss depends on nothing that is trained.
     """
 
     step: Step
@@ -59,6 +60,24 @@ class Batch:
     check: LossCheck | None = None
     using: Callable[[int], AbstractContextManager[None]] = lambda _: _AS_THEY_ARE
     results: dict[int, Any] = field(default_factory=dict)
+    constant: set[int] = field(default_factory=set)
+
+    def keep(self, micro_batch: int, saved: Saved, result: Any) -> None:
+        """Keep what the step returned.
+
+        Raises:
+            ConfigurationError: no loss of the batch depends on anything that is trained. One micro-batch's need not.
+        """
+        self.results[micro_batch] = _detached(result)
+        if saved.loss is None or saved.loss.requires_grad:
+            return
+        self.constant.add(micro_batch)
+        if len(self.constant) == len(self.micro_batches):
+            raise ConfigurationError(
+                "The loss depends on no parameter that is trained: there are no gradients.",
+                hint="Return it as it was computed, not from detach(), item() or torch.no_grad(); look at which "
+                "parameters require gradients.",
+            )
 
     def slice(self, micro_batch: int) -> Any:
         """A micro-batch for one run: the step may change it, and nothing else shares its memory."""
@@ -138,7 +157,7 @@ class Stages:
         self._look(stage, micro_batch, batch, inbound)
         saved, crossings, result = self._run(stage, micro_batch, batch, inbound)
         if not crossings:
-            batch.results[micro_batch] = _detached(result)
+            batch.keep(micro_batch, saved, result)
         return saved, crossings
 
     def forward_again(
@@ -149,9 +168,9 @@ class Stages:
         # The first run may change what it received; the second one must find it as it came.
         copies = inbound and (inbound[0], inbound[0].copies(inbound[1]))
         with nothing_saved(), self.buffers.noted(stage) as former:
-            _, crossings, result = self._run(stage, micro_batch, batch, copies)
+            saved, crossings, result = self._run(stage, micro_batch, batch, copies)
         if not crossings:
-            batch.results[micro_batch] = _detached(result)
+            batch.keep(micro_batch, saved, result)
         calls = next((crossing.path.calls for crossing in crossings.values()), None)
         return Kept(inbound, calls, former), {
             to: Crossing(crossing.path, tuple(tensor.detach() for tensor in crossing.tensors))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from lightning_pipe.errors import CutError, PartitionError
+from lightning_pipe.errors import ConfigurationError, CutError, PartitionError
 from tests.pipeline.engine import assert_close, assert_same, pipelined, single_device
 
 WIDTH = 6
@@ -757,6 +757,29 @@ class Box:
 def test_what_cannot_be_served_raises(model: type[Net], message: str) -> None:
     with pytest.raises(CutError, match=message):
         pipelined(model(), batches(), 2, ranks=2, layers="layers")
+
+
+class Detached(Net):
+    """The loss of a micro-batch depends on the parameters if its first target is positive."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        loss = super().forward(x, y)
+        return loss if y[0] > 0 else loss.detach()
+
+
+@pytest.mark.parametrize("recompute", ["never", "always"])
+def test_a_batch_without_gradients_raises_as_on_one_device(recompute: str) -> None:
+    data = batch(6)
+    with pytest.raises(ConfigurationError, match="depends on no parameter that is trained"):
+        pipelined(Detached(), [{**data, "y": -data["y"].abs()}], 3, layers="layers", recompute=recompute)
+    data["y"] = data["y"].abs()
+    data["y"][2:4] *= -1
+    expected = copy.deepcopy(net := Detached())
+    for part in (0, 4):
+        (expected(**{name: value[part : part + 2] for name, value in data.items()}) / 3).backward()
+    torch.optim.SGD(expected.parameters(), lr=0.1).step()
+    found = pipelined(net, [data], 3, layers="layers", recompute=recompute)
+    assert_close(found.values, expected.state_dict(), 1e-12)
 
 
 def test_a_layer_that_is_never_called_raises() -> None:
