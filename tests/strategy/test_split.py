@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils._pytree import tree_leaves
+from torch.utils.data import default_collate
 from transformers import BatchEncoding
 from transformers.modeling_outputs import CausalLMOutput
 
@@ -120,6 +121,15 @@ UNCLEAR = {
     "text": "text",
     "nothing": {},
 }
+
+
+def test_names_that_default_collate_has_put_together_stay_with_their_samples() -> None:
+    batch = default_collate([(torch.tensor(float(i)), f"sample {i}") for i in range(5)])
+    first, second = split(batch, [3, 2])
+    assert [f"sample {int(i)}" for i in first[0]] == list(first[1])
+    assert [f"sample {int(i)}" for i in second[0]] == list(second[1])
+    assert list(join([first, second], [3, 2])[1]) == list(batch[1])
+    assert split([rows(5), (224, 224), ("cat", "dog")], [3, 2])[1][1:] == [(224, 224), ("cat", "dog")]
 
 
 @pytest.mark.parametrize("name", UNCLEAR)
