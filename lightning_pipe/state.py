@@ -20,6 +20,8 @@ from torchmetrics import Metric
 from lightning_pipe.memory import Change, Memory
 from lightning_pipe.pipeline.cut.intercept import outside_modules
 
+_SMALL = 1024
+"""Bytes up to which values of tensors are compared."""
 _GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 
 
@@ -86,6 +88,32 @@ def portable(changes: Iterable[Change]) -> tuple[list[Change], list[str]]:
         except Exception:
             lost.append(".".join(str(step[1]) for step in change.path[1:]))
     return kept, lost
+
+
+def name_of(change: Change) -> str:
+    """The attribute that has changed, as code writes it behind ``self.``; keys in the place of brackets."""
+    return ".".join(str(key) for _, key in change.path[1:] if key not in (None, "_buffers"))
+
+
+def told_apart(changes: Iterable[Change]) -> dict[str, Any]:
+    """By attribute what tells two changes of it apart: numbers, strings, values of small tensors, lengths of additions.
+
+    Example:
+        >>> told_apart([Change("set", ("", ("attribute", "k")), 3)]), told_apart([Change("append", ("",), [5, 6])])
+        ({'k': 3}, {'': 2})
+    """
+    return {
+        name_of(change): len(change.value) if change.kind == "append" else _plain(change.value)
+        for change in changes
+        if change.kind != "delete"
+    }
+
+
+def _plain(value: Any) -> Any:
+    """A value that can be compared with ``==``; ``None`` for all that there is no such value of."""
+    if isinstance(value, Tensor | np.ndarray):
+        return value.tolist() if value.nbytes <= _SMALL else None
+    return value if isinstance(value, int | float | str) else None
 
 
 def _get(owner: Any, kind: str, key: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -21,7 +22,7 @@ from lightning_pipe.memory import Change, Memory
 from lightning_pipe.metrics import Metrics
 from lightning_pipe.pipeline.recompute import is_recomputing
 from lightning_pipe.pipeline.runner import Pipeline
-from lightning_pipe.state import Tracked, portable
+from lightning_pipe.state import Tracked, name_of, portable, told_apart
 from lightning_pipe.text import memory
 from lightning_pipe.world import World
 
@@ -79,6 +80,8 @@ class UserStep:
         # a rank that holds the last stage alone completes every run
         self._cut_here = not (pipeline.is_loss_rank and len(pipeline.stages_here) == 1)
         self._warned: set[str] = set()
+        self._early: dict[str, Any] = {}
+        self._looks = self._looked = False
 
     def run(
         self,
@@ -98,6 +101,9 @@ class UserStep:
             samples: of every micro-batch.
         """
         logged: Logged = {}
+        # in the first batch, where the first stage's runs are cut short
+        self._looks = not self._looked and len(samples) > 1 and self._cut_here and 0 in self._pipeline.stages_here
+        start = self._tracked.capture() if self._looks else None
         with self.running() as before:
             outputs = run(self.bind(name, rest, context, logged))
         parts = self.exchange(
@@ -105,6 +111,9 @@ class UserStep:
             lambda part: from_loss_ranks(self._pipeline, part),
         )
         self.adopt([part.changes for part in parts], before)
+        if start is not None:
+            self._looks, self._looked = False, True
+            self._warn_of_late_values(told_apart(start.changes()))
         self.replay([part.logged for part in parts], len(samples))
         trainer = self._module.trainer
         trainer.should_stop = self._world.agree(trainer.should_stop or any(p.stop for p in parts), unanimous=False)
@@ -178,6 +187,8 @@ class UserStep:
                     drawn = [
                         name for name, state in self._tracked.generators().items() if generators.get(name) != state
                     ]
+                    if self._looks and not again:
+                        self._early = told_apart(kept.changes())
                     kept.undo()
                     for memory_ in metrics.values():
                         memory_.undo()
@@ -203,7 +214,7 @@ class UserStep:
         for change in changes:
             grown = change.delta
             if isinstance(grown, float) or (isinstance(grown, Tensor) and grown.is_floating_point()):
-                name = ".".join(str(step[1]) for step in change.path[1:] if step[1] != "_buffers")
+                name = name_of(change)
                 self._warn_once(
                     f"{name} added",
                     f"The step changes `self.{name}`, and with this schedule it is completed on two ranks, each for a "
@@ -211,6 +222,24 @@ class UserStep:
                     "averages and queues use a schedule with one pipeline, such as '1f1b'.",
                 )
         return changes
+
+    def _warn_of_late_values(self, final: dict[str, Any]) -> None:
+        """Warn of attributes that the last run in front of a cut left with other values than the batch.
+
+        It began with those from before the batch. What a run only writes is the same then; what it reads first is not.
+        """
+        late = [
+            f"`self.{name}`"
+            for name, value in self._early.items()
+            if value is not None and final.get(name, value) != value
+        ]
+        if late and self._pipeline.transport.replica == 0:
+            warnings.warn(
+                f"The step changes {', '.join(late)} before it calls the layers of other stages. All stages but the "
+                "last see in every micro-batch of a batch the value from before it: what they compute from it is not "
+                "what one device computes. (If only code behind the layers reads it, all is well.)",
+                stacklevel=2,
+            )
 
     def exchange(self, mine: Callable[[], Part], share: Callable[[Part | None], list[Part]]) -> list[Part]:
         """What each rank with a loss has to tell, on all ranks.

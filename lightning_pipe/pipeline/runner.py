@@ -380,7 +380,8 @@ class Pipeline:
         # Numbers in the place of signatures: they are looked up for every message.
         keys = [self._keys.setdefault((*mode, signature(part)), len(self._keys)) for part in micro_batches]
         streams = Streams(seed, self.transport.device, self.transport.replica, self._topology.replicas)
-        return Batch(step, micro_batches, keys, weights, streams, training, check=check)
+        alone = len(micro_batches) == 1 and self.synchronous
+        return Batch(step, micro_batches, keys, weights, streams, training, alone, check)
 
     @contextmanager
     def running(self, streams: Streams) -> Iterator[None]:

@@ -45,6 +45,7 @@ class Batch:
         weights: the factor of each micro-batch's loss.
         streams: the batch's random streams.
         training: whether gradients are wanted.
+        alone: whether no other micro-batch is under way meanwhile, which could read what this one changes.
         check: looks once whether the loss is a mean over samples; ``None``: it is not looked at.
         using: ``using(micro_batch)`` is entered around computations, to put the weights that they use in place.
         results: what the step returned for each micro-batch, detached, where the loss is.
@@ -57,6 +58,7 @@ class Batch:
     weights: Sequence[float]
     streams: Streams
     training: bool
+    alone: bool = False
     check: LossCheck | None = None
     using: Callable[[int], AbstractContextManager[None]] = lambda _: _AS_THEY_ARE
     results: dict[int, Any] = field(default_factory=dict)
@@ -212,6 +214,7 @@ class Stages:
             routes=self.routes.get(stage),
             profiler=self.profiler if batch.training else None,
             training=batch.training,
+            alone=batch.alone,
         )
         received = (
             tuple(e.number for e in inbound[0].entries if e.number in inbound[1] and e.requires_grad) if inbound else ()

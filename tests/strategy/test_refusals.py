@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+import warnings
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,7 @@ from torch.utils.data import DataLoader, default_collate
 from lightning_pipe import PipeStrategy
 from lightning_pipe.errors import CommunicationError, ConfigurationError, CutError, PartitionError, ScheduleError
 from lightning_pipe.refusals import check_optimizers
+from tests import launch
 from tests.launch import Outcome, outcomes
 from tests.strategy.lit import Data, Lit, dataset
 from tests.strategy.worlds import QUIET, BuiltInSetup, quiet
@@ -138,7 +140,7 @@ class Broken(Lit):
         if batch_idx == 2 and self.how == "last":
             raise ValueError("a bug on the last stage")
         if self.how == "twice":
-            return loss + super().training_step(batch, batch_idx)
+            return loss + self(batch[0]).sum()
         return None if batch_idx == 2 and self.how == "none" else loss
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
@@ -271,3 +273,71 @@ def test_a_generator_of_the_modules_own_before_a_cut(
     with pytest.raises(CutError, match=f"draws before a cut from a random generator of its own, 'self.{attribute}'"):
         fit(Noisy(draw, **{attribute: generator}), stages=2, micro_batches=2)
     fit(Noisy(lambda own, x: torch.randn_like(x), **{attribute: generator}), stages=2, micro_batches=2)
+
+
+class CountsBehind(Lit):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step([batch[0] + self.steps * 1e-3, batch[1]], batch_idx)
+        self.steps += 1
+        return loss
+
+
+def counts_behind(process: int, devices: int, micro_batches: int) -> dict[str, Tensor]:
+    L.seed_everything(1, verbose=False)
+    module = CountsBehind()
+    fit(module, devices=devices, micro_batches=micro_batches)
+    return module.state_dict()
+
+
+def test_a_buffer_that_is_read_before_a_cut_and_changed_behind_it() -> None:
+    """Only where no other micro-batch is under way is what the first stage reads what one device reads."""
+    plain = launch.run_trainers(counts_behind, 1, timeout=60, devices=1, micro_batches=1)[0]
+    for found in launch.run_trainers(counts_behind, 2, timeout=60, devices=2, micro_batches=1):
+        torch.testing.assert_close(found, plain, rtol=1e-9, atol=1e-9)
+    with pytest.raises(CutError, match="'add_' changes 'steps' in place behind a cut, and an earlier stage reads it"):
+        launch.run_trainers(counts_behind, 2, timeout=60, devices=2, micro_batches=2)
+
+
+class Counting(Lit):
+    """Changes an attribute in front of the layers."""
+
+    def __init__(self, attribute: str) -> None:
+        super().__init__()
+        self.attribute = attribute
+        self.seen, self.size, self.queue = 0, 0, list[int]()
+        self.register_buffer("ticks", torch.zeros(2))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if self.attribute == "seen":
+            self.seen += 1
+        elif self.attribute == "ticks":
+            self.ticks += 1
+        elif self.attribute == "queue":
+            self.queue.append(1)
+        else:
+            self.size = len(batch[0])
+        return super().training_step(batch, batch_idx)
+
+
+class Listens(L.Callback):
+    def on_train_start(self, *_: Any) -> None:
+        warnings.simplefilter("always")
+
+
+def what_is_said_of(process: int, attributes: list[str]) -> list[list[str]]:
+    said = []
+    for attribute in attributes:
+        with warnings.catch_warnings(record=True) as caught:
+            fit(Counting(attribute), devices=2, micro_batches=3, callbacks=[Listens()])
+        texts = [str(warning.message) for warning in caught]
+        said.append([text for text in texts if "before it calls the layers of other stages" in text])
+    return said
+
+
+def test_attributes_that_are_late_in_front_of_a_cut() -> None:
+    """The first stage sees them as they were before the batch, and nothing says so but a warning."""
+    attributes = ["seen", "ticks", "queue", "size"]
+    last, first = launch.run_trainers(what_is_said_of, 2, timeout=60, attributes=attributes)
+    assert last == [[], [], [], []]
+    said = [f"`self.{attribute}`" in text for attribute, (text,) in zip(attributes, first, strict=True)]
+    assert said == [True, True, True, False]  # the size is only written, by each run anew

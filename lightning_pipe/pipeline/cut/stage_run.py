@@ -79,6 +79,7 @@ class StageRun:
         routes: the skip connections that leave this stage for another than the next, with the stage they go to.
         profiler: measures layers as they are called; ``None``: no measurement.
         training: whether a backward pass follows; otherwise the step may leave layers out.
+        alone: whether no other micro-batch is under way, which could read what this one changes.
     """
 
     def __init__(
@@ -96,6 +97,7 @@ class StageRun:
         routes: Mapping[Key, int] | None = None,
         profiler: Profiler | None = None,
         training: bool = True,
+        alone: bool = False,
     ) -> None:
         self._stage, self.layers, self._total, self._names = stage, layers, total, names
         self.called: set[int] = set()
@@ -115,7 +117,7 @@ class StageRun:
         self._holdings, self._learnt = holdings, learnt
         self._whole = len(layers) == total
         expected = inbound[0].calls if inbound else None
-        self.tracker = Tracker(expected, self.stream, holdings, partial=not self._whole)
+        self.tracker = Tracker(expected, self.stream, holdings, partial=not self._whole, alone=alone)
         self.stand_in = StandIn(self.tracker, self.skips, device)
 
     # ------------------------------------------------------------------ the run
