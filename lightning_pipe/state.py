@@ -7,9 +7,10 @@ complete one `Memory.changes` says what became different, for the other ranks to
 
 from __future__ import annotations
 
+import io
 import pickle
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -57,6 +58,15 @@ class Tracked:
             for attribute, value in vars(module).items()
             if isinstance(value, _GENERATORS)
         }
+
+    def iterators(self) -> list[str]:
+        """The attributes that are iterators, by name: what is taken from them cannot be put back."""
+        return [
+            f"{name}.{attribute}".lstrip(".")
+            for name, module in self.modules.items()
+            for attribute, value in vars(module).items()
+            if isinstance(value, Iterator) and not isinstance(value, io.IOBase)  # open files
+        ]
 
     def apply(self, changes: Iterable[Change], *, add: bool = False) -> None:
         """Make changes that another rank's step made.

@@ -114,6 +114,7 @@ class UserStep:
         if start is not None:
             self._looks, self._looked = False, True
             self._warn_of_late_values(told_apart(start.changes()))
+            self._warn_of_iterators()
         self.replay([part.logged for part in parts], len(samples))
         trainer = self._module.trainer
         trainer.should_stop = self._world.agree(trainer.should_stop or any(p.stop for p in parts), unanimous=False)
@@ -238,6 +239,17 @@ class UserStep:
                 f"The step changes {', '.join(late)} before it calls the layers of other stages. All stages but the "
                 "last see in every micro-batch of a batch the value from before it: what they compute from it is not "
                 "what one device computes. (If only code behind the layers reads it, all is well.)",
+                stacklevel=2,
+            )
+
+    def _warn_of_iterators(self) -> None:
+        """Warn of attributes that every run of a step would move on, on each rank as often as it runs there."""
+        names = [f"`self.{name}`" for name in self._tracked.iterators()]
+        if names and self._pipeline.transport.replica == 0:
+            warnings.warn(
+                f"{', '.join(names)}: an iterator cannot be put back after a run of the step that ends at a cut. If "
+                "the step takes from it, stages may get different items for one micro-batch. Let the items come with "
+                "the batch (CombinedLoader), or take them in on_train_batch_start.",
                 stacklevel=2,
             )
 
