@@ -17,10 +17,11 @@ from torch.utils._pytree import tree_leaves
 from lightning_pipe.errors import CutError
 from lightning_pipe.pipeline.cut.changes import State, has_changed, state_of, version_of
 from lightning_pipe.pipeline.cut.checkpoints import Checkpoint
+from lightning_pipe.pipeline.cut.departure import check_plain, entry_of, overlapping
 from lightning_pipe.pipeline.cut.describe import Descriptions
 from lightning_pipe.pipeline.cut.functions import FLAT
 from lightning_pipe.pipeline.cut.holdings import Holdings
-from lightning_pipe.pipeline.cut.path import Call, Crossing, Entry, Path, TensorSpec
+from lightning_pipe.pipeline.cut.path import Call, Crossing, Entry, Path
 from lightning_pipe.pipeline.cut.placeholder import Placeholder
 from lightning_pipe.pipeline.cut.received import Inbox
 from lightning_pipe.pipeline.cut.side_effects import Keepers, Watch
@@ -359,14 +360,14 @@ class StageRun:
                 if not isinstance(tensor, (Placeholder, nn.Parameter)) and number not in self.tracker.numbers.unfilled
             ]
             for _, tensor in alive:
-                _check_plain(tensor, self._names[self.layers.stop])
+                check_plain(tensor, self._names[self.layers.stop])
             # What came as copies of one memory still stands for one memory where it goes next.
             shared = overlapping([tensor for _, tensor in alive]) | {id(tensor) for tensor, *_ in self._shared}
             following = self._stage + 1
             leaving: dict[int, list[tuple[Entry, Tensor]]] = {following: []}
             for number, tensor in alive:
                 lender = self.tracker.in_place.lender_of(tensor) or self._borrowed.get(number)
-                entry = _entry(number, tensor, id(tensor) in shared, lender)
+                entry = entry_of(number, tensor, id(tensor) in shared, lender)
                 leaving.setdefault(self._routed.get(number, following), []).append((entry, tensor))
             calls = tuple(self.tracker.calls)
             for to, pairs in leaving.items():
@@ -391,49 +392,6 @@ class StageRun:
             )
 
 
-def overlapping(tensors: Sequence[Tensor]) -> set[int]:
-    """Those that share memory with another, by ``id``. To come out of one message is not to share memory."""
-    by_storage: dict[int, list[Tensor]] = {}
-    for tensor in tensors if len(tensors) > 1 else ():
-        by_storage.setdefault(tensor.untyped_storage()._cdata, []).append(tensor)
-    found: set[int] = set()
-    for together in by_storage.values():
-        if len(together) == 1:
-            continue
-        reached, last = 0, 0
-        for start, end, tensor_id in sorted((*_extent(tensor), id(tensor)) for tensor in together if tensor.numel()):
-            if start < reached:
-                found |= {last, tensor_id}
-            if end > reached:
-                reached, last = end, tensor_id
-    return found
-
-
-def _extent(tensor: Tensor) -> tuple[int, int]:
-    """From where to where a tensor reaches in its storage, in bytes."""
-    elements = 1 + sum((int(n) - 1) * int(step) for n, step in zip(tensor.shape, tensor.stride(), strict=True))
-    start = int(tensor.storage_offset()) * tensor.itemsize
-    return start, start + elements * tensor.itemsize
-
-
 def _is_generating(error: CutError) -> bool:
     """Whether an error comes from code that generates token by token."""
     return any(frame.f_code.co_name == "generate" for frame, _ in walk_tb(error.__traceback__))
-
-
-def _check_plain(tensor: Tensor, layer: str) -> None:
-    """Raise if a tensor would come out of a message as something else."""
-    if type(tensor) is not Tensor or tensor.is_nested or tensor.layout is not torch.strided:
-        kind = "nested tensor" if tensor.is_nested else f"{type(tensor).__qualname__} with {tensor.layout}"
-        raise CutError(
-            f"a {kind} crosses the cut before layer '{layer}': only torch.Tensor with torch.strided travels.",
-            hint="Use x.as_subclass(torch.Tensor) before the layers, x.to_dense() or a padded tensor with its lengths.",
-        )
-
-
-def _entry(number: int, tensor: Tensor, shared: bool, lender: tuple[int, int] | None) -> Entry:
-    spec = TensorSpec.of(tensor)
-    # A view made under no_grad says that it requires a gradient and has none to give (torch 2.13).
-    detached = tensor._is_view() and tensor.grad_fn is None
-    shared = shared or lender is not None or spec.overlaps
-    return Entry(number, spec, tensor.requires_grad and not detached, shared, lender)
