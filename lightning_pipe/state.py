@@ -52,21 +52,18 @@ class Tracked:
 
     def generators(self) -> dict[str, bytes]:
         """The states of the random generators among the attributes, by name."""
-        return {
-            f"{name}.{attribute}".lstrip("."): _state(value)
-            for name, module in self.modules.items()
-            for attribute, value in vars(module).items()
-            if isinstance(value, _GENERATORS)
-        }
+        return {name: _state(value) for name, value in self._attributes() if isinstance(value, _GENERATORS)}
 
     def iterators(self) -> list[str]:
         """The attributes that are iterators, by name: what is taken from them cannot be put back."""
-        return [
-            f"{name}.{attribute}".lstrip(".")
-            for name, module in self.modules.items()
-            for attribute, value in vars(module).items()
-            if isinstance(value, Iterator) and not isinstance(value, io.IOBase)  # open files
-        ]
+        found = [(name, value) for name, value in self._attributes() if isinstance(value, Iterator)]
+        return [name for name, value in found if not isinstance(value, io.IOBase)]  # an open file is one, too
+
+    def _attributes(self) -> Iterator[tuple[str, Any]]:
+        """All attributes by name."""
+        for path, module in self.modules.items():
+            for name, value in vars(module).items():
+                yield f"{path}.{name}".lstrip("."), value
 
     def apply(self, changes: Iterable[Change], *, add: bool = False) -> None:
         """Make changes that another rank's step made.

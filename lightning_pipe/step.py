@@ -229,29 +229,26 @@ class UserStep:
 
         It began with those from before the batch. What a run only writes is the same then; what it reads first is not.
         """
-        late = [
-            f"`self.{name}`"
-            for name, value in self._early.items()
-            if value is not None and final.get(name, value) != value
-        ]
-        if late and self._pipeline.transport.replica == 0:
-            warnings.warn(
-                f"The step changes {', '.join(late)} before it calls the layers of other stages. All stages but the "
-                "last see in every micro-batch of a batch the value from before it: what they compute from it is not "
-                "what one device computes. (If only code behind the layers reads it, all is well.)",
-                stacklevel=2,
-            )
+        self._warn_of(
+            [name for name, value in self._early.items() if value is not None and final.get(name, value) != value],
+            "The step changes {} before it calls the layers of other stages. All stages but the last see in every "
+            "micro-batch of a batch the value from before it: what they compute from it is not what one device "
+            "computes. (If only code behind the layers reads it, all is well.)",
+        )
 
     def _warn_of_iterators(self) -> None:
         """Warn of attributes that every run of a step would move on, on each rank as often as it runs there."""
-        names = [f"`self.{name}`" for name in self._tracked.iterators()]
+        self._warn_of(
+            self._tracked.iterators(),
+            "{}: an iterator cannot be put back after a run of the step that ends at a cut. If the step takes from it, "
+            "stages may get different items for one micro-batch. Let the items come with the batch (CombinedLoader), "
+            "or take them in on_train_batch_start.",
+        )
+
+    def _warn_of(self, names: Sequence[str], message: str) -> None:
+        """Warn of attributes, where the first stage is: what is wrong with them shows there alone."""
         if names and self._pipeline.transport.replica == 0:
-            warnings.warn(
-                f"{', '.join(names)}: an iterator cannot be put back after a run of the step that ends at a cut. If "
-                "the step takes from it, stages may get different items for one micro-batch. Let the items come with "
-                "the batch (CombinedLoader), or take them in on_train_batch_start.",
-                stacklevel=2,
-            )
+            warnings.warn(message.format(", ".join(f"`self.{name}`" for name in names)), stacklevel=2)
 
     def exchange(self, mine: Callable[[], Part], share: Callable[[Part | None], list[Part]]) -> list[Part]:
         """What each rank with a loss has to tell, on all ranks.
