@@ -34,14 +34,9 @@ def mix(*parts: int) -> int:
 _ONE_AT_A_TIME = threading.Lock()
 
 
-def _states(generators: Sequence[torch.Generator], seed: int | None = None) -> list[Tensor]:
-    """The states of some generators, which then start anew if a seed is given."""
+def _states(generators: Sequence[torch.Generator]) -> list[Tensor]:
     with _ONE_AT_A_TIME:
-        states = [generator.get_state() for generator in generators]
-        if seed is not None:
-            for generator in generators:
-                generator.manual_seed(seed)
-        return states
+        return [generator.get_state() for generator in generators]
 
 
 def _seed(generators: Sequence[torch.Generator], seed: int) -> None:
@@ -65,7 +60,8 @@ class _Isolated:
         self._generators, self._seed = generators, seed
 
     def __enter__(self) -> None:
-        self._states = _states(self._generators, self._seed)
+        self._states = _states(self._generators)
+        _seed(self._generators, self._seed)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
