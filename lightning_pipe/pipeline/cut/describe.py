@@ -40,15 +40,28 @@ class Descriptions:
         popped: tuple[Key, ...],
         watch: Watch | None,
     ) -> Call:
-        """Number what a call leaves behind, and describe it; see `describe`."""
-        if changed or stashed or popped or watch is not None or type(result) is not Tensor:
-            return describe(tracker, name, result, arguments, changed, stashed, popped, watch)
-        last = self._last.get(name)
+        """Number what a call leaves behind, and describe it.
+
+        Args:
+            tracker: numbers and checks the tensors.
+            name: the layer or module.
+            result: what it returned.
+            arguments: the leaves of what it was given.
+            changed: those that it has changed in place.
+            stashed: the skip connections that begin in the call.
+            popped: those that end in it.
+            watch: knows what it leaves behind besides; ``None``: nothing.
+
+        Raises:
+            CutError: it returned something that is no tensor and no plain value.
+        """
+        usual = type(result) is Tensor and not (changed or stashed or popped) and watch is None
+        last = self._last.get(name) if usual else None
         if last is not None and _again(last, tracker, result, arguments):
             tracker.numbers.bind(result, last.numbers[0])
             return last
-        call = describe(tracker, name, result, arguments)
-        if not call.lent and isinstance(call.leaves[0], TensorSpec):
+        call = _describe(tracker, name, result, arguments, changed, stashed, popped, watch)
+        if usual and not call.lent and isinstance(call.leaves[0], TensorSpec):
             self._last[name] = call
         return call
 
@@ -70,34 +83,18 @@ def _again(last: Call, tracker: Tracker, result: Tensor, arguments: Sequence[Any
     )
 
 
-def describe(
+def _describe(
     tracker: Tracker,
     name: str,
     result: Any,
     arguments: Sequence[Any],
-    changed: Sequence[Noted] = (),
-    stashed: Mapping[Key, Tensor | None] | None = None,
-    popped: tuple[Key, ...] = (),
-    watch: Watch | None = None,
+    changed: Sequence[Noted],
+    stashed: Mapping[Key, Tensor | None],
+    popped: tuple[Key, ...],
+    watch: Watch | None,
 ) -> Call:
-    """Number what a call leaves behind, and describe it.
-
-    Args:
-        tracker: numbers and checks the tensors.
-        name: the layer or module.
-        result: what it returned.
-        arguments: the leaves of what it was given.
-        changed: those that it has changed in place.
-        stashed: the skip connections that begin in the call.
-        popped: those that end in it.
-        watch: knows what it leaves behind besides; ``None``: nothing.
-
-    Raises:
-        CutError: it returned something that is no tensor and no plain value.
-    """
     leaves, structure = ([result], _LEAF) if isinstance(result, Tensor) else tree_flatten(result)
-    if stashed:
-        leaves += [*stashed.values()]
+    leaves += [*stashed.values()]
     effects: list[tuple[Effect, list[Any]]] = []
     if watch is not None:
         effects += watch.effects(leaves, tracker.numbers.derived)
@@ -123,7 +120,7 @@ def describe(
         structure,
         described,
         mutated,
-        tuple(stashed or ()),
+        tuple(stashed),
         popped,
         tuple([effect for effect, _ in effects]),
         None if watch is None else container_number(watch.containers, result),
