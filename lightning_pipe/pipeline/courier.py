@@ -16,6 +16,8 @@ from lightning_pipe.pipeline.layout import Layout, mask_words, to_bits, to_words
 from lightning_pipe.pipeline.transport import Incoming, Lane, Transport, Work
 
 _AGREED, _CHANGED = 0, 1
+_CONTROL = {"forward": 1, "backward": 2}
+"""The channels of control words that have messages of their own; that of whole crossings is 0."""
 _STAGES = 1024
 _AT_ONCE = 128
 _PlanKey = tuple[int, int, int, Hashable]
@@ -280,10 +282,9 @@ class Courier:
     def _send(
         self, layout: Layout, control: list[int], tensors: list[Tensor | None], peer: int, lane: Lane, at: Way
     ) -> None:
-        tag = _tag(at, 1 if lane.direction == "forward" else 2)
         self.sent_bytes += layout.size
-        # Each keeps its message until it is gone.
-        self._under_way(at, *self.transport.send_parts(layout, control, tensors, peer, lane, tag))
+        works = self.transport.send_parts(layout, control, tensors, peer, lane, _tag(at, _CONTROL[lane.direction]))
+        self._under_way(at, *works)  # each keeps its message until it is gone
 
     def _under_way(self, at: Way, *works: Work) -> None:
         """Wait for a send at the end of the call in which the receiver has surely come to it."""
@@ -293,8 +294,7 @@ class Courier:
         self._sending[calls] += works
 
     def _post(self, lane: Lane, at: Way, peer: int, layout: Layout, plan: Plan | None = None) -> None:
-        tag = _tag(at, 1 if lane.direction == "forward" else 2)
-        parts = self.transport.receive_parts(layout, peer, lane, tag)
+        parts = self.transport.receive_parts(layout, peer, lane, _tag(at, _CONTROL[lane.direction]))
         self._posted[lane.direction, at] = _Posted(parts, plan)
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_pipe.pipeline.layout import Layout
+from lightning_pipe.pipeline.local import LocalPeer
 from lightning_pipe.pipeline.rendezvous import connect_local
 from lightning_pipe.pipeline.topology import Topology
 from lightning_pipe.pipeline.torch_transport import TorchTransport
@@ -62,8 +63,8 @@ class GlooTransport(TorchTransport):
     def send_parts(
         self, layout: Layout, control: list[int], tensors: Sequence[Tensor | None], peer: int, lane: Lane, tag: int
     ) -> Sequence[Work]:
-        local = self._local.get(peer)
-        if local is None or self.device.type != "cpu":
+        local = self._sharing(peer)
+        if local is None:
             return super().send_parts(layout, control, tensors, peer, lane, tag)
         try:
             local.hand_over(layout.size, lambda address: layout.write(address, control, tensors), _lane_tag(lane))
@@ -73,14 +74,18 @@ class GlooTransport(TorchTransport):
 
     @override
     def receive_parts(self, layout: Layout, peer: int, lane: Lane, tag: int) -> Incoming:
-        local = self._local.get(peer)
-        if local is None or self.device.type != "cpu":
+        local = self._sharing(peer)
+        if local is None:
             return super().receive_parts(layout, peer, lane, tag)
         operation = Message("receive", layout.size, self.names[peer], lane)
         try:
             return LocalReceive(self, operation, local, local.expect(layout.size, layout.read, _lane_tag(lane)))
         except OSError as error:
             raise self.failed(operation, error) from error
+
+    def _sharing(self, peer: int) -> LocalPeer | None:
+        """The connection to a process that maps the same memory, where messages can be written to it as they are."""
+        return self._local.get(peer) if self.device.type == "cpu" else None
 
     def _gather(self, obj: object) -> list[Any]:
         return self.all_gather_object(obj, self.everyone)

@@ -82,11 +82,10 @@ class Layout:
         for tensor, (offset, count), spec, strides in self._places(tensors):
             if tensor is None or not count:
                 continue
+            raw = tensor
             if not _is_raw(tensor, spec, strides):
                 with torch.no_grad():
                     raw = torch.empty_strided(spec.shape, strides, dtype=spec.dtype, device=_HOST).copy_(tensor)
-            else:
-                raw = tensor
             ctypes.memmove(address + offset, raw.data_ptr(), count)
 
     def read(self, address: int) -> tuple[list[int], list[Tensor]]:
