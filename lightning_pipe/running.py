@@ -41,6 +41,7 @@ from lightning_pipe.reporting import Report, no_mean
 from lightning_pipe.sharded import ShardedOptimizers
 from lightning_pipe.split import SplitBatch
 from lightning_pipe.step import Result, UserStep, from_ranks, join
+from lightning_pipe.stopping import stopping_together
 from lightning_pipe.streaming import Streaming
 from lightning_pipe.wire import broadcast
 from lightning_pipe.world import World
@@ -119,8 +120,13 @@ class Run:
             trainer.datamodule is not None and any(is_overridden(hook, trainer.datamodule) for hook in _TRANSFORMS)
         )
         self._step = UserStep(self._module, self.pipeline, self._world, metrics)
-        if self.pipeline.flow is not None and trainer.state.fn == TrainerFn.FITTING:
+        if trainer.state.fn != TrainerFn.FITTING:
+            return
+        if self.pipeline.flow is not None:
             self._begin_streaming(trainer)
+        if self._world.layout.world_size > 1:
+            together = stopping_together(trainer, self._world, batches=self.streaming is None)
+            self._changed.enter_context(together)
 
     def _begin_streaming(self, trainer: Any) -> None:
         assert self._step is not None
