@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -85,6 +85,13 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         """Close this world when the job is over that has started the processes."""
         if ScriptLauncher._started is not None:
             ScriptLauncher._started.worlds.append(world)
+
+    @override
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
+        result = super().launch(function, *args, trainer=trainer, **kwargs)
+        if trainer is not None:
+            trainer.strategy.finish()
+        return result
 
     @override
     def _call_children_scripts(self) -> None:

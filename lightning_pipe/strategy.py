@@ -366,7 +366,9 @@ class PipeStrategy(ProcessStrategy):
     ) -> None:
         if self._interrupted():
             rank_zero_warn(f"{filepath} was not written: after an error the stages cannot be gathered any more.")
-        elif self._save_folder:
+            return
+        self.meet("trainer.save_checkpoint()")
+        if self._save_folder:
             self._checkpoints().save_folder(checkpoint, filepath, self.optimizers)
         elif self.pipeline_parallel_size > 1:
             self._checkpoints().save_file(checkpoint, filepath, self.checkpoint_io, storage_options)

@@ -133,9 +133,9 @@ def _alone() -> Iterator[Fault]:
         told = rf"injection\.py.*in {kind}"
         for phase in ("batch_start", "batch_end", "validation_end", "fit_end"):
             for process in (0, 1):
-                yield Fault(kind, phase, process, told=told)
+                yield Fault(kind, phase, process, told=told, once=False)
         for process in (0, 3):
-            yield Fault(kind, "batch_end", process, 4, told=told)
+            yield Fault(kind, "batch_end", process, 4, told=told, once=False)
 
 
 def _second(kinds: tuple[str, ...] = ("slow", "hang", "raise", "kill")) -> Iterator[Fault]:

@@ -142,7 +142,10 @@ def _watch(fault: Fault, first: subprocess.Popen[bytes], folder: Path, mark: str
         os.kill(pid, signal.SIGKILL)
     alive_first = first.returncode is None
     first.wait()
-    _reap(folder)
+    deadline = time.time() + 2.0
+    while time.time() < deadline and any(_exists(pid) for pid in pids):  # dying, or not taken over yet
+        _reap(folder)
+        time.sleep(0.05)
     for number in range(fault.processes):
         log, code = folder / f"output{number}", folder / f"code{number}"
         ended.outputs[number] = log.read_text(errors="replace") if log.exists() else ""
@@ -173,6 +176,10 @@ def _reap(folder: Path) -> None:
             found, status = os.waitpid(pid, os.WNOHANG)
             if found:
                 (folder / f"code{number}").write_text(str(os.waitstatus_to_exitcode(status)))
+
+
+def _exists(pid: int) -> bool:
+    return os.path.exists(f"/proc/{pid}")
 
 
 def _marked(mark: str) -> list[int]:
