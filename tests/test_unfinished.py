@@ -46,8 +46,8 @@ def test_what_is_complete_replaces_what_was_there(
 def test_an_error_leaves_what_was_there(folder: bool, tmp_path: Path) -> None:
     path = tmp_path / "last.ckpt"
     make(path, folder=folder, text="old")
-    with pytest.raises(KeyError), replacing(str(path), folder=folder) as place:
-        assert "last" not in os.path.basename(place)  # Lightning would take it for the last checkpoint
+    assert "last" not in os.path.basename(beside(str(path)))  # Lightning would take it for the last checkpoint
+    with pytest.raises(KeyError), replacing(str(path), folder=folder):
         raise KeyError
     assert content(path) == "old"
     assert os.listdir(tmp_path) == ["last.ckpt"]
@@ -106,17 +106,15 @@ def small_disk() -> Iterator[None]:
 
 def test_a_full_disk_is_named(tmp_path: Path, small_disk: None) -> None:
     path = tmp_path / "last.ckpt"
-    with pytest.raises(
-        CheckpointError, match=r"last\.ckpt could not be written: File too large \([\d,]+ bytes are free"
-    ):
+    with pytest.raises(CheckpointError, match=r"last\.ckpt could not be written: File too large \([\d,]+ bytes"):
         checkpoint_file.write(str(path), {"a": torch.zeros(10_000)}, lambda leaf, place: None)
     assert os.listdir(tmp_path) == []
 
 
 def test_errors_of_the_system_keep_their_words(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"x\.ckpt could not be written: OSError: \[Errno 28\] No space left"):
-        with naming("x.ckpt", str(tmp_path / "x")):
-            raise OSError(28, "No space left on device")
+    message = r"x\.ckpt could not be written: OSError: \[Errno 28\] No space left"
+    with pytest.raises(CheckpointError, match=message), naming("x.ckpt", str(tmp_path / "x")):
+        raise OSError(28, "No space left on device")
 
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:

@@ -103,9 +103,13 @@ class Injection:
         self.full_folder()
 
     def full_folder(self) -> None:
-        # half of what the smallest of the written files has
+        # less than any of the written files has
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (2000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+
+    def recover(self) -> None:
+        """Let files grow again: the output is one."""
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.getrlimit(resource.RLIMIT_FSIZE)[1],) * 2)
 
     def descriptors(self) -> None:
         most = max(int(name) for name in os.listdir("/proc/self/fd"))

@@ -117,23 +117,7 @@ def run(fault: Fault) -> Ended:
 
 
 def _watch(fault: Fault, first: subprocess.Popen[bytes], folder: Path, mark: str) -> Ended:
-    start = time.time()
-    over: float | None = None
-    while True:
-        time.sleep(0.2)
-        _reap(folder)
-        alive = _marked(mark)
-        if not alive and first.poll() is not None:
-            break
-        if first.poll() is not None and over is None:
-            over = time.time()
-        if over is not None and time.time() - over > LEAVING:
-            break
-        happened = _moment(folder)
-        if time.time() > (start + STARTING if happened is None else happened + fault.within + 5):
-            break
-        if fault.kind == "stop" and fault.process == 0 and alive == [first.pid] and happened is not None:
-            first.send_signal(signal.SIGCONT)  # as when a frozen host wakes up
+    _wait(fault, first, folder, mark)
     happened = _moment(folder)
     ended = Ended(fault, None if happened is None else time.time() - happened)
     pids = _pids(folder)
@@ -143,8 +127,8 @@ def _watch(fault: Fault, first: subprocess.Popen[bytes], folder: Path, mark: str
     alive_first = first.returncode is None
     first.wait()
     deadline = time.time() + 2.0
-    while time.time() < deadline and any(_exists(pid) for pid in pids):  # dying, or not taken over yet
-        _reap(folder)
+    while time.time() < deadline and any(os.path.exists(f"/proc/{pid}") for pid in pids):
+        _reap(folder)  # dying, or not taken over yet
         time.sleep(0.05)
     for number in range(fault.processes):
         log, code = folder / f"output{number}", folder / f"code{number}"
@@ -154,6 +138,24 @@ def _watch(fault: Fault, first: subprocess.Popen[bytes], folder: Path, mark: str
     ended.codes[0] = None if alive_first else first.returncode
     ended.files = [path.name for path in (folder / "tmp").iterdir() if path.name.startswith("lightning-pipe")]
     return ended
+
+
+def _wait(fault: Fault, first: subprocess.Popen[bytes], folder: Path, mark: str) -> None:
+    """Return when all processes have ended, or have had the time for it."""
+    start = time.time()
+    over: float | None = None
+    while True:
+        time.sleep(0.2)
+        _reap(folder)
+        alive, happened = _marked(mark), _moment(folder)
+        if first.poll() is not None:
+            over = over or time.time()
+            if not alive or time.time() - over > LEAVING:
+                return
+        if time.time() > (start + STARTING if happened is None else happened + fault.within + 5):
+            return
+        if fault.kind == "stop" and fault.process == 0 and alive == [first.pid] and happened is not None:
+            first.send_signal(signal.SIGCONT)  # as when a frozen host wakes up
 
 
 def _moment(folder: Path) -> float | None:
@@ -176,10 +178,6 @@ def _reap(folder: Path) -> None:
             found, status = os.waitpid(pid, os.WNOHANG)
             if found:
                 (folder / f"code{number}").write_text(str(os.waitstatus_to_exitcode(status)))
-
-
-def _exists(pid: int) -> bool:
-    return os.path.exists(f"/proc/{pid}")
 
 
 def _marked(mark: str) -> list[int]:

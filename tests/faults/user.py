@@ -94,6 +94,7 @@ class Hears(L.Callback):
     """Hears of exceptions, which a LightningModule does not."""
 
     def on_exception(self, trainer: L.Trainer, module: L.LightningModule, exception: BaseException) -> None:
+        module._injection[0].recover()  # type: ignore[index, operator, union-attr]
         module.at("exception")  # type: ignore[operator]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 
 import pytest
@@ -21,9 +21,8 @@ Act = Callable[[Meetings, FailureBoard], None]
 
 
 @pytest.fixture(autouse=True)
-def soon(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(meeting, "_PAUSE", 0.15)
-    yield
 
 
 def together(*acts: Act, gone: bool = False) -> list[BaseException | None]:
