@@ -159,7 +159,8 @@ def _files() -> Iterator[Fault]:
             kind = "full_folder" if folder else "full_file"
             yield Fault(kind, "saving", process, told=r"\.ckpt", once=False, options={"folder": folder})
     for what in ("missing", "truncated", "empty", "foreign", "folder", "half_folder", "truncated_folder"):
-        yield Fault(f"{what}_checkpoint", "", None, told=r"resume_from\.ckpt", once=False, options={"resume": what})
+        options = {"resume": what}
+        yield Fault(f"{what}_checkpoint", "resuming", None, told=r"resume_from\.ckpt", once=False, options=options)
     for process in (0, 1):
         yield Fault("descriptors", "middle", process, told=r"(?i)too many open files|file descriptors", once=False)
 

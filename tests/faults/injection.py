@@ -37,10 +37,10 @@ class Injection:
 
     def at(self, phase: str) -> None:
         """The run has come to a phase."""
-        if phase == self.phase and self.here and not self._done and hasattr(self, self.kind):
+        if phase == self.phase and self.here and not self._done:
             self._done = True
             self.happens()
-            getattr(self, self.kind)()
+            getattr(self, self.kind, lambda: None)()
 
     def happens(self) -> None:
         """Note the moment."""

@@ -189,6 +189,6 @@ def main(folder: Path, options: dict[str, Any]) -> None:
     held_out = DataLoader(Samples(Injection("", "", -1, folder), 8), batch_size=4)
     resume = folder / "resume_from.ckpt" if options.get("resume") else None
     if resume is not None:
-        injection.happens()
+        wrap(PipeStrategy, "load_checkpoint", injection, "resuming")
     trainer.fit(Lit(injection, first), data, held_out, ckpt_path=resume)
     print("The run has succeeded.")
