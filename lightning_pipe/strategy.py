@@ -45,6 +45,7 @@ from lightning_pipe.refusals import (
     check_shapes,
     check_synchronized_norms,
     is_about_several_optimizers,
+    warn_of_checkpoints_on_exception,
 )
 from lightning_pipe.reporting import Report
 from lightning_pipe.running import Cutting, Run
@@ -253,6 +254,8 @@ class PipeStrategy(ProcessStrategy):
         assert self.accelerator is not None
         assert self.model is not None
         self.accelerator.setup(trainer)
+        if trainer.state.fn == TrainerFn.FITTING and self.pipeline_parallel_size > 1:
+            warn_of_checkpoints_on_exception(trainer)
         if self.run is None:
             check_copies(trainer, self._module())
             self._divide(later=False)
@@ -364,7 +367,8 @@ class PipeStrategy(ProcessStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
-        if self._interrupted():
+        whole = self.pipeline_parallel_size == 1 and not self._save_folder and not self._shard_optimizer
+        if self._interrupted() and not whole:
             rank_zero_warn(f"{filepath} was not written: after an error the stages cannot be gathered any more.")
             return
         self.meet("trainer.save_checkpoint()")
