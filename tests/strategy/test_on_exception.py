@@ -24,9 +24,13 @@ class Fails(Lit):
 
 
 def trainer(folder: Path, **strategy: Any) -> L.Trainer:
-    calls = [OnExceptionCheckpoint(folder)]
     return L.Trainer(
-        accelerator="cpu", devices=1, strategy=PipeStrategy(**strategy), max_epochs=1, callbacks=calls, **QUIET
+        accelerator="cpu",
+        devices=1,
+        strategy=PipeStrategy(**strategy),
+        max_epochs=1,
+        callbacks=[OnExceptionCheckpoint(folder)],
+        **{**QUIET, "enable_checkpointing": True},
     )
 
 
