@@ -127,6 +127,19 @@ class Run:
         if self._world.layout.world_size > 1:
             together = stopping_together(trainer, self._world, batches=self.streaming is None)
             self._changed.enter_context(together)
+            self._meet_before_dumps(trainer)
+
+    def _meet_before_dumps(self, trainer: Any) -> None:
+        """A checkpoint begins with what all ranks do together: draining, and gathering an optimizer's shards."""
+        connector = trainer._checkpoint_connector
+        dump = connector.dump_checkpoint
+
+        def met(*arguments: Any) -> Any:
+            trainer.strategy.meet("trainer.save_checkpoint()")
+            return dump(*arguments)
+
+        vars(connector)["dump_checkpoint"] = met
+        self._changed.callback(vars(connector).pop, "dump_checkpoint", None)
 
     def _begin_streaming(self, trainer: Any) -> None:
         assert self._step is not None

@@ -371,6 +371,12 @@ class PipeStrategy(ProcessStrategy):
         if self._interrupted() and not whole:
             rank_zero_warn(f"{filepath} was not written: after an error the stages cannot be gathered any more.")
             return
+        if self.connected.local:
+            raise ConfigurationError(
+                f"trainer.save_checkpoint({str(filepath)!r}) is called within a step, which runs once for every "
+                "micro-batch and is cut short on most ranks.",
+                hint="Call it in on_train_batch_end, on all ranks.",
+            )
         self.meet("trainer.save_checkpoint()")
         if self._save_folder:
             self._checkpoints().save_folder(checkpoint, filepath, self.optimizers)

@@ -134,6 +134,8 @@ def _alone() -> Iterator[Fault]:
         for phase in ("batch_start", "batch_end", "validation_end", "fit_end"):
             for process in (0, 1):
                 yield Fault(kind, phase, process, told=told, once=False)
+        if kind == "save":
+            yield Fault(kind, "middle", 0, told=r"called within a step")
         for process in (0, 3):
             yield Fault(kind, "batch_end", process, 4, told=told, once=False)
 
