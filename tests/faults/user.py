@@ -153,12 +153,27 @@ def wrap(owner: Any, name: str, injection: Injection, phase: str) -> None:
     setattr(owner, name, wrapped)
 
 
+def _start_together(folder: Path, processes: int) -> None:
+    """Let no timeout count what a busy machine needs to start all processes."""
+    before = World.open
+
+    def opened(*arguments: Any, **options: Any) -> World:
+        deadline = time.monotonic() + 60.0
+        while len(list(folder.glob("ready*"))) < processes and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return before(*arguments, **options)
+
+    World.open = opened  # type: ignore[method-assign, assignment]
+
+
 def main(folder: Path, options: dict[str, Any]) -> None:
     """Train, while a fault happens."""
     torch.set_num_threads(1)
     kind = options["kind"]
     injection = Injection(kind, options["phase"], options["process"], folder)
+    (folder / f"ready{injection.number}").touch()
     wrap(World, "open", injection, "connecting")
+    _start_together(folder, options["processes"])
     if options.get("folder"):
         wrap(FileSystemWriter, "write_data", injection, "writing")
     calls: list[L.Callback] = [Hears(), ModelCheckpoint(folder / "saved", "{epoch}", save_last=True)]
