@@ -78,7 +78,7 @@ def _fault(kind: str, phase: str, process: int, processes: int = 2) -> Fault:
     """One of the kinds that can happen everywhere."""
     own = process == 0
     # rank 0's file, or the folder that all write
-    options = {"folder": phase == "writing"} if phase == "writing" else {}
+    options = {"folder": True} if phase in ("writing", "rewriting") else {}
     if kind == "raise":
         return Fault(kind, phase, process, processes, codes=(1,) if own else None, options=options)
     if kind == "sys_exit":
@@ -160,6 +160,11 @@ def _files() -> Iterator[Fault]:
         for process in (0, 1) if folder else (0,):
             kind = "full_folder" if folder else "full_file"
             yield Fault(kind, "saving", process, told=r"\.ckpt", once=False, options={"folder": folder})
+    for kind in ("kill", "raise"):
+        for process in (0, 1):
+            yield _fault(kind, "rewriting", process)
+        yield _fault(kind, "writing_file", 0)
+        yield _fault(kind, "rewriting_file", 0)
     for what in ("missing", "truncated", "empty", "foreign", "folder", "half_folder", "truncated_folder"):
         options = {"resume": what}
         yield Fault(f"{what}_checkpoint", "resuming", None, told=r"resume_from\.ckpt", once=False, options=options)

@@ -1,11 +1,14 @@
-"""Checkpoints that cannot be read, for runs that resume from them."""
+"""Checkpoints that cannot be read, for runs that resume from them, and those that runs have left."""
 
 from __future__ import annotations
 
 import io
+import zipfile
 from pathlib import Path
 
 import torch
+
+from tests.faults.catalogue import Fault
 
 
 def prepare(path: Path, what: str | None) -> None:
@@ -26,3 +29,16 @@ def prepare(path: Path, what: str | None) -> None:
         if what == "truncated_folder":
             (path / ".metadata").write_bytes(b"")
             (path / "meta.pt").write_bytes(whole.getvalue()[: len(whole.getvalue()) // 2])
+
+
+def damaged(saved: Path, fault: Fault) -> list[str]:
+    """The checkpoints that are not complete; a second one that fails leaves the first."""
+    found = [path.name for path in saved.glob("*.ckpt") if not _is_complete(path)]
+    lost = fault.phase.startswith("rewriting") and not (saved / "last.ckpt").exists()
+    return [*found, "last.ckpt is lost"] if lost else found
+
+
+def _is_complete(path: Path) -> bool:
+    if path.is_dir():
+        return (path / "meta.pt").exists() and (path / ".metadata").exists()
+    return zipfile.is_zipfile(path) and zipfile.ZipFile(path).testzip() is None

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.faults.catalogue import Fault
-from tests.faults.files import prepare
+from tests.faults.files import damaged, prepare
 
 _MARK = "LIGHTNING_PIPE_FAULT"
 _PR_SET_CHILD_SUBREAPER = 36
@@ -38,6 +38,7 @@ class Ended:
         outputs: by process.
         left: processes that were still there.
         files: what is left of temporary files.
+        damaged: checkpoints that are there and not complete, or should be there.
     """
 
     fault: Fault
@@ -46,6 +47,7 @@ class Ended:
     outputs: dict[int, str] = field(default_factory=dict)
     left: list[int] = field(default_factory=list)
     files: list[str] = field(default_factory=list)
+    damaged: list[str] = field(default_factory=list)
 
     @property
     def tellers(self) -> dict[int, int]:
@@ -66,6 +68,8 @@ class Ended:
             found.append(f"left behind: processes {self.left}")
         if self.files:
             found.append(f"left behind: {', '.join(self.files)}")
+        if self.damaged:
+            found.append(f"damaged: {', '.join(self.damaged)}")
         found += self._wrong_codes()
         if fault.told and not self.tellers:
             found.append("no reason told")
@@ -137,6 +141,7 @@ def _watch(fault: Fault, first: subprocess.Popen[bytes], folder: Path, mark: str
             ended.codes[number] = int(code.read_text()) if code.exists() and number not in ended.left else None
     ended.codes[0] = None if alive_first else first.returncode
     ended.files = [path.name for path in (folder / "tmp").iterdir() if path.name.startswith("lightning-pipe")]
+    ended.damaged = damaged(folder / "saved", fault)
     return ended
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from lightning_pipe import PipeStrategy
+from lightning_pipe import PipeStrategy, checkpoint_file
 from lightning_pipe.world import World
 from tests.faults.injection import Injection
 
@@ -142,12 +143,12 @@ class Streams(IterableDataset[Any]):
         return torch.full((8,), index / 40), index % 4
 
 
-def wrap(owner: Any, name: str, injection: Injection, phase: str) -> None:
-    """Come past a phase before a function of a library."""
+def wrap(owner: Any, name: str, injection: Injection, phase: str | Iterator[str]) -> None:
+    """Come past a phase before a function of a library, or past one in each of its calls."""
     before = getattr(owner, name)
 
     def wrapped(*arguments: Any, **options: Any) -> Any:
-        injection.at(phase)
+        injection.at(phase if isinstance(phase, str) else next(phase, ""))
         return before(*arguments, **options)
 
     setattr(owner, name, wrapped)
@@ -174,8 +175,11 @@ def main(folder: Path, options: dict[str, Any]) -> None:
     (folder / f"ready{injection.number}").touch()
     wrap(World, "open", injection, "connecting")
     _start_together(folder, options["processes"])
+    phases = iter(["writing", "", "", "rewriting"])  # epoch=0.ckpt and last.ckpt, epoch=1.ckpt, last.ckpt again
     if options.get("folder"):
-        wrap(FileSystemWriter, "write_data", injection, "writing")
+        wrap(FileSystemWriter, "write_data", injection, phases)
+    else:
+        wrap(checkpoint_file, "_fill", injection, (f"{phase}_file" for phase in phases))
     calls: list[L.Callback] = [Hears(), ModelCheckpoint(folder / "saved", "{epoch}", save_last=True)]
     if kind == "on_exception_checkpoint":
         calls.append(OnExceptionCheckpoint(str(folder)))
