@@ -130,7 +130,8 @@ class FailureBoard:
         failure = self._failure
         if failure is None or failure.process == self.transport.process:
             return
-        if str(failure) not in "".join(traceback.format_exception(error)):
+        # what all processes are told of, such as a checkpoint that one could not write, ends in the same words on all
+        if str(failure).splitlines()[-1] not in "".join(traceback.format_exception(error)):
             error.add_note(str(failure))
 
     def explain(self, message: str, *, timed_out: bool = False) -> CommunicationError:

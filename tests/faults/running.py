@@ -21,7 +21,7 @@ from tests.faults.files import damaged, prepare
 
 _MARK = "LIGHTNING_PIPE_FAULT"
 _PR_SET_CHILD_SUBREAPER = 36
-STARTING = 90.0
+STARTING = 240.0
 """Seconds in which the processes must come to the fault: several import torch at the same time."""
 LEAVING = 10.0
 """Seconds within which the others must have gone when process 0 has."""

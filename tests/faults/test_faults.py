@@ -12,7 +12,7 @@ FAST = ("raise@fit_end:1",)
 """A real run of several processes; tests of the launcher, of stopping and of meetings cover other kinds quickly."""
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in catalogue()]
 )

@@ -67,6 +67,9 @@ def test_an_error_of_ones_own_keeps_what_failed_first(boards: list[FailureBoard]
     own = KeyError("another one")
     boards[0].completed(own)
     assert "ValueError: the reason" in own.__notes__[0]
+    same = ValueError("the reason")
+    boards[0].completed(same)
+    assert not hasattr(same, "__notes__")
     quoting = RuntimeError(str(boards[0].explain("Something is wrong.")))
     boards[0].completed(quoting)
     assert not hasattr(quoting, "__notes__")
