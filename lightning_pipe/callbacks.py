@@ -25,7 +25,7 @@ class PipelineTimeline(pl.Callback):
             others. A shorter run shows its last one.
 
     Attributes:
-        timeline: what was measured, on process 0 after the training.
+        timeline: what was measured, on rank 0 after the training.
         predicted: the simulated timeline of the same schedule with equal stages and backward passes twice as long as
             forward passes.
     """

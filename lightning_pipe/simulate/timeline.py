@@ -16,7 +16,7 @@ from lightning_pipe.schedules.ir import COMPUTE, Action, Kind
 
 
 class Event(NamedTuple):
-    """One action with its start and end."""
+    """One action with its start and end; ``rank`` is the row of the schedule that it belongs to."""
 
     rank: int
     kind: Kind
@@ -44,12 +44,18 @@ class Timeline:
         ranks: number of ranks.
         title: what ran.
         unit: ``""`` for a simulation, ``"s"`` where times are seconds.
+        global_ranks: of a measured run: for each row the rank of its process.
+        synchronous: a batch ends with a flush; without one a run fills and drains once, not once for each batch.
+        steady: without a flush: the bubble ratio of the steady state, if it is known.
     """
 
     events: tuple[Event, ...]
     ranks: int
     title: str = ""
     unit: str = ""
+    global_ranks: tuple[int, ...] = ()
+    synchronous: bool = True
+    steady: Number | None = None
 
     @classmethod
     def of(
@@ -59,6 +65,7 @@ class Timeline:
         ranks: int | None = None,
         title: str = "",
         unit: str = "",
+        global_ranks: Sequence[int] = (),
     ) -> Timeline:
         """Make a timeline of events in any order; the earliest start becomes time zero.
 
@@ -67,6 +74,7 @@ class Timeline:
             ranks: number of ranks; by default as many as have events.
             title: what ran.
             unit: ``"s"`` for measured times in seconds (all ranks by the same clock).
+            global_ranks: of a measured run: for each row the rank of its process, as Lightning counts them.
 
         Raises:
             ScheduleError: there are no events, or one ends before it starts.
@@ -88,9 +96,9 @@ class Timeline:
         for event in made:
             if event.end < event.start:
                 late = event.start - event.end
-                raise ScheduleError(f"{event.action} on rank {event.rank} ends {late} before it starts.")
+                raise ScheduleError(f"{event.action} in row {event.rank} ends {late} before it starts.")
         made.sort(key=lambda event: (event.rank, event.start))
-        return cls(tuple(made), ranks or 1 + made[-1].rank, title, unit)
+        return cls(tuple(made), ranks or 1 + made[-1].rank, title, unit, tuple(global_ranks))
 
     @cached_property
     def makespan(self) -> Number:
@@ -133,7 +141,8 @@ class Timeline:
         """
         from lightning_pipe.simulate.steady import steady_bubble_ratio
 
-        return steady_bubble_ratio(self)
+        found = steady_bubble_ratio(self) if self.steady is None else self.steady
+        return self.bubble_ratio if found is None else found
 
     @cached_property
     def peak_activations(self) -> tuple[int, ...]:
