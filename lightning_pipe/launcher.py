@@ -127,8 +127,8 @@ def check_interactive(processes: int, environment: ClusterEnvironment) -> None:
         raise ConfigurationError(
             f"The pipeline needs {processes} processes, and each of them runs the training script from its beginning; "
             "an interactive session (a notebook, IPython, python -i) has no script that they could run.",
-            hint="Write the code into a file and run that: in a notebook begin the cell with %%writefile train.py, then "
-            "run !python train.py in the next one. To look at a pipeline within this session use one process: "
+            hint="Write the code into a file and run that: in a notebook begin the cell with %%writefile train.py, "
+            "and run !python train.py in the next one. To look at a pipeline within this session use one process: "
             f"Trainer(devices=1, strategy=PipeStrategy(stages={processes})).",
         )
 
