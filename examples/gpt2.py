@@ -107,7 +107,7 @@ def main() -> None:
         enable_progress_bar=False,
     )
     trainer.fit(module, DataLoader(data, batch_size=16, shuffle=True))
-    # After fit the module is whole again on every rank (up to 1 GiB; larger ones are read from a checkpoint).
+    # After fit the module is whole again on every rank.
     if trainer.is_global_zero:
         module.model.save_pretrained(arguments.output)
         tokenizer.save_pretrained(arguments.output)
