@@ -42,6 +42,12 @@ class Chimera(Family):
         scaling: what to do with more micro-batches than ranks.
         sync: when the copies of a stage sum their gradients: as soon as they are complete (``"eager"``), at the end
             (``"lazy"``), or early only for stages with idle time after them (``"eager_opt"``, the paper's default).
+
+    Example:
+        >>> from lightning_pipe import simulate
+        >>> timeline = simulate(Chimera(pipes=2).build(ranks=4, micro_batches=4))
+        >>> timeline.bubble_ratio, timeline.peak_activations
+        (Fraction(1, 4), (3, 4, 4, 3))
     """
 
     name: ClassVar[str] = "chimera"

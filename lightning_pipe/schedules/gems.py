@@ -19,6 +19,12 @@ class GEMS(Family):
         row 0   0         0 1 1 2
         row 1     0     0 1     1 2
         row 2       0 0 1         1 2
+
+    Example:
+        >>> from lightning_pipe import simulate
+        >>> timeline = simulate(GEMS().build(ranks=4, micro_batches=8))
+        >>> timeline.bubble_ratio, timeline.peak_activations
+        (Fraction(17, 25), (1, 1, 1, 1))
     """
 
     name: ClassVar[str] = "gems"

@@ -19,6 +19,12 @@ class Naive(Family):
         row 0   0             0 0 1             1 1
         row 1     0       0 0       1       1 1
         row 2       0 0 0             1 1 1
+
+    Example:
+        >>> from lightning_pipe import simulate
+        >>> timeline = simulate(Naive().build(ranks=4, micro_batches=2))
+        >>> timeline.bubble_ratio, timeline.peak_activations
+        (Fraction(3, 4), (1, 1, 1, 1))
     """
 
     name: ClassVar[str] = "naive"

@@ -83,6 +83,16 @@ def compare(
         stages: cut the model into this many stages for all schedules; by default each schedule's own number.
         costs: times of one stage; without ``stages``, of 1/ranks of the model, whatever the stages of a schedule.
         recompute: recompute activations.
+
+    Returns:
+        A row for each schedule. A row whose ``schedule`` is ``None`` says in ``problem`` why it cannot be built.
+
+    Raises:
+        ScheduleError: the costs have a number for each stage, and ``stages`` is not given.
+
+    Example:
+        >>> [row.label for row in compare(ranks=4, micro_batches=8) if row.bubble_ratio == 0]
+        ['pipedream', 'pipedream_2bw']
     """
     return [
         _compared(variant, ranks, micro_batches, stages, costs or Costs(), recompute)

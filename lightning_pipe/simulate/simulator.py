@@ -19,6 +19,12 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
         schedule: the schedule.
         costs: times of the actions, in any unit; by default a backward takes two forwards and messages no time.
 
+    Returns:
+        The timeline, with its times in the unit of the costs.
+
+    Raises:
+        ScheduleError: the costs have another number of stages than the schedule, or a time is negative.
+
     Example:
         >>> from lightning_pipe.schedules import OneFOneB
         >>> timeline = simulate(OneFOneB().build(ranks=4, micro_batches=8), Costs(forward=1, backward=2))

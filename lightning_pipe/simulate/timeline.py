@@ -102,7 +102,7 @@ class Timeline:
 
     @cached_property
     def makespan(self) -> Number:
-        """Time from the first start to the last end."""
+        """Time from the first start to the last end, in the unit of the costs, or in seconds."""
         return max(event.end for event in self.events)
 
     @cached_property
@@ -121,7 +121,7 @@ class Timeline:
 
     @cached_property
     def bubble_ratio(self) -> Number:
-        """Idle time of the ranks / (ranks x makespan): a fraction of the whole time."""
+        """Idle time of the ranks / (ranks x makespan): a share of the whole time, from 0 to 1."""
         whole = self.ranks * self.makespan
         return ratio(whole - sum(self.busy), whole)
 
@@ -153,13 +153,28 @@ class Timeline:
         return tuple(held([event.action for event in row] for row in self.compute))
 
     def plot(self, path: str | PathLike[str]) -> None:
-        """Draw the timeline into a picture; the file's ending says the format (png, svg, pdf)."""
+        """Draw the timeline into a picture; the file's ending says the format (png, svg, pdf).
+
+        Args:
+            path: the file.
+
+        Raises:
+            ValueError: matplotlib does not know the format.
+            OSError: the file cannot be written.
+        """
         from lightning_pipe.simulate.plot import plot
 
         plot(self, path)
 
     def to_chrome_trace(self, path: str | PathLike[str]) -> None:
-        """Write the timeline for https://ui.perfetto.dev or chrome://tracing."""
+        """Write the timeline for https://ui.perfetto.dev or chrome://tracing, in the Trace Event Format.
+
+        Args:
+            path: the JSON file. A simulation's unit of time is shown as a millisecond.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
         from lightning_pipe.simulate.chrome_trace import write_chrome_trace
 
         write_chrome_trace(self, path)
