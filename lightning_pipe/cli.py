@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import sys
 import warnings
@@ -45,8 +46,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         warnings.showwarning = _show_warning
         try:
             values.run(values)
+            sys.stdout.flush()
         except PipeError as error:
             _fail(" ".join(str(error).split()))
+        except BrokenPipeError:
+            # the reader (`| head`) has seen enough; the interpreter must not find the pipe again at its end
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _add_schedule(parser: argparse.ArgumentParser) -> None:

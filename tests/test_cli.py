@@ -108,6 +108,27 @@ def test_notes_are_lines_too(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err.startswith("lightning-pipe: note: Schedule 'interleaved' has no order of its own")
 
 
+def test_a_reader_may_stop_reading() -> None:
+    command = [
+        sys.executable,
+        "-u",
+        "-m",
+        "lightning_pipe",
+        "schedule",
+        "gems",
+        "--ranks",
+        "16",
+        "--micro-batches",
+        "64",
+    ]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == b""
+        assert process.wait(60) == 0
+
+
 def test_the_command_starts_at_once() -> None:
     command = [sys.executable, "-m", "lightning_pipe", "schedule", "1f1b"]
     times = []

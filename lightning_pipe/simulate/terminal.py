@@ -20,14 +20,14 @@ _BACKGROUND = {
     Kind.STEP: 176,
 }
 _WIDE = 200
-_MOST_BLOCKS = 12
+_MOST_BLOCKS = 24
 
 
 def draw(timeline: Timeline, *, colour: bool = False, width: int | None = None) -> str:
     """One line per rank, time to the right; each action is labelled with its kind and micro-batch.
 
     A timeline that is too long for the width goes on in further blocks of lines. Where that would take more than
-    twelve of them, it is drawn in one block, whose short actions have their kind alone.
+    24 of them, it is drawn in one block, whose short actions have their kind alone.
 
     Args:
         timeline: the timeline.
