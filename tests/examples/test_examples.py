@@ -16,7 +16,7 @@ from tests.launch import free_port
 from tests.strategy.test_launcher import clean_environment
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-SECONDS = 100
+SECONDS = 180
 pytestmark = pytest.mark.timeout(SECONDS + 15)
 
 
@@ -100,7 +100,7 @@ def test_cli(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(4 * SECONDS)
+@pytest.mark.timeout(2 * SECONDS)
 def test_notebook(tmp_path: Path) -> None:
     nbclient = pytest.importorskip("nbclient", reason="a notebook needs nbclient and ipykernel to run")
     pytest.importorskip("ipykernel", reason="a notebook needs a kernel")
