@@ -6,7 +6,7 @@
 
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
-.PHONY: help train test test-all check format bench clean
+.PHONY: help train test test-all check format bench docs pictures clean
 
 ARGS ?=
 # The first of these that is Python >= 3.11 and can make virtual environments.
@@ -43,8 +43,15 @@ format: .venv/ready  ## let ruff repair what it can
 bench: .venv/ready  ## measure bubbles, speed and overheads on this machine
 	@$(RUN) -m tests.benchmarks $(ARGS)
 
+docs: .venv/docs-ready  ## build the documentation into docs/_build/html, without network but for the first time
+	@$(BIN)/python -m sphinx -q -W --keep-going -b html docs docs/_build/html
+	@echo "docs/_build/html/index.html"
+
+pictures: .venv/ready  ## draw the pictures of README and docs anew
+	@$(BIN)/python -m docs.pictures
+
 clean:  ## remove .venv, caches and the outputs of runs
-	rm -rf .venv build dist outputs multirun .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf .venv build dist docs/_build outputs multirun .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 .venv/ready: pyproject.toml constraints.txt
@@ -53,4 +60,9 @@ clean:  ## remove .venv, caches and the outputs of runs
 	@echo "Setting up .venv with $$($(PYTHON) -V) and the versions in constraints.txt (once; a few minutes) ..."
 	@$(PYTHON) -m venv .venv
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+# What the documentation needs beyond that: the tests do without.
+.venv/docs-ready: .venv/ready
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt --editable '.[docs]'
 	@touch $@

@@ -9,17 +9,24 @@ from lightning_pipe import registry, schedules
 
 if TYPE_CHECKING:
     from lightning_pipe import partition, simulate, skip
+    from lightning_pipe.callbacks import PipelineTimeline
     from lightning_pipe.pipeline.batchnorm import DeferredBatchNorm
     from lightning_pipe.pipeline.recompute import is_recomputing
+    from lightning_pipe.planning import plan
     from lightning_pipe.simulate import Costs
     from lightning_pipe.strategy import PipeStrategy
+
+__version__ = "0.1.0"
 
 __all__ = [
     "Costs",
     "DeferredBatchNorm",
     "PipeStrategy",
+    "PipelineTimeline",
+    "__version__",
     "is_recomputing",
     "partition",
+    "plan",
     "schedules",
     "simulate",
     "skip",
@@ -30,7 +37,9 @@ _HOMES = {
     "Costs": "lightning_pipe.simulate",
     "DeferredBatchNorm": "lightning_pipe.pipeline.batchnorm",
     "PipeStrategy": "lightning_pipe.strategy",
+    "PipelineTimeline": "lightning_pipe.callbacks",
     "is_recomputing": "lightning_pipe.pipeline.recompute",
+    "plan": "lightning_pipe.planning",
 }
 
 registry.install()

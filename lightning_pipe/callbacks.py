@@ -25,9 +25,16 @@ class PipelineTimeline(pl.Callback):
             others. A shorter run shows its last one.
 
     Attributes:
-        timeline: what was measured, on process 0 after the training.
+        timeline: what was measured, on rank 0 after the training.
         predicted: the simulated timeline of the same schedule with equal stages and backward passes twice as long as
             forward passes.
+
+    Raises:
+        ValueError: at the end of training, if the picture's format is not known.
+
+    Example:
+        >>> import lightning as L
+        >>> trainer = L.Trainer(accelerator="cpu", logger=False, callbacks=[PipelineTimeline("timeline.png", batch=50)])
     """
 
     def __init__(self, path: str | PathLike[str] | None = None, batch: int = 20) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import sys
 import warnings
@@ -14,8 +15,10 @@ from typing import NoReturn
 
 from lightning_pipe import plan_command, schedules
 from lightning_pipe.errors import PipeError
+from lightning_pipe.schedules import Schedule
 from lightning_pipe.schedules.dependencies import Number
-from lightning_pipe.simulate import Costs, compare, simulate, table
+from lightning_pipe.simulate import Costs, compare, table
+from lightning_pipe.simulate.comparison import simulate_batch
 
 _PROGRAM = "lightning-pipe"
 _COMPARE = "compare"
@@ -43,8 +46,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         warnings.showwarning = _show_warning
         try:
             values.run(values)
+            sys.stdout.flush()
         except PipeError as error:
             _fail(" ".join(str(error).split()))
+        except BrokenPipeError:
+            # the reader (`| head`) has seen enough; the interpreter must not find the pipe again at its end
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _add_schedule(parser: argparse.ArgumentParser) -> None:
@@ -78,9 +85,13 @@ def _schedule(values: argparse.Namespace) -> None:
         _compare(values)
         return
     family = schedules.get(values.name, **dict(values.option))
-    schedule = family.build(values.ranks, values.micro_batches, values.stages)
-    schedule = schedules.with_recompute(schedule, values.recompute)
-    timeline = simulate(schedule, _costs(values))
+
+    def build(micro_batches: int) -> Schedule:
+        schedule = family.build(values.ranks, micro_batches, values.stages)
+        return schedules.with_recompute(schedule, values.recompute)
+
+    schedule = build(values.micro_batches)
+    timeline = simulate_batch(schedule, build, _costs(values))
     print(timeline)
     writers: dict[str | None, Callable[[str], None]] = {
         values.png: timeline.plot,

@@ -13,9 +13,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
+from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.strategies.launchers.subprocess_script import _basic_subprocess_cmd
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from typing_extensions import override
+
+from lightning_pipe.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from lightning_pipe.world import World
@@ -86,6 +89,12 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         if ScriptLauncher._started is not None:
             ScriptLauncher._started.worlds.append(world)
 
+    @property
+    @override
+    def is_interactive_compatible(self) -> bool:
+        """Whether an interactive session can use it; `check_interactive` has refused those that cannot."""
+        return True
+
     @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
         result = super().launch(function, *args, trainer=trainer, **kwargs)
@@ -108,6 +117,27 @@ class ScriptLauncher(_SubprocessScriptLauncher):
             command, folder = _command(local_rank)
             variables = {**os.environ, "LOCAL_RANK": str(local_rank), _CHILD: "1"}
             self.procs.append(subprocess.Popen(command, env=variables, cwd=folder))
+
+
+def check_interactive(processes: int, environment: ClusterEnvironment) -> None:
+    """Refuse to start other processes from a session that has no script for them to run.
+
+    Args:
+        processes: processes of the run.
+        environment: tells whether somebody else starts them.
+
+    Raises:
+        ConfigurationError: a notebook, IPython or ``python -i`` asks for several processes.
+    """
+    interactive = hasattr(sys, "ps1") or bool(sys.flags.interactive)
+    if interactive and processes > 1 and not environment.creates_processes_externally:
+        raise ConfigurationError(
+            f"The pipeline needs {processes} processes, and each of them runs the training script from its beginning; "
+            "an interactive session (a notebook, IPython, python -i) has no script that they could run.",
+            hint="Write the code into a file and run that: in a notebook begin the cell with %%writefile train.py, "
+            "and run !python train.py in the next one. To look at a pipeline within this session use one process: "
+            f"Trainer(devices=1, strategy=PipeStrategy(stages={processes})).",
+        )
 
 
 def die_with_parent() -> None:

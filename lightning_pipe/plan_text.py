@@ -61,6 +61,9 @@ class Plan:
     carried: tuple[str, ...] = ()
     notes: tuple[str, ...] = field(default=())
 
+    def __str__(self) -> str:
+        return plan_text(self)
+
 
 def render(plan: Plan) -> Group:
     """The plan as something a rich console prints.

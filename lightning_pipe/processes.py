@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from lightning_pipe.config import Auto, Layout
 from lightning_pipe.errors import CommunicationError, ConfigurationError
-from lightning_pipe.launcher import ScriptLauncher, die_with_parent
+from lightning_pipe.launcher import ScriptLauncher, check_interactive, die_with_parent
 from lightning_pipe.meeting import Meetings
 from lightning_pipe.schedules import Family
 from lightning_pipe.signals import Signals
@@ -123,6 +123,7 @@ class ProcessStrategy(ParallelStrategy):
         ScriptLauncher.forget_finished_job()
         die_with_parent()
         assert self.cluster_environment is not None
+        check_interactive(self.num_processes * self.num_nodes, self.cluster_environment)
         self._launcher = ScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
 
     def set_world_ranks(self) -> None:

@@ -70,7 +70,7 @@ def no_mean(sizes: Sequence[int], mean: float, both: float) -> str:
 
 @dataclass
 class Report:
-    """Tells the plan of a training run and its end, on process 0.
+    """Tells the plan of a training run and its end, on rank 0.
 
     Args:
         module: the LightningModule.

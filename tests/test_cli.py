@@ -27,7 +27,7 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 def test_every_schedule_is_drawn(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     out = run(capsys, name)
     assert out.startswith(f"{name}: 4 ranks, 8 micro-batches, bubble ratio ")
-    assert all(f"rank {rank}  " in out for rank in range(4))
+    assert len([line for line in out.splitlines() if line.startswith("stage")]) % 4 == 0
 
 
 def test_sizes_costs_and_options(capsys: pytest.CaptureFixture[str]) -> None:
@@ -106,6 +106,27 @@ def test_mistakes_get_one_line(arguments: list[str], message: str, capsys: pytes
 def test_notes_are_lines_too(capsys: pytest.CaptureFixture[str]) -> None:
     main(["schedule", "interleaved", "--micro-batches", "3"])
     assert capsys.readouterr().err.startswith("lightning-pipe: note: Schedule 'interleaved' has no order of its own")
+
+
+def test_a_reader_may_stop_reading() -> None:
+    command = [
+        sys.executable,
+        "-u",
+        "-m",
+        "lightning_pipe",
+        "schedule",
+        "gems",
+        "--ranks",
+        "16",
+        "--micro-batches",
+        "64",
+    ]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == b""
+        assert process.wait(60) == 0
 
 
 def test_the_command_starts_at_once() -> None:

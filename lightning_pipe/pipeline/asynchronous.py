@@ -221,7 +221,7 @@ class Flow:
         for owners, name in names.items():
             if len({self.stream.updates(rank) for rank in owners}) > 1:
                 raise PartitionError(
-                    f"'{name}' is held by ranks {', '.join(map(str, owners))}, which schedule "
+                    f"'{name}' is held by {self._pipeline.ownership.holders_in_words(name)}, which schedule "
                     f"{self._pipeline.family.name!r} lets step for different batches.",
                     hint="Replicate their stages equally, or use a schedule with a flush.",
                 )

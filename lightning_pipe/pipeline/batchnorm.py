@@ -54,6 +54,8 @@ class DeferredBatchNorm(_BatchNorm):
     buffers and keys are those of the norm that was converted. The pipeline converts modules and commits by itself.
     Source: GPipe, arXiv:1811.06965v5, section 2.3.
 
+    Shapes are those of the norm that was converted: input and output (N, C) or (N, C, …), statistics (C,).
+
     Example:
         >>> norm = DeferredBatchNorm.convert(nn.BatchNorm1d(3))
         >>> batch = torch.randn(10, 3)
@@ -70,7 +72,14 @@ class DeferredBatchNorm(_BatchNorm):
 
     @staticmethod
     def convert(module: Module) -> Module:
-        """Turn every batch norm in ``module``, subclasses included, into its deferred form, in place."""
+        """Turn every batch norm in ``module``, subclasses included, into its deferred form, in place.
+
+        Args:
+            module: any module; modules without batch norm stay as they are.
+
+        Returns:
+            The same module.
+        """
         for part in module.modules():
             if isinstance(part, _BatchNorm) and not isinstance(part, DeferredBatchNorm):
                 part.__class__ = _deferred(type(part))  # type: ignore[arg-type]
@@ -79,7 +88,14 @@ class DeferredBatchNorm(_BatchNorm):
 
     @staticmethod
     def revert(module: Module) -> Module:
-        """Undo `convert`."""
+        """Undo `convert`, in place; statistics that were not committed are lost.
+
+        Args:
+            module: any module.
+
+        Returns:
+            The same module.
+        """
         for part in module.modules():
             if isinstance(part, DeferredBatchNorm):
                 part.__class__ = part.plain  # type: ignore[assignment]

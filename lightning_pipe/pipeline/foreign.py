@@ -38,10 +38,10 @@ def name_unknown_values(error: BaseException, pipeline: Pipeline) -> None:
     foreign = {name: p for name, p in pipeline.module.named_parameters() if p.is_meta or isinstance(p, Absent)}
     lines = reversed(list(_frames(error.__traceback__)))
     names = next((names for frame, line in lines if (names := _mentioned(frame, line, foreign))), [])
-    holders = sorted({rank for name in names for rank in pipeline.owners(name)})
-    where = f": {'it is' if len(names) == 1 else 'they are'} on rank(s) {', '.join(map(str, holders))}" if names else ""
+    holders = sorted({pipeline.transport.names[rank] for name in names for rank in pipeline.owners(name)})
+    where = f": {'it is' if len(names) == 1 else 'they are'} on {', '.join(holders)}" if names else ""
     what = ", ".join(map(repr, names)) or "the parameters that this comes from"
-    error.add_note(f"Rank {pipeline.transport.rank} does not hold {what}{where}.\n{_HINT}")
+    error.add_note(f"{pipeline.transport.describe().capitalize()} does not hold {what}{where}.\n{_HINT}")
 
 
 def _frames(trace: TracebackType | None) -> Iterator[tuple[FrameType, str]]:

@@ -94,7 +94,7 @@ class NcclTransport(TorchTransport):
     def _open(self, group: ProcessGroup, channel: Channel) -> None:
         """Make the communicator now, by one byte."""
         byte = torch.zeros(1, dtype=torch.uint8, device=self.device)
-        operation = f"open {channel}"
+        operation = f"open {self.describe_channel(channel)}"
         start = group.send if self.rank == channel.rank else group.recv
         with self.failing(operation):
             GroupWork(self, operation, start([byte], 1 - group.rank(), 0), byte).wait()
@@ -105,7 +105,7 @@ class NcclTransport(TorchTransport):
         group = self._channels.get(channel)
         if group is None:
             raise CommunicationError(
-                f"{self.describe().capitalize()} has not opened {channel}.",
+                f"{self.describe().capitalize()} has not opened {self.describe_channel(channel)}.",
                 hint="Call connect with the schedule's channels on all processes first.",
             )
         return group

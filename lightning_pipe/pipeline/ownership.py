@@ -43,8 +43,9 @@ class Ownership:
         rank: int,
         ranks: int,
         loss_ranks: tuple[int, ...],
+        rank_names: Sequence[str],
     ) -> None:
-        self.rank, self.ranks, self.loss_ranks = rank, ranks, loss_ranks
+        self.rank, self.ranks, self.loss_ranks, self.rank_names = rank, ranks, loss_ranks, rank_names
         self.settled = False
         self.used: set[str] = set()
         self.stand_ins: Mapping[int, nn.Parameter] | None = None
@@ -124,13 +125,17 @@ class Ownership:
             return
         if not self.holds(name):
             raise CutError(
-                f"'{name}' is used on rank {self.rank}, but rank(s) {', '.join(map(str, self.owners(name)))} hold it"
+                f"'{name}' is used on {self.rank_names[self.rank]}, but held by {self.holders_in_words(name)}"
                 + ("." if name in self._inside else " (in the first training batch only they used it)."),
                 hint="Use it where its layer runs, or in every training step. For a penalty on all weights use the "
                 "optimizer's weight_decay.",
             )
         if name not in self._inside:
             self.used.add(name)
+
+    def holders_in_words(self, name: str) -> str:
+        """How messages name the ranks that hold a parameter."""
+        return ", ".join(self.rank_names[rank] for rank in self.owners(name))
 
     def unnoticed(self, parameter: nn.Parameter) -> CutError:
         """The error for a parameter that is used while another one should stand in for it."""

@@ -96,7 +96,7 @@ class Pipeline:
         self.stages_here = probe.stages_of(transport.rank)
         layer_ranks = [stage_ranks[stage] for stage, span in enumerate(self.stage_layers) for _ in span]
         self.ownership = Ownership(
-            module, self.layers, layer_ranks, transport.rank, self._topology.ranks, self.loss_ranks
+            module, self.layers, layer_ranks, transport.rank, self._topology.ranks, self.loss_ranks, transport.names
         )
         self.skips = SkipRoutes(module, self.layers, self.stage_layers)
         self._learnt: set[bool] = set()
@@ -346,7 +346,13 @@ class Pipeline:
         """The measured timeline of the whole pipeline. Collective over it; right for the ranks of one host."""
         gathered = self.transport.all_gather_object(list(events), self.pipeline_members)
         everything = [event for of_rank in gathered for event in of_rank]
-        return Timeline.of(everything, ranks=self._topology.ranks, title=title or self.family.name, unit="s")
+        return Timeline.of(
+            everything,
+            ranks=self._topology.ranks,
+            title=title or self.family.name,
+            unit="s",
+            global_ranks=self._topology.pipeline_processes(self.transport.replica),
+        )
 
     def _run(self, batch: Batch) -> dict[int, Any]:
         training = batch.training
@@ -417,7 +423,7 @@ class Pipeline:
         if missing:
             raise PartitionError(
                 f"Layer '{self.names[missing[0]]}' was not called in the first training batch "
-                f"({len(missing)} of {len(mine)} layers on rank {self.transport.rank} were not).",
+                f"({len(missing)} of {len(mine)} layers on {self.transport.describe()} were not).",
                 hint="Name the layers that the training step calls with layers=... .",
             )
         self._checked = True

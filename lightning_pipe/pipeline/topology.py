@@ -16,6 +16,10 @@ class Topology:
     Within a pipeline, ``order`` says which pipeline rank each of them is, so that the rank with the loss can be
     process 0, where loggers, progress bars and the user's prints live.
 
+    Two numbers, and only one of them is shown. A *pipeline rank* is a row of the schedule: 0 holds the first stage of
+    a linear schedule. A *process* has the global rank that Lightning logs. Plans, timelines, closing lines, errors
+    and logs write "rank" for the global rank alone, by `describe`; rows of a schedule are called rows.
+
     Args:
         ranks: processes in one pipeline.
         replicas: pipelines side by side (data parallelism).
@@ -118,13 +122,12 @@ class Topology:
 
         Example:
             >>> Topology(ranks=2, replicas=2).describe(3)
-            'rank 1 of replica 1 (process 3)'
-            >>> Topology(ranks=2).describe(1)
-            'rank 1'
+            'rank 3 (replica 1)'
+            >>> Topology(ranks=2, order=(1, 0)).describe(0)
+            'rank 0'
         """
-        replica, rank = self.locate(process)
-        name = f"rank {rank}" if self.replicas == 1 else f"rank {rank} of replica {replica}"
-        return name if process == rank and self.replicas == 1 else f"{name} (process {process})"
+        replica, _ = self.locate(process)
+        return f"rank {process}" if self.replicas == 1 else f"rank {process} (replica {replica})"
 
     def _check(self, what: str, value: int, limit: int) -> None:
         if not 0 <= value < limit:

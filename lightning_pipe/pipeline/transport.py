@@ -41,9 +41,6 @@ class Channel(NamedTuple):
     peer: int
     lane: Lane
 
-    def __str__(self) -> str:
-        return f"{self.lane} from rank {self.rank} to rank {self.peer}"
-
 
 class Work(Protocol):
     """An operation under way."""
@@ -220,6 +217,10 @@ class Transport(ABC):
         """How messages name a process (``None``: this one)."""
         return self.topology.describe(self.process if process is None else process)
 
+    def describe_channel(self, channel: Channel) -> str:
+        """How messages name a channel of this process's pipeline."""
+        return f"{channel.lane} from {self.names[channel.rank]} to {self.names[channel.peer]}"
+
     def error(self, operation: object, cause: BaseException | None, timed_out: bool = False) -> CommunicationError:
         """The error for an operation that failed: with the origin's traceback or the report of a hang, if known."""
         what = f"{self.describe().capitalize()} could not {operation}"
@@ -271,4 +272,4 @@ class Collective(NamedTuple):
 
     def __str__(self) -> str:
         size = f" of {self.size} bytes" if self.size else ""
-        return f"finish {self.name}{size} with processes {list(self.members)}"
+        return f"finish {self.name}{size} with ranks {list(self.members)}"

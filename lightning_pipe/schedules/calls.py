@@ -152,7 +152,7 @@ class Cut:
                 if versions.setdefault((rank, _index(action)), version) != version:
                     raise ScheduleError(
                         f"Schedule {self._schedule.name!r} runs micro-batch {action.micro_batch} on different versions "
-                        f"of the weights on the stages of rank {rank}; they share one optimizer.",
+                        f"of the weights on the stages of row {rank}; they share one optimizer.",
                         hint="Let the stages of a rank step together.",
                     )
         return versions
@@ -219,7 +219,7 @@ class Cut:
         for stage in stages[1:]:
             if by_stage[stage] != by_stage[stages[0]]:
                 raise ScheduleError(
-                    f"Schedule {name!r}: stages {stages[0]} and {stage} of rank {rank} do not step together; they "
+                    f"Schedule {name!r}: stages {stages[0]} and {stage} of row {rank} do not step together; they "
                     "share one optimizer."
                 )
         return by_stage[stages[0]]
@@ -246,7 +246,7 @@ class Cut:
         for (rank, peer, forward, pipe), messages in lanes.items():
             if lanes.get((peer, rank, forward, pipe)) != messages:
                 raise ScheduleError(
-                    f"Schedule {self._schedule.name!r}: cut into calls, ranks {rank} and {peer} would exchange their "
+                    f"Schedule {self._schedule.name!r}: cut into calls, rows {rank} and {peer} would exchange their "
                     "messages in different orders.",
                     hint="Let every rank hold consecutive stages.",
                 )

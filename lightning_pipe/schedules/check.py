@@ -32,7 +32,7 @@ def check(schedule: Schedule) -> None:
         for index, action in enumerate(actions):
             complaint = _out_of_place(schedule, rank, action) or _out_of_order(action, pipes, done)
             if complaint:
-                raise ScheduleError(f"Schedule {schedule.name!r}, rank {rank}, action {index} ({action}): {complaint}.")
+                raise ScheduleError(f"Schedule {schedule.name!r}, row {rank}, action {index} ({action}): {complaint}.")
     _check_complete(schedule, done)
     play(schedule)
 
@@ -42,18 +42,18 @@ def _check_placement(schedule: Schedule) -> None:
     if set(schedule.placement) != wanted:
         odd = min(wanted.symmetric_difference(schedule.placement))
         raise ScheduleError(
-            f"Schedule {schedule.name!r}: the placement must name a rank for each of {schedule.stages} stages in each "
+            f"Schedule {schedule.name!r}: the placement must name a row for each of {schedule.stages} stages in each "
             f"of {schedule.pipes} pipes; (pipe, stage) {odd} is {'missing' if odd in wanted else 'unknown'}."
         )
     for (pipe, stage), rank in schedule.placement.items():
         if not 0 <= rank < schedule.ranks:
             raise ScheduleError(
-                f"Schedule {schedule.name!r}: stage {stage} of pipe {pipe} is placed on rank {rank}, "
-                f"but ranks are 0 to {schedule.ranks - 1}."
+                f"Schedule {schedule.name!r}: stage {stage} of pipe {pipe} is placed in row {rank}, "
+                f"but rows are 0 to {schedule.ranks - 1}."
             )
     if len(schedule.actions) != schedule.ranks:
         raise ScheduleError(
-            f"Schedule {schedule.name!r} has actions for {len(schedule.actions)} ranks, but ranks={schedule.ranks}."
+            f"Schedule {schedule.name!r} has {len(schedule.actions)} rows of actions, but ranks={schedule.ranks}."
         )
 
 
@@ -69,7 +69,7 @@ def _out_of_place(schedule: Schedule, rank: int, action: Action) -> str | None:
     if schedule.forward_only and kind is not Kind.FORWARD:
         return "a forward-only schedule has forward actions only"
     if schedule.placement.get((pipe, stage)) != rank:
-        return f"stage {stage} of pipe {pipe} is placed on rank {schedule.placement.get((pipe, stage))}"
+        return f"stage {stage} of pipe {pipe} is placed in row {schedule.placement.get((pipe, stage))}"
     return None
 
 

@@ -26,10 +26,10 @@ class Chimera(Family):
     backward = 2 forward and ``m = p`` it is ``(p - 2) / (3m/2 + p - 2)`` for two pipes; two pipes and two
     micro-batches on each, drawn with equal slots::
 
-        rank 0  0 2   1 1 3 3 0   2
-        rank 1    0 1 2 3 1 0 3 2
-        rank 2    1 0 3 2 0 1 2 3
-        rank 3  1 3   0 0 2 2 1   3
+        row 0   0 2   1 1 3 3 0   2
+        row 1     0 1 2 3 1 0 3 2
+        row 2     1 0 3 2 0 1 2 3
+        row 3   1 3   0 0 2 2 1   3
 
     More micro-batches than ranks are scheduled in units of ``ranks``, one after the other (``"direct"``), or in units
     of ``2 ranks`` that run the forwards of two micro-batches in one slot: ``"forward_doubling"`` for slots in which
@@ -42,6 +42,12 @@ class Chimera(Family):
         scaling: what to do with more micro-batches than ranks.
         sync: when the copies of a stage sum their gradients: as soon as they are complete (``"eager"``), at the end
             (``"lazy"``), or early only for stages with idle time after them (``"eager_opt"``, the paper's default).
+
+    Example:
+        >>> from lightning_pipe import simulate
+        >>> timeline = simulate(Chimera(pipes=2).build(ranks=4, micro_batches=4))
+        >>> timeline.bubble_ratio, timeline.peak_activations
+        (Fraction(1, 4), (3, 4, 4, 3))
     """
 
     name: ClassVar[str] = "chimera"

@@ -23,6 +23,13 @@ def write_csv(schedule: Schedule, path: str | PathLike[str]) -> None:
     Letters are ``F``, ``B`` (whole backward), ``I`` and ``W`` (its input and weight part) and ``R`` (recompute).
     Micro-batches on a pipe other than 0 carry it behind an ``@``: ``2F0@1``. Files without ``R`` and ``@`` are
     torch's compute-only format.
+
+    Args:
+        schedule: the schedule.
+        path: the file, which is replaced.
+
+    Raises:
+        OSError: the file cannot be written.
     """
     with open(path, "w", newline="", encoding="utf-8") as file:
         csv.writer(file).writerows(schedule.actions)

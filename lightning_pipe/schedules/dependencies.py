@@ -182,10 +182,10 @@ def _stuck(schedule: Schedule, played: list[list[Timed]]) -> ScheduleError:
             what, stage, micro_batch = need
             holder = schedule.placement[action.pipe, stage]
             waits.append(
-                f"rank {rank} cannot run {action} (action {len(timed)}): the {what} of micro-batch {micro_batch} "
-                f"at stage {stage} has not been computed by rank {holder}"
+                f"row {rank} cannot run {action} (action {len(timed)}): the {what} of micro-batch {micro_batch} "
+                f"at stage {stage} has not been computed by row {holder}"
             )
     return ScheduleError(
         f"Schedule {schedule.name!r} deadlocks: " + "; ".join(waits) + ".",
-        hint="Order the actions so that every rank's next action depends only on actions that can run before it.",
+        hint="Order the actions so that every row's next action depends only on actions that can run before it.",
     )

@@ -20,6 +20,12 @@ class DualPipe(Family):
     ``(ranks/2 - 1)(F + 2B - 3W)`` with backward B and its weight part W, a figure of the balanced case; up to
     ``ranks + 1`` stage-micro-batches held. A forward and a backward that the original overlaps run one after the other
     here. The published order is for even numbers of micro-batches, ``2 ranks`` or more.
+
+    Example:
+        >>> from lightning_pipe import simulate
+        >>> timeline = simulate(DualPipe().build(ranks=4, micro_batches=8))
+        >>> timeline.bubble_ratio, timeline.peak_activations
+        (Fraction(1, 25), (5, 5, 5, 5))
     """
 
     name: ClassVar[str] = "dualpipe"

@@ -18,6 +18,12 @@ class DualPipeV(Family):
     Bubble ``(ranks - 1)(F + 2B - 3W)`` with backward B and its weight part W, a figure of the balanced case; up to
     ``2 ranks + 1`` stage-micro-batches held. A forward and a backward that the original overlaps run one after the
     other here. The published order is for ``2 ranks`` micro-batches or more.
+
+    Example:
+        >>> from lightning_pipe import simulate
+        >>> timeline = simulate(DualPipeV().build(ranks=4, micro_batches=8))
+        >>> timeline.bubble_ratio, timeline.peak_activations
+        (Fraction(1, 17), (9, 9, 9, 9))
     """
 
     name: ClassVar[str] = "dualpipev"

@@ -16,9 +16,15 @@ class GEMS(Family):
     Every rank holds two stages but activations of one micro-batch only. With backward = 2 forward two micro-batches
     take ``4 ranks + 2`` forwards, a bubble ratio of ``(ranks - 1) / (ranks + 1/2)`` in the limit::
 
-        rank 0  0         0 1 1 2
-        rank 1    0     0 1     1 2
-        rank 2      0 0 1         1 2
+        row 0   0         0 1 1 2
+        row 1     0     0 1     1 2
+        row 2       0 0 1         1 2
+
+    Example:
+        >>> from lightning_pipe import simulate
+        >>> timeline = simulate(GEMS().build(ranks=4, micro_batches=8))
+        >>> timeline.bubble_ratio, timeline.peak_activations
+        (Fraction(17, 25), (1, 1, 1, 1))
     """
 
     name: ClassVar[str] = "gems"

@@ -16,10 +16,16 @@ class GPipe(Family):
     Bubble ratio ``(ranks - 1) / (micro_batches + ranks - 1)``; every rank holds the activations of all
     ``micro_batches`` (the paper's M; our ranks are its K)::
 
-        rank 0  0 1 2 3                   3 3 2 2 1 1 0 0
-        rank 1    0 1 2 3             3 3 2 2 1 1 0 0
-        rank 2      0 1 2 3       3 3 2 2 1 1 0 0
-        rank 3        0 1 2 3 3 3 2 2 1 1 0 0
+        row 0   0 1 2 3                   3 3 2 2 1 1 0 0
+        row 1     0 1 2 3             3 3 2 2 1 1 0 0
+        row 2       0 1 2 3       3 3 2 2 1 1 0 0
+        row 3         0 1 2 3 3 3 2 2 1 1 0 0
+
+    Example:
+        >>> from lightning_pipe import simulate
+        >>> timeline = simulate(GPipe().build(ranks=4, micro_batches=8))
+        >>> timeline.bubble_ratio, timeline.peak_activations
+        (Fraction(3, 11), (8, 8, 8, 8))
     """
 
     name: ClassVar[str] = "gpipe"

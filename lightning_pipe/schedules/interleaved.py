@@ -22,6 +22,12 @@ class Interleaved(Family):
 
     Args:
         virtual_stages: stages per rank; by default 2, or ``stages / ranks`` where the number of stages is given.
+
+    Example:
+        >>> from lightning_pipe import simulate
+        >>> timeline = simulate(Interleaved(virtual_stages=2).build(ranks=4, micro_batches=8))
+        >>> timeline.bubble_ratio, timeline.peak_activations
+        (Fraction(3, 19), (11, 9, 7, 5))
     """
 
     name: ClassVar[str] = "interleaved"

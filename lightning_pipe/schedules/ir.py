@@ -64,6 +64,9 @@ Placement = Mapping[tuple[int, int], int]
 class Schedule:
     """The compute order of every rank.
 
+    Inside a schedule a rank is a row: of ``actions``, of a drawing, of a CSV file. Which process computes a row is not
+    a schedule's business; messages to users therefore say "row" of a schedule, and "rank" of a process.
+
     Args:
         name: the family's registered name.
         stages: number of stages the model is cut into.

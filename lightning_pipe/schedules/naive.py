@@ -16,9 +16,15 @@ class Naive(Family):
     The baseline that GPipe (Huang et al. 2019, figure 2b) improves on. Bubble ratio ``(ranks - 1) / ranks`` for any
     number of micro-batches; one micro-batch of activations per rank::
 
-        rank 0  0             0 0 1             1 1
-        rank 1    0       0 0       1       1 1
-        rank 2      0 0 0             1 1 1
+        row 0   0             0 0 1             1 1
+        row 1     0       0 0       1       1 1
+        row 2       0 0 0             1 1 1
+
+    Example:
+        >>> from lightning_pipe import simulate
+        >>> timeline = simulate(Naive().build(ranks=4, micro_batches=2))
+        >>> timeline.bubble_ratio, timeline.peak_activations
+        (Fraction(3, 4), (1, 1, 1, 1))
     """
 
     name: ClassVar[str] = "naive"

@@ -18,10 +18,16 @@ class OneFOneB(Family):
     ``(ranks - 1) / (micro_batches + ranks - 1)``, with activations of only ``min(ranks - r, micro_batches)``
     micro-batches::
 
-        rank 0  0 1 2 3             0 0   1 1   2 2   3 3
-        rank 1    0 1 2         0 0 3 1 1   2 2   3 3
-        rank 2      0 1     0 0 2 1 1 3 2 2   3 3
-        rank 3        0 0 0 1 1 1 2 2 2 3 3 3
+        row 0   0 1 2 3             0 0   1 1   2 2   3 3
+        row 1     0 1 2         0 0 3 1 1   2 2   3 3
+        row 2       0 1     0 0 2 1 1 3 2 2   3 3
+        row 3         0 0 0 1 1 1 2 2 2 3 3 3
+
+    Example:
+        >>> from lightning_pipe import simulate
+        >>> timeline = simulate(OneFOneB().build(ranks=4, micro_batches=8))
+        >>> timeline.bubble_ratio, timeline.peak_activations
+        (Fraction(3, 11), (4, 3, 2, 1))
     """
 
     name: ClassVar[str] = "1f1b"

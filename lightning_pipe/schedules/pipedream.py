@@ -28,6 +28,15 @@ class PipeDream(Family):
         vertical_sync: use the same version of the weights on all stages.
         replicas: ranks for every stage (1F1B-RR): minibatches take the replicas of a stage in turn, which step
             together; by default one for every stage.
+
+    Raises:
+        ScheduleError: a stage has no replica.
+
+    Example:
+        >>> from lightning_pipe import simulate
+        >>> schedule = PipeDream().build(ranks=4, micro_batches=64)
+        >>> simulate(schedule).steady_bubble_ratio, schedule.weight_versions
+        (Fraction(0, 1), (4, 3, 2, 1))
     """
 
     name: ClassVar[str] = "pipedream"
@@ -101,6 +110,15 @@ class PipeDream2BW(Family):
 
     Args:
         accumulate: micro-batches in a batch; by default, and in the paper at least, as many as ranks.
+
+    Raises:
+        ScheduleError: ``accumulate`` is below one.
+
+    Example:
+        >>> from lightning_pipe import simulate
+        >>> schedule = PipeDream2BW(accumulate=4).build(ranks=4, micro_batches=64)
+        >>> simulate(schedule).steady_bubble_ratio, schedule.weight_versions
+        (Fraction(0, 1), (2, 2, 2, 2))
     """
 
     name: ClassVar[str] = "pipedream_2bw"

@@ -20,6 +20,12 @@ _families: dict[str, Callable[..., Family]] = {}
 def register(name: str) -> Callable[[Factory], Factory]:
     """Register a schedule under a name: a :class:`Family`, or a function from ranks and micro-batches to orders.
 
+    Args:
+        name: what `PipeStrategy(schedule=…)`, `get` and the command line know it by. A known name is replaced.
+
+    Returns:
+        A decorator that returns what it decorates.
+
     Example:
         >>> from lightning_pipe.schedules import Action, Kind, get, register
         >>> @register("gpipe_in_order")
@@ -54,6 +60,10 @@ def get(schedule: str | PathLike[str] | Family | Schedule, **options: object) ->
 
     Raises:
         ScheduleError: no such name, file or option.
+
+    Example:
+        >>> get("chimera", pipes=4)
+        Chimera(pipes=4, scaling='direct', sync='eager_opt')
     """
     if isinstance(schedule, Family):
         return schedule

@@ -25,6 +25,12 @@ class ZeroBubble(Family):
 
     Args:
         variant: ``"h1"``, ``"h2"`` (with a flush) or ``"v"``.
+
+    Example:
+        >>> from lightning_pipe import simulate
+        >>> timeline = simulate(ZeroBubble(variant="h1").build(ranks=4, micro_batches=8))
+        >>> timeline.bubble_ratio, timeline.peak_activations
+        (Fraction(1, 9), (4, 4, 4, 4))
     """
 
     name: ClassVar[str] = "zero_bubble"

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from os import PathLike
 
 from lightning_pipe.schedules.ir import Kind
-from lightning_pipe.simulate.style import NAMES, label, summary
+from lightning_pipe.simulate.style import NAMES, label, row_names, summary
 from lightning_pipe.simulate.timeline import Event, Timeline
 
 _MICROSECONDS = {"": 1000.0, "s": 1e6}
@@ -19,10 +19,11 @@ _NEXT = {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.BACKWARD_INPUT: -1}
 def write_chrome_trace(timeline: Timeline, path: str | PathLike[str]) -> None:
     """Write one track per rank, one slice per action, and arrows where a result goes to another rank."""
     factor = _MICROSECONDS[timeline.unit]
+    names = row_names(timeline)
     content = {
         "displayTimeUnit": "ms",
         "otherData": {"title": summary(timeline)},
-        "traceEvents": [*_tracks(timeline), *_slices(timeline, factor), *_arrows(timeline, factor)],
+        "traceEvents": [*_tracks(timeline), *_slices(timeline, factor, names), *_arrows(timeline, factor)],
     }
     with open(path, "w", encoding="utf-8") as file:
         json.dump(content, file)
@@ -30,18 +31,18 @@ def write_chrome_trace(timeline: Timeline, path: str | PathLike[str]) -> None:
 
 def _tracks(timeline: Timeline) -> Iterator[dict[str, object]]:
     yield {"ph": "M", "pid": 0, "name": "process_name", "args": {"name": timeline.title or "pipeline"}}
-    for rank in range(timeline.ranks):
-        yield {"ph": "M", "pid": 0, "tid": rank, "name": "thread_name", "args": {"name": f"rank {rank}"}}
-        yield {"ph": "M", "pid": 0, "tid": rank, "name": "thread_sort_index", "args": {"sort_index": rank}}
+    for row, name in enumerate(row_names(timeline)):
+        yield {"ph": "M", "pid": 0, "tid": row, "name": "thread_name", "args": {"name": name}}
+        yield {"ph": "M", "pid": 0, "tid": row, "name": "thread_sort_index", "args": {"sort_index": row}}
 
 
-def _slices(timeline: Timeline, factor: float) -> Iterator[dict[str, object]]:
+def _slices(timeline: Timeline, factor: float, names: Sequence[str]) -> Iterator[dict[str, object]]:
     for event in timeline.events:
         yield {
             "ph": "X",
             "pid": 0,
             # Reductions overlap with compute, so they have a track of their own.
-            "tid": f"rank {event.rank} reduce" if event.kind is Kind.REDUCE else event.rank,
+            "tid": f"{names[event.rank]}, reduce" if event.kind is Kind.REDUCE else event.rank,
             "ts": float(event.start) * factor,
             "dur": float(event.end - event.start) * factor,
             "name": label(event, with_stage=True),

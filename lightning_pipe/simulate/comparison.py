@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 
 from lightning_pipe import schedules
@@ -83,6 +83,16 @@ def compare(
         stages: cut the model into this many stages for all schedules; by default each schedule's own number.
         costs: times of one stage; without ``stages``, of 1/ranks of the model, whatever the stages of a schedule.
         recompute: recompute activations.
+
+    Returns:
+        A row for each schedule. A row whose ``schedule`` is ``None`` says in ``problem`` why it cannot be built.
+
+    Raises:
+        ScheduleError: the costs have a number for each stage, and ``stages`` is not given.
+
+    Example:
+        >>> [row.label for row in compare(ranks=4, micro_batches=8) if row.bubble_ratio == 0]
+        ['pipedream', 'pipedream_2bw']
     """
     return [
         _compared(variant, ranks, micro_batches, stages, costs or Costs(), recompute)
@@ -105,11 +115,24 @@ def _compared(
     except ScheduleError as error:
         return Comparison(family.label, problem=error.message)
     own = costs if stages is not None else _of_a_share(costs, ratio(ranks, schedule.stages))
-    timeline = simulate(schedule, own)
+    timeline = simulate_batch(schedule, built, own)
+    bubble = timeline.bubble_ratio if timeline.steady is None else timeline.steady
+    return Comparison(family.label, schedule, timeline, bubble)
+
+
+def simulate_batch(schedule: Schedule, build: Callable[[int], Schedule], costs: Costs) -> Timeline:
+    """The timeline of a batch; without a flush it knows the steady state, which may need more micro-batches to show.
+
+    Args:
+        schedule: the schedule of the batch.
+        build: makes the same schedule for another number of micro-batches.
+        costs: times of the actions.
+    """
+    timeline = simulate(schedule, costs)
     if schedule.synchronous:
-        return Comparison(family.label, schedule, timeline, timeline.bubble_ratio)
-    run = simulate(built(max(micro_batches, _STEADY * ranks)), own)
-    return Comparison(family.label, schedule, timeline, run.steady_bubble_ratio)
+        return timeline
+    run = simulate(build(max(schedule.micro_batches, _STEADY * schedule.ranks)), costs)
+    return replace(timeline, steady=run.steady_bubble_ratio)
 
 
 def _of_a_share(costs: Costs, share: Number) -> Costs:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from lightning_pipe.schedules.dependencies import Number, Timed, play
 from lightning_pipe.schedules.ir import Kind, Schedule
 from lightning_pipe.simulate.costs import Costs, at_stage
+from lightning_pipe.simulate.steady import steady_bubble_ratio
 from lightning_pipe.simulate.timeline import Event, Timeline
 
 
@@ -16,6 +18,12 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     Args:
         schedule: the schedule.
         costs: times of the actions, in any unit; by default a backward takes two forwards and messages no time.
+
+    Returns:
+        The timeline, with its times in the unit of the costs.
+
+    Raises:
+        ScheduleError: the costs have another number of stages than the schedule, or a time is negative.
 
     Example:
         >>> from lightning_pipe.schedules import OneFOneB
@@ -33,7 +41,10 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     ]
     if schedule.synchronous:
         events += _reductions(schedule, costs, played)
-    return Timeline.of(events, ranks=schedule.ranks, title=schedule.name)
+    timeline = Timeline.of(events, ranks=schedule.ranks, title=schedule.name)
+    if schedule.synchronous:
+        return timeline
+    return replace(timeline, synchronous=False, steady=steady_bubble_ratio(timeline))
 
 
 def _reductions(schedule: Schedule, costs: Costs, played: list[list[Timed]]) -> Iterator[Event]:

@@ -11,8 +11,8 @@ from lightning_pipe.simulate.timeline import Event, Timeline, ratio
 _TOLERANCE = {"": 1e-9, "s": 0.2}
 
 
-def steady_bubble_ratio(timeline: Timeline) -> Number:
-    """See :attr:`Timeline.steady_bubble_ratio`."""
+def steady_bubble_ratio(timeline: Timeline) -> Number | None:
+    """See :attr:`Timeline.steady_bubble_ratio`; ``None`` if nothing repeats."""
     by_micro_batch: dict[int, dict[tuple[object, ...], Event]] = defaultdict(dict)
     for row in timeline.compute:
         for event in row:
@@ -30,7 +30,7 @@ def steady_bubble_ratio(timeline: Timeline) -> Number:
             )
             whole = timeline.ranks * period
             return ratio(whole - work, whole)
-    return timeline.bubble_ratio
+    return None
 
 
 def _period(

@@ -5,24 +5,29 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Sequence
+from itertools import groupby
 
 from lightning_pipe.schedules.ir import Kind
-from lightning_pipe.simulate.style import label, stages_of, summary, time_of
+from lightning_pipe.simulate.style import label, row_names, stages_of, summary, time_of
 from lightning_pipe.simulate.timeline import Event, Timeline
 
 _BACKGROUND = {
     Kind.FORWARD: 117,
     Kind.BACKWARD: 214,
-    Kind.BACKWARD_INPUT: 214,
+    Kind.BACKWARD_INPUT: 209,
     Kind.BACKWARD_WEIGHT: 79,
     Kind.RECOMPUTE: 228,
     Kind.STEP: 176,
 }
 _WIDE = 200
+_MOST_BLOCKS = 24
 
 
 def draw(timeline: Timeline, *, colour: bool = False, width: int | None = None) -> str:
-    """One line per rank, time to the right; each action is labelled with its kind and micro-batch where it fits.
+    """One line per rank, time to the right; each action is labelled with its kind and micro-batch.
+
+    A timeline that is too long for the width goes on in further blocks of lines. Where that would take more than
+    24 of them, it is drawn in one block, whose short actions have their kind alone.
 
     Args:
         timeline: the timeline.
@@ -30,9 +35,9 @@ def draw(timeline: Timeline, *, colour: bool = False, width: int | None = None) 
         width: columns to use at most; by default the terminal's, or 200 where there is none.
     """
     colour = colour and "NO_COLOR" not in os.environ
-    names = [f"rank {rank}" for rank in range(timeline.ranks)]
+    names = row_names(timeline)
     margin = max(map(len, names)) + 2
-    available = (width or shutil.get_terminal_size((_WIDE, 24)).columns) - margin - 1
+    available = max(20, (width or shutil.get_terminal_size((_WIDE, 24)).columns) - margin - 1)
     with_stage = any(len(stages) > 1 for stages in stages_of(timeline))
     labels = {
         event: label(event, with_stage=with_stage)
@@ -40,46 +45,58 @@ def draw(timeline: Timeline, *, colour: bool = False, width: int | None = None) 
         for event in row
         if event.end > event.start
     }
-    scale = _columns_per_time(timeline, labels, max(20, available))
-    lines = [
-        f"{name:<{margin}}" + _row([event for event in row if event in labels], labels, scale, colour)
-        for name, row in zip(names, timeline.compute, strict=True)
-    ]
-    peaks = " ".join(map(str, timeline.peak_activations))
-    return "\n".join(
-        [
-            summary(timeline),
-            *(line.rstrip() for line in lines),
-            f"makespan {time_of(float(timeline.makespan), timeline.unit)}, activations held per rank {peaks}",
+    scale, columns = _scale(timeline, labels, available)
+    rows = [_row([event for event in row if event in labels], labels, scale) for row in timeline.compute]
+    lines = [summary(timeline)]
+    for start in range(0, max([1, *map(len, rows)]), columns):
+        if start:
+            lines.append(f"{'':<{margin}}time {time_of(start / scale, timeline.unit)}:")
+        lines += [
+            (f"{name:<{margin}}" + _text(row[start : start + columns], colour)).rstrip()
+            for name, row in zip(names, rows, strict=True)
         ]
-    )
+    peaks = " ".join(map(str, timeline.peak_activations))
+    lines.append(f"makespan {time_of(float(timeline.makespan), timeline.unit)}, activations held, row by row: {peaks}")
+    return "\n".join(lines)
 
 
-def _columns_per_time(timeline: Timeline, labels: dict[Event, str], available: int) -> float:
-    """As many columns as the shortest action's label needs, if the whole timeline then fits."""
+def _scale(timeline: Timeline, labels: dict[Event, str], available: int) -> tuple[float, int]:
+    """Columns per unit of time, as many as the shortest action's label needs, and columns of a block."""
     if not labels:
-        return 0.0
+        return 0.0, available
     unit = float(min(event.end - event.start for event in labels))
-    wanted, most = max(map(len, labels.values())) + 1, available * unit / float(timeline.makespan)
+    wanted = max(map(len, labels.values())) + 1
+    # Whole actions in a block, where all are multiples of the shortest: no label is torn.
+    block = max(available // wanted, 1) * wanted
+    if wanted * float(timeline.makespan) / unit <= _MOST_BLOCKS * block:
+        return wanted / unit, block
+    most = available * unit / float(timeline.makespan)
     # Whole columns where possible: equal actions then have equal cells.
-    return (min(wanted, int(most)) or most) / unit
+    return (int(most) or most) / unit, available
 
 
-def _row(row: Sequence[Event], labels: dict[Event, str], scale: float, colour: bool) -> str:
-    text, column = "", 0
+def _row(row: Sequence[Event], labels: dict[Event, str], scale: float) -> list[tuple[str, Kind | None]]:
+    """A row's characters, with the kind of action that each belongs to."""
+    characters: list[tuple[str, Kind | None]] = []
     for event in row:
-        start, end = (max(column, round(float(time) * scale)) for time in (event.start, event.end))
-        text += " " * (start - column) + _cell(labels[event], event.kind, end - start, colour)
-        column = end
-    return text
+        start, end = (max(len(characters), round(float(time) * scale)) for time in (event.start, event.end))
+        characters += [(" ", None)] * (start - len(characters))
+        cell = _cell(labels[event], event.kind, end - start)
+        characters += [(character, event.kind) for character in cell]
+        characters += [(" ", None)] * (end - len(characters))
+    return characters
 
 
-def _cell(text: str, kind: Kind, width: int, colour: bool) -> str:
-    """``F3``, a line to the end of the action and a free column; the kind alone where that is too long."""
+def _cell(text: str, kind: Kind, width: int) -> str:
+    """``F3`` and a line to the end of the action but for a free column; the kind alone where that is too long."""
     if width > len(text):
-        cell, gap = text + "─" * (width - len(text) - 1), " "
-    elif width > 1:
-        cell, gap = kind[0] + "─" * (width - 2), " "
-    else:
-        cell, gap = kind[0] * width, ""
-    return f"\x1b[38;5;16;48;5;{_BACKGROUND[kind]}m{cell}\x1b[0m{gap}" if colour and cell else cell + gap
+        return text + "─" * (width - len(text) - 1)
+    return kind[0] + "─" * (width - 2) if width > 1 else kind[0] * width
+
+
+def _text(row: Sequence[tuple[str, Kind | None]], colour: bool) -> str:
+    parts = []
+    for kind, run in groupby(row, key=lambda character: character[1]):
+        text = "".join(character for character, _ in run)
+        parts.append(f"\x1b[38;5;16;48;5;{_BACKGROUND[kind]}m{text}\x1b[0m" if colour and kind else text)
+    return "".join(parts)

@@ -16,7 +16,7 @@ from lightning_pipe.schedules.ir import COMPUTE, Action, Kind
 
 
 class Event(NamedTuple):
-    """One action with its start and end."""
+    """One action with its start and end; ``rank`` is the row of the schedule that it belongs to."""
 
     rank: int
     kind: Kind
@@ -44,12 +44,18 @@ class Timeline:
         ranks: number of ranks.
         title: what ran.
         unit: ``""`` for a simulation, ``"s"`` where times are seconds.
+        global_ranks: of a measured run: for each row the rank of its process.
+        synchronous: a batch ends with a flush; without one a run fills and drains once, not once for each batch.
+        steady: without a flush: the bubble ratio of the steady state, if it is known.
     """
 
     events: tuple[Event, ...]
     ranks: int
     title: str = ""
     unit: str = ""
+    global_ranks: tuple[int, ...] = ()
+    synchronous: bool = True
+    steady: Number | None = None
 
     @classmethod
     def of(
@@ -59,6 +65,7 @@ class Timeline:
         ranks: int | None = None,
         title: str = "",
         unit: str = "",
+        global_ranks: Sequence[int] = (),
     ) -> Timeline:
         """Make a timeline of events in any order; the earliest start becomes time zero.
 
@@ -67,6 +74,7 @@ class Timeline:
             ranks: number of ranks; by default as many as have events.
             title: what ran.
             unit: ``"s"`` for measured times in seconds (all ranks by the same clock).
+            global_ranks: of a measured run: for each row the rank of its process, as Lightning counts them.
 
         Raises:
             ScheduleError: there are no events, or one ends before it starts.
@@ -88,13 +96,13 @@ class Timeline:
         for event in made:
             if event.end < event.start:
                 late = event.start - event.end
-                raise ScheduleError(f"{event.action} on rank {event.rank} ends {late} before it starts.")
+                raise ScheduleError(f"{event.action} in row {event.rank} ends {late} before it starts.")
         made.sort(key=lambda event: (event.rank, event.start))
-        return cls(tuple(made), ranks or 1 + made[-1].rank, title, unit)
+        return cls(tuple(made), ranks or 1 + made[-1].rank, title, unit, tuple(global_ranks))
 
     @cached_property
     def makespan(self) -> Number:
-        """Time from the first start to the last end."""
+        """Time from the first start to the last end, in the unit of the costs, or in seconds."""
         return max(event.end for event in self.events)
 
     @cached_property
@@ -113,7 +121,7 @@ class Timeline:
 
     @cached_property
     def bubble_ratio(self) -> Number:
-        """Idle time of the ranks / (ranks x makespan): a fraction of the whole time."""
+        """Idle time of the ranks / (ranks x makespan): a share of the whole time, from 0 to 1."""
         whole = self.ranks * self.makespan
         return ratio(whole - sum(self.busy), whole)
 
@@ -133,7 +141,8 @@ class Timeline:
         """
         from lightning_pipe.simulate.steady import steady_bubble_ratio
 
-        return steady_bubble_ratio(self)
+        found = steady_bubble_ratio(self) if self.steady is None else self.steady
+        return self.bubble_ratio if found is None else found
 
     @cached_property
     def peak_activations(self) -> tuple[int, ...]:
@@ -144,13 +153,28 @@ class Timeline:
         return tuple(held([event.action for event in row] for row in self.compute))
 
     def plot(self, path: str | PathLike[str]) -> None:
-        """Draw the timeline into a picture; the file's ending says the format (png, svg, pdf)."""
+        """Draw the timeline into a picture; the file's ending says the format (png, svg, pdf).
+
+        Args:
+            path: the file.
+
+        Raises:
+            ValueError: matplotlib does not know the format.
+            OSError: the file cannot be written.
+        """
         from lightning_pipe.simulate.plot import plot
 
         plot(self, path)
 
     def to_chrome_trace(self, path: str | PathLike[str]) -> None:
-        """Write the timeline for https://ui.perfetto.dev or chrome://tracing."""
+        """Write the timeline for https://ui.perfetto.dev or chrome://tracing, in the Trace Event Format.
+
+        Args:
+            path: the JSON file. A simulation's unit of time is shown as a millisecond.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
         from lightning_pipe.simulate.chrome_trace import write_chrome_trace
 
         write_chrome_trace(self, path)

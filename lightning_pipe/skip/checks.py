@@ -18,6 +18,9 @@ def verify_skippables(module: nn.Module) -> None:
 
     Raises:
         SkipError: one line for every stash without pop, pop without stash, and name used twice.
+
+    Example:
+        >>> verify_skippables(nn.Sequential(nn.Linear(2, 2)))
     """
     verify((name, layer) for name, layer in module.named_modules() if isinstance(layer, SkippableMixin))
 

@@ -15,7 +15,12 @@ Layer = TypeVar("Layer", bound="SkippableMixin")
 
 @dataclass(frozen=True)
 class stash:  # noqa: N801 - used like a function, as in torchgpipe
-    """``yield stash(name, tensor)`` in a skippable layer's forward: keep a tensor for a later layer."""
+    """``yield stash(name, tensor)`` in a skippable layer's forward: keep a tensor for a later layer.
+
+    Args:
+        name: declared with `skippable`.
+        tensor: one tensor of any shape, or ``None``.
+    """
 
     name: str
     tensor: Tensor | None
@@ -23,7 +28,11 @@ class stash:  # noqa: N801 - used like a function, as in torchgpipe
 
 @dataclass(frozen=True)
 class pop:  # noqa: N801 - used like a function, as in torchgpipe
-    """``tensor = yield pop(name)`` in a skippable layer's forward: take what an earlier layer stashed."""
+    """``tensor = yield pop(name)`` in a skippable layer's forward: take what an earlier layer stashed.
+
+    Args:
+        name: declared with `skippable`.
+    """
 
     name: str
 
@@ -109,6 +118,12 @@ def skippable(
     Args:
         stash: the names it stashes.
         pop: the names it pops.
+
+    Returns:
+        A decorator for a class of modules.
+
+    Raises:
+        SkipError: neither stashes nor pops; and in ``forward``, a declared name is left out, or another one is used.
 
     Example:
         >>> import torch

@@ -25,6 +25,9 @@ class Namespace:
     """Keeps equal names of different layers apart; see `SkippableMixin.isolate`.
 
     Make namespaces where the module is made, the same ones on all ranks: they are told apart by their order.
+
+    Example:
+        >>> put("early", None, Namespace())  # another "early" than that of any other namespace
     """
 
     number: int
@@ -99,6 +102,14 @@ def put(name: str, tensor: Tensor | None, namespace: Namespace | None = None) ->
 
     Over a pipeline it goes straight to the stage that pops it, once the first batch has shown which one that is.
 
+    Args:
+        name: what `take` asks for.
+        tensor: one tensor of any shape, or ``None``.
+        namespace: keeps equal names apart.
+
+    Raises:
+        SkipError: it is no tensor, or the name is stashed already in this step over a pipeline.
+
     Example:
         >>> import torch
         >>> put("early", torch.ones(1))
@@ -115,6 +126,13 @@ def put(name: str, tensor: Tensor | None, namespace: Namespace | None = None) ->
 
 def take(name: str, namespace: Namespace | None = None) -> Tensor | None:
     """Pop what `put` stashed.
+
+    Args:
+        name: what it was stashed under.
+        namespace: the namespace that it was stashed with.
+
+    Returns:
+        The tensor, with its gradient's way back to where it was stashed; ``None`` if that was stashed.
 
     Raises:
         SkipError: nothing is stashed under this name.

@@ -37,8 +37,8 @@ def test_neighbours_stay_neighbours(loss_rank: int) -> None:
 
 def test_names_for_messages() -> None:
     assert Topology(2).describe(1) == "rank 1"
-    assert Topology.for_schedule(2).describe(0) == "rank 1 (process 0)"
-    assert Topology.for_schedule(2, 2).describe(2) == "rank 1 of replica 1 (process 2)"
+    assert Topology.for_schedule(2).describe(0) == "rank 0"
+    assert Topology.for_schedule(2, 2).describe(2) == "rank 2 (replica 1)"
 
 
 def test_what_does_not_fit_raises() -> None:

@@ -27,12 +27,12 @@ def test_a_complete_schedule_passes() -> None:
         (("0F0 0F1 0B0", "1F0 1B0 1F1 1B1"), "never runs B or I of micro-batch 1 at stage 0"),
         (("0F0 0B0", "1F0 1B0 1F1 1B1"), "never runs F of micro-batch 1 at stage 0"),
         (("0F0 0F1 0B0 0B1", "1F0 1I0 1F1 1B1"), "never runs B or W of micro-batch 0 at stage 1"),
-        (("0F0 0F1 0B0 0B1", "1B0 1F0 1F1 1B1"), r"rank 1, action 0 \(1B0\): F of micro-batch 0 at stage 1 must come"),
+        (("0F0 0F1 0B0 0B1", "1B0 1F0 1F1 1B1"), r"row 1, action 0 \(1B0\): F of micro-batch 0 at stage 1 must come"),
         (("0F0 0F1 0B0 0B1", "1F0 1W0 1I0 1F1 1B1"), r"action 1 \(1W0\): B or I of micro-batch 0 at stage 1 must come"),
         (("0F0 0F1 0B0 0B1 0R1", "1F0 1B0 1F1 1B1"), "the backward of micro-batch 1 at stage 0 comes before it"),
         (("0F0 0F1 0F0 0B0 0B1", "1F0 1B0 1F1 1B1"), "the forward of micro-batch 0 at stage 0 is computed a second"),
         (("0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1 1W1"), "the weight gradient of micro-batch 1 at stage 1 is computed a"),
-        (("0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1 0F0"), "is placed on rank 1"),
+        (("0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1 0F0"), "is placed in row 1"),
         (("0F0 0F1@1 0B0 0B1@1", "1F0 1B0 1F1 1B1"), r"\(pipe, stage\) \(1, 1\) is missing"),
         (("0F0 0F1 0F2@1 0B0 0B1 0B2@1", "1F0 1B0 1F1 1B1 1F2 1B2 1F1@1"), "already takes pipe"),
     ],
@@ -45,16 +45,16 @@ def test_the_first_offending_action_is_named(rows: tuple[str, ...], message: str
 def test_a_deadlock_names_who_waits_for_whom() -> None:
     with pytest.raises(ScheduleError, match="deadlocks") as caught:
         of("0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1").validate()
-    assert "rank 0 cannot run 0B0 (action 1): the gradient of micro-batch 0 at stage 1" in str(caught.value)
-    assert "rank 1 cannot run 1F1 (action 1): the forward of micro-batch 1 at stage 0" in str(caught.value)
+    assert "row 0 cannot run 0B0 (action 1): the gradient of micro-batch 0 at stage 1" in str(caught.value)
+    assert "row 1 cannot run 1F1 (action 1): the forward of micro-batch 1 at stage 0" in str(caught.value)
 
 
 def test_numbers_and_placement_are_checked() -> None:
     good = of(*GOOD)
     for broken, message in (
-        (replace(good, placement={(0, 0): 0, (0, 1): 2}), "placed on rank 2, but ranks are 0 to 1"),
+        (replace(good, placement={(0, 0): 0, (0, 1): 2}), "placed in row 2, but rows are 0 to 1"),
         (replace(good, placement={(0, 0): 0}), "is missing"),
-        (replace(good, ranks=3), "actions for 2 ranks, but ranks=3"),
+        (replace(good, ranks=3), "2 rows of actions, but ranks=3"),
         (replace(good, micro_batches=1), "micro-batches are 0 to 0"),
         (replace(good, forward_only=True), "forward actions only"),
         (replace(good, actions=((Action(Kind.SEND_FORWARD, 0, 0, 0, 1),), ())), "inserted by lower"),

@@ -75,7 +75,7 @@ def test_a_class_becomes_a_schedule() -> None:
 
 def test_a_broken_schedule_of_a_user_is_refused() -> None:
     register("broken")(lambda ranks, micro_batches: [order[::-1] for order in all_forwards_first(ranks, micro_batches)])
-    with pytest.raises(ScheduleError, match=r"'broken', rank 0, action 0 \(0B1\): F of micro-batch 1"):
+    with pytest.raises(ScheduleError, match=r"'broken', row 0, action 0 \(0B1\): F of micro-batch 1"):
         get("broken").build(2, 2)
 
 

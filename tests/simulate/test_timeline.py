@@ -38,7 +38,7 @@ def test_ranks_without_events_are_idle() -> None:
 def test_impossible_timelines_are_refused() -> None:
     with pytest.raises(ScheduleError, match="at least one event"):
         Timeline.of([])
-    with pytest.raises(ScheduleError, match=r"0F0 on rank 0 ends 1.0 before it starts"):
+    with pytest.raises(ScheduleError, match=r"0F0 in row 0 ends 1.0 before it starts"):
         Timeline.of([(0, "F", 0, 0, 0, 2.0, 1.0)])
 
 

@@ -186,9 +186,9 @@ FAILURES: dict[str, tuple[int, type[BaseException], str]] = {
     "none": (0, ConfigurationError, "returned None"),
     "none_early": (1, CutError, "returned None before layer"),
     "generate": (0, CutError, "generate() runs the layers once for every token"),
-    "reads": (0, RuntimeError, "Rank 1 does not hold 'model.0.weight': it is on rank(s) 0"),
+    "reads": (0, RuntimeError, "Rank 0 does not hold 'model.0.weight': it is on rank 1"),
     "runs": (0, CutError, "needs the value of a tensor that only another stage has"),
-    "logs": (0, CutError, "Rank 1 does not hold 'model.0.weight': it is on rank(s) 0"),
+    "logs": (0, CutError, "Rank 0 does not hold 'model.0.weight': it is on rank 1"),
     "twice": (0, CutError, "a second time"),
 }
 

@@ -1,0 +1,65 @@
+"""Draws the pictures of README and docs: ``python -m docs.pictures`` (or ``make pictures``)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import FancyBboxPatch
+
+from lightning_pipe import schedules, simulate
+from lightning_pipe.schedules import Kind
+from lightning_pipe.simulate.style import COLOURS
+
+FOLDER = Path(__file__).parents[1] / ".github" / "pictures"
+SCHEDULES = ("1f1b", "gpipe", "interleaved", "chimera", "zero_bubble")
+DARK, GREY = "#1A1A1A", "#8C8C8C"
+
+
+def main() -> None:
+    """Draw all of them."""
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    for name in SCHEDULES:
+        simulate(schedules.get(name).build(ranks=4, micro_batches=8)).plot(FOLDER / f"{name}.png")
+    idea(FOLDER / "idea.png")
+
+
+def idea(path: Path) -> None:
+    """Your step on two ranks: where each run begins and ends, what is computed, and what is sent."""
+    figure = Figure(figsize=(8.0, 3.1), layout="constrained")
+    axes = figure.add_subplot()
+    axes.set_xlim(0, 10)
+    axes.set_ylim(0, 3.9)
+    axes.axis("off")
+    axes.text(0.05, 3.6, "your training_step, run by every rank for every micro-batch", fontsize=11, color=DARK)
+    names = ("embed", "layer 0", "layer 1", "layer 2", "layer 3", "loss")
+    for row, (rank, real) in enumerate((("rank 1\nstage 0", range(3)), ("rank 0\nstage 1", range(3, 6)))):
+        y = 2.35 - 1.6 * row
+        axes.text(0.05, y + 0.35, rank, fontsize=9, va="center", color=DARK)
+        for index, name in enumerate(names):
+            _box(axes, 1.2 + 1.48 * index, y, name, real=index in real, ended=row == 0 and index > 2)
+    cut = 1.2 + 1.48 * 3 - 0.115
+    axes.plot([cut, cut], [0.5, 3.25], color=COLOURS[Kind.BACKWARD_INPUT], linewidth=1.5, linestyle="--")
+    arrow = {"arrowstyle": "-|>", "color": COLOURS[Kind.BACKWARD_INPUT], "linewidth": 1.5}
+    axes.annotate("", (cut + 0.6, 1.5), (cut - 0.6, 2.3), arrowprops=arrow)
+    sent = "the tensors that are\nalive here are sent"
+    axes.text(cut - 0.75, 1.9, sent, fontsize=9, ha="right", va="center", color=DARK)
+    axes.text(cut + 0.9, 1.9, "gradients come back the same way", fontsize=9, va="center", color=DARK)
+    axes.text(
+        1.2, 0.3, "blue: computed    dashed: placeholders without values    empty: not reached", fontsize=9, color=GREY
+    )
+    figure.savefig(path, dpi=160)
+
+
+def _box(axes: Axes, x: float, y: float, name: str, *, real: bool, ended: bool) -> None:
+    style = {"facecolor": COLOURS[Kind.FORWARD], "edgecolor": "white"}
+    if not real:
+        style = {"facecolor": "white", "edgecolor": "#DDDDDD" if ended else GREY, "linestyle": "-" if ended else "--"}
+    axes.add_patch(FancyBboxPatch((x, y), 1.25, 0.7, boxstyle="round,pad=0,rounding_size=0.08", **style))
+    colour = DARK if real else "#CCCCCC" if ended else GREY
+    axes.text(x + 0.625, y + 0.35, name, fontsize=9, ha="center", va="center", color=colour)
+
+
+if __name__ == "__main__":
+    main()

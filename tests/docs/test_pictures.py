@@ -1,0 +1,20 @@
+"""The pictures of README and docs are those that the command draws."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from docs import pictures
+from tests.docs.blocks import PAGES
+
+
+def test_every_picture_is_drawn_and_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    there = {path.name for path in pictures.FOLDER.glob("*.png")}
+    monkeypatch.setattr(pictures, "FOLDER", tmp_path)
+    pictures.main()
+    assert {path.name for path in tmp_path.iterdir()} == there
+    used = {Path(name).name for page in PAGES for name in re.findall(r"!\[.*\]\((.*\.png)\)", page.read_text())}
+    assert used == there

@@ -1,0 +1,47 @@
+"""What the package offers under its own name."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import lightning_pipe
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_every_public_name_is_there_and_documented() -> None:
+    for name in lightning_pipe.__all__:
+        value = getattr(lightning_pipe, name)
+        assert isinstance(value, str) or value.__doc__, name
+        assert name in dir(lightning_pipe)
+
+
+def test_the_version_has_one_source() -> None:
+    assert re.fullmatch(r"\d+\.\d+\.\d+", lightning_pipe.__version__)
+    project = (ROOT / "pyproject.toml").read_text()
+    assert 'dynamic = ["version"]' in project
+    assert 'path = "lightning_pipe/__init__.py"' in project
+    assert f"## {lightning_pipe.__version__}\n" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_the_workflow_runs_what_ci_runs_on_the_supported_versions() -> None:
+    workflow = (ROOT / ".github/workflows/test.yml").read_text()
+    project = (ROOT / "pyproject.toml").read_text()
+    assert "run: .ci/run" in workflow
+    for name in ("torch", "lightning", "transformers"):
+        found = re.search(rf'"{name}>=([\d.]+)', project)
+        assert found
+        assert re.search(rf"{name}=={re.escape(found[1])}[.\d]*", workflow), name
+    oldest = re.search(r'requires-python = ">=([\d.]+)"', project)
+    assert oldest
+    assert f'python: "{oldest[1]}", versions: oldest' in workflow
+
+
+def test_the_version_costs_no_heavy_import() -> None:
+    code = (
+        "import sys, lightning_pipe; lightning_pipe.__version__; assert not {'torch', 'lightning'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, timeout=60)
