@@ -134,6 +134,11 @@ class Path:
     calls: tuple[Call, ...]
     entries: tuple[Entry, ...]
 
+    @property
+    def single_numbers(self) -> frozenset[int]:
+        """The numbers of the entries that have one element."""
+        return frozenset(entry.number for entry in self.entries if all(size == 1 for size in entry.spec.shape))
+
     def laid_out(self, values: dict[int, Tensor]) -> dict[int, Tensor]:
         """The values by number, those that are there, with the strides that the tensors had."""
         return {e.number: e.spec.lay_out(values[e.number]) for e in self.entries if e.number in values}

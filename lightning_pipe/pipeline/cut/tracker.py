@@ -126,10 +126,12 @@ class Tracker(TorchFunctionMode):
     def touch(self, tensors: list[Tensor], name: str, new: bool = False) -> None:
         """Note that real code uses ``tensors``; a placeholder among them has not been sent and is an error.
 
-        So is a tensor that was made inside a layer and is not its result, unless it is ``new``: the layers of other
+        So is a parameter that another rank has, and so is a tensor that was made inside a layer and is not its result, unless it is ``new``: the layers of other
         stages have none like it to give.
         """
         for position, tensor in enumerate(tensors):
+            if isinstance(tensor, nn.Parameter):
+                self._holdings.use(tensor)
             known = self.numbers.of(tensor)
             if isinstance(tensor, Placeholder):
                 if known in self.numbers.unfilled:
@@ -216,9 +218,6 @@ class Tracker(TorchFunctionMode):
         return result
 
     def _run(self, name: str, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
-        for tensor in tensors:
-            if isinstance(tensor, nn.Parameter):
-                self._holdings.use(tensor)
         self.touch(tensors, name)
         changed = changed_in_place(name, args, kwargs)
         written = self._about_to_change(changed, name) if changed else ()
