@@ -126,8 +126,8 @@ class Tracker(TorchFunctionMode):
     def touch(self, tensors: list[Tensor], name: str, new: bool = False) -> None:
         """Note that real code uses ``tensors``; a placeholder among them has not been sent and is an error.
 
-        So is a parameter that another rank has, and so is a tensor that was made inside a layer and is not its result, unless it is ``new``: the layers of other
-        stages have none like it to give.
+        So is a parameter that another rank has, and a tensor that was made inside a layer and is not its result, unless
+        it is ``new``: the layers of other stages have none like it to give.
         """
         for position, tensor in enumerate(tensors):
             if isinstance(tensor, nn.Parameter):
