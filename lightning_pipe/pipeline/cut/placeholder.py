@@ -60,6 +60,8 @@ class Placeholder(Tensor):
         return f"Placeholder(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
 
     def __format__(self, spec: str) -> str:
+        if spec and has_torch_function_unary(self):  # the tracker knows what the stage with the value has read
+            return str(handle_torch_function(Tensor.__format__, (self,), self, spec))
         if spec:
             raise CutError("formatting needs the value of a tensor that only another stage has.", hint=_VALUES)
         return repr(self)
