@@ -12,7 +12,8 @@ import transformers
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.pipeline.engine import assert_same
+from lightning_pipe.pipeline.runner import Pipeline
+from tests.pipeline.engine import assert_same, pipelined
 from tests.pipeline.test_cut import RUNS, WIDTH, Net, batches
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -209,3 +210,44 @@ def test_relative_positions(kind: str, run: dict[str, Any]) -> None:
     config = getattr(transformers, f"{kind}Config")(**options)
     model = getattr(transformers, f"{kind}ForMaskedLM")(config)
     assert_same(model, tokens(), 2, **{**run, "layers": f"{model.base_model_prefix}.encoder.layer"})
+
+
+class Encodes(Net):
+    """In evaluation torch's encoder leaves zeros at padded places, if the padding is on the right."""
+
+    def __init__(self, left: bool = False, norm: bool = False) -> None:
+        super().__init__()
+        del self.layers
+        self.left = left
+        layer = nn.TransformerEncoderLayer(WIDTH, 2, 8, batch_first=True, dropout=0.0)
+        self.encoder = nn.TransformerEncoder(layer, 4, norm=nn.LayerNorm(WIDTH) if norm else None)
+        for number, parameter in enumerate(self.encoder.parameters()):
+            torch.manual_seed(number)
+            nn.init.normal_(parameter, 0.5, 0.3)
+
+    def body(self, h: Tensor, x: Tensor) -> Tensor:
+        h = h.unsqueeze(1).repeat(1, 4, 1) + torch.arange(4)[:, None]
+        padding = torch.arange(4) >= torch.arange(len(x))[:, None] % 4 + 1
+        padding = padding.flip(1) if self.left else padding
+        return self.encoder(h, src_key_padding_mask=padding).mean(1)
+
+
+@pytest.mark.parametrize("options", [{}, {"left": True}, {"norm": True}], ids=str)
+def test_encoders_treat_padding_as_on_one_device(options: dict[str, bool], run: dict[str, Any]) -> None:
+    torch.manual_seed(1)
+    net, data = Encodes(**options), batches(1)
+    losses: list[float] = []
+
+    def evaluate(pipeline: Pipeline, module: nn.Module) -> None:
+        module.eval()
+        with torch.no_grad():
+            losses.extend(map(float, pipeline.evaluate(lambda _, part: module(**part), data).values()))
+        module.train()
+
+    def frozen(parameters: Any, lr: float) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=0.0)
+
+    pipelined(net, data, 1, between=evaluate, optimizer=frozen, **{**run, "layers": "encoder.layers"})
+    net.eval()
+    with torch.no_grad():
+        assert losses == pytest.approx([float(net(**data[0]))], abs=1e-12)

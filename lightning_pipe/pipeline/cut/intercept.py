@@ -12,6 +12,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from lightning_pipe.pipeline.cut.backward_hooks import BACKWARD_HOOKS
 from lightning_pipe.pipeline.cut.caches import Caches
 from lightning_pipe.pipeline.cut.checkpoints import CHECKPOINTS, run_again
+from lightning_pipe.pipeline.cut.encoders import padding_alike
 from lightning_pipe.pipeline.cut.inner_backward import INNER_BACKWARD
 from lightning_pipe.pipeline.cut.stage_run import Learnt, StageRun
 
@@ -33,6 +34,14 @@ class Interceptor:
         self.learnt = Learnt()
         self._caches = Caches(module, tells=tells)
         self._outside = list(outside_modules(module, self.layers))
+        ids = {id(layer) for layer in self.layers}
+        self._encoders = [
+            part
+            for part in module.modules()
+            if isinstance(part, nn.TransformerEncoder)
+            and type(part).forward is nn.TransformerEncoder.forward
+            and any(id(layer) in ids for layer in part.layers)
+        ]
 
     def computing(self) -> Iterator[nn.Module]:
         """The layers and outside modules with all their parts, each once."""
@@ -48,6 +57,8 @@ class Interceptor:
                 self._wrap(layer, self._layer_forward(number, layer), before)
             for key, (name, outside) in enumerate(self._outside):
                 self._wrap(outside, self._module_forward(name, key, outside), before)
+            for encoder in self._encoders:
+                self._wrap(encoder, padding_alike(encoder, encoder.forward), before)
             with (
                 CHECKPOINTS.installed(lambda: self.run),
                 BACKWARD_HOOKS.installed(lambda: self.run),

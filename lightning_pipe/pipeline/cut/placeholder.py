@@ -15,7 +15,7 @@ from lightning_pipe.pipeline.cut.functions import FLAT, function_name
 from lightning_pipe.pipeline.cut.path import TensorSpec
 
 _VALUES = "Read values only after the last layer, or inside a layer; shapes, dtypes and devices can be read anywhere."
-_NESTED = "Nested tensors cannot be cut: build nn.TransformerEncoder(…, enable_nested_tensor=False)."
+_NESTED = "Use nested tensors inside layers alone, and between them a padded tensor with its lengths."
 
 
 class Placeholder(Tensor):

@@ -160,9 +160,10 @@ class Tracker(TorchFunctionMode):
             elif self._partial and not new and tensor.grad_fn is not None and self._made_inside(tensor.grad_fn):
                 raise CutError(
                     f"'{name}' uses a tensor {tuple(tensor.shape)} {tensor.dtype} that left a layer otherwise than by "
-                    "its result, through a hook for instance; the layers of other stages cannot give theirs.",
-                    hint="Return it from the layer, or keep it as an attribute of the module that computes it; switch "
-                    "options such as output_attentions and output_router_logits off.",
+                    "its result, through a pre-hook or a global for instance; the layers of other stages cannot give "
+                    "theirs.",
+                    hint="Return it from the layer, keep it as an attribute of the module that computes it, or take it "
+                    "in a forward hook on a part of the layer.",
                 )
 
     def note_read(self, tensors: Sequence[Tensor]) -> None:
