@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
@@ -30,7 +31,6 @@ class Interceptor:
         self.run: StageRun | None = None
         self.module = module
         self.layers = [layer for _, layer in layers]
-        self.compiled = any(vars(part).get("_compiled_call_impl") is not None for part in module.modules())
         self.learnt = Learnt()
         self._caches = Caches(module, tells=tells)
         self._outside = list(outside_modules(module, self.layers))
@@ -42,6 +42,11 @@ class Interceptor:
             and type(part).forward is nn.TransformerEncoder.forward
             and any(id(layer) in ids for layer in part.layers)
         ]
+
+    @property
+    def compiled(self) -> bool:
+        """Whether any part of the module is compiled by now."""
+        return any(vars(part).get("_compiled_call_impl") is not None for part in self.module.modules())
 
     def computing(self) -> Iterator[nn.Module]:
         """The layers and outside modules with all their parts, each once."""
@@ -76,8 +81,9 @@ class Interceptor:
     def _wrap(
         self, module: nn.Module, forward: Callable[..., Any], before: list[tuple[dict[str, Any], str, Any]]
     ) -> None:
-        # compiled code would follow the wrapper into the engine: the wrapper calls it instead
-        for name, value in (("forward", forward), ("_compiled_call_impl", None)):
+        # Compiled code would follow the wrapper into the engine: that of the module is called by the wrapper instead,
+        # that around the module is interrupted.
+        for name, value in (("forward", torch.compiler.disable(forward)), ("_compiled_call_impl", None)):
             before.append((vars(module), name, vars(module).get(name)))
             vars(module)[name] = value
 
