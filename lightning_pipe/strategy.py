@@ -28,6 +28,7 @@ from lightning_pipe.balancing import Balancing, conditions
 from lightning_pipe.checkpoint import Checkpoints
 from lightning_pipe.config import Auto
 from lightning_pipe.errors import ConfigurationError, PartitionError
+from lightning_pipe.frames import hide_own
 from lightning_pipe.micro_batches import LossWeight
 from lightning_pipe.partition import Balance, find_layers
 from lightning_pipe.pipeline.batchnorm import DeferredBatchNorm
@@ -408,6 +409,7 @@ class PipeStrategy(ProcessStrategy):
     def on_exception(self, exception: BaseException) -> None:
         if self.run is not None:
             name_unknown_values(exception, self.run.pipeline)
+        hide_own(exception)
         super().on_exception(exception)
 
     @override

@@ -251,3 +251,46 @@ def test_encoders_treat_padding_as_on_one_device(options: dict[str, bool], run: 
     net.eval()
     with torch.no_grad():
         assert losses == pytest.approx([float(net(**data[0]))], abs=1e-12)
+
+
+class LeavesOut(Net):
+    """Leaves layers out, but never the last one."""
+
+    def body(self, h: Tensor, x: Tensor) -> Tensor:
+        for number, layer in enumerate(self.layers):
+            if number == 3 or x[:, number].sum() > 0:
+                h = layer(h)
+        return h
+
+
+class KeepsForLater(Net):
+    """An attribute that the step sets is all that uses a layer's result a second time."""
+
+    def body(self, h: Tensor, x: Tensor) -> Tensor:
+        h = self.layers[0](h)
+        kept = h
+        for layer in list(self.layers)[1:]:
+            h = layer(h)
+        self.kept = kept
+        return h
+
+
+def test_layers_that_are_left_out(run: dict[str, Any]) -> None:
+    torch.manual_seed(1)
+    assert_same(LeavesOut(), batches(5), **run)
+
+
+def test_what_outlives_the_step_is_used(run: dict[str, Any]) -> None:
+    torch.manual_seed(1)
+    means: list[float] = []
+
+    def note(pipeline: Pipeline, module: nn.Module) -> None:
+        if pipeline.is_loss_rank:
+            means.append(float(module.kept.detach().mean()))
+
+    net = KeepsForLater()
+    frozen = {"optimizer": lambda parameters, lr: torch.optim.SGD(parameters, lr=0.0)}
+    data = batches(3)
+    pipelined(net, data, 1, between=note, **frozen, **run)
+    expected = [float(net.layers[0](net.embed(batch["x"])).mean()) for batch in data]
+    assert means == pytest.approx(expected, abs=1e-12)

@@ -14,7 +14,7 @@ from lightning_pipe.errors import CutError
 from lightning_pipe.pipeline.cut.functions import FLAT, function_name
 from lightning_pipe.pipeline.cut.path import TensorSpec
 
-_VALUES = "Read values only after the last layer, or inside a layer; shapes, dtypes and devices can be read anywhere."
+_VALUES = "Do it after the last layer, or inside a layer; shapes, dtypes and devices can be read anywhere."
 _NESTED = "Use nested tensors inside layers alone, and between them a padded tensor with its lengths."
 
 
@@ -101,10 +101,13 @@ def _check_followed(func: Any, args: Any, kwargs: Mapping[str, Any]) -> None:
         )
 
 
-def shape_only(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+def shape_only(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], hint: str | None = None
+) -> Any:
     """Call ``func`` for the shape, dtype and device of its result alone; tensors come back as placeholders.
 
-    An argument that ``func`` changes in place is returned as the same object, as torch does.
+    An argument that ``func`` changes in place is returned as the same object, as torch does. If ``func`` needs values,
+    the error gives the ``hint``.
     """
     call = _Shapes()
     with torch.no_grad():
@@ -116,7 +119,7 @@ def shape_only(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[
             raise CutError(
                 f"'{function_name(func)}' needs the value of a tensor that only another stage has "
                 f"(it is computed by, or from, layers or parameters of an earlier stage): {error}",
-                hint=_NESTED if "nested_tensor" in function_name(func) else _VALUES,
+                hint=_NESTED if "nested_tensor" in function_name(func) else hint or _VALUES,
             ) from error
     return tree_map(lambda value: call.to_placeholder(value, func), result)
 

@@ -197,10 +197,13 @@ class StageRun:
                     hint=NO_SKIPPING,
                 )
             raise CutError(
-                f"the step returned before layer '{self._names[missing]}' was called.",
-                hint="Every step must call the whole layer sequence once; name another sequence with layers=... .",
+                f"the step returned before layer '{self._names[missing]}' was called, or any layer behind it.",
+                hint="A training step may leave layers out if it runs the last one: LayerDrop must keep that (in "
+                "transformers layerdrop=0.0). If these layers belong to no step, name another sequence: layers=... .",
             )
         self.tracker.touch([leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)], "the step's result")
+        # what outlives the step is read later: attributes, lists, what was logged
+        self.tracker.used.update(number for number, _ in self.tracker.numbers.alive())
         self.skips.check_empty()
 
     # ------------------------------------------------------------------ calls that arrive from the user's code
