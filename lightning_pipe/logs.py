@@ -200,7 +200,11 @@ def of_values_alone() -> Iterator[None]:
 
     def log(module: pl.LightningModule, name: str, value: Any, *args: Any, **options: Any) -> None:
         if isinstance(value, Tensor) and (value.is_meta or isinstance(value, Absent)):
-            raise CutError(f"self.log({name!r}, …) is given a number that comes from parameters of other ranks.")
+            raise CutError(
+                f"self.log({name!r}, …) is given a number that comes from parameters of other ranks.",
+                hint="Log what the step computes, or norms by torch.nn.utils.get_total_norm, which are those of the "
+                "whole model.",
+            )
         _log(module, name, value, *args, **options)
 
     with _in_place_of_log(log):

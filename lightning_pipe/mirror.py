@@ -18,6 +18,7 @@ from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
 
 from lightning_pipe.errors import CommunicationError
+from lightning_pipe.frames import hide_own
 from lightning_pipe.pipeline.transport import Transport
 from lightning_pipe.wire import broadcast
 
@@ -140,6 +141,7 @@ class _Sending:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if self.message is None and isinstance(error, Exception):
+            hide_own(error)
             text = "".join(traceback.format_exception(error)).rstrip()
             with suppress(CommunicationError):  # the loader's own error is what counts
                 self._mirror.share(("error", text, None, None))

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipe.pipeline.ownership import named_tensors
+from lightning_pipe.pipeline.packing import as_bytes
 from lightning_pipe.pipeline.transport import Transport
 
 Path = tuple[Any, ...]
@@ -159,8 +160,7 @@ def send_items(mine: Shipment, transport: Transport, speaker: int) -> None:
 def send_tensors(mine: Shipment, transport: Transport, speaker: int) -> None:
     """Send the tensors of a shipment, one after the other."""
     for tensor in mine.tensors:
-        flat = tensor.cpu().contiguous().reshape(-1)
-        for part in torch.split(flat.view(torch.uint8) if flat.numel() else flat.to(torch.uint8), _CHUNK):
+        for part in torch.split(as_bytes(tensor.cpu()), _CHUNK):
             transport.send_object(part.numpy(), speaker, _TAG).wait()
 
 
@@ -172,8 +172,7 @@ def receive_items(transport: Transport, rank: int) -> tuple[list[tuple[Path, Any
 
 def receive_tensor(transport: Transport, rank: int, target: Tensor) -> None:
     """Receive the next tensor of another rank into contiguous memory."""
-    flat = target.reshape(-1).view(torch.uint8) if target.numel() else torch.empty(0, dtype=torch.uint8)
-    for part in torch.split(flat, _CHUNK):
+    for part in torch.split(as_bytes(target), _CHUNK):
         part.copy_(torch.from_numpy(transport.receive_object(rank, _TAG)))
 
 

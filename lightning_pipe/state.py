@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
 
+from lightning_pipe.errors import CutError
 from lightning_pipe.memory import Change, Memory
 from lightning_pipe.pipeline.cut.intercept import outside_modules
 
@@ -84,14 +85,24 @@ def _state(generator: Any) -> bytes:
 
 
 def portable(changes: Iterable[Change]) -> tuple[list[Change], list[str]]:
-    """The changes that can travel to other processes, and the names of those that cannot."""
+    """The changes that can travel to other processes, and the names of those that cannot.
+
+    Raises:
+        CutError: an attribute is a tensor that this stage has not got.
+    """
     kept: list[Change] = []
     lost: list[str] = []
     for change in changes:
         try:
-            if not isinstance(change.value, Tensor | int | float | str | None):
+            if type(change.value) is not Tensor and not isinstance(change.value, int | float | str | None):
                 pickle.dumps(change.value)
             kept.append(change)
+        except CutError as error:
+            raise CutError(
+                f"the step sets `self.{name_of(change)}` to a tensor that an earlier stage has and did not send: in "
+                "earlier batches of this shape nothing kept or used it.",
+                hint=f"Set `self.{name_of(change)}` in every batch, or to a value: float(…).",
+            ) from error
         except Exception:
             lost.append(".".join(str(step[1]) for step in change.path[1:]))
     return kept, lost

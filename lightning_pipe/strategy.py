@@ -28,6 +28,7 @@ from lightning_pipe.balancing import Balancing, conditions
 from lightning_pipe.checkpoint import Checkpoints
 from lightning_pipe.config import Auto
 from lightning_pipe.errors import ConfigurationError, PartitionError
+from lightning_pipe.frames import hide_own
 from lightning_pipe.micro_batches import LossWeight
 from lightning_pipe.partition import Balance, find_layers
 from lightning_pipe.pipeline.batchnorm import DeferredBatchNorm
@@ -259,8 +260,9 @@ class PipeStrategy(ProcessStrategy):
         if self.run is None:
             check_copies(trainer, self._module())
             self._divide(later=False)
-        elif self._names != [name for name, _ in self._module().named_parameters()]:
-            # `setup` or `configure_model` has added modules outside the layers
+        elif self._names != [name for name, _ in self._module().named_parameters()] or self._layers_changed():
+            # `setup` or `configure_model` has added modules outside the layers, or compiled a container of layers
+            self.divided.pipeline.restore()
             self._divide(later=False)
         self.model = self.precision_plugin.convert_module(self.model)
         self.model_to_device()
@@ -274,6 +276,9 @@ class PipeStrategy(ProcessStrategy):
                 micro_batches = self._cutting.micro_batches
                 check_asynchronous(trainer, self.divided.pipeline, micro_batches, sharded=self._shard_optimizer)
         self.divided.begin()
+
+    def _layers_changed(self) -> bool:
+        return [name for name, _ in find_layers(self._module(), self._layers)] != self.divided.pipeline.names
 
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
@@ -416,6 +421,7 @@ class PipeStrategy(ProcessStrategy):
     def on_exception(self, exception: BaseException) -> None:
         if self.run is not None:
             name_unknown_values(exception, self.run.pipeline)
+        hide_own(exception)
         super().on_exception(exception)
 
     @override

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from lightning_pipe.pipeline.packing import as_bytes
 from lightning_pipe.pipeline.transport import Work
 
 _FIRST = 4096
@@ -111,8 +112,8 @@ def _send(transport: Broadcasts, obj: Any, members: tuple[int, ...]) -> None:
     pickler.dump(obj)
     structure = buffer.getvalue()
     specs = pickle.dumps(pickler.specs, protocol=pickle.HIGHEST_PROTOCOL) if pickler.specs else b""
-    tensors = [tensor.detach() for tensor in pickler.tensors]
-    packed = [_bytes(t.cpu()) for t, spec in zip(tensors, pickler.specs, strict=True) if spec.nbytes < _ALONE]
+    tensors = pickler.tensors
+    packed = [as_bytes(t.cpu()) for t, spec in zip(tensors, pickler.specs, strict=True) if spec.nbytes < _ALONE]
     head = torch.tensor([len(structure), len(specs), sum(_padded(p.numel()) for p in packed)])
     body = torch.empty(max(_FIRST, _HEAD + int(head.sum())), dtype=torch.uint8)
     body[:_HEAD] = head.view(torch.uint8)
@@ -127,7 +128,7 @@ def _send(transport: Broadcasts, obj: Any, members: tuple[int, ...]) -> None:
     works = [transport.broadcast(body[:_FIRST], transport.process, members)]
     if body.numel() > _FIRST:
         works.append(transport.broadcast(body[_FIRST:], transport.process, members))
-    large = [_bytes(t) for t, spec in zip(tensors, pickler.specs, strict=True) if spec.nbytes >= _ALONE]
+    large = [as_bytes(t) for t, spec in zip(tensors, pickler.specs, strict=True) if spec.nbytes >= _ALONE]
     works += [transport.broadcast(part, transport.process, members) for part in large]
     for work in works:
         work.wait()
@@ -156,13 +157,9 @@ def _receive(transport: Broadcasts, source: int, members: tuple[int, ...]) -> An
             tensor = part.view(spec.dtype).view(spec.shape).to(device)
         else:
             tensor = torch.empty(spec.shape, dtype=spec.dtype, device=device)
-            transport.broadcast(_bytes(tensor), source, members).wait()
+            transport.broadcast(as_bytes(tensor), source, members).wait()
         tensors.append(tensor.requires_grad_(spec.requires_grad and not torch.is_inference_mode_enabled()))
     return _Unpickler(structure, tensors).load()
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().view(-1).view(torch.uint8) if tensor.numel() else tensor.new_empty(0, dtype=torch.uint8)
 
 
 def _padded(size: int) -> int:

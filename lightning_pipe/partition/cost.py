@@ -13,7 +13,7 @@ from lightning_pipe.errors import ConfigurationError, PartitionError
 from lightning_pipe.partition.balancing import balance as balance_costs
 from lightning_pipe.partition.holding import parameter_costs
 from lightning_pipe.partition.profile import Profile
-from lightning_pipe.partition.sequence import Layers, finer_path
+from lightning_pipe.partition.sequence import Layers, find_layers, finer_path, longer_sequences
 from lightning_pipe.text import several
 
 Balance = Literal["parameters", "time", "memory"] | Sequence[int] | Callable[[nn.Module], float]
@@ -133,8 +133,17 @@ def _too_few_layers(module: nn.Module, layers: Layers, stages: int) -> Partition
     names = [name for name, _ in layers]
     shown = ", ".join(names if len(names) <= 6 else [*names[:3], "…", names[-1]])
     finer = finer_path(module, layers)
+    if finer is not None and len(find_layers(module, finer)) < stages:
+        finer = None
+    longer = longer_sequences(module, stages)
+    ways = [f"use stages={len(layers)} or fewer, on as many devices of a pipeline at most"] if len(layers) > 1 else []
+    if finer is not None:
+        ways.append(f'cut inside the layers if they run one after the other: layers="{finer}"')
+    elif longer:
+        ways.append(f'name a longer sequence, such as layers="{longer[0]}"')
+    ways = ways or ["name the modules that run one after the other: layers=[…]"]
+    hint = ", or ".join(ways)
     return PartitionError(
         f"{several(len(layers), 'layer')} ({shown}) cannot fill {several(stages, 'stage')}: each takes at least one.",
-        hint=f"Use stages={len(layers)} or fewer"
-        + (f', or cut inside the layers if they run one after the other: layers="{finer}".' if finer else "."),
+        hint=f"{hint[0].upper()}{hint[1:]}.",
     )

@@ -68,6 +68,15 @@ def finer_path(module: nn.Module, layers: Layers) -> str | None:
     return None
 
 
+def longer_sequences(module: nn.Module, layers: int) -> list[str]:
+    """The paths of sequences with at least so many layers, those with most parameters first."""
+    found: list[tuple[int, str]] = []
+    for path, part in module.named_modules():
+        if path and _is_container(part) and len(_without_repeated(_flatten(path, part))) >= layers:
+            found.append((parameter_count([part]), path))
+    return [path for _, path in sorted(found, key=lambda pair: -pair[0])]
+
+
 @dataclass(frozen=True)
 class _Candidate:
     """A container that could be the sequence."""
@@ -113,7 +122,7 @@ def _named(module: nn.Module, paths: list[str]) -> Layers:
     for path in paths:
         expanded = [
             layer
-            for name, found in _expand(module, path)
+            for name, found in _expand(module, path, alone=len(paths) == 1)
             for layer in (_flatten(name, found) if _is_container(found) else [(name, found)])
         ]
         if not expanded:
@@ -192,7 +201,7 @@ def _without_repeated(layers: Layers) -> Layers:
     return [(name, layer) for name, layer in layers if calls[id(layer)] == 1]
 
 
-def _expand(module: nn.Module, path: str) -> Layers:
+def _expand(module: nn.Module, path: str, *, alone: bool) -> Layers:
     found: Layers = [("", module)]
     for part in path.split(".") if path else []:
         found = [
@@ -204,7 +213,8 @@ def _expand(module: nn.Module, path: str) -> Layers:
     if found:
         return found
     names = [name for name, _ in module.named_modules() if name]
-    guess = nearest(path, names)
+    # a single path must name something that can be divided
+    guess = nearest(path, longer_sequences(module, 2) if alone else names)
     raise PartitionError(
         f"layers: {type(module).__name__} has no module {path!r}.",
         hint=f"Did you mean layers={guess!r}?" if guess else f"It has {', '.join(names[:12]) or 'no modules at all'}.",
@@ -244,16 +254,32 @@ def _paste(paths: Sequence[str]) -> str:
     return repr(paths[0]) if len(paths) == 1 else "[" + ", ".join(f'"{path}"' for path in paths) + "]"
 
 
+def _parts(path: str, module: nn.Module) -> list[str]:
+    """The outermost modules inside that hold parameters, if they are several."""
+    children = [(f"{path}.{name}".lstrip("."), child) for name, child in module.named_children()]
+    children = [(name, child) for name, child in children if parameter_count([child])]
+    if len(children) == 1:
+        return _parts(*children[0])
+    parts = [
+        part
+        for name, child in children
+        for part in (_flatten(name, child) if _is_container(child) else [(name, child)])
+    ]
+    return [name for name, _ in parts]
+
+
 def _unclear(module: nn.Module, candidates: list[_Candidate], total: int) -> PartitionError:
     name = type(module).__name__
     if not candidates:
-        children = [child for child, _ in module.named_children()]
+        parts = _parts("", module)
         compiled = any(_is_compiled(part) for part in module.modules())
         return PartitionError(
             f"{name} holds no nn.Sequential or nn.ModuleList of at least 2 layers that the stages could be cut from.",
             hint="Compile the layers one by one; code compiled as a whole cannot be cut."
             if compiled
-            else f"Name the modules that run one after the other: layers={_paste(children) if children else '[…]'}.",
+            else f"If these run one after the other, name them: layers={_paste(parts)}."
+            if parts
+            else "Build an nn.Sequential or nn.ModuleList of layers: a single module cannot be divided.",
         )
     outermost = [one for one in candidates if not any(one is not o and _within(one.path, o.path) for o in candidates)]
     table = "\n".join(

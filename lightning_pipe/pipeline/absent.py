@@ -36,6 +36,13 @@ _SAME = frozenset(["clone", "detach", "contiguous"])
 _MOVED = frozenset(["to", "cpu", "cuda", "type", "float", "double", "half", "bfloat16", "type_as"])
 
 
+ELSEWHERE = (
+    "In hooks read a parameter, and its gradient, on the ranks that hold it: "
+    "if trainer.strategy.pipeline.holds(name). After fit every rank has the whole module."
+)
+"""What to do where a value is wanted that another rank has, outside of steps."""
+
+
 class Absent(nn.Parameter):
     """A parameter with the shape, dtype and device of the true one, without its memory and value.
 
@@ -170,5 +177,5 @@ def _without_absent(func: Callable[..., Any], name: str, args: Any, kwargs: Any)
 
 def _unknown(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """The result of a function in shape, dtype and device alone; an error if it is to be a number."""
-    result = shape_only(func, args, kwargs)
+    result = shape_only(func, args, kwargs, ELSEWHERE)
     return tree_map(lambda leaf: _like(leaf, leaf) if isinstance(leaf, Placeholder) else leaf, result)

@@ -124,6 +124,8 @@ class _Posted(NamedTuple):
 class Courier:
     """Sends and receives crossings and their gradients over a transport.
 
+    Besides the tensors that were used, those with one element travel: a step may log them in some batches alone.
+
     A plan comes into force at the next `settle`, when no message is under way: both ends then know it. Without a flush
     it comes into force for the micro-batches that set out when those that it was made from have come back (`agree`).
     Until then, and whenever a step takes a path that the plan does not know, the crossing goes in full over the slow
@@ -254,7 +256,7 @@ class Courier:
             if plan is not None and plan.path is path:
                 continue
             place = (at.pipe, at.stage, at.to, transfer.key)
-            used = transfer.cargo.all if transfer.used is None else transfer.used
+            used = transfer.cargo.all if transfer.used is None else transfer.used | path.single_numbers
             before = fresh.get(place)
             if before is not None and before.path == path:
                 used |= before.sent
@@ -309,6 +311,8 @@ def _fits(plan: Plan, path: Path) -> bool:
     if path.entries == plan.path.entries:
         return True
     found = {entry.number: entry for entry in path.entries}
+    if not found.keys() <= {entry.number for entry in plan.path.entries}:
+        return False  # something keeps a tensor alive that nothing kept before, and may use it
     return all(found.get(entry.number) == entry for entry in plan.path.entries if entry.number in plan.sent)
 
 

@@ -121,6 +121,12 @@ class Ownership:
             known = self.stand_ins.get(id(parameter))
             parameter = self._never_changes(parameter) if known is None else known
         name = self._names.get(id(parameter))
+        if name is None and isinstance(parameter, Absent):
+            raise CutError(
+                f"a tensor {tuple(parameter.shape)} {parameter.dtype} is used on rank {self.rank} that was computed "
+                "from parameters which other ranks hold.",
+                hint="Compute it inside the layer that has the parameters, and return it from there.",
+            )
         if name is None or name in self.used:
             return
         if not self.holds(name):

@@ -1,4 +1,7 @@
-"""Objects as flat messages: a head of fixed size, and a body if the object does not fit into it."""
+"""Tensors and objects as flat messages of bytes.
+
+Those of objects have a head of fixed size, and a body if the object does not fit into it.
+"""
 
 from __future__ import annotations
 
@@ -32,3 +35,12 @@ def body_size(head: Tensor) -> int:
 def unpack(head: Tensor) -> Any:
     """The object in a head that has no body."""
     return pickle.loads(head[8:].numpy().data)
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The values of a tensor in row-major order as flat bytes: its own memory, if they lie there like that."""
+    if tensor._is_zerotensor():  # which has no memory
+        tensor = torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    data = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    # a dimension of size 1 may have any stride and be contiguous, but torch views no other stride than 1 as bytes
+    return data.as_strided((data.numel(),), (1,)).view(torch.uint8)

@@ -199,7 +199,11 @@ class Pipeline:
             source = self._topology.process(self.transport.replica, owners[0])
             shape, dtype = self.transport.broadcast_object((tensor.shape, tensor.dtype), source, self.pipeline_members)
             mine = self.transport.process == source
-            data = tensor.detach().cpu().contiguous() if mine else torch.empty(shape, dtype=dtype)
+            data = (
+                tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+                if mine
+                else torch.empty(shape, dtype=dtype)
+            )
             self.transport.broadcast(data, source, self.pipeline_members).wait()
             return data
 

@@ -99,7 +99,7 @@ def test_a_wrong_cost_names_the_layer(value: object) -> None:
 
 def test_fewer_layers_than_stages() -> None:
     net = widths(1, 1, 1)
-    with pytest.raises(PartitionError, match=r"3 layers \(0, 1, 2\) cannot fill 4 stages(?s:.*)stages=3 or fewer\."):
+    with pytest.raises(PartitionError, match=r"3 layers \(0, 1, 2\) cannot fill 4 stages(?s:.*)stages=3 or fewer"):
         divide(net, find_layers(net), 4)
 
 

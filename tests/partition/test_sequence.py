@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import ast
+import re
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from lightning_pipe.errors import PartitionError
-from lightning_pipe.partition import find_layers, parameter_count
+from lightning_pipe.partition import divide, find_layers, parameter_count
 
 
 def linear(n: int = 1) -> list[nn.Module]:
@@ -222,3 +225,48 @@ def test_none_children_and_lazy_parameters() -> None:
 def test_meta_modules_are_found_like_others() -> None:
     with torch.device("meta"):
         assert names(Body(3)) == ["blocks.0", "blocks.1", "blocks.2"]
+
+
+def followed(module: nn.Module, error: PartitionError) -> int:
+    """How many layers there are if the hint is followed."""
+    found = re.search(r"layers=(\[.*?\]|'.*?'|\".*?\")", str(error.hint))
+    assert found is not None
+    return len(find_layers(module, ast.literal_eval(found[1])))
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        Holder(net=Holder(first=nn.Linear(4, 4), second=nn.Linear(4, 4), loss=nn.MSELoss())),
+        Holder(model=Holder(body=Holder(groups=nn.ModuleList(linear(1))), head=nn.Linear(4, 4))),
+        Holder(encoder=Body(4), decoder=Body(6), head=nn.Linear(4, 1)),
+        Holder(embedding=nn.Embedding(1000, 4), blocks=nn.ModuleList(linear(3))),
+    ],
+    ids=["one network", "groups of one", "two sequences", "little weight"],
+)
+def test_hints_can_be_followed(module: nn.Module) -> None:
+    with pytest.raises(PartitionError) as caught:
+        find_layers(module)
+    assert followed(module, caught.value) > 1
+
+
+@pytest.mark.parametrize("wrong", ["layer", "net", "heads", "encoder.layer.0", "modle.blocks"])
+def test_hints_for_wrong_names_can_be_followed(wrong: str) -> None:
+    module = Holder(net=Holder(layer=Body(3), layers=nn.Linear(4, 4)), head=nn.Linear(4, 4), heads1=nn.Linear(4, 4))
+    with pytest.raises(PartitionError) as caught:
+        divide(module, find_layers(module, wrong), 2)
+    if "layers=" in str(caught.value.hint):
+        assert followed(module, caught.value) > 1
+
+
+def test_one_layer_alone_cannot_be_divided() -> None:
+    module = Holder(net=Body(3), head=nn.Linear(4, 4))
+    with pytest.raises(PartitionError) as caught:
+        divide(module, find_layers(module, "head"), 3)
+    assert "stages=" not in str(caught.value.hint)
+    assert followed(module, caught.value) == 3
+
+
+def test_a_single_module_is_told_so() -> None:
+    with pytest.raises(PartitionError, match="a single module cannot be divided"):
+        find_layers(Holder(net=nn.Linear(4, 4)))

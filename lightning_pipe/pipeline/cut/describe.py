@@ -5,22 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
 from lightning_pipe.errors import CutError
 from lightning_pipe.pipeline.cut.functions import unique
 from lightning_pipe.pipeline.cut.in_place import Noted
-from lightning_pipe.pipeline.cut.path import Call, Passed, Repeated, TensorSpec
+from lightning_pipe.pipeline.cut.path import PLAIN, Call, Passed, Repeated, Seen, TensorSpec
 from lightning_pipe.pipeline.cut.side_effects import Effect, Watch, container_number
 from lightning_pipe.pipeline.cut.tracker import Tracker
 from lightning_pipe.skip import Key
 
 _LEAF = tree_flatten(None)[1]
 """The structure of a result that is one leaf."""
-
-_PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 
 
 class Descriptions:
@@ -100,7 +97,7 @@ def _describe(
         effects += watch.effects(leaves, tracker.numbers.derived)
         leaves += [leaf for _, own in effects for leaf in own]
     position_of = {id(argument): position for position, argument in reversed([*enumerate(arguments)])}
-    described, new = _described(name, leaves, position_of)
+    described, new = _described(tracker, name, leaves, position_of)
     tracker.touch(new, f"the result of {name}", new=True)
     mutated: tuple[int, ...] = ()
     numbered, unchanged = new, arguments
@@ -128,10 +125,13 @@ def _describe(
     )
 
 
-def _described(name: str, leaves: Sequence[Any], arguments: Mapping[int, int]) -> tuple[tuple[Any, ...], list[Tensor]]:
+def _described(
+    tracker: Tracker, name: str, leaves: Sequence[Any], arguments: Mapping[int, int]
+) -> tuple[tuple[Any, ...], list[Tensor]]:
     """A description of every leaf, and the tensors among them that are no arguments, each once.
 
     Args:
+        tracker: knows the tensors that hooks have been given.
         name: the layer or module, for messages.
         leaves: the leaves.
         arguments: the positions of the arguments, by ``id``.
@@ -140,14 +140,16 @@ def _described(name: str, leaves: Sequence[Any], arguments: Mapping[int, int]) -
     new: list[Tensor] = []
     first: dict[int, int] = {}
     for position, leaf in enumerate(leaves):
-        if leaf is None or isinstance(leaf, _PLAIN):
+        if leaf is None or isinstance(leaf, PLAIN):
             described.append(leaf)
         elif id(leaf) in arguments:
             described.append(Passed(arguments[id(leaf)]))
         elif first.setdefault(id(leaf), position) != position:
             described.append(Repeated(first[id(leaf)]))
         elif isinstance(leaf, Tensor):
-            described.append(TensorSpec.of(leaf))
+            known = tracker.numbers.of(leaf)
+            spec = TensorSpec.of(leaf)
+            described.append(Seen(known, spec) if known is not None and known in tracker.shown else spec)
             new.append(leaf)
         else:
             raise CutError(

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_flatten, tree_leaves
+
+from lightning_pipe.pipeline.cut.path import Value
 
 # ruff: noqa: SIM905  a table of names is easier to read as words than as a list of strings
 
@@ -87,6 +90,20 @@ def shaped_by_values(name: str, args: tuple[Any, ...]) -> bool:
         index = args[1] if isinstance(args[1], tuple) else (args[1],)
         return any(isinstance(part, Tensor) and part.dtype in (torch.bool, torch.uint8) for part in index)
     return name in _SHAPED_BY_VALUES or (name == "where" and len(args) == 1)
+
+
+_ADDRESSES = frozenset("data_ptr _cdata.__get__".split())
+"""Functions whose numbers mean nothing on another rank."""
+
+
+def values_read(name: str, result: Any) -> tuple[Any, tuple[Value, ...]] | None:
+    """What a function reads from tensors if those are numbers, text or arrays: structure and leaves of its `Call`."""
+    if result is None or name in _ADDRESSES:
+        return None
+    leaves, structure = tree_flatten(result)
+    if not leaves or not all(isinstance(leaf, (bool, int, float, complex, str, np.ndarray)) for leaf in leaves):
+        return None
+    return structure, tuple(Value.of(leaf) for leaf in leaves)
 
 
 def typed_by_autocast(result: Any, tensors: Sequence[Tensor]) -> bool:

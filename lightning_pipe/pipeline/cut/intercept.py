@@ -6,12 +6,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from lightning_pipe.pipeline.cut.backward_hooks import BACKWARD_HOOKS
 from lightning_pipe.pipeline.cut.caches import Caches
 from lightning_pipe.pipeline.cut.checkpoints import CHECKPOINTS, run_again
+from lightning_pipe.pipeline.cut.encoders import padding_alike
 from lightning_pipe.pipeline.cut.inner_backward import INNER_BACKWARD
 from lightning_pipe.pipeline.cut.stage_run import Learnt, StageRun
 
@@ -29,10 +31,22 @@ class Interceptor:
         self.run: StageRun | None = None
         self.module = module
         self.layers = [layer for _, layer in layers]
-        self.compiled = any(vars(part).get("_compiled_call_impl") is not None for part in module.modules())
         self.learnt = Learnt()
         self._caches = Caches(module, tells=tells)
         self._outside = list(outside_modules(module, self.layers))
+        ids = {id(layer) for layer in self.layers}
+        self._encoders = [
+            part
+            for part in module.modules()
+            if isinstance(part, nn.TransformerEncoder)
+            and type(part).forward is nn.TransformerEncoder.forward
+            and any(id(layer) in ids for layer in part.layers)
+        ]
+
+    @property
+    def compiled(self) -> bool:
+        """Whether any part of the module is compiled by now."""
+        return any(vars(part).get("_compiled_call_impl") is not None for part in self.module.modules())
 
     def computing(self) -> Iterator[nn.Module]:
         """The layers and outside modules with all their parts, each once."""
@@ -48,6 +62,8 @@ class Interceptor:
                 self._wrap(layer, self._layer_forward(number, layer), before)
             for key, (name, outside) in enumerate(self._outside):
                 self._wrap(outside, self._module_forward(name, key, outside), before)
+            for encoder in self._encoders:
+                self._wrap(encoder, padding_alike(encoder, encoder.forward), before)
             with (
                 CHECKPOINTS.installed(lambda: self.run),
                 BACKWARD_HOOKS.installed(lambda: self.run),
@@ -65,8 +81,9 @@ class Interceptor:
     def _wrap(
         self, module: nn.Module, forward: Callable[..., Any], before: list[tuple[dict[str, Any], str, Any]]
     ) -> None:
-        # compiled code would follow the wrapper into the engine: the wrapper calls it instead
-        for name, value in (("forward", forward), ("_compiled_call_impl", None)):
+        # Compiled code would follow the wrapper into the engine: that of the module is called by the wrapper instead,
+        # that around the module is interrupted.
+        for name, value in (("forward", torch.compiler.disable(forward)), ("_compiled_call_impl", None)):
             before.append((vars(module), name, vars(module).get(name)))
             vars(module)[name] = value
 

@@ -76,6 +76,11 @@ class Numbers:
             if tensor is not None:
                 yield number, tensor
 
+    def find(self, number: int) -> Tensor | None:
+        """The tensor with a number, if it still exists."""
+        reference = self._alive.get(number)
+        return None if reference is None else reference()
+
     def fill(self, number: int, value: Tensor) -> None:
         """Give the placeholder with ``number`` its value, in place: every reference to it sees the value.
 

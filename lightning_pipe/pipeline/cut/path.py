@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import warnings
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -79,6 +80,33 @@ class Repeated(NamedTuple):
     leaf: int
 
 
+class Seen(NamedTuple):
+    """A tensor that a forward hook inside the layer has been given, under this number."""
+
+    number: int
+    spec: TensorSpec
+
+
+PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
+"""Types of results that travel as they are."""
+
+
+class Value(NamedTuple):
+    """What the user's code reads from a tensor, a number or text, as bytes: equal only if it is the same, NaN too."""
+
+    data: bytes
+
+    @classmethod
+    def of(cls, value: Any) -> Value:
+        """The value as bytes."""
+        return cls(pickle.dumps(value))
+
+    @property
+    def value(self) -> Any:
+        """What was read."""
+        return pickle.loads(self.data)
+
+
 class Call(NamedTuple):
     """One recorded call outside layers, or of one layer or outside module.
 
@@ -86,16 +114,18 @@ class Call(NamedTuple):
         name: torch function, or dotted name of the layer or module.
         numbers: the numbers given to the tensors in its result, in order.
         differentiable: which of these tensors require a gradient.
-        structure: for layers and modules, and torch functions whose result has a shape that depends on values or a
-            type that autocast chose, the pytree structure of the result; ``None`` for other torch functions.
+        structure: for layers and modules, and torch functions that read values, or whose result has a shape that
+            depends on values or a type that autocast chose, the pytree structure of the result; ``None`` for other
+            torch functions.
         leaves: with a structure, the result's leaves: :class:`TensorSpec`, :class:`Passed`, :class:`Repeated`,
-            or plain values; behind them those of ``stashed`` and of ``effects``.
+            :class:`Value` or plain values; behind them those of ``stashed`` and of ``effects``.
         mutated: for layers and modules, the arguments changed in place (positions among the argument's tensors).
         stashed: the skip connections that begin in this call; their tensors are the last leaves.
         popped: the skip connections that end in it.
         effects: for layers and modules, what they leave behind besides their result.
         container: the number of the list or dictionary in the arguments that the result is, if it is one.
         lent: for layers and modules, the arguments whose memory a result shares, and which every stage has for itself.
+        hook: for a forward hook on a part of a layer, the path from the layer to the part and the hook's number there.
     """
 
     name: str
@@ -109,6 +139,7 @@ class Call(NamedTuple):
     effects: tuple[Effect, ...] = ()
     container: int | None = None
     lent: tuple[int, ...] = ()
+    hook: tuple[str, int] | None = None
 
 
 class Entry(NamedTuple):
@@ -133,6 +164,11 @@ class Path:
 
     calls: tuple[Call, ...]
     entries: tuple[Entry, ...]
+
+    @property
+    def single_numbers(self) -> frozenset[int]:
+        """The numbers of the entries that have one element."""
+        return frozenset(entry.number for entry in self.entries if all(size == 1 for size in entry.spec.shape))
 
     def laid_out(self, values: dict[int, Tensor]) -> dict[int, Tensor]:
         """The values by number, those that are there, with the strides that the tensors had."""

@@ -14,8 +14,8 @@ from lightning_pipe.errors import CutError
 from lightning_pipe.pipeline.cut.functions import FLAT, function_name
 from lightning_pipe.pipeline.cut.path import TensorSpec
 
-_VALUES = "Read values only after the last layer, or inside a layer; shapes, dtypes and devices can be read anywhere."
-_NESTED = "Nested tensors cannot be cut: build nn.TransformerEncoder(…, enable_nested_tensor=False)."
+_VALUES = "Do it after the last layer, or inside a layer; shapes, dtypes and devices can be read anywhere."
+_NESTED = "Use nested tensors inside layers alone, and between them a padded tensor with its lengths."
 
 
 class Placeholder(Tensor):
@@ -60,6 +60,8 @@ class Placeholder(Tensor):
         return f"Placeholder(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
 
     def __format__(self, spec: str) -> str:
+        if spec and has_torch_function_unary(self):  # the tracker knows what the stage with the value has read
+            return str(handle_torch_function(Tensor.__format__, (self,), self, spec))
         if spec:
             raise CutError("formatting needs the value of a tensor that only another stage has.", hint=_VALUES)
         return repr(self)
@@ -99,10 +101,13 @@ def _check_followed(func: Any, args: Any, kwargs: Mapping[str, Any]) -> None:
         )
 
 
-def shape_only(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+def shape_only(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], hint: str | None = None
+) -> Any:
     """Call ``func`` for the shape, dtype and device of its result alone; tensors come back as placeholders.
 
-    An argument that ``func`` changes in place is returned as the same object, as torch does.
+    An argument that ``func`` changes in place is returned as the same object, as torch does. If ``func`` needs values,
+    the error gives the ``hint``.
     """
     call = _Shapes()
     with torch.no_grad():
@@ -114,7 +119,7 @@ def shape_only(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[
             raise CutError(
                 f"'{function_name(func)}' needs the value of a tensor that only another stage has "
                 f"(it is computed by, or from, layers or parameters of an earlier stage): {error}",
-                hint=_NESTED if "nested_tensor" in function_name(func) else _VALUES,
+                hint=_NESTED if "nested_tensor" in function_name(func) else hint or _VALUES,
             ) from error
     return tree_map(lambda value: call.to_placeholder(value, func), result)
 

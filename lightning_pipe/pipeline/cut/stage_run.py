@@ -21,6 +21,7 @@ from lightning_pipe.pipeline.cut.departure import check_plain, entry_of, overlap
 from lightning_pipe.pipeline.cut.describe import Descriptions
 from lightning_pipe.pipeline.cut.functions import FLAT
 from lightning_pipe.pipeline.cut.holdings import Holdings
+from lightning_pipe.pipeline.cut.inner_hooks import HookedParts, shown
 from lightning_pipe.pipeline.cut.path import Call, Crossing, Entry, Path
 from lightning_pipe.pipeline.cut.placeholder import Placeholder
 from lightning_pipe.pipeline.cut.received import Inbox
@@ -34,6 +35,7 @@ from lightning_pipe.skip import Key, StepStore, stored_in
 _graph_nodes: Callable[[], int] = torch._C._autograd._get_sequence_nr
 """How many nodes autograd has made on this thread: what a layer makes has numbers between those before and after."""
 
+_AS_IT_IS = nullcontext()
 _END = "the end of the step"
 
 
@@ -57,10 +59,11 @@ class Learnt:
     Attributes:
         keepers: which modules keep tensors as attributes.
         descriptions: what calls leave behind.
+        hooked: which parts of modules have forward hooks.
     """
 
     def __init__(self) -> None:
-        self.keepers, self.descriptions = Keepers(), Descriptions()
+        self.keepers, self.descriptions, self.hooked = Keepers(), Descriptions(), HookedParts()
 
 
 class StageRun:
@@ -194,10 +197,13 @@ class StageRun:
                     hint=NO_SKIPPING,
                 )
             raise CutError(
-                f"the step returned before layer '{self._names[missing]}' was called.",
-                hint="Every step must call the whole layer sequence once; name another sequence with layers=... .",
+                f"the step returned before layer '{self._names[missing]}' was called, or any layer behind it.",
+                hint="A training step may leave layers out if it runs the last one: LayerDrop must keep that (in "
+                "transformers layerdrop=0.0). If these layers belong to no step, name another sequence: layers=... .",
             )
         self.tracker.touch([leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)], "the step's result")
+        # what outlives the step is read later: attributes, lists, what was logged
+        self.tracker.used.update(number for number, _ in self.tracker.numbers.alive())
         self.skips.check_empty()
 
     # ------------------------------------------------------------------ calls that arrive from the user's code
@@ -256,8 +262,10 @@ class StageRun:
                     watch = Watch(name, module, given, arguments, seeks)
                 if seeks and watch is not None:
                     tracker.used.update(n for each in watch.attributes() if (n := tracker.numbers.of(each)) is not None)
+                hooked = () if self._whole else learnt.hooked.of(module)
                 start = _graph_nodes()
-                result = forward(*args, **kwargs)
+                with shown(self, name, hooked, arguments) if hooked else _AS_IT_IS:
+                    result = forward(*args, **kwargs)
                 tracker.spans.append((start, _graph_nodes()))
                 changed = tracker.in_place.changed(before, name)
                 release_saved()

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_unflatten
 
 from lightning_pipe.pipeline.cut.functions import leaves_of
-from lightning_pipe.pipeline.cut.path import Call, Passed, Repeated, TensorSpec
+from lightning_pipe.pipeline.cut.inner_hooks import act
+from lightning_pipe.pipeline.cut.path import Call, Passed, Repeated, Seen, TensorSpec
 from lightning_pipe.pipeline.cut.placeholder import Placeholder
 from lightning_pipe.pipeline.cut.side_effects import Attributes, containers_in, replace_contents
 from lightning_pipe.pipeline.cut.tracker import Tracker
@@ -42,6 +43,7 @@ class StandIn:
     def answer(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """The result of a call, with placeholders for its tensors."""
         tracker = self._tracker
+        act(tracker, module, args, kwargs, self._standing_for)
         call = tracker.expect(name)
         arguments = leaves_of(args, kwargs)
         tracker.note_read([argument for argument in arguments if isinstance(argument, Tensor)])
@@ -64,13 +66,20 @@ class StandIn:
             return self._leave(call, module, leaves, list(containers_in((*args, *kwargs.values()))))
         return tree_unflatten(leaves, call.structure)
 
+    def _standing_for(self, leaf: TensorSpec | Seen) -> Tensor:
+        """A placeholder, or what stands for the same number already: a forward hook has been given it."""
+        if isinstance(leaf, Seen):
+            found = self._tracker.numbers.find(leaf.number)
+            return Placeholder.of(leaf.spec, self._device) if found is None else found
+        return Placeholder.of(leaf, self._device)
+
     def _leaves(self, call: Call, arguments: list[Any], kept: Mapping[int, Tensor]) -> tuple[list[Any], list[Tensor]]:
         """What stands for the leaves of a call, and the tensors among them that are no arguments."""
         leaves: list[Any] = []
         new: list[Tensor] = []
         for number, leaf in enumerate(call.leaves):
-            if isinstance(leaf, TensorSpec):
-                leaves.append(kept[number] if number in kept else Placeholder.of(leaf, self._device))
+            if isinstance(leaf, (TensorSpec, Seen)):
+                leaves.append(kept[number] if number in kept else self._standing_for(leaf))
                 new.append(leaves[-1])
             elif isinstance(leaf, Passed):
                 leaves.append(arguments[leaf.argument])

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import TracebackType
 from typing import Any
 
@@ -26,11 +26,12 @@ from lightning_pipe.pipeline.cut.functions import (
     results_of,
     shaped_by_values,
     typed_by_autocast,
+    values_read,
 )
 from lightning_pipe.pipeline.cut.holdings import Holdings
 from lightning_pipe.pipeline.cut.in_place import InPlace
 from lightning_pipe.pipeline.cut.numbers import NO_VIEWS, SAME_PATH, Numbers
-from lightning_pipe.pipeline.cut.path import Call, TensorSpec
+from lightning_pipe.pipeline.cut.path import Call, TensorSpec, Value
 from lightning_pipe.pipeline.cut.placeholder import Placeholder, shape_only
 
 
@@ -63,6 +64,7 @@ class Tracker(TorchFunctionMode):
         super().__init__()
         self.calls: list[Call] = []
         self.used: set[int] = set()
+        self.shown: set[int] = set()
         self.waiting = expected is not None
         self.spans: list[tuple[int, int]] = []
         self.leaves: dict[int, Tensor] = {}
@@ -79,6 +81,12 @@ class Tracker(TorchFunctionMode):
         """Whether the call that the previous stage made here was ``name``."""
         position = len(self.calls)
         return position < len(self._expected) and self._expected[position].name == name
+
+    def following_hook(self) -> Call | None:
+        """The call that the previous stage made here if it is that of a forward hook on a part of a layer."""
+        position = len(self.calls)
+        call = self._expected[position] if position < len(self._expected) else None
+        return None if call is None or call.hook is None else call
 
     def expect(self, name: str) -> Call:
         """The call the previous stage made here; raises unless it was ``name``."""
@@ -126,10 +134,12 @@ class Tracker(TorchFunctionMode):
     def touch(self, tensors: list[Tensor], name: str, new: bool = False) -> None:
         """Note that real code uses ``tensors``; a placeholder among them has not been sent and is an error.
 
-        So is a tensor that was made inside a layer and is not its result, unless it is ``new``: the layers of other
-        stages have none like it to give.
+        So is a parameter that another rank has, and a tensor that was made inside a layer and is not its result, unless
+        it is ``new``: the layers of other stages have none like it to give.
         """
         for position, tensor in enumerate(tensors):
+            if isinstance(tensor, nn.Parameter):
+                self._holdings.use(tensor)
             known = self.numbers.of(tensor)
             if isinstance(tensor, Placeholder):
                 if known in self.numbers.unfilled:
@@ -150,9 +160,10 @@ class Tracker(TorchFunctionMode):
             elif self._partial and not new and tensor.grad_fn is not None and self._made_inside(tensor.grad_fn):
                 raise CutError(
                     f"'{name}' uses a tensor {tuple(tensor.shape)} {tensor.dtype} that left a layer otherwise than by "
-                    "its result, through a hook for instance; the layers of other stages cannot give theirs.",
-                    hint="Return it from the layer, or keep it as an attribute of the module that computes it; switch "
-                    "options such as output_attentions and output_router_logits off.",
+                    "its result, through a pre-hook or a global for instance; the layers of other stages cannot give "
+                    "theirs.",
+                    hint="Return it from the layer, keep it as an attribute of the module that computes it, or take it "
+                    "in a forward hook on a part of the layer.",
                 )
 
     def note_read(self, tensors: Sequence[Tensor]) -> None:
@@ -172,7 +183,7 @@ class Tracker(TorchFunctionMode):
         if self._off:
             return func(*args, **kwargs)
         name = function_name(func)
-        if name in METADATA:
+        if name in METADATA and not (name == "__format__" and args[1]):
             if name == "requires_grad.__get__" and isinstance(args[0], Placeholder):
                 return args[0].differentiable
             return func(*args, **kwargs)
@@ -210,15 +221,11 @@ class Tracker(TorchFunctionMode):
             result = shape_only(func, args, kwargs)
         else:
             device = next(leaf.device for leaf in leaves_of(args, kwargs) if isinstance(leaf, Tensor))
-            leaves = [Placeholder.of(leaf, device) if isinstance(leaf, TensorSpec) else leaf for leaf in call.leaves]
-            result = tree_unflatten(leaves, call.structure)
+            result = tree_unflatten([_standing_for(leaf, device) for leaf in call.leaves], call.structure)
         self.follow(results_of(result, written), call)
         return result
 
     def _run(self, name: str, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
-        for tensor in tensors:
-            if isinstance(tensor, nn.Parameter):
-                self._holdings.use(tensor)
         self.touch(tensors, name)
         changed = changed_in_place(name, args, kwargs)
         written = self._about_to_change(changed, name) if changed else ()
@@ -232,6 +239,8 @@ class Tracker(TorchFunctionMode):
             leaves, structure = tree_flatten(result)
             described = tuple(TensorSpec.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
             self.calls.append(Call(name, numbers, differentiable, structure, described))
+        elif not numbers and (read := values_read(name, result)) is not None:
+            self.calls.append(Call(name, numbers, differentiable, *read))
         else:
             self.calls.append(Call(name, numbers, differentiable))
         return result
@@ -251,6 +260,23 @@ class Tracker(TorchFunctionMode):
     def paused(self) -> _Paused:
         """A context in which torch calls are neither recorded nor slowed down."""
         return _Paused(self)
+
+    @contextmanager
+    def resumed(self) -> Iterator[None]:
+        """Within `paused`: torch calls are recorded."""
+        off, self._off = self._off, 0
+        try:
+            with nullcontext() if off else self:
+                yield
+        finally:
+            self._off = off
+
+
+def _standing_for(leaf: Any, device: torch.device) -> Any:
+    """What a stage without the tensors of a call gets for a leaf of its result."""
+    if isinstance(leaf, TensorSpec):
+        return Placeholder.of(leaf, device)
+    return leaf.value if isinstance(leaf, Value) else leaf
 
 
 class _Paused:
