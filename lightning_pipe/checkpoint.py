@@ -105,6 +105,8 @@ class Checkpoints:
         checkpoint_folder.save(os.fspath(path), checkpoint, mine, self._transport, self._speaker, names)
 
     def _owners(self, checkpoint: dict[str, Any]) -> Owners:
+        if self._pipeline is not None:
+            self._pipeline.agree_on_lost()
         transport = self._transport
         members = tuple(sorted(transport.peers))
         gathered = dict(zip(members, transport.all_gather_object(state_entries(checkpoint), members), strict=True))

@@ -87,7 +87,7 @@ def _total_norm(pipeline: Pipeline) -> Callable[..., Tensor]:
 @torch.no_grad()
 def _of_all(pipeline: Pipeline, given: list[Tensor], order: float, foreach: bool | None) -> Tensor:
     """The norm of what all ranks give, of each parameter or gradient once. Collective over the pipeline."""
-    present = [tensor for tensor in given if not (isinstance(tensor, Absent) or tensor.is_meta) and tensor.numel()]
+    present = [tensor for tensor in given if not isinstance(tensor, Absent) and tensor.numel()]
     known = _owned(pipeline)
     of_model = [(tensor, known[tensor.data_ptr()]) for tensor in present if tensor.data_ptr() in known]
     counted = [tensor for tensor, mine in of_model if mine]

@@ -115,6 +115,7 @@ class Run:
         self._changed.callback(metrics.remove)
         self._changed.enter_context(_without_example(self._module))
         trainer: Any = self._module.trainer
+        self.pipeline.ownership.elsewhere = [self._module, *trainer.callbacks]
         self._transforms = any(is_overridden(hook, self._module) for hook in _TRANSFORMS) or (
             trainer.datamodule is not None and any(is_overridden(hook, trainer.datamodule) for hook in _TRANSFORMS)
         )

@@ -31,7 +31,6 @@ from lightning_pipe.errors import ConfigurationError, PartitionError
 from lightning_pipe.micro_batches import LossWeight
 from lightning_pipe.partition import Balance, find_layers
 from lightning_pipe.pipeline.batchnorm import DeferredBatchNorm
-from lightning_pipe.pipeline.foreign import name_unknown_values
 from lightning_pipe.pipeline.ownership import named_tensors
 from lightning_pipe.pipeline.runner import Pipeline
 from lightning_pipe.pipeline.sync_batchnorm import synchronize, synchronized_norms
@@ -399,12 +398,6 @@ class PipeStrategy(ProcessStrategy):
     @override
     def on_train_end(self) -> None:
         self.divided.report.end()
-
-    @override
-    def on_exception(self, exception: BaseException) -> None:
-        if self.run is not None:
-            name_unknown_values(exception, self.run.pipeline)
-        super().on_exception(exception)
 
     @override
     def teardown(self) -> None:

@@ -203,8 +203,22 @@ class Pipeline:
             self.transport.broadcast(data, source, self.pipeline_members).wait()
             return data
 
+        self.agree_on_lost()
         self.ownership.restore(fetch)
         DeferredBatchNorm.revert(self.module)
+
+    def agree_on_lost(self) -> None:
+        """Learn who has what hooks have changed by parameters of some ranks. Collective over the pipeline."""
+        topology, transport = self._topology, self.transport
+        order = [topology.process(transport.replica, rank) for rank in range(topology.ranks)]
+
+        def gather(mine: Any) -> list[Any]:
+            found = dict(
+                zip(self.pipeline_members, transport.all_gather_object(mine, self.pipeline_members), strict=True)
+            )
+            return [found[process] for process in order]
+
+        self.ownership.agree_on_lost(gather)
 
     def _connect(self, probe: Schedule) -> None:
         """Prepare all groups and channels, in the same order on all processes."""

@@ -187,7 +187,7 @@ FAILURES: dict[str, tuple[int, type[BaseException], str]] = {
     "none_early": (1, CutError, "returned None before layer"),
     "generate": (0, CutError, "generate() runs the layers once for every token"),
     "reads": (0, RuntimeError, "Rank 1 does not hold 'model.0.weight': it is on rank(s) 0"),
-    "runs": (0, CutError, "needs the value of a tensor that only another stage has"),
+    "runs": (0, CutError, "Rank 1 does not hold 'model.0.weight', 'model.0.bias': they are on rank(s) 0"),
     "logs": (0, CutError, "Rank 1 does not hold 'model.0.weight': it is on rank(s) 0"),
     "twice": (0, CutError, "a second time"),
 }
