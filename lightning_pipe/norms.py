@@ -76,7 +76,8 @@ def _total_norm(pipeline: Pipeline) -> Callable[..., Tensor]:
         if pipeline.executor.stages.interceptor.run is not None:  # in a step, of which each rank runs another part
             return _norm_here(given, norm_type, error_if_nonfinite, foreach)
         _check_not_divided(pipeline)
-        total = _of_all(pipeline, given, float(norm_type), foreach)
+        with torch._C.DisableTorchFunction():  # what looks at the optimizer's step is to see one result for all ranks
+            total = _of_all(pipeline, given, float(norm_type), foreach)
         if error_if_nonfinite and not torch.isfinite(total):
             raise RuntimeError(f"The total norm of order {norm_type} of the gradients is {float(total)}.")
         return total

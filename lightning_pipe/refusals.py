@@ -17,17 +17,6 @@ from lightning_pipe.pipeline.ownership import named_tensors
 from lightning_pipe.pipeline.runner import Pipeline
 from lightning_pipe.schedules import Family
 
-# Optimizers whose step joins numbers of all parameters: on a pipeline each stage would join its own alone.
-_JOINING = {
-    "LBFGS": "searches along one direction through all parameters",
-    "SAM": "scales its ascent by the norm of all gradients",
-    "ASAM": "scales its ascent by the norm of all gradients",
-    "Prodigy": "estimates one step size from all parameters",
-    "DAdaptAdam": "estimates one step size from all parameters",
-    "DAdaptSGD": "estimates one step size from all parameters",
-    "DAdaptLion": "estimates one step size from all parameters",
-    "DAdaptAdaGrad": "estimates one step size from all parameters",
-}
 SEVERAL_OPTIMIZERS = ConfigurationError(
     "configure_optimizers returned several optimizers; a pipeline works with one.",
     hint="Use one optimizer with several parameter groups.",
@@ -123,7 +112,7 @@ def check_copies(trainer: Any, module: pl.LightningModule) -> None:
 
 
 def check_optimizers(optimizers: Sequence[Optimizer], ranks: int) -> None:
-    """Refuse optimizers that would silently do something else on every rank.
+    """Refuse optimizers that are known to do something else on every rank; of others their first step tells.
 
     Args:
         optimizers: what ``configure_optimizers`` returned.
@@ -135,18 +124,17 @@ def check_optimizers(optimizers: Sequence[Optimizer], ranks: int) -> None:
     if len(optimizers) > 1:
         raise SEVERAL_OPTIMIZERS
     for optimizer in optimizers:
-        kinds = [kind.__name__ for kind in type(optimizer).__mro__]
-        reason = next((_JOINING[kind] for kind in kinds if kind in _JOINING), None)
-        if isinstance(optimizer, torch.optim.LBFGS) or (reason is not None and ranks > 1):
+        kind = type(optimizer).__name__
+        if isinstance(optimizer, torch.optim.LBFGS):
             raise ConfigurationError(
-                f"{kinds[0]} {reason}; on a pipeline no rank has all parameters.",
+                f"{kind} searches along one direction through all parameters; on a pipeline no rank has all of them.",
                 hint="Use an optimizer that treats every parameter by itself, such as AdamW or SGD.",
             )
         for group in optimizer.param_groups:
             limit = next((name for name in _OWN_CLIPPING if group.get(name)), None)
             if limit is not None and ranks > 1:
                 raise ConfigurationError(
-                    f"{kinds[0]}({limit}={group[limit]}) clips by the norm of the gradients that it sees, which on a "
+                    f"{kind}({limit}={group[limit]}) clips by the norm of the gradients that it sees, which on a "
                     "pipeline are those of one rank.",
                     hint=f"Use {limit}=None and Trainer(gradient_clip_val={group[limit]}).",
                 )

@@ -31,6 +31,7 @@ from lightning_pipe.partition import ProfileStore
 from lightning_pipe.pipeline.batches import signature
 from lightning_pipe.pipeline.cut.intercept import outside_modules
 from lightning_pipe.pipeline.loss_check import LossCheck
+from lightning_pipe.pipeline.mixing import Mixing
 from lightning_pipe.pipeline.profiling import profiled
 from lightning_pipe.pipeline.rng import Streams, mix
 from lightning_pipe.pipeline.runner import Pipeline
@@ -110,6 +111,8 @@ class Run:
         self._changed.enter_context(over_all_stages(self.pipeline))
         self._changed.enter_context(of_values_alone())
         self._changed.enter_context(values_compared(self.pipeline))
+        if self._module.trainer.state.fn == TrainerFn.FITTING:
+            self._watch(self._module.trainer.optimizers)
         metrics = self._metrics()
         metrics.install()
         self._changed.callback(metrics.remove)
@@ -122,6 +125,13 @@ class Run:
         self._step = UserStep(self._module, self.pipeline, self._world, metrics)
         if self.pipeline.flow is not None and trainer.state.fn == TrainerFn.FITTING:
             self._begin_streaming(trainer)
+
+    def _watch(self, optimizers: Sequence[Optimizer]) -> None:
+        """Look at what the first steps of optimizers do where each process steps for a part of the parameters."""
+        if self._ranks > 1 or self.sharded is not None:
+            names = {id(parameter): name for name, parameter in self._module.named_parameters()}
+            for optimizer in optimizers:
+                self._changed.callback(Mixing(optimizer, names).remove)
 
     def _begin_streaming(self, trainer: Any) -> None:
         assert self._step is not None

@@ -39,8 +39,8 @@ _SHOWN = 3
 """Names that an error lists."""
 
 IN_HOOKS = (
-    "In hooks a rank has the values of its own layers alone. Read, call or generate after fit, when the module is whole "
-    "again, or from a checkpoint; norms of gradients and weights over all ranks come from "
+    "In hooks a rank has the values of its own layers alone. Read, call or generate after fit, when the module is "
+    "whole again, or from a checkpoint; norms of gradients and weights over all ranks come from "
     "torch.nn.utils.get_total_norm and lightning.pytorch.utilities.grad_norm."
 )
 _ONE_DEVICE = (

@@ -110,8 +110,10 @@ class Ownership:
     def sharing(self, tensor: Tensor) -> list[tuple[str | None, Tensor]]:
         """What has memory in common with a tensor; parameters and buffers with their names."""
         span = _span(tensor)
-        named = [(name, owned) for name, owned in named_tensors(self._module) if _overlap(span, _span(owned))]
-        return named or [(None, other) for other in tensors_of(*self.elsewhere) if _overlap(span, _span(other))]
+        found: list[tuple[str | None, Tensor]] = [
+            (name, owned) for name, owned in named_tensors(self._module) if _overlap(span, _span(owned))
+        ]
+        return found or [(None, other) for other in tensors_of(*self.elsewhere) if _overlap(span, _span(other))]
 
     def needed(self, name: str) -> bool:
         """Whether this rank computes with a parameter or buffer: in its layers, or outside as far as is known."""

@@ -93,15 +93,8 @@ def test_options_that_do_not_fit(options: dict[str, Any], kind: type[Exception],
         fit(Lit(), **options)
 
 
-class SAM(torch.optim.SGD):
-    """Named like the optimizer that joins all gradients."""
-
-
-def test_optimizers_that_join_what_ranks_have_apart() -> None:
+def test_optimizers_that_clip_by_themselves() -> None:
     parameters = [torch.nn.Parameter(torch.ones(1))]
-    with pytest.raises(ConfigurationError, match="norm of all gradients"):
-        check_optimizers([SAM(parameters, lr=0.1)], ranks=2)
-    check_optimizers([SAM(parameters, lr=0.1)], ranks=1)
     clipping = torch.optim.SGD([{"params": parameters, "max_grad_norm": 1.0}], lr=0.1)
     with pytest.raises(ConfigurationError, match=r"gradient_clip_val=1\.0"):
         check_optimizers([clipping], ranks=2)

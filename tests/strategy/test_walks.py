@@ -6,7 +6,7 @@ import copy
 import traceback
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning as L
 import pytest
@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+from lightning_pipe.errors import PipeError
 from tests import oracle
-from tests.launch import run_trainers
+from tests.launch import outcomes, run_trainers
 from tests.strategy.lit import FEATURES, Data
 from tests.strategy.worlds import QUIET, quiet
 
@@ -44,7 +45,7 @@ class Walks(L.LightningModule):
 class Averaged(Walks):
     """torch's averaged weights as an attribute, made before there are ranks."""
 
-    options: dict[str, Any] = {"use_buffers": True}
+    options: ClassVar[dict[str, Any]] = {"use_buffers": True}
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,13 +58,13 @@ class Averaged(Walks):
 class AveragedByLists(Averaged):
     """... by functions of lists."""
 
-    options = {"multi_avg_fn": get_ema_multi_avg_fn(DECAY)}
+    options: ClassVar[dict[str, Any]] = {"multi_avg_fn": get_ema_multi_avg_fn(DECAY)}
 
 
 class AveragedByFunction(Averaged):
     """... by a function of tensors."""
 
-    options = {"avg_fn": lambda average, weight, _: DECAY * average + (1 - DECAY) * weight}
+    options: ClassVar[dict[str, Any]] = {"avg_fn": lambda average, weight, _: DECAY * average + (1 - DECAY) * weight}
 
 
 class AveragedWhole(Walks):
@@ -236,12 +237,27 @@ class Perturbed(Walks):
                 weight.data = weight.data - 0.01 * torch.randn(weight.shape, dtype=weight.dtype)
 
 
+class Clips(torch.optim.SGD):
+    """Limits the norm of all gradients by itself."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = closure()
+        nn.utils.clip_grad_norm_([weight for group in self.param_groups for weight in group["params"]], 0.1)
+        super().step()
+        return loss
+
+
+class Clipped(Walks):
+    def configure_optimizers(self) -> Any:
+        return Clips(self.parameters(), lr=0.1)
+
+
 CASES: dict[str, type[Walks]] = {
     kind.__name__: kind
     for kind in (
         *(Averaged, AveragedByLists, AveragedByFunction, AveragedWhole),
         *(Teacher, TeacherByData, TeacherByLerp, TeacherByState, Shadows, ShadowsAnew, Dictionary, ListAverage),
-        *(Lists, KeepsBest, Swaps, Perturbed),
+        *(Lists, KeepsBest, Swaps, Perturbed, Clipped),
     )
 }
 
@@ -309,3 +325,50 @@ def test_equals_one_device(name: str, found: list[dict[str, Any]], folder: Path)
             if expected is not None:
                 trace = oracle.Trace(weights=of_process[name][key])
                 oracle.assert_equal(trace, oracle.Trace(weights=dict(expected)))
+
+
+# ------------------------------------------------------------------ what only one device can do
+
+
+class Joins(Walks):
+    """An optimizer that has a rate for all weights."""
+
+    class Normalised(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            loss = closure()
+            gradients = [
+                weight.grad for group in self.param_groups for weight in group["params"] if weight.grad is not None
+            ]
+            for gradient in gradients:
+                gradient.div_(torch.stack([each.norm() for each in gradients]).norm())
+            super().step()
+            return loss
+
+    def configure_optimizers(self) -> Any:
+        return self.Normalised(self.parameters(), lr=0.1)
+
+
+class Distils(Teacher):
+    """The teacher teaches."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = self.embed(batch[0].flatten(1))
+        return F.mse_loss(self.model(x), self.teacher(x))
+
+
+REFUSED: dict[str, tuple[type[Walks], str]] = {
+    "joins": (Joins, "Normalised.step joins numbers of several parameters: 'stack' at "),
+    "distils": (Distils, "a teacher whose layers follow a student's needs one device"),
+}
+
+
+def refused(process: int, name: str, folder: Path) -> None:
+    fit(REFUSED[name][0], 2, folder)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_only_one_device_can_do(name: str, folder: Path) -> None:
+    ended = outcomes(refused, 2, timeout=40, group_timeout=None, name=name, folder=folder)
+    for outcome in ended:
+        assert isinstance(outcome.error, PipeError)
+        assert REFUSED[name][1] in str(outcome.error)
