@@ -172,7 +172,7 @@ def _grad_norm(pipeline: Pipeline) -> Callable[..., dict[str, Any]]:
         here = {
             name: parameter.grad.data.norm(order).cpu()
             for name, parameter in module.named_parameters()
-            if parameter.grad is not None
+            if parameter.grad is not None and not isinstance(parameter.grad, Absent)
         }
         gathered = _gather(pipeline, f"the norms of order {order:g}", here)
         found = {name: norm for norms in gathered for name, norm in norms.items()}

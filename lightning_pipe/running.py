@@ -21,6 +21,7 @@ from lightning_pipe import split
 from lightning_pipe.config import Auto
 from lightning_pipe.errors import ConfigurationError
 from lightning_pipe.finetuning import values_compared
+from lightning_pipe.foreign_gradients import ForeignGradients
 from lightning_pipe.handover import HeldGradients, held_back
 from lightning_pipe.logs import of_values_alone
 from lightning_pipe.metrics import Metrics
@@ -102,6 +103,7 @@ class Run:
         self._changed = ExitStack()
         self._step: UserStep | None = None
         self.streaming: Streaming | None = None
+        self._foreign: ForeignGradients | None = None
 
     # ------------------------------------------------------------------ beginning and end
 
@@ -127,7 +129,10 @@ class Run:
             self._begin_streaming(trainer)
 
     def _watch(self, optimizers: Sequence[Optimizer]) -> None:
-        """Look at what the first steps of optimizers do where each process steps for a part of the parameters."""
+        """Show hooks the gradients of all ranks, and look at what optimizers do with those of this one alone."""
+        if self._ranks > 1 and self.pipeline.flow is None:
+            self._foreign = ForeignGradients(self.pipeline, optimizers)
+            self._changed.callback(self._foreign.remove)
         if self._ranks > 1 or self.sharded is not None:
             names = {id(parameter): name for name, parameter in self._module.named_parameters()}
             for optimizer in optimizers:
@@ -154,7 +159,7 @@ class Run:
         """Leave everything as it was found; the module stays divided."""
         self._step = None
         self._changed.close()
-        self.streaming = None
+        self.streaming = self._foreign = None
 
     def _metrics(self) -> Metrics:
         """The metrics, each with the ranks that update it."""
@@ -315,10 +320,12 @@ class Run:
         return self._run(name, rest, context, run, MicroBatches([batch], [1], [1.0])).outputs.get(0)
 
     def after_backward(self) -> None:
-        """Reduce what has been accumulated, once it is complete."""
+        """Reduce what has been accumulated, once it is complete; hooks are to see the gradients of all ranks."""
         if self._accumulated and not self.blocked:
             self.pipeline.reduce_gradients()
             self._accumulated = False
+        if self._foreign is not None:
+            self._foreign.show()
 
     def _run(
         self,

@@ -79,26 +79,7 @@ class Mixing:
         self._others.clear()
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        """The step begins: with its closure, which computes the gradients and is no part of it, or with them."""
-
-        def within(closure: Callable[[], Any]) -> Callable[[], Any]:
-            def own() -> Any:
-                self._pause()
-                result = closure()
-                self._resume()
-                return result
-
-            return own
-
-        if self.done:
-            return None
-        own, *rest = args
-        if rest and callable(rest[0]):
-            return (own, within(rest[0]), *rest[1:]), kwargs
-        if callable(kwargs.get("closure")):
-            return args, {**kwargs, "closure": within(kwargs["closure"])}
-        self._resume()
-        return None
+        return None if self.done else after_closure(args, kwargs, self._resume, self._pause)
 
     def _after(self, *_: Any) -> None:
         stepped = self._mode is not None
@@ -256,6 +237,39 @@ class Mixing:
     def active(self) -> bool:
         """Whether the step is under way."""
         return self._mode is not None and not self._failed
+
+
+def after_closure(
+    args: tuple[Any, ...], kwargs: dict[str, Any], then: Callable[[], None], first: Callable[[], None] = lambda: None
+) -> tuple[Any, Any] | None:
+    """For hooks before a step: do something once the gradients are there, after its closure if it has one.
+
+    Args:
+        args: of the step, with the optimizer.
+        kwargs: of the step.
+        then: what is to be done; each time if the step calls its closure several times.
+        first: what is to be done before the closure.
+
+    Returns:
+        Other arguments for the step.
+    """
+
+    def around(closure: Callable[[], Any]) -> Callable[[], Any]:
+        def own() -> Any:
+            first()
+            result = closure()
+            then()
+            return result
+
+        return own
+
+    optimizer, *rest = args
+    if rest and callable(rest[0]):
+        return (optimizer, around(rest[0]), *rest[1:]), kwargs
+    if callable(kwargs.get("closure")):
+        return args, {**kwargs, "closure": around(kwargs["closure"])}
+    then()
+    return None
 
 
 class _Mode(TorchFunctionMode):

@@ -252,12 +252,56 @@ class Clipped(Walks):
         return Clips(self.parameters(), lr=0.1)
 
 
+class NoisyGradients(Walks):
+    """Adds noise to gradients, and to those that a layer has; limits them."""
+
+    def on_after_backward(self) -> None:
+        for weight in self.parameters():
+            if weight.grad is not None:
+                weight.grad += 0.1 * torch.randn_like(weight.grad)
+                weight.grad.data.clamp_(-1.0, 1.0)
+        self.model[0].weight.grad.add_(0.1 * torch.randn(8, 8, dtype=torch.float64))
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for group in optimizer.param_groups:
+            for weight in group["params"]:
+                weight.grad = weight.grad + 0.01 * torch.rand(weight.grad.shape, dtype=weight.dtype)
+        nn.utils.clip_grad_value_(self.parameters(), 0.5)
+        torch._foreach_mul_([weight.grad for weight in self.parameters()], 0.9)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        assert all(weight.grad is not None for weight in self.parameters())
+        self.zero_grad(set_to_none=False)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+class PartlyTrained(NoisyGradients):
+    """Some weights are frozen until the second epoch."""
+
+    def on_train_epoch_start(self) -> None:
+        self.model[0].requires_grad_(self.current_epoch == 1)
+
+    def on_after_backward(self) -> None:
+        assert (self.model[0].weight.grad is not None) == (self.current_epoch == 1)
+        for weight in self.parameters():
+            if weight.grad is not None:
+                weight.grad += 0.1 * torch.randn_like(weight.grad)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        pass
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        pass
+
+
 CASES: dict[str, type[Walks]] = {
     kind.__name__: kind
     for kind in (
         *(Averaged, AveragedByLists, AveragedByFunction, AveragedWhole),
         *(Teacher, TeacherByData, TeacherByLerp, TeacherByState, Shadows, ShadowsAnew, Dictionary, ListAverage),
-        *(Lists, KeepsBest, Swaps, Perturbed, Clipped),
+        *(Lists, KeepsBest, Swaps, Perturbed, Clipped, NoisyGradients, PartlyTrained),
     )
 }
 
@@ -356,8 +400,29 @@ class Distils(Teacher):
         return F.mse_loss(self.model(x), self.teacher(x))
 
 
+class SumsNorms(Walks):
+    """Logs a sum over the gradients that a loop sees."""
+
+    def on_after_backward(self) -> None:
+        total = 0.0
+        for weight in self.parameters():
+            if weight.grad is not None:
+                total += weight.grad.data.norm().item() ** 2
+        self.log("norm", total**0.5)
+
+
+class Histograms(Walks):
+    """Shows a weight to a logger, which reads it as an array."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        for weight in self.parameters():
+            weight.detach().cpu().numpy()
+
+
 REFUSED: dict[str, tuple[type[Walks], str]] = {
     "joins": (Joins, "Normalised.step joins numbers of several parameters: 'stack' at "),
+    "sums": (SumsNorms, "lightning.pytorch.utilities.grad_norm"),
+    "histograms": (Histograms, "'numpy' needs a value that is not here: Rank "),
     "distils": (Distils, "a teacher whose layers follow a student's needs one device"),
 }
 
