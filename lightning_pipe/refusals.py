@@ -9,7 +9,9 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import BatchSizeFinder, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch import nn
 from torch.nn.parameter import is_lazy
+from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.optim import Optimizer
 
 from lightning_pipe.errors import ConfigurationError, PartitionError
@@ -74,6 +76,21 @@ def check_shapes(module: pl.LightningModule) -> None:
             f"'{name}' has no shape yet (it belongs to a lazy module): a rank without its layer would never learn it.",
             hint="Give the layer its sizes, or run the module once on an example batch before the Trainer gets it.",
         )
+
+
+def check_layers(layers: Sequence[tuple[str, nn.Module]], stages: int) -> None:
+    """Refuse layers that change themselves before they are called, which ranks without them cannot follow.
+
+    Raises:
+        ConfigurationError: there is one.
+    """
+    for name, layer in layers if stages > 1 else ():
+        if any(isinstance(hook, SpectralNorm) for hook in layer._forward_pre_hooks.values()):
+            raise ConfigurationError(
+                f"Layer '{name}' has torch.nn.utils.spectral_norm, a hook that changes the layer's buffers in front of "
+                "its call.",
+                hint="Use torch.nn.utils.parametrizations.spectral_norm, which does so inside the layer.",
+            )
 
 
 def check_synchronized_norms(family: Family, device: torch.device, *, asked: bool, together: bool) -> None:

@@ -39,6 +39,7 @@ from lightning_pipe.refusals import (
     SEVERAL_OPTIMIZERS,
     check_asynchronous,
     check_copies,
+    check_layers,
     check_module,
     check_optimizers,
     check_shapes,
@@ -203,6 +204,7 @@ class PipeStrategy(ProcessStrategy):
         world = self.connected
         of_costs = conditions(self.root_device, str(self.precision_plugin.precision))
         division = self._balancing.divide(module, layers, self.layout, world, of_costs)
+        check_layers(layers, len(division.counts))
         pipeline = Pipeline(
             module,
             layers,

@@ -282,7 +282,7 @@ class Pipeline:
         results = self._run(self.batch(step, micro_batches, weights, seed, training=True, check=check))
         if not self.ownership.settled:
             self.agree_on_holders()
-            self._drift.agree(lambda name: len(self.owners(name)))
+            self._drift.agree(lambda name: len(self.owners(name)), len(micro_batches))
             if reduce:
                 self.reduce_gradients()
         elif reduce:

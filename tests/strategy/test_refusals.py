@@ -229,6 +229,17 @@ def test_a_step_that_fails_leaves_the_norms_of_the_module_as_they_were() -> None
     assert int(module.model[-1].num_batches_tracked) == 1
 
 
+def test_layers_that_change_themselves_before_they_are_called() -> None:
+    class Normalised(Lit):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.nn.utils.spectral_norm(self.model[2])
+
+    with pytest.raises(ConfigurationError, match=r"'model\.2' has torch\.nn\.utils\.spectral_norm"):
+        fit(Normalised(), stages=2)
+    fit(Normalised(), stages=1)
+
+
 def test_layers_without_shapes_are_refused() -> None:
     class Lazy(Lit):
         def __init__(self) -> None:
