@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from types import MethodType
 from typing import Any
 
@@ -250,14 +250,14 @@ class Ownership:
                 if self._aliases.get(full) == full and full not in self._inside:
                     yield module_name, full
 
-    def agree_on_lost(self, gather: Callable[[Any], list[Any]]) -> None:
+    def agree_on_lost(self, gather: Callable[[Any], list[Any]]) -> list[str]:
         """Learn which ranks have lost what the map says they hold, and which still have it.
 
         Args:
             gather: collective; returns what every rank gives, by rank.
 
-        Raises:
-            CutError: no rank has a value.
+        Returns:
+            Names of what no rank has.
         """
         for name, tensor in named_tensors(self._module):  # hooks may have added modules
             first = self._aliases.setdefault(name, self._names.setdefault(id(tensor), name))
@@ -268,25 +268,21 @@ class Ownership:
         having = gather([name for name in lost if name not in absent]) if lost else []
         for name in lost:
             ranks = tuple(rank for rank, names in enumerate(having) if name in names)
-            if not ranks:
-                raise CutError(
-                    f"No rank has the value of '{name}': it was changed by parameters of several ranks.",
-                    hint="Only tensors of one rank can follow each other. For averaged weights use Lightning's "
-                    "callback EMAWeightAveraging.",
-                )
-            self._holders[self._aliases[name]] = ranks
+            self._holders[self._aliases[name]] = ranks or self.owners(name)
+        return [name for name in lost if not any(name in names for names in having)]
 
-    def restore(self, fetch: Callable[[str, tuple[int, ...], Tensor], Tensor]) -> None:
+    def restore(self, fetch: Callable[[str, tuple[int, ...], Tensor], Tensor], without: Container[str] = ()) -> None:
         """Give this rank every value again.
 
         Args:
+            without: names of what no rank has.
             fetch: collective; called on all ranks in the same order with name, owners and the local tensor; returns
                 the true value.
         """
         _drop_weak_references(self._module)
         for name, tensor in list(named_tensors(self._module)):
             owners = self._holders.get(name)
-            if owners is None or len(owners) == self.ranks or self._aliases[name] != name:
+            if owners is None or len(owners) == self.ranks or self._aliases[name] != name or name in without:
                 continue
             value = fetch(name, owners, tensor)
             if not self.holds(name):

@@ -419,10 +419,34 @@ class Histograms(Walks):
             weight.detach().cpu().numpy()
 
 
+class Unnamed(ListAverage):
+    """Saves averages without their names, made by assigning data."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        for shadow, weight in zip(self.shadows, self.parameters(), strict=True):
+            shadow.data = DECAY * shadow.data + (1 - DECAY) * weight.data
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["averages"] = self.shadows
+
+
+class Mixed(Walks):
+    """A buffer that comes from all weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(()))
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.mean = sum(weight.detach().mean() for weight in self.parameters()) * 0.1
+
+
 REFUSED: dict[str, tuple[type[Walks], str]] = {
     "joins": (Joins, "Normalised.step joins numbers of several parameters: 'stack' at "),
     "sums": (SumsNorms, "lightning.pytorch.utilities.grad_norm"),
     "histograms": (Histograms, "'numpy' needs a value that is not here: Rank "),
+    "unnamed": (Unnamed, "checkpoint['averages'][0] comes from parameters of other ranks"),
+    "mixed": (Mixed, "No rank has the value of 'mean'"),
     "distils": (Distils, "a teacher whose layers follow a student's needs one device"),
 }
 
