@@ -26,6 +26,7 @@ from lightning_pipe.shipment import (
     Pending,
     Shipment,
     assembled,
+    check_known,
     plain_name,
     receive_items,
     receive_tensor,
@@ -88,6 +89,7 @@ class Checkpoints:
         others = [rank for rank in range(transport.topology.ranks) if rank != self._speaker]
         items = [item for rank in others for item in receive_items(transport, rank)[0]]
         tree = assembled(checkpoint, items)
+        check_known(tree)
         for states in tree.get("optimizer_states", []):
             if "state" in states:
                 states["state"] = {index: states["state"][index] for index in sorted(states["state"])}
@@ -106,6 +108,8 @@ class Checkpoints:
         checkpoint_folder.save(os.fspath(path), checkpoint, mine, self._transport, self._speaker, names)
 
     def _owners(self, checkpoint: dict[str, Any]) -> Owners:
+        if self._pipeline is not None:
+            self._pipeline.check_values()
         transport = self._transport
         members = tuple(sorted(transport.peers))
         gathered = dict(zip(members, transport.all_gather_object(state_entries(checkpoint), members), strict=True))

@@ -26,6 +26,7 @@ from lightning_pipe.shipment import (
     Pending,
     Shipment,
     assembled,
+    check_known,
     leaves,
     receive_items,
     send_items,
@@ -133,6 +134,7 @@ def _write_rest(
         "like": {key: torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") for _, key, leaf in pending},
         "parameter_names": [list(names) for names in parameter_names],
     }
+    check_known(rest["checkpoint"])
     torch.save(rest, path)
 
 

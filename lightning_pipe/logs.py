@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_pipe.errors import ConfigurationError, CutError
+from lightning_pipe.errors import ConfigurationError
 from lightning_pipe.pipeline.absent import Absent
 from lightning_pipe.pipeline.cut.placeholder import Placeholder
 
@@ -199,11 +199,10 @@ def of_values_alone() -> Iterator[None]:
     """Around a run: refuse to log, in hooks, what comes from parameters of other ranks. Lightning would take it."""
 
     def log(module: pl.LightningModule, name: str, value: Any, *args: Any, **options: Any) -> None:
-        if isinstance(value, Tensor) and (value.is_meta or isinstance(value, Absent)):
-            raise CutError(
-                f"self.log({name!r}, …) is given a number that comes from parameters of other ranks.",
-                hint="Log what the step computes, or norms by torch.nn.utils.get_total_norm, which are those of the "
-                "whole model.",
+        if isinstance(value, Absent):
+            raise value.origin.error(
+                f"self.log({name!r}, …) is given a number that comes from parameters of other ranks",
+                "Log what the step computes, or norms by torch.nn.utils.get_total_norm, which are those of the whole model.",
             )
         _log(module, name, value, *args, **options)
 

@@ -76,7 +76,8 @@ def _total_norm(pipeline: Pipeline) -> Callable[..., Tensor]:
         if pipeline.executor.stages.interceptor.run is not None:  # in a step, of which each rank runs another part
             return _norm_here(given, norm_type, error_if_nonfinite, foreach)
         _check_not_divided(pipeline)
-        total = _of_all(pipeline, given, float(norm_type), foreach)
+        with torch._C.DisableTorchFunction():  # what looks at the optimizer's step is to see one result for all ranks
+            total = _of_all(pipeline, given, float(norm_type), foreach)
         if error_if_nonfinite and not torch.isfinite(total):
             raise RuntimeError(f"The total norm of order {norm_type} of the gradients is {float(total)}.")
         return total
@@ -87,7 +88,7 @@ def _total_norm(pipeline: Pipeline) -> Callable[..., Tensor]:
 @torch.no_grad()
 def _of_all(pipeline: Pipeline, given: list[Tensor], order: float, foreach: bool | None) -> Tensor:
     """The norm of what all ranks give, of each parameter or gradient once. Collective over the pipeline."""
-    present = [tensor for tensor in given if not (isinstance(tensor, Absent) or tensor.is_meta) and tensor.numel()]
+    present = [tensor for tensor in given if not isinstance(tensor, Absent) and tensor.numel()]
     known = _owned(pipeline)
     of_model = [(tensor, known[tensor.data_ptr()]) for tensor in present if tensor.data_ptr() in known]
     counted = [tensor for tensor, mine in of_model if mine]
@@ -171,7 +172,7 @@ def _grad_norm(pipeline: Pipeline) -> Callable[..., dict[str, Any]]:
         here = {
             name: parameter.grad.data.norm(order).cpu()
             for name, parameter in module.named_parameters()
-            if parameter.grad is not None
+            if parameter.grad is not None and not isinstance(parameter.grad, Absent)
         }
         gathered = _gather(pipeline, f"the norms of order {order:g}", here)
         found = {name: norm for norms in gathered for name, norm in norms.items()}

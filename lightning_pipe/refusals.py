@@ -15,7 +15,9 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import nn
 from torch.nn.parameter import is_lazy
+from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.optim import Optimizer
 
 from lightning_pipe.errors import ConfigurationError, PartitionError
@@ -23,17 +25,6 @@ from lightning_pipe.pipeline.ownership import named_tensors
 from lightning_pipe.pipeline.runner import Pipeline
 from lightning_pipe.schedules import Family
 
-# Optimizers whose step joins numbers of all parameters: on a pipeline each stage would join its own alone.
-_JOINING = {
-    "LBFGS": "searches along one direction through all parameters",
-    "SAM": "scales its ascent by the norm of all gradients",
-    "ASAM": "scales its ascent by the norm of all gradients",
-    "Prodigy": "estimates one step size from all parameters",
-    "DAdaptAdam": "estimates one step size from all parameters",
-    "DAdaptSGD": "estimates one step size from all parameters",
-    "DAdaptLion": "estimates one step size from all parameters",
-    "DAdaptAdaGrad": "estimates one step size from all parameters",
-}
 SEVERAL_OPTIMIZERS = ConfigurationError(
     "configure_optimizers returned several optimizers; a pipeline works with one.",
     hint="Use one optimizer with several parameter groups.",
@@ -93,6 +84,21 @@ def check_shapes(module: pl.LightningModule) -> None:
         )
 
 
+def check_layers(layers: Sequence[tuple[str, nn.Module]], stages: int) -> None:
+    """Refuse layers that change themselves before they are called, which ranks without them cannot follow.
+
+    Raises:
+        ConfigurationError: there is one.
+    """
+    for name, layer in layers if stages > 1 else ():
+        if any(isinstance(hook, SpectralNorm) for hook in layer._forward_pre_hooks.values()):
+            raise ConfigurationError(
+                f"Layer '{name}' has torch.nn.utils.spectral_norm, a hook that changes the layer's buffers in front of "
+                "its call.",
+                hint="Use torch.nn.utils.parametrizations.spectral_norm, which does so inside the layer.",
+            )
+
+
 def check_synchronized_norms(family: Family, device: torch.device, *, asked: bool, together: bool) -> None:
     """Refuse batch norms that would wait for each other where they cannot.
 
@@ -138,7 +144,7 @@ def warn_of_checkpoints_on_exception(trainer: Any) -> None:
 
 
 def check_optimizers(optimizers: Sequence[Optimizer], ranks: int) -> None:
-    """Refuse optimizers that would silently do something else on every rank.
+    """Refuse optimizers that are known to do something else on every rank; of others their first step tells.
 
     Args:
         optimizers: what ``configure_optimizers`` returned.
@@ -150,18 +156,17 @@ def check_optimizers(optimizers: Sequence[Optimizer], ranks: int) -> None:
     if len(optimizers) > 1:
         raise SEVERAL_OPTIMIZERS
     for optimizer in optimizers:
-        kinds = [kind.__name__ for kind in type(optimizer).__mro__]
-        reason = next((_JOINING[kind] for kind in kinds if kind in _JOINING), None)
-        if isinstance(optimizer, torch.optim.LBFGS) or (reason is not None and ranks > 1):
+        kind = type(optimizer).__name__
+        if isinstance(optimizer, torch.optim.LBFGS):
             raise ConfigurationError(
-                f"{kinds[0]} {reason}; on a pipeline no rank has all parameters.",
+                f"{kind} searches along one direction through all parameters; on a pipeline no rank has all of them.",
                 hint="Use an optimizer that treats every parameter by itself, such as AdamW or SGD.",
             )
         for group in optimizer.param_groups:
             limit = next((name for name in _OWN_CLIPPING if group.get(name)), None)
             if limit is not None and ranks > 1:
                 raise ConfigurationError(
-                    f"{kinds[0]}({limit}={group[limit]}) clips by the norm of the gradients that it sees, which on a "
+                    f"{kind}({limit}={group[limit]}) clips by the norm of the gradients that it sees, which on a "
                     "pipeline are those of one rank.",
                     hint=f"Use {limit}=None and Trainer(gradient_clip_val={group[limit]}).",
                 )

@@ -21,6 +21,7 @@ from lightning_pipe import split
 from lightning_pipe.config import Auto
 from lightning_pipe.errors import ConfigurationError
 from lightning_pipe.finetuning import values_compared
+from lightning_pipe.foreign_gradients import ForeignGradients
 from lightning_pipe.handover import HeldGradients, held_back
 from lightning_pipe.logs import of_values_alone
 from lightning_pipe.metrics import Metrics
@@ -31,6 +32,7 @@ from lightning_pipe.partition import ProfileStore
 from lightning_pipe.pipeline.batches import signature
 from lightning_pipe.pipeline.cut.intercept import outside_modules
 from lightning_pipe.pipeline.loss_check import LossCheck
+from lightning_pipe.pipeline.mixing import Mixing
 from lightning_pipe.pipeline.profiling import profiled
 from lightning_pipe.pipeline.rng import Streams, mix
 from lightning_pipe.pipeline.runner import Pipeline
@@ -102,6 +104,7 @@ class Run:
         self._changed = ExitStack()
         self._step: UserStep | None = None
         self.streaming: Streaming | None = None
+        self._foreign: ForeignGradients | None = None
 
     # ------------------------------------------------------------------ beginning and end
 
@@ -111,11 +114,14 @@ class Run:
         self._changed.enter_context(over_all_stages(self.pipeline))
         self._changed.enter_context(of_values_alone())
         self._changed.enter_context(values_compared(self.pipeline))
+        if self._module.trainer.state.fn == TrainerFn.FITTING:
+            self._watch(self._module.trainer.optimizers)
         metrics = self._metrics()
         metrics.install()
         self._changed.callback(metrics.remove)
         self._changed.enter_context(_without_example(self._module))
         trainer: Any = self._module.trainer
+        self.pipeline.ownership.elsewhere = [self._module, *trainer.callbacks]
         self._transforms = any(is_overridden(hook, self._module) for hook in _TRANSFORMS) or (
             trainer.datamodule is not None and any(is_overridden(hook, trainer.datamodule) for hook in _TRANSFORMS)
         )
@@ -141,6 +147,16 @@ class Run:
         vars(connector)["dump_checkpoint"] = met
         self._changed.callback(vars(connector).pop, "dump_checkpoint", None)
 
+    def _watch(self, optimizers: Sequence[Optimizer]) -> None:
+        """Show hooks the gradients of all ranks, and look at what optimizers do with those of this one alone."""
+        if self._ranks > 1 and self.pipeline.flow is None:
+            self._foreign = ForeignGradients(self.pipeline, optimizers)
+            self._changed.callback(self._foreign.remove)
+        if self._ranks > 1 or self.sharded is not None:
+            names = {id(parameter): name for name, parameter in self._module.named_parameters()}
+            for optimizer in optimizers:
+                self._changed.callback(Mixing(optimizer, names).remove)
+
     def _begin_streaming(self, trainer: Any) -> None:
         assert self._step is not None
         if self._profiles is not None and not self._profiles.signatures:
@@ -162,7 +178,7 @@ class Run:
         """Leave everything as it was found; the module stays divided."""
         self._step = None
         self._changed.close()
-        self.streaming = None
+        self.streaming = self._foreign = None
 
     def _metrics(self) -> Metrics:
         """The metrics, each with the ranks that update it."""
@@ -351,10 +367,12 @@ class Run:
         return self._run(name, rest, context, run, MicroBatches([batch], [1], [1.0])).outputs.get(0)
 
     def after_backward(self) -> None:
-        """Reduce what has been accumulated, once it is complete."""
+        """Reduce what has been accumulated, once it is complete; hooks are to see the gradients of all ranks."""
         if self._accumulated and not self.blocked:
             self.pipeline.reduce_gradients()
             self._accumulated = False
+        if self._foreign is not None:
+            self._foreign.show()
 
     def _run(
         self,

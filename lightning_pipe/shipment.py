@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from lightning_pipe.pipeline.absent import Origin, is_absent
 from lightning_pipe.pipeline.ownership import named_tensors
 from lightning_pipe.pipeline.packing import as_bytes
 from lightning_pipe.pipeline.transport import Transport
@@ -191,6 +192,23 @@ def assembled(checkpoint: dict[str, Any], items: Iterable[tuple[Path, Any]]) -> 
         node[path[-1]] = _Leaf(value)
     result: dict[str, Any] = _merged(checkpoint, tree)
     return result
+
+
+def check_known(tree: Any, path: Path = ()) -> None:
+    """Raise if a part of a checkpoint has no value here, and no rank contributes it.
+
+    Raises:
+        CutError: says where it is.
+    """
+    if isinstance(tree, Tensor) and is_absent(tree):
+        where = "checkpoint" + "".join(f"[{key!r}]" for key in path)
+        raise getattr(tree, "origin", Origin()).error(
+            f"{where} comes from parameters of other ranks",
+            "Add a dictionary with the names of the parameters: each value is then taken from a rank that has it.",
+        )
+    items = tree.items() if isinstance(tree, Mapping) else enumerate(tree) if isinstance(tree, list | tuple) else ()
+    for key, value in items:
+        check_known(value, (*path, key))
 
 
 REMOVED = object()

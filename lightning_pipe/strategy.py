@@ -32,7 +32,6 @@ from lightning_pipe.frames import hide_own
 from lightning_pipe.micro_batches import LossWeight
 from lightning_pipe.partition import Balance, find_layers
 from lightning_pipe.pipeline.batchnorm import DeferredBatchNorm
-from lightning_pipe.pipeline.foreign import name_unknown_values
 from lightning_pipe.pipeline.ownership import named_tensors
 from lightning_pipe.pipeline.runner import Pipeline
 from lightning_pipe.pipeline.sync_batchnorm import synchronize, synchronized_norms
@@ -41,6 +40,7 @@ from lightning_pipe.refusals import (
     SEVERAL_OPTIMIZERS,
     check_asynchronous,
     check_copies,
+    check_layers,
     check_module,
     check_optimizers,
     check_shapes,
@@ -206,6 +206,7 @@ class PipeStrategy(ProcessStrategy):
         world = self.connected
         of_costs = conditions(self.root_device, str(self.precision_plugin.precision))
         division = self._balancing.divide(module, layers, self.layout, world, of_costs)
+        check_layers(layers, len(division.counts))
         pipeline = Pipeline(
             module,
             layers,
@@ -419,8 +420,6 @@ class PipeStrategy(ProcessStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        if self.run is not None:
-            name_unknown_values(exception, self.run.pipeline)
         hide_own(exception)
         super().on_exception(exception)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from types import MethodType
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipe.errors import CutError
-from lightning_pipe.pipeline.absent import Absent
+from lightning_pipe.pipeline.absent import Absent, Origin, exchange, is_absent
 
 
 class Ownership:
@@ -18,8 +19,11 @@ class Ownership:
 
     Layers belong to the ranks of their stage; a parameter shared by layers of several stages belongs to all of them.
     Parameters outside the sequence are held by every rank until the first training batch has shown which ranks use
-    them (`settle`); what nobody used belongs to the ranks with the loss. So is a parameter that a layer and a module
-    outside have in common, which then belongs to the layer's ranks as well.
+    them (`settle`); what nobody used belongs to the ranks with the loss, and the others keep their copies. So is a
+    parameter that a layer and a module outside have in common, which then belongs to the layer's ranks as well.
+
+    Hooks may change what nobody used by the parameters of layers: averaged weights are such tensors. Then each rank
+    loses those for which it has not all that is needed (`Absent`), and keeps the others (`agree_on_lost`).
 
     Args:
         module: the user's module.
@@ -32,6 +36,7 @@ class Ownership:
     Attributes:
         settled: whether it is known who uses the parameters outside the sequence.
         used: the parameters outside the sequence that this rank has used, and with a dot the modules that it has run.
+        elsewhere: objects that may keep copies of parameters and buffers.
         stand_ins: while other tensors stand in for the parameters that are trained here, these by ``id``.
     """
 
@@ -47,6 +52,7 @@ class Ownership:
     ) -> None:
         self.rank, self.ranks, self.loss_ranks, self.rank_names = rank, ranks, loss_ranks, rank_names
         self.settled = False
+        self.elsewhere: Sequence[object] = (module,)
         self.used: set[str] = set()
         self.stand_ins: Mapping[int, nn.Parameter] | None = None
         self._module, self._layers, self._layer_ranks = module, list(layers), list(layer_ranks)
@@ -95,6 +101,29 @@ class Ownership:
         """Whether this rank is one of the holders."""
         return self.rank in self.owners(name)
 
+    def place(self, names: Sequence[str]) -> str:
+        """Which rank this is, and which ranks have some named values, in words."""
+        ranks = sorted({rank for name in names for rank in self.owners(name)} - {self.rank})
+        what = ", ".join(map(repr, names))
+        where = f": {'it is' if len(names) == 1 else 'they are'} on {', '.join(self.rank_names[rank] for rank in ranks)}"
+        return f"{self.rank_names[self.rank].capitalize()} does not hold {what}" + (where if ranks else "")
+
+    def sharing(self, tensor: Tensor) -> list[tuple[str | None, Tensor]]:
+        """What has memory in common with a tensor; parameters and buffers with their names."""
+        span = _span(tensor)
+        found: list[tuple[str | None, Tensor]] = [
+            (name, owned) for name, owned in named_tensors(self._module) if _overlap(span, _span(owned))
+        ]
+        return found or [(None, other) for other in tensors_of(*self.elsewhere) if _overlap(span, _span(other))]
+
+    def needed(self, name: str) -> bool:
+        """Whether this rank computes with a parameter or buffer: in its layers, or outside as far as is known."""
+        first = self._aliases.get(name)
+        if first in self._inside:
+            return self.holds(name)
+        ran = any(used.endswith(".") and name.startswith(used) for used in self.used)
+        return ran or first in self.used or first in self._layer_users
+
     def counted(self, name: str) -> bool:
         """Whether this rank is the one that counts the parameter in sums over the model: the first holder."""
         return self.owners(name)[0] == self.rank
@@ -129,6 +158,12 @@ class Ownership:
             )
         if name is None or name in self.used:
             return
+        if is_absent(parameter) and self.holds(name):
+            raise Origin((name,), self).error(
+                f"'{name}' is used on rank {self.rank} and follows parameters of other ranks",
+                "Only tensors of one rank can follow each other: a teacher whose layers follow a student's needs one "
+                "device. For averaged weights use Lightning's callback EMAWeightAveraging.",
+            )
         if not self.holds(name):
             raise CutError(
                 f"'{name}' is used on {self.rank_names[self.rank]}, but held by {self.holders_in_words(name)}"
@@ -173,10 +208,7 @@ class Ownership:
     # ------------------------------------------------------------------ placeholders
 
     def release_layers(self) -> None:
-        """Free the parameters and buffers of foreign layers, in place: names and objects stay.
-
-        Parameters become `Absent`, buffers ``meta`` tensors.
-        """
+        """Free the parameters and buffers of foreign layers, in place: they become `Absent`, names and objects stay."""
         _drop_weak_references(self._module)
         _drop_graphs(self._module)
         kept = {name for name in self._holders if self.holds(name)}
@@ -185,18 +217,21 @@ class Ownership:
                 continue
             for tensor in _owned(layer):
                 name = self._names[id(tensor)]
-                if name in kept or tensor.device.type == "meta":
-                    continue
-                if isinstance(tensor, nn.Parameter):
-                    _swap(tensor, Absent.like(tensor))
-                else:
-                    _replace(tensor, torch.empty_like(tensor, device="meta"))
+                if name not in kept and not isinstance(tensor, Absent):
+                    self._release(name, tensor)
             for part in layer.modules():
-                # ``module.to`` and its kin must pass by ``meta`` tensors, and change what absent ones look like.
+                # ``module.to`` and its kin must change what absent tensors look like.
                 part.__dict__["_apply"] = MethodType(_apply, part)
+
+    def _release(self, name: str, tensor: Tensor) -> None:
+        tensor.grad = None
+        exchange(tensor, Absent.like(tensor, Origin((name,), self)))
 
     def settle(self, used_by_rank: Sequence[Iterable[str]]) -> None:
         """Learn from the first training batch who uses the parameters outside the sequence; free the others' copies.
+
+        What nobody has used stays where it is: it may be the average of layers' weights, which each rank has for its
+        own layers alone.
 
         Args:
             used_by_rank: for each rank the names of the parameters it has used, and of the modules it has run with a
@@ -212,9 +247,8 @@ class Ownership:
             users[name] = sorted({*users.get(name, ()), *ranks})
         for name, parameter in self.outside():
             self._holders[name] = tuple(users.get(name, self.loss_ranks))
-            if not self.holds(name):
-                parameter.grad = None
-                _swap(parameter, Absent.like(parameter))
+            if name in users and not self.holds(name) and not isinstance(parameter, Absent):
+                self._release(name, parameter)
         for prefix, buffer in self._outside_buffers():
             ran = [ranks for name, ranks in users.items() if name.endswith(".") and f"{prefix}.".startswith(name)]
             self._holders[self._aliases[buffer]] = tuple(ran[0]) if ran else self.loss_ranks
@@ -227,17 +261,39 @@ class Ownership:
                 if self._aliases.get(full) == full and full not in self._inside:
                     yield module_name, full
 
-    def restore(self, fetch: Callable[[str, tuple[int, ...], Tensor], Tensor]) -> None:
+    def agree_on_lost(self, gather: Callable[[Any], list[Any]]) -> list[str]:
+        """Learn which ranks have lost what the map says they hold, and which still have it.
+
+        Args:
+            gather: collective; returns what every rank gives, by rank.
+
+        Returns:
+            Names of what no rank has.
+        """
+        for name, tensor in named_tensors(self._module):  # hooks may have added modules
+            first = self._aliases.setdefault(name, self._names.setdefault(id(tensor), name))
+            self._holders.setdefault(first, self.loss_ranks)
+        tensors = dict(named_tensors(self._module))
+        absent = {name for name, tensor in tensors.items() if is_absent(tensor)}
+        lost = sorted(set().union(*gather(sorted(name for name in absent if self.holds(name)))))
+        having = gather([name for name in lost if name not in absent]) if lost else []
+        for name in lost:
+            ranks = tuple(rank for rank, names in enumerate(having) if name in names)
+            self._holders[self._aliases[name]] = ranks or self.owners(name)
+        return [name for name in lost if not any(name in names for names in having)]
+
+    def restore(self, fetch: Callable[[str, tuple[int, ...], Tensor], Tensor], without: Container[str] = ()) -> None:
         """Give this rank every value again.
 
         Args:
+            without: names of what no rank has.
             fetch: collective; called on all ranks in the same order with name, owners and the local tensor; returns
                 the true value.
         """
         _drop_weak_references(self._module)
         for name, tensor in list(named_tensors(self._module)):
             owners = self._holders.get(name)
-            if owners is None or len(owners) == self.ranks or self._aliases[name] != name:
+            if owners is None or len(owners) == self.ranks or self._aliases[name] != name or name in without:
                 continue
             value = fetch(name, owners, tensor)
             if not self.holds(name):
@@ -255,6 +311,29 @@ def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from module.named_buffers(remove_duplicate=False)
 
 
+def tensors_of(*roots: object) -> Iterator[Tensor]:
+    """The tensors that attributes and containers of some objects lead to; torch's and Lightning's own are no way."""
+    seen: set[int] = set()
+    nodes = [node for root in roots for node in vars(root).values()]
+    while nodes:
+        node = nodes.pop()
+        if id(node) in seen:
+            continue
+        seen.add(id(node))
+        if isinstance(node, Tensor):
+            yield node
+        elif isinstance(node, Mapping):
+            nodes.extend(node.values())
+        elif isinstance(node, list | tuple | set | deque):
+            nodes.extend(node)
+        elif isinstance(node, nn.Module) or (hasattr(node, "__dict__") and not _is_frameworks(type(node))):
+            nodes.extend(vars(node).values())
+
+
+def _is_frameworks(kind: type) -> bool:
+    return str(kind.__module__).partition(".")[0] in ("torch", "lightning", "builtins")
+
+
 def _owned(layer: nn.Module) -> Iterator[Tensor]:
     yield from layer.parameters()
     yield from layer.buffers()
@@ -263,13 +342,20 @@ def _owned(layer: nn.Module) -> Iterator[Tensor]:
 def _replace(tensor: Tensor, value: Tensor) -> None:
     """Let the same object hold another value, device and memory; attributes and ``requires_grad`` stay."""
     # detached: what carried the value here may still refer to it, and such tensors cannot be swapped (torch 2.13)
-    _swap(tensor, nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value.detach())
+    exchange(tensor, nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value.detach())
 
 
-def _swap(tensor: Tensor, new: Tensor) -> None:
-    attributes: Mapping[str, Any] = dict(tensor.__dict__)
-    torch.utils.swap_tensors(tensor, new)  # type: ignore[no-untyped-call]
-    tensor.__dict__.update(attributes)
+def _span(tensor: Tensor) -> tuple[int, int, int]:
+    """The memory that a tensor has a part in, and from where to where its part may reach."""
+    if tensor.layout is not torch.strided or is_absent(tensor) or not tensor.numel():
+        return 0, 0, 0
+    size, start = tensor.element_size(), tensor.data_ptr()
+    reach = sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.untyped_storage()._cdata, start, start + (reach + 1) * size
+
+
+def _overlap(one: tuple[int, int, int], other: tuple[int, int, int]) -> bool:
+    return one[0] == other[0] != 0 and one[1] < other[2] and other[1] < one[2]
 
 
 def _drop_weak_references(module: nn.Module) -> None:
@@ -293,7 +379,7 @@ def _drop_graphs(module: nn.Module) -> None:
 
 @torch.no_grad()
 def _apply(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-    for parameter in self.parameters(recurse=False):
-        if isinstance(parameter, Absent):
-            parameter.data = fn(parameter.data)
+    for tensor in (*self.parameters(recurse=False), *self.buffers(recurse=False)):
+        if isinstance(tensor, Absent):
+            tensor.data = fn(tensor.data)
     return self

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from lightning_pipe.errors import CutError
+from lightning_pipe.pipeline.absent import Absent
 
 _local = threading.local()
 Buffers = dict[int, Tensor]
@@ -164,4 +165,4 @@ class BufferGuard:
 
 
 def _same(buffer: Tensor, copy: Tensor) -> bool:
-    return buffer.is_meta or torch.equal(buffer, copy)
+    return isinstance(buffer, Absent) or torch.equal(buffer, copy)

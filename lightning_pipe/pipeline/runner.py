@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_pipe.errors import ConfigurationError, PartitionError
+from lightning_pipe.errors import ConfigurationError, CutError, PartitionError
 from lightning_pipe.pipeline.asynchronous import Flow, Turn
 from lightning_pipe.pipeline.batches import signature
 from lightning_pipe.pipeline.batchnorm import DeferredBatchNorm, Statistics, deferred_norms, discard_all
@@ -207,8 +208,37 @@ class Pipeline:
             self.transport.broadcast(data, source, self.pipeline_members).wait()
             return data
 
-        self.ownership.restore(fetch)
+        lost = self.agree_on_lost()
+        if lost and self.transport.rank == 0:
+            warnings.warn(_lost(lost), stacklevel=2)
+        self.ownership.restore(fetch, without=lost)
         DeferredBatchNorm.revert(self.module)
+
+    def check_values(self) -> None:
+        """Raise if no rank has some value. Collective over the pipeline."""
+        if lost := self.agree_on_lost():
+            raise CutError(
+                _lost(lost),
+                hint="Only tensors of one rank can follow each other. For averaged weights use Lightning's callback "
+                "EMAWeightAveraging.",
+            )
+
+    def agree_on_lost(self) -> list[str]:
+        """Learn who has what hooks have changed by parameters of some ranks. Collective over the pipeline.
+
+        Returns:
+            Names of what no rank has.
+        """
+        topology, transport = self._topology, self.transport
+        order = [topology.process(transport.replica, rank) for rank in range(topology.ranks)]
+
+        def gather(mine: Any) -> list[Any]:
+            found = dict(
+                zip(self.pipeline_members, transport.all_gather_object(mine, self.pipeline_members), strict=True)
+            )
+            return [found[process] for process in order]
+
+        return self.ownership.agree_on_lost(gather)
 
     def _connect(self, probe: Schedule) -> None:
         """Prepare all groups and channels, in the same order on all processes."""
@@ -272,7 +302,7 @@ class Pipeline:
         results = self._run(self.batch(step, micro_batches, weights, seed, training=True, check=check))
         if not self.ownership.settled:
             self.agree_on_holders()
-            self._drift.agree(lambda name: len(self.owners(name)))
+            self._drift.agree(lambda name: len(self.owners(name)), len(micro_batches))
             if reduce:
                 self.reduce_gradients()
         elif reduce:
@@ -460,3 +490,10 @@ class Pipeline:
         self._statistics.commit(
             [(norm, self._topology.holders(self.owners(name))) for norm, name in buffers if self.holds(name)]
         )
+
+
+def _lost(names: Sequence[str]) -> str:
+    return (
+        f"No rank has the value of '{names[0]}' ({len(names)} such parameters and buffers): it was changed by those of "
+        "several ranks."
+    )

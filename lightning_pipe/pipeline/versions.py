@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipe.errors import ConfigurationError
+from lightning_pipe.pipeline.absent import Absent
 from lightning_pipe.pipeline.ownership import Ownership
 
 StandIns = dict[nn.Parameter, nn.Parameter]
@@ -59,7 +60,9 @@ class Versions:
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """The trainable parameters of this rank, each once."""
-        return (p for name, p in self._module.named_parameters() if p.requires_grad and self._ownership.holds(name))
+        named = self._module.named_parameters()
+        # averages of weights that hooks keep here may have lost their value: they follow other ranks' layers
+        return (p for name, p in named if p.requires_grad and self._ownership.holds(name) and not isinstance(p, Absent))
 
     # ------------------------------------------------------------------ computing with a version
 

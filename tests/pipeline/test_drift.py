@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -69,7 +70,8 @@ def assert_equal_copies(results: list[dict[str, Tensor]], copies: int) -> None:
 
 @pytest.mark.filterwarnings("error:.*changes in forward passes")
 def test_replicas_have_the_values_of_the_first_one() -> None:
-    results = train("1f1b", replicas=2)
+    with pytest.warns(UserWarning, match=r"'layers\.0\.mean' \(8 such buffers\) is changed .* 2 times in a batch"):
+        results = train("1f1b", replicas=2)
     assert_equal_copies(results, copies=2)
     assert float(results[0]["layers.2.rows"]) == 3 * 4
 
@@ -84,3 +86,38 @@ def test_one_pipeline_has_nothing_to_agree_on() -> None:
     results = train("1f1b", replicas=1)
     assert_equal_copies(results, copies=1)
     assert float(results[1]["layers.0.rows"]) == 3 * 8
+
+
+class Kept(nn.Module):
+    """A buffer that is computed anew in every pass and stays what it is; batch norm; a normalised weight."""
+
+    def __init__(self, normalise: bool) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+        if normalise:
+            nn.utils.parametrizations.spectral_norm(self.linear)
+        self.register_buffer("positions", torch.arange(4.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.positions = torch.arange(4.0)
+        return self.norm(self.linear(x + self.positions))
+
+
+def told(normalise: bool, micro_batches: int) -> list[str]:
+    """The warnings of a batch on one rank with two stages."""
+    torch.manual_seed(0)
+    net = nn.Sequential(Kept(normalise), Kept(normalise))
+    (transport,) = memory_world(Topology(ranks=1))
+    pipeline = Pipeline(net, find_layers(net), [1, 1], schedules.get("gpipe"), transport, deferred_batch_norm=True)
+    parts = list(torch.randn(8, 4).tensor_split(micro_batches))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        pipeline.train(lambda _, x: net(x).square().mean(), parts, [1 / micro_batches] * micro_batches)
+    return [str(each.message) for each in caught if "forward passes" in str(each.message)]
+
+
+def test_the_user_is_told_of_what_sees_micro_batches() -> None:
+    assert not told(normalise=False, micro_batches=2)
+    assert not told(normalise=True, micro_batches=1)
+    (message,) = told(normalise=True, micro_batches=2)
+    assert "'0.linear.parametrizations.weight.0._u' (4 such buffers) is changed by forward passes: 2 times" in message
