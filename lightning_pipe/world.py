@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -14,13 +16,13 @@ from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.utilities.distributed import (
     _all_gather_ddp_if_available,
     _get_default_process_group_backend_for_device,
-    _init_dist_connection,
     _sync_ddp_if_available,
 )
 from torch import Tensor
 from torch.distributed import ReduceOp
 
 from lightning_pipe.config import Auto, Layout, layout
+from lightning_pipe.connect import connect, no_longer_than, on_interface
 from lightning_pipe.errors import ConfigurationError
 from lightning_pipe.pipeline.failure import FailureBoard
 from lightning_pipe.pipeline.loss_check import is_alone
@@ -111,6 +113,8 @@ class World:
         environment: ClusterEnvironment,
         backend: str | None,
         timeout: timedelta,
+        hosts: int = 1,
+        check: Callable[[], None] = lambda: None,
     ) -> World:
         """Connect the processes. Collective.
 
@@ -121,28 +125,39 @@ class World:
             environment: how the processes find each other.
             backend: torch.distributed's; ``None`` chooses by device.
             timeout: the longest that one process waits for another.
+            hosts: on how many hosts the processes are.
+            check: raises if waiting for the others is in vain.
         """
-        several = layout.world_size > 1
-        if several:
-            backend = backend or _get_default_process_group_backend_for_device(device)
-            _init_dist_connection(environment, backend, timeout=timeout)
         with warnings.catch_warnings():  # that one micro-batch is off the family's multiples concerns nobody
             warnings.simplefilter("ignore")
             probe = family.build(layout.pipeline_parallel_size, 1, stages=layout.stages)
         topology = Topology.for_schedule(
             layout.pipeline_parallel_size, layout.data_parallel_size, loss_rank=probe.loss_ranks[0]
         )
-        world = cls(layout, open_transport(topology, device, timeout))
-        if several:
-            world.board = FailureBoard(default_store(), world.transport)
-            world.board.watch()
-        if topology.replicas > 1:
-            groups = [sorted(topology.replica_processes(rank)) for rank in range(topology.ranks)]
-            world.replicas = [dist.new_group(group, timeout=timeout) for group in groups][world.transport.rank]
+        if layout.world_size == 1:
+            return cls(layout, open_transport(topology, device, timeout))
+        with on_interface(hosts):
+            connect(
+                environment, backend or _get_default_process_group_backend_for_device(device), timeout, hosts, check
+            )
+            with no_longer_than(timeout, "To connect the processes"):
+                world = cls(layout, open_transport(topology, device, timeout))
+                if topology.replicas > 1:
+                    groups = [sorted(topology.replica_processes(rank)) for rank in range(topology.ranks)]
+                    world.replicas = [dist.new_group(group, timeout=timeout) for group in groups][world.transport.rank]
+        world.board = FailureBoard(default_store(), world.transport)
+        world.board.watch()
+        atexit.register(world.end)
         return world
+
+    def end(self) -> None:
+        """Close at the end of the process; after a failure others may be missing, and nobody waits for them."""
+        if self.board is None or not self.board.noticed.is_set():
+            self.close()
 
     def close(self) -> None:
         """Let go of the other processes: sockets, threads, groups and the store. Idempotent."""
+        atexit.unregister(self.end)
         if self.board is not None:
             self.board.close()
         self.board = self.replicas = None

@@ -212,6 +212,12 @@ class Transport(ABC):
         """Give up: pending operations fail here and, as soon as possible, at the peers."""
         self.close()
 
+    def leave_time_to_watchdog(self) -> None:  # noqa: B027 - not every transport has clocks of its own
+        """Wait without a limit from now on: the failure board's watchdog aborts what takes longer than the timeout.
+
+        It does not count the time for which this process is suspended (Ctrl-Z); the clocks of Gloo and of sockets do.
+        """
+
     @abstractmethod
     def close(self) -> None:
         """Release what the transport holds. Pending operations must be done; idempotent."""
@@ -222,6 +228,7 @@ class Transport(ABC):
 
     def error(self, operation: object, cause: BaseException | None, timed_out: bool = False) -> CommunicationError:
         """The error for an operation that failed: with the origin's traceback or the report of a hang, if known."""
+        timed_out = timed_out or (self.board is not None and self.board.overdue)
         what = f"{self.describe().capitalize()} could not {operation}"
         if timed_out:
             message = f"{what} within {self.timeout.total_seconds():g} s."
