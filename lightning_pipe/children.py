@@ -23,7 +23,7 @@ CHILD = "LIGHTNING_PIPE_CHILD"
 _GLANCE = 0.5
 _PATIENCE = 5.0
 """Seconds that a process gets: to end by itself, to notice what has happened, to end when it is told to."""
-_AFTER_SUCCESS = 10.0
+_AFTER_SUCCESS = 30.0
 _watching: list[threading.Thread] = []
 
 
@@ -48,6 +48,7 @@ class Children:
         self._owner = os.getpid()
         self._running = 0
         self._stopped = threading.Event()
+        self._noticed = threading.Event()
         self._lost = ""
         self._thread = threads.start("observer of children", self._observe, self._stopped.set)
         atexit.register(self.close)
@@ -59,6 +60,7 @@ class Children:
         try:
             yield
         except BaseException:
+            self._noticed.set()
             if self.board is None:
                 self.end(patience=0.0)
             raise
@@ -72,12 +74,14 @@ class Children:
             CommunicationError: with its name and how it has ended.
         """
         if self._lost:
+            self._noticed.set()
             raise CommunicationError(self._lost, hint="What it has printed itself stands above.")
 
     def end(self, patience: float = _PATIENCE) -> None:
         """End those that do not end by themselves within ``patience`` seconds."""
         if os.getpid() != self._owner:  # this is a copy of the process
             return
+        atexit.unregister(self.close)
         self._wait(patience)
         for number in (signal.SIGTERM, signal.SIGCONT):  # a process that is stopped takes no other signal
             self._send(number)
@@ -90,6 +94,7 @@ class Children:
         if os.getpid() != self._owner:
             return
         self._stopped.set()
+        self._noticed.set()
         failed = threads.has_failed() or hasattr(sys, "last_value")  # the error that has ended this process
         self._wait(_PATIENCE if failed else _AFTER_SUCCESS)
         codes = {rank: process.poll() for rank, process in enumerate(self._processes, 1)}
@@ -106,7 +111,7 @@ class Children:
             for rank, process in enumerate(self._processes, 1):
                 code = process.poll()
                 if code or (code == 0 and self.board is None):
-                    self._tell(self._first + rank, f"(PID {process.pid}) {_words(code)}")
+                    self._tell(self._first + rank, f"{_words(code)} (PID {process.pid})")
                     return
 
     def _tell(self, process: int, how: str) -> None:
@@ -116,7 +121,7 @@ class Children:
                     self.board.lost(process, how)
             return
         self._lost = f"Process {process} {how}, before all processes were connected."
-        if self._stopped.wait(_PATIENCE) or threads.has_failed():
+        if self._noticed.wait(_PATIENCE) or not self._running:
             return
         # the main thread waits in C++, or is busy with what the others will never take part in
         print(self._lost, file=sys.stderr)

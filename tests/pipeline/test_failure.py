@@ -252,6 +252,35 @@ def test_a_position_that_stands_still_is_a_hang() -> None:
     assert "rank 1: action of 1; computes in" in failure.text
 
 
+def test_the_time_for_which_the_process_is_suspended_does_not_count() -> None:
+    (transport,) = memory_world(Topology(1), timedelta(seconds=10))
+    board = FailureBoard(HashStore(), transport)
+    board.watch(interval=3600.0)
+    watchdog = board._watchdog
+    assert watchdog is not None
+    board.position = "F0"
+    assert not watchdog._stands_still()
+    watchdog._since -= 60.0
+    assert watchdog._stands_still()
+    watchdog._looked -= 3660.0  # its thread should have come a minute ago
+    watchdog._notice_suspension()
+    assert not watchdog._stands_still()
+    assert "itself stood still for 60 s" in str(board.explain("Rank 0 could not go on."))
+    board.close()
+
+
+def test_a_process_that_cannot_say_it_itself_is_told_about() -> None:
+    world = memory_world(Topology(3))
+    store = HashStore()
+    boards = [FailureBoard(store, transport, patience=0.1) for transport in world]
+    boards[0].lost(2, "was killed by SIGKILL (out of memory?)")
+    assert "Rank 0 (process 2) was killed by SIGKILL" in str(boards[1].explain("Rank 1 could not go on."))
+    boards[0].lost(1, "has ended with code 1")  # the consequence is not told
+    failure = boards[1].find_failure()
+    assert failure is not None
+    assert failure.process == 2
+
+
 def test_setting_the_position_is_cheap() -> None:
     board = FailureBoard(HashStore(), memory_world(Topology(1))[0])
     start = time.perf_counter()
