@@ -163,16 +163,16 @@ class ProcessStrategy(ParallelStrategy):
         if isinstance(exception, SIGTERMException) and exception.code is None:
             # Lightning (2.6) ends with code 0 and without a word, as after a run that has finished
             exception.code = 128 + signal.SIGTERM
-            if not is_child():
+            if self.global_rank == 0:
                 print(f"{self._where()} The run ends: it was asked to by SIGTERM.", file=sys.stderr, flush=True)
         threads.note_failure(exception)
-        if self.world is None or self.world.board is None:
-            return
-        self.world.board.fail(exception)
+        board = None if self.world is None else self.world.board
+        if board is not None:
+            board.fail(exception)
         if isinstance(exception, CommunicationError):
             # it quotes the process that failed: where this one waited says nothing more
             exception.__traceback__, exception.__cause__, exception.__suppress_context__ = None, None, True
-        if is_child() and self.world.board.known_to_all():
+        if is_child() and board is not None and board.known_to_all():
             leave_quietly(exception)
 
     def _where(self) -> str:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import atexit
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -23,7 +24,7 @@ from torch.distributed import ReduceOp
 
 from lightning_pipe.config import Auto, Layout, layout
 from lightning_pipe.connect import connect, no_longer_than, on_interface
-from lightning_pipe.errors import ConfigurationError
+from lightning_pipe.errors import CommunicationError, ConfigurationError, PipeError
 from lightning_pipe.pipeline.failure import FailureBoard
 from lightning_pipe.pipeline.loss_check import is_alone
 from lightning_pipe.pipeline.topology import Topology
@@ -136,10 +137,9 @@ class World:
         )
         if layout.world_size == 1:
             return cls(layout, open_transport(topology, device, timeout))
-        with on_interface(hosts):
-            connect(
-                environment, backend or _get_default_process_group_backend_for_device(device), timeout, hosts, check
-            )
+        backend = backend or _get_default_process_group_backend_for_device(device)
+        with _connecting(timeout), on_interface(hosts):
+            connect(environment, backend, timeout, hosts, check)
             with no_longer_than(timeout, "To connect the processes"):
                 world = cls(layout, open_transport(topology, device, timeout))
                 if topology.replicas > 1:
@@ -154,6 +154,8 @@ class World:
         """Close at the end of the process; after a failure others may be missing, and nobody waits for them."""
         if self.board is None or not self.board.noticed.is_set():
             self.close()
+            if dist.is_initialized():
+                dist.destroy_process_group()
 
     def close(self) -> None:
         """Let go of the other processes: sockets, threads, groups and the store. Idempotent."""
@@ -223,3 +225,19 @@ class World:
         total = torch.tensor([amount], dtype=torch.float64)
         self.transport.all_reduce(total, self.replica_members).wait()
         return float(total)
+
+
+@contextmanager
+def _connecting(timeout: timedelta) -> Generator[None, None, None]:
+    """Words for what torch raises while processes are connected."""
+    try:
+        yield
+    except PipeError:
+        raise
+    except RuntimeError as error:
+        reason = str(error).split("\n", 1)[0]
+        raise CommunicationError(
+            f"The processes could not be connected: {reason}",
+            hint="Look for the first error of another process; one may have been killed (out of memory?), or have "
+            f"stood still for longer than {timeout.total_seconds():g} s.",
+        ) from error
