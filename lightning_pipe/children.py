@@ -110,7 +110,9 @@ class Children:
                 continue
             for rank, process in enumerate(self._processes, 1):
                 code = process.poll()
-                if code or (code == 0 and self.board is None):
+                # one that has ended well is missed before all are connected, or where somebody waits for it
+                missed = self.board is None or self.board.noticed.is_set()
+                if code or (code == 0 and missed):
                     self._tell(self._first + rank, f"{_words(code)} (PID {process.pid})")
                     return
 

@@ -198,14 +198,18 @@ class World:
         group = self.replicas if group is None else group
         if group is None or not isinstance(value, Tensor) or is_alone():
             return value
-        return _sync_ddp_if_available(value, group, reduce_op=op)
+        with self.transport.guarding("reduce a value over the replicas"):
+            return _sync_ddp_if_available(value, group, reduce_op=op)
 
     def all_gather(self, tensor: Tensor, group: Any | None, sync_grads: bool) -> Tensor:
         """Gather from the replicas along a new first dimension; one replica gets the tensor itself, as one device."""
         group = self.replicas if group is None or group is dist.group.WORLD else group
         if group is not None and is_alone():
             return torch.stack([tensor] * self.layout.data_parallel_size)
-        return tensor if group is None else _all_gather_ddp_if_available(tensor, group=group, sync_grads=sync_grads)
+        if group is None:
+            return tensor
+        with self.transport.guarding("gather a value from the replicas"):
+            return _all_gather_ddp_if_available(tensor, group=group, sync_grads=sync_grads)
 
     def agree(self, decision: bool, *, unanimous: bool, members: tuple[int, ...] | None = None) -> bool:
         """Whether all processes, or those of a group, or any of them, say yes."""

@@ -206,6 +206,14 @@ class TorchTransport(Transport):
         except (RuntimeError, OSError) as error:
             raise self.failed(operation, error) from error
 
+    @override
+    @contextmanager
+    def guarding(self, operation: object) -> Iterator[None]:
+        self.waiting = operation
+        with self.failing(operation):
+            yield
+        self.waiting = None
+
     def _make_group(self, members: tuple[int, ...]) -> None:
         if len(members) == 1 or members in self._made:
             return

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
@@ -212,6 +214,15 @@ class Transport(ABC):
         """Give up: pending operations fail here and, as soon as possible, at the peers."""
         self.close()
 
+    @contextmanager
+    def guarding(self, operation: object) -> Iterator[None]:
+        """Around a collective that is not this transport's: reports name it, and its errors say what is known.
+
+        Args:
+            operation: what it does, as in "could not ...".
+        """
+        yield
+
     def leave_time_to_watchdog(self) -> None:  # noqa: B027 - not every transport has clocks of its own
         """Wait without a limit from now on: the failure board's watchdog aborts what takes longer than the timeout.
 
@@ -233,7 +244,9 @@ class Transport(ABC):
         if timed_out:
             message = f"{what} within {self.timeout.total_seconds():g} s."
         else:
-            message = f"{what}: {str(cause).splitlines()[0] if cause and str(cause) else type(cause).__name__}"
+            # Gloo puts the place in its own source before its words
+            words = re.sub(r"^\[[^\]]*\] ?", "", str(cause or "").split("\n", 1)[0])
+            message = f"{what}: {words or type(cause).__name__}"
         if self.board is not None:
             return self.board.explain(message, timed_out=timed_out)
         return CommunicationError(message, hint="Look for the first error of another rank, or raise the timeout.")

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -42,6 +43,7 @@ class Board:
 
     def __init__(self) -> None:
         self.told: list[tuple[int, str]] = []
+        self.noticed = threading.Event()
 
     def await_failure(self, patience: float) -> None:
         return None
@@ -77,6 +79,20 @@ def test_the_end_of_a_child_is_told_to_the_board(script: str, words: str) -> Non
             time.sleep(0.02)
     family.end(patience=0.0)
     assert board.told == [(6, f"{words} (PID {family._processes[1].pid})")]
+
+
+def test_a_child_that_has_ended_well_is_told_about_if_it_is_missed() -> None:
+    family = started("")
+    family.board = board = Board()  # type: ignore[assignment]
+    family._processes[0].wait()
+    with family.running():
+        time.sleep(0.3)
+        assert not board.told
+        board.noticed.set()
+        deadline = time.monotonic() + 20
+        while not board.told and time.monotonic() < deadline:
+            time.sleep(0.02)
+    assert [process for process, _ in board.told] == [5]
 
 
 def test_nobody_waits_for_one_that_has_gone_before_all_are_connected() -> None:
