@@ -15,6 +15,9 @@ from lightning_pipe.pipeline import threads
 
 T = TypeVar("T")
 
+_TICKS = 20
+"""A wait is divided into so many: one that this process is suspended in does not end all of it."""
+
 
 class StoreSilentError(RuntimeError):
     """The store does not answer: the process that serves it, or its host, stands still."""
@@ -66,12 +69,13 @@ class StoreClient:
         answer: Future[T] = Future()
         self._requests.put((request, answer))
         try:
-            return answer.result(0.1 if self._late else self._patience)
-        except TimeoutError:
-            self._late = True
-            raise StoreSilentError(f"no answer within {self._patience:g} s") from None
+            for _ in range(1 if self._late else _TICKS):
+                with suppress(TimeoutError):
+                    return answer.result(self._patience / _TICKS)
         except RuntimeError as error:
             raise StoreGoneError(str(error).split("\n", 1)[0]) from None
+        self._late = True
+        raise StoreSilentError(f"no answer within {self._patience:g} s")
 
     def _run(self) -> None:
         while (item := self._requests.get()) is not None:

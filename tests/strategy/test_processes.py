@@ -187,9 +187,8 @@ def test_a_run_that_is_terminated_says_so(tmp_path: Path, place: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("place", ["end", "after"])
-def test_an_error_of_another_process_at_the_end_is_no_success(tmp_path: Path, place: str) -> None:
-    outcome = ended(tmp_path, "raise", place, 1)
+def test_an_error_of_another_process_after_the_run_is_no_success(tmp_path: Path) -> None:
+    outcome = ended(tmp_path, "raise", "after", 1)
     assert outcome.code == 1
     assert outcome.errors.count("ValueError: a bug") == 1
 
