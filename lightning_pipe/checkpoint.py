@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 from collections.abc import Mapping, Sequence
 from pathlib import Path as FilePath
 from typing import Any
@@ -17,6 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_pipe import checkpoint_file, checkpoint_folder
+from lightning_pipe.errors import CheckpointError
 from lightning_pipe.pipeline.ownership import named_tensors
 from lightning_pipe.pipeline.runner import Pipeline
 from lightning_pipe.pipeline.transport import Transport
@@ -35,6 +35,7 @@ from lightning_pipe.shipment import (
     shipment,
     state_entries,
 )
+from lightning_pipe.unfinished import found
 
 Location = str | FilePath
 
@@ -148,16 +149,21 @@ class Checkpoints:
     # ------------------------------------------------------------------ loading
 
     def load(self, path: Location, io: CheckpointIO, weights_only: bool | None) -> dict[str, Any]:
-        """Read a checkpoint; a file on a local disk is mapped into memory, so that only what is used is read."""
-        if checkpoint_folder.is_folder(os.fspath(path)):
-            return checkpoint_folder.load(os.fspath(path), self._wanted, weights_only)  # type: ignore[no-any-return]
-        if type(io) is TorchCheckpointIO and _is_local_file_protocol(path) and os.path.isfile(path):
-            try:
-                return torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)  # type: ignore[no-any-return]
-            except (RuntimeError, pickle.UnpicklingError) as error:
-                if "mmap" not in str(error):  # a file in torch's old format
-                    raise
-        return io.load_checkpoint(path, weights_only=weights_only)
+        """Read a checkpoint; a file on a local disk is mapped into memory, so that only what is used is read.
+
+        Raises:
+            CheckpointError: there is something else, or a part of a checkpoint.
+        """
+        place = found(os.fspath(path)) if _is_local_file_protocol(path) else os.fspath(path)
+        if checkpoint_folder.is_folder(place):
+            return checkpoint_folder.load(place, self._wanted, weights_only, self._transport)  # type: ignore[no-any-return]
+        if type(io) is not TorchCheckpointIO or not _is_local_file_protocol(path) or not os.path.exists(place):
+            return io.load_checkpoint(path, weights_only=weights_only)
+        checkpoint = checkpoint_file.read(place, weights_only)
+        if not isinstance(checkpoint, Mapping) or "state_dict" not in checkpoint:
+            what = f"the keys {list(checkpoint)[:5]}" if isinstance(checkpoint, Mapping) else type(checkpoint).__name__
+            raise CheckpointError(f"{place} is no checkpoint of Lightning: it holds {what}, and no state_dict.")
+        return checkpoint  # type: ignore[return-value]
 
     def load_module(self, checkpoint: Mapping[str, Any], strict: bool) -> None:
         """Load the parameters and buffers that this rank holds."""

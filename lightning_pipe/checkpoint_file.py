@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import pickle
 import struct
 import zipfile
 import zlib
@@ -14,7 +15,9 @@ import torch
 from torch import Tensor
 from torch.serialization import get_crc32_options, set_default_mmap_options
 
+from lightning_pipe.errors import CheckpointError
 from lightning_pipe.shipment import Pending, replace_tensors
+from lightning_pipe.unfinished import naming, replacing
 
 _CHUNK = 16 << 20
 
@@ -40,17 +43,44 @@ def write(path: str, tree: Any, fill: Callable[[Any, Tensor], None]) -> None:
             missing[key] = torch.empty(leaf.shape, dtype=leaf.dtype)
         return missing[key]
 
-    unfinished = f"{path}.part"
-    try:
-        torch.save(replace_tensors(tree, reserve, (Pending, Tensor)), unfinished)
+    with replacing(path) as unfinished:
+        with naming(path, unfinished):
+            torch.save(replace_tensors(tree, reserve, (Pending, Tensor)), unfinished)
         missing.clear()
         _fill(unfinished, tree, fill)
         if get_crc32_options():
             _correct_checksums(unfinished)
-        os.replace(unfinished, path)
-    finally:
-        if os.path.exists(unfinished):
-            os.remove(unfinished)
+
+
+def read(path: str, weights_only: bool | None) -> Any:
+    """Read a file; it is mapped into memory where that is possible, so that only what is used is read.
+
+    Raises:
+        CheckpointError: it is none, or not a whole one.
+    """
+    try:
+        try:
+            return torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
+        except (RuntimeError, pickle.UnpicklingError) as error:
+            if "mmap" not in str(error):  # a file in torch's old format
+                raise
+        return torch.load(path, map_location="cpu", weights_only=weights_only)
+    except pickle.UnpicklingError as error:
+        if "weights_only" not in str(error):
+            raise _unreadable(path, error) from None
+        error.add_note(f"The file is {path}.")
+        raise
+    except (RuntimeError, OSError, EOFError, LookupError, ValueError) as error:
+        raise _unreadable(path, error) from None
+
+
+def _unreadable(path: str, error: BaseException) -> CheckpointError:
+    size = os.path.getsize(path) if os.path.isfile(path) else 0
+    text = (str(error).splitlines() or [""])[0]
+    return CheckpointError(
+        f"{path} ({size:,} bytes) cannot be read as a checkpoint: {type(error).__name__}: {text}",
+        hint="It may be incomplete, or something else. Resume from another checkpoint.",
+    )
 
 
 def _fill(path: str, tree: Any, fill: Callable[[Any, Tensor], None]) -> None:

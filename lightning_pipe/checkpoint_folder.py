@@ -6,16 +6,19 @@ Tensors go through ``torch.distributed.checkpoint``; everything else is in one s
 from __future__ import annotations
 
 import os
-import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
 from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 
+from lightning_pipe import checkpoint_file
+from lightning_pipe.errors import CheckpointError, PipeError
 from lightning_pipe.pipeline.transport import Transport
 from lightning_pipe.shipment import (
     REMOVED,
@@ -27,13 +30,18 @@ from lightning_pipe.shipment import (
     receive_items,
     send_items,
 )
+from lightning_pipe.unfinished import beside, naming, reason, replacing
 
 _REST = "meta.pt"
+_COMPLETE = ".metadata"
+"""What torch writes last."""
 
 
 def is_folder(path: str) -> bool:
-    """Whether there is such a checkpoint."""
-    return os.path.isfile(os.path.join(path, _REST))
+    """Whether there is such a checkpoint, or what was to become one."""
+    return os.path.isdir(path) and any(
+        name in (_REST, _COMPLETE) or name.endswith(".distcp") for name in os.listdir(path)
+    )
 
 
 def save(
@@ -56,33 +64,45 @@ def save(
     """
     first = transport.replica == 0
     writes = first and transport.rank == speaker
-    if writes and os.path.lexists(path):
-        shutil.rmtree(path) if os.path.isdir(path) else os.remove(path)
-    transport.barrier()
-    if first and not writes:
-        send_items(mine, transport, speaker)
-    if writes:
-        others = [rank for rank in range(transport.topology.ranks) if rank != speaker]
-        shipments = [(mine.items, mine.keys), *(receive_items(transport, rank) for rank in others)]
-        os.makedirs(path, exist_ok=True)
-        _write_rest(os.path.join(path, _REST), checkpoint, shipments, parameter_names)
-    tensors = dict(zip(mine.keys, mine.tensors, strict=True)) if first else {}
-    save_tensors(tensors, checkpoint_id=path, no_dist=not _distributed())
+    with replacing(path, folder=True) if writes else nullcontext(beside(path)) as unfinished:
+        transport.barrier()
+        if first and not writes:
+            send_items(mine, transport, speaker)
+        if writes:
+            others = [rank for rank in range(transport.topology.ranks) if rank != speaker]
+            shipments = [(mine.items, mine.keys), *(receive_items(transport, rank) for rank in others)]
+            with naming(path, unfinished):
+                _write_rest(os.path.join(unfinished, _REST), checkpoint, shipments, parameter_names)
+        tensors = dict(zip(mine.keys, mine.tensors, strict=True)) if first else {}
+        with _told(transport, path, "written"):
+            save_tensors(tensors, checkpoint_id=unfinished, no_dist=not _distributed())
     transport.barrier()
 
 
-def load(path: str, wanted: Callable[[Path, Sequence[Sequence[str | None]]], bool], weights_only: bool | None) -> Any:
+def load(
+    path: str,
+    wanted: Callable[[Path, Sequence[Sequence[str | None]]], bool],
+    weights_only: bool | None,
+    transport: Transport,
+) -> Any:
     """Read what this rank needs of a folder. Collective over the world.
 
     Args:
         path: the folder.
         wanted: whether the tensor at a path of the checkpoint is needed; gets the names of the optimizers' parameters.
         weights_only: as for ``torch.load``.
+        transport: this process's transport.
 
     Returns:
         The checkpoint; tensors that are not needed are on the meta device.
     """
-    rest = torch.load(os.path.join(path, _REST), map_location="cpu", weights_only=weights_only)
+    missing = [name for name in (_REST, _COMPLETE) if not os.path.isfile(os.path.join(path, name))]
+    if missing:
+        raise CheckpointError(
+            f"The folder {path} is no complete checkpoint: it has no {' and no '.join(missing)}.",
+            hint="The run that wrote it ended before it was done. Resume from another checkpoint.",
+        )
+    rest = checkpoint_file.read(os.path.join(path, _REST), weights_only)
     tensors: dict[str, Tensor] = {}
     entries: list[tuple[Path, Any]] = [(tuple(at), value) for at, value in rest["values"]]
     for at, key in rest["tensors"]:
@@ -90,7 +110,8 @@ def load(path: str, wanted: Callable[[Path, Sequence[Sequence[str | None]]], boo
         if wanted(tuple(at), rest["parameter_names"]):
             like = tensors.setdefault(key, torch.empty(like.shape, dtype=like.dtype))
         entries.append((tuple(at), like))
-    load_tensors(tensors, checkpoint_id=path, no_dist=not _distributed())
+    with _told(transport, path, "read"):
+        load_tensors(tensors, checkpoint_id=path, no_dist=not _distributed())
     return assembled(rest["checkpoint"], entries)
 
 
@@ -117,3 +138,19 @@ def _write_rest(
 
 def _distributed() -> bool:
     return dist.is_available() and dist.is_initialized()
+
+
+@contextmanager
+def _told(transport: Transport, path: str, verb: str) -> Iterator[None]:
+    """Names the checkpoint in errors, and the rank that failed. torch's collectives know nothing of the board."""
+    operation = f"wait until the checkpoint {path} was {verb} by all"
+    try:
+        yield
+    except CheckpointException as error:  # derives from BaseException, and has one text for all ranks (torch 2.13)
+        process, (cause, _) = next(iter(error.failures.items()))
+        text, who = reason(cause, beside(path)), transport.describe(process)
+        raise CheckpointError(f"The checkpoint {path} could not be {verb} by {who}: {text}.") from None
+    except PipeError:
+        raise
+    except (RuntimeError, OSError) as error:
+        raise transport.error(operation, error, timed_out="timed out" in str(error).lower()) from None

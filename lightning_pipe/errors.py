@@ -43,3 +43,11 @@ class ConfigurationError(PipeError):
 
 class CommunicationError(PipeError):
     """A peer failed, left, or did not answer in time."""
+
+
+class CollectiveError(PipeError):
+    """What all processes must do together was done by some of them."""
+
+
+class CheckpointError(PipeError):
+    """A checkpoint cannot be written, or is not one."""

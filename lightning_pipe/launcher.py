@@ -111,7 +111,10 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         _set_num_threads_if_needed(num_processes=self.num_processes)
         started = ScriptLauncher._started
         with nullcontext() if started is None or started.children is None else started.children.running():
-            return function(*args, **kwargs)
+            result = function(*args, **kwargs)
+            if trainer is not None:
+                trainer.strategy.finish()
+            return result
 
     @override
     def _call_children_scripts(self) -> None:

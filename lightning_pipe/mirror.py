@@ -21,7 +21,7 @@ from lightning_pipe.errors import CommunicationError
 from lightning_pipe.pipeline.transport import Transport
 from lightning_pipe.wire import broadcast
 
-_OWN = frozenset({"loader", "_transport", "_source", "_members", "_share", "_length"})
+_OWN = frozenset({"loader", "_transport", "_source", "_members", "_share", "_length", "_compare"})
 
 
 class Mirror:
@@ -47,7 +47,16 @@ class Mirror:
         share: Callable[[Any], Any] | None = None,
     ) -> None:
         vars(self).update(loader=loader, _transport=transport, _source=source, _members=members, _share=share)
+        vars(self)["_compare"] = None
         vars(self)["_length"] = self.share(sized_len(loader) if self.loads else None)
+
+    def compare_with(self, compare: Callable[[int, bool], None]) -> None:
+        """Call this after every batch: the loaders of other replicas must not end earlier or later.
+
+        Args:
+            compare: gets how many batches have come, and whether that was all.
+        """
+        vars(self)["_compare"] = compare
 
     @property
     def loads(self) -> bool:
@@ -61,7 +70,15 @@ class Mirror:
         return broadcast(self._transport, message, self._source, self._members)
 
     def __iter__(self) -> Iterator[Any]:
-        return _Reader(self) if self.loads else _Listener(self)
+        batches = _Reader(self) if self.loads else _Listener(self)
+        return batches if self._compare is None else self._compared(batches)
+
+    def _compared(self, batches: Iterator[Any]) -> Iterator[Any]:
+        number = 0
+        for number, batch in enumerate(batches, start=1):
+            self._compare(number, False)
+            yield batch
+        self._compare(number, True)
 
     def __len__(self) -> int:
         if self._length is None:

@@ -19,13 +19,15 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 from typing_extensions import override
 
-from lightning_pipe.children import end_with_parent, is_child
+from lightning_pipe.children import end_with_parent
 from lightning_pipe.config import Auto, Layout
 from lightning_pipe.errors import CommunicationError, ConfigurationError
-from lightning_pipe.launcher import ScriptLauncher, leave_quietly
+from lightning_pipe.launcher import ScriptLauncher
+from lightning_pipe.meeting import Meetings
 from lightning_pipe.pipeline import threads
 from lightning_pipe.schedules import Family
 from lightning_pipe.signals import Signals
+from lightning_pipe.telling import tell_once
 from lightning_pipe.world import World, arrange, check_world_size
 
 T = TypeVar("T")
@@ -62,6 +64,7 @@ class ProcessStrategy(ParallelStrategy):
         self.family = family
         self.num_nodes = 1
         self.world: World | None = None
+        self._meetings: Meetings | None = None
         self._layout: Layout | None = None
         self._asked, self._backend, self._timeout = sizes, backend, timeout
         self._seed = 0
@@ -153,6 +156,8 @@ class ProcessStrategy(ParallelStrategy):
                 ScriptLauncher.check_children,
             )
             ScriptLauncher.belongs_to_job(self.world)
+            if self.world.board is not None:
+                self._meetings = Meetings(self.world.board, self._child_has_ended)
         self._seed = self.world.share_randomness()
         self.signals = Signals(self._module().trainer, self.world)
         if self.world_size > 1:
@@ -172,8 +177,18 @@ class ProcessStrategy(ParallelStrategy):
         if isinstance(exception, CommunicationError):
             # it quotes the process that failed: where this one waited says nothing more
             exception.__traceback__, exception.__cause__, exception.__suppress_context__ = None, None, True
-        if is_child() and board is not None and board.known_to_all():
-            leave_quietly(exception)
+        if board is not None:
+            board.completed(exception)
+            tell_once(exception, board, started=ScriptLauncher._started is not None)
+
+    def finish(self) -> None:
+        """End a run on all processes: an error of one of them after the last batch is one of all."""
+        self.meet("the end of the run")
+        if self.world is not None and not self._interrupted():
+            self.world.barrier()  # process 0 serves the store over which they meet: nobody leaves before all are there
+
+    def _child_has_ended(self) -> bool:
+        return isinstance(self._launcher, ScriptLauncher) and any(p.poll() is not None for p in self._launcher.procs)
 
     def _where(self) -> str:
         """How far the training has come."""
@@ -187,14 +202,30 @@ class ProcessStrategy(ParallelStrategy):
 
     # ------------------------------------------------------------------ collectives
 
+    def meet(self, what: str) -> None:
+        """Wait until all processes are about to do the same; not in a step, in which not all take part.
+
+        Args:
+            what: as users call it.
+
+        Raises:
+            CommunicationError: a process does something else, has failed, or does not come.
+        """
+        if self._meetings is not None and not self.connected.local and not self._interrupted():
+            self._meetings.come(what)
+
     @override
     def barrier(self, name: str | None = None) -> None:
+        self.meet("trainer.strategy.barrier()")
         if self.world is not None and not self._interrupted():
             self.world.barrier()
 
     @override
     def broadcast(self, obj: T, src: int = 0) -> T:
-        return obj if self.world is None or self._interrupted() else self.world.broadcast(obj, src)
+        if self.world is None or self._interrupted():
+            return obj
+        self.meet("trainer.strategy.broadcast()")
+        return self.world.broadcast(obj, src)
 
     @override
     def reduce(
@@ -212,6 +243,7 @@ class ProcessStrategy(ParallelStrategy):
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         if self.world is None or self._interrupted():
             return decision
+        self.meet("trainer.strategy.reduce_boolean_decision()")
         return self.world.agree(decision, unanimous=all)
 
     def _module(self) -> pl.LightningModule:

@@ -9,7 +9,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.fabric.utilities.data import has_iterable_dataset
+from lightning.fabric.utilities.data import has_iterable_dataset, sized_len
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -41,6 +41,7 @@ from lightning_pipe.reporting import Report, no_mean
 from lightning_pipe.sharded import ShardedOptimizers
 from lightning_pipe.split import SplitBatch
 from lightning_pipe.step import Result, UserStep, from_ranks, join
+from lightning_pipe.stopping import stopping_together
 from lightning_pipe.streaming import Streaming
 from lightning_pipe.wire import broadcast
 from lightning_pipe.world import World
@@ -119,8 +120,26 @@ class Run:
             trainer.datamodule is not None and any(is_overridden(hook, trainer.datamodule) for hook in _TRANSFORMS)
         )
         self._step = UserStep(self._module, self.pipeline, self._world, metrics)
-        if self.pipeline.flow is not None and trainer.state.fn == TrainerFn.FITTING:
+        if trainer.state.fn != TrainerFn.FITTING:
+            return
+        if self.pipeline.flow is not None:
             self._begin_streaming(trainer)
+        if self._world.layout.world_size > 1:
+            together = stopping_together(trainer, self._world, batches=self.streaming is None)
+            self._changed.enter_context(together)
+            self._meet_before_dumps(trainer)
+
+    def _meet_before_dumps(self, trainer: Any) -> None:
+        """A checkpoint begins with what all ranks do together: draining, and gathering an optimizer's shards."""
+        connector = trainer._checkpoint_connector
+        dump = connector.dump_checkpoint
+
+        def met(*arguments: Any) -> Any:
+            trainer.strategy.meet("trainer.save_checkpoint()")
+            return dump(*arguments)
+
+        vars(connector)["dump_checkpoint"] = met
+        self._changed.callback(vars(connector).pop, "dump_checkpoint", None)
 
     def _begin_streaming(self, trainer: Any) -> None:
         assert self._step is not None
@@ -189,7 +208,35 @@ class Run:
             return broadcast(transport, message, source, members)
 
         trainer = self._module.trainer
-        return Mirror(loader, transport, source, members, share)
+        mirror = Mirror(loader, transport, source, members, share)
+        if not self._have_equal_length(sized_len(mirror)):
+            mirror.compare_with(self._compare_replicas)
+        return mirror
+
+    def _have_equal_length(self, length: int | None) -> bool:
+        """Whether the data of all replicas is known to be equally long."""
+        replicas, members = self._world.layout.data_parallel_size, self._world.replica_members
+        if replicas == 1:
+            return True
+        equal = self._world.sum_over_replicas(length or 0) == replicas * (length or 0)
+        return self._world.agree(equal and length is not None, unanimous=True, members=members)
+
+    def _compare_replicas(self, batches: int, ended: bool) -> None:
+        """Raise if the data of some replicas has ended and that of others has not: these would wait for ever."""
+        trainer: Any = self._module.trainer
+        if batches - (not ended) >= _limit(trainer):
+            return  # the data is longer than needed; a batch ahead may have been asked for
+        members = self._world.replica_members
+        if not self._world.agree(ended, unanimous=False, members=members):
+            return
+        if not self._world.agree(ended, unanimous=True, members=members):
+            replica = self._world.transport.replica
+            here = f"replica {replica} has {batches} batches" if ended else f"replica {replica} has {batches} or more"
+            raise ConfigurationError(
+                f"The replicas' datasets differ in length: {here}, others have {'more' if ended else 'fewer'}.",
+                hint="Let every replica's IterableDataset end after as many batches, or set limit_train_batches "
+                "(limit_val_batches, ...) to the smallest number.",
+            )
 
     @contextmanager
     def transfer(self) -> Generator[None, None, None]:
@@ -357,6 +404,20 @@ class Run:
         for optimizer in optimizers:
             for parameter in [p for p in optimizer.state if isinstance(p, Tensor) and id(p) not in held]:
                 del optimizer.state[parameter]
+
+
+def _limit(trainer: Any) -> float:
+    """The batches that are asked of a loader."""
+    if trainer.sanity_checking:
+        limit = trainer.num_sanity_val_steps
+    elif trainer.validating:
+        limit = trainer.limit_val_batches
+    elif trainer.testing:
+        limit = trainer.limit_test_batches
+    else:
+        limit = trainer.limit_predict_batches if trainer.predicting else trainer.limit_train_batches
+    # a part of a dataset of unknown length is all of it
+    return limit if isinstance(limit, int) else float("inf")
 
 
 @contextmanager

@@ -117,7 +117,7 @@ class UserStep:
             self._warn_of_iterators()
         self.replay([part.logged for part in parts], len(samples))
         trainer = self._module.trainer
-        trainer.should_stop = self._world.agree(trainer.should_stop or any(p.stop for p in parts), unanimous=False)
+        trainer.should_stop = trainer.should_stop or any(part.stop for part in parts)
         return known(parts)
 
     # ------------------------------------------------------------------ runs

@@ -45,6 +45,7 @@ from lightning_pipe.refusals import (
     check_shapes,
     check_synchronized_norms,
     is_about_several_optimizers,
+    warn_of_checkpoints_on_exception,
 )
 from lightning_pipe.reporting import Report
 from lightning_pipe.running import Cutting, Run
@@ -253,6 +254,8 @@ class PipeStrategy(ProcessStrategy):
         assert self.accelerator is not None
         assert self.model is not None
         self.accelerator.setup(trainer)
+        if trainer.state.fn == TrainerFn.FITTING and self.pipeline_parallel_size > 1:
+            warn_of_checkpoints_on_exception(trainer)
         if self.run is None:
             check_copies(trainer, self._module())
             self._divide(later=False)
@@ -364,9 +367,18 @@ class PipeStrategy(ProcessStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
-        if self._interrupted():
+        whole = self.pipeline_parallel_size == 1 and not self._save_folder and not self._shard_optimizer
+        if self._interrupted() and not whole:
             rank_zero_warn(f"{filepath} was not written: after an error the stages cannot be gathered any more.")
-        elif self._save_folder:
+            return
+        if self.connected.local:
+            raise ConfigurationError(
+                f"trainer.save_checkpoint({str(filepath)!r}) is called within a step, which runs once for every "
+                "micro-batch and is cut short on most ranks.",
+                hint="Call it in on_train_batch_end, on all ranks.",
+            )
+        self.meet("trainer.save_checkpoint()")
+        if self._save_folder:
             self._checkpoints().save_folder(checkpoint, filepath, self.optimizers)
         elif self.pipeline_parallel_size > 1:
             self._checkpoints().save_file(checkpoint, filepath, self.checkpoint_io, storage_options)

@@ -77,6 +77,27 @@ class Bulletin:
         """How many processes have read the failure."""
         return self._client.ask(lambda store: int(store.add(self._prefix + "readers", 0)))
 
+    def claim(self, process: int) -> bool:
+        """Enter who tells the user the reason; whether this process is the first to do so."""
+        return self._enter("teller", str(process))
+
+    def claimed(self) -> bool:
+        """Whether a process has entered that it tells the reason."""
+        return self.noted("teller") is not None
+
+    def note(self, key: str, text: str) -> None:
+        """Enter something under a name of its own."""
+        self._client.ask(lambda store: store.set(self._prefix + key, text))
+
+    def noted(self, key: str) -> str | None:
+        """What is entered under a name."""
+        name = self._prefix + key
+        return self._client.ask(lambda store: store.get(name).decode() if store.check([name]) else None)
+
+    def add(self, key: str) -> int:
+        """How many processes have called this with this name."""
+        return self._client.ask(lambda store: int(store.add(f"{self._prefix}{key}", 1)))
+
     def ask(self, process: int) -> bool:
         """Ask all processes where they are; whether this process is the one that asks and reports."""
         return self._enter("asker", str(process))

@@ -15,6 +15,7 @@ quotes the process that failed first. A process whose patience ends asks all oth
 
 from __future__ import annotations
 
+import json
 import sys
 import threading
 import time
@@ -64,6 +65,7 @@ class FailureBoard:
         self._beats = 0
         self._failure: Failure | None = None
         self._place: str | None = None
+        self._roll: str | None = None
         self._watchdog: Watchdog | None = None
         transport.board = self
 
@@ -98,6 +100,11 @@ class FailureBoard:
         """Whether the run ends since something did not come in time."""
         return self._failure is not None and self._failure.overdue
 
+    @property
+    def failed(self) -> bool:
+        """Whether a process is known to have failed."""
+        return self._failure is not None
+
     def fail(self, error: BaseException) -> None:
         """Publish why this process fails and make the others stop. Never raises; call it from the main thread.
 
@@ -113,17 +120,36 @@ class FailureBoard:
         except RuntimeError:  # the store has gone, and with it those who would read it
             self.transport.abort()
 
-    def known_to_all(self) -> bool:
-        """Whether all processes have read the first failure; waits a moment for it. Process 0 tells it its user."""
-        if self._failure is None or (self._failure.process == 0 and self._failure.kind in ("silent", "gone")):
-            return False
+    def may_tell(self, patience: float = 0.0) -> bool:
+        """Whether this process is the one that tells the user why the run has failed.
+
+        Process 0 is, unless it does not come to it in time, or has gone: then the process that failed first does, which
+        stays until then. It is the first of the others if process 0 itself failed first.
+
+        Args:
+            patience: seconds that another process than 0 leaves to process 0.
+        """
+        process = self.transport.process
         try:
-            self._linger()
-            return self.bulletin.readers() >= self.transport.topology.world_size
-        except StoreSilentError:
-            return False
-        except RuntimeError:  # process 0 has gone, with the store; it waited until it could tell
+            deadline = time.monotonic() + (patience if process else 0.0)
+            while time.monotonic() < deadline and not self.bulletin.claimed():
+                time.sleep(0.05)
+            first = self.bulletin.claim(process)
+        except StoreSilentError:  # nobody can be asked, and process 0 cannot tell
             return True
+        except RuntimeError:  # the store has gone, and process 0 with it
+            return self._failure is None or process == (self._failure.process or 1)
+        if first and process == 0:
+            time.sleep(4 * 0.05)  # until the others have seen it: the store goes with this process
+        return first
+
+    def completed(self, error: BaseException) -> None:
+        """Add to an error of this process's own what failed before, elsewhere, if the error does not say it."""
+        failure = self._failure
+        if failure is None or failure.process == self.transport.process:
+            return
+        if str(failure) not in "".join(traceback.format_exception(error)):
+            error.add_note(str(failure))
 
     def explain(self, message: str, *, timed_out: bool = False) -> CommunicationError:
         """The error for an operation that failed, with what is known about the reason.
@@ -190,6 +216,7 @@ class FailureBoard:
         """The first failure, if one is published; answers a process that asks where this one is."""
         with self._lock:
             if self._failure is None:
+                self._answer_roll_call()
                 if self._place is None and self.bulletin.asked():
                     self._answer()
                 self._failure = self.bulletin.failure()
@@ -253,6 +280,15 @@ class FailureBoard:
     def _answer(self) -> None:
         self._place = self._where()
         self.bulletin.answer(self.transport.process, self._place)
+
+    def _answer_roll_call(self) -> None:
+        """Tell a process that waits for this one whether this one waits as well; see `lightning_pipe.meeting`."""
+        asked = self.bulletin.noted("roll")
+        if asked is not None and asked != self._roll:
+            self._roll = asked
+            waiting = self.transport.waiting
+            place = None if waiting is None else str(waiting)
+            self.bulletin.note(f"roll/{self.transport.process}", json.dumps([asked, place, self._beats, id(waiting)]))
 
     def _describe_position(self) -> str:
         position, program = self._position, self.program

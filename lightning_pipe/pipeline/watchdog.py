@@ -97,5 +97,6 @@ class Watchdog:
         if self._exit_after is None or self._board.noticed.wait(self._exit_after):
             return
         name = self._board.transport.describe()
-        print(f"{name.capitalize()} does not react and is ended.\n{failure}", file=sys.stderr, flush=True)
+        reason = f"\n{failure}" if self._board.may_tell() else ""
+        print(f"{name.capitalize()} does not react and is ended.{reason}", file=sys.stderr, flush=True)
         threads.leave(1)

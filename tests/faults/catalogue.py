@@ -1,0 +1,175 @@
+"""Every fault of the campaign, with what is required of a run in which it happens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+REASON = "ValueError: an injected fault"
+PHASES = (
+    "configure_callbacks",
+    "connecting",
+    "setup",
+    "sanity",
+    "first",
+    "middle",
+    "validation",
+    "saving",
+    "writing",
+    "train_end",
+    "fit_end",
+    "teardown",
+)
+_DEAD = r"(?i)killed|has gone|have left|has left|signal|left without|has ended|exit code|ended with code"
+_HANG = r"asked all ranks where they are|within \d+ s|does not react|has not answered|timed out|(?i:frozen|stopped)"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One fault, at one place of one process.
+
+    Args:
+        kind: what happens; a method of `tests.faults.injection.Injection`.
+        phase: where in the run; ``""`` for kinds with a place of their own.
+        process: the process to which it happens; ``None``: all.
+        processes: of the run; four are two pipelines.
+        told: what the output of all processes must contain.
+        once: whether exactly one process may print it, once.
+        codes: exit codes that process 0 may have; ``None``: any but 0.
+        within: seconds from the fault to the end of the last process.
+        timeout: the strategy's, in seconds.
+        options: for the script.
+    """
+
+    kind: str
+    phase: str
+    process: int | None
+    processes: int = 2
+    told: str = REASON
+    once: bool = True
+    codes: tuple[int, ...] | None = None
+    within: float = 25.0
+    timeout: float = 60.0
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """How the command line calls it."""
+        where = "all" if self.process is None else self.process
+        return f"{self.kind}@{self.phase or 'run'}:{where}" + (f"of{self.processes}" if self.processes != 2 else "")
+
+    @property
+    def success(self) -> bool:
+        """Whether the run must succeed."""
+        return self.codes == (0,)
+
+
+def catalogue() -> dict[str, Fault]:
+    """All faults by name."""
+    faults: dict[str, Fault] = {}
+    for fault in (*_everywhere(), *_replicated(), *_alone(), *_second(), *_files(), *_data()):
+        assert fault.name not in faults, fault.name
+        faults[fault.name] = fault
+    return faults
+
+
+def _fault(kind: str, phase: str, process: int, processes: int = 2) -> Fault:
+    """One of the kinds that can happen everywhere."""
+    own = process == 0
+    # rank 0's file, or the folder that all write
+    options = {"folder": phase == "writing"} if phase == "writing" else {}
+    if kind == "raise":
+        return Fault(kind, phase, process, processes, codes=(1,) if own else None, options=options)
+    if kind == "sys_exit":
+        codes = (3,) if own else None
+        return Fault(kind, phase, process, processes, told="SystemExit: 3" if not own else "", codes=codes,
+                     options=options)  # fmt: skip
+    if kind == "kill":
+        return Fault(kind, phase, process, processes, told=_DEAD, once=False, codes=(-9,) if own else None,
+                     options=options)  # fmt: skip
+    if kind == "os_exit":
+        return Fault(kind, phase, process, processes, told=_DEAD, once=False, codes=(7,) if own else None,
+                     options=options)  # fmt: skip
+    if kind == "term":
+        return Fault(kind, phase, process, processes, told="SIGTERM", codes=(143,) if own else None, options=options)
+    if kind in ("stop", "hang", "lock"):
+        return Fault(kind, phase, process, processes, told=_HANG, once=False, within=50.0, timeout=10.0,
+                     options=options)  # fmt: skip
+    raise ValueError(kind)
+
+
+def _everywhere() -> Iterator[Fault]:
+    for kind in ("raise", "sys_exit", "kill", "os_exit", "stop", "hang"):
+        for phase in PHASES:
+            for process in (0, 1):
+                yield _fault(kind, phase, process)
+    for phase in ("connecting", "setup", "first", "middle", "validation", "saving", "teardown"):
+        for process in (0, 1):
+            yield _fault("term", phase, process)
+    for process in (0, 1):
+        yield _fault("lock", "middle", process)
+
+
+def _replicated() -> Iterator[Fault]:
+    """Two pipelines of two ranks."""
+    for process in (0, 1, 2, 3):
+        for phase in ("configure_callbacks", "middle", "writing", "fit_end"):
+            yield _fault("raise", phase, process, 4)
+        yield _fault("kill", "middle", process, 4)
+    yield _fault("stop", "middle", 2, 4)
+    yield _fault("hang", "middle", 3, 4)
+    yield Fault("uneven", "", None, 4, told=r"(?i)fewer batches|more batches|differ", within=25.0)
+
+
+def _alone() -> Iterator[Fault]:
+    """What all processes must do, done by one of them."""
+    for phase in ("middle", "batch_start", "batch_end", "validation_end", "epoch_start"):
+        for process in (0, 1):
+            yield Fault("should_stop", phase, process, codes=(0,), told="")
+    for process in (0, 1, 2, 3):
+        yield Fault("should_stop", "batch_end", process, 4, codes=(0,), told="")
+    for kind in ("save", "barrier"):
+        told = rf"injection\.py.*in {kind}"
+        for phase in ("batch_start", "batch_end", "validation_end", "fit_end"):
+            for process in (0, 1):
+                yield Fault(kind, phase, process, told=told, once=False)
+        if kind == "save":
+            yield Fault(kind, "middle", 0, told=r"called within a step")
+        for process in (0, 3):
+            yield Fault(kind, "batch_end", process, 4, told=told, once=False)
+
+
+def _second(kinds: tuple[str, ...] = ("slow", "hang", "raise", "kill")) -> Iterator[Fault]:
+    """One process raises, and something happens to another one while it hears of it."""
+    for first in (0, 1):
+        for kind in kinds:
+            yield Fault(kind, "exception", 1 - first, options={"first": first}, within=35.0, timeout=20.0)
+    # one process is busy, so that it hears late of the error of the other
+    for where in ("busy_step", "busy_hook", "busy_worker", "busy_folder"):
+        phase = "batch_start" if where == "busy_hook" else "middle"
+        yield Fault(where, phase, 0, options={"first": 1, "folder": where == "busy_folder"}, within=35.0)
+    yield Fault("raise", "middle", None)
+    yield Fault("on_exception_checkpoint", "middle", 0, told=r"(?i)on_exception\.ckpt was not written", codes=(1,))
+    yield Fault("on_exception_checkpoint", "middle", 1, told=r"(?i)on_exception\.ckpt was not written")
+
+
+def _files() -> Iterator[Fault]:
+    """Checkpoints that cannot be written or read."""
+    for folder in (False, True):
+        for process in (0, 1) if folder else (0,):
+            kind = "full_folder" if folder else "full_file"
+            yield Fault(kind, "saving", process, told=r"\.ckpt", once=False, options={"folder": folder})
+    for what in ("missing", "truncated", "empty", "foreign", "folder", "half_folder", "truncated_folder"):
+        options = {"resume": what}
+        yield Fault(f"{what}_checkpoint", "resuming", None, told=r"resume_from\.ckpt", once=False, options=options)
+    for process in (0, 1):
+        yield Fault("descriptors", "middle", process, told=r"(?i)too many open files|file descriptors", once=False)
+
+
+def _data() -> Iterator[Fault]:
+    """Worker processes of the loader."""
+    yield Fault("worker_raises", "", 0, codes=(1,))
+    yield Fault("worker_is_killed", "", 0, told=r"(?i)worker.*(killed|exited)", once=False, codes=(1,))
+    yield Fault("worker_hangs", "", 0, told=_HANG, once=False, within=50.0, timeout=10.0)
+    yield Fault("loader_raises", "", 0, codes=(1,))
