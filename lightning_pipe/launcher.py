@@ -2,30 +2,34 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import os
-import signal
 import subprocess
 import sys
+import uuid
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.strategies.launchers.subprocess_script import _basic_subprocess_cmd
+from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from typing_extensions import override
 
+from lightning_pipe.children import CHILD, Children
+from lightning_pipe.connect import RUN
 from lightning_pipe.errors import ConfigurationError
+from lightning_pipe.pipeline import threads
 
 if TYPE_CHECKING:
     from lightning_pipe.world import World
 
-_PR_SET_PDEATHSIG = 1
-_CHILD = "LIGHTNING_PIPE_CHILD"
-_VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "WORLD_SIZE")
+_VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "WORLD_SIZE", RUN)
+# Seconds that the processes of a Hydra job get for the rest of their script.
+_UNTIL_NEXT_JOB = 600.0
 # Hydra's options with a value; the other words of its command line are flags and overrides.
 _WITH_VALUE = ("--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-cd", "--package", "-p")
 _OF_SWEEPS = ("hydra.mode=", "hydra.sweep", "hydra/sweeper", "hydra/launcher", "hydra.launcher", "hydra.run.dir=")
@@ -38,13 +42,13 @@ class _Started:
     Args:
         job: names it; ``None`` outside Hydra.
         environment: the variables as they were before.
-        processes: the children.
+        children: the processes.
         worlds: what this process has opened with them.
     """
 
     job: str | None
     environment: dict[str, str | None]
-    processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    children: Children | None = None
     worlds: list[World] = field(default_factory=list)
 
 
@@ -65,8 +69,8 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         if started is None or started.job == _job():
             return
         ScriptLauncher._started = None
-        for process in started.processes:
-            process.wait()
+        if started.children is not None:
+            started.children.end(patience=_UNTIL_NEXT_JOB)
         for world in started.worlds:
             world.close()
         if dist.is_available():
@@ -88,6 +92,15 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         """Close this world when the job is over that has started the processes."""
         if ScriptLauncher._started is not None:
             ScriptLauncher._started.worlds.append(world)
+            if ScriptLauncher._started.children is not None:
+                ScriptLauncher._started.children.board = world.board
+
+    @staticmethod
+    def check_children() -> None:
+        """Raise if one of the processes of this host has gone while they wait for each other; see `Children.check`."""
+        started = ScriptLauncher._started
+        if started is not None and started.children is not None:
+            started.children.check()
 
     @property
     @override
@@ -96,16 +109,25 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         return True
 
     @override
-    def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
-        result = super().launch(function, *args, trainer=trainer, **kwargs)
-        if trainer is not None:
-            trainer.strategy.finish()
-        return result
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Any | None = None, **kwargs: Any) -> Any:
+        threads.forget_failures()
+        # as Lightning 2.6, whose own observer kills this process five seconds after a child's end, before it can say
+        # why, and whose children live on if this one ends before they are connected
+        self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
+        if not self.cluster_environment.creates_processes_externally:
+            self._call_children_scripts()
+        _set_num_threads_if_needed(num_processes=self.num_processes)
+        started = ScriptLauncher._started
+        with nullcontext() if started is None or started.children is None else started.children.running():
+            result = function(*args, **kwargs)
+            if trainer is not None:
+                trainer.strategy.finish()
+            return result
 
     @override
     def _call_children_scripts(self) -> None:
         self._check_can_spawn_children()
-        started = _Started(_job(), {name: os.environ.get(name) for name in _VARIABLES}, self.procs)
+        started = _Started(_job(), {name: os.environ.get(name) for name in _VARIABLES})
         ScriptLauncher._started = started
         environment = self.cluster_environment
         os.environ["MASTER_ADDR"] = environment.main_address
@@ -113,10 +135,15 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         os.environ["NODE_RANK"] = str(environment.node_rank())
         os.environ["LOCAL_RANK"] = str(environment.local_rank())
         os.environ["WORLD_SIZE"] = str(self.num_processes * self.num_nodes)
+        if self.num_nodes == 1:  # every node has a launcher, and nobody tells the others a number
+            os.environ[RUN] = uuid.uuid4().hex
         for local_rank in range(1, self.num_processes):
             command, folder = _command(local_rank)
-            variables = {**os.environ, "LOCAL_RANK": str(local_rank), _CHILD: "1"}
+            variables = {**os.environ, "LOCAL_RANK": str(local_rank), CHILD: str(os.getpid())}
+            # when process 0 is killed, each of torch's warnings has twenty lines of C++ frames (torch 2.13)
+            variables.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
             self.procs.append(subprocess.Popen(command, env=variables, cwd=folder))
+        started.children = Children(self.procs, environment.node_rank() * self.num_processes)
 
 
 def check_interactive(processes: int, environment: ClusterEnvironment) -> None:
@@ -138,17 +165,6 @@ def check_interactive(processes: int, environment: ClusterEnvironment) -> None:
             "and run !python train.py in the next one. To look at a pipeline within this session use one process: "
             f"Trainer(devices=1, strategy=PipeStrategy(stages={processes})).",
         )
-
-
-def die_with_parent() -> None:
-    """In a process that a launcher has started: end when the first process ends in whatever way (on Linux)."""
-    if is_child() and sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-
-
-def is_child() -> bool:
-    """Whether a launcher has started this process, whose output is that of the first one."""
-    return bool(os.environ.get(_CHILD))
 
 
 def leave_quietly(error: BaseException) -> None:

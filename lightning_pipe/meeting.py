@@ -16,6 +16,7 @@ from typing import Any
 
 from lightning_pipe.errors import CollectiveError, PipeError
 from lightning_pipe.pipeline.failure import FailureBoard
+from lightning_pipe.pipeline.store_client import StoreSilentError
 
 _SOON, _LATE = 0.0005, 0.02
 """Seconds between two looks at the store, at first and later on."""
@@ -67,7 +68,7 @@ class Meetings:
             bulletin.note(f"{key}complete", "yes")
         start, pause = time.monotonic(), _SOON
         roll = _RollCall(self._board, self._transport.process)
-        while bulletin.noted(f"{key}complete") is None:
+        while not self._complete(key):
             time.sleep(pause)
             pause = min(1.2 * pause, _LATE)
             if self._board.failed or time.monotonic() - start > self._transport.timeout.total_seconds():
@@ -76,6 +77,12 @@ class Meetings:
                 self._compare(what, key)
                 self._look_for(what, key, roll)
         self._compare(what, key)
+
+    def _complete(self, key: str) -> bool:
+        try:
+            return self._board.bulletin.noted(f"{key}complete") is not None
+        except StoreSilentError:  # process 0 stands still: no fault yet
+            return False
 
     def _compare(self, what: str, key: str) -> None:
         """Raise if another process does something else."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import sys
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -11,15 +13,18 @@ from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerStatus
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor
 from torch.distributed import ReduceOp
 from typing_extensions import override
 
+from lightning_pipe.children import end_with_parent
 from lightning_pipe.config import Auto, Layout
 from lightning_pipe.errors import CommunicationError, ConfigurationError
-from lightning_pipe.launcher import ScriptLauncher, check_interactive, die_with_parent
+from lightning_pipe.launcher import ScriptLauncher, check_interactive
 from lightning_pipe.meeting import Meetings
+from lightning_pipe.pipeline import threads
 from lightning_pipe.schedules import Family
 from lightning_pipe.signals import Signals
 from lightning_pipe.telling import tell_once
@@ -121,7 +126,7 @@ class ProcessStrategy(ParallelStrategy):
     @override
     def _configure_launcher(self) -> None:
         ScriptLauncher.forget_finished_job()
-        die_with_parent()
+        end_with_parent()
         assert self.cluster_environment is not None
         check_interactive(self.num_processes * self.num_nodes, self.cluster_environment)
         self._launcher = ScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
@@ -142,7 +147,14 @@ class ProcessStrategy(ParallelStrategy):
             asked = self.num_nodes * self.num_processes
             check_world_size(asked, self.num_processes, self.num_nodes, self.cluster_environment)
             self.world = World.open(
-                self.layout, self.family, self.root_device, self.cluster_environment, self._backend, self._timeout
+                self.layout,
+                self.family,
+                self.root_device,
+                self.cluster_environment,
+                self._backend,
+                self._timeout,
+                self.num_nodes,
+                ScriptLauncher.check_children,
             )
             ScriptLauncher.belongs_to_job(self.world)
             if self.world.board is not None:
@@ -154,14 +166,21 @@ class ProcessStrategy(ParallelStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        if self.world is None or self.world.board is None:
-            return
-        self.world.board.fail(exception)
+        if isinstance(exception, SIGTERMException) and exception.code is None:
+            # Lightning (2.6) ends with code 0 and without a word, as after a run that has finished
+            exception.code = 128 + signal.SIGTERM
+            if self.global_rank == 0:
+                print(f"{self._where()} The run ends: it was asked to by SIGTERM.", file=sys.stderr, flush=True)
+        threads.note_failure(exception)
+        board = None if self.world is None else self.world.board
+        if board is not None:
+            board.fail(exception)
         if isinstance(exception, CommunicationError):
             # it quotes the process that failed: where this one waited says nothing more
             exception.__traceback__, exception.__cause__, exception.__suppress_context__ = None, None, True
-        self.world.board.completed(exception)
-        tell_once(exception, self.world.board, started=ScriptLauncher._started is not None)
+        if board is not None:
+            board.completed(exception)
+            tell_once(exception, board, started=ScriptLauncher._started is not None)
 
     def finish(self) -> None:
         """End a run on all processes: an error of one of them after the last batch is one of all."""
@@ -171,6 +190,11 @@ class ProcessStrategy(ParallelStrategy):
 
     def _child_has_ended(self) -> bool:
         return isinstance(self._launcher, ScriptLauncher) and any(p.poll() is not None for p in self._launcher.procs)
+
+    def _where(self) -> str:
+        """How far the training has come."""
+        trainer = self._module().trainer
+        return f"Epoch {trainer.current_epoch}, step {trainer.global_step}."
 
     def _interrupted(self) -> bool:
         """Whether this process is on its way out because of an error: nobody may answer any more."""

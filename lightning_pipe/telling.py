@@ -9,7 +9,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from lightning_pipe.launcher import is_child, leave_quietly
+from lightning_pipe.children import is_child
+from lightning_pipe.launcher import leave_quietly
 from lightning_pipe.pipeline.failure import FailureBoard
 
 _PATIENCE = 15.0

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import warnings
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -14,14 +17,14 @@ from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.utilities.distributed import (
     _all_gather_ddp_if_available,
     _get_default_process_group_backend_for_device,
-    _init_dist_connection,
     _sync_ddp_if_available,
 )
 from torch import Tensor
 from torch.distributed import ReduceOp
 
 from lightning_pipe.config import Auto, Layout, layout
-from lightning_pipe.errors import ConfigurationError
+from lightning_pipe.connect import connect, no_longer_than, on_interface
+from lightning_pipe.errors import CommunicationError, ConfigurationError, PipeError
 from lightning_pipe.pipeline.failure import FailureBoard
 from lightning_pipe.pipeline.loss_check import is_alone
 from lightning_pipe.pipeline.topology import Topology
@@ -111,6 +114,8 @@ class World:
         environment: ClusterEnvironment,
         backend: str | None,
         timeout: timedelta,
+        hosts: int = 1,
+        check: Callable[[], None] = lambda: None,
     ) -> World:
         """Connect the processes. Collective.
 
@@ -121,28 +126,40 @@ class World:
             environment: how the processes find each other.
             backend: torch.distributed's; ``None`` chooses by device.
             timeout: the longest that one process waits for another.
+            hosts: on how many hosts the processes are.
+            check: raises if waiting for the others is in vain.
         """
-        several = layout.world_size > 1
-        if several:
-            backend = backend or _get_default_process_group_backend_for_device(device)
-            _init_dist_connection(environment, backend, timeout=timeout)
         with warnings.catch_warnings():  # that one micro-batch is off the family's multiples concerns nobody
             warnings.simplefilter("ignore")
             probe = family.build(layout.pipeline_parallel_size, 1, stages=layout.stages)
         topology = Topology.for_schedule(
             layout.pipeline_parallel_size, layout.data_parallel_size, loss_rank=probe.loss_ranks[0]
         )
-        world = cls(layout, open_transport(topology, device, timeout))
-        if several:
-            world.board = FailureBoard(default_store(), world.transport)
-            world.board.watch()
-        if topology.replicas > 1:
-            groups = [sorted(topology.replica_processes(rank)) for rank in range(topology.ranks)]
-            world.replicas = [dist.new_group(group, timeout=timeout) for group in groups][world.transport.rank]
+        if layout.world_size == 1:
+            return cls(layout, open_transport(topology, device, timeout))
+        backend = backend or _get_default_process_group_backend_for_device(device)
+        with _connecting(timeout), on_interface(hosts):
+            connect(environment, backend, timeout, hosts, check)
+            with no_longer_than(timeout, "To connect the processes"):
+                world = cls(layout, open_transport(topology, device, timeout))
+                if topology.replicas > 1:
+                    groups = [sorted(topology.replica_processes(rank)) for rank in range(topology.ranks)]
+                    world.replicas = [dist.new_group(group, timeout=timeout) for group in groups][world.transport.rank]
+        world.board = FailureBoard(default_store(), world.transport)
+        world.board.watch()
+        atexit.register(world.end)
         return world
+
+    def end(self) -> None:
+        """Close at the end of the process; after a failure others may be missing, and nobody waits for them."""
+        if self.board is None or not self.board.noticed.is_set():
+            self.close()
+            if dist.is_initialized():
+                dist.destroy_process_group()
 
     def close(self) -> None:
         """Let go of the other processes: sockets, threads, groups and the store. Idempotent."""
+        atexit.unregister(self.end)
         if self.board is not None:
             self.board.close()
         self.board = self.replicas = None
@@ -181,14 +198,18 @@ class World:
         group = self.replicas if group is None else group
         if group is None or not isinstance(value, Tensor) or is_alone():
             return value
-        return _sync_ddp_if_available(value, group, reduce_op=op)
+        with self.transport.guarding("reduce a value over the replicas"):
+            return _sync_ddp_if_available(value, group, reduce_op=op)
 
     def all_gather(self, tensor: Tensor, group: Any | None, sync_grads: bool) -> Tensor:
         """Gather from the replicas along a new first dimension; one replica gets the tensor itself, as one device."""
         group = self.replicas if group is None or group is dist.group.WORLD else group
         if group is not None and is_alone():
             return torch.stack([tensor] * self.layout.data_parallel_size)
-        return tensor if group is None else _all_gather_ddp_if_available(tensor, group=group, sync_grads=sync_grads)
+        if group is None:
+            return tensor
+        with self.transport.guarding("gather a value from the replicas"):
+            return _all_gather_ddp_if_available(tensor, group=group, sync_grads=sync_grads)
 
     def agree(self, decision: bool, *, unanimous: bool, members: tuple[int, ...] | None = None) -> bool:
         """Whether all processes, or those of a group, or any of them, say yes."""
@@ -208,3 +229,19 @@ class World:
         total = torch.tensor([amount], dtype=torch.float64)
         self.transport.all_reduce(total, self.replica_members).wait()
         return float(total)
+
+
+@contextmanager
+def _connecting(timeout: timedelta) -> Generator[None, None, None]:
+    """Words for what torch raises while processes are connected."""
+    try:
+        yield
+    except PipeError:
+        raise
+    except RuntimeError as error:
+        reason = str(error).split("\n", 1)[0]
+        raise CommunicationError(
+            f"The processes could not be connected: {reason}",
+            hint="Look for the first error of another process; one may have been killed (out of memory?), or have "
+            f"stood still for longer than {timeout.total_seconds():g} s.",
+        ) from error

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
+from typing import Literal
 
 from torch.distributed import Store  # type: ignore[attr-defined]
+
+from lightning_pipe.pipeline.store_client import StoreClient
+
+Kind = Literal["error", "hang", "silent", "gone"]
 
 
 @dataclass(frozen=True)
@@ -15,31 +20,43 @@ class Failure:
     Args:
         process: where.
         name: how messages name it.
-        text: the traceback, or the report of a hang.
-        hang: whether it is a report.
+        text: the traceback, the report of a hang, or what is known about a process that says nothing itself.
+        kind: which it is; a process that is silent may still be there.
     """
 
     process: int
     name: str
     text: str
-    hang: bool = False
+    kind: Kind = "error"
 
     def __str__(self) -> str:
-        if self.hang:
+        if self.kind == "hang":
             return f"Nobody has failed; {self.name} asked all ranks where they are:\n{self.text}"
-        return f"{self.name.capitalize()} failed first:\n{self.text}"
+        if self.kind == "error":
+            return f"{self.name.capitalize()} failed first:\n{self.text}"
+        return f"{self.name.capitalize()} {self.text}"
+
+    @property
+    def overdue(self) -> bool:
+        """Whether something did not come in time."""
+        return self.kind in ("hang", "silent")
 
 
 class Bulletin:
-    """The board's entries in the store. Every thread has one of its own, since a store client serves one at a time."""
+    """The board's entries in the store, over a connection of its own.
+
+    Args:
+        store: reached by all processes.
+        prefix: of the entries.
+    """
 
     def __init__(self, store: Store, prefix: str) -> None:
-        self._store = store
+        self._client = StoreClient(store.clone())  # type: ignore[attr-defined]
         self._prefix = prefix
 
-    def clone(self) -> Bulletin:
-        """The same entries over a connection of its own."""
-        return Bulletin(self._store.clone(), self._prefix)  # type: ignore[attr-defined]
+    def close(self) -> None:
+        """End the connection."""
+        self._client.close()
 
     def publish(self, failure: Failure) -> bool:
         """Enter a failure; whether it is the first one."""
@@ -48,17 +65,17 @@ class Bulletin:
 
     def failure(self) -> Failure | None:
         """The first failure."""
-        if not self._has("failure"):
-            return None
-        return Failure(**json.loads(self._store.get(self._prefix + "failure")))
+        key = self._prefix + "failure"
+        text = self._client.ask(lambda store: store.get(key) if store.check([key]) else None)
+        return None if text is None else Failure(**json.loads(text))
 
     def acknowledge(self) -> None:
         """Enter that one more process has read the failure."""
-        self._store.add(self._prefix + "readers", 1)
+        self._client.ask(lambda store: store.add(self._prefix + "readers", 1))
 
     def readers(self) -> int:
         """How many processes have read the failure."""
-        return self._store.add(self._prefix + "readers", 0)
+        return self._client.ask(lambda store: int(store.add(self._prefix + "readers", 0)))
 
     def claim(self, process: int) -> bool:
         """Enter who tells the user the reason; whether this process is the first to do so."""
@@ -70,15 +87,16 @@ class Bulletin:
 
     def note(self, key: str, text: str) -> None:
         """Enter something under a name of its own."""
-        self._store.set(self._prefix + key, text)
+        self._client.ask(lambda store: store.set(self._prefix + key, text))
 
     def noted(self, key: str) -> str | None:
         """What is entered under a name."""
-        return self._store.get(self._prefix + key).decode() if self._has(key) else None
+        name = self._prefix + key
+        return self._client.ask(lambda store: store.get(name).decode() if store.check([name]) else None)
 
     def add(self, key: str) -> int:
         """How many processes have called this with this name."""
-        return self._store.add(f"{self._prefix}{key}", 1)
+        return self._client.ask(lambda store: int(store.add(f"{self._prefix}{key}", 1)))
 
     def ask(self, process: int) -> bool:
         """Ask all processes where they are; whether this process is the one that asks and reports."""
@@ -86,18 +104,16 @@ class Bulletin:
 
     def asked(self) -> bool:
         """Whether a process asks where all are."""
-        return self._has("asker")
+        return self._client.ask(lambda store: bool(store.check([self._prefix + "asker"])))
 
     def answer(self, process: int, place: str) -> None:
         """Enter where a process is."""
-        self._store.set(f"{self._prefix}place/{process}", place)
+        self._client.ask(lambda store: store.set(f"{self._prefix}place/{process}", place))
 
     def place(self, process: int) -> str | None:
         """Where a process is; ``None`` while it has not answered."""
-        return self._store.get(f"{self._prefix}place/{process}").decode() if self._has(f"place/{process}") else None
-
-    def _has(self, key: str) -> bool:
-        return bool(self._store.check([self._prefix + key]))
+        key = f"{self._prefix}place/{process}"
+        return self._client.ask(lambda store: store.get(key).decode() if store.check([key]) else None)
 
     def _enter(self, key: str, value: str) -> bool:
-        return self._store.compare_set(self._prefix + key, "", value) == value.encode()
+        return self._client.ask(lambda store: bool(store.compare_set(self._prefix + key, "", value) == value.encode()))

@@ -26,11 +26,17 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from lightning_pipe.errors import CommunicationError
 from lightning_pipe.pipeline.bulletin import Bulletin, Failure
+from lightning_pipe.pipeline.store_client import StoreSilentError
 from lightning_pipe.pipeline.transport import Transport
 from lightning_pipe.pipeline.watchdog import Watchdog
 from lightning_pipe.schedules import Action
 
 _LEFT = "No rank has said why: a process may have been killed (out of memory?) or have left without an error."
+_SILENT = (
+    "does not answer, and the others talk to each other through its store: it was stopped (Ctrl-Z, SIGSTOP), or its "
+    "host is frozen or cannot be reached."
+)
+_GONE = "has ended without saying why: it may have been killed (out of memory?)."
 _HANG = "Look at the rank that computes, or at the first rank that waits for one that does not send."
 
 
@@ -85,6 +91,16 @@ class FailureBoard:
         return self._beats
 
     @property
+    def at_work(self) -> bool:
+        """Whether the process is within a batch or waits for another one."""
+        return self._position is not None or self.transport.waiting is not None
+
+    @property
+    def overdue(self) -> bool:
+        """Whether the run ends since something did not come in time."""
+        return self._failure is not None and self._failure.overdue
+
+    @property
     def failed(self) -> bool:
         """Whether a process is known to have failed."""
         return self._failure is not None
@@ -119,6 +135,8 @@ class FailureBoard:
             while time.monotonic() < deadline and not self.bulletin.claimed():
                 time.sleep(0.05)
             first = self.bulletin.claim(process)
+        except StoreSilentError:  # nobody can be asked, and process 0 cannot tell
+            return True
         except RuntimeError:  # the store has gone, and process 0 with it
             return self._failure is None or process == (self._failure.process or 1)
         if first and process == 0:
@@ -143,12 +161,34 @@ class FailureBoard:
         """
         self.noticed.set()
         try:
-            failure = self.report(self.bulletin) if timed_out else self.await_failure(self.bulletin, self.patience)
-        except RuntimeError as error:
-            return CommunicationError(f"{message}\nThe store has gone as well: {error}", hint=_LEFT)
+            failure = self.report() if timed_out else self.await_failure(self.patience)
+        except StoreSilentError:
+            failure = self.silence()
+        except RuntimeError:
+            failure = self.loss()
+        message += self._own_suspension()
         if failure is None:
             return CommunicationError(message, hint=_LEFT)
-        return CommunicationError(f"{message}\n{failure}", hint=_HANG if failure.hang else None)
+        return CommunicationError(f"{message}\n{failure}", hint=_HANG if failure.kind == "hang" else None)
+
+    def silence(self) -> Failure:
+        """What is known when the store does not answer."""
+        return self._lose(Failure(0, self.transport.describe(0), _SILENT, "silent"))
+
+    def loss(self) -> Failure:
+        """What is known when the store has gone."""
+        return self._lose(Failure(0, self.transport.describe(0), _GONE, "gone"))
+
+    def lost(self, process: int, text: str) -> None:
+        """Tell all processes what has become of one that cannot say it itself.
+
+        Args:
+            process: which one.
+            text: how it ended.
+        """
+        failure = Failure(process, self.transport.describe(process), text, "gone")
+        if self.find_failure() is None:
+            self.bulletin.publish(failure)
 
     def watch(self, interval: float = 1.0, stall: float | None = None, exit_after: float | None = 5.0) -> None:
         """Start a thread that looks at the board, for a main thread that cannot; see `Watchdog`.
@@ -160,7 +200,8 @@ class FailureBoard:
                 process; ``None``: never.
         """
         stall = self.transport.timeout.total_seconds() if stall is None else stall
-        self._watchdog = Watchdog(self, self.bulletin.clone(), interval, stall, exit_after)
+        self._watchdog = Watchdog(self, interval, stall, exit_after)
+        self.transport.leave_time_to_watchdog()
 
     def close(self) -> None:
         """Stop watching; idempotent."""
@@ -168,71 +209,87 @@ class FailureBoard:
         if self._watchdog is not None:
             self._watchdog.stop()
             self._watchdog = None
+        self.bulletin.close()
         if self.transport.board is self:
             self.transport.board = None
 
-    def find_failure(self, bulletin: Bulletin) -> Failure | None:
+    def find_failure(self) -> Failure | None:
         """The first failure, if one is published; answers a process that asks where this one is."""
         with self._lock:
             if self._failure is None:
-                self._answer_roll_call(bulletin)
-                if self._place is None and bulletin.asked():
-                    self._answer(bulletin)
-                self._failure = bulletin.failure()
+                self._answer_roll_call()
+                if self._place is None and self.bulletin.asked():
+                    self._answer()
+                self._failure = self.bulletin.failure()
                 if self._failure is not None:
-                    bulletin.acknowledge()
+                    self.bulletin.acknowledge()
             return self._failure
 
-    def await_failure(self, bulletin: Bulletin, patience: float) -> Failure | None:
+    def await_failure(self, patience: float) -> Failure | None:
         """The first failure, if one is published within ``patience`` seconds, or while a report is being made."""
         start = time.monotonic()
-        while (failure := self.find_failure(bulletin)) is None:
+        while (failure := self.find_failure()) is None:
             asked = self._place is not None
             if time.monotonic() - start > (patience + 2 * self.patience if asked else patience):
                 break
             time.sleep(0.05)
         return failure
 
-    def report(self, bulletin: Bulletin) -> Failure | None:
+    def report(self) -> Failure | None:
         """Ask all processes where they are and publish the answers; or what another process has published."""
-        if (failure := self.find_failure(bulletin)) is not None:
+        if (failure := self.find_failure()) is not None:
             return failure
-        self._answer(bulletin)
-        if not bulletin.ask(self.transport.process):
-            return self.await_failure(bulletin, self.patience)
+        self._answer()
+        if not self.bulletin.ask(self.transport.process):
+            return self.await_failure(self.patience)
         processes = range(self.transport.topology.world_size)
         deadline = time.monotonic() + self.patience
-        while any(bulletin.place(process) is None for process in processes) and time.monotonic() < deadline:
+        while any(self.bulletin.place(process) is None for process in processes) and time.monotonic() < deadline:
             time.sleep(0.05)
-        places = {process: bulletin.place(process) or "no answer" for process in processes}
+        places = {process: self.bulletin.place(process) or "no answer" for process in processes}
         describe = self.transport.describe
         text = "\n".join(f"  {describe(process)}: {place}" for process, place in places.items())
-        bulletin.publish(Failure(self.transport.process, describe(), text, hang=True))
-        return self.find_failure(bulletin)
+        self.bulletin.publish(Failure(self.transport.process, describe(), text, "hang"))
+        return self.find_failure()
 
     def _publish(self, error: BaseException) -> None:
-        if self.find_failure(self.bulletin) is None:
+        if self.find_failure() is None:
             text = "".join(traceback.format_exception(error)).rstrip()
             self.bulletin.publish(Failure(self.transport.process, self.transport.describe(), text))
-            self.find_failure(self.bulletin)
+            self.find_failure()
+
+    def _lose(self, failure: Failure) -> Failure:
+        """Remember a failure that cannot be published, unless a reason is known."""
+        with self._lock:
+            self._failure = self._failure or failure
+            return self._failure
+
+    def _own_suspension(self) -> str:
+        seconds = 0.0 if self._watchdog is None else self._watchdog.suspended()
+        if seconds < self.transport.timeout.total_seconds():
+            return ""
+        return (
+            f"\nThis process itself stood still for {seconds:.0f} s, and the others did not wait that long: it was "
+            "stopped (Ctrl-Z, SIGSTOP), its host was frozen, or C code kept the interpreter's lock."
+        )
 
     def _linger(self) -> None:
         deadline = time.monotonic() + self.patience
         while self.bulletin.readers() < self.transport.topology.world_size and time.monotonic() < deadline:
             time.sleep(0.05)
 
-    def _answer(self, bulletin: Bulletin) -> None:
+    def _answer(self) -> None:
         self._place = self._where()
-        bulletin.answer(self.transport.process, self._place)
+        self.bulletin.answer(self.transport.process, self._place)
 
-    def _answer_roll_call(self, bulletin: Bulletin) -> None:
+    def _answer_roll_call(self) -> None:
         """Tell a process that waits for this one whether this one waits as well; see `lightning_pipe.meeting`."""
-        asked = bulletin.noted("roll")
+        asked = self.bulletin.noted("roll")
         if asked is not None and asked != self._roll:
             self._roll = asked
             waiting = self.transport.waiting
             place = None if waiting is None else str(waiting)
-            bulletin.note(f"roll/{self.transport.process}", json.dumps([asked, place, self._beats, id(waiting)]))
+            self.bulletin.note(f"roll/{self.transport.process}", json.dumps([asked, place, self._beats, id(waiting)]))
 
     def _describe_position(self) -> str:
         position, program = self._position, self.program

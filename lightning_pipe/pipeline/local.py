@@ -9,6 +9,7 @@ tenth. Needs Linux (``memfd_create``).
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 import os
 import select
@@ -23,6 +24,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from lightning_pipe.pipeline import threads
 
 _PACKET = struct.Struct("<BIIQ")  # kind, tag, number of the buffer, bytes of the message; behind it what is free again
 _NUMBER = struct.Struct("<I")
@@ -88,7 +91,9 @@ class LocalPeer:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, longest)
         self._socket = connection
         self._timeout = timeout
+        self._limited = True
         self._gone = False
+        self._reason: OSError = ConnectionResetError("Connection closed by peer")
         self._own: list[Buffer] = []
         self._free: defaultdict[int, list[Buffer]] = defaultdict(list)
         self._mapped: list[Buffer] = []
@@ -119,7 +124,7 @@ class LocalPeer:
         if not free:
             self._read()
         if self._gone:
-            raise ConnectionResetError("Connection closed by peer")
+            raise self._reason
         if not free:
             self._grow(capacity)
         buffer = free[-1]
@@ -149,15 +154,19 @@ class LocalPeer:
 
         Raises:
             TimeoutError: it did not come within the timeout.
-            ConnectionError: the other process has gone.
+            OSError: the other process has gone, or its memory cannot be mapped.
         """
         deadline = time.monotonic() + self._timeout
         while not posted.done:
-            came = time.monotonic() < deadline and self._read_packet()  # maybe another message
+            came = self._read_packet()  # maybe another message
             if self._gone:
-                raise ConnectionResetError("Connection closed by peer")
-            if not came:
+                raise self._reason
+            if self._limited and not (came and time.monotonic() < deadline):
                 raise TimeoutError("timed out")
+
+    def wait_without_limit(self) -> None:
+        """Let `wait` wait for ever from now on: somebody else watches, and calls `shutdown`."""
+        self._limited = False
 
     def shutdown(self) -> None:
         """End the connection for both processes; may be called from any thread."""
@@ -177,8 +186,7 @@ class LocalPeer:
     def _grow(self, capacity: int) -> None:
         """Make as many buffers of a size as there are, in one file: memory is used where it is written to only."""
         count = min(max(1, sum(buffer.size == capacity for buffer in self._own)), _MOST_AT_ONCE)
-        descriptor = os.memfd_create("lightning-pipe")
-        os.ftruncate(descriptor, count * capacity)
+        descriptor = _memory_file(count * capacity)
         buffers = Buffer.map(len(self._own), capacity, descriptor)
         self._own += buffers
         self._free[capacity] += buffers
@@ -211,12 +219,24 @@ class LocalPeer:
             if self._posted[tag]:
                 self._deliver(tag)
         elif kind == _MEMORY:
-            descriptors = socket.recv_fds(self._socket, 1, 1)[1]
-            self._gone = not descriptors
-            for descriptor in descriptors:
-                self._mapped += Buffer.map(number, size, descriptor)
-                os.close(descriptor)
+            self._map(number, size)
         return not self._gone
+
+    def _map(self, number: int, size: int) -> None:
+        """Take in memory that the peer has made."""
+        said, descriptors, _, _ = socket.recv_fds(self._socket, 1, 1)
+        try:
+            if said and not descriptors:  # the system has dropped it on the way
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+            for descriptor in descriptors:
+                _check_seals(descriptor)
+                self._mapped += Buffer.map(number, size, descriptor)
+        except OSError as error:
+            self._reason = _with_limit(error)
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
+        self._gone = len(self._mapped) <= number
 
     def _deliver(self, tag: int) -> None:
         """Give the oldest message that has arrived to the oldest receive."""
@@ -246,8 +266,7 @@ class LocalPeer:
         with self._lock:
             self._backlog.extend(items)
             if self._writer is None and not self._flush():
-                self._writer = threading.Thread(target=self._drain, daemon=True, name="lightning-pipe writer")
-                self._writer.start()
+                self._writer = threads.start("writer", self._drain, self.shutdown)
 
     def _flush(self) -> bool:
         """Write as far as the socket takes it; whether nothing is left."""
@@ -280,3 +299,39 @@ class LocalPeer:
                     if self._flush():
                         self._writer = None
                         return
+
+
+def _memory_file(size: int) -> int:
+    """A file in memory whose size nobody can change: to read behind the end of one that was cut off kills a process."""
+    try:
+        descriptor = os.memfd_create("lightning-pipe", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    except OSError as error:
+        raise _with_limit(error) from None
+    os.ftruncate(descriptor, size)
+    fcntl, seals = _seals()
+    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
+    return descriptor
+
+
+def _check_seals(descriptor: int) -> None:
+    fcntl, seals = _seals()
+    if fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & seals != seals:
+        raise ConnectionError("the peer could cut off the memory that it shares")
+
+
+def _seals() -> tuple[Any, int]:
+    import fcntl  # seals exist on Linux alone, as do files in memory
+
+    return fcntl, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
+def _with_limit(error: OSError) -> OSError:
+    """The error, with the remedy if this process may open no more files."""
+    if error.errno != errno.EMFILE:
+        return error
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return OSError(
+        error.errno, f"{error.strerror}: this process may open {soft} at once; raise it with `ulimit -n`, up to {hard}"
+    )

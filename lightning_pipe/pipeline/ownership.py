@@ -105,7 +105,9 @@ class Ownership:
         """Which rank this is, and which ranks have some named values, in words."""
         ranks = sorted({rank for name in names for rank in self.owners(name)} - {self.rank})
         what = ", ".join(map(repr, names))
-        where = f": {'it is' if len(names) == 1 else 'they are'} on {', '.join(self.rank_names[rank] for rank in ranks)}"
+        where = (
+            f": {'it is' if len(names) == 1 else 'they are'} on {', '.join(self.rank_names[rank] for rank in ranks)}"
+        )
         return f"{self.rank_names[self.rank].capitalize()} does not hold {what}" + (where if ranks else "")
 
     def sharing(self, tensor: Tensor) -> list[tuple[str | None, Tensor]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import socket
+import struct
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -43,10 +44,16 @@ def connect_local(
                     if connection is not None:
                         connections[peer] = connection
             reached = gather(sorted(connections))
-            for _ in range(sum(process in reached[peer] for peer in peers if peer < process)):
+            awaited = {peer for peer in peers if peer < process and process in reached[peer]}
+            while awaited:
                 connection, _ = listener.accept()
+                if not _same_user(connection):
+                    connection.close()
+                    continue
                 connection.settimeout(timeout)
-                connections[int.from_bytes(connection.recv(8), "little")] = connection
+                peer = int.from_bytes(connection.recv(8), "little")
+                awaited.discard(peer)
+                connections[peer] = connection
         finally:
             shutil.rmtree(folder, ignore_errors=True)
     return {peer: LocalPeer(connection, timeout) for peer, connection in connections.items()}
@@ -74,11 +81,20 @@ def _host() -> str:
         return socket.gethostname()
 
 
+def _same_user(connection: socket.socket) -> bool:
+    """Whether the process at the other end belongs to the user of this one, as the system says."""
+    size = struct.calcsize("3i")
+    _, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
+    return bool(user == os.geteuid())
+
+
 def _reach(address: str, process: int) -> socket.socket | None:
     """A connection to a listener, introduced by this process's number."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         connection.connect(address)
+        if not _same_user(connection):
+            raise PermissionError("another user listens there")
         connection.send(process.to_bytes(8, "little"))
     except OSError:
         connection.close()

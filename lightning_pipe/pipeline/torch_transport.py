@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -25,6 +26,8 @@ _OPS = {"sum": ReduceOp.SUM, "max": ReduceOp.MAX, "min": ReduceOp.MIN}
 # Tags below are lanes; each object tag takes two above.
 _OBJECT_TAGS = 1 << 16
 _ABORT_TAG = _OBJECT_TAGS - 1
+# Gloo has no way to wait for ever; a thousand days fit into its nanoseconds.
+_UNLIMITED = timedelta(days=1000)
 
 
 class TorchTransport(Transport):
@@ -48,6 +51,8 @@ class TorchTransport(Transport):
                 hint="Choose devices and num_nodes so that they multiply to that number.",
             )
         super().__init__(topology, dist.get_rank(), device, timeout)
+        self.limit: timedelta | None = None
+        self._interface = os.environ.get("GLOO_SOCKET_IFNAME")
         self._backend = backend
         self._host_groups: dict[tuple[int, ...], ProcessGroup] = {}
         self._device_groups: dict[tuple[int, ...], ProcessGroup] = {}
@@ -153,9 +158,18 @@ class TorchTransport(Transport):
             _abort_gloo(dist.group.WORLD)
 
     @override
+    def leave_time_to_watchdog(self) -> None:
+        self.limit = _UNLIMITED
+        for group in (self._messages, *self._host_groups.values()):
+            if group is not None:
+                _set_timeout(group, _UNLIMITED)
+        for peer in self._local.values():
+            peer.wait_without_limit()
+
+    @override
     def close(self) -> None:
         for watcher in self._watchers.values():
-            watcher.stop()
+            watcher.close()
         self._watchers.clear()
         for peer in self._local.values():
             peer.close()
@@ -171,8 +185,11 @@ class TorchTransport(Transport):
 
     def new_group(self, processes: Sequence[int], backend: str = "gloo") -> ProcessGroup:
         """A process group of its own, with this transport's timeout. Collective over the world."""
+        self.waiting = f"make a group of processes {list(processes)}"
         # Without a timeout torch would take its default of half an hour, not that of the default group.
-        group: ProcessGroup = dist.new_group(sorted(processes), timeout=self.timeout, backend=backend)
+        with _environment("GLOO_SOCKET_IFNAME", self._interface):  # that of the first group
+            group: ProcessGroup = dist.new_group(sorted(processes), timeout=self.timeout, backend=backend)
+        self.waiting = None
         return group
 
     def failed(self, operation: object, cause: BaseException) -> CommunicationError:
@@ -189,11 +206,21 @@ class TorchTransport(Transport):
         except (RuntimeError, OSError) as error:
             raise self.failed(operation, error) from error
 
+    @override
+    @contextmanager
+    def guarding(self, operation: object) -> Iterator[None]:
+        self.waiting = operation
+        with self.failing(operation):
+            yield
+        self.waiting = None
+
     def _make_group(self, members: tuple[int, ...]) -> None:
         if len(members) == 1 or members in self._made:
             return
         self._made.add(members)
         host = self.new_group(members)
+        if self.limit is not None and self.process in members:
+            _set_timeout(host, self.limit)
         device = host if self._backend == "gloo" else self.new_group(members, self._backend)
         if self.process in members:
             self._host_groups[members] = host
@@ -256,6 +283,27 @@ def default_store() -> Store:
     # torch has no public way to it (2.13); Lightning and torch's own pipelining use the same function.
     store: Store = dist.distributed_c10d._get_default_store()
     return store
+
+
+@contextmanager
+def _environment(name: str, value: str | None) -> Iterator[None]:
+    """Set an environment variable for a while."""
+    before = os.environ.get(name)
+    if value is not None:
+        os.environ[name] = value
+    try:
+        yield
+    finally:
+        if value is not None:
+            os.environ.pop(name, None)
+        if before is not None:
+            os.environ[name] = before
+
+
+def _set_timeout(group: ProcessGroup, timeout: timedelta) -> None:
+    """Let the collectives of a Gloo group take so long."""
+    # what torch's own `_set_pg_timeout` does, which warns of groups on two backends (2.13)
+    group._get_backend(torch.device("cpu"))._set_default_timeout(timeout)
 
 
 def _object_tag(tag: int) -> int:

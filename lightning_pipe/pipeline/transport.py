@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
@@ -209,6 +211,21 @@ class Transport(ABC):
         """Give up: pending operations fail here and, as soon as possible, at the peers."""
         self.close()
 
+    @contextmanager
+    def guarding(self, operation: object) -> Iterator[None]:
+        """Around a collective that is not this transport's: reports name it, and its errors say what is known.
+
+        Args:
+            operation: what it does, as in "could not ...".
+        """
+        yield
+
+    def leave_time_to_watchdog(self) -> None:  # noqa: B027 - not every transport has clocks of its own
+        """Wait without a limit from now on: the failure board's watchdog aborts what takes longer than the timeout.
+
+        It does not count the time for which this process is suspended (Ctrl-Z); the clocks of Gloo and of sockets do.
+        """
+
     @abstractmethod
     def close(self) -> None:
         """Release what the transport holds. Pending operations must be done; idempotent."""
@@ -223,11 +240,14 @@ class Transport(ABC):
 
     def error(self, operation: object, cause: BaseException | None, timed_out: bool = False) -> CommunicationError:
         """The error for an operation that failed: with the origin's traceback or the report of a hang, if known."""
+        timed_out = timed_out or (self.board is not None and self.board.overdue)
         what = f"{self.describe().capitalize()} could not {operation}"
         if timed_out:
             message = f"{what} within {self.timeout.total_seconds():g} s."
         else:
-            message = f"{what}: {str(cause).splitlines()[0] if cause and str(cause) else type(cause).__name__}"
+            # Gloo puts the place in its own source before its words
+            words = re.sub(r"^\[[^\]]*\] ?", "", str(cause or "").split("\n", 1)[0])
+            message = f"{what}: {words or type(cause).__name__}"
         if self.board is not None:
             return self.board.explain(message, timed_out=timed_out)
         return CommunicationError(message, hint="Look for the first error of another rank, or raise the timeout.")

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import threading
 import time
 from typing import TYPE_CHECKING
 
-from lightning_pipe.pipeline.bulletin import Bulletin, Failure
+from lightning_pipe.pipeline import threads
+from lightning_pipe.pipeline.bulletin import Failure
+from lightning_pipe.pipeline.store_client import StoreSilentError
 
 if TYPE_CHECKING:
     from lightning_pipe.pipeline.failure import FailureBoard
+
+_LATE = 3.0
+"""Seconds by which a look is late if this process was suspended rather than one of several on a busy machine."""
+
+_RECENT = 30.0
 
 
 class Watchdog:
@@ -20,58 +26,72 @@ class Watchdog:
     * Another process asks where this one is: it answers.
     * Another process has failed and the main thread does not notice within the board's patience: it aborts the
       transport. If even that does not help within ``exit_after`` seconds, it prints the failure and ends the process.
-    * The store has gone, and process 0 with it: the same, if a batch is under way; else the run is ending.
-    * The position stands still for longer than ``stall`` seconds: that is a hang. On a GPU the host does not wait for
-      messages, so nothing else would time out.
+    * The store has gone, and process 0 with it: the same, if this process is at work; else the run is ending.
+    * The main thread is at the same place for longer than ``stall`` seconds: that is a hang. A store that does not
+      answer then is one, too: the process that serves it stands still.
+    * This process was suspended (Ctrl-Z), or its main thread did not let other threads run: the time does not count.
     """
 
-    def __init__(
-        self, board: FailureBoard, bulletin: Bulletin, interval: float, stall: float, exit_after: float | None
-    ) -> None:
+    def __init__(self, board: FailureBoard, interval: float, stall: float, exit_after: float | None) -> None:
         self._board = board
-        self._bulletin = bulletin
         self._interval = interval
         self._stall = stall
         self._exit_after = exit_after
         self._stopped = threading.Event()
-        self._beats = -1
-        self._since = time.monotonic()
-        self._thread = threading.Thread(target=self._run, name="lightning-pipe watchdog", daemon=True)
-        self._thread.start()
+        self._place: tuple[int, object | None] = (-1, None)
+        self._since = self._looked = time.monotonic()
+        self._suspended = (0.0, 0.0)  # when it ended and how long it was
+        self._thread = threads.start("watchdog", self._run, self._stopped.set)
 
     def stop(self) -> None:
         """End the thread."""
         self._stopped.set()
-        self._thread.join(2 * self._interval)
+        self._thread.join(threads.PATIENCE)
+
+    def suspended(self) -> float:
+        """Seconds for which this process stood still until a moment ago."""
+        ended, seconds = self._suspended
+        now = time.monotonic()
+        return max(now - self._looked - self._interval, seconds if now - ended < _RECENT else 0.0)
 
     def _run(self) -> None:
         while not self._stopped.wait(self._interval):
-            try:
-                failure = self._board.find_failure(self._bulletin)
-                if failure is None and self._stands_still():
-                    failure = self._board.report(self._bulletin)
-            except RuntimeError:
-                failure = self._store_gone()
-                if failure is None:
-                    return
+            self._notice_suspension()
+            failure = self._look()
+            self._looked = time.monotonic()
             if failure is not None:
                 self._end(failure)
                 return
 
-    def _store_gone(self) -> Failure | None:
-        """The failure of process 0, unless the run is ending."""
-        if self._stopped.wait(self._board.patience) or self._board.position is None:
+    def _notice_suspension(self) -> None:
+        late = time.monotonic() - self._looked - self._interval
+        if late > _LATE:
+            self._since = time.monotonic()
+            self._suspended = (self._since, late)
+
+    def _look(self) -> Failure | None:
+        try:
+            failure = self._board.find_failure()
+            return self._board.report() if failure is None and self._stands_still() else failure
+        except StoreSilentError:
+            return self._board.silence() if self._stands_still() else None
+        except RuntimeError:
+            # a process that is at work needs process 0; the others are about to end
+            if not self._stopped.wait(self._board.patience) and self._board.at_work:
+                return self._board.loss()
             return None
-        return Failure(0, self._board.transport.describe(0), "The store has gone, and the process that serves it.")
 
     def _stands_still(self) -> bool:
-        if self._board.beats != self._beats or self._board.position is None:
-            self._beats = self._board.beats
-            self._since = time.monotonic()
+        place = (self._board.beats, self._board.transport.waiting)
+        # what it waits for is a new object each time
+        if place[0] != self._place[0] or place[1] is not self._place[1] or not self._board.at_work:
+            self._place, self._since = place, time.monotonic()
         return time.monotonic() - self._since > self._stall
 
     def _end(self, failure: Failure) -> None:
-        if self._board.noticed.wait(self._board.patience) or self._stopped.is_set():
+        # after a hang nobody will notice anything without help
+        patience = self._board.patience if not failure.overdue else 0.0
+        if self._board.noticed.wait(patience) or self._stopped.is_set():
             return
         self._board.transport.abort()
         if self._exit_after is None or self._board.noticed.wait(self._exit_after):
@@ -79,4 +99,4 @@ class Watchdog:
         name = self._board.transport.describe()
         reason = f"\n{failure}" if self._board.may_tell() else ""
         print(f"{name.capitalize()} does not react and is ended.{reason}", file=sys.stderr, flush=True)
-        os._exit(1)
+        threads.leave(1)

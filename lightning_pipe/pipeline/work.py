@@ -12,6 +12,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_pipe.errors import CommunicationError
+from lightning_pipe.pipeline import threads
 from lightning_pipe.pipeline.local import LocalPeer, Posted
 from lightning_pipe.pipeline.transport import Work
 
@@ -55,7 +56,12 @@ class GroupWork:
         work = self._work
         assert work is not None
         try:
-            work.wait()
+            limit = self._transport.limit
+            # with a limit NCCL's would make the host wait for the GPU
+            if limit is None or self._held is None or not self._held.is_cpu:
+                work.wait()
+            else:
+                work.wait(limit)
         except RuntimeError as error:
             self._error = self._transport.failed(self._operation, error)
             self._error.__cause__ = error
@@ -157,16 +163,20 @@ class Watcher:
 
     def __init__(self, name: str) -> None:
         self._queue: queue.SimpleQueue[WatchedWork | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
+        self._thread = threads.start(name, self._run, self.stop)
 
     def watch(self, work: WatchedWork) -> None:
         """Complete the operation after those before it."""
         self._queue.put(work)
 
     def stop(self) -> None:
-        """End the thread after the operations that it has."""
+        """Let the thread end after the operations that it has."""
         self._queue.put(None)
+
+    def close(self) -> None:
+        """Wait until it has ended."""
+        self.stop()
+        self._thread.join(threads.PATIENCE)
 
     def _run(self) -> None:
         while (work := self._queue.get()) is not None:

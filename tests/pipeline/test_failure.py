@@ -185,7 +185,7 @@ def test_a_rank_that_computes_while_another_fails_stops_at_its_next_action() -> 
     store = HashStore()
     boards = [FailureBoard(store, transport) for transport in world]
     boards[1].fail(KeyError("x"))
-    assert boards[0].find_failure(boards[0].bulletin) is not None
+    assert boards[0].find_failure() is not None
     boards[0].position = None  # the end of a batch is no place to raise
     with pytest.raises(
         CommunicationError, match=r"Rank 0 stops before F3(.|\n)*Rank 1 failed first(.|\n)*KeyError: 'x'"
@@ -201,7 +201,7 @@ def test_consequences_are_not_published() -> None:
     error = boards[0].explain("Rank 0 could not go on.")
     boards[0].fail(error)
     boards[2].fail(RuntimeError("later"))
-    failure = boards[2].find_failure(boards[2].bulletin)
+    failure = boards[2].find_failure()
     assert failure is not None
     assert failure.process == 1
     assert "origin" in failure.text
@@ -214,7 +214,7 @@ def test_boards_of_two_runs_do_not_mix() -> None:
     first.fail(ValueError("old"))
     first.close()
     second = FailureBoard(store, memory_world(Topology(1))[0])
-    assert second.find_failure(second.bulletin) is None
+    assert second.find_failure() is None
 
 
 def test_nobody_has_failed() -> None:
@@ -245,9 +245,38 @@ def test_a_position_that_stands_still_is_a_hang() -> None:
     board.bulletin._prefix = board.bulletin._prefix.replace("/2/", "/1/")
     failure = board.bulletin.failure()
     assert failure is not None
-    assert failure.hang
+    assert failure.kind == "hang"
     assert "rank 0: action of 0; waits to receive 4 bytes from rank 1" in failure.text
     assert "rank 1: action of 1; computes in" in failure.text
+
+
+def test_the_time_for_which_the_process_is_suspended_does_not_count() -> None:
+    (transport,) = memory_world(Topology(1), timedelta(seconds=10))
+    board = FailureBoard(HashStore(), transport)
+    board.watch(interval=3600.0)
+    watchdog = board._watchdog
+    assert watchdog is not None
+    board.position = "F0"
+    assert not watchdog._stands_still()
+    watchdog._since -= 60.0
+    assert watchdog._stands_still()
+    watchdog._looked -= 3660.0  # its thread should have come a minute ago
+    watchdog._notice_suspension()
+    assert not watchdog._stands_still()
+    assert "This process itself stood still for 6" in str(board.explain("Rank 0 could not go on."))
+    board.close()
+
+
+def test_a_process_that_cannot_say_it_itself_is_told_about() -> None:
+    world = memory_world(Topology(3))
+    store = HashStore()
+    boards = [FailureBoard(store, transport, patience=0.1) for transport in world]
+    boards[0].lost(2, "was killed by SIGKILL (out of memory?)")
+    assert "Rank 2 was killed by SIGKILL" in str(boards[1].explain("Rank 1 could not go on."))
+    boards[0].lost(1, "has ended with code 1")  # the consequence is not told
+    failure = boards[1].find_failure()
+    assert failure is not None
+    assert failure.process == 2
 
 
 def test_setting_the_position_is_cheap() -> None:

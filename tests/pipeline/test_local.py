@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import socket
 from collections.abc import Iterator
 from typing import Any
@@ -139,6 +140,55 @@ def test_no_descriptor_is_left_when_the_other_end_has_gone(pair: Pair) -> None:
         first._write(b"packet", descriptor)
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(descriptor)
+
+
+def test_shared_memory_can_be_neither_cut_off_nor_enlarged() -> None:
+    descriptor = local._memory_file(4096)
+    for size in (0, 8192):
+        with pytest.raises(PermissionError):
+            os.ftruncate(descriptor, size)
+    os.close(descriptor)
+
+
+def test_memory_that_could_be_cut_off_is_refused(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = pair
+    monkeypatch.setattr(local, "_memory_file", lambda size: unsealed(size))
+    posted = second.receive(message(0, 8), 0)
+    first.send(message(1, 8), 0)
+    with pytest.raises(ConnectionError, match="could cut off the memory"):
+        second.wait(posted)
+
+
+def unsealed(size: int) -> int:
+    descriptor = os.memfd_create("test", os.MFD_ALLOW_SEALING)
+    os.ftruncate(descriptor, size)
+    return descriptor
+
+
+def test_a_receiver_that_may_open_no_more_files_says_so(pair: Pair) -> None:
+    first, second = pair
+    first.send(message(1, 8), 0)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest = os.open(os.devnull, os.O_RDONLY)
+    os.close(lowest)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, hard))
+    try:
+        with pytest.raises(OSError, match=r"Too many open files: .* raise it with `ulimit -n`"):
+            second.wait(second.receive(message(0, 8), 0))
+        with pytest.raises(OSError, match=r"Too many open files: .* raise it with `ulimit -n`"):
+            second.send(message(1, 8), 0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_processes_of_another_user_are_not_let_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    assert rendezvous._same_user(one)
+    user = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: user + 1)
+    assert not rendezvous._same_user(other)
+    one.close()
+    other.close()
 
 
 def test_shutdown_wakes_both_ends(pair: Pair) -> None:

@@ -97,10 +97,14 @@ class Process:
 
     def __init__(self, *arguments: Any, env: dict[str, str], **options: Any) -> None:
         self.env, self.waited = env, False
+        self.pid = 0
 
-    def wait(self) -> int:
+    def wait(self, timeout: float | None = None) -> int:
         self.waited = True
         return 0
+
+    def poll(self) -> int | None:
+        return 0 if self.waited else None
 
 
 def test_the_next_job_finds_nothing_of_the_last(in_job: None, monkeypatch: pytest.MonkeyPatch) -> None:

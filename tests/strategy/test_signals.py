@@ -59,8 +59,9 @@ def trainer_with(callback: L.Callback, folder: Path | None = None) -> L.Trainer:
 
 def terminated(process: int, signalled: int) -> int:
     callback = Signalled(signalled, signal.SIGTERM)
-    with pytest.raises(SIGTERMException):
+    with pytest.raises(SIGTERMException) as ended:
         trainer_with(callback).fit(Lit().double(), datamodule=Data())
+    assert ended.value.code == 143  # as the shell says of a process that SIGTERM has ended
     return callback.batches
 
 
@@ -128,7 +129,7 @@ def test_a_terminated_run_leaves_no_process(tmp_path: Path) -> None:
                 if line.startswith("training"):
                     break
             first.send_signal(signal.SIGTERM)
-            first.wait(timeout=30)
+            assert first.wait(timeout=30) == 143
             deadline = time.monotonic() + 20
             with suppress(ProcessLookupError):  # nobody is left in the group
                 while time.monotonic() < deadline:

@@ -1,0 +1,47 @@
+"""Threads of the package end before the interpreter does, or end the process with its code."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+STUCK = """
+import sys, threading
+from lightning_pipe.pipeline import threads
+
+threads.start("stuck", threading.Event().wait, lambda: None)
+{failure}
+print("written")
+"""
+
+ENDING = """
+import threading
+from lightning_pipe.pipeline import threads
+
+stopped = threading.Event()
+threads.start("patient", stopped.wait, stopped.set)
+"""
+
+
+def ended(script: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=30, check=False)
+
+
+@pytest.mark.parametrize(
+    ("failure", "code"),
+    [("", 1), ("threads.note_failure(SystemExit(143))", 143), ("threads.note_failure(ValueError())", 1)],
+)
+def test_a_thread_that_does_not_end_ends_the_process_with_its_code(failure: str, code: int) -> None:
+    outcome = ended(STUCK.format(failure=failure))
+    assert outcome.returncode == code
+    assert outcome.stdout == "written\n"  # buffered, and written in spite of the hurry
+
+
+def test_threads_are_joined() -> None:
+    assert ended(ENDING).returncode == 0
+
+
+def test_a_child_that_has_failed_makes_the_process_fail() -> None:
+    assert ended("from lightning_pipe.pipeline import threads\nthreads.fail_at_end(3)").returncode == 3
