@@ -24,9 +24,14 @@ from lightning_pipe.pipeline.cut.patch import Patch
 if TYPE_CHECKING:
     from lightning_pipe.pipeline.cut.stage_run import StageRun
 
-# The two things that ``torch.utils.checkpoint.checkpoint`` looks up when it is called (torch 2.13).
+# The two things that ``torch.utils.checkpoint.checkpoint`` looks up when it is called. Its name itself has been imported
+# by the user's code before. Both are given the function first; the second is new in torch 2.15, where the older name
+# leads to it.
+_OTHER = "_checkpoint_without_reentrant_generator"
+if hasattr(torch_checkpoint, f"{_OTHER}_impl"):
+    _OTHER += "_impl"
 _reentrant = torch_checkpoint.CheckpointFunction
-_other = torch_checkpoint._checkpoint_without_reentrant_generator
+_other = getattr(torch_checkpoint, _OTHER)
 
 _local = threading.local()
 
@@ -149,6 +154,6 @@ def _without_reentrant(function: Callable[..., Any], *args: Any, **kwargs: Any) 
 
 CHECKPOINTS = Patch(
     (torch_checkpoint, "CheckpointFunction", _Reentrant),
-    (torch_checkpoint, "_checkpoint_without_reentrant_generator", _without_reentrant),
+    (torch_checkpoint, _OTHER, _without_reentrant),
 )
 """While it is installed, checkpoints look whether a stage waits."""
