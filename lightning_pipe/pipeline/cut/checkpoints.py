@@ -24,9 +24,8 @@ from lightning_pipe.pipeline.cut.patch import Patch
 if TYPE_CHECKING:
     from lightning_pipe.pipeline.cut.stage_run import StageRun
 
-# The two things that ``torch.utils.checkpoint.checkpoint`` looks up when it is called. Its name itself has been imported
-# by the user's code before. Both are given the function first; the second is new in torch 2.15, where the older name
-# leads to it.
+# The two things that ``torch.utils.checkpoint.checkpoint`` looks up when it is called, giving its function first: users
+# have imported it before. The second has a new name in torch 2.15, where the older one leads to it.
 _OTHER = "_checkpoint_without_reentrant_generator"
 if hasattr(torch_checkpoint, f"{_OTHER}_impl"):
     _OTHER += "_impl"
@@ -134,7 +133,7 @@ class _Reentrant(_reentrant):
         if _passes_over():
             return function(*args)
         run = CHECKPOINTS.run
-        if run is not None and not run.inside:
+        if run is not None and not (run.inside or run.unit):
             function = Checkpoint(True, len(run.tracker.calls)).first(run, function)
         return _reentrant.apply(function, preserve_rng_state, *args)  # type: ignore[no-untyped-call]
 
@@ -144,7 +143,7 @@ def _without_reentrant(function: Callable[..., Any], *args: Any, **kwargs: Any) 
         yield
         return
     run = CHECKPOINTS.run
-    if run is None or run.inside:
+    if run is None or run.inside or run.unit:
         yield from _other(function, *args, **kwargs)
         return
     checkpoint = Checkpoint(False, len(run.tracker.calls))
