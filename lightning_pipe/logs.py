@@ -202,7 +202,8 @@ def of_values_alone() -> Iterator[None]:
         if isinstance(value, Absent):
             raise value.origin.error(
                 f"self.log({name!r}, …) is given a number that comes from parameters of other ranks",
-                "Log what the step computes, or norms by torch.nn.utils.get_total_norm, which are those of the whole model.",
+                "Log what the step computes, or norms by torch.nn.utils.get_total_norm, which are those of the whole "
+                "model.",
             )
         _log(module, name, value, *args, **options)
 

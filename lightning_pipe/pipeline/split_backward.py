@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node
 
 Gradients = tuple[Tensor | None, ...]
@@ -35,22 +36,23 @@ class SplitBackward:
         results: what the stage computed, as far as it has gradients.
         gradients: their gradients.
         entry: the leaf through which the stage's input entered the graph; ``None`` on the first stage.
+        whole: whether the pass cannot be divided: the first half does all of it.
     """
 
     results: Sequence[Tensor]
     gradients: Sequence[Tensor | None]
     entry: Tensor | None
+    whole: bool
     _junctions: list[_Junction] = field(default_factory=list)
     _apart: list[bool] = field(default_factory=list)
-    _whole: bool = False
 
     def input_half(self) -> None:
         """Run what the previous stage waits for."""
         if self.entry is None:
             return
         graph = _Graph.of([_node_of(result) for result in self.results], _node_of(self.entry))
-        self._whole = graph.indivisible
-        if self._whole:
+        self.whole = self.whole or graph.indivisible or any(_has_hooks(junction.node) for junction in graph.junctions)
+        if self.whole:
             torch.autograd.backward(self.results, self.gradients)
             return
         self._junctions = graph.junctions
@@ -66,10 +68,10 @@ class SplitBackward:
 
     def weight_half(self) -> None:
         """Add the gradients of the weights to ``parameter.grad``."""
-        if self._whole:
-            return
         if self.entry is None:
             torch.autograd.backward(self.results, self.gradients)
+            return
+        if self.whole:
             return
         # Graphs may be walked several times here; what they hold goes when the whole pass is dropped.
         for result, gradient, apart in zip(self.results, self.gradients, self._apart, strict=True):
@@ -104,8 +106,10 @@ class _Graph:
             edges = [i for i, (after, _) in enumerate(node.next_functions) if after is not None and not leads[after]]
             if leads[node] and edges:
                 junctions.append(_Junction(node, edges))
-        # A reentrant checkpoint runs a backward pass of its own inside one node and cannot be divided (torch 2.13).
-        indivisible = any("CheckpointFunction" in node.name() for node in order)
+        # A junction runs in both halves. The backward of a Function may do more than return gradients: once, then.
+        indivisible = any(isinstance(junction.node, BackwardCFunction) for junction in junctions)
+        # A reentrant checkpoint runs a backward pass of its own, which torch refuses in the first half (torch 2.13).
+        indivisible = indivisible or any("CheckpointFunction" in node.name() for node in order)
         return cls(junctions, {node for node in order if leads[node]}, indivisible)
 
 
@@ -129,6 +133,15 @@ def _leaves(junction: _Junction) -> list[Node]:
     """The nodes of the weights that a junction leads to, not by way of the input."""
     starts = [junction.node.next_functions[edge][0] for edge in junction.edges]
     return [node for node in _postorder([s for s in starts if s is not None]) if not node.next_functions]
+
+
+def _has_hooks(node: Node) -> bool:
+    """Whether the user has registered hooks on a node. All of one kind are in one dictionary, which a handle knows."""
+    handles = node.register_prehook(lambda gradients: None), node.register_hook(lambda gradients, arrived: None)
+    dictionaries = [handle.hooks_dict_ref() for handle in handles]
+    for handle in handles:
+        handle.remove()
+    return any(dictionaries)
 
 
 def _keep(junction: _Junction) -> Any:

@@ -96,6 +96,7 @@ class Saved:
         outbound: by number, the tensors that left and need gradients.
         loss: the weighted loss, on the last stage.
         used: the numbers of the received tensors that were used.
+        whole: whether the backward pass cannot be divided into halves.
         split: the backward pass between its two halves.
     """
 
@@ -104,12 +105,14 @@ class Saved:
     outbound: dict[int, Tensor]
     loss: Tensor | None
     used: set[int]
+    whole: bool
     split: SplitBackward | None = None
 
     def returned(self) -> dict[int, Tensor]:
         """By number, the gradients of what was received, once the backward pass has run."""
         if self.inbox is None:
             return {}
+        self.inbox.check_hooks()
         pairs = zip(self.inbound, self.inbox.gradients, strict=True)
         return {number: gradient for number, gradient in pairs if gradient is not None}
 
@@ -226,7 +229,7 @@ class Stages:
         self.called |= run.called
         if run.called:
             self.skipped[stage] = run.skips.events
-        saved = Saved(run.inbox, received, {}, None, run.tracker.used)
+        saved = Saved(run.inbox, received, {}, None, run.tracker.used, run.whole)
         if not run.crossings:
             if batch.training:
                 saved.loss = loss_of(result) * batch.weights[micro_batch]
@@ -262,7 +265,7 @@ class Stages:
         results, arrived = _ends(saved, gradients)
         if results:
             entry = saved.inbox.anchor if saved.inbox is not None and saved.inbound else None
-            saved.split = SplitBackward(results, arrived, entry)
+            saved.split = SplitBackward(results, arrived, entry, saved.whole)
             saved.split.input_half()
         returned = saved.returned()
         return returned, frozenset(saved.used | used | returned.keys())
@@ -278,7 +281,12 @@ def _ends(saved: Saved, gradients: Mapping[int, Tensor]) -> tuple[list[Tensor], 
     if saved.loss is not None:
         return ([saved.loss], [None]) if saved.loss.requires_grad else ([], [])
     wanted = [number for number in saved.outbound if number in gradients]
-    return [saved.outbound[n] for n in wanted], [gradients[n] for n in wanted]
+    results, arrived = [saved.outbound[n] for n in wanted], [gradients[n] for n in wanted]
+    if saved.whole and len(results) == 1:
+        # Hooks of several tensors ask which nodes run, and the engine forgets a single one to start from (torch 2.13).
+        leaf = torch.zeros((), requires_grad=True)
+        return [*results, leaf], [*arrived, torch.zeros_like(leaf)]
+    return results, arrived  # type: ignore[return-value]
 
 
 def _detached(result: Any) -> Any:

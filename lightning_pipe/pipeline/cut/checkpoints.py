@@ -24,9 +24,13 @@ from lightning_pipe.pipeline.cut.patch import Patch
 if TYPE_CHECKING:
     from lightning_pipe.pipeline.cut.stage_run import StageRun
 
-# The two things that ``torch.utils.checkpoint.checkpoint`` looks up when it is called (torch 2.13).
+# The two things that ``torch.utils.checkpoint.checkpoint`` looks up when it is called, giving its function first: users
+# have imported it before. The second has a new name in torch 2.15, where the older one leads to it.
+_OTHER = "_checkpoint_without_reentrant_generator"
+if hasattr(torch_checkpoint, f"{_OTHER}_impl"):
+    _OTHER += "_impl"
 _reentrant = torch_checkpoint.CheckpointFunction
-_other = torch_checkpoint._checkpoint_without_reentrant_generator
+_other = getattr(torch_checkpoint, _OTHER)
 
 _local = threading.local()
 
@@ -129,7 +133,7 @@ class _Reentrant(_reentrant):
         if _passes_over():
             return function(*args)
         run = CHECKPOINTS.run
-        if run is not None and not run.inside:
+        if run is not None and not (run.inside or run.unit):
             function = Checkpoint(True, len(run.tracker.calls)).first(run, function)
         return _reentrant.apply(function, preserve_rng_state, *args)  # type: ignore[no-untyped-call]
 
@@ -139,7 +143,7 @@ def _without_reentrant(function: Callable[..., Any], *args: Any, **kwargs: Any) 
         yield
         return
     run = CHECKPOINTS.run
-    if run is None or run.inside:
+    if run is None or run.inside or run.unit:
         yield from _other(function, *args, **kwargs)
         return
     checkpoint = Checkpoint(False, len(run.tracker.calls))
@@ -149,6 +153,6 @@ def _without_reentrant(function: Callable[..., Any], *args: Any, **kwargs: Any) 
 
 CHECKPOINTS = Patch(
     (torch_checkpoint, "CheckpointFunction", _Reentrant),
-    (torch_checkpoint, "_checkpoint_without_reentrant_generator", _without_reentrant),
+    (torch_checkpoint, _OTHER, _without_reentrant),
 )
 """While it is installed, checkpoints look whether a stage waits."""

@@ -1,14 +1,44 @@
-"""What a tensor that leaves a stage must be, and how its path describes it."""
+"""What may surround a cut, what a tensor that leaves a stage must be, and how its path describes it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from lightning_pipe.errors import CutError
+from lightning_pipe.pipeline.cut.autograd_functions import check_not_hidden
+from lightning_pipe.pipeline.cut.backward_hooks import check_not_divided
 from lightning_pipe.pipeline.cut.path import Entry, TensorSpec
+
+if TYPE_CHECKING:
+    from lightning_pipe.pipeline.cut.stage_run import StageRun
+
+
+def check_surroundings(run: StageRun, name: str, layer: nn.Module | None) -> None:
+    """Raise if something surrounds layers on both sides of the cut before ``layer`` that cannot be cut."""
+    unit, around, calls = run.whole_unit, run.checkpoint, len(run.tracker.calls)
+    if unit is not None:
+        unit.check_whole(run, name)
+        calls = unit.calls
+    elif run.training and run.unit is None:
+        check_not_hidden(name)
+    check_not_divided(run.hooked, name, layer)
+    if around is not None and around.reentrant and around.begin < calls:
+        raise CutError(
+            f"the cut before layer '{name}' lies inside a checkpoint with use_reentrant=True, which computes without "
+            "gradients at first: none would come back over the cut.",
+            hint="Use use_reentrant=False, or one checkpoint for every layer.",
+        )
+    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+        raise CutError(
+            f"the cut before layer '{name}' lies inside a transform of torch.func (grad, jvp, vmap, ...) or inside "
+            "forward-mode differentiation, of which nothing goes over a cut.",
+            hint="Use them inside one layer, or one device.",
+        )
 
 
 def check_plain(tensor: Tensor, layer: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -64,6 +65,11 @@ def function_name(func: Any) -> str:
     if name in ("__get__", "__set__"):
         return f"{getattr(func.__self__, '__name__', '')}.{name}"
     return str(name)
+
+
+def is_autograds(caller: FrameType) -> bool:
+    """Whether autograd calls a function by itself: ``view_as`` where a Function returns its argument (torch 2.13)."""
+    return caller.f_globals.get("__name__") in ("torch.autograd.function", f"{__package__}.autograd_functions")
 
 
 def changed_in_place(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from lightning_pipe.pipeline.cut.autograd_functions import FUNCTIONS
 from lightning_pipe.pipeline.cut.backward_hooks import BACKWARD_HOOKS
 from lightning_pipe.pipeline.cut.caches import Caches
 from lightning_pipe.pipeline.cut.checkpoints import CHECKPOINTS, run_again
@@ -66,6 +67,7 @@ class Interceptor:
                 self._wrap(encoder, padding_alike(encoder, encoder.forward), before)
             with (
                 CHECKPOINTS.installed(lambda: self.run),
+                FUNCTIONS.installed(lambda: self.run),
                 BACKWARD_HOOKS.installed(lambda: self.run),
                 INNER_BACKWARD.installed(lambda: self.run),
                 self._caches.off(),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,7 +24,7 @@ class Patch:
 
     def __init__(self, *places: tuple[object, str, Any]) -> None:
         self._replacements = places
-        self._originals = [(owner, name, getattr(owner, name)) for owner, name, _ in places]
+        self._originals = [(owner, name, inspect.getattr_static(owner, name)) for owner, name, _ in places]
         self._lock = threading.Lock()
         self._users = 0
         self._local = threading.local()

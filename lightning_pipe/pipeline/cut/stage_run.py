@@ -10,14 +10,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 from torch.autograd.graph import GradientEdge
 from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import BackwardHook
 
 from lightning_pipe.errors import CutError
+from lightning_pipe.pipeline.cut.autograd_functions import Unit, check_not_hidden
 from lightning_pipe.pipeline.cut.changes import State, has_changed, state_of, version_of
 from lightning_pipe.pipeline.cut.checkpoints import Checkpoint
-from lightning_pipe.pipeline.cut.departure import check_plain, entry_of, overlapping
+from lightning_pipe.pipeline.cut.departure import check_plain, check_surroundings, entry_of, overlapping
 from lightning_pipe.pipeline.cut.describe import Descriptions
 from lightning_pipe.pipeline.cut.functions import FLAT
 from lightning_pipe.pipeline.cut.holdings import Holdings
@@ -84,6 +85,9 @@ class StageRun:
         profiler: measures layers as they are called; ``None``: no measurement.
         training: whether a backward pass follows; otherwise the step may leave layers out.
         alone: whether no other micro-batch is under way, which could read what this one changes.
+
+    Attributes:
+        whole: whether its backward pass cannot be divided into halves.
     """
 
     def __init__(
@@ -106,14 +110,16 @@ class StageRun:
         self._stage, self.layers, self._total, self._names = stage, layers, total, names
         self.called: set[int] = set()
         self.crossings: dict[int, Crossing] = {}
-        self.inside = False
+        self.inside = self.whole = False
         self.checkpoint: Checkpoint | None = None
+        self.unit: Unit | None = None
+        self.hooked: list[BackwardHook] = []
         self.inbox: Inbox | None = None
         self._inbound, self._begin = inbound, 0
         self.skips = StepStore()
         self._routes = routes or {}
         self._routed: dict[int, int] = {}
-        self._profiler, self._training = profiler, training
+        self._profiler, self.training = profiler, training
         self._shared: list[tuple[Tensor, int, int]] = []
         self._lenders: list[tuple[Tensor, State, int]] = []
         self._borrowed: dict[int, tuple[int, int]] = {}
@@ -176,7 +182,7 @@ class StageRun:
         To be called where the step's contexts can still be told that its run was cut short.
         """
         waiting, last = self._inbound is not None, self.layers.stop == self._total
-        if self._training or (last and not waiting) or (waiting and not self.tracker.expects(_END)):
+        if self.training or (last and not waiting) or (waiting and not self.tracker.expects(_END)):
             return
         if waiting:
             self.tracker.expect(_END)
@@ -215,7 +221,7 @@ class StageRun:
             return self._answer(name, layer, args, kwargs)
         self.arrive()
         if number >= self.layers.stop:
-            self._cut()
+            self._cut(layer)
         if number < self.layers.start or number in self.called:
             raise CutError(
                 f"layer '{name}' is called a second time, or out of order, in one step.",
@@ -223,6 +229,7 @@ class StageRun:
                 "another sequence with layers=... or use one device.",
             )
         self.called.add(number)
+        self.whole |= self.whole_unit is not None  # its backward computes the layer's gradients at one go
         return self._execute(name, number, layer, forward, args, kwargs)
 
     def call_module(
@@ -280,12 +287,19 @@ class StageRun:
 
     def stream(self, *key: int) -> AbstractContextManager[None]:
         """The random stream of ``key``, or of the code around; a checkpoint that runs again uses it again."""
+        if self.whole_unit is not None:
+            return nullcontext()
         if key and self.checkpoint is None:
             return self._streams.isolated(self._micro_batch, *key)
         stream = partial(self._streams.isolated, self._micro_batch, *key) if key else nullcontext
         if self.checkpoint is not None:
             self.checkpoint.streams.append(stream)
         return stream()
+
+    @property
+    def whole_unit(self) -> Unit | None:
+        """The Function that is being applied outside layers and cannot be cut."""
+        return self.unit if self.unit is not None and self.unit.differentiable else None
 
     def _skipped(self, name: str, before: Stashed, events: int) -> tuple[dict[Key, Tensor | None], tuple[Key, ...]]:
         """The skip connections that a call begins, and those of ``before`` that it ends, by its events.
@@ -315,8 +329,14 @@ class StageRun:
         self._inbound = None
         with self.tracker.paused():
             entries = [entry for entry in path.entries if entry.number in values]
-            self.inbox = Inbox([values[entry.number] for entry in entries], [entry.requires_grad for entry in entries])
+            self.inbox = Inbox(
+                [values[entry.number] for entry in entries],
+                [entry.requires_grad for entry in entries],
+                skips=any(call.stashed for call in path.calls),
+            )
             self.inbox.tensors.reverse()
+            if self.training and self.unit is None and any(self.inbox.requires_grad):
+                check_not_hidden(self._names[self.layers.start])
             self._begin = _graph_nodes()
             kept = {
                 self.tracker.numbers.of(tensor): tensor
@@ -358,46 +378,34 @@ class StageRun:
             self._lenders.append((own, state_of(own), number))
             self._borrowed[number] = lender
 
-    def _cut(self) -> None:
-        """The next stage's first layer is reached: collect what is alive and end the step."""
-        self._check_surroundings()
+    def _cut(self, layer: nn.Module | None = None) -> None:
+        """The next stage's first ``layer`` is reached: collect what is alive and end the step."""
+        check_surroundings(self, self._names[self.layers.stop], layer)
+        calls, following = tuple(self.tracker.calls), self.tracker.numbers.following
+        if (unit := self.whole_unit) is not None:  # it begins on the next stage
+            calls, following = calls[: unit.calls], unit.following
         with self.tracker.paused():
             alive = [
                 (number, tensor)
                 for number, tensor in sorted(self.tracker.numbers.alive(), key=lambda pair: pair[0])
-                if not isinstance(tensor, (Placeholder, nn.Parameter)) and number not in self.tracker.numbers.unfilled
+                if number < following
+                and not isinstance(tensor, (Placeholder, nn.Parameter))
+                and number not in self.tracker.numbers.unfilled
             ]
             for _, tensor in alive:
                 check_plain(tensor, self._names[self.layers.stop])
             # What came as copies of one memory still stands for one memory where it goes next.
             shared = overlapping([tensor for _, tensor in alive]) | {id(tensor) for tensor, *_ in self._shared}
-            following = self._stage + 1
-            leaving: dict[int, list[tuple[Entry, Tensor]]] = {following: []}
+            next_stage = self._stage + 1
+            leaving: dict[int, list[tuple[Entry, Tensor]]] = {next_stage: []}
             for number, tensor in alive:
                 lender = self.tracker.in_place.lender_of(tensor) or self._borrowed.get(number)
                 entry = entry_of(number, tensor, id(tensor) in shared, lender)
-                leaving.setdefault(self._routed.get(number, following), []).append((entry, tensor))
-            calls = tuple(self.tracker.calls)
+                leaving.setdefault(self._routed.get(number, next_stage), []).append((entry, tensor))
             for to, pairs in leaving.items():
                 path = Path(calls, tuple(entry for entry, _ in pairs))
                 self.crossings[to] = Crossing(path, tuple(tensor for _, tensor in pairs))
         raise _EndOfStage
-
-    def _check_surroundings(self) -> None:
-        """Raise if something surrounds layers on both sides of the cut that cannot be cut."""
-        around = self.checkpoint
-        if around is not None and around.reentrant and around.begin < len(self.tracker.calls):
-            raise CutError(
-                f"the cut before layer '{self._names[self.layers.stop]}' lies inside a checkpoint with "
-                "use_reentrant=True, which computes without gradients at first: none would come back over the cut.",
-                hint="Use use_reentrant=False, or one checkpoint for every layer.",
-            )
-        if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
-            raise CutError(
-                f"the cut before layer '{self._names[self.layers.stop]}' lies inside a transform of torch.func (grad, "
-                "jvp, vmap, ...) or inside forward-mode differentiation, of which nothing goes over a cut.",
-                hint="Use them inside one layer, or one device.",
-            )
 
 
 def _is_generating(error: CutError) -> bool:

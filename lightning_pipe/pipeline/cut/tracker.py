@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -22,6 +23,7 @@ from lightning_pipe.pipeline.cut.functions import (
     RANDOM,
     changed_in_place,
     function_name,
+    is_autograds,
     leaves_of,
     results_of,
     shaped_by_values,
@@ -183,10 +185,11 @@ class Tracker(TorchFunctionMode):
         if self._off:
             return func(*args, **kwargs)
         name = function_name(func)
-        if name in METADATA and not (name == "__format__" and args[1]):
-            if name == "requires_grad.__get__" and isinstance(args[0], Placeholder):
-                return args[0].differentiable
-            return func(*args, **kwargs)
+        own = name == "view_as" and is_autograds(sys._getframe(1))  # then the Function that returns it is the call
+        if own or (name in METADATA and not (name == "__format__" and args[1])):
+            if not (args and isinstance(args[0], Placeholder)):
+                return func(*args, **kwargs)
+            return shape_only(func, args, kwargs) if own else _OF_PLACEHOLDERS.get(name, func)(*args, **kwargs)
         tensors = [leaf for leaf in leaves_of(args, kwargs) if isinstance(leaf, Tensor)]
         if self.waiting:
             self.note_read(tensors)
@@ -215,7 +218,7 @@ class Tracker(TorchFunctionMode):
             if not isinstance(args[0], Placeholder):
                 return func(*args, **kwargs)
             self.follow(written, call)
-            return RemovableHandle(OrderedDict()) if name == "register_hook" else args[0]
+            return _no_hook() if name == "register_hook" else args[0]
         self.in_place.forget(written, name)
         if call.structure is None:
             result = shape_only(func, args, kwargs)
@@ -277,6 +280,25 @@ def _standing_for(leaf: Any, device: torch.device) -> Any:
     if isinstance(leaf, TensorSpec):
         return Placeholder.of(leaf, device)
     return leaf.value if isinstance(leaf, Value) else leaf
+
+
+def _no_hook(*_: Any) -> RemovableHandle:
+    """What registering a hook returns where there is no graph: the stage that has it runs the hook."""
+    return RemovableHandle(OrderedDict())
+
+
+class _NoNode:
+    """Stands for the node of a placeholder that stands for a tensor with a graph."""
+
+    next_functions = ()
+    register_hook = register_prehook = _no_hook
+
+
+_OF_PLACEHOLDERS: dict[str, Callable[[Placeholder], Any]] = {
+    "requires_grad.__get__": lambda placeholder: placeholder.differentiable,
+    "grad_fn.__get__": lambda placeholder: _NoNode() if placeholder.differentiable else None,
+}
+"""What is known of a tensor without its value."""
 
 
 class _Paused:
