@@ -49,6 +49,7 @@ def divide_batch(
     micro_batches: int | Auto = "auto",
     split_batch: SplitBatch | None = None,
     loss_weight: LossWeight | None = None,
+    least: int = 1,
 ) -> MicroBatches:
     """Cut a batch as the options of the strategy say.
 
@@ -58,6 +59,7 @@ def divide_batch(
         micro_batches: how many; a batch of fewer samples is cut into fewer.
         split_batch: the user's own way to cut.
         loss_weight: what the loss of a micro-batch counts; by default its samples. ``"sum"``: losses are added.
+        least: samples that every micro-batch needs; a batch is cut into fewer of them for that.
 
     Raises:
         ConfigurationError: how to cut the batch, or what a part of it counts, is not clear.
@@ -69,7 +71,7 @@ def divide_batch(
         ([3, 2], [0.6, 0.4])
     """
     if split_batch is not None:
-        parts = list(split_batch(batch, _wanted(batch, ranks, micro_batches)))
+        parts = list(split_batch(batch, _wanted(batch, ranks, micro_batches, least)))
         if not parts:
             raise ConfigurationError("split_batch returned no micro-batches.", hint="Return a list with at least one.")
         sizes = _sizes(parts, needed=loss_weight is None)
@@ -77,17 +79,17 @@ def divide_batch(
         parts, sizes = [batch], _sizes([batch], needed=False)
     else:
         length = samples(batch)
-        sizes = micro_batch_sizes(length, micro_batch_count(length, ranks, micro_batches))
+        sizes = micro_batch_sizes(length, micro_batch_count(length, ranks, micro_batches, least))
         parts = split(batch, sizes)
     if loss_weight is None or loss_weight == "sum":
         return MicroBatches(parts, sizes, [*map(float, sizes)], summed=loss_weight == "sum")
     return MicroBatches(parts, sizes, [float(loss_weight(part)) for part in parts])
 
 
-def _wanted(batch: Any, ranks: int, micro_batches: int | Auto) -> int:
+def _wanted(batch: Any, ranks: int, micro_batches: int | Auto, least: int) -> int:
     """How many micro-batches the user's own function is asked for."""
     try:
-        return micro_batch_count(samples(batch), ranks, micro_batches)
+        return micro_batch_count(samples(batch), ranks, micro_batches, least)
     except ConfigurationError:
         return 4 * ranks if micro_batches == "auto" else micro_batches
 

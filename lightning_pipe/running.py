@@ -15,6 +15,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from lightning_pipe import split
@@ -96,6 +97,9 @@ class Run:
         self._ranks = world.layout.pipeline_parallel_size
         self._accumulated = self._compared = False
         self._synchronized = are_synchronized(module)
+        self._norms = [part for part in module.modules() if isinstance(part, _BatchNorm)]
+        self._largest = 0
+        self._warned: set[str] = set()
         self._transforms = True
         self._counts = {_EVALUATION: 0, _TRANSFER: 0}
         self._changed = ExitStack()
@@ -212,10 +216,10 @@ class Run:
             rest: the step's other arguments.
             optimizers: those whose gradients are collected.
         """
-        cutting, loop = self._cutting, self._module.trainer.fit_loop.epoch_loop
+        loop = self._module.trainer.fit_loop.epoch_loop
         flow = self.pipeline.flow
-        number = cutting.micro_batches if flow is None else flow.stream.micro_batches
-        cut = divide_batch(batch, self._ranks, number, cutting.split_batch, cutting.loss_weight)
+        number = self._cutting.micro_batches if flow is None else flow.stream.micro_batches
+        cut = self._cut(batch, number)
         scale = loss_scale(self._precision)
         total = self._world.sum_over_replicas(sum(cut.amounts))
         self._check_synchronized(len(cut.parts))
@@ -246,6 +250,40 @@ class Run:
                 self.sharded.install(optimizers)
                 self._changed.callback(self.sharded.remove)
         return self._output(result, cut, held)
+
+    def _cut(self, batch: Any, number: int | Auto) -> MicroBatches:
+        """Cut a batch into micro-batches. All ranks of a pipeline see the same batch, and decide alike.
+
+        Batch norm raises on a micro-batch of one sample with one value per channel, as on one device. A short batch
+        that only the cut makes so small is cut into fewer.
+        """
+        cutting = self._cutting
+        norms = not self._synchronized and any(norm.training for norm in self._norms)
+        full = self._batch_size or self._largest
+        # a number of micro-batches that leaves one sample each in a full batch is the user's choice
+        least = 2 if norms and (number == "auto" or full >= 2 * number) else 1
+        cut = divide_batch(batch, self._ranks, number, cutting.split_batch, cutting.loss_weight, least)
+        length = sum(cut.sizes)
+        self._largest = max(self._largest, length)
+        if number != "auto" and cutting.split_batch is None and len(cut.parts) < min(number, length):
+            self._warn_once(
+                "batch norm",
+                f"A batch of {length} samples is cut into {len(cut.parts)} micro-batches, not {number}: batch norm "
+                "needs at least two samples in each. DataLoader(drop_last=True) leaves out a short last batch.",
+            )
+        return cut
+
+    @property
+    def _batch_size(self) -> int | None:
+        """Samples of a full batch, as far as the training loader tells."""
+        loader: Any = self._module.trainer.train_dataloader
+        size = getattr(loader, "batch_size", None) or getattr(getattr(loader, "batch_sampler", None), "batch_size", 0)
+        return size if isinstance(size, int) and size else None
+
+    def _warn_once(self, key: str, message: str) -> None:
+        if key not in self._warned:
+            self._warned.add(key)
+            rank_zero_warn(message)
 
     def _check_synchronized(self, micro_batches: int) -> None:
         """Norms that wait for the other replicas would do so for ever if these had fewer micro-batches."""
