@@ -18,11 +18,11 @@ from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
-from lightning_pipe import split
 from lightning_pipe.config import Auto
 from lightning_pipe.errors import ConfigurationError
 from lightning_pipe.finetuning import values_compared
 from lightning_pipe.handover import HeldGradients, held_back
+from lightning_pipe.joining import join
 from lightning_pipe.logs import of_values_alone
 from lightning_pipe.metrics import Metrics
 from lightning_pipe.micro_batches import LossWeight, MicroBatches, divide_batch
@@ -38,10 +38,10 @@ from lightning_pipe.pipeline.runner import Pipeline
 from lightning_pipe.pipeline.sync_batchnorm import are_synchronized
 from lightning_pipe.precision import loss_scale, over_stages
 from lightning_pipe.refusals import steps_for_every_batch
-from lightning_pipe.reporting import Report, no_mean
+from lightning_pipe.reporting import Report, no_mean, no_sum, unchecked
 from lightning_pipe.sharded import ShardedOptimizers
 from lightning_pipe.split import SplitBatch
-from lightning_pipe.step import Result, UserStep, from_ranks, join
+from lightning_pipe.step import Result, UserStep, from_ranks
 from lightning_pipe.streaming import Streaming
 from lightning_pipe.wire import broadcast
 from lightning_pipe.world import World
@@ -49,6 +49,9 @@ from lightning_pipe.world import World
 Context = Callable[[], AbstractContextManager[None]]
 
 _TRAINING, _EVALUATION, _TRANSFER = range(3)
+_LIGHTNING = ("lightning.", "pytorch_lightning.", "lightning_pipe.")
+_CHECKED = frozenset((0, 1, 3, 7, 15, 31, 63))
+"""The batches that are checked: in the first ones there may be one class alone, or no padding."""
 _TRANSFORMS = ("transfer_batch_to_device", "on_after_batch_transfer")
 
 
@@ -95,7 +98,8 @@ class Run:
         self.sharded = sharded
         self._module, self._world, self._precision, self._cutting, self._seed = module, world, precision, cutting, seed
         self._ranks = world.layout.pipeline_parallel_size
-        self._accumulated = self._compared = False
+        self._accumulated = self._told = False
+        self._cut_batches = 0
         self._synchronized = are_synchronized(module)
         self._norms = [part for part in module.modules() if isinstance(part, _BatchNorm)]
         self._largest = 0
@@ -122,7 +126,8 @@ class Run:
         self._transforms = any(is_overridden(hook, self._module) for hook in _TRANSFORMS) or (
             trainer.datamodule is not None and any(is_overridden(hook, trainer.datamodule) for hook in _TRANSFORMS)
         )
-        self._step = UserStep(self._module, self.pipeline, self._world, metrics)
+        summed = self._cutting.loss_weight == "sum"
+        self._step = UserStep(self._module, self.pipeline, self._world, metrics, summed=summed)
         if self.pipeline.flow is not None and trainer.state.fn == TrainerFn.FITTING:
             self._begin_streaming(trainer)
 
@@ -139,6 +144,7 @@ class Run:
             self._step,
             self._output,
             lambda: self._drop_foreign_state(trainer.optimizers),
+            self._end_check,
         )
         self.streaming.begin()
         self._changed.callback(self.streaming.end)
@@ -239,10 +245,12 @@ class Run:
 
         def run(step: Callable[[int, Any], Any]) -> dict[int, Any]:
             with self._measured(cut):
-                return self.pipeline.train(step, cut.parts, weights, seed=seed, reduce=reduce, check=check)
+                outputs = self.pipeline.train(step, cut.parts, weights, seed=seed, reduce=reduce, check=check)
+            self._end_check(check)
+            return outputs
 
         with held_back(list(self._module.parameters()), scale) as held:
-            result = self._run("training_step", rest, self._precision.train_step_context, run, cut)
+            result = self._run("training_step", rest, self._precision.train_step_context, run, cut, check)
         self._accumulated |= self.blocked
         if not settled:
             self._drop_foreign_state(optimizers)
@@ -299,21 +307,28 @@ class Run:
             )
 
     def _loss_check(self, cut: MicroBatches) -> LossCheck | None:
-        """For the first batch that is really cut: looks whether its loss is the mean of those of its parts."""
-        if self._compared or self._cutting.loss_weight is not None or len(cut.parts) == 1:
+        """For some of the first batches that are really cut: looks how losses and other numbers of parts join."""
+        if len(cut.parts) == 1 or self._step is None:
             return None
-        self._compared = True
-
-        def together(pair: tuple[int, int]) -> Any:
-            return split.join([cut.parts[i] for i in pair], [cut.sizes[i] for i in pair])
-
-        def differs(pair: tuple[int, int], mean: float, both: float) -> None:
-            rank_zero_warn(no_mean([cut.sizes[i] for i in pair], mean, both))
-
+        number, self._cut_batches = self._cut_batches, self._cut_batches + 1
+        if number not in _CHECKED or self._told:
+            return None
         kind = self.pipeline.transport.device.type
         with self._precision.train_step_context():
             autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        return LossCheck(cut.amounts, cut.sizes, together, differs, autocast)
+        return LossCheck(cut.amounts, cut.sizes, cut.together, autocast, cut.summed, self._step.numbers)
+
+    def _end_check(self, check: LossCheck | None) -> None:
+        """Tell what a check has found, where the losses are."""
+        if check is None or self._told or callable(self._cutting.loss_weight):
+            return  # who says what a micro-batch counts is not told
+        if check.differs is not None:
+            self._told = True
+            (one, other), expected, both = check.differs
+            sizes = [check.sizes[one], check.sizes[other]]
+            rank_zero_warn(no_sum(sizes, expected, both) if check.summed else no_mean(sizes, expected, both))
+        elif check.reason is not None and not check.agreed:
+            self._warn_once("unchecked", unchecked(check.reason, summed=check.summed))
 
     @contextmanager
     def _measured(self, cut: MicroBatches) -> Generator[None, None, None]:
@@ -354,10 +369,11 @@ class Run:
         context: Context,
         run: Callable[[Callable[[int, Any], Any]], dict[int, Any]],
         cut: MicroBatches,
+        check: LossCheck | None = None,
     ) -> Result:
         assert self._step is not None
         # what is logged is weighted as the losses are
-        return self._step.run(name, rest, context, run, cut.amounts)
+        return self._step.run(name, rest, context, run, cut.amounts, check)
 
     def _output(self, result: Result, cut: MicroBatches, held: HeldGradients) -> Any:
         """The loss, whose backward pass hands over the gradients, with what else the step returned."""
@@ -368,7 +384,22 @@ class Run:
         if not isinstance(outputs[0], Mapping):
             return loss
         others = {i: {k: v for k, v in output.items() if k != "loss"} for i, output in enumerate(outputs)}
-        return {**join(others, cut.sizes, cut.shares), "loss": loss}
+        rules = {} if self._step is None else self._step.rules
+        return {**join(others, cut.sizes, cut.shares, rules, self._warn_of_list), "loss": loss}
+
+    def _warn_of_list(self, place: str) -> None:
+        """Warn of what hooks get as a list, if there are hooks that may look at it."""
+        trainer: Any = self._module.trainer
+        users = [one for one in trainer.callbacks if not type(one).__module__.startswith(_LIGHTNING)]
+        if is_overridden("on_train_batch_end", self._module) or any(
+            is_overridden("on_train_batch_end", one, pl.Callback) for one in users
+        ):
+            self._warn_once(
+                f"list {place}",
+                f"training_step returns outputs{place}, of which it is not known how the values of micro-batches make "
+                "that of the batch: on_train_batch_end gets a list with one entry for each micro-batch. Known are "
+                "tensors and lists with one entry for each sample, means, sums, and what is the same for all.",
+            )
 
     def _next_seed(self, what: int) -> int:
         self._counts[what] += 1
