@@ -19,7 +19,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from lightning_pipe.config import Auto
-from lightning_pipe.errors import ConfigurationError
+from lightning_pipe.errors import ConfigurationError, PipeError
 from lightning_pipe.finetuning import values_compared
 from lightning_pipe.handover import HeldGradients, held_back
 from lightning_pipe.joining import join
@@ -43,6 +43,7 @@ from lightning_pipe.sharded import ShardedOptimizers
 from lightning_pipe.split import SplitBatch
 from lightning_pipe.step import Result, UserStep, from_ranks
 from lightning_pipe.streaming import Streaming
+from lightning_pipe.suspects import Suspects, ambiguous, note, suspicion
 from lightning_pipe.wire import broadcast
 from lightning_pipe.world import World
 
@@ -103,6 +104,7 @@ class Run:
         self._synchronized = are_synchronized(module)
         self._norms = [part for part in module.modules() if isinstance(part, _BatchNorm)]
         self._largest = 0
+        self._suspects = Suspects()
         self._warned: set[str] = set()
         self._transforms = True
         self._counts = {_EVALUATION: 0, _TRANSFER: 0}
@@ -236,7 +238,8 @@ class Run:
             if self.blocked:
                 raise steps_for_every_batch(self.pipeline.family.name, self._module.trainer.accumulate_grad_batches)
             self.report.batch(cut)
-            return self.streaming.train(cut, weights, rest, self._precision.train_step_context, seed, check)
+            with _noted(batch, cut):
+                return self.streaming.train(cut, weights, rest, self._precision.train_step_context, seed, check)
         # over several batches, old and new gradients are reduced together after the last
         reduce = not self.blocked and not self._accumulated
         self._free_old_gradients(optimizers)
@@ -249,7 +252,7 @@ class Run:
             self._end_check(check)
             return outputs
 
-        with held_back(list(self._module.parameters()), scale) as held:
+        with held_back(list(self._module.parameters()), scale) as held, _noted(batch, cut):
             result = self._run("training_step", rest, self._precision.train_step_context, run, cut, check)
         self._accumulated |= self.blocked
         if not settled:
@@ -272,6 +275,8 @@ class Run:
         least = 2 if norms and (number == "auto" or full >= 2 * number) else 1
         cut = divide_batch(batch, self._ranks, number, cutting.split_batch, cutting.loss_weight, least)
         length = sum(cut.sizes)
+        if len(cut.parts) > 1 and not cut.own:
+            self._look_for_suspects(batch, length)
         self._largest = max(self._largest, length)
         if number != "auto" and cutting.split_batch is None and len(cut.parts) < min(number, length):
             self._warn_once(
@@ -280,6 +285,14 @@ class Run:
                 "needs at least two samples in each. DataLoader(drop_last=True) leaves out a short last batch.",
             )
         return cut
+
+    def _look_for_suspects(self, batch: Any, length: int) -> None:
+        """Raise, or warn, where tensors that have been cut are no samples."""
+        trainer: Any = self._module.trainer
+        places = self._suspects.look(batch, length, self._batch_size)
+        # of a single batch, again and again, other tensors may change by augmentation
+        if places and trainer.num_training_batches != 1:
+            self._warn_once("suspects", suspicion(places))
 
     @property
     def _batch_size(self) -> int | None:
@@ -426,6 +439,18 @@ class Run:
         for optimizer in optimizers:
             for parameter in [p for p in optimizer.state if isinstance(p, Tensor) and id(p) not in held]:
                 del optimizer.state[parameter]
+
+
+@contextmanager
+def _noted(batch: Any, cut: MicroBatches) -> Generator[None, None, None]:
+    """Add to an error of the step which tensors may have been cut wrongly."""
+    try:
+        yield
+    except Exception as error:
+        places = ambiguous(batch, sum(cut.sizes)) if len(cut.parts) > 1 and not cut.own else []
+        if places and not isinstance(error, PipeError):
+            error.add_note(note(places))
+        raise
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 
+from lightning_pipe.errors import CutError
 from lightning_pipe.memory import Memory
 from lightning_pipe.pipeline.cut.path import Call, Path, TensorSpec
 from lightning_pipe.pipeline.recompute import recomputing
@@ -116,6 +117,8 @@ class LossCheck:
                 self.reason = "layers get tensors of which two micro-batches' cannot be put together"
             except _RandomError:
                 self.reason = "it is random, though dropout is off"
+            except CutError:
+                self.reason = "with two micro-batches together the step takes another way through its code"
             except Exception as error:  # whatever a step may raise that was not made for this
                 lines = str(error).strip().splitlines() or [""]
                 self.reason = f"two micro-batches together raise {type(error).__name__}: {lines[0]}"
@@ -155,7 +158,11 @@ class LossCheck:
             raise failed or _UnlikeError
         if all(map(math.isfinite, together)):
             if runs.are_random(pair[0], parts[0], received[0], one, self.rounding):
-                raise _RandomError
+                if runs.whole:
+                    raise _RandomError
+                # a step that leaves layers out asks whether the module is in training
+                self._compare(replace(runs, whole=True), pair)
+                return
             self.differs = (pair, expected, together[0])
 
     def _note(self, share: float, one: dict[Any, float], other: dict[Any, float], both: dict[Any, float]) -> None:
@@ -178,11 +185,15 @@ def close(one: float, other: float, rounding: float) -> bool:
 
 @dataclass
 class _Runs:
-    """Runs of the step on the last stage of which nothing is to come."""
+    """Runs of the step on the last stage of which nothing is to come.
+
+    ``whole``: not only what computes is as in an evaluation there, but the whole module.
+    """
 
     stages: Stages
     stage: int
     batch: Batch
+    whole: bool = False
 
     def loss(self, index: int, part: Any, inbound: Inbound | None, seed: int | None = None) -> Tensor:
         """The loss of a run.
@@ -194,7 +205,8 @@ class _Runs:
             seed: from the stage's first layer on, the micro-batch that it draws the random numbers of.
         """
         trial = replace(self.batch, micro_batches=[part] * (index + 1), training=False, results={})
-        with _not_random(self.stages, self.stage, None if seed is None else lambda: trial.streams.seed_user_code(seed)):
+        then = None if seed is None else lambda: trial.streams.seed_user_code(seed)
+        with _not_random(self.stages, self.stage, then, whole=self.whole):
             return self.stages.trial(self.stage, index, trial, inbound)
 
     def are_random(self, index: int, part: Any, inbound: Inbound | None, loss: float, rounding: float) -> bool:
@@ -225,16 +237,17 @@ def _attributes(stages: Stages) -> Iterator[None]:
 
 
 @contextmanager
-def _not_random(stages: Stages, stage: int, then: Callable[[], None] | None) -> Iterator[None]:
+def _not_random(stages: Stages, stage: int, then: Callable[[], None] | None, *, whole: bool = False) -> Iterator[None]:
     """What the stage computes is as in an evaluation; up to there the step must go the way that it has gone.
 
     Args:
         stages: the stages of this rank.
         stage: the one that runs.
         then: called where the stage's layers begin.
+        whole: whether all of the module is, and not only what computes.
     """
     module, layers = stages.interceptor.module, stages.interceptor.layers
-    quiet: list[nn.Module] = [part for part in module.modules() if isinstance(part, _DropoutNd | _NormBase)]
+    quiet: list[nn.Module] = [part for part in module.modules() if whole or isinstance(part, _DropoutNd | _NormBase)]
     quiet += stages.interceptor.computing()
     before = [part.training for part in quiet]
 
@@ -268,12 +281,12 @@ def _readings(received: Sequence[Inbound | None], sizes: Sequence[int]) -> list[
     """
     readings = []
     for last in (False, True):
-        for views in (None, True, False):
+        for views, free in ((None, False), (True, False), (False, False), (False, True)):
             try:
-                readings.append(_inbound(received, sizes, _Reading(views, last)))
+                readings.append(_inbound(received, sizes, _Reading(views, last, free)))
             except _UnlikeError:
                 continue
-            if views is None:
+            if views is None or free:
                 break
     if not readings:
         raise _UnlikeError
@@ -285,10 +298,12 @@ class _Reading(NamedTuple):
 
     ``views=None``: every tensor has one element per sample, or is the same for both; otherwise whether the first
     elements of all samples come first. ``last``: which of several dimensions that fit is that of the samples.
+    ``free``: samples may have different numbers of elements.
     """
 
     views: bool | None
     last: bool
+    free: bool
 
 
 def _inbound(received: Sequence[Inbound | None], sizes: Sequence[int], reading: _Reading) -> Inbound | None:
@@ -339,7 +354,7 @@ def _value(one: Tensor, other: Tensor, sizes: Sequence[int], reading: _Reading) 
         if one.shape != other.shape or not torch.equal(one, other):
             raise _UnlikeError
         return one
-    if not one.is_floating_point() and one.dtype is not torch.bool and not torch.equal(one, other):
+    if not one.is_floating_point() and one.dtype is not torch.bool:
         raise _UnlikeError  # they may be positions in a micro-batch, which are others in both together
     if not reading.views or one.shape[dimension] == sizes[0]:
         return torch.cat([one, other], dimension)
@@ -352,16 +367,17 @@ def _value(one: Tensor, other: Tensor, sizes: Sequence[int], reading: _Reading) 
 
 def _dimension(one: Sequence[int], other: Sequence[int], sizes: Sequence[int], reading: _Reading) -> int | None:
     """The dimension along which a tensor has one element per sample, or else, unless there must be one, several."""
-    most = 1 if reading.views is None else max(one, default=0) // sizes[0]
-    for times in range(1, most + 1):
-        fits = []
-        for d, pair in enumerate(zip(one, other, strict=True)):
-            rests = [[*shape[:d], *shape[d + 1 :]] for shape in (one, other)]
-            if [*pair] == [times * size for size in sizes] and rests[0] == rests[1]:
-                fits.append(d)
-        if fits:
-            return fits[-1 if reading.last else 0]
-    return None
+    fits: dict[bool, list[int]] = {True: [], False: []}
+    for d, pair in enumerate(zip(one, other, strict=True)):
+        times = pair[0] // sizes[0]
+        rests = [[*shape[:d], *shape[d + 1 :]] for shape in (one, other)]
+        if times and [*pair] == [times * size for size in sizes] and rests[0] == rests[1]:
+            fits[times == 1].append(d)
+    several = fits[False] if reading.views is not None else []
+    if found := fits[True] or several:
+        return found[-1 if reading.last else 0]
+    differing = [d for d, pair in enumerate(zip(one, other, strict=True)) if pair[0] != pair[1]]
+    return differing[0] if reading.free and len(differing) == 1 else None
 
 
 def _same(one: Any, other: Any) -> None:
