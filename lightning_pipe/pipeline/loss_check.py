@@ -157,12 +157,12 @@ class LossCheck:
         if not together:
             raise failed or _UnlikeError
         if all(map(math.isfinite, together)):
-            if runs.are_random(pair[0], parts[0], received[0], one, self.rounding):
-                if runs.whole:
-                    raise _RandomError
-                # a step that leaves layers out asks whether the module is in training
+            if runs.drew and not runs.whole:
+                # a step that leaves layers out at random asks whether the module is in training
                 self._compare(replace(runs, whole=True), pair)
                 return
+            if runs.are_random(pair[0], parts[0], received[0], one, self.rounding):
+                raise _RandomError
             self.differs = (pair, expected, together[0])
 
     def _note(self, share: float, one: dict[Any, float], other: dict[Any, float], both: dict[Any, float]) -> None:
@@ -187,13 +187,15 @@ def close(one: float, other: float, rounding: float) -> bool:
 class _Runs:
     """Runs of the step on the last stage of which nothing is to come.
 
-    ``whole``: not only what computes is as in an evaluation there, but the whole module.
+    ``whole``: not only what computes is as in an evaluation there, but the whole module. ``drew``: whether a run has
+    drawn random numbers there.
     """
 
     stages: Stages
     stage: int
     batch: Batch
     whole: bool = False
+    drew: bool = False
 
     def loss(self, index: int, part: Any, inbound: Inbound | None, seed: int | None = None) -> Tensor:
         """The loss of a run.
@@ -205,9 +207,17 @@ class _Runs:
             seed: from the stage's first layer on, the micro-batch that it draws the random numbers of.
         """
         trial = replace(self.batch, micro_batches=[part] * (index + 1), training=False, results={})
-        then = None if seed is None else lambda: trial.streams.seed_user_code(seed)
-        with _not_random(self.stages, self.stage, then, whole=self.whole):
-            return self.stages.trial(self.stage, index, trial, inbound)
+        marks: list[Any] = []
+
+        def begin() -> None:
+            if seed is not None:
+                trial.streams.seed_user_code(seed)
+            marks.append(trial.streams.state())
+
+        with _not_random(self.stages, self.stage, begin, whole=self.whole):
+            loss = self.stages.trial(self.stage, index, trial, inbound)
+        self.drew |= not marks or marks[-1] != trial.streams.state()
+        return loss
 
     def are_random(self, index: int, part: Any, inbound: Inbound | None, loss: float, rounding: float) -> bool:
         """Whether a loss is another one with other random numbers: from the start, or from this stage's layers on.
@@ -237,7 +247,7 @@ def _attributes(stages: Stages) -> Iterator[None]:
 
 
 @contextmanager
-def _not_random(stages: Stages, stage: int, then: Callable[[], None] | None, *, whole: bool = False) -> Iterator[None]:
+def _not_random(stages: Stages, stage: int, then: Callable[[], None], *, whole: bool = False) -> Iterator[None]:
     """What the stage computes is as in an evaluation; up to there the step must go the way that it has gone.
 
     Args:
@@ -251,17 +261,19 @@ def _not_random(stages: Stages, stage: int, then: Callable[[], None] | None, *, 
     quiet += stages.interceptor.computing()
     before = [part.training for part in quiet]
 
-    def begin(*_: Any) -> None:
+    def silence() -> None:
         for part in quiet:
             part.training = False
-        if then is not None:
-            then()
+
+    def begin(*_: Any) -> None:
+        silence()
+        then()
 
     start = stages.layers[stage].start
     hook = layers[start].register_forward_pre_hook(begin)
     try:
         if start == 0:
-            begin()
+            silence()
         yield
     finally:
         hook.remove()
