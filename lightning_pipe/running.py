@@ -51,7 +51,7 @@ Context = Callable[[], AbstractContextManager[None]]
 
 _TRAINING, _EVALUATION, _TRANSFER = range(3)
 _LIGHTNING = ("lightning.", "pytorch_lightning.", "lightning_pipe.")
-_CHECKED = frozenset((0, 1, 3, 7, 15, 31, 63))
+_CHECKED = frozenset((0, 1, 3, 7, 15, 31))
 """The batches that are checked: in the first ones there may be one class alone, or no padding."""
 _TRANSFORMS = ("transfer_batch_to_device", "on_after_batch_transfer")
 
@@ -329,7 +329,8 @@ class Run:
         kind = self.pipeline.transport.device.type
         with self._precision.train_step_context():
             autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        return LossCheck(cut.amounts, cut.sizes, cut.together, autocast, cut.summed, self._step.numbers)
+        pairs = 3 if number == 0 else 1
+        return LossCheck(cut.amounts, cut.sizes, cut.together, autocast, cut.summed, self._step.numbers, pairs)
 
     def _end_check(self, check: LossCheck | None) -> None:
         """Tell what a check has found, where the losses are."""

@@ -239,6 +239,13 @@ class UserStep:
     ) -> Part:
         """What this rank, which has a loss, tells the others of a batch."""
         rules = {} if check is None else self._seen_rules(check)
+        if len(samples) > 1 and self._metrics.windows:
+            self._warn_once(
+                "windows",
+                f"`self.{min(self._metrics.windows)}` keeps the last values that it was given. The step gives it one "
+                "for each micro-batch, so its window holds fewer batches than on one device: make it longer by their "
+                "number, or update the metric in on_train_batch_end.",
+            )
         losses = (
             {i: float(out["loss"] if _has_loss(out) else out) for i, out in outputs.items()} if self._summed else {}
         )

@@ -1,4 +1,4 @@
-"""Is the loss of a batch the mean of its micro-batches' losses? Looked at once, on the last stage.
+"""Is the loss of a batch the mean of its micro-batches' losses? Looked at in some of the first batches, on the last stage.
 
 A sum, a mean over tokens that are not padding, class weights, and losses that compare samples with each other train
 with other gradients in micro-batches than in one piece, and nothing would fail. So the last stage takes what it
@@ -31,7 +31,7 @@ _ROUNDING = {torch.float64: 1e-9, torch.float32: 2e-5, torch.float16: 5e-4, torc
 """How far losses may differ that are equal but for rounding, relative to 1 + their size."""
 _REDUCED = 5e-4
 """The same for float32 on devices that multiply matrices with fewer bits."""
-_PAIRS, _SEEDS = 3, 8
+_SEEDS = 8
 
 _local = threading.local()
 
@@ -74,6 +74,7 @@ class LossCheck:
         autocast: the type of numbers that the step computes with by itself; ``None``: that of its tensors.
         summed: whether the loss of both is expected to be the sum of their losses, not the mean.
         values: the numbers that the last run logged or returned, by name, to be compared in the same way.
+        pairs: how many pairs are compared at most.
 
     Attributes:
         differs: the numbers of two micro-batches, what their losses make, and the loss of both together, if these are
@@ -91,24 +92,25 @@ class LossCheck:
     autocast: torch.dtype | None = None
     summed: bool = False
     values: Callable[[], dict[Any, float]] = dict
+    pairs: int = 3
     differs: tuple[tuple[int, int], float, float] | None = None
     agreed: bool = False
     reason: str | None = None
     compared: dict[Any, list[tuple[float, float, float, float]]] = field(default_factory=dict)
     rounding: float = 0.0
     _seen: dict[int, Inbound | None] = field(default_factory=dict)
-    _left: int = _PAIRS
+    _tried: int = 0
 
     def see(self, stages: Stages, stage: int, micro_batch: int, batch: Batch, inbound: Inbound | None) -> None:
         """A micro-batch comes to a stage; with every second one on the last stage the check is made."""
         last = stages.layers[stage].stop == len(stages.names)
-        if not last or not self._left or stages.interceptor.compiled:
+        if not last or self._tried >= self.pairs or stages.interceptor.compiled:
             return
         # the step may change in place what it receives
         self._seen[micro_batch] = inbound and (inbound[0], inbound[0].copies(inbound[1]))
         if len(self._seen) < 2:
             return
-        self._left -= 1
+        self._tried += 1
         pair = (min(self._seen), max(self._seen))
         with _alone(), recomputing(), torch.no_grad(), _attributes(stages), stages.buffers.restored():
             try:
@@ -123,7 +125,7 @@ class LossCheck:
                 lines = str(error).strip().splitlines() or [""]
                 self.reason = f"two micro-batches together raise {type(error).__name__}: {lines[0]}"
         if self.differs is not None:
-            self._left = 0
+            self._tried = self.pairs
         self._seen.clear()
 
     def _compare(self, runs: _Runs, pair: tuple[int, int]) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+import torchmetrics
 
 from lightning_pipe import PipeStrategy
 from lightning_pipe.joining import join, numbers_in, rule_of
@@ -105,6 +106,7 @@ class Talkative(L.LightningModule):
         self.model = torch.nn.Sequential(*(torch.nn.Linear(12, 12) for _ in range(3)), torch.nn.Linear(12, 4)).double()
         self.summed, self.extra = summed, extra
         self.seen: list[str] = []
+        self.window = torchmetrics.aggregation.RunningMean(window=3)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         x, y = batch
@@ -121,6 +123,7 @@ class Talkative(L.LightningModule):
         self.log("average_largest", losses.max(), on_step=False, on_epoch=True)
         self.log("constant", 0.25)
         if self.extra:
+            self.window.update(losses.mean().detach())
             self.log("perplexity", losses.mean().exp(), on_step=False, on_epoch=True)
         more = {"confusion": torch.bincount(y, minlength=5)} if self.extra else {}
         return {
@@ -157,7 +160,7 @@ def fit(module: Talkative, strategy: Any) -> tuple[oracle.Trace, list[str]]:
         warnings.simplefilter("always")
         trainer.fit(module, torch.utils.data.DataLoader(dataset(21), batch_size=8))
     recorder.trace.metrics = oracle.numbers(trainer.callback_metrics)
-    ours = ("not a mean", "not checked", "gets a list", "neither their mean", "Running", "not a sum")
+    ours = ("not a mean", "not checked", "gets a list", "neither their mean", "`self.window`", "not a sum")
     return recorder.trace, [str(one.message) for one in caught if any(text in str(one.message) for text in ours)]
 
 
@@ -176,9 +179,10 @@ def test_logs_and_returns_what_one_device_does(options: dict[str, Any], summed: 
 def test_tells_what_joins_in_no_known_way() -> None:
     module = Talkative(extra=True)
     told = fit(module, PipeStrategy(stages=2, micro_batches=4))[1]
-    assert len(told) == 2
+    assert len(told) == 3
     assert "'perplexity'" in told[0]
-    assert "outputs['confusion']" in told[1]
+    assert "`self.window`" in told[1]
+    assert "outputs['confusion']" in told[2]
 
 
 def test_a_sum_is_logged_as_such_without_a_comparison() -> None:
