@@ -62,18 +62,40 @@ class Number:
         return {"sum": self.total, "min": self.least, "max": self.most}[rule]
 
 
-def rule_of(seen: Sequence[Seen], default: str, rounding: float) -> str | None:
-    """How a number of micro-batches becomes that of the batch; ``None``: in none of these ways, or it is not clear.
+@dataclass
+class Comparison:
+    """Numbers of two micro-batches, compared with that of both together.
+
+    Args:
+        default: how such a number joins if nothing speaks against it.
+        seen: the numbers.
+        rounding: the largest difference that rounding can make.
 
     Example:
-        >>> rule_of([(2.0, 3.0, 5.0, 0.5)], "mean", 1e-9), rule_of([(2.0, 2.0, 2.0, 0.5)], "mean", 1e-9)
+        >>> Comparison("mean", [(2.0, 3.0, 5.0, 0.5)]).rule, Comparison("mean", [(2.0, 2.0, 2.0, 0.5)]).rule
         ('sum', 'mean')
     """
-    judged = [each for each in seen if all(map(math.isfinite, each))]
-    fitting = [rule for rule in (*RULES, "same") if all(_fits(rule, each, rounding) for each in judged)]
-    if default in fitting:
-        return default
-    return fitting[0] if len(fitting) == 1 else None
+
+    default: str
+    seen: list[Seen]
+    rounding: float = 0.0
+
+    @property
+    def judged(self) -> list[Seen]:
+        """What can be judged."""
+        return [each for each in self.seen if all(map(math.isfinite, each))]
+
+    @property
+    def rule(self) -> str | None:
+        """How the number of the batch is made; ``None``: in none of these ways, or it is not clear."""
+        fitting = [rule for rule in (*RULES, "same") if all(_fits(rule, each, self.rounding) for each in self.judged)]
+        if self.default in fitting:
+            return self.default
+        return fitting[0] if len(fitting) == 1 else None
+
+    def example(self) -> Seen:
+        """The first numbers that do not join by default."""
+        return next(each for each in self.judged if not _fits(self.default, each, self.rounding))
 
 
 def _fits(rule: str, seen: Seen, rounding: float) -> bool:

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_pipe import wire
 from lightning_pipe.errors import CutError
-from lightning_pipe.joining import Seen, numbers_in, rule_of
+from lightning_pipe.joining import Comparison, numbers_in
 from lightning_pipe.logs import Key, Log, Logged, Merged, combine, merge
 from lightning_pipe.memory import Change, Memory
 from lightning_pipe.metrics import Metrics
@@ -41,14 +41,14 @@ class Part:
         logged: what the step logged.
         changes: what the step changed in the attributes of the LightningModule.
         stop: whether it asked the Trainer to stop.
-        rules: how numbers of micro-batches become those of a batch, as far as this batch has shown it.
+        seen: numbers that this batch has compared, to tell how those of micro-batches join.
     """
 
     outputs: dict[int, Any] | None
     logged: list[Merged]
     changes: list[Change]
     stop: bool
-    rules: dict[Any, str | None] = field(default_factory=dict)
+    seen: dict[Any, Comparison] = field(default_factory=dict)
 
 
 @dataclass
@@ -88,7 +88,7 @@ class UserStep:
         self._summed = summed
         self._log = Log(module, metrics.names)
         self._trial: dict[Any, tuple[float, str]] = {}
-        self._seen: dict[Any, list[Seen]] = {}
+        self._seen: dict[Any, Comparison] = {}
         self.rules: dict[Any, str | None] = {}
         self._tracked = Tracked(module, [layer for _, layer in pipeline.layers])
         # a rank that holds the last stage alone completes every run
@@ -238,7 +238,11 @@ class UserStep:
         check: LossCheck | None,
     ) -> Part:
         """What this rank, which has a loss, tells the others of a batch."""
-        rules = {} if check is None else self._seen_rules(check)
+        seen = {
+            name: Comparison(self._trial[name][1], pairs, check.rounding)
+            for name, pairs in (check.compared.items() if check else ())
+            if check and name in self._trial
+        }
         if len(samples) > 1 and self._metrics.windows:
             self._warn_once(
                 "windows",
@@ -249,27 +253,7 @@ class UserStep:
         losses = (
             {i: float(out["loss"] if _has_loss(out) else out) for i, out in outputs.items()} if self._summed else {}
         )
-        return Part(outputs, merge(logged, samples, losses), changes, stop, rules)
-
-    def _seen_rules(self, check: LossCheck) -> dict[Any, str | None]:
-        """How the numbers join that a check has compared. Warns of those that join in no way that is known."""
-        rules: dict[Any, str | None] = {}
-        for name, pairs in check.compared.items():
-            seen = self._seen.setdefault(name, [])
-            seen += pairs
-            default = self._trial[name][1] if name in self._trial else "mean"
-            rules[name] = rule_of(seen, default, check.rounding)
-            if rules[name] is None and default != "same":
-                one, other, both, _ = next(each for each in seen if rule_of([each], default, check.rounding) != default)
-                what = f"logs as {name.name!r}" if isinstance(name, Key) else f"returns as {name}"
-                self._warn_once(
-                    f"no rule {name}",
-                    f"What the step {what} is {one:.6g} and {other:.6g} for two micro-batches and {both:.6g} for both "
-                    "together: neither their mean nor their sum. For the batch it is merged from the micro-batches "
-                    f"({default}), and is not what one device computes. Log the sums that it is made of, or a "
-                    "torchmetrics metric for the epoch (on_step=False, on_epoch=True).",
-                )
-        return rules
+        return Part(outputs, merge(logged, samples, losses), changes, stop, seen)
 
     def changes(self, before: Memory | None) -> list[Change]:
         """What the runs have changed in the attributes of the LightningModule."""
@@ -336,9 +320,27 @@ class UserStep:
         return [own if part is small else part for part in share(small)]
 
     def learn(self, parts: Sequence[Part]) -> None:
-        """Take over how numbers join, as the ranks with a loss have seen it."""
+        """Take over how numbers join, as the ranks with a loss have seen it. Warn of those that do not."""
         for part in parts:
-            self.rules.update(part.rules)
+            for name, comparison in part.seen.items():
+                before = self._seen.setdefault(name, Comparison(comparison.default, []))
+                before.seen.extend(comparison.seen)
+                before.rounding = max(before.rounding, comparison.rounding)
+        for name in dict.fromkeys(name for part in parts for name in part.seen):
+            self.rules[name] = self._seen[name].rule
+            if self.rules[name] is None and self._seen[name].default != "same":
+                self._warn_of_number(name, self._seen[name])
+
+    def _warn_of_number(self, name: Any, comparison: Comparison) -> None:
+        one, other, both, _ = comparison.example()
+        what = f"logs as {name.name!r}" if isinstance(name, Key) else f"returns as {name}"
+        self._warn_once(
+            f"no rule {name}",
+            f"What the step {what} is {one:.6g} and {other:.6g} for two micro-batches and {both:.6g} for both "
+            "together: neither their mean nor their sum. For the batch it is merged from the micro-batches "
+            f"({comparison.default}), and is not what one device computes. Log the sums that it is made of, or a "
+            "torchmetrics metric for the epoch (on_step=False, on_epoch=True).",
+        )
 
     def adopt(self, parts: Sequence[Part], before: Memory | None) -> None:
         """Make the changes of the ranks with a loss here."""

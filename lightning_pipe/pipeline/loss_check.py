@@ -1,4 +1,4 @@
-"""Is the loss of a batch the mean of its micro-batches' losses? Looked at in some of the first batches, on the last stage.
+"""Is the loss of a batch the mean of its micro-batches' losses? Looked at in some batches, on the last stage.
 
 A sum, a mean over tokens that are not padding, class weights, and losses that compare samples with each other train
 with other gradients in micro-batches than in one piece, and nothing would fail. So the last stage takes what it
