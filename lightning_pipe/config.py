@@ -122,7 +122,7 @@ def layout(
     return Layout(ranks, replicas, count)
 
 
-def micro_batch_count(batch: int, ranks: int, micro_batches: int | Auto = "auto") -> int:
+def micro_batch_count(batch: int, ranks: int, micro_batches: int | Auto = "auto", least: int = 1) -> int:
     """Number of micro-batches a batch is cut into: never more than it has samples.
 
     Args:
@@ -131,6 +131,7 @@ def micro_batch_count(batch: int, ranks: int, micro_batches: int | Auto = "auto"
         micro_batches: the number wanted. ``"auto"``: up to four per rank, the largest number that divides the batch
             evenly; where all such are small, the smallest one whose micro-batches hold no more samples than with four
             per rank.
+        least: samples that every micro-batch needs.
 
     Returns:
         The number of micro-batches, at least 1.
@@ -143,13 +144,15 @@ def micro_batch_count(batch: int, ranks: int, micro_batches: int | Auto = "auto"
         (15, 7)
         >>> micro_batch_count(batch=3, ranks=4, micro_batches=8)
         3
+        >>> micro_batch_count(batch=5, ranks=4, micro_batches=4, least=2)
+        2
     """
     _check_count("micro_batches", micro_batches)
     if batch < 1:
         raise ConfigurationError(f"A batch of {batch} samples cannot be cut into micro-batches.")
     if micro_batches != "auto":
-        return min(micro_batches, batch)
-    most = min(MICRO_BATCHES_PER_RANK * ranks, batch)
+        return min(micro_batches, max(1, batch // least))
+    most = min(MICRO_BATCHES_PER_RANK * ranks, max(1, batch // least))
     even = max(m for m in range(1, most + 1) if batch % m == 0)
     if 2 * even >= most:
         return even

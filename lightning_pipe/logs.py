@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import numbers
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
@@ -15,6 +14,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_pipe.errors import ConfigurationError
+from lightning_pipe.joining import RULES, Number
 from lightning_pipe.pipeline.absent import Absent
 from lightning_pipe.pipeline.cut.placeholder import Placeholder
 
@@ -71,9 +71,9 @@ class Merged:
         metric: dotted name of the metric that is logged.
         options: the other arguments of ``log``.
         dtype: of the values; ``None`` for a metric without a value.
-        reduction: ``"mean"``, ``"sum"``, ``"min"`` or ``"max"``.
-        value: sum of value x weight for the mean; otherwise the reduced value.
-        weight: samples behind the value.
+        reduction: how the values of micro-batches make that of the batch: ``"mean"``, ``"sum"``, ``"min"``, ``"max"``.
+        number: the values of the micro-batches.
+        is_loss: whether each of them was the loss of its micro-batch.
         micro_batches: number of micro-batches behind the value.
     """
 
@@ -82,19 +82,24 @@ class Merged:
     options: dict[str, Any]
     dtype: torch.dtype | None
     reduction: str
-    value: float
-    weight: float
+    number: Number
+    is_loss: bool = False
     micro_batches: int = 1
 
     @property
     def result(self) -> float:
         """The value for all of them."""
-        return self.value / self.weight if self.reduction == "mean" and self.weight else self.value
+        return self.number.result(self.reduction)
+
+    @property
+    def weight(self) -> float:
+        """Samples behind the value."""
+        return self.number.weight
 
     def merge(self, other: Merged) -> None:
         """Add what other micro-batches logged."""
-        self.value = _REDUCTIONS[self.reduction](self.value, other.value)
-        self.weight += other.weight
+        self.number.merge(other.number)
+        self.is_loss &= other.is_loss
         self.micro_batches += other.micro_batches
 
 
@@ -110,6 +115,7 @@ class Log:
     module: pl.LightningModule
     metrics: Mapping[int, str]
     _current: dict[Key, Entry] | None = None
+    _last: dict[Key, Entry] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         named = self.module.named_modules()
@@ -137,10 +143,20 @@ class Log:
             yield
             for entry in self._current.values():
                 entry.complete()
+            self._last = self._current
             if counts:
                 logged[micro_batch] = self._current
         finally:
             self._current = None
+
+    def numbers(self) -> Iterator[tuple[Key, float, str]]:
+        """What the last run that was completed logged for its batch: names, values, and how they merge by default."""
+        for key, entry in self._last.items():
+            # a metric that is logged for the epoch alone is computed from all that it has seen
+            epoch = entry.metric is not None and entry.options.get("on_step") is False
+            known = entry.value is not None and not isinstance(entry.value, Placeholder)
+            if known and entry.options.get("batch_size") is None and not epoch:
+                yield key, float(entry.value), _rule(entry)  # type: ignore[arg-type]
 
     def replay(
         self, merged: Iterable[Merged], micro_batches: int, device: torch.device, *, own_batch: bool = True
@@ -157,7 +173,9 @@ class Log:
             module: Any = self.module.get_submodule(one.key.module)
             options = dict(one.options)
             partial = one.micro_batches < micro_batches or not own_batch
-            if options.get("batch_size") is not None or (partial and one.reduction == "mean"):
+            if options.get("batch_size") is not None or (
+                partial and _reduction(options.get("reduce_fx", "mean")) == "mean"
+            ):
                 options["batch_size"] = int(one.weight) if one.weight.is_integer() else one.weight
             value: Any = None if one.dtype is None else torch.tensor(one.result, dtype=one.dtype, device=device)
             if one.metric is not None:
@@ -222,19 +240,20 @@ def _in_place_of_log(log: Callable[..., None]) -> Iterator[None]:
         pl.LightningModule.log = before  # type: ignore[method-assign]
 
 
-def merge(logged: Logged, samples: Sequence[float]) -> list[Merged]:
+def merge(logged: Logged, samples: Sequence[float], losses: Mapping[int, float] | None = None) -> list[Merged]:
     """What was logged, over the micro-batches of this rank.
 
     Args:
         logged: the entries of each micro-batch.
         samples: of every micro-batch of the batch.
+        losses: of every micro-batch, to tell which of the values are the loss.
     """
     found = [
-        (key, entry, samples[micro_batch])
+        (key, entry, samples[micro_batch], (losses or {}).get(micro_batch))
         for micro_batch, entries in sorted(logged.items())
         for key, entry in entries.items()
     ]
-    values = _to_host([entry.value for _, entry, _ in found])
+    values = _to_host([entry.value for _, entry, *_ in found])
     return combine(_single(*one, value) for one, value in zip(found, values, strict=True))
 
 
@@ -249,13 +268,15 @@ def combine(merged: Iterable[Merged]) -> list[Merged]:
     return list(result.values())
 
 
-def _single(key: Key, entry: Entry, samples: float, value: float) -> Merged:
+def _single(key: Key, entry: Entry, samples: float, loss: float | None, value: float) -> Merged:
     given = entry.options.get("batch_size")
     weight = float(samples if given is None else given)
-    reduction = "mean" if entry.metric else _reduction(entry.options.get("reduce_fx", "mean"))
     dtype = None if entry.value is None else entry.value.dtype if entry.value.is_floating_point() else _default_dtype()
-    whole = value * weight if reduction == "mean" else value
-    return Merged(key, entry.metric, entry.options, dtype, reduction, whole, weight)
+    return Merged(key, entry.metric, entry.options, dtype, _rule(entry), Number.of(value, weight), value == loss)
+
+
+def _rule(entry: Entry) -> str:
+    return "mean" if entry.metric else _reduction(entry.options.get("reduce_fx", "mean"))
 
 
 def _single_value(value: Any) -> Tensor | None:
@@ -269,27 +290,7 @@ def _reduction(function: Any) -> str:
     name = function if isinstance(function, str) else getattr(function, "__name__", "")
     name = {"avg": "mean", "amin": "min", "amax": "max"}.get(name.lower(), name.lower())
     # anything else is refused by Lightning when it is logged
-    return name if name in _REDUCTIONS else "mean"
-
-
-def _smallest(one: float, other: float) -> float:
-    return math.nan if math.isnan(one) or math.isnan(other) else min(one, other)
-
-
-def _largest(one: float, other: float) -> float:
-    return math.nan if math.isnan(one) or math.isnan(other) else max(one, other)
-
-
-def _sum(one: float, other: float) -> float:
-    return one + other
-
-
-_REDUCTIONS: dict[str, Callable[[float, float], float]] = {
-    "mean": _sum,
-    "sum": _sum,
-    "min": _smallest,
-    "max": _largest,
-}
+    return name if name in RULES else "mean"
 
 
 def _to_host(values: Sequence[Tensor | None]) -> list[float]:

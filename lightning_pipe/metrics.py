@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 from torchmetrics import Metric
 from torchmetrics.utilities.distributed import gather_all_tensors
+from torchmetrics.wrappers import Running
 
 from lightning_pipe.memory import Memory
 from lightning_pipe.pipeline.recompute import is_recomputing
@@ -37,6 +38,9 @@ class Metrics:
         gather: collective over the pipeline; takes the state on the ranks that update a metric, and these ranks;
             returns the states of all of them.
         replicas: the process group of this rank's replicas; ``None`` if there is one replica.
+
+    Attributes:
+        windows: the metrics over the last updates (`torchmetrics.aggregation.RunningMean`) that steps have updated.
     """
 
     def __init__(
@@ -56,6 +60,7 @@ class Metrics:
         self._touched: dict[int, Memory] | None = None
         self._again = False
         self._before: list[tuple[Metric, dict[str, Any]]] = []
+        self.windows: set[str] = set()
 
     def install(self) -> None:
         """Take over synchronisation."""
@@ -117,6 +122,8 @@ class Metrics:
     def _update(self, metric: Metric, update: Callable[..., Any]) -> Callable[..., Any]:
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             self._touch(metric)
+            if self._in_step and isinstance(metric, Running):
+                self.windows.add(self.names[id(metric)])
             return update(*args, **kwargs)
 
         return wrapper

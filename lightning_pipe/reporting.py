@@ -60,11 +60,31 @@ def no_mean(sizes: Sequence[int], mean: float, both: float) -> str:
     """
     return (
         f"The loss is not a mean over the samples: micro-batches of {sizes[0]} and {sizes[1]} samples have a mean loss "
-        f"of {mean:.7g}, the same samples together have {both:.7g} (first batch, without dropout). Gradients differ "
+        f"of {mean:.7g}, the same samples together have {both:.7g} (without dropout). Gradients differ "
         "accordingly from those of one device. For a mean over something else than samples say what a micro-batch "
         "counts, such as PipeStrategy(loss_weight=lambda micro_batch: (micro_batch['labels'] != -100).sum()), where a "
         "causal model leaves out labels[:, 0]. A sum needs PipeStrategy(loss_weight='sum'). A loss that compares "
-        "samples with each other needs micro_batches=1."
+        "samples with each other needs micro_batches=1. Samples that do not lie along the first dimension need "
+        "PipeStrategy(split_batch=…)."
+    )
+
+
+def no_sum(sizes: Sequence[int], total: float, both: float) -> str:
+    """The warning for a loss that is not the sum over samples, though it was said to be."""
+    return (
+        f"The loss is not a sum over the samples, as loss_weight='sum' says: the losses of micro-batches of {sizes[0]} "
+        f"and {sizes[1]} samples add up to {total:.7g}, the same samples together have {both:.7g} (without dropout). "
+        "Gradients differ accordingly from those of one device. For a mean leave loss_weight out, or say what a "
+        "micro-batch counts."
+    )
+
+
+def unchecked(reason: str, *, summed: bool) -> str:
+    """The warning for a loss of which it cannot be told whether the losses of micro-batches make it up."""
+    return (
+        f"It was not checked whether the loss is a {'sum' if summed else 'mean'} over the samples: {reason}. If it is "
+        "one, and every tensor with the length of the batch holds one entry for each sample, all is well; with "
+        "PipeStrategy(loss_weight=lambda micro_batch: …), which says what a micro-batch counts, nothing is checked."
     )
 
 

@@ -15,14 +15,15 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
-from lightning_pipe import split
 from lightning_pipe.config import Auto
-from lightning_pipe.errors import ConfigurationError
+from lightning_pipe.errors import ConfigurationError, PipeError
 from lightning_pipe.finetuning import values_compared
 from lightning_pipe.foreign_gradients import ForeignGradients
 from lightning_pipe.handover import HeldGradients, held_back
+from lightning_pipe.joining import join
 from lightning_pipe.logs import of_values_alone
 from lightning_pipe.metrics import Metrics
 from lightning_pipe.micro_batches import LossWeight, MicroBatches, divide_batch
@@ -39,18 +40,22 @@ from lightning_pipe.pipeline.runner import Pipeline
 from lightning_pipe.pipeline.sync_batchnorm import are_synchronized
 from lightning_pipe.precision import loss_scale, over_stages
 from lightning_pipe.refusals import steps_for_every_batch
-from lightning_pipe.reporting import Report, no_mean
+from lightning_pipe.reporting import Report, no_mean, no_sum, unchecked
 from lightning_pipe.sharded import ShardedOptimizers
 from lightning_pipe.split import SplitBatch
-from lightning_pipe.step import Result, UserStep, from_ranks, join
+from lightning_pipe.step import Result, UserStep, from_ranks
 from lightning_pipe.stopping import stopping_together
 from lightning_pipe.streaming import Streaming
+from lightning_pipe.suspects import Suspects, ambiguous, note, suspicion
 from lightning_pipe.wire import broadcast
 from lightning_pipe.world import World
 
 Context = Callable[[], AbstractContextManager[None]]
 
 _TRAINING, _EVALUATION, _TRANSFER = range(3)
+_LIGHTNING = ("lightning.", "pytorch_lightning.", "lightning_pipe.")
+_CHECKED = frozenset((0, 1, 3, 7, 15, 31))
+"""The batches that are checked: in the first ones there may be one class alone, or no padding."""
 _TRANSFORMS = ("transfer_batch_to_device", "on_after_batch_transfer")
 
 
@@ -97,8 +102,13 @@ class Run:
         self.sharded = sharded
         self._module, self._world, self._precision, self._cutting, self._seed = module, world, precision, cutting, seed
         self._ranks = world.layout.pipeline_parallel_size
-        self._accumulated = self._compared = False
+        self._accumulated = self._told = False
+        self._cut_batches = 0
         self._synchronized = are_synchronized(module)
+        self._norms = [part for part in module.modules() if isinstance(part, _BatchNorm)]
+        self._largest = 0
+        self._suspects = Suspects()
+        self._warned: set[str] = set()
         self._transforms = True
         self._counts = {_EVALUATION: 0, _TRANSFER: 0}
         self._changed = ExitStack()
@@ -125,7 +135,8 @@ class Run:
         self._transforms = any(is_overridden(hook, self._module) for hook in _TRANSFORMS) or (
             trainer.datamodule is not None and any(is_overridden(hook, trainer.datamodule) for hook in _TRANSFORMS)
         )
-        self._step = UserStep(self._module, self.pipeline, self._world, metrics)
+        summed = self._cutting.loss_weight == "sum"
+        self._step = UserStep(self._module, self.pipeline, self._world, metrics, summed=summed)
         if trainer.state.fn != TrainerFn.FITTING:
             return
         if self.pipeline.flow is not None:
@@ -170,6 +181,7 @@ class Run:
             self._step,
             self._output,
             lambda: self._drop_foreign_state(trainer.optimizers),
+            self._end_check,
         )
         self.streaming.begin()
         self._changed.callback(self.streaming.end)
@@ -275,10 +287,10 @@ class Run:
             rest: the step's other arguments.
             optimizers: those whose gradients are collected.
         """
-        cutting, loop = self._cutting, self._module.trainer.fit_loop.epoch_loop
+        loop = self._module.trainer.fit_loop.epoch_loop
         flow = self.pipeline.flow
-        number = cutting.micro_batches if flow is None else flow.stream.micro_batches
-        cut = divide_batch(batch, self._ranks, number, cutting.split_batch, cutting.loss_weight)
+        number = self._cutting.micro_batches if flow is None else flow.stream.micro_batches
+        cut = self._cut(batch, number)
         scale = loss_scale(self._precision)
         total = self._world.sum_over_replicas(sum(cut.amounts))
         self._check_synchronized(len(cut.parts))
@@ -289,7 +301,8 @@ class Run:
             if self.blocked:
                 raise steps_for_every_batch(self.pipeline.family.name, self._module.trainer.accumulate_grad_batches)
             self.report.batch(cut)
-            return self.streaming.train(cut, weights, rest, self._precision.train_step_context, seed, check)
+            with _noted(batch, cut):
+                return self.streaming.train(cut, weights, rest, self._precision.train_step_context, seed, check)
         # over several batches, old and new gradients are reduced together after the last
         reduce = not self.blocked and not self._accumulated
         self._free_old_gradients(optimizers)
@@ -298,10 +311,12 @@ class Run:
 
         def run(step: Callable[[int, Any], Any]) -> dict[int, Any]:
             with self._measured(cut):
-                return self.pipeline.train(step, cut.parts, weights, seed=seed, reduce=reduce, check=check)
+                outputs = self.pipeline.train(step, cut.parts, weights, seed=seed, reduce=reduce, check=check)
+            self._end_check(check)
+            return outputs
 
-        with held_back(list(self._module.parameters()), scale) as held:
-            result = self._run("training_step", rest, self._precision.train_step_context, run, cut)
+        with held_back(list(self._module.parameters()), scale) as held, _noted(batch, cut):
+            result = self._run("training_step", rest, self._precision.train_step_context, run, cut, check)
         self._accumulated |= self.blocked
         if not settled:
             self._drop_foreign_state(optimizers)
@@ -309,6 +324,50 @@ class Run:
                 self.sharded.install(optimizers)
                 self._changed.callback(self.sharded.remove)
         return self._output(result, cut, held)
+
+    def _cut(self, batch: Any, number: int | Auto) -> MicroBatches:
+        """Cut a batch into micro-batches. All ranks of a pipeline see the same batch, and decide alike.
+
+        Batch norm raises on a micro-batch of one sample with one value per channel, as on one device. A short batch
+        that only the cut makes so small is cut into fewer.
+        """
+        cutting = self._cutting
+        norms = not self._synchronized and any(norm.training for norm in self._norms)
+        full = self._batch_size or self._largest
+        # a number of micro-batches that leaves one sample each in a full batch is the user's choice
+        least = 2 if norms and (number == "auto" or full >= 2 * number) else 1
+        cut = divide_batch(batch, self._ranks, number, cutting.split_batch, cutting.loss_weight, least)
+        length = sum(cut.sizes)
+        if len(cut.parts) > 1 and not cut.own:
+            self._look_for_suspects(batch, length)
+        self._largest = max(self._largest, length)
+        if number != "auto" and cutting.split_batch is None and len(cut.parts) < min(number, length):
+            self._warn_once(
+                "batch norm",
+                f"A batch of {length} samples is cut into {len(cut.parts)} micro-batches, not {number}: batch norm "
+                "needs at least two samples in each. DataLoader(drop_last=True) leaves out a short last batch.",
+            )
+        return cut
+
+    def _look_for_suspects(self, batch: Any, length: int) -> None:
+        """Raise, or warn, where tensors that have been cut are no samples."""
+        trainer: Any = self._module.trainer
+        places = self._suspects.look(batch, length, self._batch_size)
+        # of a single batch, again and again, other tensors may change by augmentation
+        if places and trainer.num_training_batches != 1:
+            self._warn_once("suspects", suspicion(places))
+
+    @property
+    def _batch_size(self) -> int | None:
+        """Samples of a full batch, as far as the training loader tells."""
+        loader: Any = self._module.trainer.train_dataloader
+        size = getattr(loader, "batch_size", None) or getattr(getattr(loader, "batch_sampler", None), "batch_size", 0)
+        return size if isinstance(size, int) and size else None
+
+    def _warn_once(self, key: str, message: str) -> None:
+        if key not in self._warned:
+            self._warned.add(key)
+            rank_zero_warn(message)
 
     def _check_synchronized(self, micro_batches: int) -> None:
         """Norms that wait for the other replicas would do so for ever if these had fewer micro-batches."""
@@ -324,21 +383,29 @@ class Run:
             )
 
     def _loss_check(self, cut: MicroBatches) -> LossCheck | None:
-        """For the first batch that is really cut: looks whether its loss is the mean of those of its parts."""
-        if self._compared or self._cutting.loss_weight is not None or len(cut.parts) == 1:
+        """For some of the first batches that are really cut: looks how losses and other numbers of parts join."""
+        if len(cut.parts) == 1 or self._step is None:
             return None
-        self._compared = True
-
-        def together(pair: tuple[int, int]) -> Any:
-            return split.join([cut.parts[i] for i in pair], [cut.sizes[i] for i in pair])
-
-        def differs(pair: tuple[int, int], mean: float, both: float) -> None:
-            rank_zero_warn(no_mean([cut.sizes[i] for i in pair], mean, both))
-
+        number, self._cut_batches = self._cut_batches, self._cut_batches + 1
+        if number not in _CHECKED or self._told:
+            return None
         kind = self.pipeline.transport.device.type
         with self._precision.train_step_context():
             autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        return LossCheck(cut.amounts, cut.sizes, together, differs, autocast)
+        pairs = 3 if number == 0 else 1
+        return LossCheck(cut.amounts, cut.sizes, cut.together, autocast, cut.summed, self._step.numbers, pairs)
+
+    def _end_check(self, check: LossCheck | None) -> None:
+        """Tell what a check has found, where the losses are."""
+        if check is None or self._told or callable(self._cutting.loss_weight):
+            return  # who says what a micro-batch counts is not told
+        if check.differs is not None:
+            self._told = True
+            (one, other), expected, both = check.differs
+            sizes = [check.sizes[one], check.sizes[other]]
+            rank_zero_warn(no_sum(sizes, expected, both) if check.summed else no_mean(sizes, expected, both))
+        elif check.reason is not None and not check.agreed:
+            self._warn_once("unchecked", unchecked(check.reason, summed=check.summed))
 
     @contextmanager
     def _measured(self, cut: MicroBatches) -> Generator[None, None, None]:
@@ -381,10 +448,11 @@ class Run:
         context: Context,
         run: Callable[[Callable[[int, Any], Any]], dict[int, Any]],
         cut: MicroBatches,
+        check: LossCheck | None = None,
     ) -> Result:
         assert self._step is not None
         # what is logged is weighted as the losses are
-        return self._step.run(name, rest, context, run, cut.amounts)
+        return self._step.run(name, rest, context, run, cut.amounts, check)
 
     def _output(self, result: Result, cut: MicroBatches, held: HeldGradients) -> Any:
         """The loss, whose backward pass hands over the gradients, with what else the step returned."""
@@ -395,7 +463,22 @@ class Run:
         if not isinstance(outputs[0], Mapping):
             return loss
         others = {i: {k: v for k, v in output.items() if k != "loss"} for i, output in enumerate(outputs)}
-        return {**join(others, cut.sizes, cut.shares), "loss": loss}
+        rules = {} if self._step is None else self._step.rules
+        return {**join(others, cut.sizes, cut.shares, rules, self._warn_of_list), "loss": loss}
+
+    def _warn_of_list(self, place: str) -> None:
+        """Warn of what hooks get as a list, if there are hooks that may look at it."""
+        trainer: Any = self._module.trainer
+        users = [one for one in trainer.callbacks if not type(one).__module__.startswith(_LIGHTNING)]
+        if is_overridden("on_train_batch_end", self._module) or any(
+            is_overridden("on_train_batch_end", one, pl.Callback) for one in users
+        ):
+            self._warn_once(
+                f"list {place}",
+                f"training_step returns outputs{place}, of which it is not known how the values of micro-batches make "
+                "that of the batch: on_train_batch_end gets a list with one entry for each micro-batch. Known are "
+                "tensors and lists with one entry for each sample, means, sums, and what is the same for all.",
+            )
 
     def _next_seed(self, what: int) -> int:
         self._counts[what] += 1
@@ -436,6 +519,18 @@ def _limit(trainer: Any) -> float:
         limit = trainer.limit_predict_batches if trainer.predicting else trainer.limit_train_batches
     # a part of a dataset of unknown length is all of it
     return limit if isinstance(limit, int) else float("inf")
+
+
+@contextmanager
+def _noted(batch: Any, cut: MicroBatches) -> Generator[None, None, None]:
+    """Add to an error of the step which tensors may have been cut wrongly."""
+    try:
+        yield
+    except Exception as error:
+        places = ambiguous(batch, sum(cut.sizes)) if len(cut.parts) > 1 and not cut.own else []
+        if places and not isinstance(error, PipeError):
+            error.add_note(note(places))
+        raise
 
 
 @contextmanager

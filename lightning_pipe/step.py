@@ -6,7 +6,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -17,9 +17,11 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_pipe import wire
 from lightning_pipe.errors import CutError
-from lightning_pipe.logs import Log, Logged, Merged, combine, merge
+from lightning_pipe.joining import Comparison, numbers_in
+from lightning_pipe.logs import Key, Log, Logged, Merged, combine, merge
 from lightning_pipe.memory import Change, Memory
 from lightning_pipe.metrics import Metrics
+from lightning_pipe.pipeline.loss_check import LossCheck, is_alone
 from lightning_pipe.pipeline.recompute import is_recomputing
 from lightning_pipe.pipeline.runner import Pipeline
 from lightning_pipe.state import Tracked, name_of, portable, told_apart
@@ -39,12 +41,14 @@ class Part:
         logged: what the step logged.
         changes: what the step changed in the attributes of the LightningModule.
         stop: whether it asked the Trainer to stop.
+        seen: numbers that this batch has compared, to tell how those of micro-batches join.
     """
 
     outputs: dict[int, Any] | None
     logged: list[Merged]
     changes: list[Change]
     stop: bool
+    seen: dict[Any, Comparison] = field(default_factory=dict)
 
 
 @dataclass
@@ -71,11 +75,21 @@ class UserStep:
         pipeline: runs it.
         world: the processes.
         metrics: its torchmetrics.
+        summed: whether the losses of micro-batches are added.
+
+    Attributes:
+        rules: how numbers that the step logs (by `Key`) or returns (by place) join, as far as it was seen.
     """
 
-    def __init__(self, module: pl.LightningModule, pipeline: Pipeline, world: World, metrics: Metrics) -> None:
+    def __init__(
+        self, module: pl.LightningModule, pipeline: Pipeline, world: World, metrics: Metrics, *, summed: bool = False
+    ) -> None:
         self._module, self._pipeline, self._world, self._metrics = module, pipeline, world, metrics
+        self._summed = summed
         self._log = Log(module, metrics.names)
+        self._trial: dict[Any, tuple[float, str]] = {}
+        self._seen: dict[Any, Comparison] = {}
+        self.rules: dict[Any, str | None] = {}
         self._tracked = Tracked(module, [layer for _, layer in pipeline.layers])
         # a rank that holds the last stage alone completes every run
         self._cut_here = not (pipeline.is_loss_rank and len(pipeline.stages_here) == 1)
@@ -90,6 +104,7 @@ class UserStep:
         context: Callable[[], AbstractContextManager[None]],
         run: Callable[[Callable[[int, Any], Any]], dict[int, Any]],
         samples: Sequence[float],
+        check: LossCheck | None = None,
     ) -> Result:
         """Run one batch.
 
@@ -99,6 +114,7 @@ class UserStep:
             context: entered around each run of it, for precision.
             run: gets the step and runs it over the pipeline.
             samples: of every micro-batch.
+            check: has looked how numbers of micro-batches join.
         """
         logged: Logged = {}
         # in the first batch, where the first stage's runs are cut short
@@ -107,10 +123,11 @@ class UserStep:
         with self.running() as before:
             outputs = run(self.bind(name, rest, context, logged))
         parts = self.exchange(
-            lambda: Part(outputs, merge(logged, samples), self.changes(before), self._module.trainer.should_stop),
+            lambda: self.part(outputs, logged, samples, self.changes(before), self._module.trainer.should_stop, check),
             lambda part: from_loss_ranks(self._pipeline, part),
         )
-        self.adopt([part.changes for part in parts], before)
+        self.learn(parts)
+        self.adopt(parts, before)
         if start is not None:
             self._looks, self._looked = False, True
             self._warn_of_late_values(told_apart(start.changes()))
@@ -143,9 +160,21 @@ class UserStep:
             with self._log.recording(logged, index, counts=not is_recomputing()), self._undone(index), context():
                 result = method(micro_batch, *rest)
                 self._pipeline.returning(result)
-                return result
+            if is_alone():
+                self._note_numbers(result)
+            return result
 
         return step
+
+    def _note_numbers(self, result: Any) -> None:
+        """Keep what a run logged and returned that is compared with another one; see `numbers`."""
+        with torch._C.DisableTorchFunction():
+            found = [*self._log.numbers(), *numbers_in(result)]
+        self._trial = {name: (value, default) for name, value, default in found}
+
+    def numbers(self) -> dict[Any, float]:
+        """The numbers that the last run for a comparison logged or returned, by key or place."""
+        return {name: value for name, (value, _) in self._trial.items()}
 
     @contextmanager
     def running(self) -> Iterator[Memory | None]:
@@ -198,6 +227,33 @@ class UserStep:
                         raise _drawn(drawn[0])
 
     # ------------------------------------------------------------------ what follows from them
+
+    def part(
+        self,
+        outputs: dict[int, Any],
+        logged: Logged,
+        samples: Sequence[float],
+        changes: list[Change],
+        stop: bool,
+        check: LossCheck | None,
+    ) -> Part:
+        """What this rank, which has a loss, tells the others of a batch."""
+        seen = {
+            name: Comparison(self._trial[name][1], pairs, check.rounding)
+            for name, pairs in (check.compared.items() if check else ())
+            if check and name in self._trial
+        }
+        if len(samples) > 1 and self._metrics.windows:
+            self._warn_once(
+                "windows",
+                f"`self.{min(self._metrics.windows)}` keeps the last values that it was given. The step gives it one "
+                "for each micro-batch, so its window holds fewer batches than on one device: make it longer by their "
+                "number, or update the metric in on_train_batch_end.",
+            )
+        losses = (
+            {i: float(out["loss"] if _has_loss(out) else out) for i, out in outputs.items()} if self._summed else {}
+        )
+        return Part(outputs, merge(logged, samples, losses), changes, stop, seen)
 
     def changes(self, before: Memory | None) -> list[Change]:
         """What the runs have changed in the attributes of the LightningModule."""
@@ -263,18 +319,44 @@ class UserStep:
         small = own if self._alone else self._within_limit(own)
         return [own if part is small else part for part in share(small)]
 
-    def adopt(self, changes: Sequence[Sequence[Change]], before: Memory | None) -> None:
+    def learn(self, parts: Sequence[Part]) -> None:
+        """Take over how numbers join, as the ranks with a loss have seen it. Warn of those that do not."""
+        for part in parts:
+            for name, comparison in part.seen.items():
+                before = self._seen.setdefault(name, Comparison(comparison.default, []))
+                before.seen.extend(comparison.seen)
+                before.rounding = max(before.rounding, comparison.rounding)
+        for name in dict.fromkeys(name for part in parts for name in part.seen):
+            self.rules[name] = self._seen[name].rule
+            if self.rules[name] is None and self._seen[name].default != "same":
+                self._warn_of_number(name, self._seen[name])
+
+    def _warn_of_number(self, name: Any, comparison: Comparison) -> None:
+        one, other, both, _ = comparison.example()
+        what = f"logs as {name.name!r}" if isinstance(name, Key) else f"returns as {name}"
+        self._warn_once(
+            f"no rule {name}",
+            f"What the step {what} is {one:.6g} and {other:.6g} for two micro-batches and {both:.6g} for both "
+            "together: neither their mean nor their sum. For the batch it is merged from the micro-batches "
+            f"({comparison.default}), and is not what one device computes. Log the sums that it is made of, or a "
+            "torchmetrics metric for the epoch (on_step=False, on_epoch=True).",
+        )
+
+    def adopt(self, parts: Sequence[Part], before: Memory | None) -> None:
         """Make the changes of the ranks with a loss here."""
-        several = len(changes) > 1
+        several = len(parts) > 1
         if before is not None and several:
             before.undo()
         if not self._pipeline.is_loss_rank or several:
-            for theirs in changes:
-                self._tracked.apply(theirs, add=several)
+            for part in parts:
+                self._tracked.apply(part.changes, add=several)
 
     def replay(self, logged: Sequence[Sequence[Merged]], micro_batches: int, *, own_batch: bool = True) -> None:
         """Log what the ranks with a loss have logged; see `Log.replay`."""
         merged = combine(one for theirs in logged for one in theirs)
+        for one in merged:
+            seen = self.rules.get(one.key)
+            one.reduction = "sum" if self._summed and one.is_loss else seen or one.reduction
         self._log.replay(merged, micro_batches, self._pipeline.transport.device, own_batch=own_batch)
 
     def _within_limit(self, part: Part) -> Part:
@@ -287,7 +369,7 @@ class UserStep:
             "loss: hooks there get the loss alone, or None.",
         )
         losses = {i: {"loss": out["loss"]} for i, out in (part.outputs or {}).items() if _has_loss(out)}
-        return Part(losses or None, part.logged, part.changes, part.stop)
+        return replace(part, outputs=losses or None)
 
     def _warn_once(self, key: str, message: str) -> None:
         if key not in self._warned:
@@ -311,37 +393,6 @@ def from_ranks(pipeline: Pipeline, ranks: Sequence[int], value: Any) -> list[Any
     transport = pipeline.transport
     sources = [transport.topology.process(transport.replica, rank) for rank in ranks]
     return [wire.broadcast(transport, value, source, pipeline.pipeline_members) for source in sources]
-
-
-def join(outputs: Mapping[int, Any], sizes: Sequence[int], weights: Sequence[float]) -> Any:
-    """What one step over the whole batch would have returned, from what its micro-batches returned.
-
-    Tensors with one row per sample are concatenated, single numbers averaged by weight; of the rest there is a list.
-
-    Args:
-        outputs: what the step returned for each micro-batch.
-        sizes: samples of every micro-batch.
-        weights: share of every micro-batch; they add up to 1.
-
-    Example:
-        >>> join({0: {"n": torch.tensor(1.0)}, 1: {"n": torch.tensor(4.0)}}, [2, 1], [2 / 3, 1 / 3])
-        {'n': tensor(2.)}
-    """
-    values = [outputs[index] for index in sorted(outputs)]
-    if len(values) == 1:
-        return values[0]
-    first = values[0]
-    if isinstance(first, Mapping) and all(isinstance(value, Mapping) for value in values):
-        keys = [key for key in first if all(key in value for value in values)]
-        return {key: join({i: value[key] for i, value in enumerate(values)}, sizes, weights) for key in keys}
-    if all(isinstance(value, Tensor) for value in values):
-        if all(value.ndim and len(value) == size for value, size in zip(values, sizes, strict=True)):
-            return torch.cat(values)
-        if all(value.numel() == 1 and value.is_floating_point() for value in values):
-            stacked = torch.stack([value.reshape(()).double() for value in values])
-            shares = torch.tensor(weights, dtype=torch.float64, device=stacked.device)
-            return (stacked * shares).sum().to(first.dtype)
-    return values
 
 
 def _has_loss(output: Any) -> bool:

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from lightning_pipe.handover import HeldGradients, held_back
 from lightning_pipe.hyperparameters import Hyperparameters
-from lightning_pipe.logs import Logged, merge
+from lightning_pipe.logs import Logged
 from lightning_pipe.memory import Change
 from lightning_pipe.micro_batches import MicroBatches
 from lightning_pipe.one_way import OneWay
@@ -36,6 +36,7 @@ class _Flight:
     """A batch whose losses are not known yet, with what it has logged on this rank."""
 
     cut: MicroBatches
+    check: LossCheck | None
     logged: Logged = field(default_factory=dict)
 
 
@@ -57,6 +58,7 @@ class Streaming:
         step: runs the user's step.
         output: makes what ``training_step`` returns of the results of a batch.
         settled: called once, when it is known who holds which parameter.
+        checked: called with the check of a batch when it is over, where the losses are.
     """
 
     def __init__(
@@ -67,11 +69,12 @@ class Streaming:
         step: UserStep,
         output: Output,
         settled: Callable[[], None],
+        checked: Callable[[LossCheck | None], None],
     ) -> None:
         assert pipeline.flow is not None
         self._flow: Flow = pipeline.flow
         self._module, self._pipeline, self._world, self._step = module, pipeline, world, step
-        self._output, self._settled = output, settled
+        self._output, self._settled, self._checked = output, settled, checked
         self._trainer: Any = module.trainer
         self._loop = TrainingLoop(module)
         self._channel = OneWay(pipeline.transport, ahead=self._flow.stream.lag + 2)
@@ -182,7 +185,7 @@ class Streaming:
             seed: the seed of the batch's random streams.
             check: looks whether the loss is a mean over samples.
         """
-        flight = self._flights[self._arrived] = _Flight(cut)
+        flight = self._flights[self._arrived] = _Flight(cut, check)
         self._arrived += 1
         step = self._step.bind("training_step", rest, context, flight.logged)
         return self._call(lambda: self._pipeline.advance(step, cut.parts, weights, seed=seed, check=check))
@@ -199,7 +202,9 @@ class Streaming:
             for batch in turn.finished or (None,)
         ]
         self._channel.turn()
-        self._step.adopt([part.changes for part in told[-1]], before)
+        for parts in told:
+            self._step.learn(parts)
+        self._step.adopt(told[-1], before)
         self._stop_if(any(part.stop for parts in told for part in parts))
         output = None
         for batch, parts in zip(turn.finished, told, strict=False):
@@ -220,7 +225,9 @@ class Streaming:
         if batch is None:
             return Part({}, [], changes, stop)
         flight = self._flights[batch]
-        return Part(dict(self._turn.results[batch]), merge(flight.logged, flight.cut.amounts), changes, stop)
+        self._checked(flight.check)
+        outputs = dict(self._turn.results[batch])
+        return self._step.part(outputs, flight.logged, flight.cut.amounts, changes, stop, flight.check)
 
     def _stop_if(self, agreed: bool) -> None:
         self._stopping = self._trainer.should_stop = agreed

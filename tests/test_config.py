@@ -140,3 +140,9 @@ def test_batch_equation() -> None:
     assert str(equation) == (
         "60 samples per optimizer step = 10 (batch) x 2 (replicas) x 3 (accumulation); batch = 4 micro-batches x 2 to 3"
     )
+
+
+@pytest.mark.parametrize(("batch", "sizes"), [(5, [3, 2]), (3, [3]), (1, [1]), (8, [2] * 4)])
+def test_every_micro_batch_has_what_it_needs(batch: int, sizes: list[int]) -> None:
+    assert micro_batch_sizes(batch, micro_batch_count(batch, ranks=1, micro_batches=4, least=2)) == sizes
+    assert min(micro_batch_sizes(batch, micro_batch_count(batch, ranks=1, least=2))) >= min(batch, 2)

@@ -110,7 +110,8 @@ class DeferredBatchNorm(_BatchNorm):
         if input.numel() // max(1, input.shape[1]) < 2 and not own:
             raise ConfigurationError(
                 f"Batch norm needs more than one value per channel; this micro-batch has shape {tuple(input.shape)}.",
-                hint="Use fewer micro-batches, so that each has at least two samples.",
+                hint="Use fewer micro-batches, so that each has at least two samples, and DataLoader(drop_last=True) "
+                "if the last batch has a single one.",
             )
         if not is_recomputing() and not _in_backward():
             self._note(input.detach())

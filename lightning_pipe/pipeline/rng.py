@@ -119,5 +119,12 @@ class Streams:
         if numpy:
             numpy.random.seed(seed & 0xFFFF_FFFF)
 
+    def state(self) -> tuple[Any, ...]:
+        """The state of all generators, to be compared: whether numbers have been drawn."""
+        numpy: Any = sys.modules.get("numpy")
+        of_numpy = numpy.random.get_state() if numpy else ()
+        of_torch = tuple(state.numpy().tobytes() for state in _states(self._generators))
+        return of_torch, random.getstate(), *(part.tobytes() if hasattr(part, "tobytes") else part for part in of_numpy)
+
     def _number(self, micro_batch: int) -> int:
         return micro_batch * self._replicas + self._replica

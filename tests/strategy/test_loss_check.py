@@ -156,6 +156,76 @@ class Random(MeanOfTokens):
         return super().loss(F.dropout(logits, 0.5, True), labels)
 
 
+class Chosen(MeanOfSamples):
+    """Runs its layers on some of the tokens alone, as many in each sample as there happen to be."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.drop(self.embed(ids)).flatten(0, 1)
+        places = (ids % 3 != 0).flatten().nonzero()[:, 0]
+        chosen = x[places]
+        for layer in self.layers:
+            chosen = layer(chosen)
+        x = x.index_copy(0, places, chosen).unflatten(0, ids.shape)
+        return self.head(self.norm(x.transpose(1, 2)).transpose(1, 2))
+
+
+class Router(nn.Module):
+    """Chooses tokens by their values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.linear(x)
+        return x, (x[:, 0] > 0).nonzero()[:, 0]
+
+
+class Routed(MeanOfSamples):
+    """A layer chooses the tokens: its numbers are positions within the micro-batch."""
+
+    def __init__(self, early: float = 0.0) -> None:
+        super().__init__(early)
+        self.layers[0] = Router().double()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x, places = self.layers[0](self.embed(ids).flatten(0, 1))
+        chosen = x[places]
+        for layer in self.layers[1:]:
+            chosen = layer(chosen)
+        return self.head(x.index_copy(0, places, chosen).unflatten(0, ids.shape))
+
+
+class LayerDrop(MeanOfSamples):
+    """Leaves layers of the last stage out at random, as some models of Hugging Face do."""
+
+    probability = 0.4
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for number, layer in enumerate(self.layers):
+            y = layer(x)
+            if not (self.training and torch.rand([]) < self.probability and number > 1):
+                x = y
+        return self.head(x)
+
+
+class SeldomDrop(LayerDrop):
+    """... and seldom."""
+
+    probability = 0.05
+
+
+class TimeFirst(MeanOfSamples):
+    """Has time as the first dimension inside."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.drop(self.embed(ids.T))
+        for layer in self.layers:
+            x = layer(x.cumsum(0))
+        return self.head(x).transpose(0, 1)
+
+
 class Picky(MeanOfTokens):
     """Refuses the size that two micro-batches have together."""
 
@@ -177,7 +247,9 @@ class Batches:
             self.batches.append({"input_ids": ids, "labels": ids.masked_fill(torch.arange(7) >= lengths, -100)})
 
 
-def fit(module: L.LightningModule, batches: Sequence[Any], devices: int = 1, **options: Any) -> list[str]:
+def fit(
+    module: L.LightningModule, batches: Sequence[Any], devices: int = 1, message: str = MESSAGE, **options: Any
+) -> list[str]:
     """Train, and return the warnings that say so."""
     options = {"micro_batches": 3, **({"stages": 2} if devices == 1 else {}), **options}
     quiet = {**QUIET, **{name: options.pop(name, None) for name in ("callbacks", "precision")}}
@@ -185,7 +257,7 @@ def fit(module: L.LightningModule, batches: Sequence[Any], devices: int = 1, **o
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         runner.fit(module, oracle.loader(batches))
-    return [str(one.message) for one in caught if MESSAGE in str(one.message)]
+    return [str(one.message) for one in caught if message in str(one.message)]
 
 
 @pytest.mark.parametrize("loss", [SumOfTokens, MeanOfTokens, Weighted, Contrastive, Views])
@@ -227,6 +299,86 @@ def _bounds(sizes: Sequence[int]) -> list[tuple[int, int]]:
 def test_means_and_what_cannot_be_judged_are_passed_over(loss: type[Tokens]) -> None:
     for stages in (1, 2):
         assert fit(loss(early=0.2 if stages == 2 else 0.0), Batches().batches, layers="layers", stages=stages) == []
+
+
+@pytest.mark.parametrize("loss", [Chosen, Routed, LayerDrop, SeldomDrop, TimeFirst])
+@pytest.mark.parametrize("options", [{}, {"stages": 1}, {"micro_batches": 6}, {"micro_batches": 2}], ids=str)
+def test_no_false_alarms(loss: type[Tokens], options: dict[str, Any]) -> None:
+    for seed in range(3):
+        L.seed_everything(seed, verbose=False)
+        assert fit(loss(), Batches().batches, layers="layers", message="The loss is", **options) == []
+
+
+@pytest.mark.parametrize("time", [2, 3, 6])
+def test_samples_along_the_dimension_that_fits(time: int) -> None:
+    """Time may be as long as two micro-batches, or one."""
+    batch = {name: value[:, :time] for name, value in Batches().batches[0].items()}
+    assert fit(TimeFirst(), [batch], layers="layers", message="samples") == []
+
+
+@pytest.mark.parametrize(
+    ("loss", "reason"),
+    [
+        (Random, "it is random, though dropout is off"),
+        (Picky, "two micro-batches together raise ValueError: too many samples"),
+        (Routed, "layers get tensors of which two micro-batches' cannot be put together"),
+    ],
+)
+def test_a_check_that_cannot_be_made_says_why_once(loss: type[Tokens], reason: str) -> None:
+    (told,) = fit(loss(), Batches(number=4).batches, layers="layers", message="not checked")
+    assert reason in told
+    counted = fit(loss(), Batches().batches, layers="layers", message="not checked", loss_weight=lambda part: 2.0)
+    assert counted == []
+
+
+def test_later_batches_are_checked_too() -> None:
+    """In the first batch all labels are of one class, whose weight does not matter."""
+    batches = Batches(number=3).batches
+    batches[0]["labels"] = torch.ones_like(batches[0]["labels"])
+    batches[1]["labels"] = batches[1]["input_ids"]
+    assert len(fit(Weighted(), batches[:1], layers="layers")) == 0
+    assert len(fit(Weighted(), batches, layers="layers")) == 1
+
+
+class TimeFirstBatch(TimeFirst):
+    """Gets batches with time first, too."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return F.cross_entropy(self(batch["input_ids"].T)[:, -1], batch["label"])
+
+
+class TokensOfTimeFirstBatch(TimeFirst):
+    """... and its loss is no mean over samples."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return MeanOfTokens.loss(self, self(batch["input_ids"].T), batch["labels"].T)  # type: ignore[arg-type]
+
+
+def along_time(batch: Any, count: int) -> list[Any]:
+    """Cuts uneven parts of a batch with time first."""
+    sizes = [3, 2, 1]
+    return [
+        {
+            "input_ids": batch["input_ids"][:, end - size : end],
+            "labels": batch["labels"][:, end - size : end],
+            "label": batch["label"][end - size : end],
+        }
+        for size, end in zip(sizes, (3, 5, 6), strict=True)
+    ]
+
+
+def test_own_slices_along_another_dimension() -> None:
+    batch = {name: value.T.contiguous() for name, value in Batches().batches[0].items()}
+    batch["label"] = batch["labels"][-1].clamp(min=0)
+    options: dict[str, Any] = {"layers": "layers", "split_batch": along_time}
+    assert fit(TimeFirstBatch(), [batch], message="samples", **options) == []
+    assert len(fit(TokensOfTimeFirstBatch(), [batch], **options)) == 1
+    found, plain = TimeFirstBatch(), TimeFirstBatch()
+    for module in (found, plain):
+        for part in module.modules():
+            part.p = 0.0  # type: ignore[assignment]
+    losses = oracle.fit(found, [batch] * 2, clip=None, strategy=PipeStrategy(stages=2, **options)).losses
+    assert losses == pytest.approx(oracle.fit(plain, [batch] * 2, clip=None).losses, rel=1e-9)
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "32-true"])

@@ -168,6 +168,45 @@ def test_own_split_and_weight() -> None:
     assert cut.shares == [0.2, 0.8]
 
 
+def test_own_slices_are_recognised() -> None:
+    batch = {
+        "x": rows(7, 5),
+        "y": rows(5),
+        "names": list("abcde"),
+        "scale": 2.0,
+        "table": rows(3, 3),
+        "z": np.arange(5),
+    }
+    sizes, cut = [2, 2, 1], (0, 2, 4, 5)
+    parts = [
+        {**batch, "x": batch["x"][:, a:b], **{name: batch[name][a:b] for name in ("y", "names", "z")}}
+        for a, b in pairwise(cut)
+    ]
+    found = divide_batch(batch, 1, 3, split_batch=lambda *_: parts)
+    assert (found.sizes, found.amounts) == (sizes, [2.0, 2.0, 1.0])
+    assert signature(found.together((0, 1, 2))) == signature(batch)
+    both = found.together((0, 2))
+    assert torch.equal(both["x"], batch["x"][:, [0, 1, 4]])
+    assert both["names"] == ["a", "b", "e"]
+    assert both["z"].tolist() == [0, 1, 4]
+    assert both["table"] is batch["table"]
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        [{"x": rows(3)}, {"x": rows(3)}],  # others than those of the batch
+        [{"x": rows(3)}, {"x": rows(2), "y": 1}],
+        [rows(3), rows(2)],
+        [{"x": rows(3, 1)}, {"x": rows(2, 1)}],
+    ],
+)
+def test_other_parts_are_not_put_together(parts: list[Any]) -> None:
+    cut = divide_batch({"x": rows(5)}, 1, 2, split_batch=lambda *_: parts)
+    with pytest.raises(ConfigurationError, match="no slices"):
+        cut.together((0, 1))
+
+
 def test_own_split_into_what_cannot_be_counted() -> None:
     def objects(batch: Any, count: int) -> list[Any]:
         return [object(), object()]
