@@ -11,12 +11,12 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins import CheckpointIO
-from lightning.fabric.utilities.cloud_io import _is_local_file_protocol
 from lightning.pytorch.plugins import TorchCheckpointIO
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_pipe import checkpoint_file, checkpoint_folder
+from lightning_pipe.lightning_internals import is_local_path
 from lightning_pipe.pipeline.ownership import named_tensors
 from lightning_pipe.pipeline.runner import Pipeline
 from lightning_pipe.pipeline.transport import Transport
@@ -90,7 +90,7 @@ class Checkpoints:
         for states in tree.get("optimizer_states", []):
             if "state" in states:
                 states["state"] = {index: states["state"][index] for index in sorted(states["state"])}
-        if type(io) is TorchCheckpointIO and storage_options is None and _is_local_file_protocol(path):
+        if type(io) is TorchCheckpointIO and storage_options is None and is_local_path(path):
             os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
             checkpoint_file.write(os.fspath(path), tree, self._fill)
         else:
@@ -151,7 +151,7 @@ class Checkpoints:
         """Read a checkpoint; a file on a local disk is mapped into memory, so that only what is used is read."""
         if checkpoint_folder.is_folder(os.fspath(path)):
             return checkpoint_folder.load(os.fspath(path), self._wanted, weights_only)  # type: ignore[no-any-return]
-        if type(io) is TorchCheckpointIO and _is_local_file_protocol(path) and os.path.isfile(path):
+        if type(io) is TorchCheckpointIO and is_local_path(path) and os.path.isfile(path):
             try:
                 return torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)  # type: ignore[no-any-return]
             except (RuntimeError, pickle.UnpicklingError) as error:

@@ -43,3 +43,7 @@ class ConfigurationError(PipeError):
 
 class CommunicationError(PipeError):
     """A peer failed, left, or did not answer in time."""
+
+
+class VersionError(PipeError, ImportError):
+    """What is installed lacks something that this package needs."""

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
-from lightning.fabric.strategies.launchers.subprocess_script import _basic_subprocess_cmd
-from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from typing_extensions import override
+
+from lightning_pipe.lightning_internals import SubprocessLauncher, basic_command
 
 if TYPE_CHECKING:
     from lightning_pipe.world import World
@@ -45,7 +45,7 @@ class _Started:
     worlds: list[World] = field(default_factory=list)
 
 
-class ScriptLauncher(_SubprocessScriptLauncher):
+class ScriptLauncher(SubprocessLauncher):
     """Runs this script again for every other process of the node.
 
     Lightning 2.6 gives the children of a Hydra sweep the command line of the whole sweep, so that each of them starts
@@ -127,7 +127,7 @@ def leave_quietly(error: BaseException) -> None:
 
 def _command(local_rank: int) -> tuple[list[str], str | None]:
     """How to start another process of this run, and where."""
-    command = list(_basic_subprocess_cmd())
+    command = list(basic_command())
     config = _hydra()
     if config is None:
         return command, None

@@ -19,6 +19,7 @@ from torch.nn.utils import get_total_norm as _norm_here
 
 import lightning_pipe
 from lightning_pipe.errors import CommunicationError, ConfigurationError
+from lightning_pipe.patches import replaced
 from lightning_pipe.pipeline.absent import Absent
 from lightning_pipe.pipeline.runner import Pipeline
 
@@ -45,8 +46,9 @@ def over_all_stages(pipeline: Pipeline) -> Iterator[None]:
         return
     with ExitStack() as changed:
         if pipeline.flow is None:
+            total = _total_norm(pipeline)
             for name in ("get_total_norm", "_get_total_norm"):
-                changed.enter_context(_everywhere(name, _norm_here, _total_norm(pipeline)))
+                changed.enter_context(_everywhere(name, _norm_here, total))
         changed.enter_context(_everywhere("grad_norm", _grad_norm_here, _grad_norm(pipeline)))
         yield
 
@@ -54,14 +56,11 @@ def over_all_stages(pipeline: Pipeline) -> Iterator[None]:
 @contextmanager
 def _everywhere(name: str, function: Callable[..., Any], other: Callable[..., Any]) -> Iterator[None]:
     """Put another function in the place of one, in all modules that have imported it under its name."""
-    owners = [vars(module) for module in list(sys.modules.values()) if vars(module).get(name) is function]
-    for owner in owners:
-        owner[name] = other
-    try:
+    with ExitStack() as changed:
+        for module in list(sys.modules.values()):
+            if vars(module).get(name) is function:
+                changed.enter_context(replaced(module, name, other))
         yield
-    finally:
-        for owner in owners:
-            owner[name] = function
 
 
 def _total_norm(pipeline: Pipeline) -> Callable[..., Tensor]:

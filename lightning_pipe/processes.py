@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -60,6 +61,7 @@ class ProcessStrategy(ParallelStrategy):
         self._layout: Layout | None = None
         self._asked, self._backend, self._timeout = sizes, backend, timeout
         self._seed = 0
+        self._changed = ExitStack()
 
     # ------------------------------------------------------------------ what the Trainer asks
 
@@ -144,7 +146,7 @@ class ProcessStrategy(ParallelStrategy):
         self._seed = self.world.share_randomness()
         self.signals = Signals(self._module().trainer, self.world)
         if self.world_size > 1:
-            self.signals.install()
+            self._changed.enter_context(self.signals.installed())
 
     @override
     def on_exception(self, exception: BaseException) -> None:
@@ -156,6 +158,11 @@ class ProcessStrategy(ParallelStrategy):
             exception.__traceback__, exception.__cause__, exception.__suppress_context__ = None, None, True
         if is_child() and self.world.board.known_to_all():
             leave_quietly(exception)
+
+    @override
+    def teardown(self) -> None:
+        self._changed.close()
+        super().teardown()
 
     def _interrupted(self) -> bool:
         """Whether this process is on its way out because of an error: nobody may answer any more."""

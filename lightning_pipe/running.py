@@ -28,6 +28,7 @@ from lightning_pipe.micro_batches import LossWeight, MicroBatches, divide_batch
 from lightning_pipe.mirror import Mirror
 from lightning_pipe.norms import over_all_stages
 from lightning_pipe.partition import ProfileStore
+from lightning_pipe.patches import replaced
 from lightning_pipe.pipeline.batches import signature
 from lightning_pipe.pipeline.cut.intercept import outside_modules
 from lightning_pipe.pipeline.loss_check import LossCheck
@@ -362,9 +363,5 @@ class Run:
 @contextmanager
 def _without_example(module: pl.LightningModule) -> Generator[None, None, None]:
     """Hide the example input: model summaries and loggers would run the whole module on one rank."""
-    example = module._example_input_array
-    module._example_input_array = None
-    try:
+    with replaced(module, "_example_input_array", None):
         yield
-    finally:
-        module._example_input_array = example

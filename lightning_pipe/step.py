@@ -13,7 +13,6 @@ import lightning.pytorch as pl
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from lightning_pipe import wire
 from lightning_pipe.errors import CutError
@@ -24,6 +23,7 @@ from lightning_pipe.pipeline.recompute import is_recomputing
 from lightning_pipe.pipeline.runner import Pipeline
 from lightning_pipe.state import Tracked, name_of, portable, told_apart
 from lightning_pipe.text import memory
+from lightning_pipe.torch_internals import tree_leaves
 from lightning_pipe.world import World
 
 OUTPUT_LIMIT = 64 << 20

@@ -11,17 +11,12 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
-from lightning.fabric.utilities.distributed import (
-    _all_gather_ddp_if_available,
-    _get_default_process_group_backend_for_device,
-    _init_dist_connection,
-    _sync_ddp_if_available,
-)
 from torch import Tensor
 from torch.distributed import ReduceOp
 
 from lightning_pipe.config import Auto, Layout, layout
 from lightning_pipe.errors import ConfigurationError
+from lightning_pipe.lightning_internals import all_gather_over, connect, default_backend, reduce_over
 from lightning_pipe.pipeline.failure import FailureBoard
 from lightning_pipe.pipeline.loss_check import is_alone
 from lightning_pipe.pipeline.topology import Topology
@@ -124,8 +119,8 @@ class World:
         """
         several = layout.world_size > 1
         if several:
-            backend = backend or _get_default_process_group_backend_for_device(device)
-            _init_dist_connection(environment, backend, timeout=timeout)
+            backend = backend or default_backend(device)
+            connect(environment, backend, timeout=timeout)
         with warnings.catch_warnings():  # that one micro-batch is off the family's multiples concerns nobody
             warnings.simplefilter("ignore")
             probe = family.build(layout.pipeline_parallel_size, 1, stages=layout.stages)
@@ -181,14 +176,14 @@ class World:
         group = self.replicas if group is None else group
         if group is None or not isinstance(value, Tensor) or is_alone():
             return value
-        return _sync_ddp_if_available(value, group, reduce_op=op)
+        return reduce_over(value, group, reduce_op=op)
 
     def all_gather(self, tensor: Tensor, group: Any | None, sync_grads: bool) -> Tensor:
         """Gather from the replicas along a new first dimension; one replica gets the tensor itself, as one device."""
         group = self.replicas if group is None or group is dist.group.WORLD else group
         if group is not None and is_alone():
             return torch.stack([tensor] * self.layout.data_parallel_size)
-        return tensor if group is None else _all_gather_ddp_if_available(tensor, group=group, sync_grads=sync_grads)
+        return tensor if group is None else all_gather_over(tensor, group=group, sync_grads=sync_grads)
 
     def agree(self, decision: bool, *, unanimous: bool, members: tuple[int, ...] | None = None) -> bool:
         """Whether all processes, or those of a group, or any of them, say yes."""

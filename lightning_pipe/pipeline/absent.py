@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from lightning_pipe.errors import CutError
 from lightning_pipe.pipeline.cut.functions import RANDOM, changed_in_place, function_name
 from lightning_pipe.pipeline.cut.placeholder import Placeholder, shape_only
+from lightning_pipe.torch_internals import DisableTorchFunctionSubclass, tree_map
 
 # Functions that look at a tensor without its value.
 _METADATA = frozenset(
@@ -76,7 +76,7 @@ class Absent(nn.Parameter):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, function_name(func)
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             if name in _METADATA or (name.rpartition(".")[2] in _ACCESS and name != "data.__get__"):
                 return func(*args, **kwargs)
             if name in RANDOM or getattr(func, "__module__", None) == nn.init.__name__:

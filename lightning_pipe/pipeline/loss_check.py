@@ -16,12 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.modules.dropout import _DropoutNd
 
 from lightning_pipe.memory import Memory
 from lightning_pipe.pipeline.cut.path import Call, Path, TensorSpec
 from lightning_pipe.pipeline.recompute import recomputing
+from lightning_pipe.torch_internals import DropoutNd, NormBase
 
 if TYPE_CHECKING:
     from lightning_pipe.pipeline.stage import Batch, Inbound, Stages
@@ -149,7 +148,7 @@ def _attributes(stages: Stages) -> Iterator[None]:
 def _not_random(stages: Stages, stage: int) -> Iterator[None]:
     """What the stage computes is as in an evaluation; up to there the step must go the way that it has gone."""
     module, layers = stages.interceptor.module, stages.interceptor.layers
-    quiet: list[nn.Module] = [part for part in module.modules() if isinstance(part, _DropoutNd | _NormBase)]
+    quiet: list[nn.Module] = [part for part in module.modules() if isinstance(part, DropoutNd | NormBase)]
     quiet += stages.interceptor.computing()
     before = [part.training for part in quiet]
 

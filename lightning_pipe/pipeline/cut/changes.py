@@ -12,6 +12,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from lightning_pipe.torch_internals import is_functorch_tensor
+
 # ruff: noqa: SIM905  a table of names is easier to read as words than as a list of strings
 
 FACTORIES = frozenset(
@@ -51,7 +53,7 @@ def version_of(tensor: Tensor) -> int:
 
 def memory_of(tensor: Tensor) -> int | None:
     """What is the same for tensors that share memory, while they live; ``None`` for those that have none."""
-    if tensor.layout is not torch.strided or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+    if tensor.layout is not torch.strided or is_functorch_tensor(tensor):
         return None
     return int(tensor.untyped_storage()._cdata)
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten
 
 from lightning_pipe.errors import CutError
 from lightning_pipe.pipeline.cut.functions import unique
@@ -16,6 +15,7 @@ from lightning_pipe.pipeline.cut.path import Call, Passed, Repeated, TensorSpec
 from lightning_pipe.pipeline.cut.side_effects import Effect, Watch, container_number
 from lightning_pipe.pipeline.cut.tracker import Tracker
 from lightning_pipe.skip import Key
+from lightning_pipe.torch_internals import tree_flatten
 
 _LEAF = tree_flatten(None)[1]
 """The structure of a result that is one leaf."""

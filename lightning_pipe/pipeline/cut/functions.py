@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+
+from lightning_pipe.torch_internals import tree_leaves
 
 # ruff: noqa: SIM905  a table of names is easier to read as words than as a list of strings
 

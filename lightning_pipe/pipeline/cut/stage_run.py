@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.autograd.graph import GradientEdge
-from torch.utils._pytree import tree_leaves
 
 from lightning_pipe.errors import CutError
 from lightning_pipe.pipeline.cut.changes import State, has_changed, state_of, version_of
@@ -30,9 +29,7 @@ from lightning_pipe.pipeline.cut.tracker import Tracker
 from lightning_pipe.pipeline.recompute import release_saved
 from lightning_pipe.pipeline.rng import Streams
 from lightning_pipe.skip import Key, StepStore, stored_in
-
-_graph_nodes: Callable[[], int] = torch._C._autograd._get_sequence_nr
-"""How many nodes autograd has made on this thread: what a layer makes has numbers between those before and after."""
+from lightning_pipe.torch_internals import functorch_active, graph_nodes, tree_leaves
 
 _END = "the end of the step"
 
@@ -256,9 +253,9 @@ class StageRun:
                     watch = Watch(name, module, given, arguments, seeks)
                 if seeks and watch is not None:
                     tracker.used.update(n for each in watch.attributes() if (n := tracker.numbers.of(each)) is not None)
-                start = _graph_nodes()
+                start = graph_nodes()
                 result = forward(*args, **kwargs)
-                tracker.spans.append((start, _graph_nodes()))
+                tracker.spans.append((start, graph_nodes()))
                 changed = tracker.in_place.changed(before, name)
                 release_saved()
                 stashed, popped = self._skipped(name, skips, events) if len(self.skips.events) > events else ({}, ())
@@ -309,7 +306,7 @@ class StageRun:
             entries = [entry for entry in path.entries if entry.number in values]
             self.inbox = Inbox([values[entry.number] for entry in entries], [entry.requires_grad for entry in entries])
             self.inbox.tensors.reverse()
-            self._begin = _graph_nodes()
+            self._begin = graph_nodes()
             kept = {
                 self.tracker.numbers.of(tensor): tensor
                 for tensor, name in self.stand_in.kept
@@ -384,7 +381,7 @@ class StageRun:
                 "use_reentrant=True, which computes without gradients at first: none would come back over the cut.",
                 hint="Use use_reentrant=False, or one checkpoint for every layer.",
             )
-        if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+        if functorch_active() or forward_ad._current_level >= 0:
             raise CutError(
                 f"the cut before layer '{self._names[self.layers.stop]}' lies inside a transform of torch.func (grad, "
                 "jvp, vmap, ...) or inside forward-mode differentiation, of which nothing goes over a cut.",

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_unflatten
 
 from lightning_pipe.pipeline.cut.functions import leaves_of
 from lightning_pipe.pipeline.cut.path import Call, Passed, Repeated, TensorSpec
@@ -15,6 +14,7 @@ from lightning_pipe.pipeline.cut.placeholder import Placeholder
 from lightning_pipe.pipeline.cut.side_effects import Attributes, containers_in, replace_contents
 from lightning_pipe.pipeline.cut.tracker import Tracker
 from lightning_pipe.skip import StepStore
+from lightning_pipe.torch_internals import tree_unflatten
 
 
 class StandIn:

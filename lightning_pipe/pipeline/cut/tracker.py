@@ -8,10 +8,8 @@ from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode, _get_current_function_mode
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from lightning_pipe.errors import CutError
@@ -32,6 +30,13 @@ from lightning_pipe.pipeline.cut.in_place import InPlace
 from lightning_pipe.pipeline.cut.numbers import NO_VIEWS, SAME_PATH, Numbers
 from lightning_pipe.pipeline.cut.path import Call, TensorSpec
 from lightning_pipe.pipeline.cut.placeholder import Placeholder, shape_only
+from lightning_pipe.torch_internals import (
+    current_function_mode,
+    pop_function_mode,
+    push_function_mode,
+    tree_flatten,
+    tree_unflatten,
+)
 
 
 class Tracker(TorchFunctionMode):
@@ -262,9 +267,9 @@ class _Paused:
         self._tracker = tracker
 
     def __enter__(self) -> None:
-        self._popped = _get_current_function_mode() is self._tracker  # type: ignore[no-untyped-call]
+        self._popped = current_function_mode() is self._tracker  # type: ignore[no-untyped-call]
         if self._popped:
-            torch._C._pop_torch_function_stack()
+            pop_function_mode()
         else:
             self._tracker._off += 1
 
@@ -272,6 +277,6 @@ class _Paused:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._popped:
-            torch._C._push_on_torch_function_stack(self._tracker)
+            push_function_mode(self._tracker)
         else:
             self._tracker._off -= 1
