@@ -23,7 +23,7 @@ from lightning_pipe.pipeline.recompute import BufferGuard, Buffers, nothing_save
 from lightning_pipe.pipeline.rng import Streams
 from lightning_pipe.pipeline.split_backward import SplitBackward
 from lightning_pipe.skip import Event, Key
-from lightning_pipe.torch_internals import tree_map
+from lightning_pipe.torch_internals import tree_leaves, tree_map
 
 Step = Callable[[int, Any], Any]
 Inbound = tuple[Path, dict[int, Tensor]]
@@ -221,6 +221,7 @@ class Stages:
         )
         part = batch.slice(micro_batch)
         batch.streams.seed_user_code(micro_batch)
+        run.tracker.lineage.begin(tree_leaves(part))
         with forward_pass(stage):
             result = self.interceptor.follow(run, lambda: batch.step(micro_batch, part))
         self.called |= run.called

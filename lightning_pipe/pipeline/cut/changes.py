@@ -14,17 +14,6 @@ from torch import Tensor
 
 from lightning_pipe.torch_internals import is_functorch_tensor
 
-# ruff: noqa: SIM905  a table of names is easier to read as words than as a list of strings
-
-FACTORIES = frozenset(
-    """
-    arange as_tensor empty empty_like empty_strided eye from_numpy full full_like linspace logspace new_empty
-    new_empty_strided new_full new_ones new_tensor new_zeros ones ones_like rand rand_like randint randint_like randn
-    randn_like randperm scalar_tensor tensor zeros zeros_like
-    """.split()
-)
-"""Functions that make a tensor of their own."""
-
 
 @contextmanager
 def counting() -> Iterator[None]:

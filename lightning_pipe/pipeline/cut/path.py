@@ -96,6 +96,7 @@ class Call(NamedTuple):
         effects: for layers and modules, what they leave behind besides their result.
         container: the number of the list or dictionary in the arguments that the result is, if it is one.
         lent: for layers and modules, the arguments whose memory a result shares, and which every stage has for itself.
+        given: what it is given of the batch; see `Lineage`.
     """
 
     name: str
@@ -109,6 +110,7 @@ class Call(NamedTuple):
     effects: tuple[Effect, ...] = ()
     container: int | None = None
     lent: tuple[int, ...] = ()
+    given: int = 0
 
 
 class Entry(NamedTuple):

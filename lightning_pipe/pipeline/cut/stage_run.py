@@ -243,7 +243,7 @@ class StageRun:
         try:
             with tracker.paused(), self.stream(key), stored_in(self.skips):
                 tracker.touch(tensors, name)
-                before = tracker.in_place.noted(tensors)
+                before, received = tracker.in_place.noted(tensors), tracker.given(tensors)
                 skips, events = dict(self.skips), len(self.skips.events)
                 if self._profiler is not None:
                     self._profiler(name, key, forward, args, kwargs, skips)
@@ -259,7 +259,9 @@ class StageRun:
                 changed = tracker.in_place.changed(before, name)
                 release_saved()
                 stashed, popped = self._skipped(name, skips, events) if len(self.skips.events) > events else ({}, ())
-                call = learnt.descriptions.describe(tracker, name, result, arguments, changed, stashed, popped, watch)
+                call = learnt.descriptions.describe(
+                    tracker, name, result, arguments, changed, stashed, popped, watch, received
+                )
                 tracker.calls.append(call)
                 if seeks:
                     learnt.keepers.note(name, module, any(effect.attribute for effect in call.effects))

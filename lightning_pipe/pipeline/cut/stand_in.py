@@ -42,9 +42,10 @@ class StandIn:
     def answer(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """The result of a call, with placeholders for its tensors."""
         tracker = self._tracker
-        call = tracker.expect(name)
         arguments = leaves_of(args, kwargs)
-        tracker.note_read([argument for argument in arguments if isinstance(argument, Tensor)])
+        tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
+        call = tracker.expect(name, tracker.given(tensors))
+        tracker.note_read(tensors)
         self.modules.append(module)
         written: list[Tensor] = []
         if call.mutated:
