@@ -25,6 +25,7 @@ OTHERS = {
     "_replace": "named tuples, documented",
     "_fingerprint": "datasets, in the recipes",
     "_pipe_number": "ours, on tensors",
+    "_pipe_lineage": "ours, on tensors",
     "_namespaces": "ours, on layers with skip connections",
     "_source": "ours, on a loader",
 }
