@@ -6,12 +6,12 @@
 
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
-.PHONY: help train test test-all check format bench docs pictures clean
+.PHONY: help train test test-all test-versions check format bench docs pictures clean
 
 ARGS ?=
-# The first of these that is Python >= 3.11 and can make virtual environments.
-PYTHON ?= $(shell for python in python3 python3.11 python3.12 python3.13 python3.14 python; do \
-	"$$python" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 \
+# The first of these that is Python 3.11 to 3.13 and can make virtual environments.
+PYTHON ?= $(shell for python in python3 python3.11 python3.12 python3.13 python; do \
+	"$$python" -c 'import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' >/dev/null 2>&1 \
 	&& { echo "$$python"; break; }; done)
 BIN := .venv/bin
 # One thread per process: several processes share the cores, here as in training.
@@ -20,7 +20,7 @@ RUN := OMP_NUM_THREADS=1 $(BIN)/python
 PYTEST := $(RUN) -m pytest -n 2 --dist loadscope --no-loadscope-reorder
 
 help:  ## list these targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 train: .venv/ready  ## train GPT-2 in two pipeline stages on two CPU processes (about two minutes)
 	@$(RUN) -m recipes.train experiment=gpt2_wikitext2 $(ARGS)
@@ -30,6 +30,9 @@ test: .venv/ready  ## run the fast tests (under ten minutes on two cores)
 
 test-all: .venv/ready  ## run every test, the long sweeps too (hours on two cores)
 	@$(PYTEST) $(ARGS)
+
+test-versions:  ## run the fast tests on the oldest and newest releases of Python, torch, Lightning (hours)
+	@OMP_NUM_THREADS=1 $(PYTHON) tests/versions.py $(ARGS)
 
 check: .venv/ready  ## lint, formatting, types
 	@$(BIN)/ruff check .
@@ -51,11 +54,11 @@ pictures: .venv/ready  ## draw the pictures of README and docs anew
 	@$(BIN)/python -m docs.pictures
 
 clean:  ## remove .venv, caches and the outputs of runs
-	rm -rf .venv build dist docs/_build outputs multirun .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf .venv .venv-versions build dist docs/_build outputs multirun .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 .venv/ready: pyproject.toml constraints.txt
-	@[ -n "$(PYTHON)" ] || { echo "make: no Python >= 3.11 with its venv module was found." \
+	@[ -n "$(PYTHON)" ] || { echo "make: no Python 3.11 to 3.13 with its venv module was found." \
 		"Install one, or name it: make PYTHON=/path/to/python3 $(MAKECMDGOALS)" >&2; exit 1; }
 	@echo "Setting up .venv with $$($(PYTHON) -V) and the versions in constraints.txt (once; a few minutes) ..."
 	@$(PYTHON) -m venv .venv

@@ -10,13 +10,13 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins import CheckpointIO
-from lightning.fabric.utilities.cloud_io import _is_local_file_protocol
 from lightning.pytorch.plugins import TorchCheckpointIO
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_pipe import checkpoint_file, checkpoint_folder
 from lightning_pipe.errors import CheckpointError
+from lightning_pipe.lightning_internals import is_local_path
 from lightning_pipe.pipeline.ownership import named_tensors
 from lightning_pipe.pipeline.runner import Pipeline
 from lightning_pipe.pipeline.transport import Transport
@@ -93,7 +93,7 @@ class Checkpoints:
         for states in tree.get("optimizer_states", []):
             if "state" in states:
                 states["state"] = {index: states["state"][index] for index in sorted(states["state"])}
-        if type(io) is TorchCheckpointIO and storage_options is None and _is_local_file_protocol(path):
+        if type(io) is TorchCheckpointIO and storage_options is None and is_local_path(path):
             os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
             checkpoint_file.write(os.fspath(path), tree, self._fill)
         else:
@@ -158,10 +158,10 @@ class Checkpoints:
         Raises:
             CheckpointError: there is something else, or a part of a checkpoint.
         """
-        place = found(os.fspath(path)) if _is_local_file_protocol(path) else os.fspath(path)
+        place = found(os.fspath(path)) if is_local_path(path) else os.fspath(path)
         if checkpoint_folder.is_folder(place):
             return checkpoint_folder.load(place, self._wanted, weights_only, self._transport)  # type: ignore[no-any-return]
-        if type(io) is not TorchCheckpointIO or not _is_local_file_protocol(path) or not os.path.exists(place):
+        if type(io) is not TorchCheckpointIO or not is_local_path(path) or not os.path.exists(place):
             return io.load_checkpoint(path, weights_only=weights_only)
         checkpoint = checkpoint_file.read(place, weights_only)
         if not isinstance(checkpoint, Mapping) or "state_dict" not in checkpoint:

@@ -21,10 +21,10 @@ from pathlib import Path
 
 import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
-from lightning.fabric.utilities.distributed import _init_dist_connection
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from lightning_pipe.errors import CommunicationError, ConfigurationError
+from lightning_pipe.lightning_internals import connect_processes
 from lightning_pipe.pipeline import threads
 from lightning_pipe.pipeline.store_client import StoreClient, StoreSilentError
 
@@ -56,7 +56,7 @@ def connect(
     if dist.is_initialized():
         return
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun serves the store, with a prefix per attempt
-        _init_dist_connection(environment, backend, timeout=timeout)
+        connect_processes(environment, backend, timeout=timeout)
         return
     address = _LOOPBACK if hosts == 1 else environment.main_address
     meeting = _Meeting(environment.global_rank(), environment.world_size(), timeout, check)
@@ -66,7 +66,7 @@ def connect(
         store = _find(address, environment.main_port, meeting)
     store = PrefixStore(f"lightning_pipe/{_run_name()}", store)
     meeting.wait_for_all(store)
-    _init_dist_connection(environment, backend, timeout=timeout, store=store)
+    connect_processes(environment, backend, timeout=timeout, store=store)
 
 
 @contextmanager

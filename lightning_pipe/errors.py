@@ -51,3 +51,7 @@ class CollectiveError(PipeError):
 
 class CheckpointError(PipeError):
     """A checkpoint cannot be written, or is not one."""
+
+
+class VersionError(PipeError, ImportError):
+    """What is installed lacks something that this package needs."""

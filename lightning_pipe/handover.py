@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_pipe.torch_internals import foreach_mul_
+
 
 @dataclass
 class HeldGradients:
@@ -59,7 +61,7 @@ class _HandOver(torch.autograd.Function):
         # on an accelerator a look at the factor would wait for the device
         if factor.device.type != "cpu" or factor.item() != 1.0:
             for same in _by_dtype(gradients):
-                torch._foreach_mul_(same, factor.to(same[0]))
+                foreach_mul_(same, factor.to(same[0]))
         return (None, None, None, *gradients)
 
 

@@ -14,14 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
-from lightning.fabric.strategies.launchers.subprocess_script import _basic_subprocess_cmd
-from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
-from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from typing_extensions import override
 
 from lightning_pipe.children import CHILD, Children
 from lightning_pipe.connect import RUN
 from lightning_pipe.errors import ConfigurationError
+from lightning_pipe.lightning_internals import SubprocessLauncher, basic_command, set_threads
 from lightning_pipe.pipeline import threads
 
 if TYPE_CHECKING:
@@ -52,7 +50,7 @@ class _Started:
     worlds: list[World] = field(default_factory=list)
 
 
-class ScriptLauncher(_SubprocessScriptLauncher):
+class ScriptLauncher(SubprocessLauncher):
     """Runs this script again for every other process of the node.
 
     Lightning 2.6 gives the children of a Hydra sweep the command line of the whole sweep, so that each of them starts
@@ -116,7 +114,7 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         if not self.cluster_environment.creates_processes_externally:
             self._call_children_scripts()
-        _set_num_threads_if_needed(num_processes=self.num_processes)
+        set_threads(num_processes=self.num_processes)
         started = ScriptLauncher._started
         with nullcontext() if started is None or started.children is None else started.children.running():
             result = function(*args, **kwargs)
@@ -180,7 +178,7 @@ def leave_quietly(error: BaseException) -> None:
 
 def _command(local_rank: int) -> tuple[list[str], str | None]:
     """How to start another process of this run, and where."""
-    command = list(_basic_subprocess_cmd())
+    command = list(basic_command())
     config = _hydra()
     if config is None:
         return command, None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numbers
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -15,8 +15,10 @@ from torchmetrics import Metric
 
 from lightning_pipe.errors import ConfigurationError
 from lightning_pipe.joining import RULES, Number
+from lightning_pipe.patches import replaced
 from lightning_pipe.pipeline.absent import Absent
 from lightning_pipe.pipeline.cut.placeholder import Placeholder
+from lightning_pipe.torch_internals import DisableTorchFunction
 
 _log = pl.LightningModule.log
 
@@ -132,7 +134,7 @@ class Log:
             else:
                 self._record(names[id(module)], module, name, value, _named(args) | options)
 
-        with _in_place_of_log(log):
+        with replaced(pl.LightningModule, "log", log):
             yield
 
     @contextmanager
@@ -201,7 +203,7 @@ class Log:
                 )
             value = value._forward_cache
         # apart from the cut, which follows the torch calls of the step
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             kept = _single_value(value)
             if kept is None and metric is None:
                 _log(module, name, value, **options)  # raises Lightning's own error
@@ -225,19 +227,8 @@ def of_values_alone() -> Iterator[None]:
             )
         _log(module, name, value, *args, **options)
 
-    with _in_place_of_log(log):
+    with replaced(pl.LightningModule, "log", log):
         yield
-
-
-@contextmanager
-def _in_place_of_log(log: Callable[..., None]) -> Iterator[None]:
-    """Put a function in the place of ``LightningModule.log``, on the class."""
-    before = pl.LightningModule.log
-    pl.LightningModule.log = log  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        pl.LightningModule.log = before  # type: ignore[method-assign]
 
 
 def merge(logged: Logged, samples: Sequence[float], losses: Mapping[int, float] | None = None) -> list[Merged]:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipe.errors import CutError
+from lightning_pipe.torch_internals import DisableTorchFunction
 
 _LARGE = 4096
 """Containers of more elements are compared element by element only at their top level."""
@@ -68,18 +69,18 @@ class Memory:
 
     def __init__(self, modules: dict[str, nn.Module]) -> None:
         seen: dict[int, _Node] = {}
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             self._nodes = {name: _Attributes(module, seen, skipped=_SKIPPED) for name, module in modules.items()}
 
     def undo(self) -> None:
         """Put everything back in place."""
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             for node in self._nodes.values():
                 node.undo()
 
     def changes(self) -> list[Change]:
         """What has become different since."""
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             seen: set[int] = set()
             return [change for name, node in self._nodes.items() for change in node.changes((name,), seen)]
 

@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 from torchmetrics import Metric
 from torchmetrics.utilities.distributed import gather_all_tensors
 from torchmetrics.wrappers import Running
 
 from lightning_pipe.memory import Memory
+from lightning_pipe.patches import replaced
 from lightning_pipe.pipeline.recompute import is_recomputing
+from lightning_pipe.torch_internals import tree_map
 
 State = tuple[dict[str, Any], int]
 Gather = Callable[[State | None, tuple[int, ...]], list[State]]
 Homes = Callable[[str], tuple[int, ...]]
+
+_forward, _reset = Metric.forward, Metric.reset
 
 
 class Metrics:
@@ -59,41 +62,40 @@ class Metrics:
         self._in_step = False
         self._touched: dict[int, Memory] | None = None
         self._again = False
-        self._before: list[tuple[Metric, dict[str, Any]]] = []
+        self._changed = ExitStack()
         self.windows: set[str] = set()
 
     def install(self) -> None:
         """Take over synchronisation."""
         metric: Any
         for metric in self._metrics:
-            replaced = ("update", "compute", "distributed_available_fn", "dist_sync_fn")
-            self._before.append((metric, {name: vars(metric)[name] for name in replaced}))
-            metric.update = functools.wraps(metric.update)(self._update(metric, metric.update))
-            metric.compute = functools.wraps(metric.compute)(self._compute(metric, metric.compute))
+            self._replace(metric, "update", self._update(metric, metric.update))
+            self._replace(metric, "compute", self._compute(metric, metric.compute))
+            # others may pickle these
             if self._replicas is None:
-                metric.distributed_available_fn = _never
+                self._replace(metric, "distributed_available_fn", _never, gated=False)
             elif metric.dist_sync_fn is None and metric.process_group is None:
-                metric.dist_sync_fn = functools.partial(_gather, self._replicas)
+                self._replace(metric, "dist_sync_fn", functools.partial(_gather, self._replicas), gated=False)
+
+    def _replace(self, metric: Metric, name: str, value: Any, *, gated: bool = True) -> None:
+        self._changed.enter_context(replaced(metric, name, value, gated=gated))
 
     def remove(self) -> None:
         """Leave the metrics as they were found."""
-        for metric, attributes in self._before:
-            for name, value in attributes.items():
-                setattr(metric, name, value)
-        self._before = []
+        self._changed.close()
 
     @contextmanager
     def in_step(self) -> Iterator[None]:
         """Around a batch: ``compute`` is local."""
         self._in_step = True
-        forward, reset = Metric.forward, Metric.reset
-        kind: Any = Metric
-        kind.forward, kind.reset = self._touching(forward), self._touching(reset)
-        try:
-            yield
-        finally:
-            kind.forward, kind.reset = forward, reset
-            self._in_step = False
+        with (
+            replaced(Metric, "forward", self._touching(_forward)),
+            replaced(Metric, "reset", self._touching(_reset)),
+        ):
+            try:
+                yield
+            finally:
+                self._in_step = False
 
     @contextmanager
     def remembered(self) -> Iterator[dict[int, Memory]]:

@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 from lightning.fabric.utilities.data import sized_len
-from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
 
 from lightning_pipe.errors import CommunicationError
 from lightning_pipe.frames import hide_own
+from lightning_pipe.lightning_internals import IndexBatchSampler
 from lightning_pipe.pipeline.transport import Transport
 from lightning_pipe.wire import broadcast
 
@@ -122,7 +122,7 @@ class _Reader(Iterator[Any]):
     def _indices(self) -> Any:
         """The batch's places in the dataset, which Lightning keeps track of while predicting."""
         sampler = getattr(self._mirror.loader, "batch_sampler", None)
-        if not isinstance(sampler, _IndexBatchSamplerWrapper):
+        if not isinstance(sampler, IndexBatchSampler):
             return None
         # worker processes are ahead of the batch that is due
         return sampler.seen_batch_indices[self._count]
@@ -158,7 +158,7 @@ class _Listener(Iterator[Any]):
         self._mirror = mirror
         _, mirror._length, _ = self._receive()
         sampler = getattr(mirror.loader, "batch_sampler", None)
-        self._sampler = sampler if isinstance(sampler, _IndexBatchSamplerWrapper) else None
+        self._sampler = sampler if isinstance(sampler, IndexBatchSampler) else None
         if self._sampler is not None:
             self._sampler.seen_batch_indices = []
 

@@ -19,8 +19,10 @@ from torch.nn.utils import get_total_norm as _norm_here
 
 import lightning_pipe
 from lightning_pipe.errors import CommunicationError, ConfigurationError
+from lightning_pipe.patches import replaced
 from lightning_pipe.pipeline.absent import Absent
 from lightning_pipe.pipeline.runner import Pipeline
+from lightning_pipe.torch_internals import DisableTorchFunction
 
 _grad_norm_here = grads.grad_norm
 _ON_ALL = (
@@ -45,8 +47,9 @@ def over_all_stages(pipeline: Pipeline) -> Iterator[None]:
         return
     with ExitStack() as changed:
         if pipeline.flow is None:
+            total = _total_norm(pipeline)
             for name in ("get_total_norm", "_get_total_norm"):
-                changed.enter_context(_everywhere(name, _norm_here, _total_norm(pipeline)))
+                changed.enter_context(_everywhere(name, _norm_here, total))
         changed.enter_context(_everywhere("grad_norm", _grad_norm_here, _grad_norm(pipeline)))
         yield
 
@@ -54,14 +57,11 @@ def over_all_stages(pipeline: Pipeline) -> Iterator[None]:
 @contextmanager
 def _everywhere(name: str, function: Callable[..., Any], other: Callable[..., Any]) -> Iterator[None]:
     """Put another function in the place of one, in all modules that have imported it under its name."""
-    owners = [vars(module) for module in list(sys.modules.values()) if vars(module).get(name) is function]
-    for owner in owners:
-        owner[name] = other
-    try:
+    with ExitStack() as changed:
+        for module in list(sys.modules.values()):
+            if vars(module).get(name) is function:
+                changed.enter_context(replaced(module, name, other))
         yield
-    finally:
-        for owner in owners:
-            owner[name] = function
 
 
 def _total_norm(pipeline: Pipeline) -> Callable[..., Tensor]:
@@ -76,7 +76,7 @@ def _total_norm(pipeline: Pipeline) -> Callable[..., Tensor]:
         if pipeline.executor.stages.interceptor.run is not None:  # in a step, of which each rank runs another part
             return _norm_here(given, norm_type, error_if_nonfinite, foreach)
         _check_not_divided(pipeline)
-        with torch._C.DisableTorchFunction():  # what looks at the optimizer's step is to see one result for all ranks
+        with DisableTorchFunction():  # what looks at the optimizer's step is to see one result for all ranks
             total = _of_all(pipeline, given, float(norm_type), foreach)
         if error_if_nonfinite and not torch.isfinite(total):
             raise RuntimeError(f"The total norm of order {norm_type} of the gradients is {float(total)}.")

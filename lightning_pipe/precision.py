@@ -10,6 +10,7 @@ import torch
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from torch import Tensor
 
+from lightning_pipe.patches import replaced
 from lightning_pipe.pipeline.runner import Pipeline
 
 
@@ -28,13 +29,11 @@ def over_stages(plugin: Precision, pipeline: Pipeline) -> Iterator[None]:
         pipeline: the module over the ranks.
     """
     scaler: Any = plugin.scaler if isinstance(plugin, MixedPrecision) else None
-    if scaler is not None:
-        scaler._unscale_grads_ = _unscale(scaler._unscale_grads_, pipeline)
-    try:
+    if scaler is None:
         yield
-    finally:
-        if scaler is not None:
-            vars(scaler).pop("_unscale_grads_", None)
+        return
+    with replaced(scaler, "_unscale_grads_", _unscale(scaler._unscale_grads_, pipeline)):
+        yield
 
 
 def _unscale(unscale: Callable[..., dict[Any, Tensor]], pipeline: Pipeline) -> Callable[..., dict[Any, Tensor]]:

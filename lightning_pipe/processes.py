@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
+from contextlib import ExitStack
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -68,6 +69,7 @@ class ProcessStrategy(ParallelStrategy):
         self._layout: Layout | None = None
         self._asked, self._backend, self._timeout = sizes, backend, timeout
         self._seed = 0
+        self._changed = ExitStack()
 
     # ------------------------------------------------------------------ what the Trainer asks
 
@@ -162,7 +164,7 @@ class ProcessStrategy(ParallelStrategy):
         self._seed = self.world.share_randomness()
         self.signals = Signals(self._module().trainer, self.world)
         if self.world_size > 1:
-            self.signals.install()
+            self._changed.enter_context(self.signals.installed())
 
     @override
     def on_exception(self, exception: BaseException) -> None:
@@ -195,6 +197,11 @@ class ProcessStrategy(ParallelStrategy):
         """How far the training has come."""
         trainer = self._module().trainer
         return f"Epoch {trainer.current_epoch}, step {trainer.global_step}."
+
+    @override
+    def teardown(self) -> None:
+        self._changed.close()
+        super().teardown()
 
     def _interrupted(self) -> bool:
         """Whether this process is on its way out because of an error: nobody may answer any more."""

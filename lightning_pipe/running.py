@@ -15,7 +15,6 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from lightning_pipe.config import Auto
@@ -30,6 +29,7 @@ from lightning_pipe.micro_batches import LossWeight, MicroBatches, divide_batch
 from lightning_pipe.mirror import Mirror
 from lightning_pipe.norms import over_all_stages
 from lightning_pipe.partition import ProfileStore
+from lightning_pipe.patches import replaced
 from lightning_pipe.pipeline.batches import signature
 from lightning_pipe.pipeline.cut.intercept import outside_modules
 from lightning_pipe.pipeline.loss_check import LossCheck
@@ -47,6 +47,7 @@ from lightning_pipe.step import Result, UserStep, from_ranks
 from lightning_pipe.stopping import stopping_together
 from lightning_pipe.streaming import Streaming
 from lightning_pipe.suspects import Suspects, ambiguous, note, suspicion
+from lightning_pipe.torch_internals import BatchNorm
 from lightning_pipe.wire import broadcast
 from lightning_pipe.world import World
 
@@ -105,7 +106,7 @@ class Run:
         self._accumulated = self._told = False
         self._cut_batches = 0
         self._synchronized = are_synchronized(module)
-        self._norms = [part for part in module.modules() if isinstance(part, _BatchNorm)]
+        self._norms = [part for part in module.modules() if isinstance(part, BatchNorm)]
         self._largest = 0
         self._suspects = Suspects()
         self._warned: set[str] = set()
@@ -536,9 +537,5 @@ def _noted(batch: Any, cut: MicroBatches) -> Generator[None, None, None]:
 @contextmanager
 def _without_example(module: pl.LightningModule) -> Generator[None, None, None]:
     """Hide the example input: model summaries and loggers would run the whole module on one rank."""
-    example = module._example_input_array
-    module._example_input_array = None
-    try:
+    with replaced(module, "_example_input_array", None):
         yield
-    finally:
-        module._example_input_array = example

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import MethodType
+from contextlib import ExitStack
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.plugins.precision import Precision
 from torch.optim import Optimizer
 
+from lightning_pipe.patches import replaced
 from lightning_pipe.pipeline.runner import Pipeline
 from lightning_pipe.pipeline.sharding import Shards
 
@@ -25,7 +26,7 @@ class ShardedOptimizers:
     def __init__(self, pipeline: Pipeline, precision: Precision) -> None:
         self._pipeline, self._precision = pipeline, precision
         self._shards: Shards | None = None
-        self._hooks: list[Any] = []
+        self._changed = ExitStack()
 
     def install(self, optimizers: Sequence[Optimizer]) -> None:
         """Begin, once the pipeline has settled who holds what."""
@@ -33,20 +34,18 @@ class ShardedOptimizers:
         shards.drop_states(optimizers)
         after_closure = self._precision._after_closure
 
-        def drop(plugin: Precision, model: pl.LightningModule, optimizer: Any) -> None:
+        def drop(model: pl.LightningModule, optimizer: Any) -> None:
             after_closure(model, optimizer)
             shards.drop_gradients()
             self._pipeline.gradients_divided = True
 
-        self._precision._after_closure = MethodType(drop, self._precision)  # type: ignore[method-assign]
-        self._hooks = [optimizer.register_step_post_hook(lambda *_: shards.share()) for optimizer in optimizers]
+        self._changed.enter_context(replaced(self._precision, "_after_closure", drop))
+        for optimizer in optimizers:
+            self._changed.callback(optimizer.register_step_post_hook(lambda *_: shards.share()).remove)
 
     def remove(self) -> None:
         """End."""
-        vars(self._precision).pop("_after_closure", None)
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
+        self._changed.close()
 
     def state_of(self, optimizer: Optimizer) -> dict[str, Any]:
         """The whole state of what this process holds. Collective."""

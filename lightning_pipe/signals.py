@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
 import torch
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+from lightning_pipe.patches import replaced
 from lightning_pipe.world import World
 
 _Handler = Callable[[int, FrameType | None], None]
@@ -39,11 +41,18 @@ class Signals:
         self.asked = [False, False]
         """Whether this process was asked to end, and to save and be requeued."""
 
-    def install(self) -> None:
-        """Take the place of Lightning's handlers and of its question before every batch."""
-        vars(self._connector)["_sigterm_notifier_fn"] = self._on_termination
-        vars(self._connector)["_slurm_sigusr_handler_fn"] = self._on_requeue
-        vars(self._trainer.fit_loop.epoch_loop)["_broadcast_sigterm_tensor"] = self._agree
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Take the place of Lightning's handlers and of its question before every batch.
+
+        Lightning registers the handlers later, and keeps what it registers until after the strategy's teardown.
+        """
+        with (
+            replaced(self._connector, "_sigterm_notifier_fn", self._on_termination),
+            replaced(self._connector, "_slurm_sigusr_handler_fn", self._on_requeue),
+            replaced(self._trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", self._agree),
+        ):
+            yield
 
     def act(self, asked: Sequence[bool]) -> None:
         """Do what the processes have agreed on.

@@ -10,10 +10,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from lightning_pipe import wire
 from lightning_pipe.errors import CutError
@@ -26,6 +24,7 @@ from lightning_pipe.pipeline.recompute import is_recomputing
 from lightning_pipe.pipeline.runner import Pipeline
 from lightning_pipe.state import Tracked, name_of, portable, told_apart
 from lightning_pipe.text import memory
+from lightning_pipe.torch_internals import DisableTorchFunction, tree_leaves
 from lightning_pipe.world import World
 
 OUTPUT_LIMIT = 64 << 20
@@ -168,7 +167,7 @@ class UserStep:
 
     def _note_numbers(self, result: Any) -> None:
         """Keep what a run logged and returned that is compared with another one; see `numbers`."""
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             found = [*self._log.numbers(), *numbers_in(result)]
         self._trial = {name: (value, default) for name, value, default in found}
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from datetime import timedelta
 from os import PathLike
 from pathlib import Path
@@ -13,8 +12,6 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.fabric.utilities.init import _EmptyInit
-from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -29,8 +26,10 @@ from lightning_pipe.checkpoint import Checkpoints
 from lightning_pipe.config import Auto
 from lightning_pipe.errors import ConfigurationError, PartitionError
 from lightning_pipe.frames import hide_own
+from lightning_pipe.lightning_internals import EmptyInit, optimizers_to_device
 from lightning_pipe.micro_batches import LossWeight
 from lightning_pipe.partition import Balance, find_layers
+from lightning_pipe.patches import unheard
 from lightning_pipe.pipeline.batchnorm import DeferredBatchNorm
 from lightning_pipe.pipeline.ownership import named_tensors
 from lightning_pipe.pipeline.runner import Pipeline
@@ -158,7 +157,6 @@ class PipeStrategy(ProcessStrategy):
         self._shard_optimizer = shard_optimizer
         self._cutting = Cutting(micro_batches, split_batch, loss_weight)
         self._save_folder = save_distributed_checkpoint
-        self._unsynchronize = ExitStack()
         self._names: list[str] = []
         self._holders: dict[str, tuple[int, ...]] = {}
 
@@ -218,9 +216,9 @@ class PipeStrategy(ProcessStrategy):
         )
         pipeline.partition()
         # loading a whole state into a divided module passes by the layers of other ranks
-        warnings.filterwarnings("ignore", message=".*copying from a non-meta parameter in the checkpoint to a meta.*")
+        self._changed.enter_context(unheard(".*copying from a non-meta parameter in the checkpoint to a meta.*"))
         if self.data_parallel_size == 1:  # values are those of the whole batch on all ranks already
-            warnings.filterwarnings("ignore", message=".*sync_dist=True.* when logging on epoch level.*")
+            self._changed.enter_context(unheard(".*sync_dist=True.* when logging on epoch level.*"))
         sharded = ShardedOptimizers(pipeline, self.precision_plugin) if self._shard_optimizer else None
         report = Report(module, pipeline, self.layout, division.notes)
         self.run = Run(
@@ -234,13 +232,13 @@ class PipeStrategy(ProcessStrategy):
         together = world.replicas is not None and any(True for _ in synchronized_norms(module, every=every))
         check_synchronized_norms(self.family, self.root_device, asked=every, together=together)
         if world.layout.world_size > 1:
-            self._unsynchronize.callback(synchronize(module, world.replicas, every=every))
+            self._changed.callback(synchronize(module, world.replicas, every=every))
 
     @override
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
         # on the CPU: the whole module need not fit on one device
-        with _EmptyInit(enabled=bool(empty_init)), self.precision_plugin.tensor_init_context():
+        with EmptyInit(enabled=bool(empty_init)), self.precision_plugin.tensor_init_context():
             yield
 
     @override
@@ -272,7 +270,7 @@ class PipeStrategy(ProcessStrategy):
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         if trainer.state.fn == TrainerFn.FITTING:
-            _optimizers_to_device(self.optimizers, self.root_device)
+            optimizers_to_device(self.optimizers, self.root_device)
             if self.divided.pipeline.flow is not None:
                 micro_batches = self._cutting.micro_batches
                 check_asynchronous(trainer, self.divided.pipeline, micro_batches, sharded=self._shard_optimizer)
@@ -410,7 +408,7 @@ class PipeStrategy(ProcessStrategy):
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         self._checkpoints().load_optimizers(checkpoint, self.optimizers)
-        _optimizers_to_device(self.optimizers, self.root_device)
+        optimizers_to_device(self.optimizers, self.root_device)
 
     # ------------------------------------------------------------------ end
 
@@ -426,12 +424,13 @@ class PipeStrategy(ProcessStrategy):
     @override
     def teardown(self) -> None:
         run, self.run = self.run, None
-        if run is not None:
-            run.end()
-            if not self._interrupted():
-                self._holders = {name: run.pipeline.owners(name) for name, _ in named_tensors(self._module())}
-                self._module().cpu()  # as `Strategy.teardown` will do; the whole module may not fit on this device
-                run.pipeline.restore()
-            DeferredBatchNorm.revert(self._module())
-        self._unsynchronize.close()
-        super().teardown()
+        try:
+            if run is not None:
+                run.end()
+                if not self._interrupted():
+                    self._holders = {name: run.pipeline.owners(name) for name, _ in named_tensors(self._module())}
+                    self._module().cpu()  # as `Strategy.teardown` will do; the whole module may not fit on this device
+                    run.pipeline.restore()
+                DeferredBatchNorm.revert(self._module())
+        finally:
+            super().teardown()

@@ -20,6 +20,7 @@ from lightning_pipe.logs import Logged
 from lightning_pipe.memory import Change
 from lightning_pipe.micro_batches import MicroBatches
 from lightning_pipe.one_way import OneWay
+from lightning_pipe.patches import replaced
 from lightning_pipe.pipeline.asynchronous import Flow, Turn
 from lightning_pipe.pipeline.loss_check import LossCheck
 from lightning_pipe.pipeline.runner import Pipeline
@@ -121,8 +122,7 @@ class Streaming:
         return method(*args, **kwargs)
 
     def _replace(self, owner: Any, name: str, method: Callable[..., Any]) -> None:
-        vars(owner)[name] = method
-        self._changed.callback(vars(owner).pop, name, None)
+        self._changed.enter_context(replaced(owner, name, method))
 
     def _name_file(self, callback: ModelCheckpoint, method: Callable[..., Any], trainer: Any) -> Any:
         """A file is named after the state that is in it: drain before, not when it is written."""

@@ -14,17 +14,13 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
-from lightning.fabric.utilities.distributed import (
-    _all_gather_ddp_if_available,
-    _get_default_process_group_backend_for_device,
-    _sync_ddp_if_available,
-)
 from torch import Tensor
 from torch.distributed import ReduceOp
 
 from lightning_pipe.config import Auto, Layout, layout
 from lightning_pipe.connect import connect, no_longer_than, on_interface
 from lightning_pipe.errors import CommunicationError, ConfigurationError, PipeError
+from lightning_pipe.lightning_internals import all_gather_over, default_backend, reduce_over
 from lightning_pipe.pipeline.failure import FailureBoard
 from lightning_pipe.pipeline.loss_check import is_alone
 from lightning_pipe.pipeline.topology import Topology
@@ -137,7 +133,7 @@ class World:
         )
         if layout.world_size == 1:
             return cls(layout, open_transport(topology, device, timeout))
-        backend = backend or _get_default_process_group_backend_for_device(device)
+        backend = backend or default_backend(device)
         with _connecting(timeout), on_interface(hosts):
             connect(environment, backend, timeout, hosts, check)
             with no_longer_than(timeout, "To connect the processes"):
@@ -199,7 +195,7 @@ class World:
         if group is None or not isinstance(value, Tensor) or is_alone():
             return value
         with self.transport.guarding("reduce a value over the replicas"):
-            return _sync_ddp_if_available(value, group, reduce_op=op)
+            return reduce_over(value, group, reduce_op=op)
 
     def all_gather(self, tensor: Tensor, group: Any | None, sync_grads: bool) -> Tensor:
         """Gather from the replicas along a new first dimension; one replica gets the tensor itself, as one device."""
@@ -209,7 +205,7 @@ class World:
         if group is None:
             return tensor
         with self.transport.guarding("gather a value from the replicas"):
-            return _all_gather_ddp_if_available(tensor, group=group, sync_grads=sync_grads)
+            return all_gather_over(tensor, group=group, sync_grads=sync_grads)
 
     def agree(self, decision: bool, *, unanimous: bool, members: tuple[int, ...] | None = None) -> bool:
         """Whether all processes, or those of a group, or any of them, say yes."""

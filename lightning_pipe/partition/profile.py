@@ -14,9 +14,9 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_pipe.partition.sequence import Layers
+from lightning_pipe.torch_internals import tree_leaves, tree_map
 
 OPTIMIZER_FACTOR = 4.0
 """Copies of each parameter that training with Adam holds: weight, gradient and two moments."""

@@ -9,11 +9,17 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_pipe.errors import CutError
 from lightning_pipe.pipeline.cut.functions import RANDOM, changed_in_place, function_name
 from lightning_pipe.pipeline.cut.placeholder import Placeholder, shape_only
+from lightning_pipe.torch_internals import (
+    DisableTorchFunction,
+    DisableTorchFunctionSubclass,
+    storage_uses,
+    tree_leaves,
+    tree_map,
+)
 
 # Functions that look at a tensor without its value.
 _METADATA = frozenset(
@@ -124,7 +130,7 @@ class Absent(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, function_name(func)
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             if name in _METADATA or (name.rpartition(".")[2] in _ACCESS and name != "data.__get__"):
                 return func(*args, **kwargs)
             if name in RANDOM or getattr(func, "__module__", None) == nn.init.__name__:
@@ -148,7 +154,7 @@ class AbsentParameter(Absent, nn.Parameter):
 @cache
 def _void(dtype: torch.dtype, device: torch.device) -> Tensor:
     """The memory of all absent tensors of a kind: what torch lets through is no number either."""
-    with torch.inference_mode(False), torch._C.DisableTorchFunction():
+    with torch.inference_mode(False), DisableTorchFunction():
         return torch.full((), math.nan if dtype.is_floating_point else 0, dtype=dtype, device=device)
 
 
@@ -165,7 +171,7 @@ def is_absent(tensor: Tensor) -> bool:
         return True
     if tensor.layout is not torch.strided or tensor.is_meta or isinstance(tensor, Placeholder):
         return False
-    with torch._C.DisableTorchFunction():  # a step under way must not take this for one of its calls
+    with DisableTorchFunction():  # a step under way must not take this for one of its calls
         return tensor.data_ptr() == _void(tensor.dtype, tensor.device).data_ptr()
 
 
@@ -220,7 +226,7 @@ def _is_shared(tensor: Tensor) -> bool:
     """Whether other tensors have the same memory."""
     if tensor.layout is not torch.strided:
         return False
-    return bool(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) > 2)  # the tensor's, and the one asked
+    return bool(storage_uses(tensor.untyped_storage()._cdata) > 2)  # the tensor's, and the one asked
 
 
 def _of_absent(func: Any, name: str, args: Any, kwargs: Any, origin: Origin) -> Any:

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.nn.modules.batchnorm import _NormBase
 
 from lightning_pipe.errors import ConfigurationError, PartitionError
 from lightning_pipe.pipeline.ownership import named_tensors
@@ -17,6 +16,7 @@ from lightning_pipe.pipeline.rng import Streams
 from lightning_pipe.pipeline.stage import Batch
 from lightning_pipe.pipeline.versions import StandIns, Versions
 from lightning_pipe.schedules import Kind, stream
+from lightning_pipe.torch_internals import NormBase
 
 if TYPE_CHECKING:
     from lightning_pipe.pipeline.runner import Pipeline
@@ -229,7 +229,7 @@ class Flow:
     def _check_batch_norm(self, deferred: bool) -> None:
         """Running statistics must not depend on how batches lie in flight, or on which replica they ran."""
         for name, module in self._pipeline.module.named_modules():
-            if not isinstance(module, _NormBase) or not module.track_running_stats:
+            if not isinstance(module, NormBase) or not module.track_running_stats:
                 continue
             if deferred and self.stream.micro_batches > 1:
                 raise ConfigurationError(

@@ -11,11 +11,11 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_pipe.errors import ConfigurationError
 from lightning_pipe.pipeline.recompute import is_recomputing
 from lightning_pipe.pipeline.transport import Transport
+from lightning_pipe.torch_internals import BatchNorm, in_backward
 
 Module = TypeVar("Module", bound=nn.Module)
 Call = tuple[int, int]
@@ -44,7 +44,7 @@ class Moments:
         return Moments(values, mean, deviation)
 
 
-class DeferredBatchNorm(_BatchNorm):
+class DeferredBatchNorm(BatchNorm):
     """Batch norm whose running statistics are those of whole mini-batches.
 
     In training every micro-batch is normalised by its own statistics; the running mean and the (unbiased) running
@@ -67,7 +67,7 @@ class DeferredBatchNorm(_BatchNorm):
         True
     """
 
-    plain: type[_BatchNorm]
+    plain: type[BatchNorm]
     pending: dict[Call, Moments]
 
     @staticmethod
@@ -81,7 +81,7 @@ class DeferredBatchNorm(_BatchNorm):
             The same module.
         """
         for part in module.modules():
-            if isinstance(part, _BatchNorm) and not isinstance(part, DeferredBatchNorm):
+            if isinstance(part, BatchNorm) and not isinstance(part, DeferredBatchNorm):
                 part.__class__ = _deferred(type(part))  # type: ignore[arg-type]
                 part.pending = {}  # type: ignore[assignment]
         return module
@@ -106,14 +106,14 @@ class DeferredBatchNorm(_BatchNorm):
         """Normalise; in training, note the statistics for `commit`."""
         if not self.training or not self.track_running_stats:
             return super().forward(input, *args, **kwargs)
-        own = type(self).plain.forward is not _BatchNorm.forward
+        own = type(self).plain.forward is not BatchNorm.forward
         if input.numel() // max(1, input.shape[1]) < 2 and not own:
             raise ConfigurationError(
                 f"Batch norm needs more than one value per channel; this micro-batch has shape {tuple(input.shape)}.",
                 hint="Use fewer micro-batches, so that each has at least two samples, and DataLoader(drop_last=True) "
                 "if the last batch has a single one.",
             )
-        if not is_recomputing() and not _in_backward():
+        if not is_recomputing() and not in_backward():
             self._note(input.detach())
         if own:
             with self._untouched():
@@ -179,13 +179,13 @@ class _Deferred3d(DeferredBatchNorm, nn.BatchNorm3d):
     plain = nn.BatchNorm3d
 
 
-_DEFERRED: Mapping[type[_BatchNorm], type[DeferredBatchNorm]] = {
+_DEFERRED: Mapping[type[BatchNorm], type[DeferredBatchNorm]] = {
     kind.plain: kind for kind in (_Deferred1d, _Deferred2d, _Deferred3d)
 }
 
 
 @cache
-def _deferred(kind: type[_BatchNorm]) -> type[DeferredBatchNorm]:
+def _deferred(kind: type[BatchNorm]) -> type[DeferredBatchNorm]:
     """The deferred form of a class of norms; of subclasses one is made."""
     body = {"plain": kind, "__module__": __name__}
     return _DEFERRED.get(kind) or type(f"Deferred{kind.__name__}", (DeferredBatchNorm, kind), body)
@@ -199,11 +199,6 @@ def forward_pass(stage: int) -> Iterator[None]:
         yield
     finally:
         _run.stage, _run.calls = 0, None
-
-
-def _in_backward() -> bool:
-    """Whether a backward pass is under way on this thread: a checkpoint runs its code again."""
-    return torch._C._current_graph_task_id() != -1
 
 
 class Statistics:

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_pipe.pipeline.absent import Absent
 from lightning_pipe.pipeline.transport import Transport
+from lightning_pipe.torch_internals import BatchNorm
 
 
 class Drift:
@@ -95,7 +95,7 @@ class Drift:
         """The buffers of layers and other modules that this process has; batch norm has an option of its own."""
         for prefix, part in self._module.named_modules():
             for name, buffer in part.named_buffers(prefix, recurse=False):
-                if prefix and not isinstance(part, _BatchNorm) and not isinstance(buffer, Absent):
+                if prefix and not isinstance(part, BatchNorm) and not isinstance(buffer, Absent):
                     yield name, buffer
 
     def _is_shared(self, name: str) -> bool:

@@ -16,13 +16,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.modules.dropout import _DropoutNd
 
 from lightning_pipe.errors import CutError
 from lightning_pipe.memory import Memory
 from lightning_pipe.pipeline.cut.path import Call, Path, TensorSpec
 from lightning_pipe.pipeline.recompute import recomputing
+from lightning_pipe.torch_internals import DropoutNd, NormBase
 
 if TYPE_CHECKING:
     from lightning_pipe.pipeline.stage import Batch, Inbound, Stages
@@ -259,7 +258,7 @@ def _not_random(stages: Stages, stage: int, then: Callable[[], None], *, whole: 
         whole: whether all of the module is, and not only what computes.
     """
     module, layers = stages.interceptor.module, stages.interceptor.layers
-    quiet: list[nn.Module] = [part for part in module.modules() if whole or isinstance(part, _DropoutNd | _NormBase)]
+    quiet: list[nn.Module] = [part for part in module.modules() if whole or isinstance(part, DropoutNd | NormBase)]
     quiet += stages.interceptor.computing()
     before = [part.training for part in quiet]
 

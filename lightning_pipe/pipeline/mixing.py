@@ -18,10 +18,10 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_pipe.errors import ConfigurationError
 from lightning_pipe.pipeline.cut.functions import METADATA, changed_in_place, function_name
+from lightning_pipe.torch_internals import tree_leaves, tree_map
 
 # ruff: noqa: SIM905  a table of names is easier to read as words than as a list of strings
 

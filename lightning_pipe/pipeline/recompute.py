@@ -14,10 +14,10 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 
 from lightning_pipe.errors import CutError
 from lightning_pipe.pipeline.absent import Absent
+from lightning_pipe.torch_internals import NormBase
 
 _local = threading.local()
 Buffers = dict[int, Tensor]
@@ -153,7 +153,7 @@ class BufferGuard:
 
     def _surely_changes(self, index: int) -> bool:
         """Statistics change in training, which may begin later than the first run, and versions do not tell."""
-        return isinstance(self._places[index][0], _NormBase)
+        return isinstance(self._places[index][0], NormBase)
 
     def _lost(self, index: int) -> CutError:
         module, name = self._places[index]

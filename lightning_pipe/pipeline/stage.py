@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
 from lightning_pipe.errors import ConfigurationError, CutError
 from lightning_pipe.pipeline.batches import fresh
@@ -24,6 +23,7 @@ from lightning_pipe.pipeline.recompute import BufferGuard, Buffers, nothing_save
 from lightning_pipe.pipeline.rng import Streams
 from lightning_pipe.pipeline.split_backward import SplitBackward
 from lightning_pipe.skip import Event, Key
+from lightning_pipe.torch_internals import tree_leaves, tree_map
 
 Step = Callable[[int, Any], Any]
 Inbound = tuple[Path, dict[int, Tensor]]
@@ -224,6 +224,7 @@ class Stages:
         )
         part = batch.slice(micro_batch)
         batch.streams.seed_user_code(micro_batch)
+        run.tracker.lineage.begin(tree_leaves(part))
         with forward_pass(stage):
             result = self.interceptor.follow(run, lambda: batch.step(micro_batch, part))
         self.called |= run.called

@@ -6,18 +6,18 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_pipe.errors import ConfigurationError
+from lightning_pipe.torch_internals import BatchNorm
 
 
 class _Alone(nn.SyncBatchNorm):
     """A synchronized norm of a single pipeline: torch's would synchronize the stages with each other."""
 
-    forward = _BatchNorm.forward
+    forward = BatchNorm.forward
 
 
-def synchronized_norms(module: nn.Module, *, every: bool) -> Iterator[_BatchNorm]:
+def synchronized_norms(module: nn.Module, *, every: bool) -> Iterator[BatchNorm]:
     """The batch norms of a module that are to be synchronized.
 
     Args:
@@ -31,8 +31,8 @@ def synchronized_norms(module: nn.Module, *, every: bool) -> Iterator[_BatchNorm
         if isinstance(part, nn.SyncBatchNorm):
             if part.process_group is None and not isinstance(part, _Alone):
                 yield part
-        elif every and isinstance(part, _BatchNorm):
-            if type(part).forward is not _BatchNorm.forward:
+        elif every and isinstance(part, BatchNorm):
+            if type(part).forward is not BatchNorm.forward:
                 raise ConfigurationError(
                     f"sync_batchnorm=True: '{name}' is a {type(part).__name__}, which has a forward method of its own; "
                     "torch's SyncBatchNorm in its place would leave out what that does.",

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from torch import nn
+
+from lightning_pipe.patches import replaced
 
 
 class Caches:
@@ -19,21 +21,18 @@ class Caches:
     """
 
     def __init__(self, module: nn.Module, *, tells: bool = True) -> None:
-        configurations = {id(c): c for part in module.modules() if (c := vars(part).get("config")) is not None}
+        configurations = {id(c): c for part in module.modules() if hasattr(c := vars(part).get("config"), "__dict__")}
         self._configurations = list(configurations.values())
         self._told = not tells
 
     @contextmanager
     def off(self) -> Iterator[None]:
         """Without caches inside; as before outside."""
-        switched: list[Any] = [c for c in self._configurations if getattr(c, "use_cache", None) is True]
+        switched: list[Any] = [c for c in self._configurations if vars(c).get("use_cache") is True]
         if switched and not self._told:
             self._told = True
             warnings.warn("Model caches (use_cache) are switched off while steps run in a pipeline.", stacklevel=2)
-        for configuration in switched:
-            configuration.use_cache = False
-        try:
-            yield
-        finally:
+        with ExitStack() as changed:
             for configuration in switched:
-                configuration.use_cache = True
+                changed.enter_context(replaced(configuration, "use_cache", False))
+            yield

@@ -12,16 +12,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-# ruff: noqa: SIM905  a table of names is easier to read as words than as a list of strings
-
-FACTORIES = frozenset(
-    """
-    arange as_tensor empty empty_like empty_strided eye from_numpy full full_like linspace logspace new_empty
-    new_empty_strided new_full new_ones new_tensor new_zeros ones ones_like rand rand_like randint randint_like randn
-    randn_like randperm scalar_tensor tensor zeros zeros_like
-    """.split()
-)
-"""Functions that make a tensor of their own."""
+from lightning_pipe.torch_internals import is_functorch_tensor
 
 
 @contextmanager
@@ -51,7 +42,7 @@ def version_of(tensor: Tensor) -> int:
 
 def memory_of(tensor: Tensor) -> int | None:
     """What is the same for tensors that share memory, while they live; ``None`` for those that have none."""
-    if tensor.layout is not torch.strided or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+    if tensor.layout is not torch.strided or is_functorch_tensor(tensor):
         return None
     return int(tensor.untyped_storage()._cdata)
 

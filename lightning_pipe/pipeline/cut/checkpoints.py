@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint as torch_checkpoint
 
 from lightning_pipe.errors import CutError
-from lightning_pipe.pipeline.cut.functions import RANDOM, function_name
+from lightning_pipe.pipeline.cut.functions import draws, function_name
 from lightning_pipe.pipeline.cut.patch import Patch
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ class _Replay(TorchFunctionMode):
         self._streams, self._inside = streams, False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        random = function_name(func) in RANDOM
+        random = draws(func, function_name(func))
         return self.call(func, args, kwargs or {}) if random else func(*args, **(kwargs or {}))
 
     def call(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:

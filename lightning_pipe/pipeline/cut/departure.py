@@ -13,6 +13,7 @@ from lightning_pipe.errors import CutError
 from lightning_pipe.pipeline.cut.autograd_functions import check_not_hidden
 from lightning_pipe.pipeline.cut.backward_hooks import check_not_divided
 from lightning_pipe.pipeline.cut.path import Entry, TensorSpec
+from lightning_pipe.torch_internals import functorch_active
 
 if TYPE_CHECKING:
     from lightning_pipe.pipeline.cut.stage_run import StageRun
@@ -33,7 +34,7 @@ def check_surroundings(run: StageRun, name: str, layer: nn.Module | None) -> Non
             "gradients at first: none would come back over the cut.",
             hint="Use use_reentrant=False, or one checkpoint for every layer.",
         )
-    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+    if functorch_active() or forward_ad._current_level >= 0:
         raise CutError(
             f"the cut before layer '{name}' lies inside a transform of torch.func (grad, jvp, vmap, ...) or inside "
             "forward-mode differentiation, of which nothing goes over a cut.",

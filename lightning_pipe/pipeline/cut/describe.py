@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
-from torch.utils._pytree import tree_flatten
 
 from lightning_pipe.errors import CutError
 from lightning_pipe.pipeline.cut.functions import unique
@@ -15,6 +14,7 @@ from lightning_pipe.pipeline.cut.path import PLAIN, Call, Passed, Repeated, Seen
 from lightning_pipe.pipeline.cut.side_effects import Effect, Watch, container_number
 from lightning_pipe.pipeline.cut.tracker import Tracker
 from lightning_pipe.skip import Key
+from lightning_pipe.torch_internals import tree_flatten
 
 _LEAF = tree_flatten(None)[1]
 """The structure of a result that is one leaf."""
@@ -36,6 +36,7 @@ class Descriptions:
         stashed: Mapping[Key, Tensor | None],
         popped: tuple[Key, ...],
         watch: Watch | None,
+        given: int,
     ) -> Call:
         """Number what a call leaves behind, and describe it.
 
@@ -48,16 +49,17 @@ class Descriptions:
             stashed: the skip connections that begin in the call.
             popped: those that end in it.
             watch: knows what it leaves behind besides; ``None``: nothing.
+            given: what it was given of the batch.
 
         Raises:
             CutError: it returned something that is no tensor and no plain value.
         """
         usual = type(result) is Tensor and not (changed or stashed or popped) and watch is None
         last = self._last.get(name) if usual else None
-        if last is not None and _again(last, tracker, result, arguments):
+        if last is not None and last.given == given and _again(last, tracker, result, arguments):
             tracker.numbers.bind(result, last.numbers[0])
             return last
-        call = _describe(tracker, name, result, arguments, changed, stashed, popped, watch)
+        call = _describe(tracker, name, result, arguments, changed, stashed, popped, watch, given)
         if usual and not call.lent and isinstance(call.leaves[0], TensorSpec):
             self._last[name] = call
         return call
@@ -89,6 +91,7 @@ def _describe(
     stashed: Mapping[Key, Tensor | None],
     popped: tuple[Key, ...],
     watch: Watch | None,
+    given: int,
 ) -> Call:
     leaves, structure = ([result], _LEAF) if isinstance(result, Tensor) else tree_flatten(result)
     leaves += [*stashed.values()]
@@ -122,6 +125,7 @@ def _describe(
         tuple([effect for effect, _ in effects]),
         None if watch is None else container_number(watch.containers, result),
         tuple(sorted(lent)),
+        given,
     )
 
 

@@ -1,17 +1,23 @@
-"""What kinds of torch functions there are, as far as the tracker must know: by name, since torch has no other way."""
+"""What kinds of torch functions there are, as far as the tracker must know.
+
+torch tells it of its own operations, by tags and schemas. Only functions that are written in Python are listed by name.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from types import FrameType
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache
+from types import CodeType, FrameType, FunctionType, MethodType
 from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_leaves
 
 from lightning_pipe.pipeline.cut.path import Value
+from lightning_pipe.torch_internals import tree_flatten, tree_leaves
 
 # ruff: noqa: SIM905  a table of names is easier to read as words than as a list of strings
 
@@ -33,30 +39,121 @@ METADATA = frozenset(
 AUTOGRAD = frozenset("requires_grad_ retain_grad register_hook".split())
 """Functions that concern the graph behind a tensor: a stage without the tensor has nothing to do."""
 
-RANDOM = frozenset(
-    """
-    dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout feature_dropout rrelu bernoulli bernoulli_
-    multinomial normal normal_ poisson rand_like randn_like randint_like random_ uniform_ exponential_ geometric_
-    log_normal_ cauchy_ scaled_dot_product_attention gumbel_softmax
-    """.split()
-)
-"""Functions that draw random numbers."""
 
-_SHAPED_BY_VALUES = frozenset(
-    """
-    masked_select nonzero argwhere unique unique_consecutive repeat_interleave bincount
-    """.split()
-)
+_Packet, _Overload = type(torch.ops.aten.add), type(torch.ops.aten.add.Tensor)
 
-_IN_PLACE = frozenset(
+
+class Names:
+    """Names of functions: those that are listed, and those of which torch says so.
+
+    Args:
+        listed: names of functions in Python, which torch says nothing of.
+        asks: what to ask torch about another name; its answers are kept.
+
+    Example:
+        >>> "native_dropout" in RANDOM, "relu" in RANDOM
+        (True, False)
     """
-    __setitem__ __iadd__ __isub__ __imul__ __itruediv__ __ifloordiv__ __imod__ __ipow__ __iand__ __ior__ __ixor__
-    """.split()
-)
+
+    def __init__(self, listed: str, asks: Callable[[str], bool]) -> None:
+        self._known = dict.fromkeys(listed.split(), True)
+        self._asks = asks
+
+    def __contains__(self, name: str) -> bool:
+        known = self._known.get(name)
+        if known is None:
+            known = self._known[name] = self._asks(name)
+        return known
+
+
+def _operations(name: str) -> Iterator[Any]:
+    """The operations of torch that have this name."""
+    packet = getattr(torch.ops.aten, name, None)
+    for overload in packet.overloads() if isinstance(packet, _Packet) else ():  # type: ignore[no-untyped-call]
+        yield getattr(packet, overload)
+
+
+def _tagged(tag: torch.Tag) -> Callable[[str], bool]:
+    return lambda name: any(tag in operation.tags for operation in _operations(name))
+
+
+def _is_factory(name: str) -> bool:
+    """Whether a function makes a tensor of its own: it can be told where. ``to`` may return what it is given."""
+    return name != "to" and any(
+        argument.name == "pin_memory" for operation in _operations(name) for argument in operation._schema.arguments
+    )
+
+
+def _is_augmented(name: str) -> bool:
+    """Whether a method belongs to an augmented assignment, such as ``+=``: it has a twin without the ``i``."""
+    return name.startswith("__i") and name.endswith("__") and hasattr(Tensor, f"__{name[3:]}")
+
+
+RANDOM = Names("dropout1d dropout2d dropout3d gumbel_softmax", _tagged(torch.Tag.nondeterministic_seeded))
+"""Functions that draw random numbers. Others in Python may, too: see `draws`."""
+
+FACTORIES = Names("as_tensor asarray from_numpy frombuffer new_tensor scalar_tensor tensor", _is_factory)
+"""Functions that make a tensor of their own."""
+
+_SHAPED_BY_VALUES = Names("unique combinations", _tagged(torch.Tag.dynamic_output_shape))
+_IN_PLACE = Names("__setitem__", _is_augmented)
 
 
 _NORMS = frozenset("batch_norm instance_norm".split())
 _EMBEDDINGS = frozenset("embedding embedding_bag".split())
+
+
+def draws(func: Any, name: str) -> bool:
+    """Whether a function may draw random numbers, which then come from a stream of its own.
+
+    torch says it of its own operations. Of its functions in Python, the code says what they may call; nothing is known
+    of what others have written. States of generators would tell what a call drew, but only after it, and threads share
+    them.
+    """
+    if name in RANDOM:
+        return True
+    return isinstance(func, (FunctionType, MethodType, _Packet, _Overload)) and _may_call_random(func)
+
+
+@cache
+def _may_call_random(func: Any) -> bool:
+    """Whether the code of a function mentions what draws, or calls functions of torch in Python that do."""
+    waiting, seen = [func], set()
+    while waiting:
+        function = inspect.unwrap(waiting.pop())
+        if not isinstance(function, FunctionType) or not function.__module__.startswith("torch."):
+            return True
+        if function in seen:
+            continue
+        seen.add(function)
+        names = set(_names_in(function.__code__))
+        if any(name in RANDOM for name in names):
+            return True
+        found = [function.__globals__.get(name, getattr(F, name, None)) for name in names]
+        found += [cell.cell_contents for cell in function.__closure__ or ()]
+        waiting += [each for each in found if isinstance(each, FunctionType)]
+    return False
+
+
+def _names_in(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names_in(constant)
+
+
+@cache
+def _inplace_position(name: str) -> int | None:
+    """The position of ``inplace`` among the arguments of a function of ``torch.nn.functional``."""
+    function = getattr(F, name, None)
+    names = list(inspect.signature(function).parameters) if isinstance(function, FunctionType) else []
+    return names.index("inplace") if "inplace" in names else None
+
+
+def _asked_inplace(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a function that changes its first argument in place on demand is to do so."""
+    position = _inplace_position(name)
+    return position is not None and bool(kwargs.get("inplace", position < len(args) and args[position]))
 
 
 def function_name(func: Any) -> str:
@@ -72,8 +169,17 @@ def is_autograds(caller: FrameType) -> bool:
     return caller.f_globals.get("__name__") in ("torch.autograd.function", f"{__package__}.autograd_functions")
 
 
+@cache
+def _may_change(name: str) -> bool:
+    """Whether functions of this name change tensors in place, at least on demand, other than by ``out``."""
+    named = name.endswith(".__set__") or (name.endswith("_") and not name.endswith("__"))
+    return named or name in _NORMS | _EMBEDDINGS or name in _IN_PLACE or _inplace_position(name) is not None
+
+
 def changed_in_place(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     """The tensors that a torch function changes in place, by torch's naming rule; statistics and norms besides."""
+    if not _may_change(name) and "out" not in kwargs:
+        return []
     found: Iterable[Any]
     if name in _NORMS:
         given = dict(zip(("input", "running_mean", "running_var"), args, strict=False)) | kwargs
@@ -83,6 +189,8 @@ def changed_in_place(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         found = [] if kwargs.get("max_norm") is None else [kwargs.get("weight", args[1] if len(args) > 1 else None)]
     elif name in _IN_PLACE or name.endswith(".__set__") or (name.endswith("_") and not name.endswith("__")):
         found = args[0] if name.startswith("_foreach") else args[:1]
+    elif _asked_inplace(name, args, kwargs):
+        found = args[:1]
     elif (out := kwargs.get("out")) is None:
         return []
     else:

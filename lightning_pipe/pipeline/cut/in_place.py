@@ -15,6 +15,7 @@ from lightning_pipe.pipeline.cut.holdings import Holdings
 from lightning_pipe.pipeline.cut.numbers import Numbers
 from lightning_pipe.pipeline.cut.path import TensorSpec
 from lightning_pipe.pipeline.cut.placeholder import Placeholder
+from lightning_pipe.torch_internals import storage_uses
 
 
 class Noted(NamedTuple):
@@ -118,7 +119,7 @@ class InPlace:
         memories = [tensor.untyped_storage() for tensor in known]
         for tensor in known:
             self._numbers.replace(tensor, Placeholder.of(TensorSpec.of(tensor), tensor.device))
-        if any(torch._C._storage_Use_Count(memory._cdata) > 1 for memory in memories):  # 1: the list here
+        if any(storage_uses(memory._cdata) > 1 for memory in memories):  # 1: the list here
             raise CutError(
                 f"'{name}' changes a tensor {tuple(known[0].shape)} {known[0].dtype} in place before this stage's "
                 "layers, with values of an earlier stage, and another tensor shares its memory.",

@@ -13,12 +13,12 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.hooks import RemovableHandle
 
 from lightning_pipe.errors import CutError
 from lightning_pipe.pipeline.cut.path import PLAIN, Call, Passed, Seen, TensorSpec
 from lightning_pipe.pipeline.cut.tracker import Tracker
+from lightning_pipe.torch_internals import tree_flatten, tree_leaves, tree_unflatten
 
 if TYPE_CHECKING:
     from lightning_pipe.pipeline.cut.stage_run import StageRun

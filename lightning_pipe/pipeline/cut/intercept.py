@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
 
+from lightning_pipe.patches import replaced
 from lightning_pipe.pipeline.cut.autograd_functions import FUNCTIONS
 from lightning_pipe.pipeline.cut.backward_hooks import BACKWARD_HOOKS
 from lightning_pipe.pipeline.cut.caches import Caches
@@ -17,6 +18,7 @@ from lightning_pipe.pipeline.cut.checkpoints import CHECKPOINTS, run_again
 from lightning_pipe.pipeline.cut.encoders import padding_alike
 from lightning_pipe.pipeline.cut.inner_backward import INNER_BACKWARD
 from lightning_pipe.pipeline.cut.stage_run import Learnt, StageRun
+from lightning_pipe.torch_internals import NormBase
 
 
 class Interceptor:
@@ -57,37 +59,24 @@ class Interceptor:
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Wrap the forwards. As instance attributes: nothing stays behind that copying or pickling could meet."""
-        before: list[tuple[dict[str, Any], str, Any]] = []
-        try:
+        with ExitStack() as changed:
             for number, layer in enumerate(self.layers):
-                self._wrap(layer, self._layer_forward(number, layer), before)
+                self._wrap(layer, self._layer_forward(number, layer), changed)
             for key, (name, outside) in enumerate(self._outside):
-                self._wrap(outside, self._module_forward(name, key, outside), before)
+                self._wrap(outside, self._module_forward(name, key, outside), changed)
             for encoder in self._encoders:
-                self._wrap(encoder, padding_alike(encoder, encoder.forward), before)
-            with (
-                CHECKPOINTS.installed(lambda: self.run),
-                FUNCTIONS.installed(lambda: self.run),
-                BACKWARD_HOOKS.installed(lambda: self.run),
-                INNER_BACKWARD.installed(lambda: self.run),
-                self._caches.off(),
-            ):
-                yield
-        finally:
-            for owner, name, value in reversed(before):
-                if value is None:
-                    owner.pop(name, None)
-                else:
-                    owner[name] = value
+                self._wrap(encoder, padding_alike(encoder, encoder.forward), changed)
+            for patch in (CHECKPOINTS, FUNCTIONS, BACKWARD_HOOKS, INNER_BACKWARD):
+                changed.enter_context(patch.installed(lambda: self.run))
+            changed.enter_context(self._caches.off())
+            yield
 
-    def _wrap(
-        self, module: nn.Module, forward: Callable[..., Any], before: list[tuple[dict[str, Any], str, Any]]
-    ) -> None:
+    def _wrap(self, module: nn.Module, forward: Callable[..., Any], changed: ExitStack) -> None:
         # Compiled code would follow the wrapper into the engine: that of the module is called by the wrapper instead,
         # that around the module is interrupted.
-        for name, value in (("forward", torch.compiler.disable(forward)), ("_compiled_call_impl", None)):
-            before.append((vars(module), name, vars(module).get(name)))
-            vars(module)[name] = value
+        for name, value in (("forward", _uncompiled(forward)), ("_compiled_call_impl", None)):
+            if value is not None or vars(module).get(name) is not None:
+                changed.enter_context(replaced(module, name, value, gated=False))
 
     def follow(self, run: StageRun, step: Callable[[], Any]) -> Any:
         """Run the user's step; its calls of layers go to ``run``."""
@@ -125,6 +114,13 @@ class Interceptor:
         return wrapper
 
 
+def _uncompiled(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A wrapper that compiled code around it does not follow; itself as long as nothing can have been compiled."""
+    if "torch._dynamo" not in sys.modules:  # it takes seconds to import, and makes every call dearer
+        return forward
+    return torch.compiler.disable(forward)  # type: ignore[no-any-return, no-untyped-call]
+
+
 def own_forward(module: nn.Module) -> Callable[..., Any]:
     """What a wrapper calls: the module's forward, compiled if ``module.compile()`` was called."""
     compiled, forward = vars(module).get("_compiled_call_impl"), module.forward
@@ -155,7 +151,7 @@ def outside_modules(module: nn.Module, layers: Sequence[nn.Module]) -> Iterator[
             callable_ = type(child).forward is not nn.Module.forward
             if holds_layers or not callable_:
                 yield from walk(child, f"{path}.")
-            elif any(True for _ in child.parameters()) or any(isinstance(part, _NormBase) for part in child.modules()):
+            elif any(True for _ in child.parameters()) or any(isinstance(part, NormBase) for part in child.modules()):
                 yield path, child
 
     seen: set[int] = set()

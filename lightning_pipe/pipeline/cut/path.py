@@ -125,6 +125,7 @@ class Call(NamedTuple):
         effects: for layers and modules, what they leave behind besides their result.
         container: the number of the list or dictionary in the arguments that the result is, if it is one.
         lent: for layers and modules, the arguments whose memory a result shares, and which every stage has for itself.
+        given: what it is given of the batch; see `Lineage`.
         hook: for a forward hook on a part of a layer, the path from the layer to the part and the hook's number there.
     """
 
@@ -139,6 +140,7 @@ class Call(NamedTuple):
     effects: tuple[Effect, ...] = ()
     container: int | None = None
     lent: tuple[int, ...] = ()
+    given: int = 0
     hook: tuple[str, int] | None = None
 
 

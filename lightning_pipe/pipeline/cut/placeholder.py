@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_unary
-from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_pipe.errors import CutError
 from lightning_pipe.pipeline.cut.functions import FLAT, function_name
 from lightning_pipe.pipeline.cut.path import TensorSpec
+from lightning_pipe.torch_internals import disabled_torch_function, tree_leaves, tree_map
 
 _VALUES = "Do it after the last layer, or inside a layer; shapes, dtypes and devices can be read anywhere."
 _NESTED = "Use nested tensors inside layers alone, and between them a padded tensor with its lengths."
@@ -45,7 +45,7 @@ class Placeholder(Tensor):
             self._meta = torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device="meta")
         return self._meta
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = disabled_torch_function
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_leaves
 
 from lightning_pipe.errors import CutError
 from lightning_pipe.pipeline.cut.changes import memory_of, version_of
+from lightning_pipe.torch_internals import tree_flatten, tree_leaves
 
 _CONTAINERS = (list, dict, OrderedDict, defaultdict)
 _MODULE_INTERNALS = frozenset(vars(nn.Module())) | {"forward", "_apply"}

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
-from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import BackwardHook
 
 from lightning_pipe.errors import CutError
@@ -32,9 +31,7 @@ from lightning_pipe.pipeline.cut.tracker import Tracker
 from lightning_pipe.pipeline.recompute import release_saved
 from lightning_pipe.pipeline.rng import Streams
 from lightning_pipe.skip import Key, StepStore, stored_in
-
-_graph_nodes: Callable[[], int] = torch._C._autograd._get_sequence_nr
-"""How many nodes autograd has made on this thread: what a layer makes has numbers between those before and after."""
+from lightning_pipe.torch_internals import graph_nodes, tree_leaves
 
 _AS_IT_IS = nullcontext()
 _END = "the end of the step"
@@ -259,7 +256,7 @@ class StageRun:
         try:
             with tracker.paused(), self.stream(key), stored_in(self.skips):
                 tracker.touch(tensors, name)
-                before = tracker.in_place.noted(tensors)
+                before, received = tracker.in_place.noted(tensors), tracker.given(tensors)
                 skips, events = dict(self.skips), len(self.skips.events)
                 if self._profiler is not None:
                     self._profiler(name, key, forward, args, kwargs, skips)
@@ -270,14 +267,16 @@ class StageRun:
                 if seeks and watch is not None:
                     tracker.used.update(n for each in watch.attributes() if (n := tracker.numbers.of(each)) is not None)
                 hooked = () if self._whole else learnt.hooked.of(module)
-                start = _graph_nodes()
+                start = graph_nodes()
                 with shown(self, name, hooked, arguments) if hooked else _AS_IT_IS:
                     result = forward(*args, **kwargs)
-                tracker.spans.append((start, _graph_nodes()))
+                tracker.spans.append((start, graph_nodes()))
                 changed = tracker.in_place.changed(before, name)
                 release_saved()
                 stashed, popped = self._skipped(name, skips, events) if len(self.skips.events) > events else ({}, ())
-                call = learnt.descriptions.describe(tracker, name, result, arguments, changed, stashed, popped, watch)
+                call = learnt.descriptions.describe(
+                    tracker, name, result, arguments, changed, stashed, popped, watch, received
+                )
                 tracker.calls.append(call)
                 if seeks:
                     learnt.keepers.note(name, module, any(effect.attribute for effect in call.effects))
@@ -337,7 +336,7 @@ class StageRun:
             self.inbox.tensors.reverse()
             if self.training and self.unit is None and any(self.inbox.requires_grad):
                 check_not_hidden(self._names[self.layers.start])
-            self._begin = _graph_nodes()
+            self._begin = graph_nodes()
             kept = {
                 self.tracker.numbers.of(tensor): tensor
                 for tensor, name in self.stand_in.kept

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_unflatten
 
 from lightning_pipe.pipeline.cut.functions import leaves_of
 from lightning_pipe.pipeline.cut.inner_hooks import act
@@ -16,6 +15,7 @@ from lightning_pipe.pipeline.cut.placeholder import Placeholder
 from lightning_pipe.pipeline.cut.side_effects import Attributes, containers_in, replace_contents
 from lightning_pipe.pipeline.cut.tracker import Tracker
 from lightning_pipe.skip import StepStore
+from lightning_pipe.torch_internals import tree_unflatten
 
 
 class StandIn:
@@ -44,9 +44,10 @@ class StandIn:
         """The result of a call, with placeholders for its tensors."""
         tracker = self._tracker
         act(tracker, module, args, kwargs, self._standing_for)
-        call = tracker.expect(name)
         arguments = leaves_of(args, kwargs)
-        tracker.note_read([argument for argument in arguments if isinstance(argument, Tensor)])
+        tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
+        call = tracker.expect(name, tracker.given(tensors))
+        tracker.note_read(tensors)
         self.modules.append(module)
         written: list[Tensor] = []
         if call.mutated:

@@ -11,17 +11,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode, _get_current_function_mode
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from lightning_pipe.errors import CutError
-from lightning_pipe.pipeline.cut.changes import FACTORIES, counting
+from lightning_pipe.pipeline.cut.changes import counting
 from lightning_pipe.pipeline.cut.functions import (
     AUTOGRAD,
+    FACTORIES,
     METADATA,
     RANDOM,
     changed_in_place,
+    draws,
     function_name,
     is_autograds,
     leaves_of,
@@ -32,9 +33,18 @@ from lightning_pipe.pipeline.cut.functions import (
 )
 from lightning_pipe.pipeline.cut.holdings import Holdings
 from lightning_pipe.pipeline.cut.in_place import InPlace
+from lightning_pipe.pipeline.cut.lineage import Lineage
 from lightning_pipe.pipeline.cut.numbers import NO_VIEWS, SAME_PATH, Numbers
 from lightning_pipe.pipeline.cut.path import Call, TensorSpec, Value
 from lightning_pipe.pipeline.cut.placeholder import Placeholder, shape_only
+from lightning_pipe.pipeline.recompute import is_recomputing
+from lightning_pipe.torch_internals import (
+    current_function_mode,
+    pop_function_mode,
+    push_function_mode,
+    tree_flatten,
+    tree_unflatten,
+)
 
 
 class Tracker(TorchFunctionMode):
@@ -70,7 +80,7 @@ class Tracker(TorchFunctionMode):
         self.waiting = expected is not None
         self.spans: list[tuple[int, int]] = []
         self.leaves: dict[int, Tensor] = {}
-        self.numbers = Numbers()
+        self.numbers, self.lineage = Numbers(), Lineage()
         self.in_place = InPlace(self.numbers, holdings, partial=partial)
         self._partial, self._alone, self._expected = partial, alone, expected or ()
         self._read_before: set[int] = set()
@@ -90,11 +100,17 @@ class Tracker(TorchFunctionMode):
         call = self._expected[position] if position < len(self._expected) else None
         return None if call is None or call.hook is None else call
 
-    def expect(self, name: str) -> Call:
-        """The call the previous stage made here; raises unless it was ``name``."""
+    def expect(self, name: str, given: int = 0) -> Call:
+        """The call the previous stage made here; raises unless it was ``name``, with the same of the batch."""
         position = len(self.calls)
         if self.expects(name):
             call = self._expected[position]
+            if call.given != given and not is_recomputing():
+                raise CutError(
+                    f"'{name}' is given tensors of the batch on which this stage and the previous one have not called "
+                    "the same torch functions, or one of the two has drawn more random numbers before.",
+                    hint=SAME_PATH,
+                )
             self.calls.append(call)
             return call
         found = f"'{self._expected[position].name}'" if position < len(self._expected) else "none"
@@ -102,6 +118,10 @@ class Tracker(TorchFunctionMode):
             f"this stage makes call number {position} outside its layers to '{name}', the previous stage made {found}.",
             hint=SAME_PATH,
         )
+
+    def given(self, tensors: Sequence[Tensor]) -> int:
+        """What a call is given of the batch; see `Lineage`."""
+        return self.lineage.given([tensor for tensor in tensors if not self.numbers.derived(tensor)])
 
     @property
     def complete(self) -> bool:
@@ -196,23 +216,36 @@ class Tracker(TorchFunctionMode):
         if not any(map(self.numbers.derived, tensors)):
             if not self.waiting and self._read_before:
                 self._check_not_read(self.in_place.written(changed_in_place(name, args, kwargs)), name)
-            with self._around(name, kwargs):
-                return func(*args, **kwargs)
+            return self._plain(name, func, args, kwargs, tensors)
         if name == "_is_all_true":  # so torch.distributions checks what it is given: on the stage that has it
             self.touch([] if self.waiting else tensors, name)
             return self.waiting or bool(func(*args, **kwargs))
         return (
-            self._stand_in(name, func, args, kwargs) if self.waiting else self._run(name, func, args, kwargs, tensors)
+            self._stand_in(name, func, args, kwargs, tensors)
+            if self.waiting
+            else self._run(name, func, args, kwargs, tensors)
         )
 
-    def _around(self, name: str, kwargs: Any) -> AbstractContextManager[None]:
-        """A context for a function of what is not derived."""
+    def _plain(self, name: str, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
+        """Call a function of what is not derived: every stage has it, and does the same."""
+        with self._around(name, func, kwargs):
+            result = func(*args, **kwargs)
         if name in RANDOM:
-            return self._stream()
-        return counting() if name in FACTORIES and kwargs.get("out") is None else nullcontext()
+            self.lineage.draw(name)
+        numbers = self.lineage.numbers(tensors)
+        if numbers:
+            changed = changed_in_place(name, args, kwargs)
+            self.lineage.follow(name, numbers, results_of(result, self.in_place.written(changed) if changed else ()))
+        return result
 
-    def _stand_in(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
-        call = self.expect(name)
+    def _around(self, name: str, func: Any, kwargs: Any) -> AbstractContextManager[None]:
+        """A context for a function of what is not derived."""
+        if torch.is_inference_mode_enabled() and name in FACTORIES and kwargs.get("out") is None:
+            return counting()
+        return self._stream() if draws(func, name) else nullcontext()
+
+    def _stand_in(self, name: str, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
+        call = self.expect(name, self.given(tensors))
         written = self.in_place.written(changed_in_place(name, args, kwargs))
         if name in AUTOGRAD:
             if not isinstance(args[0], Placeholder):
@@ -232,7 +265,8 @@ class Tracker(TorchFunctionMode):
         self.touch(tensors, name)
         changed = changed_in_place(name, args, kwargs)
         written = self._about_to_change(changed, name) if changed else ()
-        if name in RANDOM:
+        given = self.given(tensors)
+        if draws(func, name):
             with self._stream(-1, len(self.calls)):
                 result = func(*args, **kwargs)
         else:
@@ -241,11 +275,11 @@ class Tracker(TorchFunctionMode):
         if shaped_by_values(name, args) or (not written and typed_by_autocast(result, tensors)):
             leaves, structure = tree_flatten(result)
             described = tuple(TensorSpec.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
-            self.calls.append(Call(name, numbers, differentiable, structure, described))
+            self.calls.append(Call(name, numbers, differentiable, structure, described, given=given))
         elif not numbers and (read := values_read(name, result)) is not None:
-            self.calls.append(Call(name, numbers, differentiable, *read))
+            self.calls.append(Call(name, numbers, differentiable, *read, given=given))
         else:
-            self.calls.append(Call(name, numbers, differentiable))
+            self.calls.append(Call(name, numbers, differentiable, given=given))
         return result
 
     def _about_to_change(self, changed: list[Tensor], name: str) -> list[Tensor]:
@@ -310,9 +344,9 @@ class _Paused:
         self._tracker = tracker
 
     def __enter__(self) -> None:
-        self._popped = _get_current_function_mode() is self._tracker  # type: ignore[no-untyped-call]
+        self._popped = current_function_mode() is self._tracker  # type: ignore[no-untyped-call]
         if self._popped:
-            torch._C._pop_torch_function_stack()
+            pop_function_mode()
         else:
             self._tracker._off += 1
 
@@ -320,6 +354,6 @@ class _Paused:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._popped:
-            torch._C._push_on_torch_function_stack(self._tracker)
+            push_function_mode(self._tracker)
         else:
             self._tracker._off -= 1

@@ -1,0 +1,154 @@
+"""Every private name of torch that this package uses, with the reason: seen in torch 2.10, 2.13 and 2.15.
+
+Functions and classes are imported from here. Attributes of objects are used where they are needed, and listed here.
+"""
+
+from __future__ import annotations
+
+from lightning_pipe.internals import check
+
+VERSIONS = {"torch": ">=2.10,<2.16"}
+
+_GRAPH = "a node of the graph tells when it was made, what it takes, and whose tensor it accumulates into"
+_OWN = "replaced for the time of a run: there is no public place to stand"
+
+NAMES = {
+    "torch.utils._pytree": {
+        **dict.fromkeys(
+            ["tree_flatten", "tree_leaves", "tree_map", "tree_unflatten"],
+            "arguments and results of the user's functions hold tensors anywhere; torch.utils.pytree is as private",
+        ),
+        "register_pytree_node": "how users make a type of their own known, named in an error",
+    },
+    "torch.Tensor": {
+        "_version": "how often autograd saw a tensor change in place",
+        "_base": "what a tensor is a view of",
+        "_is_view": "whether it is one",
+        "_is_zerotensor": "such a one has no memory to send",
+        "_make_subclass": "a tensor of a class of ours around one of torch's",
+        "_make_wrapper_subclass": "a tensor of a class of ours without memory",
+        "_backward_hooks": "hooks of parameters are silent while a schedule runs: they act once, for the batch",
+        "_post_accumulate_grad_hooks": "as _backward_hooks",
+    },
+    "torch.UntypedStorage": {"_cdata": "the same for tensors that share memory, also on meta"},
+    "torch": {"_foreach_mul_": "all gradients times the factor of a loss in one kernel", "_C": "the functions below"},
+    "torch._C": {
+        "_autograd": "see _get_sequence_nr",
+        "_functorch": "see is_functorch_wrapped_tensor",
+        "DisableTorchFunction": "our own bookkeeping is not part of the user's step",
+        "DisableTorchFunctionSubclass": "absent parameters compute with torch itself",
+        "_are_functorch_transforms_active": "nothing goes over a cut inside torch.func",
+        "_current_graph_task_id": "whether a backward pass is under way on this thread",
+        "_disabled_torch_function_impl": "placeholders answer in __torch_dispatch__ alone",
+        "_pop_torch_function_stack": "the tracker is off the stack while a layer runs, which then costs nothing more",
+        "_push_on_torch_function_stack": "as _pop_torch_function_stack",
+        "_storage_Use_Count": "how many tensors share a memory",
+    },
+    "torch._C._autograd": {"_get_sequence_nr": "which nodes of the graph a layer has made"},
+    "torch._C._functorch": {"is_functorch_wrapped_tensor": "such a tensor has no memory to ask for"},
+    "torch.overrides": {"_get_current_function_mode": "whether the tracker is on top of the stack"},
+    "torch._ops.OpOverload": {"_schema": "which arguments an operation changes in place"},
+    "torch.autograd": {"_engine_run_backward": f"behind torch.autograd.grad and every backward; {_OWN}"},
+    "torch.autograd.forward_ad": {"_current_level": "nothing goes over a cut inside forward-mode differentiation"},
+    "torch.autograd.function.Function": {"_backward_cls": "the type of the nodes that a function of ours makes"},
+    "torch._C._functions.AccumulateGrad": dict.fromkeys(["_sequence_nr", "_input_metadata"], _GRAPH),
+    "torch.utils.hooks.BackwardHook": {"_apply_on_tensors": f"puts a node before and behind a module; {_OWN}"},
+    "torch.utils.checkpoint": {
+        "CheckpointFunction": f"looked up by checkpoint(use_reentrant=True); {_OWN}",
+        "_checkpoint_without_reentrant_generator": f"looked up by checkpoint(use_reentrant=False); {_OWN}",
+    },
+    "torch.nn.Module": {
+        "_apply": "module.to and its kin, on layers whose parameters are absent",
+        "_buffers": "a buffer is exchanged for another without a word to the user's __setattr__",
+        "_parameters": "as _buffers",
+        "_modules": "a chain of modules is walked under the names it has",
+        "_compiled_call_impl": "what module.compile() sets: compiled code must not follow a wrapper",
+        "_forward_hooks": "modules with hooks are not called through their compiled code",
+        "_forward_pre_hooks": "as _forward_hooks",
+    },
+    "torch.nn.modules.batchnorm": {
+        "_BatchNorm": "the base of all batch norms",
+        "_NormBase": "the base of all norms with running statistics",
+    },
+    "torch.nn.modules.batchnorm._BatchNorm": {"_check_input_dim": "as its own forward begins"},
+    "torch.nn.modules.dropout": {"_DropoutNd": "the base of all dropouts"},
+    "torch.nn.modules.rnn.RNNBase": {"_flat_weight_refs": "weak references, with which tensors cannot be swapped"},
+    "torch.nn.utils.clip_grad": {"_get_total_norm": f"what clip_grad_norm_ calls; {_OWN}"},
+    "torch.optim.lr_scheduler.LRScheduler": {
+        "_opt_called": "set on the optimizer by its step, which a schedule without a flush leaves out at first"
+    },
+    "torch.amp.grad_scaler.GradScaler": {"_unscale_grads_": f"looks for overflows; {_OWN}"},
+    "torch.distributed.ProcessGroup": {
+        "_get_backend": "the part of a group that has the clock of its collectives",
+    },
+    "torch._C._distributed_c10d.ProcessGroupGloo": {
+        "_set_default_timeout": "the watchdog keeps the time; torch's own clock counts while the process is suspended",
+    },
+    "torch.distributed.distributed_c10d": {
+        "_get_default_store": "the store over which the processes have met; Lightning asks for it too",
+        "_world": "counts the groups of a process, which gives their names",
+    },
+}
+"""The names, by owner, each with what it is used for."""
+
+LATE = {"torch._dynamo.eval_frame.OptimizedModule": {"_orig_mod": "the module that torch.compile was given"}}
+"""As `NAMES`, in modules that take seconds to import: they are looked for by tests alone."""
+
+check(VERSIONS, NAMES)
+
+# ruff: noqa: E402  what is missing is named above, all of it
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._C import (
+    DisableTorchFunction,
+    DisableTorchFunctionSubclass,
+    _are_functorch_transforms_active,
+    _current_graph_task_id,
+    _storage_Use_Count,
+)
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
+from torch.nn.modules.batchnorm import _NormBase as NormBase
+from torch.nn.modules.dropout import _DropoutNd as DropoutNd
+from torch.overrides import _get_current_function_mode as current_function_mode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+
+graph_nodes: Callable[[], int] = torch._C._autograd._get_sequence_nr
+"""How many nodes autograd has made on this thread: what a layer makes has numbers between those before and after."""
+
+disabled_torch_function: Any = torch._C._disabled_torch_function_impl
+is_functorch_tensor: Callable[[torch.Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
+functorch_active: Callable[[], bool] = _are_functorch_transforms_active
+storage_uses: Callable[[int], int] = _storage_Use_Count
+pop_function_mode: Callable[[], Any] = torch._C._pop_torch_function_stack
+push_function_mode: Callable[[Any], None] = torch._C._push_on_torch_function_stack
+foreach_mul_: Callable[..., None] = torch._foreach_mul_
+
+
+def in_backward() -> bool:
+    """Whether a backward pass is under way on this thread."""
+    return _current_graph_task_id() != -1
+
+
+__all__ = [
+    "BatchNorm",
+    "DisableTorchFunction",
+    "DisableTorchFunctionSubclass",
+    "DropoutNd",
+    "NormBase",
+    "current_function_mode",
+    "disabled_torch_function",
+    "foreach_mul_",
+    "functorch_active",
+    "graph_nodes",
+    "in_backward",
+    "is_functorch_tensor",
+    "pop_function_mode",
+    "push_function_mode",
+    "storage_uses",
+    "tree_flatten",
+    "tree_leaves",
+    "tree_map",
+    "tree_unflatten",
+]
