@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -15,8 +13,6 @@ from lightning_pipe.pipeline.failure import FailureBoard
 
 _PATIENCE = 15.0
 """Seconds that a child leaves to process 0, whose hooks for exceptions may be slow."""
-_STAY = 5.0
-"""Seconds that a child stays while process 0 tells the reason: Lightning 2.6 kills process 0 when a child has left."""
 
 
 def tell_once(error: BaseException, board: FailureBoard, *, started: bool) -> None:
@@ -34,7 +30,6 @@ def tell_once(error: BaseException, board: FailureBoard, *, started: bool) -> No
             first = board.may_tell(_PATIENCE)
         if not first:
             leave_quietly(error)
-            _stay_with_parent()
     elif started and board.transport.process == 0 and not board.may_tell():
         leave_quietly(error)
 
@@ -50,11 +45,3 @@ def _ignoring_termination() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def _stay_with_parent() -> None:
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    parent, deadline = os.getppid(), time.monotonic() + _STAY
-    while os.getppid() == parent and time.monotonic() < deadline:
-        time.sleep(0.05)

@@ -81,7 +81,6 @@ def test_a_child_prints_nothing_if_another_one_tells(
 ) -> None:
     monkeypatch.setattr(telling, "is_child", lambda: True)
     monkeypatch.setattr(telling, "_PATIENCE", 0.1)
-    monkeypatch.setattr(telling, "_stay_with_parent", lambda: None)
     monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
     if told:
         assert boards[0].may_tell()
