@@ -5,16 +5,17 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from lightning_pipe import registry, schedules
+from lightning_pipe import schedules
+from lightning_pipe.trainer import registry
 
 if TYPE_CHECKING:
     from lightning_pipe import partition, simulate, skip
     from lightning_pipe.callbacks import PipelineTimeline
-    from lightning_pipe.pipeline.batchnorm import DeferredBatchNorm
-    from lightning_pipe.pipeline.recompute import is_recomputing
-    from lightning_pipe.planning import plan
+    from lightning_pipe.intercept.recompute import is_recomputing
+    from lightning_pipe.parameters.deferred_batchnorm import DeferredBatchNorm
+    from lightning_pipe.planning.make import plan
     from lightning_pipe.simulate import Costs
-    from lightning_pipe.strategy import PipeStrategy
+    from lightning_pipe.trainer.strategy import PipeStrategy
 
 __version__ = "0.1.0"
 
@@ -35,11 +36,11 @@ __all__ = [
 _MODULES = ("partition", "simulate", "skip")
 _HOMES = {
     "Costs": "lightning_pipe.simulate",
-    "DeferredBatchNorm": "lightning_pipe.pipeline.batchnorm",
-    "PipeStrategy": "lightning_pipe.strategy",
+    "DeferredBatchNorm": "lightning_pipe.parameters.deferred_batchnorm",
+    "PipeStrategy": "lightning_pipe.trainer.strategy",
     "PipelineTimeline": "lightning_pipe.callbacks",
-    "is_recomputing": "lightning_pipe.pipeline.recompute",
-    "plan": "lightning_pipe.planning",
+    "is_recomputing": "lightning_pipe.intercept.recompute",
+    "plan": "lightning_pipe.planning.make",
 }
 
 registry.install()

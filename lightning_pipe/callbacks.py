@@ -10,7 +10,7 @@ from typing import Any
 import lightning.pytorch as pl
 from typing_extensions import override
 
-from lightning_pipe.pipeline.runner import Pipeline
+from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.simulate import Costs, Event, Timeline, simulate
 
 

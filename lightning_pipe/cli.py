@@ -13,8 +13,9 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
-from lightning_pipe import plan_command, schedules
+from lightning_pipe import schedules
 from lightning_pipe.errors import PipeError
+from lightning_pipe.planning import command
 from lightning_pipe.schedules import Schedule
 from lightning_pipe.schedules.dependencies import Number
 from lightning_pipe.simulate import Costs, compare, table
@@ -40,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = _Parser(prog=_PROGRAM, description="Pipeline parallelism for PyTorch Lightning.")
     commands = parser.add_subparsers(metavar="COMMAND", required=True, title="commands")
     _add_schedule(commands.add_parser("schedule", help="draw, simulate and export a schedule"))
-    plan_command.add_arguments(commands.add_parser("plan", help="show how a module would be cut"))
+    command.add_arguments(commands.add_parser("plan", help="show how a module would be cut"))
     values = parser.parse_args(arguments)
     with warnings.catch_warnings():
         warnings.showwarning = _show_warning
@@ -63,7 +64,7 @@ def _add_schedule(parser: argparse.ArgumentParser) -> None:
     number("--ranks", default=4, help="ranks in the pipeline (default: %(default)s)")
     number("--micro-batches", default=8, help="micro-batches in a batch (default: %(default)s)")
     number("--stages", help="stages of the model (default: as many as the schedule needs)")
-    option = partial(add, type=plan_command.option, action="append", default=[])
+    option = partial(add, type=command.option, action="append", default=[])
     option("--option", metavar="NAME=VALUE", help="an option of the schedule, such as virtual_stages=3")
     modes = ("never", "always", "except_last")
     add("--recompute", choices=modes, default="never", help="recompute activations (default: %(default)s)")

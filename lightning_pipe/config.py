@@ -24,7 +24,7 @@ MICRO_BATCHES_PER_RANK = 4
 
 
 @dataclass(frozen=True)
-class Layout:
+class RunLayout:
     """How the processes of a run are arranged.
 
     Args:
@@ -89,7 +89,7 @@ def layout(
     data_parallel_size: int | Auto = "auto",
     stages: int | Auto = "auto",
     stages_per_rank: int = 1,
-) -> Layout:
+) -> RunLayout:
     """Arranges the processes: world size = pipeline_parallel_size x data_parallel_size.
 
     Args:
@@ -119,7 +119,7 @@ def layout(
             f"{several(count, 'stage')} cannot occupy {several(ranks, 'rank')}: each holds at least 1.",
             hint=f"Use stages={ranks} or more, or pipeline_parallel_size={count} or less.",
         )
-    return Layout(ranks, replicas, count)
+    return RunLayout(ranks, replicas, count)
 
 
 def micro_batch_count(batch: int, ranks: int, micro_batches: int | Auto = "auto", least: int = 1) -> int:

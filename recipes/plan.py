@@ -44,8 +44,8 @@ def plans(settings: DictConfig) -> Iterator[str]:
     """
     import torch
 
-    from lightning_pipe.plan_text import plan_text
-    from lightning_pipe.planning import plan
+    from lightning_pipe.planning.make import plan
+    from lightning_pipe.planning.render import plan_text
     from recipes import job
 
     if settings.pipe is None:

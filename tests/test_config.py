@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from lightning_pipe.config import (
     BatchEquation,
-    Layout,
+    RunLayout,
     layout,
     micro_batch_count,
     micro_batch_sizes,
@@ -31,7 +31,7 @@ from lightning_pipe.errors import ConfigurationError
 )
 def test_layout(arguments: dict[str, int], expected: tuple[int, int, int]) -> None:
     found = layout(**arguments)
-    assert found == Layout(*expected)
+    assert found == RunLayout(*expected)
     assert found.world_size == arguments["world_size"]
 
 

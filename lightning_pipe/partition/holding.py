@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 from lightning_pipe.partition.sequence import Layers
 
 
-class Held(NamedTuple):
+class ParameterPlace(NamedTuple):
     """A parameter and the layers beside which it is held.
 
     Args:
@@ -34,7 +34,7 @@ class Held(NamedTuple):
         return 0 if is_lazy(self.parameter) else self.parameter.numel()
 
 
-def held_parameters(module: nn.Module, layers: Layers) -> list[Held]:
+def parameter_places(module: nn.Module, layers: Layers) -> list[ParameterPlace]:
     """The parameters of a module, each once, with their places.
 
     Where code outside the layers uses a parameter shows only when it runs. Modules are registered in about the order
@@ -49,7 +49,7 @@ def held_parameters(module: nn.Module, layers: Layers) -> list[Held]:
 
     Example:
         >>> net = nn.Sequential(nn.Embedding(10, 2), nn.Linear(2, 2), nn.Linear(2, 3))
-        >>> [(h.name, h.inside, h.beside) for h in held_parameters(net, [("1", net[1]), ("2", net[2])])][:2]
+        >>> [(h.name, h.inside, h.beside) for h in parameter_places(net, [("1", net[1]), ("2", net[2])])][:2]
         [('0.weight', (), (0,)), ('1.weight', (0,), ())]
     """
     index = {name: i for i, (name, _) in enumerate(layers)}
@@ -61,12 +61,12 @@ def held_parameters(module: nn.Module, layers: Layers) -> list[Held]:
         inside, beside = places.setdefault(id(parameter), (set(), set()))
         (beside if containing is None else inside).add(after)
     return [
-        Held(name, parameter, *(tuple(sorted(place)) for place in places[id(parameter)]))
+        ParameterPlace(name, parameter, *(tuple(sorted(place)) for place in places[id(parameter)]))
         for name, parameter in module.named_parameters()
     ]
 
 
-def held_by_stages(module: nn.Module, layers: Layers, counts: Sequence[int]) -> list[list[Held]]:
+def places_by_stage(module: nn.Module, layers: Layers, counts: Sequence[int]) -> list[list[ParameterPlace]]:
     """The parameters that each stage is expected to hold; one that several stages hold is in all of their lists.
 
     Args:
@@ -77,7 +77,7 @@ def held_by_stages(module: nn.Module, layers: Layers, counts: Sequence[int]) -> 
     Returns:
         One list per stage.
     """
-    held = held_parameters(module, layers)
+    held = parameter_places(module, layers)
     ends = pairwise(accumulate(counts, initial=0))
     return [[one for one in held if any(start <= i < end for i in one.inside + one.beside)] for start, end in ends]
 
@@ -101,7 +101,7 @@ def parameter_costs(module: nn.Module, layers: Layers) -> list[int]:
         [26, 9]
     """
     costs = [0] * len(layers)
-    for held in held_parameters(module, layers):
+    for held in parameter_places(module, layers):
         for place in {*held.inside[:1], *held.beside}:
             costs[place] += held.size
     return costs

@@ -1,24 +1,24 @@
 """Pipeline schedules as data: build them by name or class, check, fold, lower, read and write them."""
 
-from lightning_pipe.schedules.chimera import Chimera
+from lightning_pipe.schedules.asynchronous.pipedream import PipeDream, PipeDream2BW
+from lightning_pipe.schedules.asynchronous.stream import Stream, stream
 from lightning_pipe.schedules.csv_format import read_csv, write_csv
-from lightning_pipe.schedules.dual_pipe import DualPipe
-from lightning_pipe.schedules.dual_pipe_v import DualPipeV
+from lightning_pipe.schedules.families.chimera import Chimera
+from lightning_pipe.schedules.families.dual_pipe import DualPipe
+from lightning_pipe.schedules.families.dual_pipe_v import DualPipeV
+from lightning_pipe.schedules.families.gems import GEMS
+from lightning_pipe.schedules.families.gpipe import GPipe
+from lightning_pipe.schedules.families.interleaved import Interleaved
+from lightning_pipe.schedules.families.naive import Naive
+from lightning_pipe.schedules.families.one_f_one_b import OneFOneB
+from lightning_pipe.schedules.families.zero_bubble import ZeroBubble
 from lightning_pipe.schedules.family import Family
-from lightning_pipe.schedules.forward_only import forward_only
-from lightning_pipe.schedules.gems import GEMS
-from lightning_pipe.schedules.gpipe import GPipe
-from lightning_pipe.schedules.interleaved import Interleaved
 from lightning_pipe.schedules.ir import Action, Kind, Placement, Schedule
-from lightning_pipe.schedules.list_scheduling import list_schedule
-from lightning_pipe.schedules.lower import lower
-from lightning_pipe.schedules.naive import Naive
-from lightning_pipe.schedules.one_f_one_b import OneFOneB
-from lightning_pipe.schedules.pipedream import PipeDream, PipeDream2BW
-from lightning_pipe.schedules.recompute import with_recompute
+from lightning_pipe.schedules.passes.forward_only import forward_only
+from lightning_pipe.schedules.passes.list_scheduling import list_schedule
+from lightning_pipe.schedules.passes.lower import lower
+from lightning_pipe.schedules.passes.recompute import with_recompute
 from lightning_pipe.schedules.registry import get, names, register
-from lightning_pipe.schedules.stream import Stream, stream
-from lightning_pipe.schedules.zero_bubble import ZeroBubble
 
 register("naive")(Naive)
 register("gpipe")(GPipe)

@@ -27,7 +27,7 @@ class Kind(StrEnum):
 
 
 COMPUTE = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, Kind.RECOMPUTE, Kind.STEP})
-"""The kinds a schedule consists of; the others are inserted by :func:`lightning_pipe.schedules.lower`."""
+"""The kinds a schedule consists of; the others are inserted by :func:`lightning_pipe.schedules.passes.lower`."""
 
 
 class Action(NamedTuple):

@@ -10,7 +10,7 @@ from lightning_pipe import schedules
 from lightning_pipe.errors import ScheduleError
 from lightning_pipe.schedules import Family, Kind, Schedule
 from lightning_pipe.schedules.dependencies import Number
-from lightning_pipe.schedules.recompute import Mode
+from lightning_pipe.schedules.passes.recompute import Mode
 from lightning_pipe.simulate.costs import Costs
 from lightning_pipe.simulate.simulator import simulate
 from lightning_pipe.simulate.style import time_of

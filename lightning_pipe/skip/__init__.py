@@ -8,13 +8,13 @@ between the layers of a sequence needs none of this: what it keeps is carried by
 
 from lightning_pipe.skip.checks import verify, verify_skippables
 from lightning_pipe.skip.layers import SkippableMixin, pop, skippable, stash
-from lightning_pipe.skip.store import Event, Key, Namespace, SkipError, StepStore, Store, put, stored_in, take
+from lightning_pipe.skip.store import Namespace, SkipError, SkipEvent, SkipKey, StepStore, Store, put, stored_in, take
 
 __all__ = [
-    "Event",
-    "Key",
     "Namespace",
     "SkipError",
+    "SkipEvent",
+    "SkipKey",
     "SkippableMixin",
     "StepStore",
     "Store",

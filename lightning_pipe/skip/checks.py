@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from torch import nn
 
 from lightning_pipe.skip.layers import SkippableMixin
-from lightning_pipe.skip.store import Key, SkipError
+from lightning_pipe.skip.store import SkipError, SkipKey
 
 
 def verify_skippables(module: nn.Module) -> None:
@@ -28,8 +28,8 @@ def verify_skippables(module: nn.Module) -> None:
 def verify(layers: Iterable[tuple[str, SkippableMixin]]) -> None:
     """Check layers with their names, in the order in which they run; see `verify_skippables`."""
     problems: list[str] = []
-    stashed: dict[Key, str] = {}
-    popped: dict[Key, str] = {}
+    stashed: dict[SkipKey, str] = {}
+    popped: dict[SkipKey, str] = {}
     for name, layer in layers:
         problems += _problems(name, layer, stashed, popped)
     for key, name in stashed.items():
@@ -43,7 +43,9 @@ def verify(layers: Iterable[tuple[str, SkippableMixin]]) -> None:
         )
 
 
-def _problems(name: str, layer: SkippableMixin, stashed: dict[Key, str], popped: dict[Key, str]) -> Iterator[str]:
+def _problems(
+    name: str, layer: SkippableMixin, stashed: dict[SkipKey, str], popped: dict[SkipKey, str]
+) -> Iterator[str]:
     """What is wrong with one layer after those before it, which are noted in ``stashed`` and ``popped``."""
     for both in sorted(layer.stashable & layer.poppable):
         yield f"'{name}' stashes and pops '{both}'"

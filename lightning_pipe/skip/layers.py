@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
-from lightning_pipe.skip.store import Key, Namespace, SkipError, put, take
+from lightning_pipe.skip.store import Namespace, SkipError, SkipKey, put, take
 
 Layer = TypeVar("Layer", bound="SkippableMixin")
 
@@ -64,9 +64,9 @@ class SkippableMixin(nn.Module):
         self.__dict__["_namespaces"] = {**self.namespaces, **dict.fromkeys(names, namespace)}
         return self
 
-    def skip_keys(self, names: Iterable[str]) -> list[Key]:
+    def skip_keys(self, names: Iterable[str]) -> list[SkipKey]:
         """The names with their namespaces."""
-        return [Key(self.namespaces.get(name), name) for name in sorted(names)]
+        return [SkipKey(self.namespaces.get(name), name) for name in sorted(names)]
 
     def drive(self, steps: Any) -> Any:
         """Run a forward method that yields `stash` and `pop`, and return its result."""

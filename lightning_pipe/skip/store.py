@@ -36,28 +36,28 @@ class Namespace:
         object.__setattr__(self, "number", next(_numbers))
 
 
-class Key(NamedTuple):
+class SkipKey(NamedTuple):
     """What a tensor is stashed under."""
 
     namespace: Namespace | None
     name: str
 
 
-class Event(NamedTuple):
+class SkipEvent(NamedTuple):
     """A tensor was stashed, or else popped."""
 
-    key: Key
+    key: SkipKey
     stashes: bool
 
 
-class Store(dict[Key, Tensor | None]):
+class Store(dict[SkipKey, Tensor | None]):
     """What is stashed and not popped yet."""
 
-    def begin(self, key: Key, tensor: Tensor | None) -> None:
+    def begin(self, key: SkipKey, tensor: Tensor | None) -> None:
         """Stash."""
         self[key] = tensor
 
-    def end(self, key: Key) -> Tensor | None:
+    def end(self, key: SkipKey) -> Tensor | None:
         """Pop."""
         return self.pop(key)
 
@@ -71,21 +71,21 @@ class StepStore(Store):
 
     def __init__(self) -> None:
         super().__init__()
-        self.events: list[Event] = []
+        self.events: list[SkipEvent] = []
 
     @override
-    def begin(self, key: Key, tensor: Tensor | None) -> None:
+    def begin(self, key: SkipKey, tensor: Tensor | None) -> None:
         if key in self:
             raise SkipError(
                 f"'{key.name}' is stashed again before it was popped.",
                 hint="Use another name, or a namespace of its own.",
             )
-        self.events.append(Event(key, stashes=True))
+        self.events.append(SkipEvent(key, stashes=True))
         super().begin(key, tensor)
 
     @override
-    def end(self, key: Key) -> Tensor | None:
-        self.events.append(Event(key, stashes=False))
+    def end(self, key: SkipKey) -> Tensor | None:
+        self.events.append(SkipEvent(key, stashes=False))
         return super().end(key)
 
     def check_empty(self) -> None:
@@ -121,7 +121,7 @@ def put(name: str, tensor: Tensor | None, namespace: Namespace | None = None) ->
             f"'{name}' is a {type(tensor).__name__}; a skip connection carries one tensor, or None.",
             hint="Stash each tensor under a name of its own.",
         )
-    _store().begin(Key(namespace, name), tensor)
+    _store().begin(SkipKey(namespace, name), tensor)
 
 
 def take(name: str, namespace: Namespace | None = None) -> Tensor | None:
@@ -138,7 +138,7 @@ def take(name: str, namespace: Namespace | None = None) -> Tensor | None:
         SkipError: nothing is stashed under this name.
     """
     store = _store()
-    key = Key(namespace, name)
+    key = SkipKey(namespace, name)
     if key not in store:
         kept = ", ".join(repr(other.name) for other in store) or "nothing"
         raise SkipError(

@@ -24,13 +24,13 @@ from torch.distributed.pipelining import (
 from torch.nn import functional
 
 from lightning_pipe import schedules
+from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.partition import find_layers
-from lightning_pipe.pipeline.runner import Pipeline
-from lightning_pipe.pipeline.topology import Topology
-from lightning_pipe.pipeline.transport import Transport
 from lightning_pipe.schedules import DualPipeV, Family, GPipe, Interleaved, OneFOneB, Schedule, ZeroBubble
-from tests import launch
+from lightning_pipe.transport.base import Transport
+from lightning_pipe.transport.topology import Topology
 from tests.benchmarks.measure import Finding, Ratio, alternate
+from tests.support import processes
 
 RANKS, BLOCKS, MICRO_BATCHES = 2, 8, 8
 SIZES = {"small (width 128, micro-batch 16)": (128, 16), "medium (width 512, micro-batch 32)": (512, 32)}
@@ -90,7 +90,7 @@ def run(quick: bool) -> list[Finding]:
         for size, (width, samples) in SIZES.items():
             rounds = (20 if quick else 60) * (4 if width < 256 else 1)
             options = {"family": family, "width": width, "samples": samples, "rounds": rounds}
-            ours, theirs = launch.run_pipeline(compare, Topology(RANKS), timeout=280, group_timeout=60, **options)[0]
+            ours, theirs = processes.run_pipeline(compare, Topology(RANKS), timeout=280, group_timeout=60, **options)[0]
             ratio = Ratio.of(theirs, ours)
             findings.append(
                 Finding(f"{family}, {size}", str(ratio), f"interval not below {LOWER}", ratio.high >= LOWER)

@@ -17,9 +17,9 @@ from torch.utils.data import DataLoader
 
 from lightning_pipe import schedules
 from lightning_pipe.simulate import simulate
-from tests import launch
 from tests.benchmarks.bubble import BACKWARD, FORWARD, SleepingLayer
 from tests.benchmarks.measure import Finding
+from tests.support import processes
 
 TOLERANCES = {4: 0.03, 8: 0.05}
 RUNS = 8
@@ -58,7 +58,7 @@ def run(quick: bool) -> list[Finding]:
     for schedule, ranks, micro_batches in (("pipedream", 4, 1), ("pipedream_2bw", 4, 4), ("pipedream", 8, 1)):
         options = {"schedule": schedule, "ranks": ranks, "micro_batches": micro_batches}
         batches = (8 if quick else 20) + SKIPPED
-        ends = launch.run_trainers(measure, ranks, timeout=200, batches=batches, **options)[0]
+        ends = processes.run_trainers(measure, ranks, timeout=200, batches=batches, **options)[0]
         # the last batch is followed by those in flight
         period = statistics.median(later - earlier for earlier, later in pairwise(ends[SKIPPED:-1]))
         asleep = RUNS * (FORWARD + BACKWARD)

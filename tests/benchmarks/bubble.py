@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipe import schedules
+from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.partition import find_layers
-from lightning_pipe.pipeline.runner import Pipeline
-from lightning_pipe.pipeline.topology import Topology
-from lightning_pipe.pipeline.transport import Transport
-from tests import launch
+from lightning_pipe.transport.base import Transport
+from lightning_pipe.transport.topology import Topology
 from tests.benchmarks.measure import Finding
+from tests.support import processes
 
 RANKS = 4
 FORWARD, BACKWARD = 0.04, 0.08
@@ -62,7 +62,7 @@ def run(quick: bool) -> list[Finding]:
         for micro_batches in (4, 8, 16):
             topology = Topology.for_schedule(RANKS)
             options = {"name": name, "micro_batches": micro_batches, "rounds": 3 if quick else 7}
-            ratios = launch.run_pipeline(measure, topology, timeout=100, **options)[0]
+            ratios = processes.run_pipeline(measure, topology, timeout=100, **options)[0]
             expected = (RANKS - 1) / (micro_batches + RANKS - 1)
             found = statistics.median(ratios)
             findings.append(

@@ -12,15 +12,15 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipe import schedules
+from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.partition import find_layers
-from lightning_pipe.pipeline.runner import Pipeline
-from lightning_pipe.pipeline.topology import Topology
-from lightning_pipe.pipeline.transport import Transport
 from lightning_pipe.schedules import Chimera, Family, GPipe, OneFOneB
 from lightning_pipe.simulate import Costs, simulate
-from tests import launch
+from lightning_pipe.transport.base import Transport
+from lightning_pipe.transport.topology import Topology
 from tests.benchmarks.against_torch import Block
 from tests.benchmarks.measure import Finding, Ratio, alternate
+from tests.support import processes
 
 TOLERANCES = {4: 0.03, 8: 0.05}
 UNIT = {4: 0.04, 8: 0.08}
@@ -94,7 +94,7 @@ def _in_processes(family: Family, ranks: int, micro_batches: int, rounds: int) -
     loss_rank = family.build(ranks, micro_batches).loss_ranks[0]
     topology = Topology.for_schedule(ranks, loss_rank=loss_rank)
     options = {"family": family, "micro_batches": micro_batches, "rounds": rounds}
-    found: Measured = launch.run_pipeline(measure, topology, timeout=300, group_timeout=60, **options)[0]
+    found: Measured = processes.run_pipeline(measure, topology, timeout=300, group_timeout=60, **options)[0]
     return found
 
 
@@ -143,7 +143,7 @@ def _real_compute(quick: bool) -> list[Finding]:
     findings = []
     for other in (OneFOneB(), GPipe()):
         options = {"families": (Chimera(), other), "rounds": rounds}
-        first, second = launch.run_pipeline(compare, Topology(2), timeout=280, group_timeout=60, **options)[0]
+        first, second = processes.run_pipeline(compare, Topology(2), timeout=280, group_timeout=60, **options)[0]
         findings.append(
             Finding(
                 f"speed of Chimera over {other.label}, real compute, 2 ranks, 2 micro-batches",

@@ -14,17 +14,17 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipe import schedules
+from lightning_pipe.engine.layer_profiler import profiled
+from lightning_pipe.engine.pipeline import Pipeline
+from lightning_pipe.intercept.random_streams import RandomStreams
 from lightning_pipe.partition import divide, find_layers
-from lightning_pipe.pipeline.memory_transport import memory_world
-from lightning_pipe.pipeline.profiling import profiled
-from lightning_pipe.pipeline.rng import Streams
-from lightning_pipe.pipeline.runner import Pipeline
-from lightning_pipe.pipeline.topology import Topology
-from lightning_pipe.pipeline.transport import Transport
-from lightning_pipe.schedules.recompute import with_recompute
+from lightning_pipe.schedules.passes.recompute import with_recompute
 from lightning_pipe.simulate import Costs, simulate
-from tests import launch
+from lightning_pipe.transport.base import Transport
+from lightning_pipe.transport.threads import thread_world
+from lightning_pipe.transport.topology import Topology
 from tests.benchmarks.measure import Finding, Ratio, alternate
+from tests.support import processes
 
 RANKS = 4
 MICRO_BATCHES = 8
@@ -58,7 +58,7 @@ def _cost_of_recomputation(quick: bool) -> Finding:
 
 def _dense(mode: Any) -> Any:
     net = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(768, 768), nn.ReLU())))
-    (transport,) = memory_world(Topology(ranks=1))
+    (transport,) = thread_world(Topology(ranks=1))
     layers = find_layers(net)
     pipeline = Pipeline(net, layers, [len(layers)], schedules.GPipe(), transport, recompute=mode)
     # Input that needs a gradient: otherwise the first layer's backward pass is cheaper than the others'.
@@ -83,7 +83,7 @@ def _cost_of_streams(quick: bool) -> Finding:
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(256, 4, 1024, dropout=0.1, batch_first=True)
     net = nn.Sequential(*(copy.deepcopy(layer) for _ in range(4)))
-    (transport,) = memory_world(Topology(ranks=1))
+    (transport,) = thread_world(Topology(ranks=1))
     layers = find_layers(net)
     pipeline = Pipeline(net, layers, [len(layers)], schedules.GPipe(), transport)
     parts = list(torch.randn(8, 64, 256).tensor_split(4))
@@ -109,7 +109,7 @@ def _cost_of_streams(quick: bool) -> Finding:
 
 def _seconds_of_a_stream() -> float:
     """To enter a stream and to leave it."""
-    streams, turns = Streams(1, torch.device("cpu")), 10_000
+    streams, turns = RandomStreams(1, torch.device("cpu")), 10_000
     start = time.perf_counter()
     for turn in range(turns):
         with streams.isolated(0, turn):
@@ -120,12 +120,12 @@ def _seconds_of_a_stream() -> float:
 @contextmanager
 def _one_stream() -> Iterator[None]:
     """All layers draw from torch's own generator, one after the other."""
-    before = Streams.isolated
-    Streams.isolated = lambda self, micro_batch, *key: nullcontext()  # type: ignore[assignment,method-assign]
+    before = RandomStreams.isolated
+    RandomStreams.isolated = lambda self, micro_batch, *key: nullcontext()  # type: ignore[assignment,method-assign]
     try:
         yield
     finally:
-        Streams.isolated = before  # type: ignore[method-assign]
+        RandomStreams.isolated = before  # type: ignore[method-assign]
 
 
 # ---------------------------------------------------------------------- layers that sleep
@@ -181,7 +181,7 @@ def _makespans(
 
 
 def _measured(rounds: int, **options: Any) -> float:
-    found = launch.run_pipeline(_makespans, Topology.for_schedule(RANKS), timeout=200, rounds=rounds, **options)
+    found = processes.run_pipeline(_makespans, Topology.for_schedule(RANKS), timeout=200, rounds=rounds, **options)
     return statistics.median(found[0])
 
 
@@ -238,7 +238,7 @@ def _balance(quick: bool) -> list[Finding]:
 
 
 def _profile(net: nn.Module) -> Any:
-    (transport,) = memory_world(Topology(ranks=1))
+    (transport,) = thread_world(Topology(ranks=1))
     layers = find_layers(net)
     pipeline = Pipeline(net, layers, [len(layers)], schedules.GPipe(), transport)
     with profiled(pipeline) as profiler:

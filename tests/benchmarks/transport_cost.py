@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from lightning_pipe.pipeline.memory_transport import memory_world, run_threads
-from lightning_pipe.pipeline.topology import Topology
-from lightning_pipe.pipeline.transport import Lane, Transport
-from tests import launch
+from lightning_pipe.transport.base import Lane, Transport
+from lightning_pipe.transport.threads import run_threads, thread_world
+from lightning_pipe.transport.topology import Topology
 from tests.benchmarks.measure import Finding, microseconds
+from tests.support import processes
 
 SIZES = {"64 B": 64, "256 KiB": 1 << 18, "4 MiB": 1 << 22}
 THERE, BACK = Lane("forward"), Lane("backward")
@@ -22,9 +22,9 @@ def run(quick: bool) -> list[Finding]:
     """Median costs between threads, and between processes over Gloo and over shared memory."""
     rounds = 100 if quick else 400
     worlds = {
-        "threads": run_threads(memory_world(Topology(2)), lambda transport: costs(transport, rounds))[0],
-        "Gloo": launch.run_pipeline(costs, Topology(2), local=False, rounds=rounds)[0],
-        "shared memory": launch.run_pipeline(costs, Topology(2), rounds=rounds)[0],
+        "threads": run_threads(thread_world(Topology(2)), lambda transport: costs(transport, rounds))[0],
+        "Gloo": processes.run_pipeline(costs, Topology(2), local=False, rounds=rounds)[0],
+        "shared memory": processes.run_pipeline(costs, Topology(2), rounds=rounds)[0],
     }
     return [
         Finding(f"{world}: {what}, {size}", microseconds(seconds))

@@ -12,8 +12,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.launch import free_port
-from tests.strategy.test_launcher import clean_environment
+from tests.support.processes import free_port
+from tests.trainer.test_launcher import clean_environment
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SECONDS = 180

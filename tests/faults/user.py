@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from lightning_pipe import PipeStrategy, checkpoint_file
-from lightning_pipe.world import World
+from lightning_pipe import PipeStrategy
+from lightning_pipe.trainer.checkpoints import file
+from lightning_pipe.trainer.world import World
 from tests.faults.injection import Injection
 
 MIDDLE = 3
@@ -179,7 +180,7 @@ def main(folder: Path, options: dict[str, Any]) -> None:
     if options.get("folder"):
         wrap(FileSystemWriter, "write_data", injection, phases)
     else:
-        wrap(checkpoint_file, "_fill", injection, (f"{phase}_file" for phase in phases))
+        wrap(file, "_fill", injection, (f"{phase}_file" for phase in phases))
     calls: list[L.Callback] = [Hears(), ModelCheckpoint(folder / "saved", "{epoch}", save_last=True)]
     if kind == "on_exception_checkpoint":
         calls.append(OnExceptionCheckpoint(str(folder)))

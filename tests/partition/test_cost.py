@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from lightning_pipe.errors import ConfigurationError, PartitionError
-from lightning_pipe.partition import divide, find_layers, held_by_stages, parameter_costs
+from lightning_pipe.partition import divide, find_layers, parameter_costs, places_by_stage
 from lightning_pipe.partition.cost import Balance
 
 
@@ -130,7 +130,7 @@ def test_an_unknown_word() -> None:
 
 def test_what_every_stage_holds() -> None:
     model = Tied()
-    first, last = held_by_stages(model, find_layers(model, "layers"), [1, 2])
+    first, last = places_by_stage(model, find_layers(model, "layers"), [1, 2])
     assert [held.name for held in first] == ["embedding.weight", "layers.0.weight"]
     assert [held.name for held in last] == [
         "embedding.weight",
@@ -141,7 +141,7 @@ def test_what_every_stage_holds() -> None:
     ]
     net = widths(4, 4, 4)
     net[2].weight = net[0].weight
-    assert [[h.name for h in stage] for stage in held_by_stages(net, find_layers(net), [1, 1, 1])] == [
+    assert [[h.name for h in stage] for stage in places_by_stage(net, find_layers(net), [1, 1, 1])] == [
         ["0.weight"],
         ["1.weight"],
         ["0.weight"],

@@ -12,7 +12,7 @@ import pytest
 from recipes import checkpoints, job
 from recipes.errors import RecipeError
 from recipes.evaluate import evaluate, main, stored
-from tests.recipes.curves import RECIPES, compose_recipe, write_data
+from tests.support.recipe_curves import RECIPES, compose_recipe, write_data
 
 
 @pytest.fixture(autouse=True)

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.launch import run_trainers
-from tests.recipes.curves import BATCHES, RECIPES, Curve, break_off_and_resume, train, train_all, write_data
+from tests.support.processes import run_trainers
+from tests.support.recipe_curves import BATCHES, RECIPES, Curve, break_off_and_resume, train, train_all, write_data
 
 PIPES = ["gpipe", "1f1b", "chimera"]
 # Batch norm sees a micro-batch at a time: one device does too if it accumulates them.

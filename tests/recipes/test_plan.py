@@ -16,8 +16,8 @@ from omegaconf import DictConfig
 from recipes import job
 from recipes.errors import RecipeError
 from recipes.plan import plans
-from tests.launch import outcomes
 from tests.recipes.conftest import CONF
+from tests.support.processes import outcomes
 
 Compose = Callable[..., DictConfig]
 PARAMETERS = {

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from recipes import processes
-from tests.launch import free_port
 from tests.recipes.conftest import ROOT, write_text
+from tests.support.processes import free_port
 
 SMALL = [
     "experiment=gpt2_wikitext2",

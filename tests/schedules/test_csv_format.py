@@ -8,7 +8,7 @@ import pytest
 from lightning_pipe import schedules
 from lightning_pipe.errors import ScheduleError
 from lightning_pipe.schedules import OneFOneB, read_csv
-from tests.schedules.sweep import training_schedules
+from tests.support.schedule_sweep import training_schedules
 
 
 @pytest.mark.parametrize("name", schedules.names())

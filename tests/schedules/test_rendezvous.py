@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lightning_pipe.schedules import Action, Kind, OneFOneB, lower
-from tests.schedules.rendezvous import assert_mirrored, run
+from tests.support.rendezvous_sends import assert_mirrored, run
 
 
 def lowered() -> list[list[Action]]:

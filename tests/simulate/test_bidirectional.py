@@ -9,7 +9,7 @@ import pytest
 from lightning_pipe.errors import ScheduleError
 from lightning_pipe.schedules import GEMS, Action, Chimera, Kind, lower
 from lightning_pipe.simulate import Costs, simulate
-from tests.simulate.blocks import blocks_of, play_blocks
+from tests.support.schedule_blocks import blocks_of, play_blocks
 
 RANKS = (2, 4, 6, 8, 12, 16)
 

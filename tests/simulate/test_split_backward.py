@@ -9,7 +9,7 @@ import pytest
 from lightning_pipe.errors import ScheduleError
 from lightning_pipe.schedules import Action, DualPipe, DualPipeV, Kind, ZeroBubble
 from lightning_pipe.simulate import Costs, simulate
-from tests.simulate.blocks import blocks_of, play_blocks
+from tests.support.schedule_blocks import blocks_of, play_blocks
 
 PARTS = [(1, 1, 1), (10, 11, 9), (1, Fraction(6, 5), Fraction(4, 5)), (3, 3, 2)]
 

@@ -1,0 +1,245 @@
+"""Training without a flush: batches stay in flight between calls, each on its version of the weights."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lightning_pipe.engine.stage import Batch
+from lightning_pipe.engine.weight_versions import StandIns, WeightVersions
+from lightning_pipe.errors import ConfigurationError, PartitionError
+from lightning_pipe.intercept.random_streams import RandomStreams
+from lightning_pipe.parameters.ownership import named_tensors
+from lightning_pipe.schedules import Kind, stream
+from lightning_pipe.torch_internals import NormBase
+
+if TYPE_CHECKING:
+    from lightning_pipe.engine.pipeline import Pipeline
+
+
+@dataclass(frozen=True)
+class CallResult:
+    """What one call has brought about. Batches are numbered in the order in which they came, from 0.
+
+    Args:
+        finished: the batches whose losses are known now; the same on all ranks.
+        results: for each of them what the step returned for each micro-batch, on the ranks that have its losses.
+        update: the batches whose gradients, averaged, are in ``parameter.grad`` now; empty: no step is due here.
+    """
+
+    finished: tuple[int, ...] = ()
+    results: Mapping[int, Mapping[int, Any]] = field(default_factory=dict)
+    update: tuple[int, ...] = ()
+
+
+@dataclass
+class _BatchInFlight:
+    """A batch in flight, with leaves for each version of the weights that its micro-batches run on."""
+
+    batch: Batch
+    stand_ins: dict[int, StandIns] = field(default_factory=dict)
+
+
+class AsynchronousPipeline:
+    """Runs an asynchronous schedule call by call.
+
+    Every call runs what the schedule's `Stream` says: parts of the batch that comes and of earlier ones. The step
+    that is due is the caller's. After `drain` the next batch begins the stream anew: no version is behind.
+
+    Args:
+        pipeline: the module over the ranks.
+        deferred_batch_norm: whether batch norm is to keep the statistics of whole batches.
+
+    Attributes:
+        stream: what runs in which call.
+        versions: the weights.
+    """
+
+    def __init__(self, pipeline: Pipeline, *, deferred_batch_norm: bool) -> None:
+        self._pipeline = pipeline
+        self._rank = pipeline.transport.rank
+        self.stream = stream(
+            pipeline.family,
+            pipeline.transport.topology.ranks,
+            len(pipeline.balance),
+            skips=pipeline.skips.ends,
+            recompute=pipeline.recompute,
+        )
+        self.versions = WeightVersions(pipeline.module, pipeline.ownership)
+        self._flights: dict[int, _BatchInFlight] = {}
+        self._calls = self._arrived = self._before = 0
+        self._checked = False
+        self._check_batch_norm(deferred_batch_norm)
+
+    # ------------------------------------------------------------------ what the caller asks
+
+    @property
+    def in_flight(self) -> int:
+        """Batches that are not done."""
+        return len(self._flights)
+
+    def due(self, *, arriving: bool) -> tuple[int, ...]:
+        """The batches whose gradients the step at the end of the next call takes; empty: no step is due here.
+
+        Args:
+            arriving: whether the next call comes with a batch.
+        """
+        known = {*self._flights, self._arrived} if arriving else {*self._flights}
+        call = self.stream.call(self._rank, self._calls)
+        return tuple(self._serial(batch) for batch in call.update if batch in known)
+
+    def advance(self, batch: Batch) -> CallResult:
+        """One call with a batch."""
+        if self._calls != self._arrived:
+            raise ConfigurationError(
+                "The pipeline is being drained.", hint="Go on until `drain` ends, then begin the next batch."
+            )
+        size, most = len(batch.micro_batches), self.stream.micro_batches
+        if size > most:
+            raise ConfigurationError(
+                f"A batch has {size} micro-batches; schedule {self._pipeline.family.name!r} is made for {most} in "
+                "each, since its optimizer steps as often.",
+                hint=f"Use micro_batches={most}.",
+            )
+        number, self._arrived = self._arrived, self._arrived + 1
+        batch.using = lambda index: self._weights(number, index)
+        self._flights[number] = _BatchInFlight(batch)
+        return self._turn()
+
+    def drain(self) -> Iterator[CallResult]:
+        """Calls without a batch until nothing is in flight."""
+        while self._flights:
+            yield self._turn()
+        if self._calls:
+            self._pipeline.executor.empty()
+            self._restart()
+
+    # ------------------------------------------------------------------ one call
+
+    def _turn(self) -> CallResult:
+        pipeline, call, number = self._pipeline, self.stream.call(self._rank, self._calls), self._calls
+        start, busy = time.perf_counter(), pipeline.executor.busy
+        known = pipeline.ownership.settled
+        actions = [action for action in call.actions if self._exists(action.micro_batch)]
+        try:
+            streams = RandomStreams(0, pipeline.transport.device)
+            with torch.enable_grad(), self.versions.call(), pipeline.running(streams):
+                pipeline.executor.advance(actions, call.again, self._find)
+        except BaseException:
+            self.drop()
+            raise
+        self._calls += 1
+        if not known and number >= self.stream.first_update:
+            pipeline.agree_on_holders()
+            self._check_steps()
+        finished = tuple(batch for batch in call.finished if batch in self._flights)
+        update = tuple(batch for batch in call.update if batch in self._flights)
+        turn = CallResult(
+            tuple(map(self._serial, finished)),
+            {self._serial(batch): self._flights[batch].batch.results for batch in finished},
+            tuple(map(self._serial, update)),
+        )
+        if update:
+            self._prepare_step(update, call.oldest)
+        self._retire(number - self.stream.lag)
+        if known:
+            pipeline.elapsed += time.perf_counter() - start
+            pipeline.busy += pipeline.executor.busy - busy
+        return turn
+
+    def _prepare_step(self, update: tuple[int, ...], oldest: int) -> None:
+        flights = [self._flights[batch] for batch in update]
+        self.versions.collect([flight.stand_ins.values() for flight in flights])
+        for flight in flights:
+            flight.stand_ins.clear()
+        self._pipeline.reduce_gradients()
+        self.versions.step(oldest)
+
+    def _retire(self, number: int) -> None:
+        """Forget a batch that is done on all ranks, and agree on what micro-batches like its own are to carry."""
+        if self._flights.pop(number, None) is None:
+            return
+        self._check_called()
+        courier, size = self._pipeline.executor.courier, self.stream.micro_batches
+        ways = [way for way in courier.transfers if way.micro_batch // size == number]
+        # A batch that comes after its last call finds the same plans at both ends.
+        courier.agree(ways, since=(number + self.stream.lag + 1) * size)
+
+    def drop(self) -> None:
+        """Give up what is in flight."""
+        self._pipeline.executor.abandon()
+        self._flights.clear()
+        self._restart()
+
+    def _restart(self) -> None:
+        self.versions.restart()
+        self._before += self._arrived
+        self._calls = self._arrived = 0
+
+    def _serial(self, number: int) -> int:
+        return self._before + number
+
+    def _exists(self, micro_batch: int | None) -> bool:
+        number, index = divmod(micro_batch or 0, self.stream.micro_batches)
+        flight = self._flights.get(number)
+        return flight is not None and index < len(flight.batch.micro_batches)
+
+    def _find(self, micro_batch: int) -> tuple[Batch, int]:
+        number, index = divmod(micro_batch, self.stream.micro_batches)
+        return self._flights[number].batch, index
+
+    def _weights(self, number: int, index: int) -> AbstractContextManager[None]:
+        """Puts the version of the weights in place that a micro-batch runs on."""
+        version = self.stream.version(self._rank, number * self.stream.micro_batches + index)
+        known = self._flights[number].stand_ins
+        if version not in known:
+            known[version] = self.versions.stand_ins(version)
+        return self.versions.using(known[version])
+
+    # ------------------------------------------------------------------ what cannot be exact
+
+    def _check_called(self) -> None:
+        """Once: the layers of the stages that this rank has run must have been called."""
+        if not self._checked:
+            ran = {
+                action.stage
+                for number in range(self._calls)
+                for action in self.stream.call(self._rank, number).actions
+                if action.kind is Kind.FORWARD and (action.micro_batch or 0) < self._arrived * self.stream.micro_batches
+            }
+            self._pipeline.check_called(ran)
+            self._checked = True
+
+    def _check_steps(self) -> None:
+        """Ranks that share a parameter must step for the same batches at the same time."""
+        names = {self._pipeline.owners(name): name for name, _ in named_tensors(self._pipeline.module)}
+        for owners, name in names.items():
+            if len({self.stream.updates(rank) for rank in owners}) > 1:
+                raise PartitionError(
+                    f"'{name}' is held by {self._pipeline.ownership.holders_in_words(name)}, which schedule "
+                    f"{self._pipeline.family.name!r} lets step for different batches.",
+                    hint="Replicate their stages equally, or use a schedule with a flush.",
+                )
+
+    def _check_batch_norm(self, deferred: bool) -> None:
+        """Running statistics must not depend on how batches lie in flight, or on which replica they ran."""
+        for name, module in self._pipeline.module.named_modules():
+            if not isinstance(module, NormBase) or not module.track_running_stats:
+                continue
+            if deferred and self.stream.micro_batches > 1:
+                raise ConfigurationError(
+                    f"'{name}' is to keep the statistics of whole batches, but schedule "
+                    f"{self._pipeline.family.name!r} mixes the micro-batches of several batches.",
+                    hint="Use deferred_batch_norm=False, which keeps those of micro-batches, or a schedule with a "
+                    "flush.",
+                )
+            if any(len(self._pipeline.holders(stage)) > 1 for stage in range(len(self._pipeline.balance))):
+                raise ConfigurationError(
+                    f"'{name}' keeps running statistics, which differ on the ranks of a replicated stage.",
+                    hint="Use norms without running statistics, or a schedule with a flush.",
+                )

@@ -1,0 +1,346 @@
+"""Carries what crosses the cuts: agreed in full the first time, afterwards only the tensors that are used."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Container, Hashable, Iterable
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import NamedTuple
+
+from torch import Tensor
+
+from lightning_pipe.errors import CommunicationError
+from lightning_pipe.intercept.call_record import Crossing, RunRecord, TensorSpec
+from lightning_pipe.transport.base import IncomingParts, Lane, Transport, Work
+from lightning_pipe.transport.message_layout import MessageLayout, mask_words, to_bits, to_words
+
+_AGREED, _CHANGED = 0, 1
+_CONTROL = {"forward": 1, "backward": 2}
+"""The channels of control words that have messages of their own; that of whole crossings is 0."""
+_STAGES = 1024
+_AT_ONCE = 128
+_PlanKey = tuple[int, int, int, Hashable]
+"""Pipe, stage, receiving stage and signature."""
+
+
+class BoundaryKey(NamedTuple):
+    """One micro-batch on its way from a stage to a later one, mostly the next, on its pipe."""
+
+    pipe: int
+    stage: int
+    micro_batch: int
+    to: int
+
+
+@dataclass(frozen=True)
+class BoundaryMessage:
+    """Tensors that travel over a cut, and the messages they travel in.
+
+    Args:
+        path: the calls and the live tensors of the sending stage.
+        numbers: the tensors that travel, by number, in the order of the path's entries.
+    """
+
+    path: RunRecord
+    numbers: tuple[int, ...]
+
+    @cached_property
+    def gradients(self) -> tuple[int, ...]:
+        """The numbers of the tensors whose gradients come back."""
+        sent = set(self.numbers)
+        return tuple(entry.number for entry in self.path.entries if entry.requires_grad and entry.number in sent)
+
+    @cached_property
+    def all(self) -> frozenset[int]:
+        """The numbers as a set."""
+        return frozenset(self.numbers)
+
+    @cached_property
+    def masks(self) -> list[int]:
+        """The masks of the backward message when everything was used and has a gradient, as mostly."""
+        return self.masks_of(self.all, self.all)
+
+    def masks_of(self, used: Container[int], present: Container[int]) -> list[int]:
+        """The masks of the backward message: which tensors were used, and which gradients are there."""
+        return to_words(n in used for n in self.numbers) + to_words(n in present for n in self.gradients)
+
+    @cached_property
+    def layout(self) -> MessageLayout:
+        """The forward message."""
+        return MessageLayout(1, self._specs(self.numbers))
+
+    @cached_property
+    def gradient_layout(self) -> MessageLayout:
+        """The backward message: the masks, then the gradients."""
+        return MessageLayout(
+            mask_words(len(self.numbers)) + mask_words(len(self.gradients)), self._specs(self.gradients)
+        )
+
+    def _specs(self, numbers: Iterable[int]) -> tuple[TensorSpec, ...]:
+        wanted = set(numbers)
+        return tuple(entry.spec for entry in self.path.entries if entry.number in wanted)
+
+
+@dataclass(frozen=True)
+class BoundaryPlan:
+    """What both ends of a cut have agreed on for micro-batches of one signature.
+
+    Args:
+        path: the calls and the live tensors of the sending stage.
+        sent: the numbers of the tensors that travel.
+        since: the first micro-batch that it is in force for.
+    """
+
+    path: RunRecord
+    sent: frozenset[int]
+    since: int = 0
+
+    @cached_property
+    def cargo(self) -> BoundaryMessage:
+        """What travels."""
+        return BoundaryMessage(
+            self.path, tuple(entry.number for entry in self.path.entries if entry.number in self.sent)
+        )
+
+
+@dataclass
+class Transfer:
+    """A crossing that has happened; both ends keep it until the gradients have come back.
+
+    Args:
+        key: the micro-batch's signature.
+        cargo: what travelled.
+        used: the numbers that the receiver or a later stage used; known after the backward pass.
+    """
+
+    key: Hashable
+    cargo: BoundaryMessage
+    used: frozenset[int] | None = None
+
+
+class _Posted(NamedTuple):
+    parts: IncomingParts
+    plan: BoundaryPlan | None = None
+
+
+@dataclass
+class BoundaryExchange:
+    """Sends and receives crossings and their gradients over a transport.
+
+    Besides the tensors that were used, those with one element travel: a step may log them in some batches alone.
+
+    A plan comes into force at the next `settle`, when no message is under way: both ends then know it. Without a flush
+    it comes into force for the micro-batches that set out when those that it was made from have come back (`agree`).
+    Until then, and whenever a step takes a path that the plan does not know, the crossing goes in full over the slow
+    path.
+
+    Args:
+        transport: the rank's transport.
+    """
+
+    transport: Transport
+    transfers: dict[BoundaryKey, Transfer] = field(default_factory=dict)
+    sent_bytes: int = 0
+    _plans: dict[_PlanKey, list[BoundaryPlan]] = field(default_factory=dict)
+    _posted: dict[tuple[str, BoundaryKey], _Posted] = field(default_factory=dict)
+    _sending: deque[list[Work]] = field(default_factory=deque)
+
+    # ------------------------------------------------------------------ forward
+
+    def send(self, at: BoundaryKey, peer: int, key: Hashable, crossing: Crossing) -> None:
+        """Start to send what leaves a stage."""
+        plan = self._plan(at, key)
+        numbers = {entry.number: tensor for entry, tensor in zip(crossing.path.entries, crossing.tensors, strict=True)}
+        lane = Lane("forward", at.pipe)
+        if plan is not None:
+            agreed = _fits(plan, crossing.path)
+            tensors = [numbers[n] if agreed else None for n in plan.cargo.numbers]
+            self._send(plan.cargo.layout, [_AGREED if agreed else _CHANGED], tensors, peer, lane, at)
+            if agreed:
+                self.transfers[at] = Transfer(key, plan.cargo)
+                return
+        values = [tensor.detach().cpu() for tensor in crossing.tensors]
+        self._under_way(at, self.transport.send_object((crossing.path, values), peer, _tag(at, 0)))
+        self.transfers[at] = Transfer(key, _everything(crossing.path))
+
+    def expect(self, at: BoundaryKey, peer: int, key: Hashable) -> None:
+        """Post the buffer for what will come, as soon as its size is agreed."""
+        plan = self._plan(at, key)
+        if plan is not None:
+            self._post(Lane("forward", at.pipe), at, peer, plan.cargo.layout, plan)
+
+    def receive(self, at: BoundaryKey, peer: int, key: Hashable) -> tuple[RunRecord, dict[int, Tensor]]:
+        """Wait for what the previous stage sent: the path and the tensors by number."""
+        posted = self._posted.pop(("forward", at), None)
+        if posted is not None and posted.plan is not None:
+            control, tensors = posted.parts.wait()
+            if control[0] == _AGREED:
+                return self._arrived(at, key, posted.plan.cargo, tensors)
+        path, values = self.transport.receive_object(peer, _tag(at, 0))
+        return self._arrived(at, key, _everything(path), [value.to(self.transport.device) for value in values])
+
+    def _arrived(
+        self, at: BoundaryKey, key: Hashable, cargo: BoundaryMessage, tensors: list[Tensor]
+    ) -> tuple[RunRecord, dict[int, Tensor]]:
+        self.transfers[at] = Transfer(key, cargo)
+        return cargo.path, cargo.path.laid_out(dict(zip(cargo.numbers, tensors, strict=True)))
+
+    # ------------------------------------------------------------------ backward
+
+    def send_gradients(self, at: BoundaryKey, peer: int, gradients: dict[int, Tensor], used: frozenset[int]) -> None:
+        """Start to send back the gradients of what was received."""
+        transfer = self.transfers[at]
+        cargo = transfer.cargo
+        transfer.used = used if cargo.gradients else cargo.all  # as the other end has to assume
+        if not cargo.gradients:
+            return
+        tensors = [gradients.get(number) for number in cargo.gradients]
+        complete = used >= cargo.all and gradients.keys() >= set(cargo.gradients)
+        masks = cargo.masks if complete else cargo.masks_of(used, gradients)
+        self._send(cargo.gradient_layout, masks, tensors, peer, Lane("backward", at.pipe), at)
+
+    def expect_gradients(self, at: BoundaryKey, peer: int) -> None:
+        """Post the buffer for the gradients of what was sent."""
+        cargo = self.transfers[at].cargo
+        if cargo.gradients:
+            self._post(Lane("backward", at.pipe), at, peer, cargo.gradient_layout)
+
+    def receive_gradients(self, at: BoundaryKey, peer: int) -> tuple[dict[int, Tensor], frozenset[int]]:
+        """Wait for the gradients, by number, and the numbers that later stages used."""
+        transfer = self.transfers[at]
+        cargo = transfer.cargo
+        if not cargo.gradients:
+            transfer.used = cargo.all
+            return {}, transfer.used
+        masks, tensors = self._posted.pop(("backward", at)).parts.wait()
+        if masks == cargo.masks:
+            transfer.used = cargo.all
+            return dict(zip(cargo.gradients, tensors, strict=True)), transfer.used
+        split = mask_words(len(cargo.numbers))
+        used = to_bits(masks[:split], len(cargo.numbers))
+        present = to_bits(masks[split:], len(cargo.gradients))
+        transfer.used = frozenset(n for n, flag in zip(cargo.numbers, used, strict=True) if flag)
+        gradients = {n: tensor for n, tensor, flag in zip(cargo.gradients, tensors, present, strict=True) if flag}
+        return gradients, transfer.used
+
+    # ------------------------------------------------------------------ bookkeeping
+
+    def settle(self) -> None:
+        """End a batch: wait for all sends and bring new plans into force, the same at both ends of every cut."""
+        while self._sending:
+            self.turn()
+        if self._posted:
+            raise CommunicationError(f"internal error: {len(self._posted)} messages were posted and never used.")
+        self.agree(list(self.transfers), since=0)
+        for plans in self._plans.values():
+            plans[:] = [replace(plans[-1], since=0) if plans[-1].since else plans[-1]]
+
+    def turn(self) -> None:
+        """End a call of a schedule without a flush: wait for the sends of the call before, and of older ones.
+
+        Stages run a batch one call after the other: what goes past some of them, a skip connection, is received as many
+        calls later. The receivers have come to the others by now, or will without waiting for this rank.
+        """
+        for work in self._sending.popleft() if self._sending else ():
+            work.wait()
+
+    def agree(self, ways: Iterable[BoundaryKey], since: int) -> None:
+        """Make plans of transfers that are complete, and forget these.
+
+        Args:
+            ways: the transfers, the same at both ends.
+            since: the first micro-batch that the plans are in force for; those before it keep the plans they have.
+        """
+        fresh: dict[_PlanKey, BoundaryPlan] = {}
+        latest = 0
+        for at in sorted(ways, key=lambda at: (at.pipe, at.stage, at.to, at.micro_batch)):
+            transfer = self.transfers.pop(at)
+            latest = max(latest, at.micro_batch)
+            plan = self._plan(at, transfer.key)
+            path = transfer.cargo.path
+            if plan is not None and plan.path is path:
+                continue
+            place = (at.pipe, at.stage, at.to, transfer.key)
+            used = transfer.cargo.all if transfer.used is None else transfer.used | path.single_numbers
+            before = fresh.get(place)
+            if before is not None and before.path == path:
+                used |= before.sent
+            fresh[place] = BoundaryPlan(path, used, since)
+        for place, plan in fresh.items():
+            _extend(self._plans.setdefault(place, []), plan, latest + 1)
+
+    def forget_plans(self) -> None:
+        """Agree anew on everything: the ways have changed. At both ends between the same two batches."""
+        self._plans.clear()
+
+    def _plan(self, at: BoundaryKey, key: Hashable) -> BoundaryPlan | None:
+        """The plan that is in force for a micro-batch."""
+        for plan in reversed(self._plans.get((at.pipe, at.stage, at.to, key), ())):
+            if plan.since <= at.micro_batch:
+                return plan
+        return None
+
+    def reset(self) -> None:
+        """Forget a batch that was given up."""
+        self.transfers.clear()
+        self._posted.clear()
+        self._sending.clear()
+
+    def _send(
+        self,
+        layout: MessageLayout,
+        control: list[int],
+        tensors: list[Tensor | None],
+        peer: int,
+        lane: Lane,
+        at: BoundaryKey,
+    ) -> None:
+        self.sent_bytes += layout.size
+        works = self.transport.send_parts(layout, control, tensors, peer, lane, _tag(at, _CONTROL[lane.direction]))
+        self._under_way(at, *works)  # each keeps its message until it is gone
+
+    def _under_way(self, at: BoundaryKey, *works: Work) -> None:
+        """Wait for a send at the end of the call in which the receiver has surely come to it."""
+        calls = at.to - at.stage
+        while len(self._sending) <= calls:
+            self._sending.append([])
+        self._sending[calls] += works
+
+    def _post(
+        self, lane: Lane, at: BoundaryKey, peer: int, layout: MessageLayout, plan: BoundaryPlan | None = None
+    ) -> None:
+        parts = self.transport.receive_parts(layout, peer, lane, _tag(at, _CONTROL[lane.direction]))
+        self._posted[lane.direction, at] = _Posted(parts, plan)
+
+
+def _everything(path: RunRecord) -> BoundaryMessage:
+    return BoundaryMessage(path, tuple(entry.number for entry in path.entries))
+
+
+def _fits(plan: BoundaryPlan, path: RunRecord) -> bool:
+    """Whether a run took the planned path and everything that is to travel is there, in the planned form."""
+    if path.calls != plan.path.calls:
+        return False
+    if path.entries == plan.path.entries:
+        return True
+    found = {entry.number: entry for entry in path.entries}
+    if not found.keys() <= {entry.number for entry in plan.path.entries}:
+        return False  # something keeps a tensor alive that nothing kept before, and may use it
+    return all(found.get(entry.number) == entry for entry in plan.path.entries if entry.number in plan.sent)
+
+
+def _extend(plans: list[BoundaryPlan], plan: BoundaryPlan, first: int) -> None:
+    """Append a plan to those of a cut; ``first`` is the first micro-batch that may still ask for one of them."""
+    if plan.since and plans and plans[-1].path == plan.path:
+        # transfers that were under way at the same time tell the same
+        if plan.sent <= plans[-1].sent:
+            return
+        plan = replace(plan, sent=plan.sent | plans[-1].sent)
+    in_force = sum(older.since <= first for older in plans)
+    plans[:] = [*plans[max(0, in_force - 1) :], plan] if plan.since else [plan]
+
+
+def _tag(at: BoundaryKey, channel: int) -> int:
+    # objects with the same tag keep their order, so that numbers may come again
+    return ((at.micro_batch % _AT_ONCE * _STAGES + at.stage) * _STAGES + at.to) * 3 + channel

@@ -1,0 +1,105 @@
+"""The containers that batches are made of: what they hold, copies of them, and what tells their shapes."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+
+from lightning_pipe.errors import CutError
+from lightning_pipe.intercept.autograd_graph import nodes_behind
+from lightning_pipe.intercept.call_record import TensorSpec
+from lightning_pipe.intercept.tensor_state import counting
+
+
+def children(node: Any) -> dict[Any, Any] | None:
+    """What a container holds by key, position or field; ``None`` for a leaf.
+
+    Mappings of every kind (Hugging Face's ``BatchEncoding`` too), lists, tuples and dataclasses are containers.
+    """
+    if isinstance(node, Tensor):
+        return None
+    if isinstance(node, Mapping):
+        return dict(node)
+    if isinstance(node, list | tuple) and not isinstance(node, PackedSequence):
+        return dict(enumerate(node))
+    if dataclasses.is_dataclass(node) and not isinstance(node, type):
+        return {field.name: getattr(node, field.name) for field in dataclasses.fields(node)}
+    return None
+
+
+def rebuild(node: Any, contents: dict[Any, Any]) -> Any:
+    """A container like another one, with other contents."""
+    if type(node) is dict:
+        return contents
+    if isinstance(node, Mapping):
+        clone: Any = copy.copy(node)
+        for key, child in contents.items():
+            clone[key] = child
+        return clone
+    if isinstance(node, list | tuple):
+        return type(node)(*contents.values()) if hasattr(node, "_fields") else type(node)(contents.values())
+    return dataclasses.replace(node, **contents)
+
+
+def map_leaves(function: Callable[[Any], Any], node: Any) -> Any:
+    """The same containers anew, with ``function`` of every leaf."""
+    contents = children(node)
+    if contents is None:
+        return function(node)
+    return rebuild(node, {key: map_leaves(function, child) for key, child in contents.items()})
+
+
+def fresh(micro_batch: Any) -> Any:
+    """A micro-batch that a step may take apart: new containers and new tensors, with the strides of the old ones.
+
+    Example:
+        >>> import torch
+        >>> batch = {"x": torch.zeros(2)}
+        >>> _ = fresh(batch).pop("x").add_(1)
+        >>> batch
+        {'x': tensor([0., 0.])}
+    """
+    with counting():
+        return map_leaves(lambda leaf: _copy(leaf) if isinstance(leaf, Tensor) else leaf, micro_batch)
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    if tensor.requires_grad and _trains(tensor):
+        raise CutError(
+            f"a tensor {tuple(tensor.shape)} of the batch is computed from parameters before the step, which every "
+            "stage runs for itself.",
+            hint="Compute it in the step, or detach() it.",
+        )
+    clone = tensor.detach().clone()  # the stages of one rank share no graph
+    if not clone.is_nested and clone.layout is torch.strided and clone.stride() != tensor.stride():
+        clone = TensorSpec.of(tensor).lay_out(clone)  # they decide whether contiguous() returns the tensor or a copy
+    return clone.requires_grad_(tensor.requires_grad)
+
+
+def _trains(tensor: Tensor) -> bool:
+    """Whether the graph behind a tensor leads to parameters."""
+    return any(isinstance(getattr(node, "variable", None), nn.Parameter) for node in nodes_behind([tensor]))
+
+
+def signature(node: Any) -> Hashable:
+    """What decides the shapes and the path of a step: structure, shapes, dtypes, and plain values.
+
+    Example:
+        >>> import torch
+        >>> signature({"x": torch.zeros(2, 3)}) == signature({"x": torch.ones(2, 3)})
+        True
+        >>> signature({"x": torch.zeros(2, 3)}) == signature({"x": torch.zeros(1, 3)})
+        False
+    """
+    if isinstance(node, Tensor):
+        return tuple(node.shape), node.dtype
+    contents = children(node)
+    if contents is not None:
+        return type(node), tuple((str(key), signature(child)) for key, child in contents.items())
+    return ("", node) if node is None or isinstance(node, bool | int) else ("", type(node))

@@ -1,0 +1,1 @@
+"""What is looked at once, in the first batch of a run."""

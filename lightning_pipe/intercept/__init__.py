@@ -1,0 +1,1 @@
+"""Runs one stage of an unmodified module, by interception of the user's step."""

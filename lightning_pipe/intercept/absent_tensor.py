@@ -1,0 +1,298 @@
+"""Parameters and buffers whose values other ranks have, and what comes from them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from lightning_pipe.errors import CutError
+from lightning_pipe.intercept.placeholder import Placeholder, shape_only
+from lightning_pipe.intercept.torch_functions import RANDOM, changed_in_place, function_name
+from lightning_pipe.torch_internals import (
+    DisableTorchFunction,
+    DisableTorchFunctionSubclass,
+    storage_uses,
+    tree_leaves,
+    tree_map,
+)
+
+# Functions that look at a tensor without its value.
+_METADATA = frozenset(
+    [
+        *["size", "dim", "stride", "numel", "nelement", "element_size", "storage_offset", "ndimension", "get_device"],
+        *["is_contiguous", "is_floating_point", "is_complex", "is_pinned", "is_tensor", "has_names", "__len__"],
+        *[
+            "__hash__",
+            "untyped_storage",
+            "data_ptr",
+            "requires_grad_",
+            "register_hook",
+            "register_post_accumulate_grad_hook",
+            "retain_grad",
+        ],
+    ]
+)
+# Functions whose result has the same values, elsewhere or in another form.
+_SAME = frozenset(["clone", "detach", "contiguous"])
+_MOVED = frozenset(["to", "cpu", "cuda", "type", "float", "double", "half", "bfloat16", "type_as"])
+_ACCESS = frozenset(["__get__", "__set__", "__delete__"])
+_SHOWN = 3
+"""Names that an error lists."""
+
+IN_HOOKS = (
+    "In hooks a rank has the values of its own layers alone: read a parameter on the ranks that hold it, with "
+    "`if trainer.strategy.pipeline.holds(name)`. Call or generate after fit, when the module is whole again, or from a "
+    "checkpoint; norms of gradients and weights over all ranks come from "
+    "torch.nn.utils.get_total_norm and lightning.pytorch.utilities.grad_norm."
+)
+_ONE_DEVICE = (
+    "Only tensors of one rank can follow each other: a teacher whose layers follow a student's needs one device. For "
+    "averaged weights use Lightning's callback EMAWeightAveraging."
+)
+
+
+class Home(Protocol):
+    """Knows who has which value, and the tensors of the module."""
+
+    def place(self, names: Sequence[str]) -> str:
+        """Which rank this is, and which ranks have some named values, in words."""
+
+    def sharing(self, tensor: Tensor) -> list[tuple[str | None, Tensor]]:
+        """What has memory in common with a tensor; parameters and buffers with their names."""
+
+    def needed(self, name: str) -> bool:
+        """Whether this rank computes with a parameter or buffer."""
+
+
+class Origin(NamedTuple):
+    """What the value of an absent tensor comes from: names of parameters and buffers, in a module."""
+
+    names: tuple[str, ...] = ()
+    home: Home | None = None
+
+    def __str__(self) -> str:
+        shown = ", ".join(f"'{name}'" for name in self.names[:_SHOWN])
+        return shown + (" and others" if len(self.names) > _SHOWN else "")
+
+    def error(self, what: str, hint: str = IN_HOOKS) -> CutError:
+        """The error for what needs the value."""
+        known = self.names and self.home is not None
+        where = self.home.place(self.names) if known and self.home is not None else "another rank has its value"
+        return CutError(f"{what}: {where}.", hint=hint)
+
+
+class AbsentTensor(Tensor):
+    """A tensor with the shape, dtype and device of the true one, without its memory and value.
+
+    Code that goes over all parameters of a module (averaged copies of the weights, limits on them, initialisations) may
+    change it in place: nothing happens, but random numbers are drawn as for the true one, so that the next ones are the
+    same on all ranks. What is computed from it is absent as well, and so is from then on what it changes: a tensor, and
+    parameters and buffers with the same memory, unless this rank computes with them. Reading a value raises
+    :class:`~lightning_pipe.errors.CutError`.
+    """
+
+    origin: Origin = Origin()
+
+    @classmethod
+    def like(cls, tensor: Tensor, origin: Origin | None = None) -> AbsentTensor:
+        """Stand for a tensor; for a parameter as a parameter."""
+        kind: type[AbsentTensor] = AbsentParameter if isinstance(tensor, nn.Parameter) else AbsentTensor
+        absent = kind._make(tuple(tensor.shape), tensor.dtype, tensor.device, tensor.requires_grad)
+        absent.origin = origin if origin is not None else getattr(tensor, "origin", Origin())
+        return absent
+
+    @classmethod
+    def _make(
+        cls, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, requires_grad: bool
+    ) -> AbsentTensor:
+        absent: AbsentTensor = Tensor._make_subclass(cls, _void(dtype, device).expand(shape), requires_grad)
+        return absent
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> AbsentTensor:
+        copy = memo.get(id(self))
+        if copy is None:
+            copy = memo[id(self)] = AbsentTensor.like(self)
+        return copy
+
+    def __copy__(self) -> AbsentTensor:
+        return AbsentTensor.like(self)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise self.origin.error(
+            f"a tensor {tuple(self.shape)} {self.dtype} cannot be pickled or saved",
+            hint="Use trainer.save_checkpoint(), on all ranks; what is added to a checkpoint is gathered where it is a "
+            "dictionary with the names of parameters. After fit every rank has the whole module again.",
+        )
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, name = kwargs or {}, function_name(func)
+        with DisableTorchFunctionSubclass():
+            if name in _METADATA or (name.rpartition(".")[2] in _ACCESS and name != "data.__get__"):
+                return func(*args, **kwargs)
+            if name in RANDOM or getattr(func, "__module__", None) == nn.init.__name__:
+                _draw(func, args, kwargs)
+            origin = _origin((args, kwargs))
+            if "_foreach_" in name:
+                return _without_absent(func, name, args, kwargs, origin)
+            if args and isinstance(args[0], AbsentTensor):
+                return _of_absent(func, name, args, kwargs, origin)
+            changed = changed_in_place(name, args, kwargs)
+            for tensor in changed:
+                if not isinstance(tensor, AbsentTensor):
+                    _lose(tensor, name, origin)
+            return changed[0] if changed else _unknown(func, args, kwargs, origin)
+
+
+class AbsentParameter(AbsentTensor, nn.Parameter):
+    """An absent parameter."""
+
+
+@cache
+def _void(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The memory of all absent tensors of a kind: what torch lets through is no number either."""
+    with torch.inference_mode(False), DisableTorchFunction():
+        return torch.full((), math.nan if dtype.is_floating_point else 0, dtype=dtype, device=device)
+
+
+def exchange(tensor: Tensor, new: Tensor) -> None:
+    """Let a tensor's object be another one, with the attributes that it has."""
+    attributes = {name: value for name, value in tensor.__dict__.items() if name != "origin"}
+    torch.utils.swap_tensors(tensor, new)  # type: ignore[no-untyped-call]
+    tensor.__dict__.update(attributes)
+
+
+def is_absent(tensor: Tensor) -> bool:
+    """Whether there is no value, also where ``.data`` was assigned from an absent tensor: torch asks nobody then."""
+    if isinstance(tensor, AbsentTensor):
+        return True
+    if tensor.layout is not torch.strided or tensor.is_meta or isinstance(tensor, Placeholder):
+        return False
+    with DisableTorchFunction():  # a step under way must not take this for one of its calls
+        return tensor.data_ptr() == _void(tensor.dtype, tensor.device).data_ptr()
+
+
+def _origin(tree: Any) -> Origin:
+    """What a call's arguments come from."""
+    absent = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, AbsentTensor)]
+    names = dict.fromkeys(name for leaf in absent for name in leaf.origin.names)
+    home = next((leaf.origin.home for leaf in absent if leaf.origin.home is not None), None)
+    return Origin(tuple(names)[: _SHOWN + 1], home)
+
+
+@torch.no_grad()
+def _draw(func: Callable[..., Any], args: Any, kwargs: Any) -> None:
+    """Draw the random numbers that ``func`` draws for the true parameters."""
+
+    def real(leaf: Any) -> Any:
+        return torch.ones(leaf.shape, dtype=leaf.dtype, device=leaf.device) if isinstance(leaf, AbsentTensor) else leaf
+
+    args, kwargs = tree_map(real, (args, {name: value for name, value in kwargs.items() if name != "out"}))
+    func(*args, **kwargs)
+
+
+def _lose(tensor: Tensor, name: str, origin: Origin) -> None:
+    """Let a tensor that ``name`` changes by an absent one be absent, too: it must never be a stale number.
+
+    So are parameters and buffers that it is a view or an alias of, such as ``parameter.data``.
+
+    Raises:
+        CutError: this rank computes with it, or nobody can tell what else has its memory.
+    """
+    sharing = [] if origin.home is None else origin.home.sharing(tensor)
+    what = f"'{name}' changes a tensor {tuple(tensor.shape)} {tensor.dtype} by one that another rank has"
+    for alias, _ in sharing:
+        if alias is not None and origin.home is not None and origin.home.needed(alias):
+            raise origin.error(f"{what}, and this rank computes with '{alias}'", _ONE_DEVICE)
+    lost = {id(each): each for each in (tensor, *(each for _, each in sharing))}
+    if not sharing and _is_shared(tensor):
+        raise origin.error(
+            f"{what}, and it shares its memory with others that no attribute of the module or of a callback leads to",
+            "Keep copies of weights as attributes, or use Lightning's callback EMAWeightAveraging.",
+        )
+    names = {id(each): alias for alias, each in reversed(sharing) if alias is not None}
+    for key, each in lost.items():
+        own = Origin((names[key],), origin.home) if key in names else origin
+        try:
+            exchange(each, AbsentTensor.like(each, own))
+        except RuntimeError as error:
+            raise origin.error(f"{what}, and a graph or another object refers to it", _ONE_DEVICE) from error
+
+
+def _is_shared(tensor: Tensor) -> bool:
+    """Whether other tensors have the same memory."""
+    if tensor.layout is not torch.strided:
+        return False
+    return bool(storage_uses(tensor.untyped_storage()._cdata) > 2)  # the tensor's, and the one asked
+
+
+def _of_absent(func: Any, name: str, args: Any, kwargs: Any, origin: Origin) -> Any:
+    """What a function with an absent tensor as its first argument returns."""
+    absent = args[0]
+    if changed_in_place(name, args, kwargs):
+        return absent
+    if name in _SAME or name == "data.__get__":
+        return _like(absent, absent, origin)
+    if name in _MOVED:
+        options = {key: value for key, value in kwargs.items() if key != "memory_format"}
+        return _like(absent, func(absent.new_zeros(()), *args[1:], **options), origin)
+    return _unknown(func, args, kwargs, origin)
+
+
+def _like(shaped: Tensor, sample: Tensor, origin: Origin) -> AbsentTensor:
+    """An absent tensor of the same shape with the dtype and device of a sample."""
+    absent = AbsentTensor._make(tuple(shaped.shape), sample.dtype, sample.device, False)
+    absent.origin = origin
+    return absent
+
+
+def _without_absent(func: Callable[..., Any], name: str, args: Any, kwargs: Any, origin: Origin) -> Any:
+    """Call a function of lists of tensors for those positions at which none is absent."""
+    lists = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, list | tuple)]
+    length = max(map(len, lists))
+
+    def select(arg: Any, positions: Iterable[int]) -> Any:
+        if isinstance(arg, list | tuple) and len(arg) == length:
+            return [arg[position] for position in positions]
+        return arg
+
+    gone = [
+        position
+        for position in range(length)
+        if any(len(each) == length and isinstance(each[position], AbsentTensor) for each in lists)
+    ]
+    kept = [position for position in range(length) if position not in gone]
+    results: list[Any] = [None] * length
+    if kept:
+        found = func(*(select(arg, kept) for arg in args), **{key: select(arg, kept) for key, arg in kwargs.items()})
+        for position, result in zip(kept, found or (), strict=False):
+            results[position] = result
+    changed = changed_in_place(name, args, kwargs)
+    for position, tensor in enumerate(changed):
+        if position in gone and not isinstance(tensor, AbsentTensor):
+            _lose(tensor, name, _origin([select(arg, [position]) for arg in lists]))
+    if changed:
+        return args[0]
+    for position in gone:
+        sample = next(
+            each[position] for each in lists if len(each) == length and isinstance(each[position], AbsentTensor)
+        )
+        shape = sample.new_zeros(()) if name in ("_foreach_norm", "_foreach_max") else sample
+        results[position] = _like(shape, sample, origin)
+    return results
+
+
+def _unknown(func: Callable[..., Any], args: Any, kwargs: Any, origin: Origin) -> Any:
+    """The result of a function in shape, dtype and device alone; an error if it is to be a number."""
+    try:
+        result = shape_only(func, args, kwargs)
+    except CutError as error:
+        if origin.names:
+            raise origin.error(f"'{function_name(func)}' needs a value that is not here") from error
+        raise
+    return tree_map(lambda leaf: _like(leaf, leaf, origin) if isinstance(leaf, Placeholder) else leaf, result)

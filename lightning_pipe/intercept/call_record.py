@@ -1,0 +1,189 @@
+"""What a run of the user's step did up to a cut, and what is alive there."""
+
+from __future__ import annotations
+
+import pickle
+import warnings
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_pipe.intercept.effects import Effect
+from lightning_pipe.skip import SkipKey
+
+# What torch 2.13 says whenever it unpickles a structure of its own.
+warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)` is deprecated", category=FutureWarning)
+
+
+class TensorSpec(NamedTuple):
+    """Shape, dtype and strides of a tensor that does not exist yet on this rank.
+
+    Strides count: they decide whether ``contiguous()`` or ``reshape()`` return a copy or the tensor itself, and so
+    what a later change in place reaches. ``None`` means contiguous.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    strides: tuple[int, ...] | None = None
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> TensorSpec:
+        """The specification of a tensor."""
+        return cls(tuple(tensor.shape), tensor.dtype, None if tensor.is_contiguous() else tensor.stride())
+
+    @property
+    def dense(self) -> bool:
+        """Whether the elements fill their memory without gaps and overlaps, in whatever order."""
+        expected = 1
+        for stride, size in self._by_stride():
+            if stride != expected:
+                return False
+            expected *= size
+        return True
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether elements lie on each other other than by ``expand``: sliding windows."""
+        extent = 0
+        for stride, size in self._by_stride():
+            if 0 < stride <= extent:
+                return True
+            extent += stride * (size - 1)
+        return False
+
+    def lay_out(self, value: Tensor) -> Tensor:
+        """The arrived values with the strides that the tensor had; sliding windows excepted."""
+        strides = self.strides
+        if strides is None or value.stride() == strides or self.overlaps:
+            return value
+        sizes = [size if stride else 1 for size, stride in zip(self.shape, strides, strict=True)]
+        laid = torch.empty_strided(sizes, strides, dtype=value.dtype, device=value.device)
+        return laid.copy_(value[tuple(slice(size) for size in sizes)]).expand(self.shape)
+
+    def _by_stride(self) -> list[tuple[int, int]]:
+        if self.strides is None:
+            return []
+        return sorted((stride, size) for stride, size in zip(self.strides, self.shape, strict=True) if size != 1)
+
+
+class Passed(NamedTuple):
+    """A result that is one of the call's own arguments, the same object."""
+
+    argument: int
+
+
+class Repeated(NamedTuple):
+    """A result that is another one, the same object."""
+
+    leaf: int
+
+
+class Seen(NamedTuple):
+    """A tensor that a forward hook inside the layer has been given, under this number."""
+
+    number: int
+    spec: TensorSpec
+
+
+PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
+"""Types of results that travel as they are."""
+
+
+class Value(NamedTuple):
+    """What the user's code reads from a tensor, a number or text, as bytes: equal only if it is the same, NaN too."""
+
+    data: bytes
+
+    @classmethod
+    def of(cls, value: Any) -> Value:
+        """The value as bytes."""
+        return cls(pickle.dumps(value))
+
+    @property
+    def value(self) -> Any:
+        """What was read."""
+        return pickle.loads(self.data)
+
+
+class CallRecord(NamedTuple):
+    """One recorded call outside layers, or of one layer or outside module.
+
+    Args:
+        name: torch function, or dotted name of the layer or module.
+        numbers: the numbers given to the tensors in its result, in order.
+        differentiable: which of these tensors require a gradient.
+        structure: for layers and modules, and torch functions that read values, or whose result has a shape that
+            depends on values or a type that autocast chose, the pytree structure of the result; ``None`` for other
+            torch functions.
+        leaves: with a structure, the result's leaves: :class:`TensorSpec`, :class:`Passed`, :class:`Repeated`,
+            :class:`Value` or plain values; behind them those of ``stashed`` and of ``effects``.
+        mutated: for layers and modules, the arguments changed in place (positions among the argument's tensors).
+        stashed: the skip connections that begin in this call; their tensors are the last leaves.
+        popped: the skip connections that end in it.
+        effects: for layers and modules, what they leave behind besides their result.
+        container: the number of the list or dictionary in the arguments that the result is, if it is one.
+        lent: for layers and modules, the arguments whose memory a result shares, and which every stage has for itself.
+        given: what it is given of the batch; see `Lineage`.
+        hook: for a forward hook on a part of a layer, the path from the layer to the part and the hook's number there.
+    """
+
+    name: str
+    numbers: tuple[int, ...]
+    differentiable: tuple[bool, ...]
+    structure: Any = None
+    leaves: tuple[Any, ...] = ()
+    mutated: tuple[int, ...] = ()
+    stashed: tuple[SkipKey, ...] = ()
+    popped: tuple[SkipKey, ...] = ()
+    effects: tuple[Effect, ...] = ()
+    container: int | None = None
+    lent: tuple[int, ...] = ()
+    given: int = 0
+    hook: tuple[str, int] | None = None
+
+
+class LiveTensor(NamedTuple):
+    """One tensor that is alive at a cut.
+
+    ``shared`` marks tensors whose memory another live tensor shares, or whose own elements do: they travel as copies,
+    so changing one in place after the cut would be wrong, and raises. The other one may be an argument of a layer that
+    returned a view of it, and that every stage has for itself: ``lender`` has the positions of the call and of the
+    argument.
+    """
+
+    number: int
+    spec: TensorSpec
+    requires_grad: bool
+    shared: bool
+    lender: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """The calls up to a cut and the tensors alive there: what two stages must agree on."""
+
+    calls: tuple[CallRecord, ...]
+    entries: tuple[LiveTensor, ...]
+
+    @property
+    def single_numbers(self) -> frozenset[int]:
+        """The numbers of the entries that have one element."""
+        return frozenset(entry.number for entry in self.entries if all(size == 1 for size in entry.spec.shape))
+
+    def laid_out(self, values: dict[int, Tensor]) -> dict[int, Tensor]:
+        """The values by number, those that are there, with the strides that the tensors had."""
+        return {e.number: e.spec.lay_out(values[e.number]) for e in self.entries if e.number in values}
+
+    def copies(self, values: dict[int, Tensor]) -> dict[int, Tensor]:
+        """Copies of the values, with the same strides, which ``clone()`` alone does not give to what is expanded."""
+        return self.laid_out({number: value.clone() for number, value in values.items()})
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """What leaves a stage at its cut: the path and, for each entry, the tensor itself (with its graph)."""
+
+    path: RunRecord
+    tensors: tuple[Tensor, ...]

@@ -1,0 +1,164 @@
+"""Numbers and describes what a layer or module leaves behind, for the stages that stand in for it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from lightning_pipe.errors import CutError
+from lightning_pipe.intercept.call_record import PLAIN, CallRecord, Passed, Repeated, Seen, TensorSpec
+from lightning_pipe.intercept.effects import Effect, Watch, container_number
+from lightning_pipe.intercept.in_place import Noted
+from lightning_pipe.intercept.torch_functions import unique
+from lightning_pipe.intercept.tracker import Tracker
+from lightning_pipe.skip import SkipKey
+from lightning_pipe.torch_internals import tree_flatten
+
+_LEAF = tree_flatten(None)[1]
+"""The structure of a result that is one leaf."""
+
+
+class Descriptions:
+    """Describes calls. What leaves the same behind as the last time has the same description: made once, kept once."""
+
+    def __init__(self) -> None:
+        self._last: dict[str, CallRecord] = {}
+
+    def describe(
+        self,
+        tracker: Tracker,
+        name: str,
+        result: Any,
+        arguments: Sequence[Any],
+        changed: Sequence[Noted],
+        stashed: Mapping[SkipKey, Tensor | None],
+        popped: tuple[SkipKey, ...],
+        watch: Watch | None,
+        given: int,
+    ) -> CallRecord:
+        """Number what a call leaves behind, and describe it.
+
+        Args:
+            tracker: numbers and checks the tensors.
+            name: the layer or module.
+            result: what it returned.
+            arguments: the leaves of what it was given.
+            changed: those that it has changed in place.
+            stashed: the skip connections that begin in the call.
+            popped: those that end in it.
+            watch: knows what it leaves behind besides; ``None``: nothing.
+            given: what it was given of the batch.
+
+        Raises:
+            CutError: it returned something that is no tensor and no plain value.
+        """
+        usual = type(result) is Tensor and not (changed or stashed or popped) and watch is None
+        last = self._last.get(name) if usual else None
+        if last is not None and last.given == given and _again(last, tracker, result, arguments):
+            tracker.numbers.bind(result, last.numbers[0])
+            return last
+        call = _describe(tracker, name, result, arguments, changed, stashed, popped, watch, given)
+        if usual and not call.lent and isinstance(call.leaves[0], TensorSpec):
+            self._last[name] = call
+        return call
+
+
+def _again(last: CallRecord, tracker: Tracker, result: Tensor, arguments: Sequence[Any]) -> bool:
+    """Whether a call has returned one new tensor as the ``last`` one of its name did."""
+    spec: TensorSpec = last.leaves[0]
+    return (
+        tracker.numbers.following == last.numbers[0]
+        and result.shape == spec.shape
+        and result.dtype == spec.dtype
+        and spec.strides is None
+        and result.is_contiguous()
+        and result.requires_grad == last.differentiable[0]
+        and result.grad_fn is not None  # new memory, then
+        and result._base is None
+        and tracker.numbers.of(result) is None
+        and all(result is not argument for argument in arguments)
+    )
+
+
+def _describe(
+    tracker: Tracker,
+    name: str,
+    result: Any,
+    arguments: Sequence[Any],
+    changed: Sequence[Noted],
+    stashed: Mapping[SkipKey, Tensor | None],
+    popped: tuple[SkipKey, ...],
+    watch: Watch | None,
+    given: int,
+) -> CallRecord:
+    leaves, structure = ([result], _LEAF) if isinstance(result, Tensor) else tree_flatten(result)
+    leaves += [*stashed.values()]
+    effects: list[tuple[Effect, list[Any]]] = []
+    if watch is not None:
+        effects += watch.effects(leaves, tracker.numbers.derived)
+        leaves += [leaf for _, own in effects for leaf in own]
+    position_of = {id(argument): position for position, argument in reversed([*enumerate(arguments)])}
+    described, new = _described(tracker, name, leaves, position_of)
+    tracker.touch(new, f"the result of {name}", new=True)
+    mutated: tuple[int, ...] = ()
+    numbered, unchanged = new, arguments
+    if changed:
+        mutated = tuple([position_of[id(each.tensor)] for each in changed])
+        numbered = unique([*(each.tensor for each in changed), *(one for each in changed for one in each.also)]) + new
+        unchanged = [None if position in mutated else argument for position, argument in enumerate(arguments)]
+    lent = {position for leaf in new for position in tracker.in_place.lend(leaf, len(tracker.calls), unchanged)}
+    for effect, own in effects:
+        if effect.in_place:
+            numbered += tracker.in_place.behind(own[0])
+    numbers, differentiable = tracker.numbers.give_all(numbered)
+    return CallRecord(
+        name,
+        numbers,
+        differentiable,
+        structure,
+        described,
+        mutated,
+        tuple(stashed),
+        popped,
+        tuple([effect for effect, _ in effects]),
+        None if watch is None else container_number(watch.containers, result),
+        tuple(sorted(lent)),
+        given,
+    )
+
+
+def _described(
+    tracker: Tracker, name: str, leaves: Sequence[Any], arguments: Mapping[int, int]
+) -> tuple[tuple[Any, ...], list[Tensor]]:
+    """A description of every leaf, and the tensors among them that are no arguments, each once.
+
+    Args:
+        tracker: knows the tensors that hooks have been given.
+        name: the layer or module, for messages.
+        leaves: the leaves.
+        arguments: the positions of the arguments, by ``id``.
+    """
+    described: list[Any] = []
+    new: list[Tensor] = []
+    first: dict[int, int] = {}
+    for position, leaf in enumerate(leaves):
+        if leaf is None or isinstance(leaf, PLAIN):
+            described.append(leaf)
+        elif id(leaf) in arguments:
+            described.append(Passed(arguments[id(leaf)]))
+        elif first.setdefault(id(leaf), position) != position:
+            described.append(Repeated(first[id(leaf)]))
+        elif isinstance(leaf, Tensor):
+            known = tracker.numbers.of(leaf)
+            spec = TensorSpec.of(leaf)
+            described.append(Seen(known, spec) if known is not None and known in tracker.shown else spec)
+            new.append(leaf)
+        else:
+            raise CutError(
+                f"'{name}' returns a {type(leaf).__qualname__}, which cannot be shown to the next stages.",
+                hint="Return tensors, numbers, strings, None, and tuples, lists or dictionaries of them, or "
+                "register the type with torch.utils._pytree.register_pytree_node.",
+            )
+    return tuple(described), new

@@ -1,0 +1,238 @@
+"""What a layer leaves behind besides its result: changed lists and dictionaries, tensors kept as attributes.
+
+A stage that only stands in for a layer must leave the same behind, with placeholders for the tensors, or code after the
+layers reads less than on one device and nobody notices.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from lightning_pipe.errors import CutError
+from lightning_pipe.intercept.tensor_state import memory_of, version_of
+from lightning_pipe.torch_internals import tree_flatten, tree_leaves
+
+_CONTAINERS = (list, dict, OrderedDict, defaultdict)
+_MODULE_INTERNALS = frozenset(vars(nn.Module())) | {"forward", "_apply"}
+_LOOKS = 4
+"""How often a module is searched for attributes in vain before it is taken to keep none."""
+
+
+class Effect(NamedTuple):
+    """One thing left behind, and how many leaves of the call it takes.
+
+    Args:
+        size: number of leaves.
+        structure: their pytree structure.
+        container: for a changed list or dictionary, its number among those in the arguments.
+        path: for an attribute, the dotted path from the layer to the module that keeps it.
+        attribute: its name.
+        in_place: whether the attribute is the tensor that it was, and has changed or is what a result is a view of.
+    """
+
+    size: int
+    structure: Any
+    container: int | None = None
+    path: str = ""
+    attribute: str = ""
+    in_place: bool = False
+
+
+class Watch:
+    """Looks at the arguments and attributes of one call, before and after it.
+
+    Args:
+        name: the layer or outside module.
+        module: the module.
+        arguments: the positional ones, then the keywords' values.
+        leaves: their leaves.
+        seeks: whether to look for attributes.
+    """
+
+    def __init__(
+        self, name: str, module: nn.Module, arguments: Sequence[Any], leaves: Sequence[Any], seeks: bool
+    ) -> None:
+        self._name, self._module = name, module
+        self.containers = list(containers_in(arguments))
+        self._contents = [_contents(container) for container in self.containers]
+        self._opaque = [(leaf, list(_fingerprint(leaf))) for leaf in leaves if _is_opaque(leaf)]
+        self._attributes = {key: _State(tree_leaves(value)) for key, value in _attributes(module)} if seeks else None
+
+    def attributes(self) -> Iterator[Tensor]:
+        """The tensors that the module keeps as attributes before the call; none where nobody looks for them."""
+        for state in (self._attributes or {}).values():
+            yield from (leaf for leaf in state.leaves if isinstance(leaf, Tensor))
+
+    def effects(self, results: Sequence[Any], derived: Callable[[Tensor], bool]) -> Iterator[tuple[Effect, list[Any]]]:
+        """What has changed since, with its leaves.
+
+        Args:
+            results: the leaves of the call's result.
+            derived: whether a tensor comes from a layer or a parameter; other stages know of such a change by itself.
+
+        Raises:
+            CutError: an argument of another kind has changed.
+        """
+        for leaf, before in self._opaque:
+            if before != list(_fingerprint(leaf)):
+                raise CutError(
+                    f"'{self._name}' changes its argument of type {type(leaf).__qualname__}, which other stages cannot "
+                    "see.",
+                    hint="Return what changes, or pass it in a list or dictionary; switch caches off.",
+                )
+        for number, (container, contents) in enumerate(zip(self.containers, self._contents, strict=True)):
+            if not _same(_contents(container), contents):
+                leaves, structure = tree_flatten(container)
+                yield Effect(len(leaves), structure, container=number), leaves
+        if self._attributes is not None:
+            yield from self._attribute_effects(self._attributes, results, derived)
+
+    def _attribute_effects(
+        self, attributes: dict[tuple[str, str], _State], results: Sequence[Any], derived: Callable[[Tensor], bool]
+    ) -> Iterator[tuple[Effect, list[Any]]]:
+        memories = {memory_of(leaf) for leaf in results if isinstance(leaf, Tensor)} - {None} if attributes else ()
+        for (path, attribute), value in _attributes(self._module):
+            leaves, structure = tree_flatten(value)
+            known = attributes.get((path, attribute))
+            effect = Effect(len(leaves), structure, path=path, attribute=attribute)
+            if known is None or not _same(leaves, known.leaves):
+                yield effect, leaves
+            elif any(isinstance(leaf, Tensor) and derived(leaf) for leaf in leaves):
+                continue
+            elif known.changed() or (isinstance(value, Tensor) and memory_of(value) in memories):
+                yield effect._replace(in_place=isinstance(value, Tensor)), leaves
+
+
+class _State:
+    """The leaves of an attribute, and what tells whether they change in place."""
+
+    def __init__(self, leaves: list[Any]) -> None:
+        self.leaves = leaves
+        self._versions = self._count()
+
+    def _count(self) -> list[int]:
+        return [version_of(leaf) for leaf in self.leaves if isinstance(leaf, Tensor)]
+
+    def changed(self) -> bool:
+        """Whether they have changed in place; where nobody counts, they are taken to have."""
+        uncounted = any(isinstance(leaf, Tensor) and leaf.is_inference() for leaf in self.leaves)
+        return uncounted or self._versions != self._count()
+
+
+class AttributeKeepers:
+    """Remembers which modules keep tensors as attributes, so that the others need not be searched at every call."""
+
+    def __init__(self) -> None:
+        self._vain: dict[tuple[str, bool], int] = {}
+
+    def seeks(self, name: str, module: nn.Module) -> bool:
+        """Whether the module must be searched."""
+        return self._vain.get((name, module.training), 0) < _LOOKS
+
+    def note(self, name: str, module: nn.Module, found: bool) -> None:
+        """What the search has brought."""
+        key = (name, module.training)
+        self._vain[key] = -(10**9) if found else self._vain.get(key, 0) + 1
+
+
+class Attributes:
+    """The attributes that stand-ins have set on layers of other stages; `restore` puts the old ones back."""
+
+    def __init__(self) -> None:
+        self._before: list[tuple[dict[str, Any], str, Any]] = []
+        self._filled: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def set(self, module: nn.Module, effect: Effect, value: Any) -> None:
+        """Let the part of ``module`` that the effect names keep ``value``."""
+        owner = vars(module.get_submodule(effect.path))
+        self._before.append((owner, effect.attribute, owner.get(effect.attribute, self)))
+        owner[effect.attribute] = value
+
+    def same(self, module: nn.Module, effect: Effect, spec: Any) -> Tensor | None:
+        """The tensor that an attribute holds here too, and that the call changes in place on another stage."""
+        value = vars(module.get_submodule(effect.path)).get(effect.attribute)
+        same = isinstance(value, Tensor) and (tuple(value.shape), value.dtype) == (spec.shape, spec.dtype)
+        return value if same else None
+
+    def filled(self, tensor: Tensor, before: Tensor) -> None:
+        """What such a tensor holds has come from the other stage; ``before`` holds what it held here."""
+        self._filled[id(tensor)] = tensor, before
+
+    def restore(self) -> None:
+        """Put everything back as it was: this rank may run the layer as well, for other micro-batches."""
+        for owner, attribute, value in reversed(self._before):
+            if value is self:
+                owner.pop(attribute, None)
+            else:
+                owner[attribute] = self._filled.get(id(value), (value, value))[1]
+        self._before.clear()
+        self._filled.clear()
+
+
+def containers_in(values: Iterable[Any]) -> Iterator[Any]:
+    """The lists and dictionaries among the arguments of a call, in order, with those inside them."""
+    for value in values:
+        kind = type(value)
+        if kind in _CONTAINERS:
+            yield value
+            yield from containers_in(value if kind is list else value.values())
+        elif kind is tuple:
+            yield from containers_in(value)
+
+
+def container_number(containers: Sequence[Any], value: Any) -> int | None:
+    """The number of the list or dictionary that ``value`` is."""
+    return next((i for i, container in enumerate(containers) if container is value), None)
+
+
+def replace_contents(container: Any, value: Any) -> None:
+    """Let a list or dictionary, the same object, hold what ``value`` holds."""
+    if isinstance(container, dict):
+        container.clear()
+        container.update(value)
+    else:
+        container[:] = value
+
+
+def _contents(container: Any) -> list[Any]:
+    return [part for item in container.items() for part in item] if isinstance(container, dict) else list(container)
+
+
+def _same(one: Sequence[Any], other: Sequence[Any]) -> bool:
+    return len(one) == len(other) and all(a is b for a, b in zip(one, other, strict=True))
+
+
+def _is_opaque(leaf: Any) -> bool:
+    return hasattr(leaf, "__dict__") and not isinstance(leaf, (Tensor, nn.Module, type)) and not callable(leaf)
+
+
+def _fingerprint(value: Any, depth: int = 6) -> Iterator[Any]:
+    """What identifies the tensors and containers that an object refers to."""
+    yield id(value)
+    if isinstance(value, Tensor):
+        yield 0 if value.is_inference() else value._version
+    elif depth and isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _fingerprint(item, depth - 1)
+    elif depth and isinstance(value, dict):
+        for key, item in value.items():
+            yield key
+            yield from _fingerprint(item, depth - 1)
+    elif depth and hasattr(value, "__dict__") and not isinstance(value, (nn.Module, type)):
+        yield from _fingerprint(vars(value), depth - 1)
+
+
+def _attributes(module: nn.Module) -> Iterator[tuple[tuple[str, str], Any]]:
+    """The attributes of a module and its parts that hold tensors; parameters and buffers are not attributes here."""
+    for path, part in module.named_modules():
+        for name, value in vars(part).items():
+            if name in _MODULE_INTERNALS:
+                continue
+            if isinstance(value, Tensor) or (
+                isinstance(value, (list, tuple, dict)) and any(isinstance(leaf, Tensor) for leaf in tree_leaves(value))
+            ):
+                yield (path, name), value

@@ -1,0 +1,142 @@
+"""Changes in place: which tensors they reach, and which they must not because other stages would not see them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_pipe.errors import CutError
+from lightning_pipe.intercept.call_record import TensorSpec
+from lightning_pipe.intercept.numbers import Numbers
+from lightning_pipe.intercept.parameter_use import ParameterUse
+from lightning_pipe.intercept.placeholder import Placeholder
+from lightning_pipe.intercept.tensor_state import TensorState, has_changed, memory_of, state_of
+from lightning_pipe.intercept.torch_functions import unique
+from lightning_pipe.torch_internals import storage_uses
+
+
+class Noted(NamedTuple):
+    """A tensor before a call: its state, and what is written to as well if it changes."""
+
+    tensor: Tensor
+    state: TensorState
+    also: Sequence[Tensor]
+
+
+class InPlace:
+    """What changes in place mean in one run of the step on one stage.
+
+    Args:
+        numbers: those of the run.
+        holdings: the module's parameters and buffers outside layers.
+        partial: whether other stages run some of the layers.
+    """
+
+    def __init__(self, numbers: Numbers, holdings: ParameterUse, *, partial: bool) -> None:
+        self._numbers, self._holdings, self._partial = numbers, holdings, partial
+        self._lent: dict[int, tuple[Any, tuple[int, int]]] = {}
+
+    def noted(self, tensors: Sequence[Tensor]) -> list[Noted]:
+        """What a call is given, to find out with `changed` what it did to it."""
+        return [Noted(tensor, state_of(tensor, self._numbers.derived), self.behind(tensor)) for tensor in tensors]
+
+    def changed(self, noted: Sequence[Noted], name: str) -> list[Noted]:
+        """Which of them the call of ``name`` has changed."""
+        changed = [each for each in noted if has_changed(each.tensor, each.state)]
+        if changed:
+            self.check_not_lent([each.tensor for each in changed], name)
+        return changed
+
+    def written(self, changed: Sequence[Tensor]) -> list[Tensor]:
+        """What is written to when tensors change in place: they and what they are views of."""
+        return unique([*changed, *(base for tensor in changed for base in self.behind(tensor))])
+
+    def behind(self, tensor: Tensor) -> Sequence[Tensor]:
+        """What changes in place with a tensor: what it is a view of, unless it is derived.
+
+        A view of a derived tensor is derived itself: that both change needs no word.
+        """
+        base = tensor._base
+        return () if base is None or self._numbers.derived(tensor) else (base,)
+
+    def lend(self, result: Tensor, call: int, arguments: Sequence[Any]) -> Sequence[int]:
+        """The arguments whose memory a layer's result shares, of those that every stage has for itself.
+
+        Args:
+            result: a leaf of what the layer returns.
+            call: the position of its call among those outside layers.
+            arguments: the leaves of what it is given.
+        """
+        if result.grad_fn is not None and result._base is None:
+            return ()  # the usual case: new memory
+        memory = memory_of(result)
+        if memory is None:
+            return ()
+        lent = [
+            position
+            for position, argument in enumerate(arguments)
+            if isinstance(argument, Tensor) and not self._numbers.derived(argument) and memory_of(argument) == memory
+        ]
+        for position in lent:
+            self._note_lent(result, (call, position))
+        return lent
+
+    def _note_lent(self, tensor: Tensor, lender: tuple[int, int]) -> None:
+        """Note that ``tensor`` shares the memory of an argument that every stage has for itself."""
+        memory = tensor.untyped_storage()
+        self._lent[memory._cdata] = (memory, lender)
+
+    def lender_of(self, tensor: Tensor) -> tuple[int, int] | None:
+        """Which argument a derived tensor shares its memory with, of those that every stage has for itself."""
+        if not self._lent or not self._numbers.derived(tensor):
+            return None
+        _, lender = self._lent.get(memory_of(tensor) or 0, (None, None))
+        return lender
+
+    def check_not_lent(self, changed: Sequence[Tensor], name: str) -> None:
+        """Raise if a change in place would reach, on this stage alone, a tensor that every stage has for itself."""
+        for tensor in changed:
+            if self._partial and self.lender_of(tensor) is not None:
+                raise CutError(
+                    f"'{name}' changes a tensor {tuple(tensor.shape)} {tensor.dtype} in place, and an argument of the "
+                    "layer that returned it shares its memory; other stages have that argument as it was.",
+                    hint="Use the out-of-place form, or .clone() one of them.",
+                )
+
+    def forget(self, written: Sequence[Tensor], name: str) -> None:
+        """Turn known tensors into placeholders, because ``name`` writes another stage's values into them."""
+        known = [tensor for tensor in written if not isinstance(tensor, Placeholder)]
+        for tensor in known:
+            owned = self._holdings.name_of(tensor)
+            if owned is not None:
+                raise CutError(
+                    f"'{name}' changes '{owned}' in place before this stage's layers, with values of an earlier stage.",
+                    hint=f"Change '{owned}' after the last layer, or inside a layer.",
+                )
+        memories = [tensor.untyped_storage() for tensor in known]
+        for tensor in known:
+            self._numbers.replace(tensor, Placeholder.of(TensorSpec.of(tensor), tensor.device))
+        if any(storage_uses(memory._cdata) > 1 for memory in memories):  # 1: the list here
+            raise CutError(
+                f"'{name}' changes a tensor {tuple(known[0].shape)} {known[0].dtype} in place before this stage's "
+                "layers, with values of an earlier stage, and another tensor shares its memory.",
+                hint="Change the tensor itself, before there are views of it, or use the out-of-place form."
+                + (
+                    " Trainer(inference_mode=False) lets views be followed."
+                    if torch.is_inference_mode_enabled()
+                    else ""
+                ),
+            )
+
+    def check_not_read(self, changed: Tensor, name: str) -> None:
+        """A buffer must not change behind a cut for the next micro-batch if an earlier stage reads it."""
+        owned = self._holdings.name_of(changed) if self._numbers.of(changed) is None else None
+        if owned is not None:
+            raise CutError(
+                f"'{name}' changes '{owned}' in place behind a cut, and an earlier stage reads it: it would read an "
+                "old value for the next micro-batch.",
+                hint=f"Change '{owned}' inside a layer, or after the step, in on_train_batch_end.",
+            )

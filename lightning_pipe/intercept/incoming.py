@@ -1,0 +1,93 @@
+"""The entry of received tensors into autograd."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_pipe.errors import CutError
+from lightning_pipe.intercept.tensor_state import counted
+
+
+class Incoming:
+    """Tensors received at a cut, and, after the backward pass, their gradients.
+
+    The user's code gets tensors that are not leaves, so that changing them in place works as it does on one device.
+
+    Args:
+        tensors: the received values in the order of the cut's entries.
+        requires_grad: which of them need a gradient.
+        skips: whether skip connections have begun on earlier stages.
+
+    Attributes:
+        anchor: the leaf behind the entry; a backward pass "towards" it runs what leads to the received tensors.
+        gradients: those of the tensors that need one, after the backward pass.
+        hooked: whether there is a backward hook on one of the tensors.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], requires_grad: Sequence[bool], *, skips: bool) -> None:
+        self.requires_grad = tuple(requires_grad)
+        self.gradients: tuple[Tensor | None, ...] = (None,) * sum(self.requires_grad)
+        self.hooked, self._skips = False, skips
+        wanted = [tensor for tensor, needed in zip(tensors, requires_grad, strict=True) if needed]
+        with torch.enable_grad():
+            self.anchor = torch.zeros((), requires_grad=True)
+            entered = iter(_Enter.apply(self.anchor, self, *wanted) if wanted else ())  # type: ignore[no-untyped-call]
+        self.tensors = [
+            next(entered) if needed else counted(tensor) for tensor, needed in zip(tensors, requires_grad, strict=True)
+        ]
+
+    def add(self, gradients: Sequence[Tensor | None]) -> None:
+        """What a backward pass has brought: one for all, or several if the user's own backward starts others."""
+        pairs = zip(self.gradients, gradients, strict=True)
+        self.gradients = tuple([new if old is None else old if new is None else old + new for old, new in pairs])
+
+    def check_hooks(self) -> None:
+        """Raise if a hook on a tensor may have got a part of its gradient, after the backward pass.
+
+        If one tensor alone has got a gradient, earlier stages compute nothing else from it that counts.
+        """
+        if self.hooked and (self._skips or sum(gradient is not None for gradient in self.gradients) > 1):
+            raise CutError(
+                "a backward hook is registered on a tensor that an earlier stage computes, and other tensors come from "
+                "there too: the hook gets a part of the gradient.",
+                hint="Register it where the tensor is made, before the next layer is called, or on a tensor made from "
+                "it: x = x * 1.0.",
+            )
+
+
+class _Enter(torch.autograd.Function):
+    """Returns tensors as results of an operation whose backward pass delivers their gradients to the inbox."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, inbox: Incoming, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.inbox = inbox
+        ctx.set_materialize_grads(False)
+        # Not the arguments themselves: autograd would return views of them, which cannot be changed in place.
+        return tuple(tensor.detach() for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
+        ctx.inbox.add(gradients)
+        return (None,) * (2 + len(gradients))
+
+
+Entry: type[Any] = _Enter._backward_cls
+"""The type of the nodes at which graphs end that begin with received tensors."""
+
+
+def _noted(name: str) -> Any:
+    original = getattr(Entry, name)
+
+    def register(node: Any, hook: Any) -> Any:
+        node.inbox.hooked = True
+        return original(node, hook)
+
+    return register
+
+
+for _name in ("register_hook", "register_prehook", "_register_hook_dict"):
+    setattr(Entry, _name, _noted(_name))

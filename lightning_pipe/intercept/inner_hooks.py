@@ -1,0 +1,151 @@
+"""Lets forward hooks on parts of layers act on all stages.
+
+A hook may keep what it sees for code behind the layers: Hugging Face's models collect router logits and attentions so.
+It acts where its layer runs. There what it is given is described in a call of its own, in front of that of the layer;
+stages that stand in for the layer let it act on placeholders. Both follow what it does as code outside layers.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from lightning_pipe.errors import CutError
+from lightning_pipe.intercept.call_record import PLAIN, CallRecord, Passed, Seen, TensorSpec
+from lightning_pipe.intercept.tracker import Tracker
+from lightning_pipe.torch_internals import tree_flatten, tree_leaves, tree_unflatten
+
+if TYPE_CHECKING:
+    from lightning_pipe.intercept.stage_run import StageRun
+
+Parts = Sequence[tuple[str, nn.Module]]
+
+
+class HookedParts:
+    """Finds the parts of layers and outside modules that have forward hooks."""
+
+    def __init__(self) -> None:
+        self._registered, self._found = -1, dict[int, Parts]()
+
+    def of(self, module: nn.Module) -> Parts:
+        """The parts with hooks, by their paths; none of compiled code, which a hook would interrupt."""
+        if RemovableHandle.next_id != self._registered:  # torch counts all hooks that are registered
+            self._registered, self._found = RemovableHandle.next_id, {}
+        found = self._found.get(id(module))
+        if found is None:
+            parts = [(path, part) for path, part in module.named_modules() if path and part._forward_hooks]
+            compiled = parts and any(vars(part).get("_compiled_call_impl") is not None for part in module.modules())
+            found = self._found[id(module)] = [] if compiled else parts
+        return found
+
+
+class Unseen:
+    """Stands for an argument of a hook that no message can hold."""
+
+    def __init__(self, kind: str) -> None:
+        vars(self)["kind"] = kind
+
+    def __getattr__(self, name: str) -> Any:
+        raise CutError(
+            f"a forward hook reads '{name}' of a {vars(self)['kind']}, on a stage that does not run the hook's layer.",
+            hint="Read tensors, numbers, strings, and tuples, lists or dictionaries of them in forward hooks.",
+        )
+
+
+@contextmanager
+def shown(run: StageRun, name: str, parts: Parts, arguments: Sequence[Any]) -> Iterator[None]:
+    """While a layer runs: describe what its hooks are given, and follow them.
+
+    Args:
+        run: the stage's run.
+        name: the layer or outside module.
+        parts: its parts with hooks.
+        arguments: the leaves of what it is given.
+    """
+    before = [(part, part._forward_hooks) for _, part in parts]
+    for path, part in parts:
+        hooks = enumerate(part._forward_hooks.items())
+        part._forward_hooks = OrderedDict(
+            (key, _showing(run, name, path, number, hook, arguments)) for number, (key, hook) in hooks
+        )
+    try:
+        yield
+    finally:
+        for part, hooks_before in before:
+            part._forward_hooks = hooks_before
+
+
+def _showing(
+    run: StageRun, name: str, path: str, number: int, hook: Callable[..., Any], arguments: Sequence[Any]
+) -> Callable[..., Any]:
+    def showing(part: nn.Module, *given: Any) -> Any:
+        run.tracker.calls.append(_describe(run.tracker, name, (path, number), given, arguments))
+        run.inside = False
+        try:
+            with run.tracker.resumed():
+                return hook(part, *given)
+        finally:
+            run.inside = True
+
+    return showing
+
+
+def _describe(tracker: Tracker, name: str, hook: tuple[str, int], given: Any, arguments: Sequence[Any]) -> CallRecord:
+    leaves, structure = tree_flatten(given)
+    position_of = {id(argument): position for position, argument in enumerate(arguments)}
+    described: list[Any] = []
+    numbered: list[Tensor] = []
+    for leaf in leaves:
+        known = tracker.numbers.of(leaf) if isinstance(leaf, Tensor) else None
+        if leaf is None or isinstance(leaf, PLAIN):
+            described.append(leaf)
+        elif id(leaf) in position_of:
+            described.append(Passed(position_of[id(leaf)]))
+        elif not isinstance(leaf, Tensor) or isinstance(leaf, nn.Parameter):
+            described.append(Unseen(type(leaf).__qualname__))
+        else:
+            number = tracker.numbers.give(leaf)
+            tracker.shown.add(number)
+            described.append(TensorSpec.of(leaf) if known is None else Seen(number, TensorSpec.of(leaf)))
+            numbered.append(leaf)
+    numbers, differentiable = tracker.numbers.give_all(numbered)
+    return CallRecord(f"{name}.{hook[0]}", numbers, differentiable, structure, tuple(described), hook=hook)
+
+
+def act(tracker: Tracker, module: nn.Module, args: Any, kwargs: Any, stand_for: Callable[[Any], Tensor]) -> None:
+    """Let the hooks act that did so when an earlier stage ran a layer.
+
+    Args:
+        tracker: that of the run.
+        module: the layer or outside module.
+        args: what it is given here.
+        kwargs: by name.
+        stand_for: makes, or finds, what stands for a tensor with a description.
+    """
+    while (call := tracker.following_hook()) is not None:
+        assert call.hook is not None
+        path, number = call.hook
+        tracker.calls.append(call)
+        part, arguments = module.get_submodule(path), tree_leaves((args, kwargs))
+        hooks = list(part._forward_hooks.values())
+        if number >= len(hooks):
+            raise CutError(
+                f"'{call.name}' has {len(hooks)} forward hooks on this stage, and more on the stage that runs it.",
+                hint="Register the same hooks on all ranks.",
+            )
+        leaves: list[Any] = []
+        tensors: list[Tensor] = []
+        for leaf in call.leaves:
+            if isinstance(leaf, (TensorSpec, Seen)):
+                tensors.append(stand_for(leaf))
+                leaves.append(tensors[-1])
+            else:
+                leaves.append(arguments[leaf.argument] if isinstance(leaf, Passed) else leaf)
+        tracker.follow(tensors, call)
+        with tracker.resumed():
+            hooks[number](part, *tree_unflatten(leaves, call.structure))

@@ -1,0 +1,161 @@
+"""Puts itself between the user's step and the module's layers."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_pipe.intercept.generation_caches import Caches
+from lightning_pipe.intercept.stage_run import Learnt, StageRun
+from lightning_pipe.intercept.torch_patches.activation_checkpoints import CHECKPOINTS, run_again
+from lightning_pipe.intercept.torch_patches.autograd_functions import FUNCTIONS
+from lightning_pipe.intercept.torch_patches.backward_hooks import BACKWARD_HOOKS
+from lightning_pipe.intercept.torch_patches.encoders import padding_alike
+from lightning_pipe.intercept.torch_patches.inner_backward import INNER_BACKWARD
+from lightning_pipe.patches import replaced
+from lightning_pipe.torch_internals import NormBase
+
+
+class Interceptor:
+    """Puts a wrapper around the layers and the outside modules while steps run, and takes it away afterwards.
+
+    Args:
+        module: the user's module.
+        layers: the layer sequence with dotted names.
+        tells: whether this rank says what it changes for the time of the steps.
+    """
+
+    def __init__(self, module: nn.Module, layers: Sequence[tuple[str, nn.Module]], *, tells: bool = True) -> None:
+        self.run: StageRun | None = None
+        self.module = module
+        self.layers = [layer for _, layer in layers]
+        self.learnt = Learnt()
+        self._caches = Caches(module, tells=tells)
+        self._outside = list(outside_modules(module, self.layers))
+        ids = {id(layer) for layer in self.layers}
+        self._encoders = [
+            part
+            for part in module.modules()
+            if isinstance(part, nn.TransformerEncoder)
+            and type(part).forward is nn.TransformerEncoder.forward
+            and any(id(layer) in ids for layer in part.layers)
+        ]
+
+    @property
+    def compiled(self) -> bool:
+        """Whether any part of the module is compiled by now."""
+        return any(vars(part).get("_compiled_call_impl") is not None for part in self.module.modules())
+
+    def computing(self) -> Iterator[nn.Module]:
+        """The layers and outside modules with all their parts, each once."""
+        roots = (*self.layers, *(module for _, module in self._outside))
+        yield from {id(part): part for root in roots for part in root.modules()}.values()
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Wrap the forwards. As instance attributes: nothing stays behind that copying or pickling could meet."""
+        with ExitStack() as changed:
+            for number, layer in enumerate(self.layers):
+                self._wrap(layer, self._layer_forward(number, layer), changed)
+            for key, (name, outside) in enumerate(self._outside):
+                self._wrap(outside, self._module_forward(name, key, outside), changed)
+            for encoder in self._encoders:
+                self._wrap(encoder, padding_alike(encoder, encoder.forward), changed)
+            for patch in (CHECKPOINTS, FUNCTIONS, BACKWARD_HOOKS, INNER_BACKWARD):
+                changed.enter_context(patch.installed(lambda: self.run))
+            changed.enter_context(self._caches.off())
+            yield
+
+    def _wrap(self, module: nn.Module, forward: Callable[..., Any], changed: ExitStack) -> None:
+        # Compiled code would follow the wrapper into the engine: that of the module is called by the wrapper instead,
+        # that around the module is interrupted.
+        for name, value in (("forward", _uncompiled(forward)), ("_compiled_call_impl", None)):
+            if value is not None or vars(module).get(name) is not None:
+                changed.enter_context(replaced(module, name, value, gated=False))
+
+    def follow(self, run: StageRun, step: Callable[[], Any]) -> Any:
+        """Run the user's step; its calls of layers go to ``run``."""
+        self.run = run
+        try:
+            return run.run(step)
+        finally:
+            self.run = None
+
+    def _layer_forward(self, number: int, layer: nn.Module) -> Callable[..., Any]:
+        forward = own_forward(layer)
+
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            run = self.run
+            if run is None:
+                return run_again(forward, args, kwargs)
+            if run.inside:
+                return forward(*args, **kwargs)
+            return run.call_layer(number, layer, forward, args, kwargs)
+
+        return wrapper
+
+    def _module_forward(self, name: str, key: int, module: nn.Module) -> Callable[..., Any]:
+        forward = own_forward(module)
+        key = -2 - key  # apart from the layers' numbers and from the torch calls' -1
+
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            run = self.run
+            if run is None:
+                return run_again(forward, args, kwargs)
+            if run.inside:
+                return forward(*args, **kwargs)
+            return run.call_module(name, key, module, forward, args, kwargs)
+
+        return wrapper
+
+
+def _uncompiled(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A wrapper that compiled code around it does not follow; itself as long as nothing can have been compiled."""
+    if "torch._dynamo" not in sys.modules:  # it takes seconds to import, and makes every call dearer
+        return forward
+    return torch.compiler.disable(forward)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def own_forward(module: nn.Module) -> Callable[..., Any]:
+    """What a wrapper calls: the module's forward, compiled if ``module.compile()`` was called."""
+    compiled, forward = vars(module).get("_compiled_call_impl"), module.forward
+    if compiled is None or module._forward_hooks or module._forward_pre_hooks:
+        return forward
+
+    def without_wrapper(*args: Any, **kwargs: Any) -> Any:
+        wrapper = vars(module).pop("forward")
+        try:
+            return compiled(*args, **kwargs)
+        finally:
+            vars(module)["forward"] = wrapper
+
+    return without_wrapper
+
+
+def outside_modules(module: nn.Module, layers: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    """The largest modules with a forward of their own that have parameters, or statistics, and concern no layer."""
+    inside = {id(part) for layer in layers for part in layer.modules()}
+    ids = {id(layer) for layer in layers}
+
+    def walk(parent: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+        for name, child in parent.named_children():
+            path = f"{prefix}{name}"
+            if id(child) in inside:
+                continue
+            holds_layers = any(id(part) in ids for part in child.modules())
+            callable_ = type(child).forward is not nn.Module.forward
+            if holds_layers or not callable_:
+                yield from walk(child, f"{path}.")
+            elif any(True for _ in child.parameters()) or any(isinstance(part, NormBase) for part in child.modules()):
+                yield path, child
+
+    seen: set[int] = set()
+    for name, child in walk(module, ""):
+        if id(child) not in seen:
+            seen.add(id(child))
+            yield name, child

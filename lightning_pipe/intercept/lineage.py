@@ -1,0 +1,73 @@
+"""What the tensors of the batch went through outside layers: the same on all stages, or they take different paths.
+
+A stage does not see what another one makes of the batch before it calls a layer; a step that decides by rank could give
+the layer something else there than on one device, and all numbers would look well.
+"""
+
+from __future__ import annotations
+
+import itertools
+import zlib
+from collections.abc import Iterable, Sequence
+from functools import cache
+
+from torch import Tensor
+
+from lightning_pipe.intercept.random_streams import mix
+
+_tokens = itertools.count()
+
+
+class Lineage:
+    """Numbers for the tensors that come from the batch alone, in one run of the step on one stage.
+
+    A number stands for the functions that made a tensor, not for their plain arguments, which may differ between calls
+    that are as good: numbers of the step, coefficients. Tensors that come from elsewhere have none: a module may make
+    and keep them in its first run.
+    """
+
+    def __init__(self) -> None:
+        self._token = next(_tokens)
+        # by id, since ranks that are threads may be given the same objects
+        self._batch: dict[int, tuple[Tensor, int]] = {}
+        self._draws = 0
+
+    def begin(self, leaves: Iterable[object]) -> None:
+        """The run is about to begin, with this batch."""
+        for position, leaf in enumerate(leaves, start=1):
+            if isinstance(leaf, Tensor):
+                self._batch[id(leaf)] = leaf, position
+
+    def _of(self, tensor: Tensor) -> int:
+        known = self._batch.get(id(tensor))
+        if known is not None:
+            return known[1]
+        mark = getattr(tensor, "_pipe_lineage", None)
+        return int(mark[1]) if mark is not None and mark[0] == self._token else 0
+
+    def draw(self, name: str) -> None:
+        """A function of that name draws from the stream of the code around."""
+        self._draws = mix(self._draws, _number(name))
+
+    def numbers(self, tensors: Iterable[Tensor]) -> list[int]:
+        """The numbers of those that come from the batch."""
+        return [number for tensor in tensors if (number := self._of(tensor))]
+
+    def follow(self, name: str, numbers: Iterable[int], left: Iterable[Tensor]) -> None:
+        """A function of that name makes something of tensors with these numbers, and leaves ``left`` behind."""
+        number = mix(_number(name), *numbers)
+        for tensor in left:
+            if id(tensor) in self._batch:
+                self._batch[id(tensor)] = tensor, number
+                continue
+            tensor._pipe_lineage = (self._token, number)  # type: ignore[attr-defined]
+
+    def given(self, tensors: Sequence[Tensor]) -> int:
+        """What a call is given of the batch, and what was drawn before it, in one number."""
+        found = self.numbers(tensors)
+        return mix(self._draws, *found) if found or self._draws else 0
+
+
+@cache
+def _number(name: str) -> int:
+    return zlib.crc32(name.encode())

@@ -1,0 +1,125 @@
+"""Numbers of tensors, the same on all ranks."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from lightning_pipe.errors import CutError
+from lightning_pipe.intercept.placeholder import Placeholder
+
+SAME_PATH = "The step must take the same path on all ranks: no decisions by rank, time, unseeded randomness or values."
+NO_VIEWS = "Do not keep views of, or weak references to, tensors across layer calls; use .clone()."
+_tokens = itertools.count()
+
+
+class Numbers:
+    """The numbers of the tensors that derive from layers or parameters, in one run of the step on one stage.
+
+    Attributes:
+        unfilled: by number why a tensor does not have the value that it has on an earlier stage.
+        following: the number that the next new tensor gets.
+    """
+
+    def __init__(self) -> None:
+        self.unfilled: dict[int, str] = {}
+        self._token = next(_tokens)
+        self._alive: dict[int, weakref.ref[Tensor]] = {}
+        self.following = 0
+
+    def of(self, tensor: Tensor) -> int | None:
+        """The number that ``tensor`` carries, if any."""
+        mark = getattr(tensor, "_pipe_number", None)
+        return mark[1] if mark is not None and mark[0] == self._token else None
+
+    def bind(self, tensor: Tensor, number: int) -> None:
+        """Let ``tensor`` carry ``number``."""
+        tensor._pipe_number = (self._token, number)  # type: ignore[attr-defined]
+        self._alive[number] = weakref.ref(tensor)
+        self.following = max(self.following, number + 1)
+
+    def rename(self, old: Tensor, new: Tensor, *, replace: bool) -> None:
+        """Let ``new`` carry the number of ``old`` too; with ``replace`` it is the one that crosses a cut."""
+        number = self.of(old)
+        if number is not None:
+            new._pipe_number = (self._token, number)  # type: ignore[attr-defined]
+            if replace:
+                self._alive[number] = weakref.ref(new)
+
+    def give(self, tensor: Tensor) -> int:
+        """The number of a derived tensor; a new one when it is seen for the first time."""
+        known = self.of(tensor)
+        if known is not None:
+            return known
+        number = self.following
+        self.bind(tensor, number)
+        return number
+
+    def give_all(self, tensors: Sequence[Tensor]) -> tuple[tuple[int, ...], tuple[bool, ...]]:
+        """The numbers of the tensors that a call leaves, and which of them require a gradient."""
+        if len(tensors) == 1:  # as mostly
+            return (self.give(tensors[0]),), (tensors[0].requires_grad,)
+        return tuple([self.give(tensor) for tensor in tensors]), tuple([tensor.requires_grad for tensor in tensors])
+
+    def derived(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` comes from a layer or a parameter."""
+        return isinstance(tensor, (Placeholder, nn.Parameter)) or tensor.requires_grad or self.of(tensor) is not None
+
+    def alive(self) -> Iterator[tuple[int, Tensor]]:
+        """The numbered tensors that still exist, by number."""
+        for number, reference in self._alive.items():
+            tensor = reference()
+            if tensor is not None:
+                yield number, tensor
+
+    def find(self, number: int) -> Tensor | None:
+        """The tensor with a number, if it still exists."""
+        reference = self._alive.get(number)
+        return None if reference is None else reference()
+
+    def fill(self, number: int, value: Tensor) -> None:
+        """Give the placeholder with ``number`` its value, in place: every reference to it sees the value.
+
+        One that cannot be filled, because autograd or a view refers to it as well, is an error only if it is used.
+        """
+        reference = self._alive.pop(number, None)
+        placeholder = reference() if reference is not None else None
+        del reference  # tensors with weak references cannot be swapped (torch 2.13)
+        if placeholder is None:
+            return
+        if placeholder.shape != value.shape or placeholder.dtype != value.dtype:
+            raise CutError(
+                f"tensor {number} is {tuple(value.shape)} {value.dtype} on the stage that computes it and "
+                f"{tuple(placeholder.shape)} {placeholder.dtype} on this one.",
+                hint=SAME_PATH,
+            )
+        self.bind(value, number)
+        self._alive.pop(number)
+        try:
+            swap(placeholder, value)
+        except CutError as error:
+            self.unfilled[number] = error.message
+        self._alive[number] = weakref.ref(placeholder)
+
+    def replace(self, old: Tensor, new: Tensor) -> None:
+        """Make the object ``old`` hold what ``new`` holds; it has no number then."""
+        number = self.of(old)
+        if number is not None:
+            del self._alive[number]  # tensors with weak references cannot be swapped
+        swap(old, new)
+
+
+def swap(old: Tensor, new: Tensor) -> None:
+    """Make the object ``old`` hold what ``new`` holds, for everyone who has a reference to it."""
+    try:
+        torch.utils.swap_tensors(old, new)  # type: ignore[no-untyped-call]
+    except (RuntimeError, TypeError) as error:
+        raise CutError(
+            f"a tensor {tuple(old.shape)} {old.dtype} computed before this stage's layers cannot be filled in, because "
+            f"something else shares its memory or refers to it weakly: {error}",
+            hint=NO_VIEWS,
+        ) from error

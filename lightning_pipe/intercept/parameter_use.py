@@ -1,0 +1,23 @@
+"""What the cut must know of parameters and buffers."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor, nn
+
+
+class ParameterUse(Protocol):
+    """The module's parameters and buffers outside layers, as the cut sees them."""
+
+    def use(self, parameter: nn.Parameter) -> None:
+        """Note that this stage uses ``parameter`` for real; raises if this rank does not hold it."""
+
+    def run(self, module: str) -> None:
+        """Note that this stage runs an outside module."""
+
+    def may_run(self, module: str) -> bool:
+        """Whether this rank computes a layer, or may come to run an outside module."""
+
+    def name_of(self, tensor: Tensor) -> str | None:
+        """The dotted name of a parameter or buffer of the module, ``None`` for other tensors."""

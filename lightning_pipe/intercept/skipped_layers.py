@@ -1,0 +1,134 @@
+"""Answers for the layers and modules that earlier stages run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_pipe.intercept.call_record import CallRecord, Passed, Repeated, Seen, TensorSpec
+from lightning_pipe.intercept.effects import Attributes, containers_in, replace_contents
+from lightning_pipe.intercept.inner_hooks import act
+from lightning_pipe.intercept.placeholder import Placeholder
+from lightning_pipe.intercept.torch_functions import leaves_of
+from lightning_pipe.intercept.tracker import Tracker
+from lightning_pipe.skip import StepStore
+from lightning_pipe.torch_internals import tree_unflatten
+
+
+class SkippedLayers:
+    """Answers for calls of foreign layers and modules in one run of the step on one stage.
+
+    Args:
+        tracker: that of the run.
+        skips: what is stashed and not popped yet.
+        device: where placeholders pretend to be.
+
+    Attributes:
+        attributes: what foreign layers keep as attributes.
+        modules: those that it has answered for.
+        kept: the tensors held here, and their layers, that a foreign layer changes in place in its attributes.
+        lenders: what may share its memory with a foreign result, by the positions of the call and of the argument.
+    """
+
+    def __init__(self, tracker: Tracker, skips: StepStore, device: torch.device) -> None:
+        self._tracker, self._skips, self._device = tracker, skips, device
+        self.attributes = Attributes()
+        self.modules: list[nn.Module] = []
+        self.kept: list[tuple[Tensor, str]] = []
+        self.lenders: dict[tuple[int, int], Tensor] = {}
+
+    def answer(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """The result of a call, with placeholders for its tensors."""
+        tracker = self._tracker
+        act(tracker, module, args, kwargs, self._standing_for)
+        arguments = leaves_of(args, kwargs)
+        tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
+        call = tracker.expect(name, tracker.given(tensors))
+        tracker.note_read(tensors)
+        self.modules.append(module)
+        written: list[Tensor] = []
+        if call.mutated:
+            written = tracker.in_place.written([arguments[position] for position in call.mutated])
+            tracker.in_place.forget(written, name)
+        for position in call.lent:
+            self.lenders[len(tracker.calls) - 1, position] = arguments[position]
+        kept = self._kept_here(module, call) if call.effects else {}
+        leaves, new = self._leaves(call, arguments, kept)
+        behind = [base for tensor in kept.values() for base in tracker.in_place.behind(tensor)] if kept else []
+        tracker.follow([*written, *new, *behind], call)
+        for tensor in kept.values():
+            self.kept.append((tensor, name))
+        for key in call.popped:
+            del self._skips[key]
+        if call.effects or call.container is not None or call.stashed:
+            return self._leave(call, module, leaves, list(containers_in((*args, *kwargs.values()))))
+        return tree_unflatten(leaves, call.structure)
+
+    def _standing_for(self, leaf: TensorSpec | Seen) -> Tensor:
+        """A placeholder, or what stands for the same number already: a forward hook has been given it."""
+        if isinstance(leaf, Seen):
+            found = self._tracker.numbers.find(leaf.number)
+            return Placeholder.of(leaf.spec, self._device) if found is None else found
+        return Placeholder.of(leaf, self._device)
+
+    def _leaves(
+        self, call: CallRecord, arguments: list[Any], kept: Mapping[int, Tensor]
+    ) -> tuple[list[Any], list[Tensor]]:
+        """What stands for the leaves of a call, and the tensors among them that are no arguments."""
+        leaves: list[Any] = []
+        new: list[Tensor] = []
+        for number, leaf in enumerate(call.leaves):
+            if isinstance(leaf, (TensorSpec, Seen)):
+                leaves.append(kept[number] if number in kept else self._standing_for(leaf))
+                new.append(leaves[-1])
+            elif isinstance(leaf, Passed):
+                leaves.append(arguments[leaf.argument])
+            elif isinstance(leaf, Repeated):
+                leaves.append(leaves[leaf.leaf])
+            else:
+                leaves.append(leaf)
+        return leaves, new
+
+    def _leave(self, call: CallRecord, module: nn.Module, leaves: list[Any], containers: list[Any]) -> Any:
+        """Leave behind what the call does besides its result; returns that."""
+        for effect in reversed(call.effects):
+            split = len(leaves) - effect.size
+            value = tree_unflatten(leaves[split:], effect.structure)
+            del leaves[split:]
+            if effect.container is None:
+                self.attributes.set(module, effect, value)
+            else:
+                replace_contents(containers[effect.container], value)
+        if call.stashed:
+            self._skips.update(zip(call.stashed, leaves[-len(call.stashed) :], strict=True))
+            del leaves[-len(call.stashed) :]
+        return tree_unflatten(leaves, call.structure) if call.container is None else containers[call.container]
+
+    def _kept_here(self, module: nn.Module, call: CallRecord) -> dict[int, Tensor]:
+        """Attributes of a foreign layer that change in place there: by the number of their leaf the tensors held here.
+
+        They stay what they are until their values come, and must come before they are used.
+        """
+        kept: dict[int, Tensor] = {}
+        number = len(call.leaves)
+        for effect in reversed(call.effects):
+            number -= effect.size
+            if not effect.in_place:
+                continue
+            leaf = call.leaves[number]
+            place = leaf.leaf if isinstance(leaf, Repeated) else number
+            spec = call.leaves[place]
+            tensor = self.attributes.same(module, effect, spec) if isinstance(spec, TensorSpec) else None
+            if tensor is not None:
+                kept[place] = tensor
+        return dict(reversed(kept.items()))
+
+    def missing(self, values: Mapping[int, Tensor]) -> Iterator[tuple[int, str]]:
+        """The numbers of the tensors kept here whose value did not come, and their layers."""
+        for tensor, name in self.kept:
+            number = self._tracker.numbers.of(tensor)
+            if number is not None and number not in values and not isinstance(tensor, Placeholder):
+                yield number, name

@@ -1,0 +1,333 @@
+"""The attributes of some modules at one time: what became of them since, and the way back."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import sysconfig
+from collections import deque
+from collections.abc import Iterator
+from functools import cache
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from lightning_pipe.errors import CutError
+from lightning_pipe.torch_internals import DisableTorchFunction
+
+_LARGE = 4096
+"""Containers of more elements are compared element by element only at their top level."""
+_CLONED = 1 << 16
+"""Tensors of up to this many elements are cloned, so that a change in place can be undone."""
+_MODULE_INTERNALS = frozenset(vars(nn.Module())) - {"_buffers"}
+_LIGHTNING_INTERNALS = frozenset(
+    [
+        "_trainer",
+        "_fabric",
+        "_current_fx_name",
+        "_metric_attributes",
+        "_compiler_ctx",
+        "_fabric_optimizers",
+        "_example_input_array",
+        "_param_requires_grad_state",
+        "_hparams_initial",
+        "_device_mesh",
+        "_device",
+        "_dtype",
+        "_jit_is_scripting",
+    ]
+)
+_SKIPPED = _MODULE_INTERNALS | _LIGHTNING_INTERNALS
+
+Path = tuple[Any, ...]
+
+
+class Change(NamedTuple):
+    """One difference that a step made.
+
+    ``path`` starts with the name of a module; then come attributes and keys, each with the kind of its owner. ``delta``
+    is what a number or tensor grew by, for schedules in which two ranks complete steps of one batch.
+    """
+
+    kind: Literal["set", "delete", "append"]
+    path: Path
+    value: Any = None
+    delta: Any = None
+
+
+class _Kept(NamedTuple):
+    """A value at the time of the capture, with what is needed to find out and undo what became of it."""
+
+    value: Any
+    node: _Node | None
+
+
+class Snapshot:
+    """The attributes of some modules at one time."""
+
+    def __init__(self, modules: dict[str, nn.Module]) -> None:
+        seen: dict[int, _Node] = {}
+        with DisableTorchFunction():
+            self._nodes = {name: _Attributes(module, seen, skipped=_SKIPPED) for name, module in modules.items()}
+
+    def undo(self) -> None:
+        """Put everything back in place."""
+        with DisableTorchFunction():
+            for node in self._nodes.values():
+                node.undo()
+
+    def changes(self) -> list[Change]:
+        """What has become different since."""
+        with DisableTorchFunction():
+            seen: set[int] = set()
+            return [change for name, node in self._nodes.items() for change in node.changes((name,), seen)]
+
+
+class _Node:
+    """Something whose content can change: remembers the content."""
+
+    def undo(self) -> Any:
+        """Put the content back; returns the object to hold in the place of the present one."""
+        raise NotImplementedError
+
+    def changes(self, path: Path, seen: set[int]) -> Iterator[Change]:
+        """The differences from the content remembered."""
+        raise NotImplementedError
+
+    def changes_once(self, path: Path, seen: set[int]) -> Iterator[Change]:
+        """The differences, unless they have been told under another path."""
+        if id(self) not in seen:
+            seen.add(id(self))
+            yield from self.changes(path, seen)
+
+
+class _Mapping(_Node):
+    """The items of a dictionary."""
+
+    kind = "item"
+
+    def __init__(self, owner: dict[Any, Any], seen: dict[int, _Node]) -> None:
+        seen[id(owner)] = self
+        self.owner = owner
+        items = dict(self.items())
+        self.kept = {key: _keep(value, seen, len(items)) for key, value in items.items()}
+
+    def items(self) -> Iterator[tuple[Any, Any]]:
+        yield from self.owner.items()
+
+    def put(self, key: Any, value: Any) -> None:
+        self.owner[key] = value
+
+    def remove(self, key: Any) -> None:
+        del self.owner[key]
+
+    def undo(self) -> Any:
+        now = dict(self.items())
+        for key in now.keys() - self.kept.keys():
+            self.remove(key)
+        for key, (value, node) in self.kept.items():
+            before = value if node is None else node.undo()
+            if key not in now or now[key] is not before:
+                self.put(key, before)
+        return self.owner
+
+    def changes(self, path: Path, seen: set[int]) -> Iterator[Change]:
+        now = dict(self.items())
+        for key in self.kept.keys() - now.keys():
+            yield Change("delete", (*path, (self.kind, key)))
+        for key, value in now.items():
+            kept = self.kept.get(key)
+            here = (*path, (self.kind, key))
+            if kept is None or (kept.value is not value and not _same(kept.value, value)):
+                yield Change("set", here, value, _delta(kept, value))
+            elif kept.node is not None:
+                yield from kept.node.changes_once(here, seen)
+
+
+class _Attributes(_Mapping):
+    """The attributes of a module or another object."""
+
+    kind = "attribute"
+
+    def __init__(self, owner: Any, seen: dict[int, _Node], skipped: frozenset[str] = frozenset()) -> None:
+        self.skipped = skipped
+        super().__init__(owner, seen)
+
+    def items(self) -> Iterator[tuple[Any, Any]]:
+        for name, value in vars(self.owner).items():
+            if name not in self.skipped and not isinstance(value, nn.Module):
+                yield name, value
+
+    def put(self, key: Any, value: Any) -> None:
+        vars(self.owner)[key] = value
+
+    def remove(self, key: Any) -> None:
+        del vars(self.owner)[key]
+
+
+class _List(_Node):
+    """The elements of a list or a deque."""
+
+    def __init__(self, owner: Any, seen: dict[int, _Node]) -> None:
+        seen[id(owner)] = self
+        self.owner = owner
+        self.kept = [_keep(value, seen, len(owner)) for value in owner]
+
+    def undo(self) -> Any:
+        before = [value if node is None else node.undo() for value, node in self.kept]
+        if len(before) != len(self.owner) or any(a is not b for a, b in zip(before, self.owner, strict=True)):
+            self.owner.clear()
+            self.owner.extend(before)
+        return self.owner
+
+    def changes(self, path: Path, seen: set[int]) -> Iterator[Change]:
+        now = list(self.owner)
+        old = len(self.kept)
+        if len(now) < old or any(a is not b.value for a, b in zip(now[:old], self.kept, strict=True)):
+            yield Change("set", path, self.owner)
+            return
+        for index, (_, node) in enumerate(self.kept):
+            if node is not None:
+                yield from node.changes_once((*path, ("item", index)), seen)
+        if len(now) > old:
+            yield Change("append", (*path, ("item", None)), now[old:])
+
+
+class _Set(_Node):
+    """The elements of a set."""
+
+    def __init__(self, owner: set[Any], seen: dict[int, _Node]) -> None:
+        seen[id(owner)] = self
+        self.owner, self.kept = owner, set(owner)
+
+    def undo(self) -> Any:
+        if self.owner != self.kept:
+            self.owner.clear()
+            self.owner.update(self.kept)
+        return self.owner
+
+    def changes(self, path: Path, seen: set[int]) -> Iterator[Change]:
+        if self.owner != self.kept:
+            yield Change("set", path, self.owner)
+
+
+class _Tensor(_Node):
+    """The value of a tensor or array that may be changed in place."""
+
+    def __init__(self, owner: Any, seen: dict[int, _Node]) -> None:
+        seen[id(owner)] = self
+        self.owner, self.kind = owner, type(owner)
+        small = (owner.numel() if isinstance(owner, Tensor) else owner.size) <= _CLONED
+        self.kept = _clone(owner) if small else None
+        self.version, self.place = _version(owner), _place(owner)
+
+    def _changed(self) -> bool:
+        if type(self.owner) is not self.kind or _version(self.owner) != self.version:
+            return True
+        if _place(self.owner) != self.place:  # swapped for another tensor, with all who refer to it
+            return True
+        return self.version is None and self.kept is not None and not _equal(self.owner, self.kept)
+
+    def undo(self) -> Any:
+        if not self._changed():
+            return self.owner
+        if self.kept is None:
+            raise CutError(
+                f"A tensor of shape {tuple(self.owner.shape)} that belongs to the LightningModule was changed in place "
+                "by a run of the step that ends at a cut.",
+                hint="Change it after the last layer, or outside the step.",
+            )
+        # a tensor that the cut has swapped for another cannot take its value back
+        if type(self.owner) is not self.kind or _place(self.owner) != self.place:
+            return self.kept
+        with torch.no_grad():
+            self.owner[...] = self.kept
+        return self.owner
+
+    def changes(self, path: Path, seen: set[int]) -> Iterator[Change]:
+        if self._changed():
+            yield Change("set", path, self.owner, _growth(self.kept, self.owner))
+
+
+def _keep(value: Any, seen: dict[int, _Node], siblings: int) -> _Kept:
+    return _Kept(value, _node(value, seen) if siblings <= _LARGE else None)
+
+
+def _node(value: Any, seen: dict[int, _Node]) -> _Node | None:
+    """What remembers the content of a value; ``None`` if it has none that a step could change."""
+    kind: Any = type(value)
+    if kind in (int, float, str, bool, type(None), torch.dtype, torch.device, tuple, frozenset):
+        return None
+    if id(value) in seen:
+        return seen[id(value)]
+    if isinstance(value, Tensor):
+        return None if isinstance(value, nn.Parameter) else _Tensor(value, seen)
+    for kinds, node in _NODES:
+        if isinstance(value, kinds):
+            found: _Node = node(value, seen)
+            return found
+    if hasattr(value, "__dict__") and not callable(value) and _is_users(kind):
+        return _Attributes(value, seen)
+    return None
+
+
+_NODES: tuple[tuple[Any, type[Any]], ...] = (
+    (dict, _Mapping),
+    ((list, deque), _List),
+    (set, _Set),
+    (np.ndarray, _Tensor),
+)
+
+
+def _growth(before: Any, now: Any) -> Any:
+    if not (isinstance(before, Tensor) and isinstance(now, Tensor)) or before.dtype is torch.bool:
+        return None
+    alike = (before.shape, before.dtype, before.device) == (now.shape, now.dtype, now.device)
+    return now.detach() - before if alike else None
+
+
+def _delta(kept: _Kept | None, value: Any) -> Any:
+    if kept is not None and isinstance(kept.node, _Tensor):
+        return _growth(kept.node.kept, value)
+    if kept is None or isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return value - kept.value if isinstance(kept.value, int | float) and not isinstance(kept.value, bool) else None
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Equal without being the same object: numbers and strings alone."""
+    return type(one) is type(other) and isinstance(one, int | float | str | bytes) and one == other
+
+
+def _clone(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else value.copy()
+
+
+def _equal(one: Any, other: Any) -> bool:
+    return bool((one == other).all()) if tuple(one.shape) == tuple(other.shape) else False
+
+
+def _place(value: Any) -> Any:
+    return (value.data_ptr(), tuple(value.shape)) if type(value) is Tensor else None
+
+
+def _version(value: Any) -> int | None:
+    """How often a tensor has been changed in place; unknown for arrays and for tensors of inference mode."""
+    return value._version if isinstance(value, Tensor) and not value.is_inference() else None
+
+
+@cache
+def _is_users(kind: Any) -> bool:
+    """Whether a class is the user's own rather than a library's, whose objects may be large and intricate."""
+    name = str(kind.__module__)
+    if name == "__main__":
+        return True
+    module = sys.modules.get(name)
+    file = getattr(module, "__file__", None)
+    if file is None:
+        found = importlib.util.find_spec(name) if module is None else None
+        file = found.origin if found else None
+    libraries = {sysconfig.get_path(key) for key in ("stdlib", "platstdlib", "purelib", "platlib")}
+    return file is not None and not any(file.startswith(path) for path in libraries)

@@ -1,0 +1,254 @@
+"""What kinds of torch functions there are, as far as the tracker must know.
+
+torch tells it of its own operations, by tags and schemas. Only functions that are written in Python are listed by name.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache
+from types import CodeType, FrameType, FunctionType, MethodType
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_pipe.intercept.call_record import Value
+from lightning_pipe.torch_internals import tree_flatten, tree_leaves
+
+# ruff: noqa: SIM905  a table of names is easier to read as words than as a list of strings
+
+METADATA = frozenset(
+    """
+    size dim stride numel nelement element_size storage_offset is_contiguous is_floating_point is_complex is_pinned
+    ndimension get_device __len__ __hash__ __repr__ __str__ __format__ has_names is_same_size is_tensor is_storage
+    result_type
+    """.split()
+) | frozenset(
+    f"{name}.__get__"
+    for name in """
+    shape dtype device ndim layout requires_grad is_leaf grad_fn is_cuda is_cpu is_meta is_sparse is_quantized is_nested
+    names itemsize nbytes output_nr _version _base retains_grad grad
+    """.split()
+)
+"""Functions that look at a tensor without reading its value: they run as they are and are not recorded."""
+
+AUTOGRAD = frozenset("requires_grad_ retain_grad register_hook".split())
+"""Functions that concern the graph behind a tensor: a stage without the tensor has nothing to do."""
+
+
+_Packet, _Overload = type(torch.ops.aten.add), type(torch.ops.aten.add.Tensor)
+
+
+class Names:
+    """Names of functions: those that are listed, and those of which torch says so.
+
+    Args:
+        listed: names of functions in Python, which torch says nothing of.
+        asks: what to ask torch about another name; its answers are kept.
+
+    Example:
+        >>> "native_dropout" in RANDOM, "relu" in RANDOM
+        (True, False)
+    """
+
+    def __init__(self, listed: str, asks: Callable[[str], bool]) -> None:
+        self._known = dict.fromkeys(listed.split(), True)
+        self._asks = asks
+
+    def __contains__(self, name: str) -> bool:
+        known = self._known.get(name)
+        if known is None:
+            known = self._known[name] = self._asks(name)
+        return known
+
+
+def _operations(name: str) -> Iterator[Any]:
+    """The operations of torch that have this name."""
+    packet = getattr(torch.ops.aten, name, None)
+    for overload in packet.overloads() if isinstance(packet, _Packet) else ():  # type: ignore[no-untyped-call]
+        yield getattr(packet, overload)
+
+
+def _tagged(tag: torch.Tag) -> Callable[[str], bool]:
+    return lambda name: any(tag in operation.tags for operation in _operations(name))
+
+
+def _is_factory(name: str) -> bool:
+    """Whether a function makes a tensor of its own: it can be told where. ``to`` may return what it is given."""
+    return name != "to" and any(
+        argument.name == "pin_memory" for operation in _operations(name) for argument in operation._schema.arguments
+    )
+
+
+def _is_augmented(name: str) -> bool:
+    """Whether a method belongs to an augmented assignment, such as ``+=``: it has a twin without the ``i``."""
+    return name.startswith("__i") and name.endswith("__") and hasattr(Tensor, f"__{name[3:]}")
+
+
+RANDOM = Names("dropout1d dropout2d dropout3d gumbel_softmax", _tagged(torch.Tag.nondeterministic_seeded))
+"""Functions that draw random numbers. Others in Python may, too: see `draws`."""
+
+FACTORIES = Names("as_tensor asarray from_numpy frombuffer new_tensor scalar_tensor tensor", _is_factory)
+"""Functions that make a tensor of their own."""
+
+_SHAPED_BY_VALUES = Names("unique combinations", _tagged(torch.Tag.dynamic_output_shape))
+_IN_PLACE = Names("__setitem__", _is_augmented)
+
+
+_NORMS = frozenset("batch_norm instance_norm".split())
+_EMBEDDINGS = frozenset("embedding embedding_bag".split())
+
+
+def draws(func: Any, name: str) -> bool:
+    """Whether a function may draw random numbers, which then come from a stream of its own.
+
+    torch says it of its own operations. Of its functions in Python, the code says what they may call; nothing is known
+    of what others have written. States of generators would tell what a call drew, but only after it, and threads share
+    them.
+    """
+    if name in RANDOM:
+        return True
+    return isinstance(func, (FunctionType, MethodType, _Packet, _Overload)) and _may_call_random(func)
+
+
+@cache
+def _may_call_random(func: Any) -> bool:
+    """Whether the code of a function mentions what draws, or calls functions of torch in Python that do."""
+    waiting, seen = [func], set()
+    while waiting:
+        function = inspect.unwrap(waiting.pop())
+        if not isinstance(function, FunctionType) or not function.__module__.startswith("torch."):
+            return True
+        if function in seen:
+            continue
+        seen.add(function)
+        names = set(_names_in(function.__code__))
+        if any(name in RANDOM for name in names):
+            return True
+        found = [function.__globals__.get(name, getattr(F, name, None)) for name in names]
+        found += [cell.cell_contents for cell in function.__closure__ or ()]
+        waiting += [each for each in found if isinstance(each, FunctionType)]
+    return False
+
+
+def _names_in(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names_in(constant)
+
+
+@cache
+def _inplace_position(name: str) -> int | None:
+    """The position of ``inplace`` among the arguments of a function of ``torch.nn.functional``."""
+    function = getattr(F, name, None)
+    names = list(inspect.signature(function).parameters) if isinstance(function, FunctionType) else []
+    return names.index("inplace") if "inplace" in names else None
+
+
+def _asked_inplace(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a function that changes its first argument in place on demand is to do so."""
+    position = _inplace_position(name)
+    return position is not None and bool(kwargs.get("inplace", position < len(args) and args[position]))
+
+
+def function_name(func: Any) -> str:
+    """The name under which a torch function is recorded; property getters get their property's name."""
+    name = getattr(func, "__name__", str(func))
+    if name in ("__get__", "__set__"):
+        return f"{getattr(func.__self__, '__name__', '')}.{name}"
+    return str(name)
+
+
+def is_autograds(caller: FrameType) -> bool:
+    """Whether autograd calls a function by itself: ``view_as`` where a Function returns its argument (torch 2.13)."""
+    return caller.f_globals.get("__name__") in ("torch.autograd.function", f"{__package__}.autograd_functions")
+
+
+@cache
+def _may_change(name: str) -> bool:
+    """Whether functions of this name change tensors in place, at least on demand, other than by ``out``."""
+    named = name.endswith(".__set__") or (name.endswith("_") and not name.endswith("__"))
+    return named or name in _NORMS | _EMBEDDINGS or name in _IN_PLACE or _inplace_position(name) is not None
+
+
+def changed_in_place(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """The tensors that a torch function changes in place, by torch's naming rule; statistics and norms besides."""
+    if not _may_change(name) and "out" not in kwargs:
+        return []
+    found: Iterable[Any]
+    if name in _NORMS:
+        given = dict(zip(("input", "running_mean", "running_var"), args, strict=False)) | kwargs
+        changes = given.get("training") or given.get("use_input_stats")  # of the one and the other, never left out here
+        found = [given.get("running_mean"), given.get("running_var")] if changes else []
+    elif name in _EMBEDDINGS:
+        found = [] if kwargs.get("max_norm") is None else [kwargs.get("weight", args[1] if len(args) > 1 else None)]
+    elif name in _IN_PLACE or name.endswith(".__set__") or (name.endswith("_") and not name.endswith("__")):
+        found = args[0] if name.startswith("_foreach") else args[:1]
+    elif _asked_inplace(name, args, kwargs):
+        found = args[:1]
+    elif (out := kwargs.get("out")) is None:
+        return []
+    else:
+        found = out if isinstance(out, (tuple, list)) else [out]
+    return [tensor for tensor in found if isinstance(tensor, Tensor)]
+
+
+def shaped_by_values(name: str, args: tuple[Any, ...]) -> bool:
+    """Whether the shape of the result depends on values: such a result is described to the stages without them."""
+    if name == "__getitem__":
+        index = args[1] if isinstance(args[1], tuple) else (args[1],)
+        return any(isinstance(part, Tensor) and part.dtype in (torch.bool, torch.uint8) for part in index)
+    return name in _SHAPED_BY_VALUES or (name == "where" and len(args) == 1)
+
+
+_ADDRESSES = frozenset("data_ptr _cdata.__get__".split())
+"""Functions whose numbers mean nothing on another rank."""
+
+
+def values_read(name: str, result: Any) -> tuple[Any, tuple[Value, ...]] | None:
+    """What a function reads from tensors if those are numbers, text or arrays: structure and leaves of its `Call`."""
+    if result is None or name in _ADDRESSES:
+        return None
+    leaves, structure = tree_flatten(result)
+    if not leaves or not all(isinstance(leaf, (bool, int, float, complex, str, np.ndarray)) for leaf in leaves):
+        return None
+    return structure, tuple(Value.of(leaf) for leaf in leaves)
+
+
+def typed_by_autocast(result: Any, tensors: Sequence[Tensor]) -> bool:
+    """Whether autocast may have chosen the type of new tensors, by their device: stages without them must be told."""
+    device = tensors[0].device
+    if device.type == "meta" or not torch.is_autocast_enabled(device.type):
+        return False
+    leaves = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+    if any(leaf.device != device or any(leaf is tensor for tensor in tensors) for leaf in leaves):
+        return False  # moved, or no new one
+    types = [{tensor.dtype for tensor in each if tensor.is_floating_point()} for each in (leaves, tensors)]
+    return any(one != other for one in types[0] for other in types[1])
+
+
+def results_of(result: Any, written: Iterable[Tensor]) -> list[Tensor]:
+    """The tensors a call leaves behind: its results and what it wrote to, each object once."""
+    leaves = [result] if isinstance(result, Tensor) else [x for x in tree_leaves(result) if isinstance(x, Tensor)]
+    leaves += [tensor for tensor in written if all(tensor is not leaf for leaf in leaves)]
+    return leaves
+
+
+def unique(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Each object once, in order."""
+    return list({id(tensor): tensor for tensor in tensors}.values())
+
+
+FLAT = {Tensor, nn.Parameter, type(None), bool, int, float, str, torch.dtype, torch.device}
+"""Types that hold nothing else: most arguments are of one of them and need no search."""
+
+
+def leaves_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """The leaves of a call's arguments."""
+    leaves = [*args, *kwargs.values()]
+    return leaves if FLAT.issuperset(map(type, leaves)) else tree_leaves((args, kwargs))

@@ -1,0 +1,1 @@
+"""Parts of torch that are replaced while steps run."""

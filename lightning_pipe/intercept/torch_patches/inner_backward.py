@@ -1,0 +1,42 @@
+"""Looks after backward passes inside a step: of a derivative over a cut they would find a part.
+
+Only what a stage makes itself has its whole graph there. What came over the cut ends at it, and a derivative by
+something older may go on behind it: by an input that is a residual of every layer, by a tied weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+from lightning_pipe.errors import CutError
+from lightning_pipe.intercept.autograd_graph import edge_of, nodes_behind
+from lightning_pipe.intercept.incoming import Entry
+from lightning_pipe.intercept.torch_patches.patch import Patch
+
+# Behind ``torch.autograd.grad`` and every ``backward`` (torch 2.13).
+_original = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
+
+
+def _run_backward(outputs: Sequence[Tensor | GradientEdge], *args: Any, **kwargs: Any) -> Any:
+    run = INNER_BACKWARD.run
+    if run is not None and run.inbox is not None and any(run.inbox.requires_grad):
+        inputs = args[3]
+        # ``backward()`` has no inputs: it goes wherever the graph leads.
+        targets = [edge_of(each) for each in inputs if run.is_older(each)] if inputs else [(None, 0)]
+        if any(isinstance(node, Entry) for target in targets for node in nodes_behind(outputs, target)):
+            raise CutError(
+                "a backward pass inside the step (torch.autograd.grad, for instance) goes back over the cut before "
+                "this stage: it would find a part of the derivative alone.",
+                hint="Take the derivative by a tensor that is made on the stage that uses it, inside one layer for "
+                "instance (x = x.detach().requires_grad_()), or use one stage.",
+            )
+    return _original(outputs, *args, **kwargs)
+
+
+INNER_BACKWARD = Patch((torch.autograd, "_engine_run_backward", _run_backward))
+"""While it is installed, backward passes of the user's code look whether a cut is in their way."""

@@ -1,0 +1,359 @@
+"""Follows the user's code outside layers and numbers, alike on all ranks, what derives from layers or parameters."""
+
+from __future__ import annotations
+
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
+
+from lightning_pipe.errors import CutError
+from lightning_pipe.intercept.call_record import CallRecord, TensorSpec, Value
+from lightning_pipe.intercept.in_place import InPlace
+from lightning_pipe.intercept.lineage import Lineage
+from lightning_pipe.intercept.numbers import NO_VIEWS, SAME_PATH, Numbers
+from lightning_pipe.intercept.parameter_use import ParameterUse
+from lightning_pipe.intercept.placeholder import Placeholder, shape_only
+from lightning_pipe.intercept.recompute import is_recomputing
+from lightning_pipe.intercept.tensor_state import counting
+from lightning_pipe.intercept.torch_functions import (
+    AUTOGRAD,
+    FACTORIES,
+    METADATA,
+    RANDOM,
+    changed_in_place,
+    draws,
+    function_name,
+    is_autograds,
+    leaves_of,
+    results_of,
+    shaped_by_values,
+    typed_by_autocast,
+    values_read,
+)
+from lightning_pipe.torch_internals import (
+    current_function_mode,
+    pop_function_mode,
+    push_function_mode,
+    tree_flatten,
+    tree_unflatten,
+)
+
+
+class Tracker(TorchFunctionMode):
+    """A mode around one run of the user's step on one stage.
+
+    A tensor is *derived* if it comes from a layer or a parameter. Derived tensors get numbers in the order in which
+    they appear; all ranks run the same code, so they get the same numbers everywhere. While the stage is ``waiting``,
+    derived tensors are placeholders here and their calls are only checked against ``expected``, the calls that the
+    previous stage made up to its cut. At this stage's first layer the placeholders are filled, and derived tensors are
+    real from there on.
+
+    Args:
+        expected: the calls of the previous stage up to its cut; ``None`` on the first stage.
+        stream: gives a context with the random stream of a key; without a key that of the code around.
+        holdings: the module's parameters and buffers outside layers.
+        partial: whether other stages run some of the layers.
+        alone: whether no other micro-batch is under way.
+    """
+
+    def __init__(
+        self,
+        expected: tuple[CallRecord, ...] | None,
+        stream: Callable[..., AbstractContextManager[None]],
+        holdings: ParameterUse,
+        *,
+        partial: bool,
+        alone: bool,
+    ) -> None:
+        super().__init__()
+        self.calls: list[CallRecord] = []
+        self.used: set[int] = set()
+        self.shown: set[int] = set()
+        self.waiting = expected is not None
+        self.spans: list[tuple[int, int]] = []
+        self.leaves: dict[int, Tensor] = {}
+        self.numbers, self.lineage = Numbers(), Lineage()
+        self.in_place = InPlace(self.numbers, holdings, partial=partial)
+        self._partial, self._alone, self._expected = partial, alone, expected or ()
+        self._read_before: set[int] = set()
+        self._stream, self._holdings = stream, holdings
+        self._off = 0
+
+    # ------------------------------------------------------------------ the record
+
+    def expects(self, name: str) -> bool:
+        """Whether the call that the previous stage made here was ``name``."""
+        position = len(self.calls)
+        return position < len(self._expected) and self._expected[position].name == name
+
+    def following_hook(self) -> CallRecord | None:
+        """The call that the previous stage made here if it is that of a forward hook on a part of a layer."""
+        position = len(self.calls)
+        call = self._expected[position] if position < len(self._expected) else None
+        return None if call is None or call.hook is None else call
+
+    def expect(self, name: str, given: int = 0) -> CallRecord:
+        """The call the previous stage made here; raises unless it was ``name``, with the same of the batch."""
+        position = len(self.calls)
+        if self.expects(name):
+            call = self._expected[position]
+            if call.given != given and not is_recomputing():
+                raise CutError(
+                    f"'{name}' is given tensors of the batch on which this stage and the previous one have not called "
+                    "the same torch functions, or one of the two has drawn more random numbers before.",
+                    hint=SAME_PATH,
+                )
+            self.calls.append(call)
+            return call
+        found = f"'{self._expected[position].name}'" if position < len(self._expected) else "none"
+        raise CutError(
+            f"this stage makes call number {position} outside its layers to '{name}', the previous stage made {found}.",
+            hint=SAME_PATH,
+        )
+
+    def given(self, tensors: Sequence[Tensor]) -> int:
+        """What a call is given of the batch; see `Lineage`."""
+        return self.lineage.given([tensor for tensor in tensors if not self.numbers.derived(tensor)])
+
+    @property
+    def complete(self) -> bool:
+        """Whether all expected calls have come."""
+        return len(self.calls) == len(self._expected)
+
+    def arrive(self) -> None:
+        """The stage's first layer is reached: the previous stage must have come here after the same calls."""
+        if not self.complete:
+            raise CutError(
+                f"this stage reached its first layer after {len(self.calls)} calls outside its layers, the previous "
+                f"stage after {len(self._expected)}.",
+                hint=SAME_PATH,
+            )
+        self.waiting = False
+
+    def follow(self, tensors: list[Tensor], call: CallRecord) -> None:
+        """Give the tensors of a call on a waiting stage the numbers they have on the previous stage."""
+        if len(tensors) != len(call.numbers):
+            raise CutError(
+                f"'{call.name}' gives {len(tensors)} tensors here, {len(call.numbers)} on the previous stage."
+            )
+        for tensor, number, differentiable in zip(tensors, call.numbers, call.differentiable, strict=True):
+            if isinstance(tensor, Placeholder):
+                tensor.differentiable = differentiable
+            known = self.numbers.of(tensor)
+            if known is None:
+                self.numbers.bind(tensor, number)
+            elif known != number:
+                raise CutError(f"'{call.name}' returns one of its arguments here and a copy on the previous stage.")
+
+    def touch(self, tensors: list[Tensor], name: str, new: bool = False) -> None:
+        """Note that real code uses ``tensors``; a placeholder among them has not been sent and is an error.
+
+        So is a parameter that another rank has, and a tensor that was made inside a layer and is not its result, unless
+        it is ``new``: the layers of other stages have none like it to give.
+        """
+        for position, tensor in enumerate(tensors):
+            if isinstance(tensor, nn.Parameter):
+                self._holdings.use(tensor)
+            known = self.numbers.of(tensor)
+            if isinstance(tensor, Placeholder):
+                if known in self.numbers.unfilled:
+                    raise CutError(
+                        f"'{name}' needs tensor argument {position}: {self.numbers.unfilled[known]}", hint=NO_VIEWS
+                    )
+                raise CutError(
+                    f"'{name}' needs tensor argument {position}, {tuple(tensor.shape)} {tensor.dtype}, which an "
+                    "earlier stage has and did not send: in the first batch of this shape nothing needed it.",
+                    hint="Use the same tensors in every batch of the same shape: make optional uses unconditional.",
+                )
+            if known is not None:
+                if self.numbers.unfilled and known in self.numbers.unfilled:
+                    raise CutError(
+                        f"'{name}' needs tensor argument {position}: {self.numbers.unfilled[known]}", hint=NO_VIEWS
+                    )
+                self.used.add(known)
+            elif self._partial and not new and tensor.grad_fn is not None and self._made_inside(tensor.grad_fn):
+                raise CutError(
+                    f"'{name}' uses a tensor {tuple(tensor.shape)} {tensor.dtype} that left a layer otherwise than by "
+                    "its result, through a pre-hook or a global for instance; the layers of other stages cannot give "
+                    "theirs.",
+                    hint="Return it from the layer, keep it as an attribute of the module that computes it, or take it "
+                    "in a forward hook on a part of the layer.",
+                )
+
+    def note_read(self, tensors: Sequence[Tensor]) -> None:
+        """Note what an earlier stage reads, and which leaves of the graph it uses: derivatives by them go on there."""
+        self._read_before.update(map(id, tensors))
+        self.leaves.update({id(tensor): tensor for tensor in tensors if tensor.requires_grad and not tensor.grad_fn})
+
+    def _made_inside(self, node: Any) -> bool:
+        made = node._sequence_nr()
+        return any(start <= made < end for start, end in self.spans)
+
+    # ------------------------------------------------------------------ the mode
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Record and number one torch call outside layers."""
+        kwargs = kwargs or {}
+        if self._off:
+            return func(*args, **kwargs)
+        name = function_name(func)
+        own = name == "view_as" and is_autograds(sys._getframe(1))  # then the Function that returns it is the call
+        if own or (name in METADATA and not (name == "__format__" and args[1])):
+            if not (args and isinstance(args[0], Placeholder)):
+                return func(*args, **kwargs)
+            return shape_only(func, args, kwargs) if own else _OF_PLACEHOLDERS.get(name, func)(*args, **kwargs)
+        tensors = [leaf for leaf in leaves_of(args, kwargs) if isinstance(leaf, Tensor)]
+        if self.waiting:
+            self.note_read(tensors)
+        if not any(map(self.numbers.derived, tensors)):
+            if not self.waiting and self._read_before:
+                self._check_not_read(self.in_place.written(changed_in_place(name, args, kwargs)), name)
+            return self._plain(name, func, args, kwargs, tensors)
+        if name == "_is_all_true":  # so torch.distributions checks what it is given: on the stage that has it
+            self.touch([] if self.waiting else tensors, name)
+            return self.waiting or bool(func(*args, **kwargs))
+        return (
+            self._stand_in(name, func, args, kwargs, tensors)
+            if self.waiting
+            else self._run(name, func, args, kwargs, tensors)
+        )
+
+    def _plain(self, name: str, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
+        """Call a function of what is not derived: every stage has it, and does the same."""
+        with self._around(name, func, kwargs):
+            result = func(*args, **kwargs)
+        if name in RANDOM:
+            self.lineage.draw(name)
+        numbers = self.lineage.numbers(tensors)
+        if numbers:
+            changed = changed_in_place(name, args, kwargs)
+            self.lineage.follow(name, numbers, results_of(result, self.in_place.written(changed) if changed else ()))
+        return result
+
+    def _around(self, name: str, func: Any, kwargs: Any) -> AbstractContextManager[None]:
+        """A context for a function of what is not derived."""
+        if torch.is_inference_mode_enabled() and name in FACTORIES and kwargs.get("out") is None:
+            return counting()
+        return self._stream() if draws(func, name) else nullcontext()
+
+    def _stand_in(self, name: str, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
+        call = self.expect(name, self.given(tensors))
+        written = self.in_place.written(changed_in_place(name, args, kwargs))
+        if name in AUTOGRAD:
+            if not isinstance(args[0], Placeholder):
+                return func(*args, **kwargs)
+            self.follow(written, call)
+            return _no_hook() if name == "register_hook" else args[0]
+        self.in_place.forget(written, name)
+        if call.structure is None:
+            result = shape_only(func, args, kwargs)
+        else:
+            device = next(leaf.device for leaf in leaves_of(args, kwargs) if isinstance(leaf, Tensor))
+            result = tree_unflatten([_standing_for(leaf, device) for leaf in call.leaves], call.structure)
+        self.follow(results_of(result, written), call)
+        return result
+
+    def _run(self, name: str, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
+        self.touch(tensors, name)
+        changed = changed_in_place(name, args, kwargs)
+        written = self._about_to_change(changed, name) if changed else ()
+        given = self.given(tensors)
+        if draws(func, name):
+            with self._stream(-1, len(self.calls)):
+                result = func(*args, **kwargs)
+        else:
+            result = func(*args, **kwargs)
+        numbers, differentiable = self.numbers.give_all(results_of(result, written))
+        if shaped_by_values(name, args) or (not written and typed_by_autocast(result, tensors)):
+            leaves, structure = tree_flatten(result)
+            described = tuple(TensorSpec.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+            self.calls.append(CallRecord(name, numbers, differentiable, structure, described, given=given))
+        elif not numbers and (read := values_read(name, result)) is not None:
+            self.calls.append(CallRecord(name, numbers, differentiable, *read, given=given))
+        else:
+            self.calls.append(CallRecord(name, numbers, differentiable, given=given))
+        return result
+
+    def _about_to_change(self, changed: list[Tensor], name: str) -> list[Tensor]:
+        """What is written to when these change in place; raises if other stages would not see it."""
+        self.in_place.check_not_lent(changed, name)
+        written = self.in_place.written(changed)
+        self._check_not_read(written, name)
+        return written
+
+    def _check_not_read(self, written: Sequence[Tensor], name: str) -> None:
+        for tensor in () if self._alone else written:
+            if id(tensor) in self._read_before:
+                self.in_place.check_not_read(tensor, name)
+
+    def paused(self) -> _Paused:
+        """A context in which torch calls are neither recorded nor slowed down."""
+        return _Paused(self)
+
+    @contextmanager
+    def resumed(self) -> Iterator[None]:
+        """Within `paused`: torch calls are recorded."""
+        off, self._off = self._off, 0
+        try:
+            with nullcontext() if off else self:
+                yield
+        finally:
+            self._off = off
+
+
+def _standing_for(leaf: Any, device: torch.device) -> Any:
+    """What a stage without the tensors of a call gets for a leaf of its result."""
+    if isinstance(leaf, TensorSpec):
+        return Placeholder.of(leaf, device)
+    return leaf.value if isinstance(leaf, Value) else leaf
+
+
+def _no_hook(*_: Any) -> RemovableHandle:
+    """What registering a hook returns where there is no graph: the stage that has it runs the hook."""
+    return RemovableHandle(OrderedDict())
+
+
+class _NoNode:
+    """Stands for the node of a placeholder that stands for a tensor with a graph."""
+
+    next_functions = ()
+    register_hook = register_prehook = _no_hook
+
+
+_OF_PLACEHOLDERS: dict[str, Callable[[Placeholder], Any]] = {
+    "requires_grad.__get__": lambda placeholder: placeholder.differentiable,
+    "grad_fn.__get__": lambda placeholder: _NoNode() if placeholder.differentiable else None,
+}
+"""What is known of a tensor without its value."""
+
+
+class _Paused:
+    """Takes the mode off torch's stack where it is on top, and silences it elsewhere. A class, for speed."""
+
+    __slots__ = ("_popped", "_tracker")
+
+    def __init__(self, tracker: Tracker) -> None:
+        self._tracker = tracker
+
+    def __enter__(self) -> None:
+        self._popped = current_function_mode() is self._tracker  # type: ignore[no-untyped-call]
+        if self._popped:
+            pop_function_mode()
+        else:
+            self._tracker._off += 1
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._popped:
+            push_function_mode(self._tracker)
+        else:
+            self._tracker._off -= 1

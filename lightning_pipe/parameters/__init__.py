@@ -1,0 +1,1 @@
+"""Who holds which parameter and buffer, and how their holders stay equal."""

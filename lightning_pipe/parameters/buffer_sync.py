@@ -1,0 +1,103 @@
+"""Buffers that forward passes change: kept equal on all processes that hold them, and told about."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from lightning_pipe.intercept.absent_tensor import AbsentTensor
+from lightning_pipe.torch_internals import BatchNorm
+from lightning_pipe.transport.base import Transport
+
+
+class BufferSync:
+    """Buffers other than those of deferred batch norm that layers change which several processes hold.
+
+    Each of these sees samples of its own. After every batch all have the values of the first of them, as with
+    ``DistributedDataParallel``. Which buffers these are shows in the first training batch.
+
+    Buffers of all modules change once for every micro-batch, on one device once for the batch: the user is told.
+
+    Args:
+        module: the user's module.
+        layers: dotted names of the layers.
+        transport: reaches the other processes.
+        members: ``members(name)``: the processes that hold a buffer, sorted.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        layers: Sequence[str],
+        transport: Transport,
+        members: Callable[[str], Sequence[int]],
+    ) -> None:
+        self._module, self._transport, self._members = module, transport, members
+        self._layers = tuple(f"{name}." for name in layers)
+        self._before: dict[str, tuple[Tensor, int]] = {}
+        self._changing: list[str] = []
+
+    def begin(self) -> None:
+        """Before the first batch."""
+        self._before = {name: (buffer, buffer._version) for name, buffer in self._here()}
+
+    def agree(self, copies: Callable[[str], int], micro_batches: int) -> None:
+        """After it. Collective.
+
+        Args:
+            copies: ``copies(name)``: how many ranks of one pipeline hold a buffer.
+            micro_batches: of the batch.
+        """
+        now = dict(self._here())
+        changed = [
+            name
+            for name, (buffer, version) in self._before.items()
+            if name in now and (buffer._version != version or not torch.equal(now[name], buffer))
+        ]
+        self._before = {}
+        everyone = tuple(range(self._transport.topology.world_size))
+        gathered = self._transport.all_gather_object(changed, everyone)
+        found = sorted({name for theirs in gathered for name in theirs})
+        self._changing = [name for name in found if self._is_shared(name)]
+        twins = [name for name in self._changing if copies(name) > 1]
+        if twins and self._transport.process == self._members(twins[0])[0]:
+            warnings.warn(
+                f"'{twins[0]}' ({len(twins)} such buffers) changes in forward passes, and the schedule keeps copies of "
+                "its layer on several ranks, each of which sees a part of the micro-batches: the copies are set to the "
+                "values of the first one after every batch. On one device the buffer would see all micro-batches.",
+                stacklevel=2,
+            )
+        elif found and micro_batches > 1 and self._transport.process == 0:
+            warnings.warn(
+                f"'{found[0]}' ({len(found)} such buffers) is changed by forward passes: {micro_batches} times in a "
+                "batch, with a micro-batch each, where one device changes it once, with the whole batch. Sums and "
+                "counts are the same, averages and power iterations (spectral norm) are not, nor is what is computed "
+                "from them; with micro_batches=1 all is.",
+                stacklevel=2,
+            )
+
+    def equalise(self) -> None:
+        """After every batch. Collective over the holders of each buffer."""
+        if not self._changing:
+            return
+        buffers = dict(self._module.named_buffers())
+        for name in self._changing:
+            members = tuple(self._members(name))
+            if self._transport.process in members and len(members) > 1:
+                data = buffers[name].detach().contiguous()
+                self._transport.broadcast(data, members[0], members).wait()
+                buffers[name].data.copy_(data)
+
+    def _here(self) -> Iterator[tuple[str, Tensor]]:
+        """The buffers of layers and other modules that this process has; batch norm has an option of its own."""
+        for prefix, part in self._module.named_modules():
+            for name, buffer in part.named_buffers(prefix, recurse=False):
+                if prefix and not isinstance(part, BatchNorm) and not isinstance(buffer, AbsentTensor):
+                    yield name, buffer
+
+    def _is_shared(self, name: str) -> bool:
+        """Whether several processes have a buffer of a layer."""
+        return name.startswith(self._layers) and len(self._members(name)) > 1

@@ -1,0 +1,276 @@
+"""Batch norm over micro-batches: normalise by the micro-batch, keep the statistics of the whole mini-batch."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from lightning_pipe.errors import ConfigurationError
+from lightning_pipe.intercept.recompute import is_recomputing
+from lightning_pipe.torch_internals import BatchNorm, in_backward
+from lightning_pipe.transport.base import Transport
+
+Module = TypeVar("Module", bound=nn.Module)
+Call = tuple[int, int]
+"""One of the calls of a norm in a forward pass: the stage that makes it, and its number there."""
+
+_BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
+_run = threading.local()
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Number of values per channel, their mean, and the sum of their squared deviations from it."""
+
+    values: int
+    mean: Tensor
+    deviation: Tensor
+
+    def merge(self, other: Moments) -> Moments:
+        """The moments of both sets of values (Chan, Golub and LeVeque, 1979)."""
+        values = self.values + other.values
+        if not self.values or not other.values:
+            return self if self.values else other
+        delta = other.mean - self.mean
+        mean = self.mean + delta * (other.values / values)
+        deviation = self.deviation + other.deviation + delta.square() * (self.values * other.values / values)
+        return Moments(values, mean, deviation)
+
+
+class DeferredBatchNorm(BatchNorm):
+    """Batch norm whose running statistics are those of whole mini-batches.
+
+    In training every micro-batch is normalised by its own statistics; the running mean and the (unbiased) running
+    variance, as `torch.nn.BatchNorm2d` keeps them, are updated once per mini-batch, by `commit`, from all its
+    micro-batches together. A norm that a forward pass calls several times is updated once for each of these calls, in
+    their order. What runs again for a backward pass (`torch.utils.checkpoint`) counts once. Evaluation, parameters,
+    buffers and keys are those of the norm that was converted. The pipeline converts modules and commits by itself.
+    Source: GPipe, arXiv:1811.06965v5, section 2.3.
+
+    Shapes are those of the norm that was converted: input and output (N, C) or (N, C, …), statistics (C,).
+
+    Example:
+        >>> norm = DeferredBatchNorm.convert(nn.BatchNorm1d(3))
+        >>> batch = torch.randn(10, 3)
+        >>> _ = [norm(part) for part in batch.tensor_split(3)]
+        >>> norm.commit()
+        >>> torch.allclose(norm.running_mean, 0.1 * batch.mean(0), atol=1e-6)
+        True
+        >>> torch.allclose(norm.running_var, 0.9 + 0.1 * batch.var(0), atol=1e-6)
+        True
+    """
+
+    plain: type[BatchNorm]
+    pending: dict[Call, Moments]
+
+    @staticmethod
+    def convert(module: Module) -> Module:
+        """Turn every batch norm in ``module``, subclasses included, into its deferred form, in place.
+
+        Args:
+            module: any module; modules without batch norm stay as they are.
+
+        Returns:
+            The same module.
+        """
+        for part in module.modules():
+            if isinstance(part, BatchNorm) and not isinstance(part, DeferredBatchNorm):
+                part.__class__ = _deferred(type(part))  # type: ignore[arg-type]
+                part.pending = {}  # type: ignore[assignment]
+        return module
+
+    @staticmethod
+    def revert(module: Module) -> Module:
+        """Undo `convert`, in place; statistics that were not committed are lost.
+
+        Args:
+            module: any module.
+
+        Returns:
+            The same module.
+        """
+        for part in module.modules():
+            if isinstance(part, DeferredBatchNorm):
+                part.__class__ = part.plain  # type: ignore[assignment]
+                del part.pending
+        return module
+
+    def forward(self, input: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Normalise; in training, note the statistics for `commit`."""
+        if not self.training or not self.track_running_stats:
+            return super().forward(input, *args, **kwargs)
+        own = type(self).plain.forward is not BatchNorm.forward
+        if input.numel() // max(1, input.shape[1]) < 2 and not own:
+            raise ConfigurationError(
+                f"Batch norm needs more than one value per channel; this micro-batch has shape {tuple(input.shape)}.",
+                hint="Use fewer micro-batches, so that each has at least two samples, and DataLoader(drop_last=True) "
+                "if the last batch has a single one.",
+            )
+        if not is_recomputing() and not in_backward():
+            self._note(input.detach())
+        if own:
+            with self._untouched():
+                return super().forward(input, *args, **kwargs)
+        self._check_input_dim(input)  # type: ignore[no-untyped-call]
+        return nn.functional.batch_norm(input, None, None, self.weight, self.bias, training=True, eps=self.eps)
+
+    @torch.no_grad()
+    def _note(self, values: Tensor) -> None:
+        others = [axis for axis in range(values.dim()) if axis != 1]
+        exact = values.dtype if values.dtype == torch.float64 else torch.float32
+        variance, mean = torch.var_mean(values.to(exact), others, correction=0)
+        count = values.numel() // values.shape[1]
+        moments, call = Moments(count, mean, variance * count), self._call()
+        before = self.pending.get(call)
+        self.pending[call] = moments if before is None else before.merge(moments)
+
+    def _call(self) -> Call:
+        """Which of the forward pass's calls of this norm is under way."""
+        stage: int = getattr(_run, "stage", 0)
+        calls: dict[int, int] | None = getattr(_run, "calls", None)
+        if calls is None:
+            return stage, 0
+        number = calls[id(self)] = calls.get(id(self), -1) + 1
+        return stage, number
+
+    @contextmanager
+    def _untouched(self) -> Iterator[None]:
+        """Let a forward method that is not torch's update copies of the running statistics."""
+        before = {name: self._buffers[name] for name in _BUFFERS}
+        self._buffers.update({name: None if value is None else value.clone() for name, value in before.items()})
+        try:
+            yield
+        finally:
+            self._buffers.update(before)
+
+    @torch.no_grad()
+    def commit(self) -> None:
+        """End a mini-batch: update the running statistics from its micro-batches."""
+        pending, self.pending = self.pending, {}
+        if self.running_mean is None or self.running_var is None:
+            return
+        for call in sorted(pending):
+            moments = pending[call]
+            if self.num_batches_tracked is not None:
+                self.num_batches_tracked.add_(1)
+            share = self.momentum
+            if share is None:  # a cumulative average
+                share = 1.0 / float(self.num_batches_tracked) if self.num_batches_tracked is not None else 0.0
+            self.running_mean.lerp_(moments.mean.to(self.running_mean), share)
+            self.running_var.lerp_((moments.deviation / max(1, moments.values - 1)).to(self.running_var), share)
+
+
+class _Deferred1d(DeferredBatchNorm, nn.BatchNorm1d):
+    plain = nn.BatchNorm1d
+
+
+class _Deferred2d(DeferredBatchNorm, nn.BatchNorm2d):
+    plain = nn.BatchNorm2d
+
+
+class _Deferred3d(DeferredBatchNorm, nn.BatchNorm3d):
+    plain = nn.BatchNorm3d
+
+
+_DEFERRED: Mapping[type[BatchNorm], type[DeferredBatchNorm]] = {
+    kind.plain: kind for kind in (_Deferred1d, _Deferred2d, _Deferred3d)
+}
+
+
+@cache
+def _deferred(kind: type[BatchNorm]) -> type[DeferredBatchNorm]:
+    """The deferred form of a class of norms; of subclasses one is made."""
+    body = {"plain": kind, "__module__": __name__}
+    return _DEFERRED.get(kind) or type(f"Deferred{kind.__name__}", (DeferredBatchNorm, kind), body)
+
+
+@contextmanager
+def forward_pass(stage: int) -> Iterator[None]:
+    """Around one micro-batch on one stage: several calls of one norm inside are kept apart."""
+    _run.stage, _run.calls = stage, {}
+    try:
+        yield
+    finally:
+        _run.stage, _run.calls = 0, None
+
+
+class Statistics:
+    """Ends mini-batches of norms that several processes hold.
+
+    Args:
+        transport: reaches these processes.
+    """
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        self._calls: dict[int, tuple[Call, ...]] = {}
+
+    def commit(self, norms: Sequence[tuple[DeferredBatchNorm, tuple[int, ...]]]) -> None:
+        """End a mini-batch: statistics of all replicas together make one. Collective.
+
+        Args:
+            norms: the norms of this process, each with the processes that hold it; the same order on all of these.
+        """
+        by_members: dict[tuple[int, ...], list[DeferredBatchNorm]] = {}
+        for norm, members in norms:
+            by_members.setdefault(members, []).append(norm)
+        for members in sorted(by_members):
+            if len(members) > 1:
+                self._share(by_members[members], members)
+            for norm in by_members[members]:
+                norm.commit()
+
+    def _share(self, norms: Sequence[DeferredBatchNorm], members: tuple[int, ...]) -> None:
+        """Merge what the members noted, in the same order on all of them: the results are the same to the last bit."""
+        if not self._gather(norms, members):
+            # somebody has made calls that were not known: agree on all of them
+            everybody = self._transport.all_gather_object([set(norm.pending) for norm in norms], members)
+            for norm, theirs in zip(norms, zip(*everybody, strict=True), strict=True):
+                self._calls[id(norm)] = tuple(sorted({*self._known(norm), *(call for own in theirs for call in own)}))
+            self._gather(norms, members)
+
+    def _known(self, norm: DeferredBatchNorm) -> tuple[Call, ...]:
+        return self._calls.get(id(norm), ())
+
+    def _gather(self, norms: Sequence[DeferredBatchNorm], members: tuple[int, ...]) -> bool:
+        """Replace what was noted by what all members noted, if all of it is of known calls."""
+        places = [(norm, call) for norm in norms for call in self._known(norm)]
+        sizes = [2 * norm.num_features + 1 for norm, _ in places]
+        table = torch.zeros(len(members), 1 + sum(sizes), dtype=torch.float64, device=self._transport.device)
+        row = table[members.index(self._transport.process)]
+        row[0] = any(norm.pending.keys() - set(self._known(norm)) for norm in norms)
+        for (norm, call), cell in zip(places, torch.split(row[1:], sizes), strict=True):
+            if call in norm.pending:
+                moments = norm.pending[call]
+                cell[0] = moments.values
+                cell[1:] = torch.cat([moments.mean, moments.deviation])
+        self._transport.all_reduce(table, members).wait()
+        if bool(table[:, 0].any()):
+            return False
+        for norm in norms:
+            norm.pending = {}
+        for (norm, call), cells in zip(places, torch.split(table[:, 1:], sizes, dim=1), strict=True):
+            total = Moments(0, *cells[0, 1:].chunk(2))
+            for cell in cells:
+                total = total.merge(Moments(int(cell[0]), *cell[1:].chunk(2)))
+            if total.values:
+                norm.pending[call] = total
+        return True
+
+
+def discard_all(module: nn.Module) -> None:
+    """Forget a mini-batch that was given up."""
+    for norm in deferred_norms(module):
+        norm.pending = {}
+
+
+def deferred_norms(module: nn.Module) -> Iterator[DeferredBatchNorm]:
+    """The deferred norms in a module."""
+    return (part for part in module.modules() if isinstance(part, DeferredBatchNorm))

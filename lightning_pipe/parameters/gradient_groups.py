@@ -1,0 +1,104 @@
+"""Whose gradients are summed with whose, and when: settled after the first training batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from torch import nn
+
+from lightning_pipe.parameters.gradient_sync import GradientSync
+from lightning_pipe.parameters.zero1 import HolderGroup
+from lightning_pipe.transport.base import Transport
+
+# Keys of reductions: what comes first in a group is what is largest.
+_SHARED, _STAGE = 0, 1
+
+
+class HeldParameter(NamedTuple):
+    """A parameter that this rank holds.
+
+    Args:
+        parameter: the parameter.
+        owners: the pipeline ranks that hold it, ascending.
+        stage: the stage that alone uses it, on all of these ranks; ``None`` if there is no such stage.
+    """
+
+    parameter: nn.Parameter
+    owners: tuple[int, ...]
+    stage: int | None
+
+
+class GradientGroups:
+    """Sums the gradients of replicas, twins and tied parameters over a batch.
+
+    Parameters of one stage alone are reduced as soon as the stage is done, all others at the end of the batch.
+
+    Args:
+        transport: the rank's transport.
+
+    Attributes:
+        shared: the parameters that other processes hold as well, once settled.
+        overlapped: whether a stage that is done is reduced at once; otherwise all wait for `finish`.
+    """
+
+    def __init__(self, transport: Transport) -> None:
+        self.shared: list[HolderGroup] = []
+        self.overlapped = False
+        self._transport = transport
+        self._reducer: GradientSync | None = None
+
+    def settle(self, held: Iterable[HeldParameter], stages: Iterable[int]) -> None:
+        """Take up the parameters of this rank.
+
+        Args:
+            held: the parameters.
+            stages: the stages of this rank.
+        """
+        by_key: dict[tuple[int, ...], list[nn.Parameter]] = {(_STAGE, stage): [] for stage in stages}
+        members: dict[tuple[int, ...], tuple[int, ...]] = {}
+        for parameter, owners, stage in held:
+            key = (_SHARED, *owners) if stage is None else (_STAGE, stage)
+            by_key.setdefault(key, []).append(parameter)
+            members[key] = self._transport.topology.holders(owners)
+        self.shared = [
+            HolderGroup(members[key], tuple(by_key[key]), turn=key[-1])
+            for key in sorted(members)
+            if len(members[key]) > 1
+        ]
+        self._reducer = GradientSync(self._transport)
+        for key, parameters in by_key.items():
+            self._reducer.add(key, parameters, members.get(key, (self._transport.process,)))
+
+    def stage_done(self, stage: int) -> None:
+        """The gradients of a stage are complete on this rank."""
+        if self.overlapped and self._reducer is not None:
+            self._reducer.start((_STAGE, stage))
+
+    def finish(self) -> None:
+        """Sum what is left, and wait for all."""
+        if self._reducer is not None:
+            self._reducer.finish()
+
+
+def uses_of_ranks(
+    transport: Transport, placement: Mapping[tuple[int, int], int], used: Iterable[str]
+) -> Sequence[set[str]]:
+    """For each pipeline rank the outside parameters that it uses. Collective over the world.
+
+    Args:
+        transport: the rank's transport.
+        placement: ``(pipe, stage) -> rank``.
+        used: what this rank has used.
+    """
+    topology = transport.topology
+    by_rank: list[set[str]] = [set() for _ in range(topology.ranks)]
+    for process, names in enumerate(transport.all_gather_object(sorted(used), tuple(range(topology.world_size)))):
+        by_rank[topology.locate(process)[1]].update(names)
+    # a rank that has had no micro-batch yet will use what others with the same stages do
+    stages = [
+        frozenset(stage for (_, stage), owner in placement.items() if owner == rank) for rank in range(len(by_rank))
+    ]
+    return [
+        set().union(*(used for used, theirs in zip(by_rank, stages, strict=True) if theirs == own)) for own in stages
+    ]

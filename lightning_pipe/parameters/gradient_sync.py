@@ -1,0 +1,207 @@
+"""Sums gradients over the processes that hold the same parameters: replicas, twins, tied weights. One mechanism."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from lightning_pipe.errors import ConfigurationError
+from lightning_pipe.transport.base import Transport, Work
+
+Key = Any
+BUCKET_BYTES = 25 * 2**20
+
+
+@dataclass
+class _Bucket:
+    """A flat buffer with the gradients of some parameters, one after the other."""
+
+    flat: Tensor
+    indices: list[int]
+    work: Work
+
+
+@dataclass
+class _Entry:
+    """The parameters that some processes hold in common, and their reduction if it is under way."""
+
+    parameters: list[Parameter]
+    members: tuple[int, ...]
+    wanted: bool = False
+    presence: tuple[Tensor, Work] | None = None
+    trainable: list[Parameter] = field(default_factory=list)
+    buckets: list[_Bucket] = field(default_factory=list)
+
+
+class GradientSync:
+    """Sums gradients over groups of processes, in buckets and in the background.
+
+    A batch's weight is on its loss, so the sum is all there is to do. Call `start` for a key as soon as its last
+    backward pass of the batch is done, and `finish` before the gradients are read. From `start` to `finish` the
+    gradients exist in the buckets only (``p.grad`` is ``None``), and after it ``p.grad`` is a view of its bucket:
+    at no time are there two copies of all gradients.
+
+    Processes may start their keys in different orders, or leave some to `finish`: what is issued to a group is in the
+    order of the keys everywhere. A parameter that has a gradient on some members only counts as zero on the others;
+    one that has none anywhere keeps ``None``.
+
+    Args:
+        transport: moves the buckets.
+        bucket_bytes: size from which on a bucket is sent; the size of all but the largest parameters' buckets.
+
+    Example:
+        >>> from lightning_pipe.transport.threads import memory_world, run_threads
+        >>> from lightning_pipe.transport.topology import Topology
+        >>> def one_process(transport):
+        ...     weight = Parameter(torch.zeros(2))
+        ...     weight.grad = torch.tensor([1.0, float(transport.process)])
+        ...     reducer = GradientSync(transport)
+        ...     reducer.add(0, [weight], members=(0, 1))
+        ...     reducer.start(0)
+        ...     reducer.finish()
+        ...     return weight.grad.tolist()
+        >>> run_threads(memory_world(Topology(ranks=1, replicas=2)), one_process)
+        [[2.0, 1.0], [2.0, 1.0]]
+    """
+
+    def __init__(self, transport: Transport, bucket_bytes: int = BUCKET_BYTES) -> None:
+        self._transport = transport
+        self._bucket_bytes = bucket_bytes
+        self._entries: dict[Key, _Entry] = {}
+
+    def add(self, key: Key, parameters: Iterable[Parameter], members: tuple[int, ...]) -> None:
+        """Name what is to be reduced. Replaces what the key stood for.
+
+        Args:
+            key: the same on all members, such as ``("stage", 3)``; all keys must compare with each other. The largest
+                comes first, so that last stages do, whose backward passes end first.
+            parameters: the same ones in the same order on all members.
+            members: the processes that hold them, sorted. Their group must have been made.
+        """
+        self._transport.check_members(members)
+        if key in self._entries and self._entries[key].wanted:
+            raise ConfigurationError(f"The reduction of {key!r} is under way.", hint="Call finish first.")
+        self._entries[key] = _Entry(list(parameters), members)
+
+    def clear(self) -> None:
+        """Forget all keys."""
+        self._entries.clear()
+
+    def start(self, key: Key) -> None:
+        """Reduce the gradients of a key in the background, as soon as its turn in the group has come."""
+        entry = self._entries[key]
+        if entry.wanted:
+            raise ConfigurationError(f"The reduction of {key!r} was started twice.", hint="Call finish once per batch.")
+        entry.wanted = True
+        self._issue(entry.members)
+
+    def finish(self) -> None:
+        """Reduce what was not started yet, wait for all, and leave the sums in ``p.grad``.
+
+        Collective: every member takes part with all its keys, whether they have gradients on it or not.
+        """
+        for entry in self._entries.values():
+            entry.wanted = True
+        for members in {entry.members: None for entry in self._entries.values()}:
+            self._issue(members)
+        for key in sorted(self._entries, reverse=True):
+            self._finish(key, self._entries[key])
+
+    def _issue(self, members: tuple[int, ...]) -> None:
+        """Start the wanted keys of a group in their order, up to the first that is not wanted yet."""
+        if len(members) == 1:
+            return
+        for key in sorted((key for key, entry in self._entries.items() if entry.members == members), reverse=True):
+            entry = self._entries[key]
+            if not entry.wanted:
+                return
+            if entry.presence is None:
+                self._begin(entry)
+
+    @torch.no_grad()
+    def _begin(self, entry: _Entry) -> None:
+        # Frozen parameters are frozen everywhere: schedules of freezing are the user's code, which all ranks run.
+        entry.trainable = [parameter for parameter in entry.parameters if parameter.requires_grad]
+        present = torch.tensor([parameter.grad is not None for parameter in entry.trainable], dtype=torch.int32)
+        # On the host, so that reading it does not wait for the device.
+        entry.presence = (present, self._transport.all_reduce(present, entry.members))
+        for indices in self._cut(entry.trainable):
+            flat = self._fill([entry.trainable[index] for index in indices])
+            entry.buckets.append(_Bucket(flat, indices, self._transport.all_reduce(flat, entry.members)))
+
+    def _cut(self, parameters: Sequence[Parameter]) -> Iterator[list[int]]:
+        """Indices of the parameters of each bucket: one dtype and device, in order, up to the bucket's size."""
+        open_buckets: defaultdict[tuple[torch.dtype, torch.device], list[int]] = defaultdict(list)
+        sizes: defaultdict[tuple[torch.dtype, torch.device], int] = defaultdict(int)
+        for index, parameter in enumerate(parameters):
+            kind = (parameter.dtype, parameter.device)
+            open_buckets[kind].append(index)
+            sizes[kind] += parameter.nbytes
+            if sizes[kind] >= self._bucket_bytes:
+                yield open_buckets.pop(kind)
+                del sizes[kind]
+        yield from open_buckets.values()
+
+    def _fill(self, parameters: Sequence[Parameter]) -> Tensor:
+        """The gradients in one buffer; the parameters let go of theirs."""
+        first = parameters[0]
+        flat = torch.zeros(sum(p.numel() for p in parameters), dtype=first.dtype, device=first.device)
+        for parameter, view in _views(flat, parameters):
+            if parameter.grad is None:
+                continue
+            if parameter.grad.layout is not torch.strided:
+                raise ConfigurationError(
+                    f"A parameter of shape {tuple(parameter.shape)} that several processes hold has a gradient with "
+                    f"layout {parameter.grad.layout}; only dense gradients can be summed.",
+                    hint="Make the embedding with sparse=False.",
+                )
+            view.copy_(parameter.grad)
+            parameter.grad = None
+        return flat
+
+    def _finish(self, key: Key, entry: _Entry) -> None:
+        if entry.presence is not None:
+            present, work = entry.presence
+            work.wait()
+            flags = present.tolist()
+            for bucket in entry.buckets:
+                bucket.work.wait()
+                parameters = [entry.trainable[index] for index in bucket.indices]
+                for index, (parameter, view) in zip(bucket.indices, _views(bucket.flat, parameters), strict=True):
+                    if parameter.grad is not None:
+                        raise ConfigurationError(
+                            f"A parameter of {key!r} of shape {tuple(parameter.shape)} got a gradient after its "
+                            "reduction had started; it would be lost.",
+                            hint="Start the reduction after the last backward pass that reaches the parameter.",
+                        )
+                    parameter.grad = view if flags[index] else None
+        entry.wanted, entry.presence, entry.trainable, entry.buckets = False, None, [], []
+
+
+def _views(flat: Tensor, parameters: Sequence[Parameter]) -> Iterator[tuple[Parameter, Tensor]]:
+    """Each parameter's part of the buffer, in the parameter's shape and memory format."""
+    offset = 0
+    for parameter in parameters:
+        part = flat[offset : offset + parameter.numel()]
+        offset += parameter.numel()
+        # Optimizers are fast only where gradient and parameter have the same strides.
+        yield (
+            parameter,
+            part.as_strided(parameter.shape, parameter.stride()) if _dense(parameter) else part.view(parameter.shape),
+        )
+
+
+def _dense(tensor: Tensor) -> bool:
+    """Whether the elements fill a block of memory, in any order."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True

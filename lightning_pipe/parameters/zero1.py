@@ -1,0 +1,112 @@
+"""Divides optimizer state over the processes that hold the same parameters: each updates its part and shares it.
+
+Source: Rajbhandari et al., ZeRO, arXiv:1910.02054, section 5.1 (stage 1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_pipe.transport.base import Transport
+
+
+class HolderGroup(NamedTuple):
+    """Parameters that the same processes hold; ``turn`` says which of these gets the first one."""
+
+    members: tuple[int, ...]
+    parameters: tuple[nn.Parameter, ...]
+    turn: int = 0
+
+
+class OptimizerShards:
+    """Who updates which parameter.
+
+    Between a backward pass and the optimizer's step `drop_gradients` takes away what other processes update: the
+    optimizer passes by parameters without a gradient, and makes no state for them. After the step `share` brings every
+    holder the new values.
+
+    Args:
+        groups: the parameters with several holders, in the same order on all of these.
+        transport: reaches them.
+    """
+
+    def __init__(self, groups: Iterable[HolderGroup], transport: Transport) -> None:
+        self._transport = transport
+        self._parts: list[tuple[HolderGroup, dict[int, list[nn.Parameter]]]] = []
+        self._owner: dict[int, int] = {}
+        for group in groups:
+            parts: dict[int, list[nn.Parameter]] = {member: [] for member in group.members}
+            turn = group.turn % len(group.members)
+            load = dict.fromkeys(group.members[turn:] + group.members[:turn], 0)
+            for parameter in sorted(group.parameters, key=lambda parameter: -parameter.numel()):
+                member = min(load, key=lambda member: load[member])
+                load[member] += parameter.numel()
+                parts[member].append(parameter)
+                self._owner[id(parameter)] = member
+            self._parts.append((group, parts))
+
+    def owner(self, parameter: nn.Parameter) -> int:
+        """The process that updates a parameter; this one if nobody else holds it."""
+        return self._owner.get(id(parameter), self._transport.process)
+
+    def mine(self, parameter: nn.Parameter) -> bool:
+        """Whether this process updates a parameter."""
+        return self.owner(parameter) == self._transport.process
+
+    def drop_gradients(self) -> None:
+        """Take away the gradients of what other processes update."""
+        for _, parts in self._parts:
+            for member, parameters in parts.items():
+                if member != self._transport.process:
+                    for parameter in parameters:
+                        parameter.grad = None
+
+    @torch.no_grad()
+    def share(self) -> None:
+        """Bring all holders the values that the owners have updated. Collective over each group."""
+        under_way = []
+        for group, parts in self._parts:
+            for member in group.members:
+                for parameters in _by_kind(parts[member]):
+                    flat = torch.cat([parameter.detach().reshape(-1) for parameter in parameters])
+                    under_way.append((self._transport.broadcast(flat, member, group.members), flat, parameters, member))
+        for work, flat, parameters, member in under_way:
+            work.wait()
+            if member != self._transport.process:
+                for parameter, values in zip(
+                    parameters, torch.split(flat, [p.numel() for p in parameters]), strict=True
+                ):
+                    parameter.copy_(values.view_as(parameter))
+
+    def gather_states(self, optimizers: Sequence[Optimizer]) -> None:
+        """Give every holder the optimizer state of its parameters. Collective; undone by `drop_states`."""
+        for group, parts in self._parts:
+            for member in group.members:
+                for parameter in parts[member]:
+                    for optimizer in optimizers:
+                        state = optimizer.state.get(parameter) if member == self._transport.process else None
+                        state = self._transport.broadcast_object(state, member, group.members)
+                        if state:
+                            optimizer.state[parameter] = state
+
+    def drop_states(self, optimizers: Sequence[Optimizer]) -> None:
+        """Forget the optimizer state of what other processes update."""
+        for _, parts in self._parts:
+            for member, parameters in parts.items():
+                if member != self._transport.process:
+                    for parameter in parameters:
+                        for optimizer in optimizers:
+                            optimizer.state.pop(parameter, None)
+
+
+def _by_kind(parameters: Sequence[nn.Parameter]) -> Iterable[list[nn.Parameter]]:
+    """Parameters of one dtype and device together."""
+    kinds: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
+    for parameter in parameters:
+        kinds.setdefault((parameter.dtype, parameter.device), []).append(parameter)
+    return kinds.values()

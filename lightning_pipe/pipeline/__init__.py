@@ -1,1 +1,0 @@
-"""The engine: runs a schedule over the ranks of a pipeline, on the user's own module."""

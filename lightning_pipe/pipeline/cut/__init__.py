@@ -1,1 +1,0 @@
-"""The cut: running one stage of an unmodified module by interception."""

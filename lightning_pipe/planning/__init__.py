@@ -1,0 +1,1 @@
+"""How a module would be cut, without starting processes."""

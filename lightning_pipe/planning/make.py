@@ -1,0 +1,145 @@
+"""How a module would be cut, without starting processes and without a single weight."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+
+from torch import nn
+
+from lightning_pipe import schedules
+from lightning_pipe.config import Auto, BatchEquation, RunLayout, micro_batch_count
+from lightning_pipe.errors import ConfigurationError
+from lightning_pipe.partition import Balance, ParameterPlace, divide, find_layers, places_by_stage
+from lightning_pipe.partition.profile import OPTIMIZER_FACTOR
+from lightning_pipe.planning.render import Plan, StagePlan
+from lightning_pipe.schedules import Family, Schedule, Stream
+from lightning_pipe.schedules.ir import Placement
+from lightning_pipe.simulate import Costs, simulate
+from lightning_pipe.transport.topology import Topology
+
+BYTES_PER_NUMBER = 4
+
+
+def plan(
+    module: nn.Module,
+    ranks: int,
+    *,
+    batch: int,
+    schedule: str | Family | Schedule = "1f1b",
+    stages: int | Auto = "auto",
+    micro_batches: int | Auto = "auto",
+    layers: str | Sequence[str] | None = None,
+    balance: Balance = "parameters",
+    accumulation: int = 1,
+) -> Plan:
+    """The plan of one pipeline: which stage holds which layers, on which rank, with how much memory and idle time.
+
+    No process is started and no value of a parameter is read, so a model of any size can be planned on any machine.
+
+    Args:
+        module: mostly a LightningModule; its parameters may be without values (on the meta device).
+        ranks: in the pipeline.
+        batch: samples in a batch.
+        schedule: as for `PipeStrategy`, and so are ``stages``, ``micro_batches``, ``layers`` and ``balance``.
+        stages: the module is cut into.
+        micro_batches: a batch is cut into.
+        layers: dotted names of the layer sequence.
+        balance: what the stages are to have the same of.
+        accumulation: batches in an optimizer step.
+
+    Returns:
+        The plan. ``print`` shows what a run prints before its first batch; ``plan.stages`` has for every stage its
+        ranks, layers, number of parameters and predicted bytes; ``plan.bubble`` is a share of the ranks' time.
+
+    Raises:
+        PipeError: the module cannot be cut like this.
+
+    Example:
+        >>> import torch
+        >>> with torch.device("meta"):
+        ...     module = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+        >>> [stage.layers for stage in plan(module, ranks=2, batch=16).stages]
+        [('0', '1'), ('2', '3')]
+        >>> print(plan(module, ranks=2, batch=16, schedule="gpipe"))  # doctest: +ELLIPSIS
+        Pipeline of Sequential
+        ...
+        Schedule  gpipe, predicted bubble 11.1 %
+        ...
+    """
+    if ranks < 1 or batch < 1:
+        raise ConfigurationError(f"A plan needs at least one rank and one sample, not ranks={ranks}, batch={batch}.")
+    family = schedules.get(schedule)
+    stages = family.placed(ranks, None if stages == "auto" else stages)[1]
+    found = find_layers(module, layers)
+    counts = divide(module, found, stages, balance)
+    build = cache(partial(family.build, ranks, stages=stages))
+    order = build(micro_batch_count(batch, ranks, micro_batches))
+    flow = None if order.synchronous else schedules.stream(family, ranks, stages)
+    number = order.micro_batches if flow is None else flow.micro_batches
+    bubble = predicted_bubble(build, number, flow)
+    topology = Topology.for_schedule(ranks, loss_rank=order.placement[0, stages - 1])
+    names = iter(name for name, _ in found)
+    named = [tuple(next(names) for _ in range(count)) for count in counts]
+    held = places_by_stage(module, found, counts)
+    total = sum(parameter.numel() for parameter in module.parameters())
+    return Plan(
+        type(module).__name__,
+        stage_plans(named, held, order.placement, topology, BYTES_PER_NUMBER),
+        RunLayout(ranks, 1, stages),
+        family.label,
+        BatchEquation(batch, number, 1, accumulation),
+        bubble,
+        notes=(f"{total:,} parameters; memory is that of weights, gradients and two optimizer moments in 32 bits",),
+    )
+
+
+def stage_plans(
+    names: Sequence[tuple[str, ...]],
+    held: Sequence[Sequence[ParameterPlace]],
+    placement: Placement,
+    topology: Topology,
+    number_bytes: int | None = None,
+) -> tuple[StagePlan, ...]:
+    """What every stage has.
+
+    Args:
+        names: for every stage the dotted names of its layers.
+        held: for every stage the parameters that it holds.
+        placement: which rank computes a stage.
+        topology: which process is which rank.
+        number_bytes: bytes of a number; ``None``: as in each parameter.
+    """
+    plans = []
+    for stage, (layers, own) in enumerate(zip(names, held, strict=True)):
+        ranks = {rank for (_, place), rank in placement.items() if place == stage}
+        processes = sorted(topology.process(replica, rank) for replica in range(topology.replicas) for rank in ranks)
+        trained = [one for one in own if one.parameter.requires_grad]
+        weights, training = (
+            sum(one.size * (number_bytes or one.parameter.element_size()) for one in some) for some in (own, trained)
+        )
+        plans.append(
+            StagePlan(
+                stage,
+                tuple(processes),
+                layers,
+                sum(one.size for one in own),
+                sum(one.size for one in trained),
+                int(weights + (OPTIMIZER_FACTOR - 1) * training),
+            )
+        )
+    return tuple(plans)
+
+
+def predicted_bubble(build: Callable[[int], Schedule], micro_batches: int, flow: Stream | None) -> float:
+    """The bubble ratio of equal stages; without a flush that of the steady state.
+
+    Args:
+        build: makes the schedule for a number of micro-batches.
+        micro_batches: of one batch.
+        flow: the calls of a schedule without a flush.
+    """
+    if flow is None:
+        return float(simulate(build(micro_batches), Costs()).bubble_ratio)
+    batches = 20 * flow.period + 2 * len(flow.calls)
+    return float(simulate(build(batches * flow.micro_batches), Costs()).steady_bubble_ratio)

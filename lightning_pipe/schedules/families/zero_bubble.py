@@ -1,0 +1,109 @@
+"""Zero-bubble schedules: the backward pass is split, and its weight part fills what would be idle time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from lightning_pipe.errors import ScheduleError
+from lightning_pipe.schedules.families.counting import CountingOrder, Order
+from lightning_pipe.schedules.family import Family, Orders
+from lightning_pipe.schedules.ir import Kind
+
+_WARM_UP = {"h1": 1, "h2": 2}
+
+
+@dataclass(frozen=True)
+class ZeroBubble(Family):
+    """Zero bubble (Qi et al. 2024): ``I`` computes the gradient of a stage's input, ``W`` later that of its weights.
+
+    With F, I, W for the times of the parts, the idle time inside rank 0's span is, for enough micro-batches,
+    ``(ranks - 1)(F + I - W)`` for H1, with 1F1B's activations, and ``(ranks - 1)(F + I - 2W)`` for H2, with up to
+    ``2 ranks - 1`` micro-batches held. Measured over the whole makespan with a flush, H2 gains nothing over H1 when
+    the three parts are equal. V places two stages on each rank in the shape of a V, so that the first and the last
+    stage meet on rank 0, and has no idle time inside any rank's span when the parts are equal, with 1F1B's memory.
+
+    Args:
+        variant: ``"h1"``, ``"h2"`` (with a flush) or ``"v"``.
+
+    Example:
+        >>> from lightning_pipe import simulate
+        >>> timeline = simulate(ZeroBubble(variant="h1").build(ranks=4, micro_batches=8))
+        >>> timeline.bubble_ratio, timeline.peak_activations
+        (Fraction(1, 9), (4, 4, 4, 4))
+    """
+
+    name: ClassVar[str] = "zero_bubble"
+
+    variant: Literal["h1", "h2", "v"] = "h1"
+
+    def __post_init__(self) -> None:
+        if self.variant not in (*_WARM_UP, "v"):
+            raise ScheduleError(f"ZeroBubble has the variants 'h1', 'h2' and 'v', got {self.variant!r}.")
+
+    @property
+    def stages_per_rank(self) -> int:
+        """Two in the shape of a V, else one."""
+        return 2 if self.variant == "v" else 1
+
+    def variants(self) -> tuple[Family, ...]:
+        """H1, H2 and V."""
+        return ZeroBubble("h1"), ZeroBubble("h2"), ZeroBubble("v")
+
+    def published(self, ranks: int, micro_batches: int) -> int:
+        """V needs ``2 ranks - 1`` micro-batches to fill the pipeline."""
+        return max(micro_batches, 2 * ranks - 1) if self.variant == "v" else micro_batches
+
+    def orders(self, ranks: int, micro_batches: int) -> Orders:
+        """The orders of the handcrafted schedules (sections 2 and 6 of the paper)."""
+        if self.variant == "v":
+            return [_v_shaped(ranks, micro_batches, rank) for rank in range(ranks)]
+        return [_linear(_WARM_UP[self.variant], ranks, micro_batches, rank) for rank in range(ranks)]
+
+
+def _linear(depth: int, ranks: int, micro_batches: int, rank: int) -> Order:
+    """H1 is 1F1B with ``W`` put off on later ranks; H2 warms up with twice as many forwards."""
+    order = CountingOrder()
+    later = depth * (ranks - 1 - rank)
+    order.add(Kind.FORWARD, rank, min(later, micro_batches))
+    for index in range(min(later, micro_batches), micro_batches):
+        order.add(Kind.FORWARD, rank)
+        order.add(Kind.BACKWARD_INPUT, rank)
+        if index >= later + depth * rank:
+            order.add(Kind.BACKWARD_WEIGHT, rank)
+    for _ in range(min(later, micro_batches)):
+        order.add(Kind.BACKWARD_INPUT, rank)
+        order.add(Kind.BACKWARD_WEIGHT, rank)
+    order.add(Kind.BACKWARD_WEIGHT, rank, micro_batches - order.counts[Kind.BACKWARD_WEIGHT, rank])
+    return order.actions
+
+
+def _v_shaped(ranks: int, micro_batches: int, rank: int) -> Order:
+    """ZB-V: down the ranks with the first stages, and up again with the second ones."""
+    order = CountingOrder()
+    down, up = rank, 2 * ranks - 1 - rank
+    forward, backward_input, backward_weight = Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT
+
+    def one_of_each(stage: int, *, forwards: bool = True) -> None:
+        for kind in (forward, backward_input, backward_weight):
+            if kind is not forward or forwards:
+                order.add(kind, stage)
+
+    order.add(forward, down, 2 * (ranks - rank) - 1)
+    for _ in range(rank):
+        order.add(forward, up)
+        order.add(forward, down)
+    for _ in range(ranks - rank):
+        one_of_each(up)
+    while order.counts[forward, up] < micro_batches:
+        one_of_each(down, forwards=order.counts[forward, down] < micro_batches)
+        one_of_each(up)
+    for _ in range(rank):
+        order.add(backward_input, down)
+        order.add(backward_input, up)
+    for _ in range(ranks - rank):
+        order.add(backward_input, down)
+        order.add(backward_weight, down)
+    for stage in (up, down):
+        order.add(backward_weight, stage, micro_batches - order.counts[backward_weight, stage])
+    return order.actions

@@ -1,0 +1,1 @@
+"""The glue between Lightning and the engine. Nothing else imports Lightning."""

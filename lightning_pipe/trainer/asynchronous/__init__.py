@@ -1,0 +1,1 @@
+"""Training with schedules that keep batches in flight between calls."""

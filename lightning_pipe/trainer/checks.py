@@ -1,0 +1,228 @@
+"""What cannot work in a pipeline is refused before it starts, with what to do instead."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
+    OnExceptionCheckpoint,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import nn
+from torch.nn.parameter import is_lazy
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.optim import Optimizer
+
+from lightning_pipe.engine.pipeline import Pipeline
+from lightning_pipe.errors import ConfigurationError, PartitionError
+from lightning_pipe.parameters.ownership import named_tensors
+from lightning_pipe.schedules import Family
+
+SEVERAL_OPTIMIZERS = ConfigurationError(
+    "configure_optimizers returned several optimizers; a pipeline works with one.",
+    hint="Use one optimizer with several parameter groups.",
+)
+_OWN_CLIPPING = ("max_grad_norm", "clip_grad_norm", "grad_clip_norm")
+
+
+def check_module(module: pl.LightningModule, trainer: Any, *, fitting: bool, ranks: int) -> None:
+    """Refuse a LightningModule or Trainer that a pipeline cannot run.
+
+    Args:
+        module: the LightningModule.
+        trainer: its Trainer.
+        fitting: whether it will be trained.
+        ranks: ranks in the pipeline.
+
+    Raises:
+        ConfigurationError: names what it is and what to do.
+    """
+    if fitting and not module.automatic_optimization:
+        raise ConfigurationError(
+            "Manual optimization (automatic_optimization=False) does not work with a pipeline: training_step runs once "
+            "for each micro-batch and stage, so it cannot run backward passes and optimizer steps itself.",
+            hint="Use automatic optimization with one optimizer, or another strategy.",
+        )
+    if fitting and is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
+        raise ConfigurationError(
+            "training_step(dataloader_iter) fetches batches itself; a pipeline must cut them into micro-batches first.",
+            hint="Use training_step(batch, batch_idx).",
+        )
+    if ranks > 1 and any(isinstance(callback, BatchSizeFinder) for callback in trainer.callbacks):
+        raise ConfigurationError(
+            "The BatchSizeFinder tries sizes until memory runs out, which happens on one rank alone.",
+            hint="Find the batch size by hand; memory grows with the size of a micro-batch.",
+        )
+    sharded = sorted(
+        {type(p).__name__ for p in module.parameters() if type(p).__name__ in ("DTensor", "FlatParameter")}
+    )
+    if sharded:
+        raise ConfigurationError(
+            f"The module has parameters of type {sharded[0]}: they are sharded already.",
+            hint="FSDP and tensor parallelism inside a stage are not supported; pass the module as it was built.",
+        )
+
+
+def check_shapes(module: pl.LightningModule) -> None:
+    """Refuse parameters whose shapes only the first batch will tell.
+
+    Raises:
+        PartitionError: there is one.
+    """
+    name = next((name for name, tensor in named_tensors(module) if is_lazy(tensor)), None)
+    if name is not None:
+        raise PartitionError(
+            f"'{name}' has no shape yet (it belongs to a lazy module): a rank without its layer would never learn it.",
+            hint="Give the layer its sizes, or run the module once on an example batch before the Trainer gets it.",
+        )
+
+
+def check_layers(layers: Sequence[tuple[str, nn.Module]], stages: int) -> None:
+    """Refuse layers that change themselves before they are called, which ranks without them cannot follow.
+
+    Raises:
+        ConfigurationError: there is one.
+    """
+    for name, layer in layers if stages > 1 else ():
+        if any(isinstance(hook, SpectralNorm) for hook in layer._forward_pre_hooks.values()):
+            raise ConfigurationError(
+                f"Layer '{name}' has torch.nn.utils.spectral_norm, a hook that changes the layer's buffers in front of "
+                "its call.",
+                hint="Use torch.nn.utils.parametrizations.spectral_norm, which does so inside the layer.",
+            )
+
+
+def check_synchronized_norms(family: Family, device: torch.device, *, asked: bool, together: bool) -> None:
+    """Refuse batch norms that would wait for each other where they cannot.
+
+    Args:
+        family: the schedule family.
+        device: where this process computes.
+        asked: whether the Trainer has ``sync_batchnorm=True``.
+        together: whether there are synchronized norms, and replicas for them to normalise over.
+
+    Raises:
+        ConfigurationError: names the schedule or the device, and what to do.
+    """
+    if family.pipes > 1 and (asked or together):
+        what, why = f"schedule {family.label}", "the copies of a stage run at different times"
+    elif together and device.type != "cuda":
+        what, why = f"device {device}", "torch's SyncBatchNorm needs GPUs"
+    else:
+        return
+    raise ConfigurationError(
+        f"Synchronized batch norm (sync_batchnorm=True) and {what} do not go together: {why}.",
+        hint="Use plain batch norm: with deferred_batch_norm=True all copies and replicas share running statistics.",
+    )
+
+
+def check_copies(trainer: Any, module: pl.LightningModule) -> None:
+    """Refuse callbacks that have copied the module before its layers were divided."""
+    for callback in trainer.callbacks:
+        if isinstance(callback, WeightAveraging | StochasticWeightAveraging) and callback._average_model is not None:
+            raise ConfigurationError(
+                f"{type(callback).__name__} copied {type(module).__name__} before its layers were there to be divided "
+                "over the ranks.",
+                hint="Build the layers in __init__ instead of setup or configure_model, or leave the callback out.",
+            )
+
+
+def warn_of_checkpoints_on_exception(trainer: Any) -> None:
+    """`OnExceptionCheckpoint` would need the other ranks, which an error ends as well."""
+    if any(isinstance(callback, OnExceptionCheckpoint) for callback in trainer.callbacks):
+        rank_zero_warn(
+            "OnExceptionCheckpoint writes nothing when a rank fails: the stages of the others cannot be gathered any "
+            "more. Use ModelCheckpoint(every_n_train_steps=...), whose last file is there to resume from."
+        )
+
+
+def check_optimizers(optimizers: Sequence[Optimizer], ranks: int) -> None:
+    """Refuse optimizers that are known to do something else on every rank; of others their first step tells.
+
+    Args:
+        optimizers: what ``configure_optimizers`` returned.
+        ranks: ranks in the pipeline.
+
+    Raises:
+        ConfigurationError: names the optimizer and what to do.
+    """
+    if len(optimizers) > 1:
+        raise SEVERAL_OPTIMIZERS
+    for optimizer in optimizers:
+        kind = type(optimizer).__name__
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise ConfigurationError(
+                f"{kind} searches along one direction through all parameters; on a pipeline no rank has all of them.",
+                hint="Use an optimizer that treats every parameter by itself, such as AdamW or SGD.",
+            )
+        for group in optimizer.param_groups:
+            limit = next((name for name in _OWN_CLIPPING if group.get(name)), None)
+            if limit is not None and ranks > 1:
+                raise ConfigurationError(
+                    f"{kind}({limit}={group[limit]}) clips by the norm of the gradients that it sees, which on a "
+                    "pipeline are those of one rank.",
+                    hint=f"Use {limit}=None and Trainer(gradient_clip_val={group[limit]}).",
+                )
+
+
+def check_asynchronous(trainer: Any, pipeline: Pipeline, micro_batches: int | str, *, sharded: bool) -> None:
+    """Refuse what a schedule without a flush cannot do exactly, or only by letting all ranks wait for each other.
+
+    Args:
+        trainer: the Trainer.
+        pipeline: the module over the ranks.
+        micro_batches: the strategy's option.
+        sharded: the strategy's option ``shard_optimizer``.
+
+    Raises:
+        ConfigurationError: names what it is and what to do.
+    """
+    assert pipeline.flow is not None
+    name, several = pipeline.family.name, len(pipeline.pipeline_members) > 1
+    size = pipeline.flow.stream.micro_batches
+    if micro_batches not in ("auto", size):
+        raise ConfigurationError(
+            f"Schedule {name!r} makes a step of {size} micro-batches; the strategy has micro_batches={micro_batches}.",
+            hint=f"Use micro_batches={size} or 'auto'.",
+        )
+    if trainer.accumulate_grad_batches != 1:
+        raise steps_for_every_batch(name, trainer.accumulate_grad_batches)
+    if trainer.gradient_clip_val and trainer.gradient_clip_algorithm != "value" and several:
+        raise ConfigurationError(
+            f"gradient_clip_val={trainer.gradient_clip_val} limits the norm of all gradients of the model; without a "
+            f"flush ({name!r}) the stages would wait for each other in every batch to find it.",
+            hint="Use gradient_clip_algorithm='value', or clip every stage by itself: override "
+            "configure_gradient_clipping and call torch.nn.utils.clip_grad_norm_(self.parameters(), …) in it.",
+        )
+    scaler = getattr(trainer.precision_plugin, "scaler", None)
+    if scaler is not None:
+        raise ConfigurationError(
+            f"16-mixed precision scales the loss, and all stages must agree for every batch whether it was too large; "
+            f"schedule {name!r} has no time at which they could.",
+            hint="Use precision='bf16-mixed', or a schedule with a flush, such as '1f1b'.",
+        )
+    if sharded:
+        raise ConfigurationError(
+            f"shard_optimizer=True does not go with schedule {name!r}, which keeps several versions of the weights.",
+            hint="Leave it out, or use a schedule with a flush.",
+        )
+
+
+def steps_for_every_batch(name: str, accumulate_grad_batches: int) -> ConfigurationError:
+    """A schedule without a flush cannot accumulate gradients over batches."""
+    return ConfigurationError(
+        f"Schedule {name!r} steps for every batch; the Trainer has accumulate_grad_batches={accumulate_grad_batches}.",
+        hint="Use larger batches, and schedule='pipedream_2bw', which cuts them into micro-batches.",
+    )
+
+
+def is_about_several_optimizers(error: RuntimeError) -> bool:
+    """Whether Lightning has refused several optimizers; its advice, manual optimization, does not help here."""
+    return "multiple optimizers" in str(error)

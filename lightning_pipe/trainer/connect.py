@@ -1,0 +1,246 @@
+"""How the processes of a run find each other, and who may come.
+
+On one host nobody from outside can: the store and Gloo listen on the loopback interface alone. Between hosts there is
+no password: whoever reaches the port of the store can end a run, so the network must be one that is trusted. The keys
+of a run stand behind its own prefix, so that a process of another run that comes by mistake changes nothing.
+"""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+
+import torch.distributed as dist
+from lightning.fabric.plugins import ClusterEnvironment
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+
+from lightning_pipe.errors import CommunicationError, ConfigurationError
+from lightning_pipe.lightning_internals import connect_processes
+from lightning_pipe.transport.failures import joined_threads
+from lightning_pipe.transport.failures.store_client import StoreClient, StoreSilentError
+
+RUN = "LIGHTNING_PIPE_RUN"
+"""The variable with the name of a run, the same in all its processes and different in all other runs."""
+
+_LOOPBACK = "127.0.0.1"
+_INTERFACE = "GLOO_SOCKET_IFNAME"
+_GLANCE = 0.1
+_SLACK = 10
+
+
+def connect(
+    environment: ClusterEnvironment, backend: str, timeout: timedelta, hosts: int, check: Callable[[], None]
+) -> None:
+    """Initialise torch.distributed, unless the user has. Collective.
+
+    Args:
+        environment: how the processes find each other.
+        backend: torch.distributed's.
+        timeout: how long they wait for the last one.
+        hosts: on how many hosts they are.
+        check: raises if waiting is in vain.
+
+    Raises:
+        ConfigurationError: the port is taken; the hosts would not reach each other.
+        CommunicationError: a process has not come in time.
+    """
+    if dist.is_initialized():
+        return
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun serves the store, with a prefix per attempt
+        connect_processes(environment, backend, timeout=timeout)
+        return
+    address = _LOOPBACK if hosts == 1 else environment.main_address
+    meeting = _Meeting(environment.global_rank(), environment.world_size(), timeout, check)
+    if meeting.process == 0:
+        store = _serve(address if hosts == 1 else "", environment.main_port, meeting)
+    else:
+        store = _find(address, environment.main_port, meeting)
+    store = PrefixStore(f"lightning_pipe/{_run_name()}", store)
+    meeting.wait_for_all(store)
+    connect_processes(environment, backend, timeout=timeout, store=store)
+
+
+@contextmanager
+def on_interface(hosts: int) -> Generator[None, None, None]:
+    """Let Gloo listen where it should: on one host on the loopback interface, unless the user says otherwise."""
+    loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
+    chosen = hosts > 1 or loopback is None or _INTERFACE in os.environ
+    if not chosen:
+        os.environ[_INTERFACE] = str(loopback)
+    try:
+        yield
+    finally:
+        if not chosen:
+            del os.environ[_INTERFACE]
+
+
+@contextmanager
+def no_longer_than(timeout: timedelta, what: str) -> Generator[None, None, None]:
+    """End this process if the block takes longer: a process that stands still keeps others waiting in C++ for ever.
+
+    The time for which this process is itself suspended does not count.
+    """
+    done = threading.Event()
+
+    def watch() -> None:
+        for _ in range(int(timeout.total_seconds()) + _SLACK):
+            if done.wait(1.0):
+                return
+        print(f"{what} took longer than {timeout.total_seconds():g} s: another process stands still.", flush=True)
+        joined_threads.leave(1)
+
+    thread = joined_threads.start("clock", watch, done.set)
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join(joined_threads.PATIENCE)
+
+
+class _Meeting:
+    """One process, waiting for the others.
+
+    Args:
+        process: its number.
+        size: of the world.
+        timeout: how long it waits.
+        check: raises if waiting is in vain.
+    """
+
+    def __init__(self, process: int, size: int, timeout: timedelta, check: Callable[[], None]) -> None:
+        self.process, self.size, self.timeout, self._check = process, size, timeout, check
+        self._ticks = timeout.total_seconds() / _GLANCE
+
+    def wait_a_moment(self) -> bool:
+        """Whether there is time left; does not count that for which this process is suspended."""
+        self._check()
+        time.sleep(_GLANCE)
+        self._ticks -= 1
+        return self._ticks > 0
+
+    def wait_for_all(self, store: Store) -> None:
+        """Return when all processes have come to the store and know that they can reach each other."""
+        client = StoreClient(store.clone())  # type: ignore[attr-defined]
+        try:
+            place = json.dumps({"host": socket.gethostname(), "network": _network(), "address": _gloo_address()})
+            client.ask(lambda store: store.set(f"here/{self.process}", place))
+            missing = list(range(self.size))
+            while missing := [number for number in missing if not _has_come(client, number)]:
+                if not self.wait_a_moment():
+                    raise self._missing(missing)
+            keys = [f"here/{number}" for number in range(self.size)]
+            _check_addresses([json.loads(place) for place in client.ask(lambda store: list(map(store.get, keys)))])
+        except StoreSilentError:
+            raise self._missing([0]) from None
+        finally:
+            client.close()
+
+    def _missing(self, processes: list[int]) -> CommunicationError:
+        return CommunicationError(
+            f"Process {self.process} of {self.size} has waited {self.timeout.total_seconds():g} s for "
+            f"process {', '.join(map(str, processes))}.",
+            hint="Look for their errors, or for why they have not started; a longer time is PipeStrategy(timeout=…).",
+        )
+
+
+def _has_come(client: StoreClient, process: int) -> bool:
+    return client.ask(lambda store: bool(store.check([f"here/{process}"])))
+
+
+def _serve(address: str, port: int, meeting: _Meeting) -> Store:
+    """The store, served by this process.
+
+    Raises:
+        ConfigurationError: the port is taken.
+    """
+    try:
+        if address or not socket.has_dualstack_ipv6():
+            listener = socket.create_server((address, port), backlog=1024)
+        else:
+            listener = socket.create_server(("", port), family=socket.AF_INET6, backlog=1024, dualstack_ipv6=True)
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise
+        raise ConfigurationError(
+            f"Port {port}, at which the processes were to meet, is taken by another program on this host.",
+            hint="Set MASTER_PORT to another one, or leave it out on one host: then a free one is found.",
+        ) from None
+    return TCPStore(
+        address or "localhost",
+        port,
+        meeting.size,
+        True,
+        timeout=meeting.timeout,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
+
+
+def _find(address: str, port: int, meeting: _Meeting) -> Store:
+    """The store that process 0 serves, once it does."""
+    while True:
+        try:
+            socket.create_connection((address, port), timeout=5.0).close()
+        except OSError as error:
+            if not meeting.wait_a_moment():
+                raise CommunicationError(
+                    f"Process {meeting.process} of {meeting.size} could not reach process 0 at {address}:{port} within "
+                    f"{meeting.timeout.total_seconds():g} s: {error}",
+                    hint="Look for the error of process 0; MASTER_ADDR and MASTER_PORT must be its own on all hosts.",
+                ) from None
+        else:
+            return TCPStore(address, port, meeting.size, False, timeout=meeting.timeout, wait_for_workers=False)
+
+
+def _run_name() -> str:
+    """What tells this run from others; processes that somebody else has started need not have anything."""
+    names = (RUN, "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "SLURM_STEP_ID")
+    return "/".join(os.environ[name] for name in names if name in os.environ)
+
+
+def _network() -> str:
+    """The same for all processes that reach each other over the loopback interface."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text() + os.readlink("/proc/self/ns/net")
+    except OSError:
+        return socket.gethostname()
+
+
+def _gloo_address() -> str:
+    """Where others will reach this process over Gloo: at the first address of the host's own name (torch 2.13)."""
+    if _INTERFACE in os.environ:
+        return ""
+    try:
+        found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
+    except OSError:
+        return _LOOPBACK
+    for family, kind, protocol, _, address in found:
+        with socket.socket(family, kind, protocol) as probe:
+            try:
+                probe.bind(address)
+            except OSError:
+                continue
+            return str(address[0])
+    return _LOOPBACK
+
+
+def _check_addresses(places: list[dict[str, str]]) -> None:
+    """Raise, on all processes alike, if one on another host could not be reached."""
+    if len({place["network"] for place in places}) == 1:
+        return
+    for number, place in enumerate(places):
+        if place["address"] and ipaddress.ip_address(place["address"].split("%")[0]).is_loopback:
+            raise ConfigurationError(
+                f"Process {number} could not be reached from other hosts: the name of its host, {place['host']}, "
+                f"stands for {place['address']} there.",
+                hint=f"Set {_INTERFACE} to the network interface between the hosts, such as eth0 (see `ip addr`).",
+            )

@@ -1,0 +1,1 @@
+"""Batches on their way from the user's loader to the engine."""

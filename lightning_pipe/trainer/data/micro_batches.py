@@ -1,0 +1,127 @@
+"""The micro-batches of a batch with what each of them counts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from lightning_pipe.config import Auto, micro_batch_count, micro_batch_sizes, micro_batch_weights
+from lightning_pipe.errors import ConfigurationError
+from lightning_pipe.trainer.data.own_split import Slices, slices_of
+from lightning_pipe.trainer.data.split_batch import SplitBatch, join, samples, split
+
+LossWeight = Callable[[Any], float] | Literal["sum"]
+
+
+@dataclass(frozen=True)
+class MicroBatches:
+    """A batch, cut.
+
+    Args:
+        parts: the micro-batches.
+        sizes: samples of each.
+        amounts: what each counts in means over the batch, before the batches of other replicas are known.
+        summed: whether the batch's loss is the sum of theirs, and no mean.
+        own: whether the user's function has cut the batch.
+        slices: how it has, if what it made are slices of the batch.
+    """
+
+    parts: list[Any]
+    sizes: list[int]
+    amounts: list[float]
+    summed: bool = False
+    own: bool = False
+    slices: Slices | None = None
+
+    def together(self, indices: Sequence[int]) -> Any:
+        """Some of the micro-batches as one.
+
+        Raises:
+            ConfigurationError: how to put them together is not clear.
+        """
+        parts = [self.parts[index] for index in indices]
+        if self.slices is not None:
+            return self.slices.join(parts)
+        if self.own:
+            raise ConfigurationError("what split_batch returns are no slices of the batch, to be put together again")
+        return join(parts, [self.sizes[index] for index in indices])
+
+    @property
+    def shares(self) -> list[float]:
+        """The share of each micro-batch in this batch; they add up to 1."""
+        return micro_batch_weights(self.amounts)
+
+    def loss(self, losses: Sequence[float]) -> float:
+        """The loss of the batch, from those of its micro-batches."""
+        return sum(weight * loss for weight, loss in zip(self.weights(sum(self.amounts)), losses, strict=True))
+
+    def weights(self, total: float) -> list[float]:
+        """What the loss of each micro-batch counts in that of the batches of all replicas, which count ``total``."""
+        return [1.0] * len(self.parts) if self.summed else micro_batch_weights(self.amounts, total)
+
+
+def divide_batch(
+    batch: Any,
+    ranks: int,
+    micro_batches: int | Auto = "auto",
+    split_batch: SplitBatch | None = None,
+    loss_weight: LossWeight | None = None,
+    least: int = 1,
+) -> MicroBatches:
+    """Cut a batch as the options of the strategy say.
+
+    Args:
+        batch: what the DataLoader has yielded.
+        ranks: ranks in one pipeline.
+        micro_batches: how many; a batch of fewer samples is cut into fewer.
+        split_batch: the user's own way to cut.
+        loss_weight: what the loss of a micro-batch counts; by default its samples. ``"sum"``: losses are added.
+        least: samples that every micro-batch needs; a batch is cut into fewer of them for that.
+
+    Raises:
+        ConfigurationError: how to cut the batch, or what a part of it counts, is not clear.
+
+    Example:
+        >>> import torch
+        >>> cut = divide_batch({"x": torch.zeros(5, 2)}, ranks=1, micro_batches=2)
+        >>> cut.sizes, cut.shares
+        ([3, 2], [0.6, 0.4])
+    """
+    slices = None
+    if split_batch is not None:
+        parts = list(split_batch(batch, _wanted(batch, ranks, micro_batches, least)))
+        if not parts:
+            raise ConfigurationError("split_batch returned no micro-batches.", hint="Return a list with at least one.")
+        slices = slices_of(batch, parts)
+        sizes = slices.sizes if slices else _sizes(parts, needed=loss_weight is None)
+    elif micro_batches == 1:
+        parts, sizes = [batch], _sizes([batch], needed=False)
+    else:
+        length = samples(batch)
+        sizes = micro_batch_sizes(length, micro_batch_count(length, ranks, micro_batches, least))
+        parts = split(batch, sizes)
+    summed = loss_weight == "sum"
+    amounts = [float(loss_weight(part)) for part in parts] if callable(loss_weight) else [*map(float, sizes)]
+    return MicroBatches(parts, sizes, amounts, summed, split_batch is not None, slices)
+
+
+def _wanted(batch: Any, ranks: int, micro_batches: int | Auto, least: int) -> int:
+    """How many micro-batches the user's own function is asked for."""
+    try:
+        return micro_batch_count(samples(batch), ranks, micro_batches, least)
+    except ConfigurationError:
+        return 4 * ranks if micro_batches == "auto" else micro_batches
+
+
+def _sizes(parts: list[Any], needed: bool) -> list[int]:
+    """Samples of every micro-batch; equal ones where they are not needed and cannot be counted."""
+    try:
+        return [samples(part) for part in parts]
+    except ConfigurationError as error:
+        if needed and len(parts) > 1:
+            raise ConfigurationError(
+                f"The number of samples in a micro-batch from split_batch is not clear: {error.message}",
+                hint="Say what each counts: PipeStrategy(loss_weight=lambda micro_batch: …).",
+            ) from error
+        return [1] * len(parts)

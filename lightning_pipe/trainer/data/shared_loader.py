@@ -1,0 +1,209 @@
+"""One loader per replica: the rank with the loss loads, the other ranks of its pipeline get the same batches.
+
+Shuffling, random augmentation and worker processes are as they are on one device, whatever the seeds, and every batch
+is loaded once. What loading draws from the global random generators is made up for on the other ranks.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.data import sized_len
+
+from lightning_pipe.errors import CommunicationError
+from lightning_pipe.lightning_internals import IndexBatchSampler
+from lightning_pipe.trainer.frames import hide_own
+from lightning_pipe.transport.base import Transport
+from lightning_pipe.transport.object_broadcast import broadcast
+
+_OWN = frozenset({"loader", "_transport", "_source", "_members", "_share", "_length", "_compare"})
+
+
+class SharedDataLoader:
+    """A loader whose batches are the same on all ranks of a pipeline.
+
+    Creating it, ``iter`` and ``next`` are collective over the pipeline. In everything else it is the loader that it
+    wraps; on ranks that do not load, that loader is never iterated.
+
+    Args:
+        loader: any iterable.
+        transport: this process's transport.
+        source: the process that loads.
+        members: the processes of the pipeline, sorted.
+        share: sends an object from the source to the members; by default a broadcast.
+    """
+
+    def __init__(
+        self,
+        loader: Any,
+        transport: Transport,
+        source: int,
+        members: tuple[int, ...],
+        share: Callable[[Any], Any] | None = None,
+    ) -> None:
+        vars(self).update(loader=loader, _transport=transport, _source=source, _members=members, _share=share)
+        vars(self)["_compare"] = None
+        vars(self)["_length"] = self.share(sized_len(loader) if self.loads else None)
+
+    def compare_with(self, compare: Callable[[int, bool], None]) -> None:
+        """Call this after every batch: the loaders of other replicas must not end earlier or later.
+
+        Args:
+            compare: gets how many batches have come, and whether that was all.
+        """
+        vars(self)["_compare"] = compare
+
+    @property
+    def loads(self) -> bool:
+        """Whether this process is the one that loads."""
+        return bool(self._transport.process == self._source)
+
+    def share(self, message: Any) -> Any:
+        """The message of the process that loads."""
+        if self._share is not None:
+            return self._share(message)
+        return broadcast(self._transport, message, self._source, self._members)
+
+    def __iter__(self) -> Iterator[Any]:
+        batches = _Reader(self) if self.loads else _Listener(self)
+        return batches if self._compare is None else self._compared(batches)
+
+    def _compared(self, batches: Iterator[Any]) -> Iterator[Any]:
+        number = 0
+        for number, batch in enumerate(batches, start=1):
+            self._compare(number, False)
+            yield batch
+        self._compare(number, True)
+
+    def __len__(self) -> int:
+        if self._length is None:
+            raise TypeError(f"{type(self.loader).__name__} has no length.")
+        length: int = self._length
+        return length
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(vars(self)["loader"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _OWN:
+            vars(self)[name] = value
+        else:
+            setattr(self.loader, name, value)
+
+
+class _Reader(Iterator[Any]):
+    """Iterates the loader and sends what comes."""
+
+    def __init__(self, mirror: SharedDataLoader) -> None:
+        self._mirror = mirror
+        self._count = 0
+        with _Sending(mirror) as sending:
+            self._iterator = iter(mirror.loader)
+            mirror._length = sized_len(mirror.loader)
+            sending.message = ("start", mirror._length, None)
+
+    def __next__(self) -> Any:
+        with _Sending(self._mirror) as sending:
+            try:
+                batch = next(self._iterator)
+            except StopIteration:
+                sending.message = ("stop", None, None)
+                raise
+            sending.message = ("batch", batch, self._indices())
+        self._count += 1
+        return batch
+
+    def _indices(self) -> Any:
+        """The batch's places in the dataset, which Lightning keeps track of while predicting."""
+        sampler = getattr(self._mirror.loader, "batch_sampler", None)
+        if not isinstance(sampler, IndexBatchSampler):
+            return None
+        # worker processes are ahead of the batch that is due
+        return sampler.seen_batch_indices[self._count]
+
+
+class _Sending:
+    """Sends a message when the code inside is done, or its error."""
+
+    def __init__(self, mirror: SharedDataLoader) -> None:
+        self._mirror = mirror
+        self.message: tuple[str, Any, Any] | None = None
+
+    def __enter__(self) -> _Sending:
+        self._before = _random_states()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if self.message is None and isinstance(error, Exception):
+            hide_own(error)
+            text = "".join(traceback.format_exception(error)).rstrip()
+            with suppress(CommunicationError):  # the loader's own error is what counts
+                self._mirror.share(("error", text, None, None))
+        elif self.message is not None:
+            after = _random_states()
+            changed = {name: state for name, state in after.items() if not _equal(state, self._before.get(name))}
+            self._mirror.share((*self.message, changed))
+
+
+class _Listener(Iterator[Any]):
+    """Receives what the process that loads has sent."""
+
+    def __init__(self, mirror: SharedDataLoader) -> None:
+        self._mirror = mirror
+        _, mirror._length, _ = self._receive()
+        sampler = getattr(mirror.loader, "batch_sampler", None)
+        self._sampler = sampler if isinstance(sampler, IndexBatchSampler) else None
+        if self._sampler is not None:
+            self._sampler.seen_batch_indices = []
+
+    def __next__(self) -> Any:
+        what, batch, indices = self._receive()
+        if what == "stop":
+            raise StopIteration
+        if self._sampler is not None and indices is not None:
+            self._sampler.seen_batch_indices.append(indices)
+        return batch
+
+    def _receive(self) -> tuple[str, Any, Any]:
+        what, content, indices, states = self._mirror.share(None)
+        if what == "error":
+            name = self._mirror._transport.describe(self._mirror._source)
+            raise CommunicationError(f"Loading failed on {name}:\n{content}")
+        _set_random_states(states)
+        return what, content, indices
+
+
+def _random_states() -> dict[str, Any]:
+    """The states of the global generators."""
+    states: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
+    if "numpy" in sys.modules:
+        import numpy as np
+
+        states["numpy"] = np.random.get_state()
+    return states
+
+
+def _set_random_states(states: dict[str, Any]) -> None:
+    if "torch" in states:
+        torch.set_rng_state(states["torch"])
+    if "python" in states:
+        random.setstate(states["python"])
+    if "numpy" in states:
+        import numpy as np
+
+        np.random.set_state(states["numpy"])
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if not isinstance(other, tuple) or len(one) != len(other):
+        return False
+    pairs = zip(one, other, strict=True)
+    return all(a is b or bool((a == b).all() if hasattr(a, "all") else a == b) for a, b in pairs)

@@ -1,0 +1,237 @@
+"""A batch into micro-batches: along dimension 0 of everything that has the batch's length."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_pipe.engine.containers import children, rebuild
+from lightning_pipe.errors import ConfigurationError
+
+SplitBatch = Callable[[Any, int], Sequence[Any]]
+
+_FEW = 4
+"""A list of this many tensors is taken for the fields of a batch, a longer one of tensors alike for its samples."""
+_HINT = "Say how to split it: PipeStrategy(split_batch=lambda batch, m: […]) returns m micro-batches."
+
+
+def samples(batch: Any) -> int:
+    """Number of samples in a batch: the length that all its tensors have on dimension 0.
+
+    Tensors of length 1 and without dimensions belong to every sample. Lists of strings, numbers or dictionaries, and
+    nested lists of tensors, may hold one element per sample instead.
+
+    Args:
+        batch: tensors, arrays, strings and numbers in dictionaries, lists, tuples and dataclasses.
+
+    Raises:
+        ConfigurationError: the lengths differ, there is none, or the batch holds an object of unknown structure.
+
+    Example:
+        >>> samples({"image": torch.zeros(6, 3, 8, 8), "label": torch.zeros(6), "name": list("abcdef")})
+        6
+    """
+    firm, loose = _evidence(batch)
+    lengths = {length for _, length in firm} - {1} or {length for _, length in firm}
+    if not lengths:
+        lengths = {len(sequence) for _, sequence in loose if not _is_tensors(sequence)} or _of_loose(loose)
+    if len(lengths) != 1:
+        found = ", ".join(f"{path} {length}" for path, length in firm) or "no tensors"
+        raise ConfigurationError(
+            f"The number of samples in the batch is not clear. Lengths found: {found}.", hint=_HINT
+        )
+    length = lengths.pop()
+    for path, sequence in loose:
+        _check_loose(path, sequence, length, certain=bool(firm))
+    return length
+
+
+def split(batch: Any, sizes: Sequence[int]) -> list[Any]:
+    """Cut a batch into micro-batches of the given sizes.
+
+    Args:
+        batch: as for `samples`; what does not have the batch's length goes into every micro-batch as it is.
+        sizes: samples of every micro-batch; they add up to those of the batch.
+
+    Returns:
+        The micro-batches, of the same types as the batch; their tensors are views of the batch's.
+
+    Example:
+        >>> split({"x": torch.arange(5), "scale": 2.0}, [3, 2])
+        [{'x': tensor([0, 1, 2]), 'scale': 2.0}, {'x': tensor([3, 4]), 'scale': 2.0}]
+    """
+    if len(sizes) == 1:
+        return [batch]
+    firm, _ = _evidence(batch)
+    return _columns(batch, list(sizes), certain=bool(firm))
+
+
+def join(parts: Sequence[Any], sizes: Sequence[int]) -> Any:
+    """Put micro-batches together again: the inverse of `split`.
+
+    Args:
+        parts: the micro-batches.
+        sizes: samples of each.
+
+    Raises:
+        ConfigurationError: they differ in something that does not have their length.
+
+    Example:
+        >>> join(split({"x": torch.arange(5), "scale": 2.0}, [3, 2]), [3, 2])
+        {'x': tensor([0, 1, 2, 3, 4]), 'scale': 2.0}
+    """
+    firm, _ = _evidence(parts[0])
+    return _joined("batch", parts, sizes, certain=bool(firm))
+
+
+def _joined(path: str, nodes: Sequence[Any], sizes: Sequence[int], certain: bool) -> Any:
+    first, pairs = nodes[0], list(zip(nodes, sizes, strict=True))
+    if all(node is first for node in nodes):
+        return first
+    if isinstance(first, Tensor | np.ndarray):
+        if all(_length(node) == size for node, size in pairs):
+            return torch.cat(list(nodes)) if isinstance(first, Tensor) else np.concatenate(nodes)
+    elif (contents := [children(node) for node in nodes])[0] is None:
+        if all(node == first for node in nodes):
+            return first
+    elif all(_is_per_sample(node, size, certain) for node, size in pairs):
+        return type(first)(sample for node in nodes for sample in node)
+    else:
+        columns = {key: [(content or {})[key] for content in contents] for key in contents[0]}
+        joined = {key: _joined(f"{path}[{key!r}]", each, sizes, certain) for key, each in columns.items()}
+        return rebuild(first, joined)
+    raise ConfigurationError(f"{path} differs between micro-batches and does not have their length.", hint=_HINT)
+
+
+def _columns(node: Any, sizes: list[int], certain: bool) -> list[Any]:
+    """The parts of one node of the batch, one for every micro-batch."""
+    length = sum(sizes)
+    if isinstance(node, Tensor | np.ndarray):
+        if node.ndim == 0 or len(node) != length:
+            return [node] * len(sizes)
+        return list(torch.split(node, sizes)) if isinstance(node, Tensor) else np.split(node, np.cumsum(sizes)[:-1])
+    contents = children(node)
+    if contents is None:
+        return [node] * len(sizes)
+    if _is_per_sample(node, length, certain):
+        ends = np.cumsum(sizes).tolist()
+        return [node[end - size : end] for size, end in zip(sizes, ends, strict=True)]
+    columns = {key: _columns(child, sizes, certain) for key, child in contents.items()}
+    return [rebuild(node, {key: column[i] for key, column in columns.items()}) for i in range(len(sizes))]
+
+
+def _evidence(batch: Any) -> tuple[list[tuple[str, int]], list[tuple[str, Sequence[Any]]]]:
+    """The lengths of tensors, and the sequences that may hold one element per sample."""
+    firm: list[tuple[str, int]] = []
+    loose: list[tuple[str, Sequence[Any]]] = []
+
+    def walk(path: str, node: Any) -> None:
+        if isinstance(node, Tensor | np.ndarray):
+            if isinstance(node, Tensor) and (node.layout is not torch.strided or node.is_nested):
+                raise _unknown(path, f"a {node.layout} tensor")
+            if node.ndim:
+                firm.append((path, len(node)))
+            return
+        contents = children(node)
+        if contents is None:
+            if not _is_plain(node):
+                raise _unknown(path, f"a {type(node).__qualname__}")
+        elif _may_be_samples(node, outermost=node is batch):
+            loose.append((path, node))
+        else:
+            for key, child in contents.items():
+                walk(f"{path}.{key}" if dataclasses.is_dataclass(node) else f"{path}[{key!r}]", child)
+
+    walk("batch", batch)
+    return firm, loose
+
+
+def _may_be_samples(node: Any, outermost: bool) -> bool:
+    """Whether a sequence may hold one element per sample rather than the fields of a batch."""
+    if not isinstance(node, list | tuple) or hasattr(node, "_fields") or not node:
+        return False
+    if outermost and all(isinstance(child, Tensor | np.ndarray) for child in node):
+        return len(node) > _FEW and _is_tensors(node)
+    return _is_tensors(node) or _is_records(node) or (isinstance(node, list) and all(map(_is_plain, node)))
+
+
+def _is_per_sample(node: Any, length: int, certain: bool) -> bool:
+    """Whether a sequence has one element per sample; ``certain``: tensors elsewhere have shown the batch's length."""
+    if not isinstance(node, list | tuple) or hasattr(node, "_fields") or len(node) != length:
+        return False
+    if _is_tensors(node):
+        return not all(_length(child) == length for child in node) or (not certain and _are_images(node))
+    if isinstance(node, tuple) and all(isinstance(child, str | bytes) for child in node):
+        return True  # what default_collate makes of the strings of samples that are tuples
+    return _is_records(node) or (isinstance(node, list) and all(map(_is_plain, node)))
+
+
+def _is_tensors(node: Sequence[Any]) -> bool:
+    """Tensors of one kind."""
+    if not all(isinstance(child, Tensor | np.ndarray) for child in node):
+        return False
+    return len({(child.ndim, child.dtype) for child in node}) == 1
+
+
+def _is_records(node: Sequence[Any]) -> bool:
+    """Dictionaries or dataclasses of one kind, with tensors of different lengths or none inside."""
+    if not all(isinstance(child, Mapping) or dataclasses.is_dataclass(child) for child in node):
+        return False
+    fields = [children(child) or {} for child in node]
+    return len({tuple(each) for each in fields}) == 1
+
+
+def _of_loose(loose: list[tuple[str, Sequence[Any]]]) -> set[int]:
+    """The length where there is nothing but lists of tensors of one kind: fields of a batch, if they are few."""
+    lengths = {_length(child) for _, sequence in loose for child in sequence}
+    if any(len(sequence) > _FEW or _are_images(sequence) for _, sequence in loose):
+        return set()
+    return lengths
+
+
+def _are_images(sequence: Sequence[Any]) -> bool:
+    """Whether tensors look like single images: channels, height, width."""
+    return all(child.ndim == 3 and len(child) in (1, 3, 4) for child in sequence)
+
+
+def _check_loose(path: str, sequence: Sequence[Any], length: int, certain: bool) -> None:
+    """Refuse a sequence that fits neither as one element per sample nor as fields of the batch."""
+    inside = {_length(child) for child in _tensors(sequence)}
+    fields = bool(inside) and inside <= {length, 1, 0}
+    if len(sequence) == length:
+        if not certain and length > 1 and inside == {length} and not (_is_tensors(sequence) and _are_images(sequence)):
+            raise ConfigurationError(
+                f"{path} has {length} elements with tensors of length {length}: they may be samples or fields.",
+                hint=_HINT,
+            )
+        return
+    if not fields and inside:
+        raise ConfigurationError(
+            f"{path} has {len(sequence)} elements with tensors of length {', '.join(map(str, sorted(inside)))}, "
+            f"but the batch has {length} samples.",
+            hint=_HINT,
+        )
+
+
+def _tensors(node: Any) -> Iterator[Any]:
+    if isinstance(node, Tensor | np.ndarray):
+        yield node
+    for child in (children(node) or {}).values():
+        yield from _tensors(child)
+
+
+def _length(tensor: Any) -> int:
+    return len(tensor) if tensor.ndim else 0
+
+
+def _is_plain(node: Any) -> bool:
+    return node is None or isinstance(node, bool | int | float | complex | str | bytes | np.generic)
+
+
+def _unknown(path: str, what: str) -> ConfigurationError:
+    return ConfigurationError(f"{path} is {what}, which cannot be split into micro-batches.", hint=_HINT)

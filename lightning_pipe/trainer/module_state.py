@@ -1,0 +1,173 @@
+"""What a user's step leaves behind in attributes: undone where the run was cut, passed on where it was completed.
+
+Every rank runs the user's step, but only the run that reaches the loss counts. `Tracked.capture` remembers the
+attributes and containers of the LightningModule; after a run that was cut short `Snapshot.undo` puts them back; after a
+complete one `Snapshot.changes` says what became different, for the other ranks to `apply`.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import random
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torchmetrics import Metric
+
+from lightning_pipe.errors import CutError
+from lightning_pipe.intercept.interceptor import outside_modules
+from lightning_pipe.intercept.snapshot import Change, Snapshot
+
+_SMALL = 1024
+"""Bytes up to which values of tensors are compared."""
+_GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
+
+
+class Tracked:
+    """The modules whose attributes the complete run of a step decides.
+
+    Those are the LightningModule and all modules in it, except layers, modules outside the sequence that hold
+    parameters (they really run on every rank that has them), metrics, and torch's own modules.
+
+    Args:
+        module: the LightningModule.
+        layers: the layers of the sequence.
+    """
+
+    def __init__(self, module: nn.Module, layers: Sequence[nn.Module]) -> None:
+        real = [*layers, *(outside for _, outside in outside_modules(module, layers))]
+        apart = {id(part) for root in real for part in root.modules()}
+        self.modules = {
+            name: part
+            for name, part in module.named_modules()
+            if part is module or (id(part) not in apart and not isinstance(part, Metric) and not _is_torch(type(part)))
+        }
+
+    def capture(self) -> Snapshot:
+        """Remember all attributes as they are now."""
+        return Snapshot(self.modules)
+
+    def generators(self) -> dict[str, bytes]:
+        """The states of the random generators among the attributes, by name."""
+        return {name: _state(value) for name, value in self._attributes() if isinstance(value, _GENERATORS)}
+
+    def iterators(self) -> list[str]:
+        """The attributes that are iterators, by name: what is taken from them cannot be put back."""
+        found = [(name, value) for name, value in self._attributes() if isinstance(value, Iterator)]
+        return [name for name, value in found if not isinstance(value, io.IOBase)]  # an open file is one, too
+
+    def _attributes(self) -> Iterator[tuple[str, Any]]:
+        """All attributes by name."""
+        for path, module in self.modules.items():
+            for name, value in vars(module).items():
+                yield f"{path}.{name}".lstrip("."), value
+
+    def apply(self, changes: Iterable[Change], *, add: bool = False) -> None:
+        """Make changes that another rank's step made.
+
+        Args:
+            changes: what `Snapshot.changes` returned there.
+            add: let numbers and tensors grow by what they grew there, rather than take their value.
+        """
+        for change in changes:
+            owner: Any = self.modules[change.path[0]]
+            for step in change.path[1:-1]:
+                owner = _get(owner, *step)
+            _apply(owner, change, add=add)
+
+
+def _state(generator: Any) -> bytes:
+    return bytes(generator.get_state().numpy()) if isinstance(generator, torch.Generator) else pickle.dumps(generator)
+
+
+def portable(changes: Iterable[Change]) -> tuple[list[Change], list[str]]:
+    """The changes that can travel to other processes, and the names of those that cannot.
+
+    Raises:
+        CutError: an attribute is a tensor that this stage has not got.
+    """
+    kept: list[Change] = []
+    lost: list[str] = []
+    for change in changes:
+        try:
+            if type(change.value) is not Tensor and not isinstance(change.value, int | float | str | None):
+                pickle.dumps(change.value)
+            kept.append(change)
+        except CutError as error:
+            raise CutError(
+                f"the step sets `self.{name_of(change)}` to a tensor that an earlier stage has and did not send: in "
+                "earlier batches of this shape nothing kept or used it.",
+                hint=f"Set `self.{name_of(change)}` in every batch, or to a value: float(…).",
+            ) from error
+        except Exception:
+            lost.append(".".join(str(step[1]) for step in change.path[1:]))
+    return kept, lost
+
+
+def name_of(change: Change) -> str:
+    """The attribute that has changed, as code writes it behind ``self.``; keys in the place of brackets."""
+    return ".".join(str(key) for _, key in change.path[1:] if key not in (None, "_buffers"))
+
+
+def comparable_values(changes: Iterable[Change]) -> dict[str, Any]:
+    """By attribute what tells two changes of it apart: numbers, strings, values of small tensors, lengths of additions.
+
+    Example:
+        >>> values = comparable_values([Change("set", ("", ("attribute", "k")), 3)])
+        >>> values, comparable_values([Change("append", ("",), [5, 6])])
+        ({'k': 3}, {'': 2})
+    """
+    return {
+        name_of(change): len(change.value) if change.kind == "append" else _plain(change.value)
+        for change in changes
+        if change.kind != "delete"
+    }
+
+
+def _plain(value: Any) -> Any:
+    """A value that can be compared with ``==``; ``None`` for all that there is no such value of."""
+    if isinstance(value, Tensor | np.ndarray):
+        return value.tolist() if value.nbytes <= _SMALL else None
+    return value if isinstance(value, int | float | str) else None
+
+
+def _get(owner: Any, kind: str, key: Any) -> Any:
+    return vars(owner)[key] if kind == "attribute" else owner[key]
+
+
+def _apply(owner: Any, change: Change, *, add: bool) -> None:
+    kind, key = change.path[-1]
+    target = vars(owner) if kind == "attribute" else owner
+    if change.kind == "append":
+        target.extend(change.value)
+    elif change.kind == "delete":
+        target.pop(key, None)
+    else:
+        value = change.value if not add or change.delta is None else _now(target, key, 0) + change.delta
+        if isinstance(value, Tensor) and _fits(_now(target, key), value):
+            # in place: optimizers, callbacks and views refer to the tensor
+            with torch.no_grad():
+                target[key].copy_(value)
+        else:
+            target[key] = value
+
+
+def _now(target: Any, key: Any, default: Any = None) -> Any:
+    return target.get(key, default) if isinstance(target, dict) else target[key]
+
+
+def _fits(now: Any, value: Tensor) -> bool:
+    return (
+        isinstance(now, Tensor)
+        and (now.shape, now.dtype, now.device) == (value.shape, value.dtype, value.device)
+        and not now.requires_grad
+        and (not now.is_inference() or torch.is_inference_mode_enabled())
+    )
+
+
+def _is_torch(kind: type) -> bool:
+    return str(kind.__module__).partition(".")[0] in ("torch", "torchmetrics")

@@ -1,0 +1,90 @@
+"""Signals to a run over several processes: all of them act between the same two batches.
+
+Lightning (2.6) broadcasts from within its handler for SIGTERM, and saves within that for SLURM's requeue signal. The
+other processes may be waiting for a message of this very process, and would do so until the timeout.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+from lightning_pipe.patches import replaced
+from lightning_pipe.trainer.world import World
+
+_Handler = Callable[[int, FrameType | None], None]
+
+
+class Signals:
+    """Notes what signals ask for, and lets all processes do it before their next training batch.
+
+    Outside the training loop, in an evaluation for instance, a signal acts at once as in Lightning: the process ends,
+    and the others with it.
+
+    Args:
+        trainer: the Trainer; its handlers are registered later.
+        world: the processes.
+    """
+
+    def __init__(self, trainer: Any, world: World) -> None:
+        self._trainer, self._world = trainer, world
+        self._connector = trainer._signal_connector
+        self._requeue: _Handler = self._connector._slurm_sigusr_handler_fn
+        self._parent = os.getppid()
+        self.asked = [False, False]
+        """Whether this process was asked to end, and to save and be requeued."""
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Take the place of Lightning's handlers and of its question before every batch.
+
+        Lightning registers the handlers later, and keeps what it registers until after the strategy's teardown.
+        """
+        with (
+            replaced(self._connector, "_sigterm_notifier_fn", self._on_termination),
+            replaced(self._connector, "_slurm_sigusr_handler_fn", self._on_requeue),
+            replaced(self._trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", self._agree),
+        ):
+            yield
+
+    def act(self, asked: Sequence[bool]) -> None:
+        """Do what the processes have agreed on.
+
+        Raises:
+            SIGTERMException: they were asked to end.
+        """
+        end, requeue = asked
+        if requeue:
+            self.asked[1] = False
+            self._requeue(signal.SIGUSR1, None)
+        if end:
+            self._connector.received_sigterm = True
+            raise SIGTERMException
+
+    def _agree(self) -> None:
+        asked = torch.tensor(self.asked, dtype=torch.int64)
+        self._world.transport.all_reduce(asked, self._world.everyone, "max").wait()
+        self.act(asked.bool().tolist())
+
+    def _on_termination(self, number: int, _: FrameType | None) -> None:
+        launcher = self._trainer.strategy.launcher
+        if launcher is not None and not self.asked[0]:
+            launcher.kill(number)
+        self.asked[0] = True
+        if os.getppid() != self._parent:  # the first process has gone: nobody will ask any more
+            raise SIGTERMException
+        if not self._trainer.training:
+            self._connector.received_sigterm = True
+
+    def _on_requeue(self, number: int, frame: FrameType | None) -> None:
+        if self._trainer.training:
+            self.asked[1] = True
+        else:
+            self._requeue(number, frame)

@@ -1,0 +1,98 @@
+"""How many layers each stage of a run gets: as the user wishes, by measured costs where they are known."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import lightning.pytorch as pl
+import torch
+
+from lightning_pipe.config import Auto, RunLayout
+from lightning_pipe.partition import Balance, Layers, ProfileStore, divide, imbalance, layer_costs
+from lightning_pipe.schedules import Family
+from lightning_pipe.schedules.passes.recompute import Mode as Recompute
+from lightning_pipe.simulate import simulate
+from lightning_pipe.trainer.world import World
+
+_NOT_MEASURED = "the layers have not been measured yet: the next run has the measurements"
+
+
+class Division(NamedTuple):
+    """Layers over stages.
+
+    Args:
+        counts: the number of layers of each stage.
+        notes: what the user is to know of it.
+        store: where to put costs that are wanted and not known yet; ``None``: none are.
+    """
+
+    counts: list[int]
+    notes: tuple[str, ...]
+    store: ProfileStore | None
+
+
+@dataclass(frozen=True)
+class Balancing:
+    """What decides the layers of each stage.
+
+    Args:
+        balance: the user's wish.
+        family: the schedule family.
+        recompute: when forward passes run again.
+        micro_batches: how many a batch is cut into.
+    """
+
+    balance: Balance
+    family: Family
+    recompute: Recompute
+    micro_batches: int | Auto
+
+    def divide(
+        self, module: pl.LightningModule, layers: Layers, layout: RunLayout, world: World, conditions: list[str]
+    ) -> Division:
+        """Divide the layers, the same on all processes. Collective if the balance asks for measured costs.
+
+        Args:
+            module: the user's module.
+            layers: its layer sequence.
+            layout: the sizes of pipelines and replicas, and the number of stages.
+            world: the processes; the first one knows the costs.
+            conditions: what the costs depend on besides the module.
+        """
+        balance, stages, store, profile = self.balance, layout.stages, None, None
+        if isinstance(balance, str) and balance in ("time", "memory"):
+            store = ProfileStore(module, layers, conditions)
+            found = (store.load(), store.signatures) if world.transport.process == 0 else (None, [])
+            profile, store.signatures = world.broadcast(found, 0)
+            if profile is None:
+                balance = "parameters"
+        options: dict[str, Any] = {"recompute": self.recompute != "never"}
+        if balance == "memory":
+            options["in_flight"] = self._in_flight(layout)
+        counts = divide(module, layers, stages, balance, profile, **options)
+        costs = layer_costs(module, layers, stages, balance, profile, **options)
+        notes = [_NOT_MEASURED] if store is not None and profile is None else []
+        if costs is not None:
+            by = balance if isinstance(balance, str) else "the given costs"
+            notes.append(f"balanced by {by}: the largest stage costs {imbalance(costs, counts):.2f} x the mean")
+        return Division(counts, tuple(notes), store)
+
+    def _in_flight(self, layout: RunLayout) -> int:
+        """Of how many micro-batches a stage holds the activations, at the most."""
+        if self.recompute != "never":
+            return 1
+        ranks, stages = layout.pipeline_parallel_size, layout.stages
+        number = self.micro_batches if isinstance(self.micro_batches, int) else 4 * ranks
+        with warnings.catch_warnings():  # the numbers of micro-batches that come are not known yet
+            warnings.simplefilter("ignore")
+            schedule = self.family.build(ranks, number, stages=stages)
+        held = max(simulate(schedule).peak_activations)
+        return max(1, math.ceil(held * ranks / stages)) if schedule.synchronous else stages
+
+
+def conditions(device: torch.device, precision: str) -> list[str]:
+    """What the costs of layers depend on besides the module."""
+    return [torch.cuda.get_device_name(device) if device.type == "cuda" else device.type, precision]

@@ -1,0 +1,66 @@
+"""``trainer.should_stop`` set on any process stops all of them after the same batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+from lightning_pipe.trainer.world import World
+
+
+@contextmanager
+def stopping_together(trainer: Any, world: World, *, batches: bool) -> Iterator[None]:
+    """Let all processes agree wherever Lightning's training loops ask whether to stop, after the hooks before it.
+
+    Args:
+        trainer: the Trainer.
+        world: the processes.
+        batches: whether to agree after every batch; a schedule without a flush does so on its own way.
+    """
+    stopping, changed = _Stopping(trainer, world), ExitStack()
+    fit_loop = trainer.fit_loop
+    places: list[tuple[Any, str, Callable[..., Any]]] = [
+        (fit_loop, "run", stopping.before),
+        (fit_loop, "on_run_start", stopping.after),
+        (fit_loop, "on_advance_start", stopping.after),
+        (fit_loop, "on_advance_end", stopping.after),
+        (fit_loop.epoch_loop.val_loop, "run", stopping.after),
+    ]
+    if batches:
+        places.append((fit_loop.epoch_loop, "on_advance_end", stopping.at_the_end_of_a_batch))
+    with changed:
+        for owner, name, wrapper in places:
+            vars(owner)[name] = partial(wrapper, getattr(owner, name))
+            changed.callback(vars(owner).pop, name, None)
+        yield
+
+
+class _Stopping:
+    """Calls methods of Lightning's loops and agrees before or after them."""
+
+    def __init__(self, trainer: Any, world: World) -> None:
+        self._trainer, self._world = trainer, world
+        self._agreed = self._held = False
+
+    def before(self, method: Callable[..., Any], *arguments: Any) -> Any:
+        self._agree()
+        return method(*arguments)
+
+    def after(self, method: Callable[..., Any], *arguments: Any) -> Any:
+        result = method(*arguments)
+        self._agree()
+        return result
+
+    def at_the_end_of_a_batch(self, method: Callable[..., Any], *arguments: Any) -> None:
+        """In the place of ``on_advance_end``, which asks whether to stop, as the loop does after it."""
+        self._agree()
+        method(*arguments)
+        if self._trainer.should_stop and not self._agreed:
+            # by a learning rate scheduler, say: this process must not leave before the others know
+            self._trainer.should_stop, self._held = False, True
+
+    def _agree(self) -> None:
+        asked, self._held = self._trainer.should_stop or self._held, False
+        self._trainer.should_stop = self._agreed = self._world.agree(asked, unanimous=False)

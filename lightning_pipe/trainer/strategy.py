@@ -1,0 +1,436 @@
+"""``Trainer(strategy="pipe")``: the glue between Lightning and the pipeline. It owns no algorithm."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_pipe import schedules
+from lightning_pipe.config import Auto
+from lightning_pipe.engine.pipeline import Pipeline
+from lightning_pipe.errors import ConfigurationError, PartitionError
+from lightning_pipe.lightning_internals import EmptyInit, optimizers_to_device
+from lightning_pipe.parameters.deferred_batchnorm import DeferredBatchNorm
+from lightning_pipe.parameters.ownership import named_tensors
+from lightning_pipe.parameters.sync_batchnorm import synchronize, synchronized_norms
+from lightning_pipe.partition import Balance, find_layers
+from lightning_pipe.patches import unheard
+from lightning_pipe.schedules import Family, Schedule
+from lightning_pipe.schedules.passes.recompute import Mode as Recompute
+from lightning_pipe.trainer.checkpoints.divided import Checkpoints
+from lightning_pipe.trainer.checks import (
+    SEVERAL_OPTIMIZERS,
+    check_asynchronous,
+    check_copies,
+    check_layers,
+    check_module,
+    check_optimizers,
+    check_shapes,
+    check_synchronized_norms,
+    is_about_several_optimizers,
+    warn_of_checkpoints_on_exception,
+)
+from lightning_pipe.trainer.data.micro_batches import LossWeight
+from lightning_pipe.trainer.data.split_batch import SplitBatch
+from lightning_pipe.trainer.frames import hide_own
+from lightning_pipe.trainer.process_strategy import ProcessStrategy
+from lightning_pipe.trainer.report import Report
+from lightning_pipe.trainer.run import BatchSplitting, PipelineRun
+from lightning_pipe.trainer.stage_division import Balancing, conditions
+from lightning_pipe.trainer.whole_model.sharded_optimizer import ShardedOptimizers
+
+DEFAULT_TIMEOUT = timedelta(minutes=30)
+"""As long as Lightning and torch wait: preparing data on one process counts."""
+
+
+class PipeStrategy(ProcessStrategy):
+    """Trains an unmodified LightningModule as a pipeline over several processes.
+
+    The layers are cut into stages, each batch into micro-batches; a schedule drives their forward and backward passes.
+    World size = ``pipeline_parallel_size`` x ``data_parallel_size``.
+
+    Args:
+        schedule: a registered name, a schedule object, or the path of a CSV file.
+        micro_batches: how many a batch is cut into; ``"auto"``: up to four per rank, at least one sample each.
+        pipeline_parallel_size: ranks in one pipeline; ``"auto"``: all processes that there are.
+        data_parallel_size: pipelines side by side, each with batches of its own; ``"auto"``: 1.
+        stages: number of stages; ``"auto"``: ranks x the schedule's stages per rank.
+        layers: where the layers are: a dotted path or several in order, with wildcards; ``None`` finds the sequence.
+        balance: ``"parameters"``; ``"time"`` or ``"memory"`` as measured in the first batch of an earlier run of the
+            same module (the first run is balanced by parameters); a list such as ``[2, 3, 2]`` (layers per stage), or a
+            function of a layer: its cost.
+        recompute: whether stages keep only their input and compute the rest again before their backward pass:
+            ``"never"``, ``"always"``, or ``"except_last"`` micro-batch.
+        deferred_batch_norm: let batch norm keep the statistics of whole batches rather than of micro-batches.
+        reproducible_rng: random numbers depend on seed, step, micro-batch and layer only. ``True`` is the only choice.
+        loss_weight: what the loss of a micro-batch counts in the batch's mean, as a function of it; ``"sum"``: losses
+            are added as they are; ``None``: its number of samples.
+        split_batch: ``split_batch(batch, m)`` returns m micro-batches; ``None``: along dimension 0 of every tensor that
+            has the batch's length.
+        shard_optimizer: whether each of several holders of a parameter (replicas, and the copies of a stage in
+            bidirectional schedules) updates and remembers only a part: ZeRO stage 1.
+        save_distributed_checkpoint: ``False``: one ordinary Lightning ``.ckpt``; ``True``: a folder, by all ranks.
+        process_group_backend: of torch.distributed; ``None``: NCCL on GPUs, Gloo on CPUs.
+        timeout: the longest that one process waits for another.
+        accelerator: set by the Trainer, as are the arguments after it.
+        parallel_devices: this node's devices.
+        cluster_environment: how the processes find each other.
+        checkpoint_io: writes and reads checkpoints.
+        precision_plugin: the Trainer's precision.
+
+    Raises:
+        ScheduleError: there is no such schedule.
+        ConfigurationError: an option has a value that is not supported.
+
+    Example:
+        >>> import lightning as L
+        >>> L.Trainer(accelerator="cpu", strategy=PipeStrategy(schedule="gpipe"), logger=False).strategy
+        PipeStrategy(schedule='gpipe', micro_batches='auto')
+    """
+
+    strategy_name = "pipe"
+
+    def __init__(
+        self,
+        schedule: str | PathLike[str] | Family | Schedule = "1f1b",
+        micro_batches: int | Auto = "auto",
+        pipeline_parallel_size: int | Auto = "auto",
+        data_parallel_size: int | Auto = "auto",
+        stages: int | Auto = "auto",
+        layers: str | Sequence[str] | None = None,
+        balance: Balance = "parameters",
+        recompute: Recompute = "never",
+        deferred_batch_norm: bool = True,
+        reproducible_rng: bool = True,
+        loss_weight: LossWeight | None = None,
+        split_batch: SplitBatch | None = None,
+        shard_optimizer: bool = False,
+        save_distributed_checkpoint: bool = False,
+        process_group_backend: str | None = None,
+        timeout: timedelta = DEFAULT_TIMEOUT,
+        *,
+        accelerator: pl.accelerators.Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+    ) -> None:
+        super().__init__(
+            schedules.get(schedule),
+            (pipeline_parallel_size, data_parallel_size, stages),
+            process_group_backend,
+            timeout,
+            accelerator,
+            parallel_devices,
+            cluster_environment,
+            checkpoint_io,
+            precision_plugin,
+        )
+        if not reproducible_rng:
+            raise ConfigurationError("reproducible_rng=False is not supported.", hint="Leave it out: it costs nothing.")
+        if isinstance(loss_weight, str) and loss_weight != "sum":
+            raise ConfigurationError(
+                f"loss_weight={loss_weight!r} is not known.",
+                hint="Use a function of a micro-batch, 'sum', or None: the number of samples.",
+            )
+        if isinstance(micro_batches, int):
+            self.family = self.family.for_batches_of(micro_batches)
+        self.run: PipelineRun | None = None
+        self._layers, self._balancing = layers, Balancing(balance, self.family, recompute, micro_batches)
+        self._recompute: Recompute = recompute
+        self._deferred_batch_norm = deferred_batch_norm
+        self._shard_optimizer = shard_optimizer
+        self._cutting = BatchSplitting(micro_batches, split_batch, loss_weight)
+        self._save_folder = save_distributed_checkpoint
+        self._names: list[str] = []
+        self._holders: dict[str, tuple[int, ...]] = {}
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(schedule={self.family.name!r}, micro_batches={self._cutting.micro_batches!r})"
+
+    # ------------------------------------------------------------------ facts
+
+    @property
+    def pipeline(self) -> Pipeline | None:
+        """The module over the ranks, during a run."""
+        return None if self.run is None else self.run.pipeline
+
+    @property
+    def divided(self) -> PipelineRun:
+        """The run, once the module is divided over the ranks."""
+        if self.run is None:
+            raise ConfigurationError(
+                "The module is not divided over the ranks.", hint="Ask during fit, validate, test."
+            )
+        return self.run
+
+    # ------------------------------------------------------------------ the module
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        module = self._module()
+        fitting = module.trainer.state.fn == TrainerFn.FITTING
+        check_module(module, module.trainer, fitting=fitting, ranks=self.pipeline_parallel_size)
+        # callbacks that copy the module in their `setup` must find it divided
+        self._divide(later=is_overridden("setup", module) or is_overridden("configure_model", module))
+
+    def _divide(self, *, later: bool) -> None:
+        """Divide the layers over the ranks; with ``later``, layers may still be missing."""
+        module = self._module()
+        self._synchronize_batch_norm(module)
+        try:
+            check_shapes(module)
+            layers = find_layers(module, self._layers)
+        except PartitionError:
+            if later:
+                return
+            raise
+        world = self.connected
+        of_costs = conditions(self.root_device, str(self.precision_plugin.precision))
+        division = self._balancing.divide(module, layers, self.layout, world, of_costs)
+        check_layers(layers, len(division.counts))
+        pipeline = Pipeline(
+            module,
+            layers,
+            division.counts,
+            self.family,
+            world.transport,
+            recompute=self._recompute,
+            deferred_batch_norm=self._deferred_batch_norm,
+        )
+        pipeline.partition()
+        # loading a whole state into a divided module passes by the layers of other ranks
+        self._changed.enter_context(unheard(".*copying from a non-meta parameter in the checkpoint to a meta.*"))
+        if self.data_parallel_size == 1:  # values are those of the whole batch on all ranks already
+            self._changed.enter_context(unheard(".*sync_dist=True.* when logging on epoch level.*"))
+        sharded = ShardedOptimizers(pipeline, self.precision_plugin) if self._shard_optimizer else None
+        report = Report(module, pipeline, self.layout, division.notes)
+        self.run = PipelineRun(
+            module, pipeline, world, self.precision_plugin, self._cutting, report, division.store, sharded, self._seed
+        )
+        self._names = [name for name, _ in module.named_parameters()]
+
+    def _synchronize_batch_norm(self, module: pl.LightningModule) -> None:
+        """``Trainer(sync_batchnorm=True)``, or norms that are synchronized ones already."""
+        world, every = self.connected, self._layer_sync is not None
+        together = world.replicas is not None and any(True for _ in synchronized_norms(module, every=every))
+        check_synchronized_norms(self.family, self.root_device, asked=every, together=together)
+        if world.layout.world_size > 1:
+            self._changed.callback(synchronize(module, world.replicas, every=every))
+
+    @override
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
+        # on the CPU: the whole module need not fit on one device
+        with EmptyInit(enabled=bool(empty_init)), self.precision_plugin.tensor_init_context():
+            yield
+
+    @override
+    @contextmanager
+    def model_sharded_context(self) -> Generator[None, None, None]:
+        yield
+        if self.run is None:
+            check_copies(self._module().trainer, self._module())
+            self._divide(later=True)
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        assert self.accelerator is not None
+        assert self.model is not None
+        self.accelerator.setup(trainer)
+        if trainer.state.fn == TrainerFn.FITTING and self.pipeline_parallel_size > 1:
+            warn_of_checkpoints_on_exception(trainer)
+        if self.run is None:
+            check_copies(trainer, self._module())
+            self._divide(later=False)
+        elif self._names != [name for name, _ in self._module().named_parameters()] or self._layers_changed():
+            # `setup` or `configure_model` has added modules outside the layers, or compiled a container of layers
+            self.divided.pipeline.restore()
+            self._divide(later=False)
+        self.model = self.precision_plugin.convert_module(self.model)
+        self.model_to_device()
+        self.divided.pipeline.synchronize()
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+        if trainer.state.fn == TrainerFn.FITTING:
+            optimizers_to_device(self.optimizers, self.root_device)
+            if self.divided.pipeline.flow is not None:
+                micro_batches = self._cutting.micro_batches
+                check_asynchronous(trainer, self.divided.pipeline, micro_batches, sharded=self._shard_optimizer)
+        self.divided.begin()
+
+    def _layers_changed(self) -> bool:
+        return [name for name, _ in find_layers(self._module(), self._layers)] != self.divided.pipeline.names
+
+    @override
+    def setup_optimizers(self, trainer: pl.Trainer) -> None:
+        try:
+            super().setup_optimizers(trainer)
+        except RuntimeError as error:
+            if is_about_several_optimizers(error):
+                raise SEVERAL_OPTIMIZERS from None
+            raise
+        check_optimizers(self.optimizers, self.pipeline_parallel_size)
+
+    @override
+    def model_to_device(self) -> None:
+        assert self.model is not None
+        self.model.to(self.root_device)
+
+    # ------------------------------------------------------------------ batches
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        return self.divided.loader(dataloader)
+
+    @override
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        with self.divided.transfer():
+            return super().batch_to_device(batch, device, dataloader_idx)
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        batch, *rest = args
+        return self.divided.train(batch, rest, self.optimizers)
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        batch, *rest = args
+        return self.divided.evaluate("validation_step", batch, rest, self.precision_plugin.val_step_context)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        batch, *rest = args
+        return self.divided.evaluate("test_step", batch, rest, self.precision_plugin.test_step_context)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        batch, *rest = args
+        return self.divided.evaluate("predict_step", batch, rest, self.precision_plugin.predict_step_context)
+
+    @override
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        module = self._module()
+        self.pre_backward(closure_loss)
+        closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
+        self.precision_plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
+        self.divided.after_backward()  # `on_after_backward` sees gradients that are reduced
+        closure_loss = self.precision_plugin.post_backward(closure_loss, module)
+        self.post_backward(closure_loss)
+        return closure_loss
+
+    @override
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: pl.LightningModule | nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        plain, streaming = super().optimizer_step, self.divided.streaming
+        if streaming is None:
+            return plain(optimizer, closure, model, **kwargs)
+        return streaming.optimizer_step(optimizer, closure, lambda own: plain(optimizer, own, model, **kwargs))
+
+    @override
+    @contextmanager
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        run = self.divided
+        run.blocked = True
+        try:
+            yield
+        finally:
+            run.blocked = False
+
+    # ------------------------------------------------------------------ checkpoints
+
+    def _checkpoints(self) -> Checkpoints:
+        transport = self.connected.transport
+        # process 0 is the rank that speaks for the first pipeline
+        speaker = transport.topology.locate(0)[1]
+        return Checkpoints(self._module(), self.pipeline, transport, speaker, self._holders)
+
+    @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
+    ) -> None:
+        whole = self.pipeline_parallel_size == 1 and not self._save_folder and not self._shard_optimizer
+        if self._interrupted() and not whole:
+            rank_zero_warn(f"{filepath} was not written: after an error the stages cannot be gathered any more.")
+            return
+        if self.connected.local:
+            raise ConfigurationError(
+                f"trainer.save_checkpoint({str(filepath)!r}) is called within a step, which runs once for every "
+                "micro-batch and is cut short on most ranks.",
+                hint="Call it in on_train_batch_end, on all ranks.",
+            )
+        self.meet("trainer.save_checkpoint()")
+        if self._save_folder:
+            self._checkpoints().save_folder(checkpoint, filepath, self.optimizers)
+        elif self.pipeline_parallel_size > 1:
+            self._checkpoints().save_file(checkpoint, filepath, self.checkpoint_io, storage_options)
+        else:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        sharded = None if self.run is None else self.run.sharded
+        if sharded is None or self._interrupted():
+            return super().optimizer_state(optimizer)
+        return sharded.state_of(getattr(optimizer, "_optimizer", optimizer))
+
+    @override
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        torch.cuda.empty_cache()
+        return self._checkpoints().load(checkpoint_path, self.checkpoint_io, weights_only)
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        self._checkpoints().load_module(checkpoint, strict)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        self._checkpoints().load_optimizers(checkpoint, self.optimizers)
+        optimizers_to_device(self.optimizers, self.root_device)
+
+    # ------------------------------------------------------------------ end
+
+    @override
+    def on_train_end(self) -> None:
+        self.divided.report.end()
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        hide_own(exception)
+        super().on_exception(exception)
+
+    @override
+    def teardown(self) -> None:
+        run, self.run = self.run, None
+        try:
+            if run is not None:
+                run.end()
+                if not self._interrupted():
+                    self._holders = {name: run.pipeline.owners(name) for name, _ in named_tensors(self._module())}
+                    self._module().cpu()  # as `Strategy.teardown` will do; the whole module may not fit on this device
+                    run.pipeline.restore()
+                DeferredBatchNorm.revert(self._module())
+        finally:
+            super().teardown()

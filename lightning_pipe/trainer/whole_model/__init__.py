@@ -1,0 +1,1 @@
+"""What concerns the whole model although each rank has a part of it."""

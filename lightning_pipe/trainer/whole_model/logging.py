@@ -1,0 +1,309 @@
+"""What the user logs in a step: recorded where the loss is, merged over micro-batches, logged alike on all ranks."""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+from torchmetrics import Metric
+
+from lightning_pipe.errors import ConfigurationError
+from lightning_pipe.intercept.absent_tensor import AbsentTensor
+from lightning_pipe.intercept.placeholder import Placeholder
+from lightning_pipe.patches import replaced
+from lightning_pipe.torch_internals import DisableTorchFunction
+from lightning_pipe.trainer.data.joining import RULES, Number
+
+_log = pl.LightningModule.log
+
+
+class LogKey(NamedTuple):
+    """What the calls of ``self.log`` in different micro-batches have in common.
+
+    Args:
+        module: dotted name of the LightningModule that logged; empty for the outermost.
+        name: the name of the value.
+        occurrence: how many times this name had been logged before in the same step.
+    """
+
+    module: str
+    name: str
+    occurrence: int
+
+
+@dataclass
+class LogEntry:
+    """What one call of ``self.log`` was given.
+
+    Args:
+        value: a tensor with one element; for a metric the value its ``forward`` has computed, if any.
+        metric: dotted name of the metric that is logged.
+        options: the other arguments of ``log``.
+        origin: the tensor that was logged. Before a cut it must live on to be sent, behind it the value comes later.
+    """
+
+    value: Tensor | None
+    metric: str | None
+    options: dict[str, Any]
+    origin: Tensor | None = None
+
+    def complete(self) -> None:
+        """Take the value that has come after the call, in view of the cut: it is used, and will be sent again."""
+        if isinstance(self.value, Placeholder) and self.origin is not None:
+            self.value = self.origin.detach().clone()
+        self.origin = None
+
+
+Logged = dict[int, dict[LogKey, LogEntry]]
+"""What was logged in each micro-batch."""
+
+
+@dataclass
+class Merged:
+    """What some micro-batches logged under one key.
+
+    Args:
+        key: names it.
+        metric: dotted name of the metric that is logged.
+        options: the other arguments of ``log``.
+        dtype: of the values; ``None`` for a metric without a value.
+        reduction: how the values of micro-batches make that of the batch: ``"mean"``, ``"sum"``, ``"min"``, ``"max"``.
+        number: the values of the micro-batches.
+        is_loss: whether each of them was the loss of its micro-batch.
+        micro_batches: number of micro-batches behind the value.
+    """
+
+    key: LogKey
+    metric: str | None
+    options: dict[str, Any]
+    dtype: torch.dtype | None
+    reduction: str
+    number: Number
+    is_loss: bool = False
+    micro_batches: int = 1
+
+    @property
+    def result(self) -> float:
+        """The value for all of them."""
+        return self.number.result(self.reduction)
+
+    @property
+    def weight(self) -> float:
+        """Samples behind the value."""
+        return self.number.weight
+
+    def merge(self, other: Merged) -> None:
+        """Add what other micro-batches logged."""
+        self.number.merge(other.number)
+        self.is_loss &= other.is_loss
+        self.micro_batches += other.micro_batches
+
+
+@dataclass
+class Log:
+    """Records ``self.log`` while steps run.
+
+    Args:
+        module: the LightningModule.
+        metrics: dotted name of each metric in it, by ``id``.
+    """
+
+    module: pl.LightningModule
+    metrics: Mapping[int, str]
+    _current: dict[LogKey, LogEntry] | None = None
+    _last: dict[LogKey, LogEntry] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        named = self.module.named_modules()
+        self._names = {id(part): name for name, part in named if isinstance(part, pl.LightningModule)}
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Around a batch: catch the calls, on the class, so that a ``log`` of the user's own comes first."""
+        names = self._names
+
+        def log(module: pl.LightningModule, name: str, value: Any, *args: Any, **options: Any) -> None:
+            if self._current is None or id(module) not in names:
+                _log(module, name, value, *args, **options)
+            else:
+                self._record(names[id(module)], module, name, value, _named(args) | options)
+
+        with replaced(pl.LightningModule, "log", log):
+            yield
+
+    @contextmanager
+    def recording(self, logged: Logged, micro_batch: int, *, counts: bool = True) -> Iterator[None]:
+        """Around one run of the step, whose entries are added; not so if it is cut short or does not count."""
+        self._current = {}
+        try:
+            yield
+            for entry in self._current.values():
+                entry.complete()
+            self._last = self._current
+            if counts:
+                logged[micro_batch] = self._current
+        finally:
+            self._current = None
+
+    def numbers(self) -> Iterator[tuple[LogKey, float, str]]:
+        """What the last run that was completed logged for its batch: names, values, and how they merge by default."""
+        for key, entry in self._last.items():
+            # a metric that is logged for the epoch alone is computed from all that it has seen
+            epoch = entry.metric is not None and entry.options.get("on_step") is False
+            known = entry.value is not None and not isinstance(entry.value, Placeholder)
+            if known and entry.options.get("batch_size") is None and not epoch:
+                yield key, float(entry.value), _rule(entry)  # type: ignore[arg-type]
+
+    def replay(
+        self, merged: Iterable[Merged], micro_batches: int, device: torch.device, *, own_batch: bool = True
+    ) -> None:
+        """Log for the whole batch what its micro-batches have logged.
+
+        Args:
+            merged: of all ranks with a loss, combined.
+            micro_batches: how many the batch has.
+            device: where values belong.
+            own_batch: whether it is the batch that the Trainer takes the number of samples from.
+        """
+        for one in merged:
+            module: Any = self.module.get_submodule(one.key.module)
+            options = dict(one.options)
+            partial = one.micro_batches < micro_batches or not own_batch
+            if options.get("batch_size") is not None or (
+                partial and _reduction(options.get("reduce_fx", "mean")) == "mean"
+            ):
+                options["batch_size"] = int(one.weight) if one.weight.is_integer() else one.weight
+            value: Any = None if one.dtype is None else torch.tensor(one.result, dtype=one.dtype, device=device)
+            if one.metric is not None:
+                metric: Any = self.module.get_submodule(one.metric)
+                metric._forward_cache = value
+                value, options["metric_attribute"] = metric, one.metric
+            _log(module, one.key.name, value, **options)
+
+    def _record(self, owner: str, module: pl.LightningModule, name: str, value: Any, options: dict[str, Any]) -> None:
+        if options.get("sync_dist_group") is not None:
+            raise ConfigurationError(
+                f"self.log({name!r}, sync_dist_group=…) names a process group; with a pipeline the ranks of a group "
+                "do not run the same part of the step.",
+                hint="Leave sync_dist_group out: sync_dist=True reduces over the replicas.",
+            )
+        metric: str | None = None
+        if isinstance(value, Metric):
+            metric = options.pop("metric_attribute", None) or self.metrics.get(id(value))
+            if metric is None:
+                raise ConfigurationError(
+                    f"self.log({name!r}, …) is given a metric that is no attribute of the LightningModule.",
+                    hint="Create the metric in __init__ or setup and keep it as an attribute.",
+                )
+            value = value._forward_cache
+        # apart from the cut, which follows the torch calls of the step
+        with DisableTorchFunction():
+            kept = _single_value(value)
+            if kept is None and metric is None:
+                _log(module, name, value, **options)  # raises Lightning's own error
+                return
+        assert self._current is not None
+        occurrence = sum(key[:2] == (owner, name) for key in self._current)
+        origin = value if isinstance(value, Tensor) else None
+        self._current[LogKey(owner, name, occurrence)] = LogEntry(kept, metric, options, origin)
+
+
+@contextmanager
+def of_values_alone() -> Iterator[None]:
+    """Around a run: refuse to log, in hooks, what comes from parameters of other ranks. Lightning would take it."""
+
+    def log(module: pl.LightningModule, name: str, value: Any, *args: Any, **options: Any) -> None:
+        if isinstance(value, AbsentTensor):
+            raise value.origin.error(
+                f"self.log({name!r}, …) is given a number that comes from parameters of other ranks",
+                "Log what the step computes, or norms by torch.nn.utils.get_total_norm, which are those of the whole "
+                "model.",
+            )
+        _log(module, name, value, *args, **options)
+
+    with replaced(pl.LightningModule, "log", log):
+        yield
+
+
+def merge(logged: Logged, samples: Sequence[float], losses: Mapping[int, float] | None = None) -> list[Merged]:
+    """What was logged, over the micro-batches of this rank.
+
+    Args:
+        logged: the entries of each micro-batch.
+        samples: of every micro-batch of the batch.
+        losses: of every micro-batch, to tell which of the values are the loss.
+    """
+    found = [
+        (key, entry, samples[micro_batch], (losses or {}).get(micro_batch))
+        for micro_batch, entries in sorted(logged.items())
+        for key, entry in entries.items()
+    ]
+    values = _to_host([entry.value for _, entry, *_ in found])
+    return combine(_single(*one, value) for one, value in zip(found, values, strict=True))
+
+
+def combine(merged: Iterable[Merged]) -> list[Merged]:
+    """Merge what was logged under the same key."""
+    result: dict[LogKey, Merged] = {}
+    for one in merged:
+        if one.key in result:
+            result[one.key].merge(one)
+        else:
+            result[one.key] = one
+    return list(result.values())
+
+
+def _single(key: LogKey, entry: LogEntry, samples: float, loss: float | None, value: float) -> Merged:
+    given = entry.options.get("batch_size")
+    weight = float(samples if given is None else given)
+    dtype = None if entry.value is None else entry.value.dtype if entry.value.is_floating_point() else _default_dtype()
+    return Merged(key, entry.metric, entry.options, dtype, _rule(entry), Number.of(value, weight), value == loss)
+
+
+def _rule(entry: LogEntry) -> str:
+    return "mean" if entry.metric else _reduction(entry.options.get("reduce_fx", "mean"))
+
+
+def _single_value(value: Any) -> Tensor | None:
+    """A number as a tensor of its own; ``None`` for what cannot be logged."""
+    if isinstance(value, Tensor):
+        return value.detach().clone() if value.numel() == 1 else None
+    return torch.tensor(value, dtype=_default_dtype()) if isinstance(value, numbers.Real) else None
+
+
+def _reduction(function: Any) -> str:
+    name = function if isinstance(function, str) else getattr(function, "__name__", "")
+    name = {"avg": "mean", "amin": "min", "amax": "max"}.get(name.lower(), name.lower())
+    # anything else is refused by Lightning when it is logged
+    return name if name in RULES else "mean"
+
+
+def _to_host(values: Sequence[Tensor | None]) -> list[float]:
+    """The values as numbers, with one transfer from each device."""
+    numbers_ = [0.0] * len(values)
+    groups: dict[torch.device, list[int]] = {}
+    for index, value in enumerate(values):
+        if value is not None:
+            groups.setdefault(value.device, []).append(index)
+    for indices in groups.values():
+        stacked = torch.stack([values[i].reshape(()).to(torch.float64) for i in indices])  # type: ignore[union-attr]
+        for index, number in zip(indices, stacked.tolist(), strict=True):
+            numbers_[index] = number
+    return numbers_
+
+
+def _default_dtype() -> torch.dtype:
+    dtype = torch.get_default_dtype()
+    return dtype if dtype in (torch.float32, torch.float64) else torch.float32
+
+
+def _named(args: Sequence[Any]) -> dict[str, Any]:
+    """Positional options of ``log`` by name."""
+    order = ("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx", "enable_graph", "sync_dist", "sync_dist_group")
+    return dict(zip(order, args, strict=False))

@@ -1,0 +1,181 @@
+"""torchmetrics in the user's step: each sample counts once, and every rank can compute the result."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torchmetrics import Metric
+from torchmetrics.utilities.distributed import gather_all_tensors
+from torchmetrics.wrappers import Running
+
+from lightning_pipe.intercept.recompute import is_recomputing
+from lightning_pipe.intercept.snapshot import Snapshot
+from lightning_pipe.patches import replaced
+from lightning_pipe.torch_internals import tree_map
+
+State = tuple[dict[str, Any], int]
+Gather = Callable[[State | None, tuple[int, ...]], list[State]]
+Homes = Callable[[str], tuple[int, ...]]
+
+_forward, _reset = Metric.forward, Metric.reset
+
+
+class Metrics:
+    """The metrics of a LightningModule while a strategy runs it.
+
+    Metrics in layers, and in modules outside the sequence that hold parameters, are updated by the ranks that run them,
+    all others by those with a loss. Outside a step ``compute`` first gives all ranks of the pipeline the state of
+    these, so it must be called on all of them. They synchronise over the replicas alone. (torchmetrics would do so over
+    all processes, most of which have seen nothing.)
+
+    Args:
+        module: the LightningModule.
+        real: the layers, and the modules outside the sequence that hold parameters.
+        homes: the ranks that update a metric, by its name.
+        rank: this rank.
+        gather: collective over the pipeline; takes the state on the ranks that update a metric, and these ranks;
+            returns the states of all of them.
+        replicas: the process group of this rank's replicas; ``None`` if there is one replica.
+
+    Attributes:
+        windows: the metrics over the last updates (`torchmetrics.aggregation.RunningMean`) that steps have updated.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        real: Sequence[nn.Module],
+        homes: Homes,
+        rank: int,
+        gather: Gather,
+        replicas: Any | None,
+    ) -> None:
+        self.names = {id(part): name for name, part in module.named_modules() if isinstance(part, Metric)}
+        self._metrics = [part for part in module.modules() if isinstance(part, Metric)]
+        self._real = {id(part) for root in real for part in root.modules()}
+        self._homes, self._rank, self._gather, self._replicas = homes, rank, gather, replicas
+        self._in_step = False
+        self._touched: dict[int, Snapshot] | None = None
+        self._again = False
+        self._changed = ExitStack()
+        self.windows: set[str] = set()
+
+    def install(self) -> None:
+        """Take over synchronisation."""
+        metric: Any
+        for metric in self._metrics:
+            self._replace(metric, "update", self._update(metric, metric.update))
+            self._replace(metric, "compute", self._compute(metric, metric.compute))
+            # others may pickle these
+            if self._replicas is None:
+                self._replace(metric, "distributed_available_fn", _never, gated=False)
+            elif metric.dist_sync_fn is None and metric.process_group is None:
+                self._replace(metric, "dist_sync_fn", functools.partial(_gather, self._replicas), gated=False)
+
+    def _replace(self, metric: Metric, name: str, value: Any, *, gated: bool = True) -> None:
+        self._changed.enter_context(replaced(metric, name, value, gated=gated))
+
+    def remove(self) -> None:
+        """Leave the metrics as they were found."""
+        self._changed.close()
+
+    @contextmanager
+    def in_step(self) -> Iterator[None]:
+        """Around a batch: ``compute`` is local."""
+        self._in_step = True
+        with (
+            replaced(Metric, "forward", self._touching(_forward)),
+            replaced(Metric, "reset", self._touching(_reset)),
+        ):
+            try:
+                yield
+            finally:
+                self._in_step = False
+
+    @contextmanager
+    def remembered(self) -> Iterator[dict[int, Snapshot]]:
+        """Around a run of the step: the states of the metrics that it changes, as they were before."""
+        self._touched, self._again = {}, is_recomputing()
+        try:
+            yield self._touched
+        finally:
+            self._touched = None
+
+    def _touch(self, metric: Metric) -> None:
+        """Remember a metric's state before it changes. Most runs that are cut short never come to a metric."""
+        if id(metric) in self._real and not self._again:
+            return  # what it is part of runs where it is held, and once
+        if self._touched is not None and id(metric) not in self._touched:
+            self._touched[id(metric)] = Snapshot({"": metric})
+
+    def _touching(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def wrapper(metric: Metric, *args: Any, **kwargs: Any) -> Any:
+            self._touch(metric)
+            return method(metric, *args, **kwargs)
+
+        return wrapper
+
+    def _update(self, metric: Metric, update: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            self._touch(metric)
+            if self._in_step and isinstance(metric, Running):
+                self.windows.add(self.names[id(metric)])
+            return update(*args, **kwargs)
+
+        return wrapper
+
+    def _compute(self, metric: Metric, compute: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            if self._in_step:
+                return compute(*args, **kwargs)
+            mine = ({name: getattr(metric, name) for name in metric._defaults}, metric._update_count)
+            ranks = self._homes(self.names[id(metric)])
+            updates = self._rank in ranks
+            states = self._gather(mine if updates else None, ranks)
+            if updates and len(states) == 1:
+                return compute(*args, **kwargs)
+            _set(metric, _merge(metric, states) if len(states) > 1 else states[0])
+            try:
+                return compute(*args, **kwargs)
+            finally:
+                if updates:
+                    # what the other ranks have seen counts once, however often the result is asked for
+                    _set(metric, mine)
+
+        return wrapper
+
+
+def _set(metric: Metric, state: State) -> None:
+    values, count = state
+    for name, value in values.items():
+        setattr(metric, name, tree_map(lambda v: v.to(metric.device) if isinstance(v, Tensor) else v, value))
+    metric._update_count = count
+    metric._computed = None
+
+
+def _merge(metric: Metric, states: Sequence[State]) -> State:
+    """The state after the updates of all ranks, as torchmetrics merges those of processes."""
+    merged: dict[str, Any] = {}
+    reductions: dict[str, Any] = metric._reductions
+    for name, reduction in reductions.items():
+        values = [state[name] for state, _ in states]
+        if isinstance(values[0], list):
+            merged[name] = [element for value in values for element in value]
+        else:
+            stacked = torch.stack([value.to(metric.device) for value in values])
+            merged[name] = stacked if reduction is None else reduction(stacked)
+    return merged, sum(count for _, count in states)
+
+
+def _never() -> bool:
+    return False
+
+
+def _gather(default: Any, tensor: Tensor, group: Any | None = None) -> list[Tensor]:
+    return gather_all_tensors(tensor, group=default if group is None else group)

@@ -1,0 +1,57 @@
+"""``shard_optimizer=True``: optimizers that update and remember only this process's part of what several hold."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.plugins.precision import Precision
+from torch.optim import Optimizer
+
+from lightning_pipe.engine.pipeline import Pipeline
+from lightning_pipe.parameters.zero1 import OptimizerShards
+from lightning_pipe.patches import replaced
+
+
+class ShardedOptimizers:
+    """Divides the optimizers of a run over the holders of each parameter, from its first training batch on.
+
+    Args:
+        pipeline: knows who holds what.
+        precision: the Trainer's precision plugin: gradients are dropped after it has clipped them.
+    """
+
+    def __init__(self, pipeline: Pipeline, precision: Precision) -> None:
+        self._pipeline, self._precision = pipeline, precision
+        self._shards: OptimizerShards | None = None
+        self._changed = ExitStack()
+
+    def install(self, optimizers: Sequence[Optimizer]) -> None:
+        """Begin, once the pipeline has settled who holds what."""
+        shards = self._shards = OptimizerShards(self._pipeline.reductions.shared, self._pipeline.transport)
+        shards.drop_states(optimizers)
+        after_closure = self._precision._after_closure
+
+        def drop(model: pl.LightningModule, optimizer: Any) -> None:
+            after_closure(model, optimizer)
+            shards.drop_gradients()
+            self._pipeline.gradients_divided = True
+
+        self._changed.enter_context(replaced(self._precision, "_after_closure", drop))
+        for optimizer in optimizers:
+            self._changed.callback(optimizer.register_step_post_hook(lambda *_: shards.share()).remove)
+
+    def remove(self) -> None:
+        """End."""
+        self._changed.close()
+
+    def state_of(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The whole state of what this process holds. Collective."""
+        if self._shards is None:
+            return optimizer.state_dict()
+        self._shards.gather_states([optimizer])
+        state = optimizer.state_dict()
+        self._shards.drop_states([optimizer])
+        return state

@@ -1,0 +1,114 @@
+"""Gradients that the schedule has computed, handed to autograd when Lightning calls ``loss.backward()``.
+
+Lightning zeroes gradients between ``training_step`` and ``backward``; the whole schedule has run by then. So its
+gradients are held back, and an autograd function with the parameters as inputs returns them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_pipe.torch_internals import foreach_mul_
+
+
+@dataclass
+class WithheldGradients:
+    """The fresh gradients of one batch, on their way from the schedule to ``loss.backward()``.
+
+    Args:
+        scale: the factor that the schedule has put on all losses.
+    """
+
+    scale: float = 1.0
+    parameters: list[nn.Parameter] = field(default_factory=list)
+    gradients: list[Tensor] = field(default_factory=list)
+
+    def loss(self, value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """The loss of the batch: its backward pass gives every parameter its gradient.
+
+        The gradients are multiplied in place by what comes from behind the loss (accumulation, gradient scaler) and
+        become ``parameter.grad`` without a copy.
+        """
+        # the anchor keeps backward legal on a rank without trainable parameters
+        anchor = torch.zeros((), requires_grad=True)
+        loss = torch.tensor(value, dtype=dtype, device=device)
+        result: Tensor = _HandOver.apply(  # type: ignore[no-untyped-call]
+            loss, self, anchor, *self.parameters
+        )
+        self.parameters = []
+        return result
+
+
+class _HandOver(torch.autograd.Function):
+    """Returns the loss; its backward pass returns the held gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, held: WithheldGradients, anchor: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.held = held
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *outputs: Tensor) -> tuple[Tensor | None, ...]:
+        held: WithheldGradients = ctx.held
+        gradients, held.gradients, ctx.held = held.gradients, [], None
+        factor = outputs[0] / held.scale
+        # on an accelerator a look at the factor would wait for the device
+        if factor.device.type != "cpu" or factor.item() != 1.0:
+            for same in _by_dtype(gradients):
+                foreach_mul_(same, factor.to(same[0]))
+        return (None, None, None, *gradients)
+
+
+@contextmanager
+def withheld_gradients(parameters: Iterable[nn.Parameter], scale: float = 1.0) -> Iterator[WithheldGradients]:
+    """Keep the gradients that the code inside computes apart from those that are there already.
+
+    Inside, ``parameter.grad`` is ``None`` at first and the parameters' own hooks are silent: they run once, at the
+    hand-over. Afterwards ``parameter.grad`` is what it was.
+
+    Args:
+        parameters: all that may get a gradient.
+        scale: the factor that the code inside puts on its losses.
+    """
+    trainable = [parameter for parameter in parameters if parameter.requires_grad]
+    before = [parameter.grad for parameter in trainable]
+    held = WithheldGradients(scale)
+    for parameter in trainable:
+        parameter.grad = None
+    try:
+        with _without_hooks(trainable):
+            yield held
+        held.parameters = [parameter for parameter in trainable if parameter.grad is not None]
+        held.gradients = [parameter.grad for parameter in held.parameters if parameter.grad is not None]
+    finally:
+        for parameter, gradient in zip(trainable, before, strict=True):
+            parameter.grad = gradient
+
+
+@contextmanager
+def _without_hooks(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Empty the dictionaries of tensor hooks and post-accumulate hooks, in place: autograd has references to them."""
+    silenced: list[tuple[dict[int, Any], dict[int, Any]]] = []
+    for parameter in parameters:
+        for hooks in (parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None)):
+            if hooks:
+                silenced.append((hooks, dict(hooks)))
+                hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, kept in silenced:
+            hooks.update(kept)
+
+
+def _by_dtype(tensors: Iterable[Tensor]) -> Iterable[list[Tensor]]:
+    groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    return groups.values()

@@ -1,0 +1,243 @@
+"""The processes of a run: connected, arranged in pipelines and replicas, and able to agree."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import warnings
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins import ClusterEnvironment
+from torch import Tensor
+from torch.distributed import ReduceOp
+
+from lightning_pipe.config import Auto, RunLayout, layout
+from lightning_pipe.engine.first_batch.loss_check import is_alone
+from lightning_pipe.errors import CommunicationError, ConfigurationError, PipeError
+from lightning_pipe.lightning_internals import all_gather_over, default_backend, reduce_over
+from lightning_pipe.schedules import Family
+from lightning_pipe.trainer.connect import connect, no_longer_than, on_interface
+from lightning_pipe.transport.base import Transport
+from lightning_pipe.transport.choose import open_transport
+from lightning_pipe.transport.failures.board import FailureBoard
+from lightning_pipe.transport.object_broadcast import broadcast
+from lightning_pipe.transport.topology import Topology
+from lightning_pipe.transport.torch_distributed import default_store
+
+T = TypeVar("T")
+
+
+def arrange(
+    family: Family,
+    world_size: int,
+    pipeline_parallel_size: int | Auto = "auto",
+    data_parallel_size: int | Auto = "auto",
+    stages: int | Auto = "auto",
+) -> RunLayout:
+    """The sizes of a run; a schedule made for a number of stages says that number.
+
+    Args:
+        family: the schedule.
+        world_size: number of processes.
+        pipeline_parallel_size: ranks in one pipeline.
+        data_parallel_size: pipelines side by side.
+        stages: stages the module is cut into.
+
+    Example:
+        >>> from lightning_pipe.schedules import get
+        >>> arrange(get("gpipe"), world_size=8, data_parallel_size=2)
+        Layout(pipeline_parallel_size=4, data_parallel_size=2, stages=4)
+    """
+    sizes = layout(world_size, pipeline_parallel_size, data_parallel_size)
+    own = family.placed(sizes.pipeline_parallel_size, None)[1]
+    if stages == "auto":
+        stages = own
+    if own < sizes.pipeline_parallel_size:  # replicated stages: fewer than ranks
+        return replace(sizes, stages=stages)
+    return layout(world_size, pipeline_parallel_size, data_parallel_size, stages)
+
+
+def check_world_size(asked: int, devices: int, num_nodes: int, environment: ClusterEnvironment) -> None:
+    """Compare the processes that have come up with those that the Trainer asks for.
+
+    Raises:
+        ConfigurationError: the numbers differ; otherwise some would wait for processes that never come.
+    """
+    found = {"the cluster environment": environment.world_size()}
+    if "WORLD_SIZE" in os.environ:
+        found["the launcher (WORLD_SIZE)"] = int(os.environ["WORLD_SIZE"])
+    if dist.is_available() and dist.is_initialized():
+        found["torch.distributed"] = dist.get_world_size()
+    for who, size in found.items():
+        if size != asked:
+            raise ConfigurationError(
+                f"The Trainer asks for {asked} processes (num_nodes={num_nodes} x devices={devices}), but {who} has "
+                f"{size}.",
+                hint=f"Start {asked} processes, or choose num_nodes and devices so that they multiply to {size}.",
+            )
+
+
+@dataclass
+class World:
+    """The processes, seen from one of them.
+
+    Args:
+        layout: sizes of pipelines and replicas.
+        transport: this process's transport.
+        board: where failures are told; ``None`` for one process.
+        replicas: torch's group of the processes with the same rank in all pipelines; ``None`` if there is one pipeline.
+        local: while a user's step runs, in which not all processes take part: collectives concern the replicas alone.
+    """
+
+    layout: RunLayout
+    transport: Transport
+    board: FailureBoard | None = None
+    replicas: Any | None = None
+    local: bool = False
+
+    @classmethod
+    def open(
+        cls,
+        layout: RunLayout,
+        family: Family,
+        device: torch.device,
+        environment: ClusterEnvironment,
+        backend: str | None,
+        timeout: timedelta,
+        hosts: int = 1,
+        check: Callable[[], None] = lambda: None,
+    ) -> World:
+        """Connect the processes. Collective.
+
+        Args:
+            layout: sizes of pipelines and replicas.
+            family: the schedule: the rank with its loss becomes the first process of each pipeline.
+            device: this process's device.
+            environment: how the processes find each other.
+            backend: torch.distributed's; ``None`` chooses by device.
+            timeout: the longest that one process waits for another.
+            hosts: on how many hosts the processes are.
+            check: raises if waiting for the others is in vain.
+        """
+        with warnings.catch_warnings():  # that one micro-batch is off the family's multiples concerns nobody
+            warnings.simplefilter("ignore")
+            probe = family.build(layout.pipeline_parallel_size, 1, stages=layout.stages)
+        topology = Topology.for_schedule(
+            layout.pipeline_parallel_size, layout.data_parallel_size, loss_rank=probe.loss_ranks[0]
+        )
+        if layout.world_size == 1:
+            return cls(layout, open_transport(topology, device, timeout))
+        backend = backend or default_backend(device)
+        with _connecting(timeout), on_interface(hosts):
+            connect(environment, backend, timeout, hosts, check)
+            with no_longer_than(timeout, "To connect the processes"):
+                world = cls(layout, open_transport(topology, device, timeout))
+                if topology.replicas > 1:
+                    groups = [sorted(topology.replica_processes(rank)) for rank in range(topology.ranks)]
+                    world.replicas = [dist.new_group(group, timeout=timeout) for group in groups][world.transport.rank]
+        world.board = FailureBoard(default_store(), world.transport)
+        world.board.watch()
+        atexit.register(world.end)
+        return world
+
+    def end(self) -> None:
+        """Close at the end of the process; after a failure others may be missing, and nobody waits for them."""
+        if self.board is None or not self.board.noticed.is_set():
+            self.close()
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+    def close(self) -> None:
+        """Let go of the other processes: sockets, threads, groups and the store. Idempotent."""
+        atexit.unregister(self.end)
+        if self.board is not None:
+            self.board.close()
+        self.board = self.replicas = None
+        self.transport.close()
+
+    @property
+    def everyone(self) -> tuple[int, ...]:
+        """All processes."""
+        return tuple(range(self.layout.world_size))
+
+    @property
+    def replica_members(self) -> tuple[int, ...]:
+        """The processes with the same rank in all pipelines."""
+        return tuple(sorted(self.transport.topology.replica_processes(self.transport.rank)))
+
+    def share_randomness(self) -> int:
+        """Continue everywhere from the random state of process 0, as one device would; returns its seed."""
+        state, seed = broadcast(self.transport, (torch.get_rng_state(), torch.initial_seed()), 0, self.everyone)
+        torch.set_rng_state(state)
+        return int(seed)
+
+    def barrier(self) -> None:
+        """Wait for all processes."""
+        if not self.local:
+            self.transport.barrier()
+
+    def broadcast(self, obj: T, source: int) -> T:
+        """The object of one process, on all."""
+        if self.local:
+            return obj
+        shared: T = self.transport.broadcast_object(obj, source, self.everyone)
+        return shared
+
+    def reduce(self, value: Any, group: Any | None, op: ReduceOp | str | None) -> Any:
+        """Reduce over the replicas; the ranks of a pipeline have the same value already."""
+        group = self.replicas if group is None else group
+        if group is None or not isinstance(value, Tensor) or is_alone():
+            return value
+        with self.transport.guarding("reduce a value over the replicas"):
+            return reduce_over(value, group, reduce_op=op)
+
+    def all_gather(self, tensor: Tensor, group: Any | None, sync_grads: bool) -> Tensor:
+        """Gather from the replicas along a new first dimension; one replica gets the tensor itself, as one device."""
+        group = self.replicas if group is None or group is dist.group.WORLD else group
+        if group is not None and is_alone():
+            return torch.stack([tensor] * self.layout.data_parallel_size)
+        if group is None:
+            return tensor
+        with self.transport.guarding("gather a value from the replicas"):
+            return all_gather_over(tensor, group=group, sync_grads=sync_grads)
+
+    def agree(self, decision: bool, *, unanimous: bool, members: tuple[int, ...] | None = None) -> bool:
+        """Whether all processes, or those of a group, or any of them, say yes."""
+        if members is None:
+            # in a step only the ranks of the same stage are sure to ask
+            members = self.replica_members if self.local else self.everyone
+        if len(members) == 1:
+            return decision
+        flag = torch.tensor([int(decision)])
+        self.transport.all_reduce(flag, members, "min" if unanimous else "max").wait()
+        return bool(flag.item())
+
+    def sum_over_replicas(self, amount: float) -> float:
+        """The sum of the amounts of all pipelines."""
+        if len(self.replica_members) == 1:
+            return amount
+        total = torch.tensor([amount], dtype=torch.float64)
+        self.transport.all_reduce(total, self.replica_members).wait()
+        return float(total)
+
+
+@contextmanager
+def _connecting(timeout: timedelta) -> Generator[None, None, None]:
+    """Words for what torch raises while processes are connected."""
+    try:
+        yield
+    except PipeError:
+        raise
+    except RuntimeError as error:
+        reason = str(error).split("\n", 1)[0]
+        raise CommunicationError(
+            f"The processes could not be connected: {reason}",
+            hint="Look for the first error of another process; one may have been killed (out of memory?), or have "
+            f"stood still for longer than {timeout.total_seconds():g} s.",
+        ) from error

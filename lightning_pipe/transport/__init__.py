@@ -1,0 +1,1 @@
+"""Messages between ranks: what carries them, and how a failure of one rank reaches the others."""

@@ -1,0 +1,301 @@
+"""The interface under the executor: messages between ranks, reductions over groups, objects on the slow path."""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from lightning_pipe.errors import CommunicationError
+from lightning_pipe.transport.topology import Topology
+
+if TYPE_CHECKING:
+    from lightning_pipe.transport.failures.board import FailureBoard
+    from lightning_pipe.transport.message_layout import MessageLayout
+
+Direction = Literal["forward", "backward"]
+Reduction = Literal["sum", "max", "min"]
+
+
+class Lane(NamedTuple):
+    """A channel between two ranks. Messages in one lane arrive in the order in which they were sent.
+
+    Lanes do not wait for each other: a receive that is still pending in one never holds up a send in another.
+    """
+
+    direction: Direction
+    pipe: int = 0
+
+    def __str__(self) -> str:
+        return f"the {self.direction} lane of pipe {self.pipe}"
+
+
+class Channel(NamedTuple):
+    """A lane from one pipeline rank to another, in the form in which `Transport.connect` is told about it."""
+
+    rank: int
+    peer: int
+    lane: Lane
+
+
+class Work(Protocol):
+    """An operation under way."""
+
+    def wait(self) -> None:
+        """Return when the operation is done. On a GPU the current stream waits, not the host.
+
+        Raises:
+            CommunicationError: a peer failed, left, or did not answer in time.
+        """
+
+    def is_completed(self) -> bool:
+        """Whether `wait` would return at once; never blocks."""
+
+
+class IncomingParts(Protocol):
+    """Control words and tensors on their way here."""
+
+    def wait(self) -> tuple[list[int], list[Tensor]]:
+        """They, when they have come."""
+
+
+class Parts(NamedTuple):
+    """A message on its way here, and what reads it."""
+
+    work: Work
+    read: Callable[[], tuple[list[int], list[Tensor]]]
+
+    def wait(self) -> tuple[list[int], list[Tensor]]:
+        """Its control words and tensors."""
+        self.work.wait()
+        return self.read()
+
+
+class Done:
+    """An operation that had nothing to do."""
+
+    def wait(self) -> None:
+        """Return at once."""
+
+    def is_completed(self) -> bool:
+        """True."""
+        return True
+
+
+DONE = Done()
+
+
+class Transport(ABC):
+    """Moves messages between the ranks of a pipeline and reduces over groups of processes; one per process.
+
+    ``peer`` is always a pipeline rank of the same replica; ``members`` and ``source`` are processes of the world.
+
+    Args:
+        topology: the place of every process.
+        process: this process.
+        device: where messages live.
+        timeout: the longest that a blocking call waits.
+
+    Attributes:
+        rank: this process's rank in its pipeline.
+        replica: the pipeline that this process belongs to.
+        peers: the process of each rank of this pipeline.
+        names: how messages name each rank of this pipeline.
+        board: where failures are looked up and reported; set by `FailureBoard`.
+        waiting: what the process is blocked on, for reports; ``None`` while it is not.
+        inline_control: whether the host can read a received message for free, so that control words may travel in it.
+    """
+
+    def __init__(self, topology: Topology, process: int, device: torch.device, timeout: timedelta) -> None:
+        self.topology = topology
+        self.process = process
+        self.replica, self.rank = topology.locate(process)
+        self.device = device
+        self.timeout = timeout
+        self.peers = topology.pipeline_processes(self.replica)
+        self.names = tuple(topology.describe(peer) for peer in self.peers)
+        self.board: FailureBoard | None = None
+        self.waiting: object | None = None
+        self.inline_control = device.type == "cpu"
+
+    def connect(self, channels: Iterable[Channel]) -> None:  # noqa: B027 - most transports need no preparation
+        """Prepare the channels that a schedule uses.
+
+        Collective over the world, with the same channels everywhere, and idempotent. Only NCCL needs it: it opens
+        one communicator per channel, which must happen in the same order at both ends.
+        """
+
+    @abstractmethod
+    def send(self, data: Tensor, peer: int, lane: Lane) -> Work:
+        """Start to send a flat, contiguous ``uint8`` tensor. It must not be changed before the operation is done."""
+
+    @abstractmethod
+    def receive(self, data: Tensor, peer: int, lane: Lane) -> Work:
+        """Start to receive into a flat, contiguous ``uint8`` tensor that has exactly the message's size.
+
+        Both ends must agree on it: Gloo takes a shorter message without a word and ends the process on a longer one.
+        """
+
+    def send_parts(
+        self,
+        layout: MessageLayout,
+        control: list[int],
+        tensors: Sequence[Tensor | None],
+        peer: int,
+        lane: Lane,
+        tag: int,
+    ) -> Sequence[Work]:
+        """Start to send control words and tensors, which may be changed at once, as one message.
+
+        Args:
+            layout: how they lie in it.
+            control: the control words.
+            tensors: the tensors, with ``None`` for missing ones.
+            peer: the receiver.
+            lane: the lane.
+            tag: for the control words where they have a message of their own; that of no other object under way.
+        """
+        data = layout.pack(control if self.inline_control else (), tensors, self.device)
+        words = () if self.inline_control else (self.send_object(control, peer, tag),)
+        return (*words, self.send(data, peer, lane))
+
+    def receive_parts(self, layout: MessageLayout, peer: int, lane: Lane, tag: int) -> IncomingParts:
+        """Start to receive what `send_parts` sends; the arguments are the same at both ends."""
+        data = torch.empty(layout.size, dtype=torch.uint8, device=self.device)
+        work = self.receive(data, peer, lane)
+
+        def read() -> tuple[list[int], list[Tensor]]:
+            if self.inline_control:
+                return layout.unpack(data)
+            return self.receive_object(peer, tag), layout.tensors(data)
+
+        return Parts(work, read)
+
+    @abstractmethod
+    def send_object(self, obj: object, peer: int, tag: int) -> Work:
+        """Start to send any object that pickles. Messages with different tags may overtake each other."""
+
+    @abstractmethod
+    def receive_object(self, peer: int, tag: int) -> Any:
+        """The next object that ``peer`` sends with this tag."""
+
+    @abstractmethod
+    def make_groups(self, groups: Sequence[tuple[int, ...]]) -> None:
+        """Prepare groups of processes for collectives.
+
+        Collective over the world, with the same list everywhere, and idempotent. The group of all processes and
+        groups of one process need no preparation.
+        """
+
+    @abstractmethod
+    def all_reduce(self, tensor: Tensor, members: tuple[int, ...], op: Reduction = "sum") -> Work:
+        """Start to reduce a contiguous tensor in place over the members (sorted processes)."""
+
+    @abstractmethod
+    def broadcast(self, tensor: Tensor, source: int, members: tuple[int, ...]) -> Work:
+        """Start to copy the source's contiguous tensor into those of the other members."""
+
+    @abstractmethod
+    def broadcast_object(self, obj: object, source: int, members: tuple[int, ...]) -> Any:
+        """The source's object, on every member."""
+
+    @abstractmethod
+    def all_gather_object(self, obj: object, members: tuple[int, ...]) -> list[Any]:
+        """Every member's object, in the order of the members."""
+
+    @abstractmethod
+    def barrier(self, members: tuple[int, ...] | None = None) -> None:
+        """Return when every member (``None``: every process) has come here."""
+
+    def abort(self) -> None:
+        """Give up: pending operations fail here and, as soon as possible, at the peers."""
+        self.close()
+
+    @contextmanager
+    def guarding(self, operation: object) -> Iterator[None]:
+        """Around a collective that is not this transport's: reports name it, and its errors say what is known.
+
+        Args:
+            operation: what it does, as in "could not ...".
+        """
+        yield
+
+    def leave_time_to_watchdog(self) -> None:  # noqa: B027 - not every transport has clocks of its own
+        """Wait without a limit from now on: the failure board's watchdog aborts what takes longer than the timeout.
+
+        It does not count the time for which this process is suspended (Ctrl-Z); the clocks of Gloo and of sockets do.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release what the transport holds. Pending operations must be done; idempotent."""
+
+    def describe(self, process: int | None = None) -> str:
+        """How messages name a process (``None``: this one)."""
+        return self.topology.describe(self.process if process is None else process)
+
+    def describe_channel(self, channel: Channel) -> str:
+        """How messages name a channel of this process's pipeline."""
+        return f"{channel.lane} from {self.names[channel.rank]} to {self.names[channel.peer]}"
+
+    def error(self, operation: object, cause: BaseException | None, timed_out: bool = False) -> CommunicationError:
+        """The error for an operation that failed: with the origin's traceback or the report of a hang, if known."""
+        timed_out = timed_out or (self.board is not None and self.board.overdue)
+        what = f"{self.describe().capitalize()} could not {operation}"
+        if timed_out:
+            message = f"{what} within {self.timeout.total_seconds():g} s."
+        else:
+            # Gloo puts the place in its own source before its words
+            words = re.sub(r"^\[[^\]]*\] ?", "", str(cause or "").split("\n", 1)[0])
+            message = f"{what}: {words or type(cause).__name__}"
+        if self.board is not None:
+            return self.board.explain(message, timed_out=timed_out)
+        return CommunicationError(message, hint="Look for the first error of another rank, or raise the timeout.")
+
+    def check_members(self, members: tuple[int, ...]) -> None:
+        """Raise if the members are not sorted processes of this world with this one among them."""
+        world = self.topology.world_size
+        if list(members) != sorted(set(members)) or not all(0 <= member < world for member in members):
+            raise CommunicationError(f"A group needs sorted, different processes below {world}, not {members}.")
+        if self.process not in members:
+            raise CommunicationError(f"{self.describe().capitalize()} takes part in no collective of {members}.")
+
+
+def check_message(data: Tensor) -> None:
+    """Raise if a tensor has not the form that lanes carry."""
+    if data.dtype is not torch.uint8 or data.dim() != 1 or not data.is_contiguous():
+        raise CommunicationError(
+            f"Lanes carry flat, contiguous uint8 tensors, not {data.dtype} of shape {tuple(data.shape)}.",
+            hint="Use tensor.contiguous().view(-1).view(torch.uint8).",
+        )
+
+
+class Message(NamedTuple):
+    """A message under way, as errors and reports name it."""
+
+    verb: Literal["send", "receive"]
+    size: int
+    peer: str
+    lane: Lane | str
+
+    def __str__(self) -> str:
+        preposition = "to" if self.verb == "send" else "from"
+        return f"{self.verb} {self.size} bytes {preposition} {self.peer} on {self.lane}"
+
+
+class Collective(NamedTuple):
+    """A collective under way, as errors and reports name it."""
+
+    name: str
+    size: int
+    members: tuple[int, ...]
+
+    def __str__(self) -> str:
+        size = f" of {self.size} bytes" if self.size else ""
+        return f"finish {self.name}{size} with ranks {list(self.members)}"

@@ -1,0 +1,1 @@
+"""One rank failing ends all of them, and the reason reaches the user."""

@@ -1,0 +1,119 @@
+"""What processes tell each other through the store when one of them fails or all of them wait."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from lightning_pipe.transport.failures.store_client import StoreClient
+
+Kind = Literal["error", "hang", "silent", "gone"]
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What went wrong first.
+
+    Args:
+        process: where.
+        name: how messages name it.
+        text: the traceback, the report of a hang, or what is known about a process that says nothing itself.
+        kind: which it is; a process that is silent may still be there.
+    """
+
+    process: int
+    name: str
+    text: str
+    kind: Kind = "error"
+
+    def __str__(self) -> str:
+        if self.kind == "hang":
+            return f"Nobody has failed; {self.name} asked all ranks where they are:\n{self.text}"
+        if self.kind == "error":
+            return f"{self.name.capitalize()} failed first:\n{self.text}"
+        return f"{self.name.capitalize()} {self.text}"
+
+    @property
+    def overdue(self) -> bool:
+        """Whether something did not come in time."""
+        return self.kind in ("hang", "silent")
+
+
+class FailureStore:
+    """The board's entries in the store, over a connection of its own.
+
+    Args:
+        store: reached by all processes.
+        prefix: of the entries.
+    """
+
+    def __init__(self, store: Store, prefix: str) -> None:
+        self._client = StoreClient(store.clone())  # type: ignore[attr-defined]
+        self._prefix = prefix
+
+    def close(self) -> None:
+        """End the connection."""
+        self._client.close()
+
+    def publish(self, failure: Failure) -> bool:
+        """Enter a failure; whether it is the first one."""
+        text = json.dumps(asdict(failure))
+        return self._enter("failure", text)
+
+    def failure(self) -> Failure | None:
+        """The first failure."""
+        key = self._prefix + "failure"
+        text = self._client.ask(lambda store: store.get(key) if store.check([key]) else None)
+        return None if text is None else Failure(**json.loads(text))
+
+    def acknowledge(self) -> None:
+        """Enter that one more process has read the failure."""
+        self._client.ask(lambda store: store.add(self._prefix + "readers", 1))
+
+    def readers(self) -> int:
+        """How many processes have read the failure."""
+        return self._client.ask(lambda store: int(store.add(self._prefix + "readers", 0)))
+
+    def claim(self, process: int) -> bool:
+        """Enter who tells the user the reason; whether this process is the first to do so."""
+        return self._enter("teller", str(process))
+
+    def claimed(self) -> bool:
+        """Whether a process has entered that it tells the reason."""
+        return self.noted("teller") is not None
+
+    def note(self, key: str, text: str) -> None:
+        """Enter something under a name of its own."""
+        self._client.ask(lambda store: store.set(self._prefix + key, text))
+
+    def noted(self, key: str) -> str | None:
+        """What is entered under a name."""
+        name = self._prefix + key
+        return self._client.ask(lambda store: store.get(name).decode() if store.check([name]) else None)
+
+    def add(self, key: str) -> int:
+        """How many processes have called this with this name."""
+        return self._client.ask(lambda store: int(store.add(f"{self._prefix}{key}", 1)))
+
+    def ask(self, process: int) -> bool:
+        """Ask all processes where they are; whether this process is the one that asks and reports."""
+        return self._enter("asker", str(process))
+
+    def asked(self) -> bool:
+        """Whether a process asks where all are."""
+        return self._client.ask(lambda store: bool(store.check([self._prefix + "asker"])))
+
+    def answer(self, process: int, place: str) -> None:
+        """Enter where a process is."""
+        self._client.ask(lambda store: store.set(f"{self._prefix}place/{process}", place))
+
+    def place(self, process: int) -> str | None:
+        """Where a process is; ``None`` while it has not answered."""
+        key = f"{self._prefix}place/{process}"
+        return self._client.ask(lambda store: store.get(key).decode() if store.check([key]) else None)
+
+    def _enter(self, key: str, value: str) -> bool:
+        return self._client.ask(lambda store: bool(store.compare_set(self._prefix + key, "", value) == value.encode()))

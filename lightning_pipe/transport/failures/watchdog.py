@@ -1,0 +1,102 @@
+"""The thread that looks at the failure board for a main thread that cannot."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from typing import TYPE_CHECKING
+
+from lightning_pipe.transport.failures import joined_threads
+from lightning_pipe.transport.failures.store import Failure
+from lightning_pipe.transport.failures.store_client import StoreSilentError
+
+if TYPE_CHECKING:
+    from lightning_pipe.transport.failures.board import FailureBoard
+
+_LATE = 3.0
+"""Seconds by which a look is late if this process was suspended rather than one of several on a busy machine."""
+
+_RECENT = 30.0
+
+
+class Watchdog:
+    """Looks at the board every ``interval`` seconds until it is stopped.
+
+    * Another process asks where this one is: it answers.
+    * Another process has failed and the main thread does not notice within the board's patience: it aborts the
+      transport. If even that does not help within ``exit_after`` seconds, it prints the failure and ends the process.
+    * The store has gone, and process 0 with it: the same, if this process is at work; else the run is ending.
+    * The main thread is at the same place for longer than ``stall`` seconds: that is a hang. A store that does not
+      answer then is one, too: the process that serves it stands still.
+    * This process was suspended (Ctrl-Z), or its main thread did not let other threads run: the time does not count.
+    """
+
+    def __init__(self, board: FailureBoard, interval: float, stall: float, exit_after: float | None) -> None:
+        self._board = board
+        self._interval = interval
+        self._stall = stall
+        self._exit_after = exit_after
+        self._stopped = threading.Event()
+        self._place: tuple[int, object | None] = (-1, None)
+        self._since = self._looked = time.monotonic()
+        self._suspended = (0.0, 0.0)  # when it ended and how long it was
+        self._thread = joined_threads.start("watchdog", self._run, self._stopped.set)
+
+    def stop(self) -> None:
+        """End the thread."""
+        self._stopped.set()
+        self._thread.join(joined_threads.PATIENCE)
+
+    def suspended(self) -> float:
+        """Seconds for which this process stood still until a moment ago."""
+        ended, seconds = self._suspended
+        now = time.monotonic()
+        return max(now - self._looked - self._interval, seconds if now - ended < _RECENT else 0.0)
+
+    def _run(self) -> None:
+        while not self._stopped.wait(self._interval):
+            self._notice_suspension()
+            failure = self._look()
+            self._looked = time.monotonic()
+            if failure is not None:
+                self._end(failure)
+                return
+
+    def _notice_suspension(self) -> None:
+        late = time.monotonic() - self._looked - self._interval
+        if late > _LATE:
+            self._since = time.monotonic()
+            self._suspended = (self._since, late)
+
+    def _look(self) -> Failure | None:
+        try:
+            failure = self._board.find_failure()
+            return self._board.report() if failure is None and self._stands_still() else failure
+        except StoreSilentError:
+            return self._board.silence() if self._stands_still() else None
+        except RuntimeError:
+            # a process that is at work needs process 0; the others are about to end
+            if not self._stopped.wait(self._board.patience) and self._board.at_work:
+                return self._board.loss()
+            return None
+
+    def _stands_still(self) -> bool:
+        place = (self._board.beats, self._board.transport.waiting)
+        # what it waits for is a new object each time
+        if place[0] != self._place[0] or place[1] is not self._place[1] or not self._board.at_work:
+            self._place, self._since = place, time.monotonic()
+        return time.monotonic() - self._since > self._stall
+
+    def _end(self, failure: Failure) -> None:
+        # after a hang nobody will notice anything without help
+        patience = self._board.patience if not failure.overdue else 0.0
+        if self._board.noticed.wait(patience) or self._stopped.is_set():
+            return
+        self._board.transport.abort()
+        if self._exit_after is None or self._board.noticed.wait(self._exit_after):
+            return
+        name = self._board.transport.describe()
+        reason = f"\n{failure}" if self._board.may_tell() else ""
+        print(f"{name.capitalize()} does not react and is ended.{reason}", file=sys.stderr, flush=True)
+        joined_threads.leave(1)

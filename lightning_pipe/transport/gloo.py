@@ -1,0 +1,101 @@
+"""The transport over Gloo: messages through host memory, and through shared memory between processes of one host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_pipe.transport.base import IncomingParts, Lane, Message, Work, check_message
+from lightning_pipe.transport.message_layout import MessageLayout
+from lightning_pipe.transport.shared_memory.peer import SharedMemoryPeer
+from lightning_pipe.transport.shared_memory.rendezvous import connect_local
+from lightning_pipe.transport.topology import Topology
+from lightning_pipe.transport.torch_distributed import TorchTransport
+from lightning_pipe.transport.work import LocalReceive, StagedReceive
+
+
+class GlooTransport(TorchTransport):
+    """Messages through host memory; tensors of a GPU are staged through pinned memory.
+
+    All lanes of a pipeline share one process group and have a tag each: Gloo moves the bytes of a message only once
+    its receiver has come, so a pending operation of one lane holds up no other.
+
+    Args:
+        topology: the place of every process of the default group.
+        device: where messages live.
+        timeout: the longest that an operation may take.
+        local: whether processes of one host use shared memory instead, for messages.
+    """
+
+    def __init__(self, topology: Topology, device: torch.device, timeout: timedelta, *, local: bool = True) -> None:
+        super().__init__(topology, device, timeout, backend="gloo")
+        if local:
+            with self.failing("connect to the processes of this host"):
+                found = connect_local(self.process, self.peers, timeout.total_seconds(), self._gather)
+            self._local = {self.peers.index(process): peer for process, peer in found.items()}
+
+    @override
+    def send(self, data: Tensor, peer: int, lane: Lane) -> Work:
+        check_message(data)
+        if not data.is_cpu:
+            host = torch.empty(data.shape, dtype=data.dtype, pin_memory=True)
+            host.copy_(data, non_blocking=True)
+            # The bytes must be in host memory before Gloo sees them; only what computes them is waited for.
+            torch.cuda.current_stream(data.device).synchronize()
+            data = host
+        return self._start_send(data, peer, lane, _lane_tag(lane))
+
+    @override
+    def receive(self, data: Tensor, peer: int, lane: Lane) -> Work:
+        check_message(data)
+        if data.is_cpu:
+            return self._start_receive(data, peer, lane, _lane_tag(lane))
+        host = torch.empty(data.shape, dtype=data.dtype, pin_memory=True)
+        work = self._start_receive(host, peer, lane, _lane_tag(lane))
+        return StagedReceive(work, host, data)
+
+    @override
+    def send_parts(
+        self,
+        layout: MessageLayout,
+        control: list[int],
+        tensors: Sequence[Tensor | None],
+        peer: int,
+        lane: Lane,
+        tag: int,
+    ) -> Sequence[Work]:
+        local = self._sharing(peer)
+        if local is None:
+            return super().send_parts(layout, control, tensors, peer, lane, tag)
+        try:
+            local.hand_over(layout.size, lambda address: layout.write(address, control, tensors), _lane_tag(lane))
+        except OSError as error:
+            raise self.failed(Message("send", layout.size, self.names[peer], lane), error) from error
+        return ()
+
+    @override
+    def receive_parts(self, layout: MessageLayout, peer: int, lane: Lane, tag: int) -> IncomingParts:
+        local = self._sharing(peer)
+        if local is None:
+            return super().receive_parts(layout, peer, lane, tag)
+        operation = Message("receive", layout.size, self.names[peer], lane)
+        try:
+            return LocalReceive(self, operation, local, local.expect(layout.size, layout.read, _lane_tag(lane)))
+        except OSError as error:
+            raise self.failed(operation, error) from error
+
+    def _sharing(self, peer: int) -> SharedMemoryPeer | None:
+        """The connection to a process that maps the same memory, where messages can be written to it as they are."""
+        return self._local.get(peer) if self.device.type == "cpu" else None
+
+    def _gather(self, obj: object) -> list[Any]:
+        return self.all_gather_object(obj, self.everyone)
+
+
+def _lane_tag(lane: Lane) -> int:
+    return 2 * lane.pipe + (lane.direction == "backward")

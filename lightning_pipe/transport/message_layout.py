@@ -1,0 +1,164 @@
+"""Several tensors and a few control words in one flat message."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from operator import mul
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from lightning_pipe.intercept.call_record import TensorSpec
+
+Part = TypeVar("Part")
+_ALIGNMENT = 16
+_BITS = 62
+_HOST = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class MessageLayout:
+    """Where the parts of a message lie.
+
+    Args:
+        words: number of 64-bit control words at its head.
+        specs: shapes and dtypes of the tensors behind them.
+
+    Example:
+        >>> layout = Layout(1, (TensorSpec((2,), torch.float32),))
+        >>> layout.size
+        32
+        >>> layout.unpack(layout.pack([7], [torch.ones(2)], torch.device("cpu")))
+        ([7], [tensor([1., 1.])])
+    """
+
+    words: int
+    specs: tuple[TensorSpec, ...]
+
+    @cached_property
+    def _parts(self) -> tuple[tuple[int, int], ...]:
+        parts, offset = [], _aligned(8 * self.words)
+        for spec in self.specs:
+            count = torch.Size(spec.shape).numel() * spec.dtype.itemsize
+            parts.append((offset, count))
+            offset = _aligned(offset + count)
+        return (*parts, (offset, 0))
+
+    @cached_property
+    def _control(self) -> struct.Struct:
+        return struct.Struct(f"={self.words}q")
+
+    @cached_property
+    def _strides(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(_strides(spec) for spec in self.specs)
+
+    @cached_property
+    def size(self) -> int:
+        """Bytes of the whole message."""
+        return self._parts[-1][0]
+
+    def pack(self, control: Sequence[int], tensors: Sequence[Tensor | None], device: torch.device) -> Tensor:
+        """A message; the places of missing tensors are left as they are."""
+        data = torch.empty(self.size, dtype=torch.uint8, device=device)
+        if device.type == "cpu":
+            self.write(data.data_ptr(), control, tensors)
+            return data
+        for tensor, (offset, count), spec, strides in self._places(tensors):
+            if tensor is not None and count:
+                with torch.no_grad():
+                    data[offset : offset + count].view(spec.dtype).as_strided(spec.shape, strides).copy_(tensor)
+        return data
+
+    def write(self, address: int, control: Sequence[int], tensors: Sequence[Tensor | None]) -> None:
+        """Write a message to host memory. Without torch's calls, which take several times as long."""
+        if control:
+            ctypes.memmove(address, self._control.pack(*control), self._control.size)
+        for tensor, (offset, count), spec, strides in self._places(tensors):
+            if tensor is None or not count:
+                continue
+            raw = tensor
+            if not _is_raw(tensor, spec, strides):
+                with torch.no_grad():
+                    raw = torch.empty_strided(spec.shape, strides, dtype=spec.dtype, device=_HOST).copy_(tensor)
+            ctypes.memmove(address + offset, raw.data_ptr(), count)
+
+    def read(self, address: int) -> tuple[list[int], list[Tensor]]:
+        """Copy the control words and the tensors out of host memory."""
+        control = list(self._control.unpack(ctypes.string_at(address, self._control.size)))
+        tensors = []
+        for spec, (offset, count), _, strides in self._places(self.specs):
+            tensor = torch.empty_strided(spec.shape, strides, dtype=spec.dtype, device=_HOST)
+            if count:
+                ctypes.memmove(tensor.data_ptr(), address + offset, count)
+            tensors.append(tensor)
+        return control, tensors
+
+    def _places(self, tensors: Iterable[Part]) -> Iterator[tuple[Part, tuple[int, int], TensorSpec, tuple[int, ...]]]:
+        """With every tensor its offset and bytes, its specification and its strides."""
+        return zip(tensors, self._parts, self.specs, self._strides, strict=False)
+
+    def unpack(self, data: Tensor) -> tuple[list[int], list[Tensor]]:
+        """The control words and the tensors of a message in host memory."""
+        return list(self._control.unpack(ctypes.string_at(data.data_ptr(), self._control.size))), self.tensors(data)
+
+    def tensors(self, data: Tensor) -> list[Tensor]:
+        """The tensors; they share the message's memory but not its version counter."""
+        storage = data.untyped_storage()
+        tensors = []
+        for (offset, _), spec, strides in zip(self._parts, self.specs, self._strides, strict=False):
+            tensor = torch.empty(0, dtype=spec.dtype, device=data.device)
+            tensors.append(tensor.set_(storage, offset // spec.dtype.itemsize, spec.shape, strides))
+        return tensors
+
+
+def _is_raw(tensor: Tensor, spec: TensorSpec, strides: tuple[int, ...]) -> bool:
+    """Whether a tensor lies in host memory as it is to lie in the message, byte for byte."""
+    return (
+        type(tensor) is Tensor
+        and tensor.is_cpu
+        and tensor.dtype == spec.dtype
+        and tensor.stride() == strides
+        and tensor.shape == spec.shape
+        and not (tensor.is_neg() or tensor.is_conj() or tensor._is_zerotensor())
+    )
+
+
+def _strides(spec: TensorSpec) -> tuple[int, ...]:
+    """The strides in the message: the tensor's own if it is dense, else those of a contiguous one."""
+    if spec.strides is not None and spec.dense:
+        return spec.strides
+    return tuple(accumulate(reversed(spec.shape[1:]), mul, initial=1))[::-1] if spec.shape else ()
+
+
+def _aligned(offset: int) -> int:
+    return -(-offset // _ALIGNMENT) * _ALIGNMENT
+
+
+def mask_words(count: int) -> int:
+    """Control words that a mask of ``count`` bits takes."""
+    return -(-count // _BITS)
+
+
+def to_words(bits: Iterable[bool]) -> list[int]:
+    """A mask as control words.
+
+    Example:
+        >>> to_words([True, False, True]), to_bits([5], 3)
+        ([5], [True, False, True])
+    """
+    flags = list(bits)
+    return [
+        sum(1 << i for i, flag in enumerate(flags[start : start + _BITS]) if flag)
+        for start in range(0, len(flags), _BITS)
+    ]
+
+
+def to_bits(words: Sequence[int], count: int) -> list[bool]:
+    """The mask of `to_words`."""
+    return [bool(words[i // _BITS] >> (i % _BITS) & 1) for i in range(count)]

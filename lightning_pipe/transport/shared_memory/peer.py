@@ -1,0 +1,337 @@
+"""Messages between processes of one host: through shared memory, announced over a socket.
+
+Gloo moves every message with threads of its own at both ends and two control messages; where processes share the
+cores, these threads take the time of those that compute. Here a send copies into memory that both processes map and
+writes a few bytes to a socket, and the receiver reads them when it waits: no thread is involved, a message costs a
+tenth. Needs Linux (``memfd_create``).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+import select
+import socket
+import struct
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_pipe.transport.failures import joined_threads
+
+_PACKET = struct.Struct("<BIIQ")  # kind, tag, number of the buffer, bytes of the message; behind it what is free again
+_NUMBER = struct.Struct("<I")
+_TIME = struct.Struct("@ll")  # the system's seconds and microseconds
+_MESSAGE, _FREE, _MEMORY = 0, 1, 2
+_SMALLEST = 4096
+_MOST_AT_ONCE = 256
+_MOST_KEPT, _MOST_BYTES_KEPT = 16, 1 << 18
+"""Buffers that a receiver has read and not given back yet: their numbers travel with its next message."""
+_LONGEST = _PACKET.size + _NUMBER.size * _MOST_KEPT
+
+
+class Buffer(NamedTuple):
+    """A piece of memory that both processes map."""
+
+    number: int
+    size: int
+    address: int
+    memory: Tensor
+
+    @classmethod
+    def map(cls, first: int, size: int, descriptor: int) -> list[Buffer]:
+        """The buffers in a memory file, numbered from ``first`` on; the descriptor may be closed afterwards."""
+        memory = torch.frombuffer(mmap.mmap(descriptor, 0), dtype=torch.uint8)
+        address = memory.data_ptr()
+        return [cls(first + i, size, address + i * size, memory) for i in range(memory.numel() // size)]
+
+
+class PostedReceive:
+    """A receive that was posted.
+
+    Args:
+        size: bytes of the message.
+        read: reads it where it lies, by its address.
+
+    Attributes:
+        done: whether it has been read.
+        result: what ``read`` returned.
+    """
+
+    __slots__ = ("done", "read", "result", "size")
+
+    def __init__(self, size: int, read: Callable[[int], Any]) -> None:
+        self.size, self.read = size, read
+        self.done, self.result = False, None
+
+
+class SharedMemoryPeer:
+    """The connection to one other process of this host.
+
+    Messages with the same tag keep their order; those with different tags do not wait for each other. A send is done
+    when it returns: its memory comes back when the receiver has copied the message.
+
+    Args:
+        connection: a connected socket of type ``SOCK_SEQPACKET``.
+        timeout: the longest that `wait` waits, in seconds.
+    """
+
+    def __init__(self, connection: socket.socket, timeout: float) -> None:
+        # a wait is one system call; what must not wait says so
+        longest = _TIME.pack(*divmod(max(1, round(timeout * 1e6)), 10**6))
+        connection.settimeout(None)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, longest)
+        self._socket = connection
+        self._timeout = timeout
+        self._limited = True
+        self._gone = False
+        self._reason: OSError = ConnectionResetError("Connection closed by peer")
+        self._own: list[Buffer] = []
+        self._free: defaultdict[int, list[Buffer]] = defaultdict(list)
+        self._mapped: list[Buffer] = []
+        self._read_out: list[Buffer] = []
+        self._posted: defaultdict[int, deque[PostedReceive]] = defaultdict(deque)
+        self._arrived: defaultdict[int, deque[tuple[Buffer, int]]] = defaultdict(deque)
+        self._lock = threading.Lock()
+        self._backlog: deque[bytes | int] = deque()  # packets and descriptors
+        self._writer: threading.Thread | None = None
+
+    def send(self, data: Tensor, tag: int) -> None:
+        """Hand over a flat tensor of bytes; see `hand_over`."""
+        self.hand_over(data.numel(), lambda address: ctypes.memmove(address, data.data_ptr(), data.numel()), tag)
+
+    def hand_over(self, size: int, write: Callable[[int], Any], tag: int) -> None:
+        """Hand over a message.
+
+        Args:
+            size: its bytes.
+            write: writes it to an address.
+            tag: tells messages apart.
+
+        Raises:
+            ConnectionError: the other process has gone.
+        """
+        capacity = max(_SMALLEST, 1 << (size - 1).bit_length())
+        free = self._free[capacity]
+        if not free:
+            self._read()
+        if self._gone:
+            raise self._reason
+        if not free:
+            self._grow(capacity)
+        buffer = free[-1]
+        write(buffer.address)
+        free.pop()
+        self._write(_PACKET.pack(_MESSAGE, tag, buffer.number, size) + self._given_back())
+
+    def receive(self, data: Tensor, tag: int) -> PostedReceive:
+        """Post a receive into a flat tensor of bytes; see `expect`."""
+        return self.expect(data.numel(), lambda address: ctypes.memmove(data.data_ptr(), address, data.numel()), tag)
+
+    def expect(self, size: int, read: Callable[[int], Any], tag: int) -> PostedReceive:
+        """Post a receive of ``size`` bytes, which ``read`` reads at their address."""
+        posted = PostedReceive(size, read)
+        self._posted[tag].append(posted)
+        if self._arrived[tag]:
+            self._deliver(tag)
+        return posted
+
+    def poll(self, posted: PostedReceive) -> bool:
+        """Whether a message has come; never waits."""
+        self._read(posted)
+        return posted.done
+
+    def wait(self, posted: PostedReceive) -> None:
+        """Wait for a message.
+
+        Raises:
+            TimeoutError: it did not come within the timeout.
+            OSError: the other process has gone, or its memory cannot be mapped.
+        """
+        deadline = time.monotonic() + self._timeout
+        while not posted.done:
+            came = self._read_packet()  # maybe another message
+            if self._gone:
+                raise self._reason
+            if self._limited and not (came and time.monotonic() < deadline):
+                raise TimeoutError("timed out")
+
+    def wait_without_limit(self) -> None:
+        """Let `wait` wait for ever from now on: somebody else watches, and calls `shutdown`."""
+        self._limited = False
+
+    def shutdown(self) -> None:
+        """End the connection for both processes; may be called from any thread."""
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Write the messages that are left and close the connection."""
+        with self._lock:  # memory that comes back now is wanted by nobody, and maybe read by nobody
+            kept = [item for item in self._backlog if not (isinstance(item, bytes) and item[0] == _FREE)]
+            self._backlog = deque(kept)
+            writer = self._writer
+        if writer is not None:
+            writer.join(self._timeout)
+        self._socket.close()
+
+    def _grow(self, capacity: int) -> None:
+        """Make as many buffers of a size as there are, in one file: memory is used where it is written to only."""
+        count = min(max(1, sum(buffer.size == capacity for buffer in self._own)), _MOST_AT_ONCE)
+        descriptor = _memory_file(count * capacity)
+        buffers = Buffer.map(len(self._own), capacity, descriptor)
+        self._own += buffers
+        self._free[capacity] += buffers
+        self._write(_PACKET.pack(_MEMORY, 0, buffers[0].number, capacity), descriptor)
+
+    def _read(self, wanted: PostedReceive | None = None) -> None:
+        """Take in the packets that are there, up to the one that is wanted."""
+        while not (wanted is not None and wanted.done) and self._read_packet(socket.MSG_DONTWAIT):
+            pass
+
+    def _read_packet(self, flags: int = 0) -> bool:
+        """Take in the next packet; whether there was one within the timeout, or at once with ``MSG_DONTWAIT``."""
+        if self._gone:
+            return False
+        try:
+            packet = self._socket.recv(_LONGEST, flags)
+        except BlockingIOError:
+            return False
+        except OSError:
+            packet = b""
+        if not packet:
+            self._gone = True
+            return False
+        kind, tag, number, size = _PACKET.unpack_from(packet)
+        for (free,) in _NUMBER.iter_unpack(packet[_PACKET.size :]):
+            buffer = self._own[free]
+            self._free[buffer.size].append(buffer)
+        if kind == _MESSAGE:
+            self._arrived[tag].append((self._mapped[number], size))
+            if self._posted[tag]:
+                self._deliver(tag)
+        elif kind == _MEMORY:
+            self._map(number, size)
+        return not self._gone
+
+    def _map(self, number: int, size: int) -> None:
+        """Take in memory that the peer has made."""
+        said, descriptors, _, _ = socket.recv_fds(self._socket, 1, 1)
+        try:
+            if said and not descriptors:  # the system has dropped it on the way
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+            for descriptor in descriptors:
+                _check_seals(descriptor)
+                self._mapped += Buffer.map(number, size, descriptor)
+        except OSError as error:
+            self._reason = _with_limit(error)
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
+        self._gone = len(self._mapped) <= number
+
+    def _deliver(self, tag: int) -> None:
+        """Give the oldest message that has arrived to the oldest receive."""
+        buffer, size = self._arrived[tag].popleft()
+        posted = self._posted[tag].popleft()
+        if posted.size != size:
+            raise ConnectionError(f"{size} bytes were sent, {posted.size} expected: the ranks disagree")
+        posted.result = posted.read(buffer.address)
+        posted.done = True
+        self._read_out.append(buffer)
+        if len(self._read_out) == _MOST_KEPT or sum(each.size for each in self._read_out) > _MOST_BYTES_KEPT:
+            with suppress(ConnectionError):  # a peer that has left needs no memory back
+                self._write(_PACKET.pack(_FREE, 0, 0, 0) + self._given_back())
+
+    def _given_back(self) -> bytes:
+        """The numbers of the buffers that the peer may use again, at the end of a packet."""
+        numbers = b"".join(_NUMBER.pack(buffer.number) for buffer in self._read_out)
+        self._read_out.clear()
+        return numbers
+
+    def _write(self, *items: bytes | int) -> None:
+        """Write packets and descriptors, or leave them to a thread while the socket is full.
+
+        It is when some hundred packets are unread. A descriptor has a packet of its own: to receive one costs more than
+        to receive bytes.
+        """
+        with self._lock:
+            self._backlog.extend(items)
+            if self._writer is None and not self._flush():
+                self._writer = joined_threads.start("writer", self._drain, self.shutdown)
+
+    def _flush(self) -> bool:
+        """Write as far as the socket takes it; whether nothing is left."""
+        try:
+            while self._backlog:
+                item = self._backlog[0]
+                if isinstance(item, bytes):
+                    self._socket.send(item, socket.MSG_DONTWAIT)
+                else:
+                    socket.send_fds(self._socket, [b"+"], [item], socket.MSG_DONTWAIT)
+                    os.close(item)
+                self._backlog.popleft()
+        except BlockingIOError:
+            return False
+        except OSError:
+            for left in self._backlog:
+                if isinstance(left, int):
+                    os.close(left)
+            self._backlog.clear()
+            raise
+        return True
+
+    def _drain(self) -> None:
+        ready = select.poll()
+        ready.register(self._socket, select.POLLOUT)
+        with suppress(OSError):  # the main thread finds out when it reads
+            while True:
+                ready.poll(100)
+                with self._lock:
+                    if self._flush():
+                        self._writer = None
+                        return
+
+
+def _memory_file(size: int) -> int:
+    """A file in memory whose size nobody can change: to read behind the end of one that was cut off kills a process."""
+    try:
+        descriptor = os.memfd_create("lightning-pipe", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    except OSError as error:
+        raise _with_limit(error) from None
+    os.ftruncate(descriptor, size)
+    fcntl, seals = _seals()
+    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
+    return descriptor
+
+
+def _check_seals(descriptor: int) -> None:
+    fcntl, seals = _seals()
+    if fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & seals != seals:
+        raise ConnectionError("the peer could cut off the memory that it shares")
+
+
+def _seals() -> tuple[Any, int]:
+    import fcntl  # seals exist on Linux alone, as do files in memory
+
+    return fcntl, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
+def _with_limit(error: OSError) -> OSError:
+    """The error, with the remedy if this process may open no more files."""
+    if error.errno != errno.EMFILE:
+        return error
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return OSError(
+        error.errno, f"{error.strerror}: this process may open {soft} at once; raise it with `ulimit -n`, up to {hard}"
+    )

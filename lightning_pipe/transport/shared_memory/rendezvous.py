@@ -1,0 +1,102 @@
+"""Connects the processes of a pipeline that run on the same host."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import struct
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from lightning_pipe.transport.shared_memory.peer import SharedMemoryPeer
+
+
+def connect_local(
+    process: int, peers: Sequence[int], timeout: float, gather: Callable[[Any], list[Any]]
+) -> dict[int, SharedMemoryPeer]:
+    """Connect the processes of a pipeline that run on the same host. Collective over the world.
+
+    Args:
+        process: this process.
+        peers: the processes of this pipeline.
+        timeout: the longest that the other end may take, here and in every receive, in seconds.
+        gather: gathers an object from all processes, by process.
+
+    Returns:
+        The connections, by process. Processes on other hosts, and those that cannot be reached (in another
+        container, on a system without the means), are left out at both ends.
+
+    Raises:
+        OSError: a process that had come did not finish.
+    """
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.settimeout(timeout)
+        folder, address = _listen(listener, len(peers))
+        try:
+            places = gather((_host(), address))
+            connections: dict[int, socket.socket] = {}
+            for peer in peers:
+                if peer > process and address and places[peer][0] == places[process][0]:
+                    connection = _reach(places[peer][1], process)
+                    if connection is not None:
+                        connections[peer] = connection
+            reached = gather(sorted(connections))
+            awaited = {peer for peer in peers if peer < process and process in reached[peer]}
+            while awaited:
+                connection, _ = listener.accept()
+                if not _same_user(connection):
+                    connection.close()
+                    continue
+                connection.settimeout(timeout)
+                peer = int.from_bytes(connection.recv(8), "little")
+                awaited.discard(peer)
+                connections[peer] = connection
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+    return {peer: SharedMemoryPeer(connection, timeout) for peer, connection in connections.items()}
+
+
+def _listen(listener: socket.socket, others: int) -> tuple[str, str]:
+    """Listen in a folder that nobody else can enter; returns it and the address, empty where that is impossible."""
+    folder = ""
+    try:
+        os.close(os.memfd_create("lightning-pipe"))
+        folder = tempfile.mkdtemp(prefix="lightning-pipe-")
+        address = str(Path(folder) / "socket")
+        listener.bind(address)
+        listener.listen(others)
+    except (AttributeError, OSError):
+        return folder, ""
+    return folder, address
+
+
+def _host() -> str:
+    """The same on all processes of a host, different between hosts."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text()
+    except OSError:
+        return socket.gethostname()
+
+
+def _same_user(connection: socket.socket) -> bool:
+    """Whether the process at the other end belongs to the user of this one, as the system says."""
+    size = struct.calcsize("3i")
+    _, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
+    return bool(user == os.geteuid())
+
+
+def _reach(address: str, process: int) -> socket.socket | None:
+    """A connection to a listener, introduced by this process's number."""
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        connection.connect(address)
+        if not _same_user(connection):
+            raise PermissionError("another user listens there")
+        connection.send(process.to_bytes(8, "little"))
+    except OSError:
+        connection.close()
+        return None
+    return connection

@@ -1,0 +1,326 @@
+"""What all transports over torch.distributed share: objects, collectives and groups, by Gloo on the host."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup, ReduceOp, Store  # type: ignore[attr-defined]
+from typing_extensions import override
+
+from lightning_pipe.errors import CommunicationError, ConfigurationError
+from lightning_pipe.transport.base import DONE, Collective, Lane, Message, Reduction, Transport, Work
+from lightning_pipe.transport.objects import HEAD, body_size, pack, unpack
+from lightning_pipe.transport.shared_memory.peer import SharedMemoryPeer
+from lightning_pipe.transport.topology import Topology
+from lightning_pipe.transport.work import WATCHED_SIZE, GroupWork, LocalReceive, Several, WatchedWork, Watcher
+
+_OPS = {"sum": ReduceOp.SUM, "max": ReduceOp.MAX, "min": ReduceOp.MIN}
+# Tags below are lanes; each object tag takes two above.
+_OBJECT_TAGS = 1 << 16
+_ABORT_TAG = _OBJECT_TAGS - 1
+# Gloo has no way to wait for ever; a thousand days fit into its nanoseconds.
+_UNLIMITED = timedelta(days=1000)
+
+
+class TorchTransport(Transport):
+    """What all transports over torch.distributed share: objects, host-side collectives and groups, all over Gloo.
+
+    Needs an initialised default process group and makes its own groups, so that nothing the user or Lightning does
+    with the default group can come between. Creating one is a collective.
+
+    Args:
+        topology: the place of every process of the default group.
+        device: where messages live.
+        timeout: the longest that an operation may take.
+        backend: the backend of the groups for tensors.
+    """
+
+    def __init__(self, topology: Topology, device: torch.device, timeout: timedelta, backend: str) -> None:
+        if dist.get_world_size() != topology.world_size:
+            raise ConfigurationError(
+                f"{topology.ranks} ranks x {topology.replicas} replicas need {topology.world_size} processes; "
+                f"{dist.get_world_size()} have come up.",
+                hint="Choose devices and num_nodes so that they multiply to that number.",
+            )
+        super().__init__(topology, dist.get_rank(), device, timeout)
+        self.limit: timedelta | None = None
+        self._interface = os.environ.get("GLOO_SOCKET_IFNAME")
+        self._backend = backend
+        self._host_groups: dict[tuple[int, ...], ProcessGroup] = {}
+        self._device_groups: dict[tuple[int, ...], ProcessGroup] = {}
+        self._made: set[tuple[int, ...]] = set()
+        self._watchers: dict[tuple[int, Lane], Watcher] = {}
+        self.everyone = tuple(range(topology.world_size))
+        self._make_group(self.everyone)
+        self._local: dict[int, SharedMemoryPeer] = {}
+        pipelines = [self.new_group(topology.pipeline_processes(replica)) for replica in range(topology.replicas)]
+        self._messages: ProcessGroup | None = pipelines[self.replica]
+        self._group_ranks = tuple(sorted(self.peers).index(peer) for peer in self.peers)
+
+    @override
+    def send_object(self, obj: object, peer: int, tag: int) -> Work:
+        head, body = pack(obj)
+        lane, number = f"the object lane with tag {tag}", _object_tag(tag)
+        work = self._start_send(head, peer, lane, number)
+        return work if body is None else Several(work, self._start_send(body, peer, lane, number + 1))
+
+    @override
+    def receive_object(self, peer: int, tag: int) -> Any:
+        lane, number = f"the object lane with tag {tag}", _object_tag(tag)
+        head = torch.empty(HEAD, dtype=torch.uint8)
+        self._start_receive(head, peer, lane, number).wait()
+        size = body_size(head)
+        if not size:
+            return unpack(head)
+        body = torch.empty(size, dtype=torch.uint8)
+        self._start_receive(body, peer, lane, number + 1).wait()
+        return pickle.loads(body.numpy().data)
+
+    @override
+    def make_groups(self, groups: Sequence[tuple[int, ...]]) -> None:
+        for group in groups:
+            self._make_group(tuple(group))
+
+    @override
+    def all_reduce(self, tensor: Tensor, members: tuple[int, ...], op: Reduction = "sum") -> Work:
+        group = self._group(members, host=tensor.device.type == "cpu")
+        if group is None:
+            return DONE
+        operation = Collective("all-reduce", tensor.nbytes, members)
+        with self.failing(operation):
+            work = dist.all_reduce(tensor, _OPS[op], group=group, async_op=True)
+        return GroupWork(self, operation, work, tensor)
+
+    @override
+    def broadcast(self, tensor: Tensor, source: int, members: tuple[int, ...]) -> Work:
+        group = self._group(members, host=tensor.device.type == "cpu")
+        if group is None:
+            return DONE
+        operation = Collective("broadcast", tensor.nbytes, members)
+        with self.failing(operation):
+            work = dist.broadcast(tensor, source, group=group, async_op=True)
+        return GroupWork(self, operation, work, tensor)
+
+    @override
+    def broadcast_object(self, obj: object, source: int, members: tuple[int, ...]) -> Any:
+        if self._group(members, host=True) is None:
+            return obj
+        sending = self.process == source
+        head, body = pack(obj) if sending else (torch.empty(HEAD, dtype=torch.uint8), None)
+        self.broadcast(head, source, members).wait()
+        size = body_size(head)
+        if not size:
+            return obj if sending else unpack(head)
+        body = torch.empty(size, dtype=torch.uint8) if body is None else body
+        self.broadcast(body, source, members).wait()
+        return obj if sending else pickle.loads(body.numpy().data)
+
+    @override
+    def all_gather_object(self, obj: object, members: tuple[int, ...]) -> list[Any]:
+        group = self._group(members, host=True)
+        if group is None:
+            return [obj]
+        head, body = pack(obj)
+        heads = self._all_gather(head, group, members)
+        sizes = [body_size(each) for each in heads]
+        if not any(sizes):
+            return [unpack(each) for each in heads]
+        padded = torch.zeros(max(sizes), dtype=torch.uint8)
+        if body is not None:
+            padded[: body.numel()] = body
+        bodies = self._all_gather(padded, group, members)
+        parts = zip(heads, bodies, sizes, strict=True)
+        return [pickle.loads(tail[:size].numpy().data) if size else unpack(each) for each, tail, size in parts]
+
+    @override
+    def barrier(self, members: tuple[int, ...] | None = None) -> None:
+        members = self.everyone if members is None else members
+        if self._group(members, host=True) is not None:
+            self.all_reduce(torch.zeros(1), members).wait()
+
+    @override
+    def abort(self) -> None:
+        for peer in self._local.values():
+            peer.shutdown()
+        for group in (self._messages, *self._host_groups.values()):
+            if group is not None:
+                _abort_gloo(group)
+        # Others may be on their way into a collective of the default group, where nobody will meet them any more.
+        if dist.is_initialized() and dist.get_backend() == "gloo" and dist.group.WORLD is not None:
+            _abort_gloo(dist.group.WORLD)
+
+    @override
+    def leave_time_to_watchdog(self) -> None:
+        self.limit = _UNLIMITED
+        for group in (self._messages, *self._host_groups.values()):
+            if group is not None:
+                _set_timeout(group, _UNLIMITED)
+        for peer in self._local.values():
+            peer.wait_without_limit()
+
+    @override
+    def close(self) -> None:
+        for watcher in self._watchers.values():
+            watcher.close()
+        self._watchers.clear()
+        for peer in self._local.values():
+            peer.close()
+        self._local.clear()
+        groups = (self._messages, *self._host_groups.values(), *self._device_groups.values())
+        if dist.is_initialized():
+            for group in {id(group): group for group in groups if group is not None}.values():
+                dist.destroy_process_group(group)
+        # a group that is referred to keeps its connections and the store
+        self._messages = None
+        self._host_groups.clear()
+        self._device_groups.clear()
+
+    def new_group(self, processes: Sequence[int], backend: str = "gloo") -> ProcessGroup:
+        """A process group of its own, with this transport's timeout. Collective over the world."""
+        self.waiting = f"make a group of processes {list(processes)}"
+        # Without a timeout torch would take its default of half an hour, not that of the default group.
+        with _environment("GLOO_SOCKET_IFNAME", self._interface):  # that of the first group
+            group: ProcessGroup = dist.new_group(sorted(processes), timeout=self.timeout, backend=backend)
+        self.waiting = None
+        return group
+
+    def failed(self, operation: object, cause: BaseException) -> CommunicationError:
+        """The error for an operation that the process group could not do."""
+        return self.error(operation, cause, timed_out="timed out" in str(cause).lower())
+
+    @contextmanager
+    def failing(self, operation: object) -> Iterator[None]:
+        """Turns the process group's errors into those of this package."""
+        try:
+            yield
+        except CommunicationError:
+            raise
+        except (RuntimeError, OSError) as error:
+            raise self.failed(operation, error) from error
+
+    @override
+    @contextmanager
+    def guarding(self, operation: object) -> Iterator[None]:
+        self.waiting = operation
+        with self.failing(operation):
+            yield
+        self.waiting = None
+
+    def _make_group(self, members: tuple[int, ...]) -> None:
+        if len(members) == 1 or members in self._made:
+            return
+        self._made.add(members)
+        host = self.new_group(members)
+        if self.limit is not None and self.process in members:
+            _set_timeout(host, self.limit)
+        device = host if self._backend == "gloo" else self.new_group(members, self._backend)
+        if self.process in members:
+            self._host_groups[members] = host
+            self._device_groups[members] = device
+
+    def _group(self, members: tuple[int, ...], *, host: bool) -> ProcessGroup | None:
+        """The group of these members; ``None`` if there is nobody else in it."""
+        self.check_members(members)
+        if len(members) == 1:
+            return None
+        groups = self._host_groups if host else self._device_groups
+        if members not in groups:
+            raise CommunicationError(f"The group {members} was never made.", hint="Call make_groups on all processes.")
+        return groups[members]
+
+    def _all_gather(self, tensor: Tensor, group: ProcessGroup, members: tuple[int, ...]) -> list[Tensor]:
+        parts = [torch.empty_like(tensor) for _ in members]
+        operation = Collective("object gather", tensor.nbytes, members)
+        with self.failing(operation):
+            work = dist.all_gather(parts, tensor, group=group, async_op=True)
+        GroupWork(self, operation, work, tensor).wait()
+        return parts
+
+    def _start_send(self, data: Tensor, peer: int, lane: Lane | str, tag: int) -> Work:
+        local = self._local.get(peer)
+        try:
+            if local is not None:
+                local.send(data, tag)
+                return DONE
+            assert self._messages is not None
+            # What torch's isend calls, without its checks: they are half of the cost of a small message.
+            work = self._messages.send([data], self._group_ranks[peer], tag)
+        except (RuntimeError, OSError) as error:
+            raise self.failed(Message("send", data.numel(), self.names[peer], lane), error) from error
+        operation = Message("send", data.numel(), self.names[peer], lane)
+        if data.numel() < WATCHED_SIZE or not isinstance(lane, Lane):
+            return GroupWork(self, operation, work, data)
+        watched = WatchedWork(self, operation, work, data)
+        watcher = self._watchers.get((peer, lane))
+        if watcher is None:
+            watcher = self._watchers[peer, lane] = Watcher(f"sends to {self.names[peer]} on {lane}")
+        watcher.watch(watched)
+        return watched
+
+    def _start_receive(self, data: Tensor, peer: int, lane: Lane | str, tag: int) -> Work:
+        operation = Message("receive", data.numel(), self.names[peer], lane)
+        local = self._local.get(peer)
+        try:
+            if local is not None:
+                return LocalReceive(self, operation, local, local.receive(data, tag))
+            assert self._messages is not None
+            work = self._messages.recv([data], self._group_ranks[peer], tag)
+        except (RuntimeError, OSError) as error:
+            raise self.failed(operation, error) from error
+        return GroupWork(self, operation, work, data)
+
+
+def default_store() -> Store:
+    """The store over which the processes have found each other."""
+    # torch has no public way to it (2.13); Lightning and torch's own pipelining use the same function.
+    store: Store = dist.distributed_c10d._get_default_store()
+    return store
+
+
+@contextmanager
+def _environment(name: str, value: str | None) -> Iterator[None]:
+    """Set an environment variable for a while."""
+    before = os.environ.get(name)
+    if value is not None:
+        os.environ[name] = value
+    try:
+        yield
+    finally:
+        if value is not None:
+            os.environ.pop(name, None)
+        if before is not None:
+            os.environ[name] = before
+
+
+def _set_timeout(group: ProcessGroup, timeout: timedelta) -> None:
+    """Let the collectives of a Gloo group take so long."""
+    # what torch's own `_set_pg_timeout` does, which warns of groups on two backends (2.13)
+    group._get_backend(torch.device("cpu"))._set_default_timeout(timeout)
+
+
+def _object_tag(tag: int) -> int:
+    if not 0 <= tag < 1 << 29:
+        raise CommunicationError(f"Objects have tags from 0 to {(1 << 29) - 1}, not {tag}.")
+    return _OBJECT_TAGS + 2 * tag
+
+
+def _abort_gloo(group: ProcessGroup) -> None:
+    """Make all pending operations of a Gloo group fail, here and at the peers.
+
+    Gloo's own abort leaves pending operations alone (torch 2.13). A wait that times out closes the connections.
+    """
+    if group.size() == 1:
+        return
+    try:
+        peer = (group.rank() + 1) % group.size()
+        group.recv([torch.empty(1, dtype=torch.uint8)], peer, _ABORT_TAG).wait(timedelta(milliseconds=1))
+    except RuntimeError:
+        pass

@@ -1,0 +1,500 @@
+"""A loss that is not a mean over samples is noticed in the first batch, a mean never, and the look leaves no trace."""
+
+from __future__ import annotations
+
+import random
+import re
+import warnings
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.nn.functional as F
+import torchmetrics
+from torch import Tensor, nn
+
+from lightning_pipe import PipeStrategy
+from lightning_pipe.config import RunLayout
+from lightning_pipe.engine.first_batch.loss_check import is_alone
+from lightning_pipe.trainer.world import World
+from tests.support import oracle
+from tests.support.model_zoo import ZOO
+from tests.support.processes import run_trainers
+from tests.support.trainer_runs import QUIET
+
+VOCABULARY, WIDTH = 40, 8
+MESSAGE = "not a mean over the samples"
+
+
+class Layer(nn.Module):
+    """Counts its calls."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.drop = nn.Dropout(dropout)
+        self.register_buffer("calls", torch.zeros(()))
+        self.shapes: list[Any] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.shapes.append(x.shape)
+        return self.drop(torch.tanh(self.linear(x)))
+
+
+class Tokens(L.LightningModule):
+    """Predicts a class for every token; the loss is to be written.
+
+    Args:
+        early: dropout before the last stage.
+    """
+
+    def __init__(self, early: float = 0.0) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.drop = nn.Dropout(early)
+        self.layers = nn.ModuleList(Layer(early if number < 3 else 0.3) for number in range(4))
+        self.late = nn.Dropout(0.2)
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+        self.double()
+        self.steps: list[int] = []
+        self.mean = torchmetrics.MeanMetric()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.drop(self.embed(ids))
+        for layer in self.layers:
+            x = layer(x)
+        x = self.late(x)
+        return self.head(self.norm(x.transpose(1, 2)).transpose(1, 2))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.steps.append(batch_idx)
+        loss = self.loss(self(batch["input_ids"]), batch["labels"])
+        self.mean(loss.detach())
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        self.log("mean", self.mean)
+        return loss
+
+    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+
+class MeanOfSamples(Tokens):
+    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(logits[:, -1], labels[:, -1].clamp(min=0))
+
+
+class SumOfTokens(Tokens):
+    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+
+
+class MeanOfTokens(Tokens):
+    """As Hugging Face models do it: padding has the label -100."""
+
+    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+class Weighted(Tokens):
+    """Classes count differently."""
+
+    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        weight = torch.linspace(0.1, 2, VOCABULARY, dtype=logits.dtype)
+        return F.cross_entropy(logits[:, -1], labels[:, -1].clamp(min=0), weight=weight)
+
+
+class Contrastive(Tokens):
+    """Compares the samples of a batch with each other."""
+
+    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        features = logits.mean(1)
+        return F.cross_entropy(features @ features.T, torch.arange(len(features)))
+
+
+class Views(Tokens):
+    """Runs two views of every sample in one batch, and compares samples with each other."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return super().forward(torch.cat([ids, ids.flip(1)]))
+
+    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        one, other = logits.mean(1).chunk(2)
+        return F.cross_entropy(one @ other.T, torch.arange(len(one)))
+
+
+class MeanOfViews(Views):
+    """Compares each sample with its own other view."""
+
+    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        one, other = logits.chunk(2)
+        return F.mse_loss(one, other)
+
+
+class MeanOfCopies(Tokens):
+    """Has three copies of every sample side by side."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return super().forward(ids.repeat_interleave(3, 0))
+
+    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return logits.unflatten(0, (len(labels), 3)).std(1).mean()
+
+
+class Random(MeanOfTokens):
+    """Is random in a way that cannot be switched off: not to be judged."""
+
+    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return super().loss(F.dropout(logits, 0.5, True), labels)
+
+
+class Chosen(MeanOfSamples):
+    """Runs its layers on some of the tokens alone, as many in each sample as there happen to be."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.drop(self.embed(ids)).flatten(0, 1)
+        places = (ids % 3 != 0).flatten().nonzero()[:, 0]
+        chosen = x[places]
+        for layer in self.layers:
+            chosen = layer(chosen)
+        x = x.index_copy(0, places, chosen).unflatten(0, ids.shape)
+        return self.head(self.norm(x.transpose(1, 2)).transpose(1, 2))
+
+
+class Router(nn.Module):
+    """Chooses tokens by their values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.linear(x)
+        return x, (x[:, 0] > 0).nonzero()[:, 0]
+
+
+class Routed(MeanOfSamples):
+    """A layer chooses the tokens: its numbers are positions within the micro-batch."""
+
+    def __init__(self, early: float = 0.0) -> None:
+        super().__init__(early)
+        self.layers[0] = Router().double()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x, places = self.layers[0](self.embed(ids).flatten(0, 1))
+        chosen = x[places]
+        for layer in self.layers[1:]:
+            chosen = layer(chosen)
+        return self.head(x.index_copy(0, places, chosen).unflatten(0, ids.shape))
+
+
+class LayerDrop(MeanOfSamples):
+    """Leaves layers of the last stage out at random, as some models of Hugging Face do."""
+
+    probability = 0.4
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for number, layer in enumerate(self.layers):
+            y = layer(x)
+            if not (self.training and torch.rand([]) < self.probability and number > 1):
+                x = y
+        return self.head(x)
+
+
+class SeldomDrop(LayerDrop):
+    """... and seldom."""
+
+    probability = 0.05
+
+
+class TimeFirst(MeanOfSamples):
+    """Has time as the first dimension inside."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.drop(self.embed(ids.T))
+        for layer in self.layers:
+            x = layer(x.cumsum(0))
+        return self.head(x).transpose(0, 1)
+
+
+class Picky(MeanOfTokens):
+    """Refuses the size that two micro-batches have together."""
+
+    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        if len(logits) > 3:
+            raise ValueError("too many samples")
+        return super().loss(logits, labels)
+
+
+class Batches:
+    """Token batches with padding of different length for every sample."""
+
+    def __init__(self, samples: int = 6, number: int = 1) -> None:
+        torch.manual_seed(5)
+        self.batches = []
+        for _ in range(number):
+            ids = torch.randint(VOCABULARY, (samples, 7))
+            lengths = torch.randint(1, 8, (samples, 1))
+            self.batches.append({"input_ids": ids, "labels": ids.masked_fill(torch.arange(7) >= lengths, -100)})
+
+
+def fit(
+    module: L.LightningModule, batches: Sequence[Any], devices: int = 1, message: str = MESSAGE, **options: Any
+) -> list[str]:
+    """Train, and return the warnings that say so."""
+    options = {"micro_batches": 3, **({"stages": 2} if devices == 1 else {}), **options}
+    quiet = {**QUIET, **{name: options.pop(name, None) for name in ("callbacks", "precision")}}
+    runner = L.Trainer(accelerator="cpu", devices=devices, strategy=PipeStrategy(**options), max_epochs=1, **quiet)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        runner.fit(module, oracle.loader(batches))
+    return [str(one.message) for one in caught if message in str(one.message)]
+
+
+@pytest.mark.parametrize("loss", [SumOfTokens, MeanOfTokens, Weighted, Contrastive, Views])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"stages": 4, "schedule": "gpipe"},
+        {"micro_batches": 6, "recompute": "always"},  # single samples
+        {"micro_batches": 4, "stages": 1},  # uneven
+        {"micro_batches": 2, "stages": 2, "schedule": "pipedream_2bw"},
+    ],
+    ids=str,
+)
+def test_what_is_no_mean_over_samples_is_told_with_both_numbers(loss: type[Tokens], options: dict[str, Any]) -> None:
+    if options.get("schedule") == "pipedream_2bw":
+        options = {**options, "deferred_batch_norm": False}
+    if loss in (Contrastive, Views) and options.get("micro_batches") == 6:
+        pytest.skip("the loss of one sample is 0")
+    module, batch = loss(), Batches().batches[0]
+    sizes = {3: [2, 2], 6: [1, 1], 4: [2, 2], 2: [3, 3]}[options.get("micro_batches", 3)]
+    module.eval()  # dropout is off, and batch norm has seen nothing yet
+    parts = [{key: value[a:b] for key, value in batch.items()} for a, b in _bounds(sizes)]
+    with torch.no_grad():
+        losses = [float(module.loss(module(part["input_ids"]), part["labels"])) for part in parts]
+    module.train()
+    told = fit(module, [batch, batch], layers="layers", **options)
+    assert len(told) == 1
+    found = [float(number) for number in re.findall(r"(?:of|have) (\d\S*\.\d+)", told[0])]
+    # without deferred batch norm, the statistics of the first micro-batch count already
+    assert found == pytest.approx([sum(losses[:2]) / 2, losses[2]], rel=1e-5 if options.get("stages") != 2 else 1e-2)
+
+
+def _bounds(sizes: Sequence[int]) -> list[tuple[int, int]]:
+    return [(0, sizes[0]), (sizes[0], sum(sizes)), (0, sum(sizes))]
+
+
+@pytest.mark.parametrize("loss", [MeanOfSamples, MeanOfViews, MeanOfCopies, Random, Picky])
+def test_means_and_what_cannot_be_judged_are_passed_over(loss: type[Tokens]) -> None:
+    for stages in (1, 2):
+        assert fit(loss(early=0.2 if stages == 2 else 0.0), Batches().batches, layers="layers", stages=stages) == []
+
+
+@pytest.mark.parametrize("loss", [Chosen, Routed, LayerDrop, SeldomDrop, TimeFirst])
+@pytest.mark.parametrize("options", [{}, {"stages": 1}, {"micro_batches": 6}, {"micro_batches": 2}], ids=str)
+def test_no_false_alarms(loss: type[Tokens], options: dict[str, Any]) -> None:
+    for seed in range(3):
+        L.seed_everything(seed, verbose=False)
+        assert fit(loss(), Batches().batches, layers="layers", message="The loss is", **options) == []
+
+
+@pytest.mark.parametrize("time", [2, 3, 6])
+def test_samples_along_the_dimension_that_fits(time: int) -> None:
+    """Time may be as long as two micro-batches, or one."""
+    batch = {name: value[:, :time] for name, value in Batches().batches[0].items()}
+    assert fit(TimeFirst(), [batch], layers="layers", message="samples") == []
+
+
+@pytest.mark.parametrize(
+    ("loss", "reason"),
+    [
+        (Random, "it is random, though dropout is off"),
+        (Picky, "two micro-batches together raise ValueError: too many samples"),
+        (Routed, "layers get tensors of which two micro-batches' cannot be put together"),
+    ],
+)
+def test_a_check_that_cannot_be_made_says_why_once(loss: type[Tokens], reason: str) -> None:
+    (told,) = fit(loss(), Batches(number=4).batches, layers="layers", message="not checked")
+    assert reason in told
+    counted = fit(loss(), Batches().batches, layers="layers", message="not checked", loss_weight=lambda part: 2.0)
+    assert counted == []
+
+
+def test_later_batches_are_checked_too() -> None:
+    """In the first batch all labels are of one class, whose weight does not matter."""
+    batches = Batches(number=3).batches
+    batches[0]["labels"] = torch.ones_like(batches[0]["labels"])
+    batches[1]["labels"] = batches[1]["input_ids"]
+    assert len(fit(Weighted(), batches[:1], layers="layers")) == 0
+    assert len(fit(Weighted(), batches, layers="layers")) == 1
+
+
+class TimeFirstBatch(TimeFirst):
+    """Gets batches with time first, too."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return F.cross_entropy(self(batch["input_ids"].T)[:, -1], batch["label"])
+
+
+class TokensOfTimeFirstBatch(TimeFirst):
+    """... and its loss is no mean over samples."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return MeanOfTokens.loss(self, self(batch["input_ids"].T), batch["labels"].T)  # type: ignore[arg-type]
+
+
+def along_time(batch: Any, count: int) -> list[Any]:
+    """Cuts uneven parts of a batch with time first."""
+    sizes = [3, 2, 1]
+    return [
+        {
+            "input_ids": batch["input_ids"][:, end - size : end],
+            "labels": batch["labels"][:, end - size : end],
+            "label": batch["label"][end - size : end],
+        }
+        for size, end in zip(sizes, (3, 5, 6), strict=True)
+    ]
+
+
+def test_own_slices_along_another_dimension() -> None:
+    batch = {name: value.T.contiguous() for name, value in Batches().batches[0].items()}
+    batch["label"] = batch["labels"][-1].clamp(min=0)
+    options: dict[str, Any] = {"layers": "layers", "split_batch": along_time}
+    assert fit(TimeFirstBatch(), [batch], message="samples", **options) == []
+    assert len(fit(TokensOfTimeFirstBatch(), [batch], **options)) == 1
+    found, plain = TimeFirstBatch(), TimeFirstBatch()
+    for module in (found, plain):
+        for part in module.modules():
+            part.p = 0.0  # type: ignore[assignment]
+    losses = oracle.fit(found, [batch] * 2, clip=None, strategy=PipeStrategy(stages=2, **options)).losses
+    assert losses == pytest.approx(oracle.fit(plain, [batch] * 2, clip=None).losses, rel=1e-9)
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "32-true"])
+def test_rounding_is_no_difference(precision: str) -> None:
+    batches = Batches(samples=8).batches
+    for loss, times in ((MeanOfSamples, 0), (SumOfTokens, 1)):
+        assert len(fit(loss().float(), batches, layers="layers", precision=precision, micro_batches=8)) == times
+
+
+def test_two_that_agree_by_chance_do_not_hide_it() -> None:
+    batch = Batches().batches[0]
+    batch["labels"] = batch["input_ids"].masked_fill(torch.arange(7) >= torch.tensor([[3, 3, 3, 3, 7, 1]]).T, -100)
+    assert len(fit(MeanOfTokens(), [batch], layers="layers", micro_batches=6)) == 1
+
+
+def test_dropout_in_earlier_stages_does_not_hide_it() -> None:
+    assert len(fit(MeanOfTokens(early=0.2), Batches().batches, layers="layers")) == 1
+
+
+def test_nobody_is_told_who_has_said_what_counts() -> None:
+    def tokens(micro_batch: Any) -> float:
+        return float((micro_batch["labels"] != -100).sum())
+
+    batches = Batches().batches
+    assert fit(MeanOfTokens(), batches, layers="layers", loss_weight=tokens) == []
+    assert fit(SumOfTokens(), batches, layers="layers", loss_weight="sum") == []
+
+
+def test_sums_are_added() -> None:
+    """The gradient of a sum over the batch, as on one device."""
+    batches = Batches(number=3).batches
+    found, plain = ({}, {})
+    for into, strategy in ((found, PipeStrategy(layers="layers", loss_weight="sum", micro_batches=4)), (plain, "auto")):
+        module = SumOfTokens()
+        module.late.p = module.layers[3].drop.p = 0.0
+        module.norm.eval()
+        module.norm.train = lambda mode=True, norm=module.norm: norm  # type: ignore[method-assign]
+        trace = oracle.fit(module, batches, clip=None, strategy=strategy)
+        into.update(trace.weights, **{f"loss {i}": torch.tensor(loss) for i, loss in enumerate(trace.losses)})
+    wrong = {name for name in plain if "calls" not in name and not oracle.close(found[name], plain[name])}
+    assert not wrong
+
+
+@pytest.mark.parametrize("options", [{}, {"recompute": "always"}, {"stages": 1}], ids=str)
+def test_the_look_leaves_no_trace(options: dict[str, Any]) -> None:
+    outcomes = []
+    for weight in (None, lambda micro_batch: len(micro_batch["labels"])):  # the second is not looked at
+        module, recorder = MeanOfTokens(early=0.1), oracle.Recorder()
+        L.seed_everything(3, verbose=False)
+        told = fit(
+            module, Batches(number=2).batches, layers="layers", loss_weight=weight, callbacks=[recorder], **options
+        )
+        assert len(told) == (weight is None)
+        seen = [module.steps, [layer.shapes for layer in module.layers], random.random(), torch.rand(2).tolist()]
+        trace = recorder.trace
+        outcomes.append((seen, trace.losses, trace.logged, {k: v.tolist() for k, v in module.state_dict().items()}))
+    assert outcomes[0] == outcomes[1]
+
+
+class Gathers(MeanOfTokens):
+    """Asks other replicas in a step: they may not be there for the look."""
+
+    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        loss = super().loss(logits, labels)
+        assert torch.equal(self.all_gather(loss.detach()), torch.stack([loss.detach()] * (2 if is_alone() else 1)))
+        return loss
+
+
+def test_the_look_waits_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    gather = World.all_gather
+
+    def one_of_two(world: World, tensor: Tensor, group: Any, sync_grads: bool) -> Tensor:
+        if not is_alone():
+            return tensor[None]
+        return gather(replace(world, layout=RunLayout(1, 2, 2), replicas="those of torch"), tensor, group, sync_grads)
+
+    monkeypatch.setattr(World, "all_gather", one_of_two)
+    assert len(fit(Gathers(), Batches().batches, layers="layers")) == 1
+
+
+@pytest.mark.parametrize("part", ["head", "layer"])
+def test_compiled_code_is_left_alone(part: str) -> None:
+    module = MeanOfTokens()
+    (module.head if part == "head" else module.layers[3]).compile(backend="eager")
+    assert fit(module, Batches().batches, layers="layers") == []
+
+
+def told_by_processes(process: int, schedules: Sequence[str]) -> list[int]:
+    batches = Batches(samples=8).batches
+    options = {"layers": "layers", "micro_batches": 4, "devices": 2}
+    return [len(fit(MeanOfTokens(early=0.1), batches, schedule=schedule, **options)) for schedule in schedules]
+
+
+def test_the_first_process_tells_it() -> None:
+    assert run_trainers(told_by_processes, 2, timeout=60, schedules=["1f1b", "chimera", "gems"]) == [[1] * 3, [0] * 3]
+
+
+@pytest.mark.parametrize("name", ["mlp", "gpt2", "bert", "llama", "t5"])
+@pytest.mark.parametrize("micro_batches", [3, 8])
+def test_means_of_real_models_are_passed_over(name: str, micro_batches: int) -> None:
+    entry = ZOO[name]
+    assert fit(entry.build(), entry.batches(1), layers=entry.layers, micro_batches=micro_batches) == []
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "t5"])
+def test_padding_in_real_models_is_noticed(name: str) -> None:
+    """What Hugging Face models compute by themselves is a mean over tokens."""
+    entry = ZOO[name]
+    module = entry.build()
+    module.model.loss_function = _mean_of_tokens  # type: ignore[union-attr]
+    batch = dict(entry.batches(1)[0])
+    length = batch["labels"].shape[1]
+    padding = torch.arange(length) >= torch.arange(len(batch["labels"]))[:, None] % length + 2
+    batch["labels"] = batch["labels"].masked_fill(padding, -100)
+    assert len(fit(module, [batch], layers=entry.layers)) == 1
+
+
+def _mean_of_tokens(logits: Tensor, labels: Tensor, **_: Any) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, -2), labels.flatten())

@@ -1,0 +1,93 @@
+"""Losses and weights of the engine equal those of one plain device, for every model, schedule and size.
+
+`make test` runs every model at a few named points; the full grid is for `make test-all`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import pytest
+
+from tests.support.equality_sweep import Point, check, grid
+from tests.support.model_zoo import BATCH, MAIN, SMALL, ZOO, Entry
+
+NAMED = [
+    Point("gpipe", stages=4, micro_batches=3),
+    Point("1f1b", stages=2, micro_batches=8, replicas=2, steps=2),
+    Point("1f1b", stages=4, micro_batches=1),
+    Point("interleaved", stages=4, micro_batches=3, replicas=2, steps=2),
+    Point("1f1b", stages=4, micro_batches=3, ranks=1),
+]
+
+FURTHER = [
+    Point("zero_bubble", stages=4, micro_batches=4),
+    Point("dualpipev", stages=4, micro_batches=4, ranks=2),
+    Point("chimera", stages=4, micro_batches=4),
+    Point("gems", stages=2, micro_batches=3, replicas=2),
+    Point("gpipe", stages=4, micro_batches=3, recompute="always"),
+    Point("1f1b", stages=2, micro_batches=3, recompute="except_last", evaluate=True),
+]
+
+
+def cases(entries: Iterable[Entry], points: Iterable[Point]) -> list[Any]:
+    """The points at which each model can equal one device, threads being the ranks."""
+    return [
+        pytest.param(entry, point, id=f"{entry}-{point}")
+        for entry, point in product(entries, points)
+        if entry.threads
+        and (entry.replicas or (point.replicas == 1 and point.schedule not in ("chimera", "gems")))
+        and BATCH // point.micro_batches >= entry.fewest
+    ]
+
+
+@pytest.mark.parametrize(("entry", "point"), cases(MAIN, NAMED))
+def test_main_models(entry: Entry, point: Point) -> None:
+    check(entry, point)
+
+
+@pytest.mark.parametrize(("entry", "point"), cases(MAIN, FURTHER))
+def test_main_models_with_further_schedules(entry: Entry, point: Point) -> None:
+    check(entry, point)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("entry", "point"), cases(SMALL, FURTHER))
+def test_small_models_with_further_schedules(entry: Entry, point: Point) -> None:
+    check(entry, point)
+
+
+@pytest.mark.parametrize(("entry", "point"), cases(SMALL, [NAMED[0], NAMED[1], NAMED[3]]))
+def test_small_models(entry: Entry, point: Point) -> None:
+    check(entry, point)
+
+
+@pytest.mark.parametrize("name", ["mlp", "residual", "gpt2", "shared_norm", "frozen_prefix", "branches", "odd_batches"])
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_accumulation_over_batches(name: str, replicas: int) -> None:
+    check(ZOO[name], Point("1f1b", stages=2, micro_batches=3, replicas=replicas, accumulate=2, steps=2))
+
+
+@pytest.mark.parametrize("name", ["mlp", "residual", "bert", "t5", "sequence_lengths", "structures"])
+@pytest.mark.parametrize(
+    "schedule", ["1f1b", *(pytest.param(n, marks=pytest.mark.slow) for n in ("gpipe", "interleaved"))]
+)
+def test_evaluation_between_training_steps_changes_nothing(name: str, schedule: str) -> None:
+    point = Point(schedule, stages=4, micro_batches=3, evaluate=True)
+    check(ZOO[name], point)
+    # gradients that are still being accumulated are left alone, too
+    check(ZOO[name], replace(point, stages=2, accumulate=2, steps=2))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "residual"])
+def test_without_clipping(name: str) -> None:
+    check(ZOO[name], Point("1f1b", stages=2, clip=None))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("entry", "point"), cases(ZOO.values(), list(grid())))
+def test_everything(entry: Entry, point: Point) -> None:
+    check(entry, point)

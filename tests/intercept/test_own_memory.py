@@ -1,0 +1,143 @@
+"""Tensors that every stage makes for itself, and layers that return views of them or change them in place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_pipe.errors import CutError
+from tests.support.asynchronous_engine import WIDTH, Block
+from tests.support.engine_runs import assert_same, pipelined
+
+pytestmark = pytest.mark.usefixtures("float64")
+
+
+class View(nn.Module):
+    """Returns a view of its argument."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x[:, :]
+
+
+class Detach(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.detach()
+
+
+class Scratch(nn.Module):
+    """Knows a tensor of the step's own by an attribute, and returns it, or a view of it."""
+
+    scratch: Any = None
+
+    def __init__(self, writes: bool, returns: str) -> None:
+        super().__init__()
+        self.writes, self.returns = writes, returns
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.writes:
+            self.scratch[:, 1:].copy_(x.detach()[:, 1:])
+        return {"view": self.scratch[:, :], "itself": self.scratch, "other": x * 1.0}[self.returns]
+
+
+class Net(nn.Module):
+    """The first layer gets, or knows, a tensor of the step's own; ``change`` is called before the named layer."""
+
+    def __init__(self, first: nn.Module, changed: str, before: int) -> None:
+        super().__init__()
+        self.embed = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList([first, *(Block() for _ in range(4))])
+        self.head = nn.Linear(WIDTH, 1)
+        self.changed, self.before = changed, before
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = self.embed(x)
+        whole = torch.ones(len(x), 2, WIDTH)
+        own = whole[:, 1]
+        if isinstance(self.layers[0], Scratch):
+            self.layers[0].scratch = own
+            returned = self.layers[0](h)
+        else:
+            returned = self.layers[0](own)
+        for number in range(1, 6):
+            if number == self.before and self.changed:
+                {"own": own, "returned": returned, "whole": whole}[self.changed].add_(1)
+            if number == self.before and self.changed == "own":
+                own[:, 0] = h.detach()[:, 0]
+            if number < 5:
+                h = self.layers[number](h)
+        return F.mse_loss(self.head(h * returned + own + whole.sum(1)), y)
+
+
+def batch(samples: int = 5) -> dict[str, Tensor]:
+    return {"x": torch.randn(samples, WIDTH), "y": torch.randn(samples, 1)}
+
+
+def evaluated(model: nn.Module, context: Any, **run: Any) -> None:
+    data, losses = batch(), []
+
+    def evaluate(pipeline: Any, module: nn.Module) -> None:
+        with context():
+            losses.extend(map(float, pipeline.evaluate(lambda _, part: module(**part), [data]).values()))
+
+    optimizer = {"optimizer": lambda parameters, lr: torch.optim.SGD(parameters, lr=0.0)}
+    pipelined(model, [batch()], 1, between=evaluate, layers="layers", **optimizer, **run)
+    with torch.no_grad():
+        assert losses == pytest.approx([float(model(**data))], abs=1e-12)
+
+
+RUNS = [{"ranks": 2}, {"ranks": 1, "stages": 5}]
+
+
+@pytest.fixture(params=RUNS, ids=["2", "1-5"])
+def run(request: pytest.FixtureRequest) -> Any:
+    return request.param
+
+
+FIRST = {
+    "view": lambda: View(),
+    "detach": lambda: Detach(),
+    "scratch_view": lambda: Scratch(False, "view"),
+    "scratch_itself": lambda: Scratch(False, "itself"),
+    "written_view": lambda: Scratch(True, "view"),
+    "written_itself": lambda: Scratch(True, "itself"),
+    "written": lambda: Scratch(True, "other"),
+}
+
+
+def outcome(first: str, changed: str, before: int, run: dict[str, Any]) -> str:
+    """``equal`` or ``refused``; a wrong number fails."""
+    found = set()
+    for check in (
+        lambda model: assert_same(model, [batch(), batch(), batch()], layers="layers", **run),
+        lambda model: evaluated(model, torch.no_grad, **run),
+        lambda model: evaluated(model, torch.inference_mode, **run),
+    ):
+        try:
+            check(Net(FIRST[first](), changed, before))
+            found.add("equal")
+        except CutError as error:
+            found.add("refused" if "memory" in error.message else error.message)
+    return " ".join(sorted(found))
+
+
+@pytest.mark.parametrize("first", FIRST)
+def test_a_layer_may_return_or_change_what_every_stage_has(first: str, run: dict[str, Any]) -> None:
+    assert outcome(first, "", 0, run) == "equal"
+
+
+RIGHT = {("view", "own"), ("detach", "own"), ("view", "whole"), ("detach", "whole")} | {
+    (first, "returned") for first in ("scratch_view", "written_view", "written")
+}
+
+
+@pytest.mark.parametrize("changed", ["own", "returned", "whole"])
+@pytest.mark.parametrize("first", FIRST)
+def test_changes_in_place_are_right_or_refused(first: str, changed: str) -> None:
+    for before in (1, 3, 5):
+        found = outcome(first, changed, before, {"ranks": 1, "stages": 5})
+        right = (first, changed) in RIGHT and (before == 1 or first == "written")
+        assert found == ("equal" if right else "refused"), f"before layer {before}"

@@ -1,0 +1,211 @@
+"""Random numbers drawn between layers leave later ones as they are on other stages; other paths are noticed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_pipe.errors import CutError
+from lightning_pipe.intercept.torch_functions import (
+    FACTORIES,
+    RANDOM,
+    changed_in_place,
+    draws,
+    shaped_by_values,
+)
+from tests.support.engine_runs import pipelined
+
+WIDTH = 8
+
+
+def attend(h: Tensor, model: Drawing) -> Tensor:
+    result, _ = F.multi_head_attention_forward(
+        h[None], h[None], h[None], WIDTH, 2, model.projection, None, None, None, False, 0.5, torch.eye(WIDTH), None
+    )
+    return result[0]
+
+
+def recur(h: Tensor, model: Drawing) -> Tensor:
+    state = torch.zeros(2, len(h), WIDTH)
+    return torch.lstm(h[None], (state, state), model.recurrent, False, 2, 0.5, True, False, False)[0][0]
+
+
+class Custom(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, h: Tensor) -> Tensor:
+        return h + torch.rand(())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+DRAWS: dict[str, Callable[[Tensor, Any], Tensor]] = {
+    "fractional_max_pool2d": lambda h, _: h + F.fractional_max_pool2d(h[None, None], 2, output_size=(1, 1)).squeeze(),
+    "fractional_max_pool3d": lambda h, _: (
+        h + F.fractional_max_pool3d(h[None, None, None].expand(1, 1, 3, -1, -1), 2, output_size=(1, 1, 1)).squeeze()
+    ),
+    "multi_head_attention_forward": attend,
+    "native_dropout": lambda h, _: torch.native_dropout(h, 0.5, True)[0],
+    "rrelu_": lambda h, _: torch.rrelu_(h.clone(), 0.1, 0.9, True),
+    "rrelu inplace": lambda h, _: F.rrelu(h.clone(), 0.1, 0.9, True, True),
+    "dropout_": lambda h, _: torch.dropout_(h.clone(), 0.5, True),
+    "feature_alpha_dropout": lambda h, _: F.feature_alpha_dropout(h[..., None], 0.5, True)[..., 0],
+    "lstm": recur,
+    "gumbel_softmax": lambda h, _: F.gumbel_softmax(h),
+    "standard_gamma": lambda h, _: h + torch._standard_gamma(h.detach().sigmoid()),
+    "normal": lambda h, _: h + torch.normal(h.detach(), 1.0),
+    "distribution": lambda h, _: h + torch.distributions.Normal(h, 1.0).rsample(),
+    "custom function": lambda h, _: Custom.apply(h),  # type: ignore[no-untyped-call]
+}
+
+
+class Drawing(nn.Module):
+    """Draws between its layers; what is drawn after it is used too."""
+
+    checkpointed = False
+
+    def __init__(self, draw: Callable[[Tensor, Any], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.draw = [draw]
+        self.projection = torch.randn(3 * WIDTH, WIDTH)
+        self.recurrent = [torch.randn(4 * WIDTH, WIDTH) for _ in range(4)]
+
+    def block(self, layer: nn.Module, h: Tensor) -> Tensor:
+        h = self.draw[0](layer(h), self)
+        h = self.draw[0](h, self) * torch.rand(WIDTH)
+        return h * torch.rand(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x
+        for layer in self.layers:
+            h = checkpoint(self.block, layer, h, use_reentrant=False) if self.checkpointed else self.block(layer, h)
+        return (h * torch.rand(WIDTH)).square().mean()
+
+
+def batch() -> dict[str, Tensor]:
+    return {"x": torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(1))}
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_numbers_drawn_after_a_random_function_do_not_depend_on_the_cut(name: str) -> None:
+    model = Drawing(DRAWS[name])
+    # threads share torch's generator: one rank at a time
+    found = [pipelined(model, [batch()], 2, ranks=1, stages=stages, layers="layers") for stages in (1, 2, 4)]
+    assert found[1].losses == pytest.approx(found[0].losses, rel=1e-6)
+    assert found[2].losses == pytest.approx(found[0].losses, rel=1e-6)
+
+
+@pytest.mark.parametrize("name", ["fractional_max_pool2d", "multi_head_attention_forward", "lstm", "rrelu_"])
+def test_a_checkpoint_draws_them_again(name: str) -> None:
+    model = Drawing(DRAWS[name])
+    plain = pipelined(model, [batch()] * 2, 2, ranks=1, stages=2, layers="layers")
+    model.checkpointed = True
+    found = pipelined(model, [batch()] * 2, 2, ranks=1, stages=2, layers="layers")
+    assert found.losses == pytest.approx(plain.losses, rel=1e-6)
+    for key, value in plain.values.items():
+        assert torch.allclose(found.values[key], value, rtol=1e-4, atol=1e-6)
+
+
+class ByRank(nn.Module):
+    """Takes another path on one stage: the stages are counted by runs, as there is one micro-batch."""
+
+    def __init__(self, extra: Callable[[Tensor], Tensor], stage: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.extra, self.stage, self.runs = [extra], stage, [0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        run, self.runs[0] = self.runs[0], self.runs[0] + 1
+        if run == self.stage:
+            x = self.extra[0](x)
+        h = self.layers[0](x)
+        return (self.layers[1](h) * torch.rand(WIDTH)).mean()
+
+
+def changed(x: Tensor) -> Tensor:
+    x[:, 0] = 0.0
+    return x
+
+
+def drawn(x: Tensor) -> Tensor:
+    torch.rand(1)
+    return x
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize(
+    "extra",
+    [lambda x: x * 2, lambda x: x.flip(0).flip(0), changed, drawn, lambda x: x + torch.randn_like(x)],
+    ids=["product", "twice", "in place", "drawn", "noise"],
+)
+def test_an_operation_on_the_batch_on_one_stage_alone_is_noticed(extra: Callable[[Tensor], Tensor], stage: int) -> None:
+    with pytest.raises(CutError, match=r"have not called the same torch functions, or .* drawn more random numbers"):
+        pipelined(ByRank(extra, stage), [batch()], 1, ranks=1, stages=2, layers="layers")
+
+
+class Keeps(nn.Module):
+    """Makes a table in its first run, and counts: not the same on all stages, and of no consequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.tables: dict[int, Tensor] = {}
+        self.step = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) not in self.tables:
+            self.tables[len(x)] = torch.arange(len(x)).unsqueeze(1).expand(-1, WIDTH).cos()
+        self.step += 1
+        h = x * (1 - 0.0 * self.step) + self.tables[len(x)]
+        for layer in self.layers:
+            h = layer(h) + self.tables[len(x)]
+        return h.mean()
+
+
+def test_tables_that_are_kept_and_numbers_that_differ_are_no_other_path() -> None:
+    pipelined(Keeps(), [batch()] * 2, 3, ranks=1, stages=4, layers="layers")
+
+
+def test_torch_tells_what_functions_do() -> None:
+    random = ("rrelu_", "native_dropout", "lstm", "rand", "_standard_gamma", "scaled_dot_product_attention")
+    assert all(name in RANDOM for name in random)
+    assert not any(name in RANDOM for name in ("relu", "matmul", "add_", "max_pool2d", "no_such_function", "__init__"))
+    assert all(name in FACTORIES for name in ("triu_indices", "hann_window", "zeros_like", "tensor"))
+    assert not any(name in FACTORIES for name in ("to", "clone", "add"))
+    assert all(shaped_by_values(name, (0, 0)) for name in ("one_hot", "nonzero", "unique", "masked_select"))
+
+
+def test_functions_in_python_may_draw() -> None:
+    assert draws(F.fractional_max_pool2d, "fractional_max_pool2d")
+    assert draws(torch.pca_lowrank, "pca_lowrank")
+    assert draws(F.multi_head_attention_forward, "multi_head_attention_forward")
+    assert draws(nn.init.xavier_uniform_, "xavier_uniform_")
+    assert draws(batch, "batch")  # not torch's: nobody knows
+    assert not draws(torch.relu, "relu")
+    for function in (F.relu, F.cross_entropy, F.layer_norm, F.max_pool2d, torch.einsum, Tensor.norm):
+        assert not draws(function, function.__name__)
+
+
+@pytest.mark.parametrize("name", ["__ilshift__", "__irshift__", "__iadd__", "__iand__", "add_", "relu_"])
+def test_changes_in_place_are_known_by_name(name: str) -> None:
+    x = torch.ones(2)
+    (found,) = changed_in_place(name, (x, x), {})
+    assert found is x
+
+
+def test_changes_in_place_on_demand() -> None:
+    x = torch.ones(2)
+    for args, kwargs in (((x, True), {}), ((x,), {"inplace": True})):
+        (found,) = changed_in_place("relu", args, kwargs)
+        assert found is x
+    assert changed_in_place("relu", (x, False), {}) == changed_in_place("relu", (x,), {}) == []
+    assert changed_in_place("__init__", (x,), {}) == []

@@ -1,0 +1,444 @@
+"""Recomputation: the same gradients to the last bit, less memory, and side effects once."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import pytest
+import torch
+import transformers as hf
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_pipe import schedules
+from lightning_pipe.engine.pipeline import Pipeline
+from lightning_pipe.errors import CutError
+from lightning_pipe.intercept.recompute import is_recomputing
+from lightning_pipe.partition import find_layers
+from lightning_pipe.transport.threads import thread_world
+from lightning_pipe.transport.topology import Topology
+from tests.support.engine_runs import assert_same
+
+Recompute = Literal["never", "except_last", "always"]
+
+
+def gradients_of(
+    net: nn.Module,
+    parts: list[Any],
+    recompute: Recompute,
+    *,
+    stages: int = 2,
+    layers: str = "layers",
+    schedule: str = "gpipe",
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Gradients and buffers after one batch on one rank."""
+    (transport,) = thread_world(Topology(ranks=1))
+    net = copy.deepcopy(net)
+    sequence = find_layers(net, layers)
+    balance = [len(sequence) // stages + (stage < len(sequence) % stages) for stage in range(stages)]
+    pipeline = Pipeline(net, sequence, balance, schedules.get(schedule), transport, recompute=recompute)
+    pipeline.train(lambda _, part: net(part), parts, [1 / len(parts)] * len(parts), seed=3)
+    grads = {name: p.grad for name, p in net.named_parameters() if p.grad is not None}
+    return grads, {name: b.clone() for name, b in net.named_buffers()}
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(width, width), nn.BatchNorm1d(width), nn.Dropout(0.3), nn.Tanh())
+        self.calls = 0
+
+    def forward(self, x: Tensor, scale: int, extra: tuple[Tensor, ...]) -> tuple[Tensor, int, tuple[Tensor, ...]]:
+        if not is_recomputing():
+            self.calls += 1
+        return self.body(x) * scale, scale + 1, (*extra, x)
+
+
+class Net(nn.Module):
+    """Several tensors, tuples and integers between the layers; dropout and batch norm inside and outside."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block(width) for _ in range(4))
+        self.norm = nn.BatchNorm1d(width)
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale: int = 1
+        extra: tuple[Tensor, ...] = ()
+        for layer in self.layers:
+            x, scale, extra = layer(self.drop(x), scale, extra)
+        return self.norm(x + sum(extra)).square().mean() * scale  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved"])
+@pytest.mark.parametrize("recompute", ["always", "except_last"])
+def test_gradients_are_the_same_to_the_last_bit(recompute: Recompute, schedule: str) -> None:
+    torch.manual_seed(0)
+    net, parts = Net(), list(torch.randn(12, 8).tensor_split(3))
+    expected, buffers = gradients_of(net, parts, "never", schedule=schedule)
+    found, found_buffers = gradients_of(net, parts, recompute, schedule=schedule)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+    for name, value in buffers.items():
+        assert torch.equal(found_buffers[name], value), name
+
+
+def test_under_autocast_the_same_bits() -> None:
+    torch.manual_seed(0)
+    net, parts = Net(), list(torch.randn(12, 8).tensor_split(3))
+
+    class Cast(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = net
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                return self.net(x)  # type: ignore[no-any-return]
+
+    expected, _ = gradients_of(Cast(), parts, "never", layers="net.layers")
+    found, _ = gradients_of(Cast(), parts, "always", layers="net.layers")
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+@contextmanager
+def saved_bytes() -> Iterator[list[int]]:
+    """Bytes that graphs hold at present, and the most at any time, counted by saved-tensor hooks."""
+    count = [0, 0]
+
+    class Kept:
+        def __init__(self, tensor: Tensor) -> None:
+            self.tensor = tensor.detach()  # a node that held its own result would hold itself
+            count[0] += tensor.nbytes
+            count[1] = max(count)
+
+        def __del__(self) -> None:
+            count[0] -= self.tensor.nbytes
+
+    def pack(tensor: Tensor) -> Any:
+        return tensor if isinstance(tensor, nn.Parameter) else Kept(tensor)
+
+    def unpack(kept: Any) -> Tensor:
+        return kept.tensor if isinstance(kept, Kept) else kept  # type: ignore[no-any-return]
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        yield count
+
+
+class Deep(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(m for _ in range(6) for m in (nn.Linear(16, 16), nn.Tanh(), nn.Sigmoid())))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x).square().mean()
+
+
+def test_memory_falls_to_one_micro_batch_and_the_boundaries() -> None:
+    torch.manual_seed(0)
+    net, parts = Deep(), list(torch.randn(80, 16).tensor_split(8))
+    peaks: dict[str, int] = {}
+    for recompute in ("never", "except_last", "always"):
+        with saved_bytes() as count:
+            gradients_of(net, parts, recompute, stages=1)
+        peaks[recompute] = count[1]
+    one = peaks["never"] / 8
+    assert peaks["always"] <= one * 1.01  # the boundary of a single stage is the batch itself, which no graph holds
+    assert peaks["except_last"] <= 2 * one * 1.01
+
+
+def test_beside_one_micro_batch_only_what_crosses_the_cuts_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    net, parts, boundary = Deep(), list(torch.randn(80, 16).tensor_split(8)), 10 * 16 * 4
+    (transport,) = thread_world(Topology(ranks=1))
+    pipeline = Pipeline(
+        net, find_layers(net, "layers"), [6, 6, 6], schedules.get("gpipe"), transport, recompute="always"
+    )
+    held: list[int] = []
+    recompute = pipeline.executor.stages.recompute
+
+    def counted(stage: int, micro_batch: int, batch: Any, kept: Any) -> Any:
+        waiting = [*pipeline.executor._kept.values(), kept]
+        held.append(sum(t.nbytes for each in waiting if each.inbound is not None for t in each.inbound[1].values()))
+        return recompute(stage, micro_batch, batch, kept)
+
+    monkeypatch.setattr(pipeline.executor.stages, "recompute", counted)
+    with saved_bytes() as count:
+        pipeline.train(lambda _, part: net(part), parts, [1 / 8] * 8)
+    with saved_bytes() as one:
+        gradients_of(net, parts[:1], "never", stages=3)
+    assert max(held) == (2 * 8 - 1) * boundary  # two stages have inputs; the last micro-batch is not computed again
+    assert count[1] <= one[1] * 1.01  # of all three stages together: A
+
+
+class Vocabulary(nn.Module):
+    """The logits are the largest thing by far."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+        self.head = nn.Linear(4, 1000)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layers(x)).log_softmax(-1).square().mean()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zero_bubble"])
+@pytest.mark.parametrize("recompute", ["except_last", "always"])
+def test_the_logits_of_one_micro_batch_are_held_at_a_time(recompute: Recompute, schedule: str) -> None:
+    torch.manual_seed(0)
+    parts = list(torch.randn(8, 4).tensor_split(8))
+    with saved_bytes() as one:
+        gradients_of(Vocabulary(), parts[:1], "never")
+    with saved_bytes() as count:
+        gradients_of(Vocabulary(), parts, recompute, schedule=schedule)
+    assert count[1] < 1.5 * one[1]
+
+
+def test_a_layer_that_changes_its_input_finds_it_as_it_came() -> None:
+    class Changing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x.add_(1)
+            return self.linear(torch.sin(x))
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(Changing() for _ in range(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = layer(x)
+            return x.square().mean()
+
+    torch.manual_seed(0)
+    net, parts = Outer(), list(torch.randn(6, 8).tensor_split(3))
+    expected, _ = gradients_of(net, [part.clone() for part in parts], "never")
+    found, _ = gradients_of(net, [part.clone() for part in parts], "always")
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+class Expanding(nn.Module):
+    """``contiguous()`` copies what is expanded: changing the copy leaves the original as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers[0](x)
+        wide = x[:, :1].expand(-1, 8)
+        x = self.layers[1](x)
+        x = x + wide.contiguous().add_(1) * wide
+        x = self.layers[2](x)
+        return (x + wide.contiguous().add_(1) * wide).square().mean()
+
+
+def test_the_first_run_finds_the_strides_that_came() -> None:
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float64)
+    try:
+        data = [{"x": torch.randn(size, 8)} for size in (6, 6, 3)]
+        assert_same(Expanding(), data, ranks=3, layers="layers", recompute="always", schedule="gpipe")
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+class Counting(nn.Module):
+    """What it computes depends on buffers that it changes, one in place and one by a new tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("runs", torch.zeros(()))
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.runs += 1
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        return torch.tanh(self.linear(x + self.mean) / float(self.runs))
+
+
+class Forces(nn.Module):
+    """A layer that computes gradients itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x if x.requires_grad else x.detach().requires_grad_()
+        energy = self.linear(x).tanh()
+        (force,) = torch.autograd.grad(energy.sum(), x, create_graph=True)
+        return energy + force
+
+
+class InLine(nn.Module):
+    def __init__(self, make: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(make() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+MAKES = [
+    Counting,
+    lambda: nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8)), nn.Tanh()),
+    Forces,
+]
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "zero_bubble"])
+@pytest.mark.parametrize("make", MAKES, ids=["counting", "spectral norm", "forces"])
+def test_the_second_run_finds_what_the_first_one_found(make: Any, schedule: str) -> None:
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float64)
+    try:
+        data = [{"x": torch.randn(size, 8)} for size in (6, 6, 5)]
+        assert_same(InLine(make), data, ranks=2, layers="layers", recompute="always", schedule=schedule)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_statistics_that_begin_to_change_later_are_changed_once() -> None:
+    """Behind autograd's back, in a norm that was frozen in the first batch."""
+    torch.manual_seed(0)
+    (transport,) = thread_world(Topology(ranks=1))
+    net = InLine(lambda: nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8, 8)))
+    pipeline = Pipeline(net, find_layers(net, "layers"), [4, 4], schedules.get("gpipe"), transport, recompute="always")
+    net.eval()
+    for _ in range(2):
+        pipeline.train(lambda _, part: net(part), list(torch.randn(6, 8).tensor_split(2)), [0.5, 0.5])
+        net.train()
+    assert int(net.layers[0][0].num_batches_tracked) == 2
+
+
+def test_a_buffer_that_changes_in_some_forward_passes_raises() -> None:
+    class Sometimes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+            self.register_buffer("runs", torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            if len(x) == 4:
+                self.runs += 1
+            return self.linear(x)  # type: ignore[no-any-return]
+
+    parts = [torch.randn(3, 8), torch.randn(4, 8)]
+    with pytest.raises(CutError, match="buffer 'runs' of a Sometimes is changed in place in some forward passes"):
+        gradients_of(InLine(Sometimes), parts, "always")
+
+
+def test_a_backward_pass_over_several_layers_inside_the_step_raises() -> None:
+    class Penalty(InLine):
+        def forward(self, x: Tensor) -> Tensor:
+            x = x.requires_grad_()
+            y = self.layers[1](self.layers[0](x))
+            (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+            return self.layers[3](self.layers[2](y + slope)).sum()  # type: ignore[no-any-return]
+
+    with pytest.raises(CutError, match="a backward pass inside the step"):
+        gradients_of(Penalty(lambda: nn.Linear(8, 8)), [torch.randn(3, 8)] * 2, "always")
+
+
+def test_user_checkpoints_inside_layers_recompute_as_well() -> None:
+    class Inner(nn.Module):
+        def __init__(self, reentrant: bool) -> None:
+            super().__init__()
+            self.body, self.reentrant = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.2), nn.Tanh()), reentrant
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(self.body, x, use_reentrant=self.reentrant)  # type: ignore[no-any-return]
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(Inner(reentrant) for reentrant in (False, True, False, True))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = layer(x)
+            return x.square().mean()
+
+    torch.manual_seed(0)
+    net, parts = Outer(), list(torch.randn(6, 8).tensor_split(3))
+    expected, _ = gradients_of(net, parts, "never")
+    found, _ = gradients_of(net, parts, "always")
+    # The first layer of a stage gets its input without gradient on one device and in a pipeline alike.
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+def test_a_step_that_takes_another_path_the_second_time_raises() -> None:
+    class Fickle(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+            self.runs = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.runs += 1
+            x = self.layers[0](x)
+            if self.runs % 2:
+                x = x * 2
+            return self.layers[1](x).square().mean()  # type: ignore[no-any-return]
+
+    with pytest.raises(CutError, match=r"another path|same path"):
+        gradients_of(Fickle(), [torch.randn(2, 4)] * 2, "always", stages=2, schedule="gpipe")
+
+
+TINY = {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 4, "num_attention_heads": 2, "intermediate_size": 32}
+# fmt: off
+HF: dict[str, tuple[Any, Any]] = {
+    "gpt2": (
+        lambda: hf.GPT2LMHeadModel(hf.GPT2Config(
+            vocab_size=50, n_layer=4, n_embd=16, n_head=2, n_positions=16, attn_pdrop=0, embd_pdrop=0, resid_pdrop=0,
+        )),
+        "transformer.h",
+    ),
+    "llama": (lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**TINY)), "model.layers"),
+    "t5": (
+        lambda: hf.T5ForConditionalGeneration(hf.T5Config(
+            vocab_size=50, d_model=16, d_kv=8, d_ff=32, num_layers=2, num_decoder_layers=2, num_heads=2, dropout_rate=0,
+            decoder_start_token_id=0,
+        )),
+        ["encoder.block", "decoder.block"],
+    ),
+    "bart": (
+        lambda: hf.BartForConditionalGeneration(hf.BartConfig(
+            vocab_size=50, d_model=16, encoder_layers=2, decoder_layers=2, encoder_attention_heads=2,
+            decoder_attention_heads=2, encoder_ffn_dim=32, decoder_ffn_dim=32, max_position_embeddings=16, dropout=0,
+            attention_dropout=0, activation_dropout=0,
+        )),
+        ["model.encoder.layers", "model.decoder.layers"],
+    ),
+}
+# fmt: on
+
+
+@pytest.mark.parametrize("recompute", ["never", "always"])
+@pytest.mark.parametrize("name", HF)
+def test_hugging_face_models_with_default_configurations(name: str, recompute: Recompute) -> None:
+    """Caches are on by default; the step makes a new one each time it runs."""
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float64)
+    try:
+        make, layers = HF[name]
+        ids = torch.randint(2, 50, (5, 9))
+        batches = [{"input_ids": ids, "labels": ids}] * 2
+        assert_same(make(), batches, micro_batches=2, ranks=4, layers=layers, recompute=recompute, schedule="gpipe")
+    finally:
+        torch.set_default_dtype(torch.float32)

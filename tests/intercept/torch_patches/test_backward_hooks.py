@@ -1,0 +1,294 @@
+"""Backward hooks act where, as often and on what they act on one device, or raise."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook
+from torch.nn.modules.module import register_module_full_backward_hook, register_module_full_backward_pre_hook
+
+from lightning_pipe.errors import CutError
+from tests.intercept.test_stage_run import Block, Net, batches
+from tests.support.engine_runs import assert_same, pipelined, single_device
+
+pytestmark = pytest.mark.usefixtures("float64")
+
+RUNS = [
+    {"ranks": 2},
+    {"ranks": 4, "schedule": "gpipe"},
+    {"ranks": 2, "schedule": "interleaved", "recompute": "always"},
+    {"ranks": 2, "schedule": "zero_bubble"},
+]
+SEEN: list[float] = []
+
+
+@pytest.fixture(autouse=True)
+def _nothing_seen() -> Iterator[None]:
+    SEEN.clear()
+    yield
+    SEEN.clear()
+
+
+def half(gradient: Tensor) -> Tensor:
+    SEEN.append(float(gradient.norm()))
+    return 0.5 * gradient
+
+
+def halves(gradients: Any) -> Any:
+    return tuple(each if each is None else half(each) for each in gradients)
+
+
+def before(module: nn.Module, gradients: Any) -> Any:
+    return halves(gradients)
+
+
+def behind(module: nn.Module, inputs: Any, outputs: Any) -> Any:
+    return None if all(each is None for each in inputs) else halves(inputs)
+
+
+class PreHooks(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        for module in (self.embed, *self.layers, self.head):
+            module.register_full_backward_pre_hook(before)
+
+
+class FullHooks(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        for module in (self.embed, *self.layers, self.head):
+            module.register_full_backward_hook(behind)
+            module.register_full_backward_pre_hook(before)
+
+
+class Chain(Net):
+    """The layers are a module that the cut divides; a subclass says what it has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*self.layers)  # type: ignore[assignment]
+        self.register(self.layers)
+
+    def body(self, h: Tensor, x: Tensor) -> Tensor:
+        return self.layers(h)  # type: ignore[operator,no-any-return]
+
+    def register(self, module: Any) -> None: ...
+
+
+class ChainOfHooks(Chain):
+    def register(self, module: Any) -> None:
+        for layer in module:
+            layer.register_full_backward_hook(behind)
+            layer.register_full_backward_pre_hook(before)
+
+
+class PreHookOfAll(Chain):
+    def register(self, module: Any) -> None:
+        module.register_full_backward_pre_hook(before)
+
+
+class ForwardHooks(Chain):
+    """Return something else, at the cut as well."""
+
+    def register(self, module: Any) -> None:
+        for each in (module, *module):
+            each.register_forward_hook(lambda module, args, result: result * 2 + args[0])
+            each.register_forward_pre_hook(lambda module, args: (args[0] * 1.5,))
+            each.register_full_backward_pre_hook(before)
+
+
+class HooksInLayers(Net):
+    """On modules inside layers, which zero bubble's halves both go through."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for layer in self.layers:
+            layer.linear.register_full_backward_hook(behind)
+            layer.linear.register_full_backward_pre_hook(before)
+
+
+class BetweenLayers(Net):
+    """On tensors at the cut, needed again after the last layer."""
+
+    def body(self, h: Tensor, x: Tensor) -> Tensor:
+        first = h
+        for layer in self.layers:
+            h = layer(h) + first
+            h.register_hook(half)
+        return h * first
+
+
+class OnNodes(Net):
+    def body(self, h: Tensor, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            h = layer(h)
+            h.grad_fn.register_prehook(halves)
+        return h
+
+
+class OnSeveral(Net):
+    def body(self, h: Tensor, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            a = layer(h)
+            h = a * 2
+            register_multi_grad_hook([a, h], lambda gradients: SEEN.extend(float(each.norm()) for each in gradients))
+            register_multi_grad_hook([a, h], lambda gradient: SEEN.append(float(gradient.norm())), mode="any")
+        return h
+
+
+class InsideLayers(Net):
+    """On what a layer computes, on what it is given, and on nodes."""
+
+    class block(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            x.register_hook(half)
+            y = self.linear(x)
+            y.register_hook(half)
+            z = self.linear(torch.tanh(y))
+            z.grad_fn.register_prehook(halves)
+            z.grad_fn.register_hook(lambda inputs, outputs: halves(inputs))
+            return torch.tanh(z)
+
+
+EXACT = [PreHooks, FullHooks, ChainOfHooks, PreHookOfAll, ForwardHooks, HooksInLayers, BetweenLayers, OnNodes,
+         OnSeveral, InsideLayers]  # fmt: skip
+
+
+def check(net: type[Net], run: dict[str, Any]) -> None:
+    model, data = net(), batches(2)
+    single_device(model, data, 3)
+    expected = sorted(SEEN)
+    assert expected
+    SEEN.clear()
+    pipelined(model, data, 3, layers="layers", **run)
+    assert sorted(SEEN) == pytest.approx(expected, rel=1e-9)
+    assert_same(model, data, 3, layers="layers", **run)
+
+
+@pytest.mark.parametrize("run", RUNS, ids=lambda run: "-".join(map(str, run.values())))
+@pytest.mark.parametrize("net", EXACT)
+def test_backward_hooks_act_as_on_one_device(net: type[Net], run: dict[str, Any]) -> None:
+    check(net, run)
+
+
+@pytest.mark.parametrize("run", RUNS, ids=lambda run: "-".join(map(str, run.values())))
+def test_hooks_of_all_modules_act_as_on_one_device(run: dict[str, Any]) -> None:
+    handles = [register_module_full_backward_hook(behind), register_module_full_backward_pre_hook(before)]
+    try:
+        check(Net, run)
+        with pytest.raises(CutError, match="lies inside a Sequential with a full backward hook"):
+            pipelined(Chain(), batches(1), 2, layers="layers", **run)
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class FullHookOfAll(Chain):
+    def register(self, module: Any) -> None:
+        module.register_full_backward_hook(behind)
+
+
+class TooLate(Net):
+    """Earlier stages use the tensor as well: neither they nor the last one have its whole gradient."""
+
+    def body(self, h: Tensor, x: Tensor) -> Tensor:
+        out = super().body(h, x) * h
+        h.register_hook(half)
+        return out
+
+
+class OnNodeTooLate(Net):
+    def body(self, h: Tensor, x: Tensor) -> Tensor:
+        out = super().body(h, x) * h
+        h.grad_fn.register_prehook(halves)
+        return out
+
+
+class OnBothSides(Net):
+    def body(self, h: Tensor, x: Tensor) -> Tensor:
+        out = super().body(h, x) * h
+        register_multi_grad_hook([h, out], lambda gradients: None)
+        return out
+
+
+class OnParameters(Net):
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        self.head.weight.register_hook(half)
+        return super().forward(x, y)
+
+
+class OnParametersLater(Net):
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        self.head.weight.register_post_accumulate_grad_hook(lambda weight: None)
+        return super().forward(x, y)
+
+
+_PART = "a backward hook is registered on a tensor that an earlier stage computes"
+
+
+@pytest.mark.parametrize("run", [RUNS[1], RUNS[3]], ids=lambda run: run["schedule"])
+@pytest.mark.parametrize(
+    ("net", "message"),
+    [
+        (FullHookOfAll, r"the cut before layer 'layers\.[12]' lies inside a Sequential with a full backward hook"),
+        (TooLate, _PART),
+        (OnNodeTooLate, _PART),
+        (OnBothSides, _PART),
+        (OnParameters, "the step calls register_hook of a parameter"),
+        (OnParametersLater, "the step calls register_post_accumulate_grad_hook of a parameter"),
+    ],
+)
+def test_hooks_that_cannot_act_raise(net: type[Net], message: str, run: dict[str, Any]) -> None:
+    with pytest.raises(CutError, match=message):
+        pipelined(net(), batches(2), 3, layers="layers", **run)
+
+
+class Remedies(Net):
+    """What the errors advise: on the tensor that goes into the layers, and on one made from it."""
+
+    def body(self, h: Tensor, x: Tensor) -> Tensor:
+        h.register_hook(half)
+        again = h * 1.0
+        out = super().body(h, x)
+        late = again * 1.0
+        late.register_hook(half)
+        return out * late
+
+
+@pytest.mark.parametrize("run", RUNS, ids=lambda run: "-".join(map(str, run.values())))
+def test_what_the_errors_advise_works(run: dict[str, Any]) -> None:
+    check(Remedies, run)
+
+
+class Retains(Net):
+    """The gradients of a layer's tensors are read once its backward has run."""
+
+    class block(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.linear(x)
+            y.retain_grad()
+            self.linear.weight.kept = y
+            return torch.tanh(y)
+
+
+def test_retained_gradients_count_once() -> None:
+    model, data = Retains(), batches(1)
+    found: dict[str, Tensor] = {}
+
+    def look(pipeline: Any, module: Any) -> None:
+        mine = {name for name, _ in pipeline.local_parameters()}
+        for number, layer in enumerate(module.layers):
+            if f"layers.{number}.linear.weight" in mine:
+                found[str(number)] = layer.linear.weight.kept.grad
+
+    pipelined(model, data, 1, layers="layers", schedule="zero_bubble", between=look)
+    single = Retains()
+    single.load_state_dict(model.state_dict())
+    single(**data[0]).backward()
+    assert len(found) == 4
+    for number, layer in enumerate(single.layers):
+        torch.testing.assert_close(found[str(number)], layer.linear.weight.kept.grad, rtol=0.0, atol=1e-12)

@@ -1,0 +1,123 @@
+"""Buffers that layers change are the same on all processes that hold them."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_pipe import schedules
+from lightning_pipe.engine.pipeline import Pipeline
+from lightning_pipe.partition import find_layers
+from lightning_pipe.transport.threads import ThreadTransport, run_threads, thread_world
+from lightning_pipe.transport.topology import Topology
+
+
+class Layer(nn.Module):
+    """Follows the mean of its input by replacing a buffer, counts in place, and has a buffer that stays."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("mean", torch.zeros(4))
+        self.register_buffer("rows", torch.zeros(()))
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean = 0.5 * self.mean + 0.5 * x.detach().mean(0)
+        self.rows += len(x)
+        return torch.tanh(self.linear(x + self.mean)) * self.scale
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+def train(schedule: str, replicas: int) -> list[dict[str, Tensor]]:
+    torch.manual_seed(0)
+    net, batches = Net(), [torch.randn(8, 4) for _ in range(3)]
+
+    def body(transport: ThreadTransport) -> dict[str, Tensor]:
+        mine = copy.deepcopy(net)
+        pipeline = Pipeline(mine, find_layers(mine, "layers"), [2, 2], schedules.get(schedule), transport)
+        pipeline.partition()
+        for batch in batches:
+            parts = list(batch.tensor_split(replicas)[transport.replica].tensor_split(2))
+            pipeline.train(lambda _, x: mine(x), parts, [len(part) / 8 for part in parts])
+        held = [name for name, _ in mine.named_buffers() if pipeline.holds(name)]
+        return {name: buffer.clone() for name, buffer in mine.named_buffers() if name in held}
+
+    loss_rank = schedules.get(schedule).build(2, 2).loss_ranks[0]
+    return run_threads(thread_world(Topology.for_schedule(2, replicas, loss_rank)), body, timeout=30)
+
+
+def assert_equal_copies(results: list[dict[str, Tensor]], copies: int) -> None:
+    for name in {name for own in results for name in own}:
+        values = [own[name] for own in results if name in own]
+        assert len(values) == copies
+        assert all(torch.equal(value, values[0]) for value in values), name
+
+
+@pytest.mark.filterwarnings("error:.*changes in forward passes")
+def test_replicas_have_the_values_of_the_first_one() -> None:
+    with pytest.warns(UserWarning, match=r"'layers\.0\.mean' \(8 such buffers\) is changed .* 2 times in a batch"):
+        results = train("1f1b", replicas=2)
+    assert_equal_copies(results, copies=2)
+    assert float(results[0]["layers.2.rows"]) == 3 * 4
+
+
+def test_copies_of_bidirectional_schedules_too_and_the_user_is_told() -> None:
+    with pytest.warns(UserWarning, match=r"'layers\.0\.mean' \(8 such buffers\) changes in forward passes"):
+        results = train("chimera", replicas=1)
+    assert_equal_copies(results, copies=2)
+
+
+def test_one_pipeline_has_nothing_to_agree_on() -> None:
+    results = train("1f1b", replicas=1)
+    assert_equal_copies(results, copies=1)
+    assert float(results[1]["layers.0.rows"]) == 3 * 8
+
+
+class Kept(nn.Module):
+    """A buffer that is computed anew in every pass and stays what it is; batch norm; a normalised weight."""
+
+    def __init__(self, normalise: bool) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+        if normalise:
+            nn.utils.parametrizations.spectral_norm(self.linear)
+        self.register_buffer("positions", torch.arange(4.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.positions = torch.arange(4.0)
+        return self.norm(self.linear(x + self.positions))
+
+
+def told(normalise: bool, micro_batches: int) -> list[str]:
+    """The warnings of a batch on one rank with two stages."""
+    torch.manual_seed(0)
+    net = nn.Sequential(Kept(normalise), Kept(normalise))
+    (transport,) = thread_world(Topology(ranks=1))
+    pipeline = Pipeline(net, find_layers(net), [1, 1], schedules.get("gpipe"), transport, deferred_batch_norm=True)
+    parts = list(torch.randn(8, 4).tensor_split(micro_batches))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        pipeline.train(lambda _, x: net(x).square().mean(), parts, [1 / micro_batches] * micro_batches)
+    return [str(each.message) for each in caught if "forward passes" in str(each.message)]
+
+
+def test_the_user_is_told_of_what_sees_micro_batches() -> None:
+    assert not told(normalise=False, micro_batches=2)
+    assert not told(normalise=True, micro_batches=1)
+    (message,) = told(normalise=True, micro_batches=2)
+    assert "'0.linear.parametrizations.weight.0._u' (4 such buffers) is changed by forward passes: 2 times" in message

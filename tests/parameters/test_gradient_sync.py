@@ -1,0 +1,237 @@
+"""Gradients are summed exactly, whoever has them and in whatever order the members start."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from lightning_pipe.errors import ConfigurationError
+from lightning_pipe.parameters.gradient_sync import GradientSync
+from lightning_pipe.transport.base import Transport
+from lightning_pipe.transport.threads import ThreadTransport, run_threads, thread_world
+from lightning_pipe.transport.topology import Topology
+from tests.support import processes
+
+WORLD = Topology(ranks=1, replicas=3)
+EVERYONE = (0, 1, 2)
+
+
+def gradient(parameter: Tensor, process: int, step: int) -> Tensor:
+    generator = torch.Generator().manual_seed(1000 * step + process)
+    # Small integers: sums are exact in every dtype and order.
+    return torch.randint(-8, 8, parameter.shape, generator=generator).to(parameter.dtype)
+
+
+def make(dtypes: list[torch.dtype]) -> list[Parameter]:
+    shapes = [(3, 4), (5,), (), (2, 3, 4), (100,), (7, 1), (0, 3)]
+    return [Parameter(torch.zeros(shape, dtype=dtypes[i % len(dtypes)])) for i, shape in enumerate(shapes)]
+
+
+def sums(transport: Transport, bucket_bytes: int, dtypes: list[torch.dtype]) -> list[list[Any]]:
+    parameters = make(dtypes)
+    reducer = GradientSync(transport, bucket_bytes)
+    reducer.add(0, parameters, EVERYONE)
+    found = []
+    for step in range(3):
+        for parameter in parameters:
+            parameter.grad = gradient(parameter, transport.process, step)
+        reducer.start(0)
+        reducer.finish()
+        found.append([parameter.grad.tolist() for parameter in parameters if parameter.grad is not None])
+        assert all(p.grad is not None and p.grad.dtype == p.dtype and p.grad.stride() == p.stride() for p in parameters)
+    return found
+
+
+def expected(dtypes: list[torch.dtype]) -> list[list[Any]]:
+    return [
+        [sum(gradient(p, process, step) for process in EVERYONE).tolist() for p in make(dtypes)] for step in range(3)
+    ]
+
+
+MIXED = [torch.float32, torch.float64, torch.bfloat16]
+
+
+@pytest.mark.parametrize("dtypes", [[torch.float64], MIXED], ids=["one dtype", "mixed"])
+@pytest.mark.parametrize("bucket_bytes", [1, 200, 10**6])
+def test_sums_are_exact(bucket_bytes: int, dtypes: list[torch.dtype]) -> None:
+    results = run_threads(thread_world(WORLD), lambda transport: sums(transport, bucket_bytes, dtypes))
+    assert results == [expected(dtypes)] * 3
+
+
+def test_sums_are_exact_over_gloo() -> None:
+    assert processes.run_pipeline(sums, WORLD, bucket_bytes=200, dtypes=MIXED) == [expected(MIXED)] * 3
+
+
+def test_a_gradient_may_be_missing_on_some_members_or_on_all() -> None:
+    def fn(transport: ThreadTransport) -> list[Any]:
+        parameters = [Parameter(torch.zeros(2)) for _ in range(3)]
+        reducer = GradientSync(transport, bucket_bytes=12)
+        reducer.add("tied", parameters, EVERYONE)
+        if transport.process == 1:
+            parameters[0].grad = torch.ones(2)
+        parameters[2].grad = torch.ones(2)
+        reducer.finish()  # starts what was not started
+        return [None if p.grad is None else p.grad.tolist() for p in parameters]
+
+    assert run_threads(thread_world(WORLD), fn) == [[[1.0, 1.0], None, [3.0, 3.0]]] * 3
+
+
+def test_members_may_start_in_different_orders() -> None:
+    def fn(transport: ThreadTransport) -> list[float]:
+        keys = [("stage", 0), ("stage", 1), ("stage", 10), ("owners", (0,)), ("owners", (0, 1))]
+        parameters = {key: Parameter(torch.zeros(1 + i)) for i, key in enumerate(keys)}
+        reducer = GradientSync(transport)
+        order = random.Random(transport.process)
+        for key in order.sample(keys, len(keys)):
+            reducer.add(key, [parameters[key]], EVERYONE)
+        for _ in range(3):
+            for key in keys:
+                parameters[key].grad = torch.full_like(parameters[key], float(transport.process))
+            for key in order.sample(keys, 3):
+                reducer.start(key)
+            reducer.finish()
+        return [float(parameters[key].grad.sum()) for key in keys]  # type: ignore[union-attr]
+
+    for _ in range(10):
+        assert run_threads(thread_world(WORLD), fn) == [[3.0, 6.0, 9.0, 12.0, 15.0]] * 3
+
+
+def test_several_groups_at_once_and_groups_of_one() -> None:
+    def fn(transport: ThreadTransport) -> list[float]:
+        transport.make_groups([(0, 1), (1, 2)])
+        reducer = GradientSync(transport)
+        groups = {0: (0, 1), 1: (1, 2), 2: EVERYONE, 3: (transport.process,)}
+        mine = {key: members for key, members in groups.items() if transport.process in members}
+        parameters = {key: Parameter(torch.zeros(4)) for key in mine}
+        for key, members in mine.items():
+            reducer.add(key, [parameters[key]], members)
+            parameters[key].grad = torch.ones(4)
+            reducer.start(key)
+        reducer.finish()
+        return [float(parameters[key].grad[0]) for key in mine]  # type: ignore[index]
+
+    assert run_threads(thread_world(WORLD), fn) == [[2.0, 3.0, 1.0], [2.0, 2.0, 3.0, 1.0], [2.0, 3.0, 1.0]]
+
+
+def test_the_reduction_runs_while_the_caller_goes_on() -> None:
+    def fn(transport: ThreadTransport) -> bool:
+        weight = Parameter(torch.zeros(2))
+        reducer = GradientSync(transport)
+        reducer.add(0, [weight], (0, 1))
+        weight.grad = torch.ones(2)
+        if transport.process == 1:
+            transport.receive_object(1, 0)  # the peer has started and gone on
+        reducer.start(0)
+        if transport.process == 0:
+            transport.send_object(None, 0, 0)
+        reducer.finish()
+        return bool((weight.grad == 2).all())
+
+    assert run_threads(thread_world(Topology(2, order=(1, 0))), fn) == [True, True]
+
+
+def test_frozen_parameters_take_no_part_and_may_thaw() -> None:
+    def fn(transport: ThreadTransport) -> list[Any]:
+        weight, frozen = Parameter(torch.zeros(2)), Parameter(torch.zeros(2), requires_grad=False)
+        reducer = GradientSync(transport)
+        reducer.add(0, [frozen, weight], EVERYONE)
+        weight.grad = torch.ones(2)
+        reducer.finish()
+        first = [frozen.grad, weight.grad.tolist()]
+        frozen.requires_grad_()
+        frozen.grad, weight.grad = torch.ones(2), None
+        reducer.finish()
+        return [*first, frozen.grad.tolist(), weight.grad]
+
+    assert run_threads(thread_world(WORLD), fn) == [[None, [3.0, 3.0], [3.0, 3.0], None]] * 3
+
+
+def test_gradients_accumulate_into_what_was_reduced() -> None:
+    def fn(transport: ThreadTransport) -> list[float]:
+        layer = torch.nn.Linear(3, 2)
+        torch.nn.init.ones_(layer.weight)
+        optimizer = torch.optim.SGD(layer.parameters(), lr=0.0)
+        reducer = GradientSync(transport)
+        reducer.add(0, layer.parameters(), EVERYONE)
+        for set_to_none in (False, True, False):
+            optimizer.zero_grad(set_to_none=set_to_none)
+            layer(torch.ones(1, 3)).sum().backward()
+            layer(torch.ones(1, 3)).sum().backward()
+            reducer.finish()
+            torch.nn.utils.clip_grad_norm_(layer.parameters(), 1e9)
+            optimizer.step()
+        assert layer.weight.grad is not None
+        return layer.weight.grad.unique().tolist()
+
+    assert run_threads(thread_world(WORLD), fn) == [[6.0]] * 3
+
+
+def test_the_parameters_memory_format_is_kept() -> None:
+    def fn(transport: ThreadTransport) -> bool:
+        weight = Parameter(torch.zeros(2, 3, 4, 5).to(memory_format=torch.channels_last))
+        other = Parameter(torch.zeros(6, 4).t())
+        sliced = Parameter(torch.zeros(4, 6)[:, ::2])
+        reducer = GradientSync(transport)
+        parameters = [weight, other, sliced]
+        reducer.add(0, parameters, EVERYONE)
+        wanted = []
+        for parameter in parameters:
+            parameter.grad = gradient(parameter, transport.process, 0)
+            wanted.append(sum(gradient(parameter, process, 0) for process in EVERYONE))
+        reducer.finish()
+        assert [p.grad.stride() == p.stride() for p in parameters] == [True, True, False]
+        return all(bool((p.grad == w).all()) for p, w in zip(parameters, wanted, strict=True))
+
+    assert run_threads(thread_world(WORLD), fn) == [True] * 3
+
+
+def test_there_is_never_a_second_copy_of_all_gradients() -> None:
+    def fn(transport: ThreadTransport) -> list[int]:
+        parameters = [Parameter(torch.zeros(1000)) for _ in range(20)]
+        reducer = GradientSync(transport, bucket_bytes=8000)
+        reducer.add(0, parameters, (0, 1))
+        for parameter in parameters:
+            parameter.grad = torch.ones(1000)
+        reducer.start(0)
+        assert all(parameter.grad is None for parameter in parameters)
+        reducer.finish()
+        gradients = [parameter.grad.untyped_storage() for parameter in parameters]  # type: ignore[union-attr]
+        return [sum({storage.data_ptr(): storage.nbytes() for storage in gradients}.values())]
+
+    assert run_threads(thread_world(Topology(1, 2)), fn) == [[80_000]] * 2
+
+
+def test_late_gradients_raise() -> None:
+    def fn(transport: ThreadTransport) -> str:
+        weight = Parameter(torch.zeros(2))
+        reducer = GradientSync(transport)
+        reducer.add(0, [weight], EVERYONE)
+        weight.grad = torch.ones(2)
+        reducer.start(0)
+        with pytest.raises(ConfigurationError, match="started twice"):
+            reducer.start(0)
+        with pytest.raises(ConfigurationError, match="under way"):
+            reducer.add(0, [weight], EVERYONE)
+        weight.grad = torch.ones(2)
+        with pytest.raises(ConfigurationError, match="after its reduction had started"):
+            reducer.finish()
+        return ""
+
+    run_threads(thread_world(WORLD), fn)
+
+
+def test_sparse_gradients_raise() -> None:
+    def fn(transport: ThreadTransport) -> None:
+        layer = torch.nn.Embedding(4, 2, sparse=True)
+        layer(torch.tensor([1])).sum().backward()
+        reducer = GradientSync(transport)
+        reducer.add(0, layer.parameters(), EVERYONE)
+        with pytest.raises(ConfigurationError, match="sparse=False"):
+            reducer.start(0)
+
+    run_threads(thread_world(WORLD), fn)

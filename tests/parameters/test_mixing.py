@@ -1,0 +1,271 @@
+"""Optimizers that join what ranks have apart are told from those that do not."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_pipe.errors import ConfigurationError
+from lightning_pipe.parameters.mixing import Mixing, _Number
+
+KINDS = [
+    getattr(torch.optim, name)
+    for name in dir(torch.optim)
+    if isinstance(kind := getattr(torch.optim, name), type)
+    and issubclass(kind, Optimizer)
+    and name not in ("Optimizer", "LBFGS", "SparseAdam")
+]
+WAYS: dict[str, dict[str, Any]] = {
+    "plain": {"foreach": False},
+    "foreach": {"foreach": True},
+    "fused": {"fused": True},
+    "amsgrad": {"amsgrad": True},
+    "momentum": {"momentum": 0.9, "weight_decay": 0.1, "nesterov": True},
+    "centered": {"momentum": 0.9, "centered": True, "foreach": True},
+    "differentiable": {"maximize": True, "foreach": False},
+    "tensor lr": {"lr": torch.tensor(0.01), "foreach": False},
+}
+
+
+def parameters() -> dict[str, nn.Parameter]:
+    torch.manual_seed(1)
+    return {name: nn.Parameter(torch.randn(size)) for name, size in (("a", (3, 4)), ("b", (4, 4)), ("c", (4, 2)))}
+
+
+def gradients(named: dict[str, nn.Parameter]) -> None:
+    for parameter in named.values():
+        parameter.grad = torch.randn_like(parameter)
+
+
+def watched(optimizer: Optimizer, named: dict[str, nn.Parameter]) -> Mixing:
+    return Mixing(optimizer, {id(parameter): name for name, parameter in named.items()})
+
+
+def made(kind: Callable[..., Optimizer], options: dict[str, Any]) -> tuple[Optimizer, dict[str, nn.Parameter]]:
+    named = parameters()
+    try:
+        optimizer = kind(list(named.values()), **{"lr": 0.01, **options})
+    except (TypeError, ValueError, RuntimeError) as error:
+        pytest.skip(f"not of this kind: {error}")
+    return optimizer, named
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_torchs_optimizers_join_nothing(kind: Callable[..., Optimizer], way: str) -> None:
+    found = []
+    for watching in (False, True):
+        optimizer, named = made(kind, WAYS[way])
+        gradients(named)
+        optimizer.step()  # the second one has state, as after loading a checkpoint
+        mixing = watched(optimizer, named) if watching else None
+        gradients(named)
+        optimizer.step()
+        optimizer.step()
+        found.append([*named.values()])
+        assert mixing is None or mixing.done
+        for state in optimizer.state.values():
+            assert not any(isinstance(value, _Number) for value in state.values())
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+def test_sparse_gradients() -> None:
+    tables = {name: nn.Embedding(5, 3, sparse=True) for name in "ab"}
+    optimizer = torch.optim.SparseAdam([table.weight for table in tables.values()])
+    named = {name: table.weight for name, table in tables.items()}
+    watched(optimizer, named)
+    sum(table(torch.tensor([1, 2, 1])).sum() for table in tables.values()).backward()
+    optimizer.step()
+    assert all(table.weight.grad.is_sparse for table in tables.values())
+
+
+class Own(Optimizer):
+    """An optimizer of one's own; ``update`` is its step."""
+
+    def __init__(self, params: Any, update: Callable[[Own], None], **_: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+        self.update = update
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        loss = None if closure is None else closure()
+        with torch.no_grad():
+            self.update(self)
+        return loss
+
+    def pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                yield parameter, parameter.grad
+
+
+def apart_lars(own: Own) -> None:
+    """A rate for each parameter, from norms that are read, with a decision by each."""
+    for parameter, gradient in own.pairs():
+        norm, size = gradient.norm().item(), parameter.norm()
+        if size > 0 and parameter.ndim > 1:
+            ratio = max(size.item(), 1e-3) / (norm + 1e-9)
+            parameter.add_(gradient, alpha=-0.1 * ratio)
+        else:
+            parameter.add_(gradient, alpha=-0.1)
+
+
+def apart_two_passes(own: Own) -> None:
+    ratios = [float(torch.tensor(2.0)) * (g.norm() / p.norm()).item() for p, g in own.pairs()]
+    for (parameter, gradient), ratio in zip(own.pairs(), ratios, strict=True):
+        parameter.sub_(ratio * gradient)
+
+
+def apart_float(own: Own) -> None:
+    for parameter, gradient in own.pairs():
+        parameter.sub_(gradient / float(gradient.norm()))
+
+
+def apart_bias_unread(own: Own) -> None:
+    for number, (parameter, gradient) in enumerate(own.pairs()):
+        if number != 1 and bool(torch.isfinite(gradient).all()):
+            gradient = gradient / float(gradient.norm())
+        parameter.data = parameter.data - 0.1 * gradient
+
+
+def apart_scratch(own: Own) -> None:
+    scratch, shared = torch.zeros(16), torch.tensor(0.5)
+    for parameter, gradient in own.pairs():
+        part = scratch[: gradient.numel()]
+        part.copy_(gradient.view(-1))
+        torch.mul(part, shared.to(parameter), out=part)
+        parameter.add_(part.view_as(parameter) * shared.pow(2.0), alpha=-0.1)
+
+
+def apart_foreach(own: Own) -> None:
+    weights, slopes = (list(each) for each in zip(*own.pairs(), strict=True))
+    norms = torch._foreach_norm(slopes)
+    torch._foreach_div_(slopes, norms)
+    torch._foreach_add_(weights, torch._foreach_mul(slopes, [0.1, 0.2, 0.3]), alpha=-1.0)
+
+
+def apart_state(own: Own) -> None:
+    for parameter, gradient in own.pairs():
+        state = own.state[parameter]
+        state["rate"] = gradient.norm().item()
+        state.setdefault("average", torch.zeros_like(parameter)).lerp_(gradient, 0.1)
+        parameter.addcdiv_(state["average"], gradient.abs() + 1.0, value=-state["rate"])
+
+
+APART = [each for name, each in globals().items() if name.startswith("apart_")]
+
+
+@pytest.mark.parametrize("update", APART)
+def test_what_treats_every_parameter_by_itself(update: Callable[[Own], None]) -> None:
+    optimizer, named = made(Own, {"update": update})
+    gradients(named)
+    mixing = watched(optimizer, named)
+    optimizer.step()
+    assert mixing.done
+    for state in optimizer.state.values():
+        assert type(state.get("rate", 0.0)) is float
+
+
+def joins_stack(own: Own) -> None:
+    total = torch.stack([gradient.norm() for _, gradient in own.pairs()]).norm()
+    for parameter, gradient in own.pairs():
+        parameter.sub_(gradient / total.clamp(min=1e6))
+
+
+def joins_sum(own: Own) -> None:
+    total = torch.zeros(())
+    for _, gradient in own.pairs():
+        total += gradient.square().sum()
+
+
+def joins_items(own: Own) -> None:
+    total = math.sqrt(sum(gradient.norm().item() ** 2 for _, gradient in own.pairs()))
+    for parameter, gradient in own.pairs():
+        parameter.sub_(gradient, alpha=0.1 / total)
+
+
+def joins_floats(own: Own) -> None:
+    total = sum(float(gradient.norm()) ** 2 for _, gradient in own.pairs()) ** 0.5
+    for parameter, gradient in own.pairs():
+        parameter.sub_(gradient, alpha=0.1 / total)
+
+
+def joins_decision(own: Own) -> None:
+    if all(bool(torch.isfinite(gradient).all()) for _, gradient in own.pairs()):
+        for parameter, gradient in own.pairs():
+            parameter.sub_(gradient, alpha=0.1)
+
+
+def joins_clipping(own: Own) -> None:
+    nn.utils.clip_grad_norm_([parameter for parameter, _ in own.pairs()], 1e6)
+    for parameter, gradient in own.pairs():
+        parameter.sub_(gradient, alpha=0.1)
+
+
+def joins_flat(own: Own) -> None:
+    flat = torch.cat([gradient.view(-1) for _, gradient in own.pairs()])
+    flat /= flat.norm()
+
+
+def joins_first(own: Own) -> None:
+    """One parameter's number decides about the next one's update."""
+    rate = 0.1
+    for parameter, gradient in own.pairs():
+        parameter.sub_(gradient, alpha=rate)
+        rate = gradient.norm().item()
+
+
+def joins_kept(own: Own) -> None:
+    own.mean = getattr(own, "mean", torch.zeros(()))
+    for _, gradient in own.pairs():
+        own.mean.lerp_(gradient.mean(), 0.1)
+
+
+def joins_filled(own: Own) -> None:
+    norms = torch.zeros(3)
+    for number, (_, gradient) in enumerate(own.pairs()):
+        norms[number] = gradient.norm()
+    for parameter, gradient in own.pairs():
+        parameter.sub_(gradient / norms.sum())
+
+
+JOINS = [each for name, each in globals().items() if name.startswith("joins_")]
+
+
+@pytest.mark.parametrize("closure", [False, True])
+@pytest.mark.parametrize("update", JOINS)
+def test_what_joins_parameters(update: Callable[[Own], None], closure: bool) -> None:
+    optimizer, named = made(Own, {"update": update})
+
+    def closed() -> Tensor:
+        gradients(named)
+        return torch.stack([parameter.sum() for parameter in named.values()]).sum()  # no part of the step
+
+    if not closure:
+        gradients(named)
+    mixing = watched(optimizer, named)
+    with pytest.raises(
+        ConfigurationError, match=r"Own\.step joins numbers of several parameters: '.*' and '"
+    ) as caught:
+        optimizer.step(closed if closure else None)
+    assert update is joins_clipping or "test_mixing.py:" in str(caught.value)
+    mixing.remove()
+    torch.stack([parameter.sum() for parameter in named.values()])
+
+
+def test_a_step_without_gradients_is_not_the_first() -> None:
+    optimizer, named = made(Own, {"update": lambda own: None})
+    mixing = watched(optimizer, named)
+    optimizer.step()
+    assert not mixing.done
+    gradients(named)
+    optimizer.step()
+    assert mixing.done
+    mixing.remove()
+    assert not optimizer._optimizer_step_pre_hooks
+    assert not optimizer._optimizer_step_post_hooks

@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+import warnings
+
+import pytest
+
+from lightning_pipe import schedules
+from lightning_pipe.schedules import GPipe, Interleaved, Kind, Naive, OneFOneB
+from lightning_pipe.schedules.dependencies import held
+from tests.support.schedule_sweep import training_schedules
+
+
+@pytest.mark.parametrize("name", schedules.names())
+def test_every_family_builds_for_all_small_sizes(name: str) -> None:
+    for schedule in training_schedules(name):
+        schedule.validate()
+        assert schedule.name == name
+        assert not schedule.forward_only
+
+
+def test_gpipe_runs_backward_in_reverse() -> None:
+    schedule = GPipe().build(ranks=2, micro_batches=3)
+    assert [" ".join(map(str, actions)) for actions in schedule.actions] == [
+        "0F0 0F1 0F2 0B2 0B1 0B0",
+        "1F0 1F1 1F2 1B2 1B1 1B0",
+    ]
+
+
+def test_naive_has_one_micro_batch_in_the_pipeline() -> None:
+    schedule = Naive().build(ranks=2, micro_batches=2)
+    assert " ".join(map(str, schedule.actions[1])) == "1F0 1B0 1F1 1B1"
+    assert held(schedule.actions) == [1, 1]
+
+
+def test_interleaved_is_megatrons_order() -> None:
+    schedule = Interleaved(virtual_stages=2).build(ranks=2, micro_batches=4)
+    assert [" ".join(map(str, actions)) for actions in schedule.actions] == [
+        "0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 2F2 0B0 2F3 0B1 2B2 2B3 0B2 0B3",
+        "1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 3F2 3B2 3F3 3B3 1B2 1B3",
+    ]
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2, 3, 5, 7])
+def test_interleaved_off_its_multiples_says_so(micro_batches: int) -> None:
+    with pytest.warns(UserWarning, match=f"no order of its own for {micro_batches} micro-batches on 4 ranks"):
+        Interleaved().build(ranks=4, micro_batches=micro_batches)
+
+
+def test_published_orders_are_silent() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for name in schedules.names():
+            schedules.get(name).build(ranks=4, micro_batches=8)
+        Interleaved().build(ranks=1, micro_batches=3)
+        Interleaved(virtual_stages=1).build(ranks=4, micro_batches=3)
+
+
+def test_interleaved_with_one_virtual_stage_is_1f1b() -> None:
+    for micro_batches in (1, 3, 4, 6):
+        assert (
+            Interleaved(virtual_stages=1).build(4, micro_batches).actions == OneFOneB().build(4, micro_batches).actions
+        )
+
+
+def test_all_micro_batches_of_a_linear_schedule_take_pipe_0() -> None:
+    schedule = OneFOneB().build(ranks=3, micro_batches=5)
+    assert schedule.pipes == 1
+    assert {action.pipe for actions in schedule.actions for action in actions} == {0}
+    assert {action.kind for actions in schedule.actions for action in actions} == {Kind.FORWARD, Kind.BACKWARD}

@@ -1,0 +1,483 @@
+"""Skip connections: torchgpipe's interface, alone and over stages."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from itertools import combinations, pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_pipe import schedules, skip
+from lightning_pipe.errors import CutError
+from lightning_pipe.skip import Namespace, SkipError, pop, skippable, stash, verify_skippables
+from tests.support import asynchronous_engine
+from tests.support.engine_runs import assert_same, pipelined
+
+pytestmark = pytest.mark.usefixtures("float64")
+
+
+@skippable(stash=["x"])
+class Stash(nn.Module):
+    def forward(self, x: Tensor) -> Any:
+        yield stash("x", x)
+        return x * 2
+
+
+@skippable(pop=["x"])
+class Pop(nn.Module):
+    def forward(self, x: Tensor) -> Any:
+        return x + (yield pop("x"))
+
+
+class Plain(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x)
+
+
+def test_layers_work_without_a_pipeline() -> None:
+    x = torch.randn(3)
+    assert torch.equal(nn.Sequential(Stash(), Plain(), Pop())(x), torch.tanh(2 * x) + x)
+
+
+def test_namespaces_keep_equal_names_apart() -> None:
+    outer, inner = Namespace(), Namespace()
+    net = nn.Sequential(Stash().isolate(outer), Stash().isolate(inner), Pop().isolate(inner), Pop().isolate(outer))
+    x = torch.randn(3)
+    assert torch.equal(net(x), 4 * x + 2 * x + x)
+    verify_skippables(net)
+
+
+def test_a_layer_keeps_its_name_and_state() -> None:
+    layer = Stash()
+    assert type(layer).__name__ == "Stash"
+    assert isinstance(pickle.loads(pickle.dumps(layer.isolate(Namespace()))), Stash)
+    assert copy.deepcopy(layer).namespaces == layer.namespaces
+
+
+@pytest.mark.parametrize(
+    ("layers", "problem"),
+    [
+        ([Stash()], "is stashed by '0' and never popped"),
+        ([Pop()], "is popped by '0' and stashed by no layer before it"),
+        ([Pop(), Stash()], "is popped by '0' and stashed by no layer before it"),
+        ([Stash(), Stash(), Pop()], "is stashed by '0' and again by '1'"),
+        ([Stash(), Pop(), Pop()], "is popped by '1' and again by '2'"),
+    ],
+)
+def test_what_does_not_fit_is_listed(layers: list[nn.Module], problem: str) -> None:
+    with pytest.raises(TypeError, match=problem):
+        verify_skippables(nn.Sequential(*layers))
+
+
+def test_undeclared_and_forgotten_names_raise() -> None:
+    @skippable(stash=["a"])
+    class Undeclared(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            yield stash("b", x)
+            return x
+
+    @skippable(stash=["a"])
+    class Forgotten(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            return x
+
+    with pytest.raises(SkipError, match="'b' without declaring it"):
+        Undeclared()(torch.ones(1))
+    with pytest.raises(SkipError, match="declares 'a'"):
+        Forgotten()(torch.ones(1))
+    with pytest.raises(SkipError, match="no earlier layer has stashed it"):
+        skip.take("nothing")
+    with pytest.raises(SkipError, match="'pair' is a tuple; a skip connection carries one tensor"):
+        skip.put("pair", (torch.ones(1), torch.ones(1)))  # type: ignore[arg-type]
+    with pytest.raises(SkipError, match="neither stashes nor pops 'y'"):
+        Stash().isolate(Namespace(), only=["y"])
+    with pytest.raises(SkipError, match="needs names"):
+        skippable()
+
+
+class Down(nn.Module):
+    """Stashes by the plain-function form, and with a tensor that has no gradient beside it."""
+
+    def __init__(self, name: str, inside: int, outside: int) -> None:
+        super().__init__()
+        self.name, self.conv = name, nn.Conv2d(inside, outside, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.conv(x))
+        skip.put(self.name, x)
+        skip.put(f"{self.name} size", torch.tensor(x.shape[-2:]))
+        return F.max_pool2d(x, 2)
+
+
+class Up(nn.Module):
+    def __init__(self, name: str, inside: int, outside: int) -> None:
+        super().__init__()
+        self.name, self.conv = name, nn.Conv2d(inside, outside, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        size, early = skip.take(f"{self.name} size"), skip.take(self.name)
+        assert size is not None
+        assert early is not None
+        return torch.tanh(self.conv(torch.cat([F.interpolate(x, tuple(size.tolist())), early], 1)))
+
+
+class UNet(nn.Module):
+    """Skips of every length over eight layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            Down("a", 1, 2), Down("b", 2, 3), Down("c", 3, 4), nn.Conv2d(4, 4, 3, padding=1),
+            Up("c", 8, 4), Up("b", 7, 3), Up("a", 5, 2), nn.Conv2d(2, 1, 1),
+        )  # fmt: skip
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.mse_loss(self.layers(x), x)
+
+
+def images(samples: int = 4) -> dict[str, Tensor]:
+    return {"x": torch.randn(samples, 1, 8, 8)}
+
+
+@skippable(stash=["early"])
+class DeclaredDown(Down):
+    def forward(self, x: Tensor) -> Any:
+        x = torch.tanh(self.conv(x))
+        yield stash("early", x)
+        return F.max_pool2d(x, 2)
+
+
+@skippable(pop=["early"])
+class DeclaredUp(Up):
+    def forward(self, x: Tensor) -> Any:
+        early = yield pop("early")
+        return torch.tanh(self.conv(torch.cat([F.interpolate(x, early.shape[-2:]), early], 1)))
+
+
+class DeclaredUNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        a, b, c = Namespace(), Namespace(), Namespace()
+        self.layers = nn.Sequential(
+            DeclaredDown("", 1, 2).isolate(a), DeclaredDown("", 2, 3).isolate(b), DeclaredDown("", 3, 4).isolate(c),
+            nn.Conv2d(4, 4, 3, padding=1), DeclaredUp("", 8, 4).isolate(c), DeclaredUp("", 7, 3).isolate(b),
+            DeclaredUp("", 5, 2).isolate(a), nn.Conv2d(2, 1, 1),
+        )  # fmt: skip
+        verify_skippables(self.layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.mse_loss(self.layers(x), x)
+
+
+@pytest.mark.parametrize("recompute", ["never", "always", "except_last"])
+@pytest.mark.parametrize("balance", [[1, 2, 3, 2], [2, 2, 2, 2], [1, 1, 1, 5], [5, 1, 1, 1], [1, 3, 1, 3]], ids=str)
+def test_declared_skips_go_straight_whatever_the_balance(balance: list[int], recompute: str) -> None:
+    data = [images(), images(), images(3)]
+    schedule = "gpipe" if sum(balance[:2]) % 2 else "1f1b"
+    options: dict[str, Any] = {"ranks": 4, "schedule": schedule, "balance": balance, "recompute": recompute}
+    assert_same(DeclaredUNet(), data, micro_batches=2, layers="layers", **options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recompute", ["never", "always", "except_last"])
+@pytest.mark.parametrize("net", [UNet, DeclaredUNet])
+def test_skips_go_straight_in_all_balances(net: Any, recompute: str) -> None:
+    for cuts in combinations(range(1, 8), 3):
+        balance = [end - start for start, end in pairwise((0, *cuts, 8))]
+        options: dict[str, Any] = {"ranks": 4, "schedule": "gpipe", "balance": balance, "recompute": recompute}
+        assert_same(net(), [images(), images()], micro_batches=2, layers="layers", **options)
+
+
+@pytest.mark.parametrize("schedule", ["interleaved", "zero_bubble", "chimera", "gems", "dualpipev"])
+@pytest.mark.parametrize("net", [UNet, DeclaredUNet])
+def test_skips_go_straight_in_any_schedule(net: Any, schedule: str) -> None:
+    assert_same(net(), [images()] * 3, micro_batches=3, ranks=2, schedule=schedule, layers="layers")
+
+
+class Wide(nn.Module):
+    """A large tensor from the first layer to the last, a small one through the layers between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(Narrowing(), nn.Linear(1, 1), nn.Linear(1, 1), Widening())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x).square().mean()
+
+
+@skippable(stash=["wide"])
+class Narrowing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(1000, 1)
+
+    def forward(self, x: Tensor) -> Any:
+        yield stash("wide", x * self.linear.weight)
+        return self.linear(x)
+
+
+@skippable(pop=["wide"])
+class Widening(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(1, 1)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.linear(x) * (yield pop("wide"))
+
+
+def test_a_skip_passes_over_the_ranks_between() -> None:
+    sent: dict[int, list[int]] = {rank: [] for rank in range(4)}
+
+    def note(pipeline: Any, module: nn.Module) -> None:
+        sent[pipeline.transport.rank].append(pipeline.executor.courier.sent_bytes)
+
+    data = [{"x": torch.randn(4, 1000)}] * 3
+    assert_same(Wide(), data, micro_batches=1, ranks=4, layers="layers", between=note)
+    per_batch = {rank: totals[-1] - totals[-2] for rank, totals in sent.items()}
+    wide = 4 * 1000 * 8
+    assert wide <= per_batch[0] < wide + 500
+    assert wide <= per_batch[3] < wide + 500
+    assert per_batch[1] < 500
+    assert per_batch[2] < 500
+
+
+class Reading(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(1000, 1000)
+
+    def forward(self, decoded: Tensor, encoded: Tensor) -> Tensor:
+        return torch.tanh(self.linear(decoded + encoded))
+
+
+class SideInput(nn.Module):
+    """Every layer of a decoder reads what an encoder has made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(1000, 1000), *(Reading() for _ in range(4))])
+
+    def forward(self, x: Tensor) -> Tensor:
+        encoded, decoded = self.layers[0](x), x
+        for layer in self.layers[1:]:
+            decoded = layer(decoded, encoded)
+        return decoded.square().mean()
+
+
+def test_a_side_input_crosses_each_cut_once() -> None:
+    """As few bytes as from its stage straight to each of those that read it, and no stage sends to all of them."""
+    sent: dict[int, list[int]] = {rank: [] for rank in range(4)}
+
+    def note(pipeline: Any, module: nn.Module) -> None:
+        sent[pipeline.transport.rank].append(pipeline.executor.courier.sent_bytes)
+
+    data = [{"x": 0.1 * torch.randn(4, 1000)}] * 3
+    assert_same(SideInput(), data, 1, ranks=4, balance=[1, 2, 1, 1], layers="layers", schedule="gpipe", between=note)
+    # forward: the side input over 3 cuts, the decoder's state over 2; backward: the same
+    tensors = {0: 1, 1: 2 + 1, 2: 2 + 2, 3: 2}
+    for rank, expected in tensors.items():
+        assert sent[rank][-1] - sent[rank][-2] == pytest.approx(expected * 4 * 1000 * 8, abs=1000), rank
+
+
+@pytest.mark.parametrize("options", [{"ranks": 2}, {"ranks": 4, "schedule": "gpipe"}])
+def test_a_unet_over_stages_equals_one_device(options: dict[str, Any]) -> None:
+    assert_same(UNet(), [images(), images(), images(3)], micro_batches=2, layers="layers", **options)
+
+
+def test_a_pop_without_stash_over_stages_raises() -> None:
+    class Broken(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(nn.Linear(2, 2), Pop())
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layers(x).sum()
+
+    with pytest.raises(SkipError, match=r"'x' is popped by 'layers\.1' and stashed by no layer before it"):
+        pipelined(Broken(), [{"x": torch.ones(2, 2)}], 1, layers="layers")
+
+
+class Plainly(nn.Module):
+    """Stashes and pops by the plain functions, as told."""
+
+    def __init__(self, *todo: tuple[str, str]) -> None:
+        super().__init__()
+        self.linear, self.todo = nn.Linear(1000, 1000), todo
+
+    def forward(self, x: Tensor) -> Tensor:
+        for what, name in self.todo:
+            if what == "take":
+                kept = skip.take(name)
+                assert kept is not None
+                x = x + 0.5 * kept
+            else:
+                skip.put(name, x.narrow(1, 0, 1) if what == "put narrow" else x)
+        return torch.tanh(self.linear(x))
+
+
+class Told(nn.Module):
+    def __init__(self, *layers: Any) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Plainly(*todo) for todo in layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+PUT, TAKE = ("put", "a"), ("take", "a")
+REUSES = [
+    pytest.param([[PUT], [TAKE, PUT], [], [TAKE]], id="again under the same name"),
+    pytest.param([[PUT], [], [TAKE, PUT, TAKE], []], id="put back and taken at once"),
+    pytest.param([[PUT, ("put", "b")], [TAKE], [("put", "a")], [("take", "b"), TAKE]], id="two at once"),
+]
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "interleaved", "chimera"])
+@pytest.mark.parametrize("layers", REUSES)
+def test_plain_functions_may_use_a_name_again(layers: Any, schedule: str) -> None:
+    torch.manual_seed(0)
+    ranks = 2 if schedule == "interleaved" else 4
+    data = [{"x": 0.1 * torch.randn(size, 1000)} for size in (4, 4, 2)]
+    assert_same(Told(*layers), data, micro_batches=2, ranks=ranks, schedule=schedule, layers="layers")
+
+
+def test_layers_may_look_at_a_skip_connection_and_leave_it() -> None:
+    """The same tensor is put back: on the stages after, it must be there as it was."""
+
+    class Looks(Plainly):
+        def forward(self, x: Tensor) -> Tensor:
+            kept = skip.take("a")
+            skip.put("a", kept)
+            return torch.tanh(self.linear(x + kept))  # type: ignore[operator]
+
+    net = Told([PUT], [], [], [TAKE])
+    net.layers[2] = Looks()
+    data = [{"x": 0.1 * torch.randn(4, 1000)}] * 3
+    assert_same(net, data, micro_batches=2, ranks=4, schedule="gpipe", recompute="always", layers="layers")
+
+
+@pytest.mark.parametrize("recompute", ["never", "always"])
+def test_what_the_plain_functions_stash_goes_straight_from_the_second_batch_on(recompute: str) -> None:
+    sent: dict[int, list[int]] = {rank: [] for rank in range(4)}
+
+    def note(pipeline: Any, module: nn.Module) -> None:
+        sent[pipeline.transport.rank].append(pipeline.executor.courier.sent_bytes)
+        with torch.no_grad():
+            pipeline.evaluate(lambda _, part: module(**part), [data[0]])
+
+    data = [{"x": 0.1 * torch.randn(4, 1000)}] * 4
+    net = Told([], [PUT], [], [], [TAKE])
+    options: dict[str, Any] = {"layers": "layers", "recompute": recompute, "schedule": "gpipe", "between": note}
+    assert_same(net, data, micro_batches=1, ranks=4, balance=[2, 1, 1, 1], **options)
+    # activations of training and evaluation and gradients: beside the skip's each rank sends one to its neighbours
+    tensors = {0: 2 * 2, 1: 2 + 1, 2: 2 + 1, 3: 2}
+    for rank, expected in tensors.items():
+        assert sent[rank][-1] - sent[rank][-2] == pytest.approx(expected * 4 * 1000 * 8, abs=1000), rank
+
+
+@pytest.mark.parametrize(
+    ("layers", "message"),
+    [
+        ([[PUT], [PUT], [TAKE]], "'a' is stashed again before it was popped"),
+        ([[PUT], [TAKE], [TAKE]], "'a' was popped, but no earlier layer has stashed it"),
+        ([[PUT], [], [("put", "b"), TAKE]], "'b' was stashed in this step and not popped"),
+    ],
+)
+def test_plain_functions_that_do_not_fit_raise_over_stages(layers: Any, message: str) -> None:
+    with pytest.raises(SkipError, match=message):
+        pipelined(Told(*layers), [{"x": torch.ones(2, 1000)}], 1, ranks=3, layers="layers")
+
+
+class Moving(Told):
+    """Pops in another layer if the batch is short."""
+
+    def __init__(self, usual: int, other: int) -> None:
+        super().__init__([PUT], [], [], [], [])
+        self.usual, self.other = usual, other
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers[1:]:
+            layer.todo = ()
+        self.layers[self.other if len(x) < 4 else self.usual].todo = (TAKE,)
+        return super().forward(x)
+
+
+def test_a_pop_that_moves_to_a_later_stage_is_served_and_to_an_earlier_one_raises() -> None:
+    data = [{"x": 0.1 * torch.randn(size, 1000)} for size in (4, 4, 2, 4, 2)]
+    options: dict[str, Any] = {"ranks": 5, "schedule": "gpipe", "layers": "layers"}
+    assert_same(Moving(2, 4), data, micro_batches=1, **options)
+    with pytest.raises(CutError, match=r"layers\.2 \(skip\)' needs"):
+        pipelined(Moving(3, 2), data, 1, **options)
+
+
+class Through(nn.Module):
+    """Layers between an embedding and a head, with a skip past all of them: in plain code, plainly or declared."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self.form, self.embed, self.head = form, nn.Linear(6, 6), nn.Linear(6, 6)
+        begins = {"put": Puts, "declared": Declares}.get(form, Passes)
+        ends = {"put": Takes, "declared": Pops}.get(form, Passes)
+        self.layers = nn.ModuleList([begins(), Passes(), Passes(), ends()])
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x = early = self.embed(x)
+        for layer in self.layers:
+            x = layer(x)
+        if self.form == "plain code":
+            x = x + early
+        return F.mse_loss(self.head(x), y)
+
+
+class Passes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Any:
+        return torch.tanh(self.linear(x))
+
+
+class Puts(Passes):
+    def forward(self, x: Tensor) -> Any:
+        skip.put("early", x)
+        return super().forward(x)
+
+
+class Takes(Passes):
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x) + skip.take("early")
+
+
+@skippable(stash=["early"])
+class Declares(Passes):
+    def forward(self, x: Tensor) -> Any:
+        yield stash("early", x)
+        return torch.tanh(self.linear(x))
+
+
+@skippable(pop=["early"])
+class Pops(Passes):
+    def forward(self, x: Tensor) -> Any:
+        early = yield pop("early")
+        return torch.tanh(self.linear(x)) + early
+
+
+@pytest.mark.parametrize(("schedule", "micro_batches"), [("pipedream", 1), ("pipedream_2bw", 4)])
+def test_skips_of_every_form_are_the_same_without_a_flush(schedule: str, micro_batches: int) -> None:
+    found = {}
+    for form in ("plain code", "put", "declared"):
+        torch.manual_seed(0)
+        options: dict[str, Any] = {"micro_batches": micro_batches, "recompute": "always"}
+        net, data = Through(form), asynchronous_engine.batches(10)
+        found[form] = asynchronous_engine.pipelined(net, data, 4, schedules.get(schedule), **options).losses
+    assert found["put"] == pytest.approx(found["plain code"], abs=1e-12)
+    assert found["declared"] == pytest.approx(found["plain code"], abs=1e-12)

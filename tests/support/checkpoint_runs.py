@@ -1,0 +1,86 @@
+"""What the processes of the checkpoint tests run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+from lightning.pytorch import callbacks
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from torch.utils.data import DataLoader
+
+from tests.support import oracle
+from tests.support.lit_modules import Data, Lit, dataset
+from tests.support.trainer_runs import QUIET, quiet
+
+EPOCHS = 3
+
+
+class Ordered(Data):
+    """The same batches in every epoch, so that a break changes nothing."""
+
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(dataset(24), batch_size=8)
+
+
+def run(
+    devices: int | None,
+    save: Path | None = None,
+    resume: Path | None = None,
+    averaged: bool = False,
+    in_background: bool = False,
+    **strategy: Any,
+) -> oracle.Trace:
+    """Train for three epochs, or what is left of them."""
+    from lightning_pipe import PipeStrategy
+
+    quiet()
+    L.seed_everything(7, verbose=False)
+    module = Lit().double()
+    recorder = oracle.Recorder()
+    calls: list[L.Callback] = [recorder]
+    if save is not None:
+        calls.append(callbacks.ModelCheckpoint(save, "{epoch}", monitor="val_loss", save_top_k=-1, save_last=True))
+    if averaged:
+        calls.append(callbacks.EMAWeightAveraging(decay=0.9))
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=devices or 1,
+        strategy=PipeStrategy(**{"micro_batches": 1, **strategy}) if devices else "auto",
+        callbacks=calls,
+        max_epochs=EPOCHS,
+        use_distributed_sampler=False,
+        gradient_clip_val=0.5,
+        plugins=[AsyncCheckpointIO()] if in_background else None,
+        **{**QUIET, "enable_checkpointing": save is not None},
+    )
+    trainer.fit(module, datamodule=Ordered(), ckpt_path=resume, weights_only=False if resume else None)
+    recorder.trace.weights = oracle.state_of(module)
+    recorder.trace.metrics = oracle.numbers(trainer.callback_metrics)
+    if save is not None:
+        trainer.save_checkpoint(save / "after.ckpt")
+    return recorder.trace
+
+
+def in_four(process: int, folder: Path) -> dict[str, oracle.Trace]:
+    """Saves on four stages, resumes on two stages with two replicas."""
+    traces = {"saved": run(4, save=folder / "four", schedule="1f1b")}
+    two = {"schedule": "gpipe", "data_parallel_size": 2}
+    first = Path("epoch=0.ckpt")
+    traces["two_by_two"] = run(4, resume=folder / "four" / first, **two)
+    traces["from_plain"] = run(4, resume=folder / "plain" / first, schedule="interleaved", stages=4)
+    traces["saved_folder"] = run(4, save=folder / "parts", schedule="gpipe", save_distributed_checkpoint=True)
+    traces["folder_two_by_two"] = run(4, resume=folder / "parts" / first, **two)
+    return traces
+
+
+def in_two(process: int, folder: Path) -> dict[str, oracle.Trace]:
+    """Resumes on two stages; keeps averaged weights."""
+    first = Path("epoch=0.ckpt")
+    traces = {"two": run(2, resume=folder / "four" / first, schedule="gpipe")}
+    traces["folder_two"] = run(2, resume=folder / "parts" / first, schedule="1f1b")
+    traces["averaged"] = run(2, save=folder / "averaged", averaged=True)
+    traces["background"] = run(2, save=folder / "background", in_background=True)
+    traces["averaged_again"] = run(2, resume=folder / "averaged_plain" / first, averaged=True)
+    return traces

@@ -1,0 +1,185 @@
+"""Trains a model of the zoo over threads and hands back what `tests.support.oracle` compares, without a Trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from lightning_pipe import schedules
+from lightning_pipe.engine.pipeline import Pipeline
+from lightning_pipe.partition import divide, find_layers
+from lightning_pipe.schedules import Family
+from lightning_pipe.transport.threads import ThreadTransport, run_threads, thread_world
+from lightning_pipe.transport.topology import Topology
+from tests.support import oracle
+from tests.support.model_zoo import Entry, Module
+from tests.support.oracle import Trace
+
+
+@dataclass(frozen=True)
+class Point:
+    """One point of the sweep.
+
+    Args:
+        schedule: name of the family, or the family.
+        stages: number of stages; the ranks follow from the family's stages per rank.
+        micro_batches: per batch.
+        replicas: pipelines side by side.
+        accumulate: batches per optimizer step.
+        clip: limit of the norm of all gradients.
+        steps: optimizer steps.
+        ranks: ranks in one pipeline, where not as many as the stages ask for.
+        evaluate: run a forward-only batch of another size after every training batch.
+        recompute: which forward passes run again before their backward pass.
+    """
+
+    schedule: str | Family = "1f1b"
+    stages: int = 2
+    micro_batches: int = 3
+    replicas: int = 1
+    accumulate: int = 1
+    clip: float | None = 0.5
+    steps: int = 3
+    ranks: int | None = None
+    evaluate: bool = False
+    recompute: Literal["never", "except_last", "always"] = "never"
+
+    @property
+    def pipeline_ranks(self) -> int:
+        if self.ranks is not None:
+            return self.ranks
+        return max(1, self.stages // schedules.get(self.schedule).stages_per_rank)
+
+    def __str__(self) -> str:
+        extra = "-".join(
+            f"{name}_{getattr(self, name)}"
+            for name in ("accumulate", "ranks", "recompute")
+            if getattr(self, name) not in (1, None, "never")
+        )
+        label = schedules.get(self.schedule).label
+        return f"{label}-s{self.stages}-m{self.micro_batches}-d{self.replicas}" + (f"-{extra}" if extra else "")
+
+
+def grid() -> Iterator[Point]:
+    """Every schedule, number of stages, of micro-batches and of replicas."""
+    for schedule in ("gpipe", "1f1b", "interleaved"):
+        for stages in (1, 2, 4):
+            for micro_batches in (1, 3, 8):
+                for replicas in (1, 2):
+                    yield Point(schedule, stages, micro_batches, replicas)
+
+
+def expected(entry: Entry, point: Point) -> Trace:
+    """The truth for a point."""
+    return oracle.train(
+        entry, point.steps, point.micro_batches, point.replicas, accumulate=point.accumulate, clip=point.clip
+    )
+
+
+def check(entry: Entry, point: Point) -> None:
+    """Losses and weights of the pipeline equal those of one device."""
+    oracle.assert_equal(pipelined(entry, point), expected(entry, point))
+
+
+def pipelined(entry: Entry, point: Point) -> Trace:
+    """Trains over one thread per rank; all ranks must end with the same weights."""
+    ranks, family = point.pipeline_ranks, schedules.get(point.schedule)
+    loss_rank = family.build(ranks, 2 * ranks, stages=point.stages).loss_ranks[0]
+    topology = Topology.for_schedule(ranks, point.replicas, loss_rank=loss_rank)
+    world = thread_world(topology, timeout=timedelta(seconds=20))
+    # threads share the generator that initial weights are drawn from: build before they start
+    modules = [entry.build() for _ in world]
+    traces = run_threads(world, lambda t: _rank(entry, modules[t.process], point, t), timeout=60)
+    whole = Trace(weights=traces[0].weights)
+    # a rank notes its part of the loss: bidirectional schedules have two with losses
+    for batch in zip(*(trace.losses for trace in traces), strict=True):
+        whole.losses += [sum(batch[start : start + ranks]) for start in range(0, len(batch), ranks)]
+    for trace in traces[1:]:
+        oracle.assert_equal(replace(trace, losses=[]), whole, tolerance=0.0)
+    return whole
+
+
+def evaluated(entry: Entry, point: Point, context: Callable[[], AbstractContextManager[Any]]) -> list[float]:
+    """The losses of the micro-batches of one batch in an evaluation, twice, with the weights of the beginning."""
+    ranks, family = point.pipeline_ranks, schedules.get(point.schedule)
+    loss_rank = family.build(ranks, 2 * ranks, stages=point.stages).loss_ranks[0]
+    world = thread_world(Topology.for_schedule(ranks, 1, loss_rank=loss_rank), timeout=timedelta(seconds=20))
+    modules = [entry.build() for _ in world]
+    losses: dict[tuple[int, int], float] = {}
+
+    def body(transport: ThreadTransport) -> None:
+        module = modules[transport.process]
+        layers = find_layers(module, entry.layers)
+        pipeline = Pipeline(module, layers, divide(module, layers, point.stages), family, transport)
+        pipeline.partition()
+        for time in range(2):
+            parts = oracle.split(entry.batches(1)[0], point.micro_batches)
+            with context():
+                results = pipeline.evaluate(lambda _, part: module.loss(part), parts)
+            losses.update({(time, index): float(loss) for index, loss in results.items()})
+
+    run_threads(world, body, timeout=60)
+    return [losses[place] for place in sorted(losses)]
+
+
+def _rank(entry: Entry, module: Module, point: Point, transport: ThreadTransport) -> Trace:
+    layers = find_layers(module, entry.layers)
+    balance = divide(module, layers, point.stages)
+    pipeline = Pipeline(module, layers, balance, schedules.get(point.schedule), transport, recompute=point.recompute)
+    pipeline.partition()
+    optimizer = module.configure_optimizers()
+    batches = iter(entry.batches(point.steps * point.replicas * point.accumulate))
+    trace = Trace()
+    for index in range(point.steps * point.accumulate):
+        group = [next(batches) for _ in range(point.replicas)]
+        parts = oracle.split(group[transport.replica], point.micro_batches)
+        total = sum(map(oracle.samples, group))
+        last = index % point.accumulate == point.accumulate - 1
+        results = pipeline.train(
+            lambda _, part, index=index: module.training_step(part, index),
+            parts,
+            [oracle.samples(part) / total / point.accumulate for part in parts],
+            seed=index,
+            reduce=last,
+        )
+        shares = oracle.shares(parts)
+        trace.losses.append(sum(shares[i] * oracle.loss_of(result).item() for i, result in results.items()))
+        if point.evaluate:
+            _evaluate(entry, pipeline, index)
+        if last:
+            if point.clip is not None:
+                clip_by_global_norm(pipeline, point.clip)
+            optimizer.step()
+            optimizer.zero_grad()
+    pipeline.restore()
+    trace.weights = oracle.state_of(module)
+    return trace
+
+
+def clip_by_global_norm(pipeline: Pipeline, limit: float) -> None:
+    """What `torch.nn.utils.clip_grad_norm_` does on one device: each parameter counts once."""
+    rank, members = pipeline.transport.rank, pipeline.pipeline_members
+    mine = [p.grad for n, p in pipeline.local_parameters() if p.grad is not None and pipeline.owners(n)[0] == rank]
+    square = (
+        torch.stack([g.double().square().sum() for g in mine]).sum() if mine else torch.zeros((), dtype=torch.float64)
+    )
+    square = square.reshape(1)
+    pipeline.transport.all_reduce(square, members).wait()
+    nn.utils.clip_grads_with_norm_([p for _, p in pipeline.local_parameters()], limit, square.sqrt()[0])
+
+
+def _evaluate(entry: Entry, pipeline: Pipeline, index: int) -> None:
+    """A forward-only batch with fewer samples must leave nothing behind."""
+    module = pipeline.module
+    parts = oracle.split(oracle.split(entry.batches(1)[0], 2)[index % 2], 3)[:2]
+    module.eval()
+    with torch.no_grad():
+        results = pipeline.evaluate(lambda _, part: module.loss(part), parts, seed=index)
+    module.train()
+    assert bool(results) == pipeline.is_loss_rank

@@ -1,0 +1,124 @@
+"""A Trainer with a schedule without a flush: losses, logs, steps and checkpoints against the papers' closed forms."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_pipe.schedules import PipeDream
+from tests.support.asynchronous_engine import pipedream, two_versions
+from tests.support.asynchronous_trainer import EPOCH, ROWS, assert_close, assert_weights, closed_form, run
+
+
+@pytest.mark.parametrize(
+    ("schedule", "micro_batches", "devices"),
+    [("pipedream", "auto", 2), ("pipedream_2bw", 4, 2), ("pipedream", "auto", 3)],
+)
+def test_two_epochs_with_validation_in_between(schedule: str, micro_batches: Any, devices: int) -> None:
+    balance = [6 // devices] * devices
+    strategy = {"schedule": schedule, "micro_batches": micro_batches, "layers": "net.layers", "balance": balance}
+    outcomes = run(strategy, {"max_epochs": 2, "val_check_interval": 3}, devices)
+    size = 1 if micro_batches == "auto" else micro_batches
+    version = pipedream(devices) if size == 1 else two_versions
+    drains = [3, 6, 7, 10, 13, 14]
+    losses, evaluated, values = closed_form([*range(EPOCH)] * 2, devices, version, drains, size)
+    assert_weights(outcomes, values)
+    for outcome in outcomes:
+        assert outcome.steps == len(losses)
+        # one of each for every step; gradients are zeroed, and passed on, in calls without a step, too
+        assert outcome.seen.count("step") == len(losses)
+        lag = devices - 1 if size == 1 else 1
+        assert outcome.seen.count("zero") == outcome.seen.count("backward") == len(losses) + lag * len(drains)
+        # every loss once, each at a number of its own
+        assert_close(outcome.logged["train_loss_step"], losses)
+        assert outcome.numbers == sorted(set(outcome.numbers))
+        epochs = [losses[:EPOCH], losses[EPOCH:]]
+        means = [sum(loss * rows for loss, rows in zip(epoch, ROWS, strict=True)) / sum(ROWS) for epoch in epochs]
+        assert_close(outcome.logged["train_loss_epoch"], means)
+        assert_close(outcome.logged["val_loss"], [evaluated[i] for i in (0, 1, 3, 4)])
+        arrived = torch.tensor(outcome.outputs)
+        assert len(arrived) == len(losses)
+        assert int(arrived.isnan().sum()) == sum(min(lag, b - a) for a, b in zip([0, *drains], drains, strict=False))
+
+
+def test_checkpoints_and_resuming_between_batches(tmp_path: Path) -> None:
+    strategy = {"schedule": "pipedream", "layers": "net.layers"}
+    order = [*range(EPOCH)] * 2
+    outcomes = run(strategy, {"max_epochs": 2}, saves=(str(tmp_path), [4, 10]))
+    losses, _, values = closed_form(order, 2, pipedream(2), [4, 7, 10])
+    assert_weights(outcomes, values)
+    assert_close(outcomes[0].logged["train_loss_step"], losses)
+    checkpoint = torch.load(tmp_path / "4.ckpt", weights_only=False)
+    assert checkpoint["global_step"] == 4
+    _, _, after_four = closed_form(order[:4], 2, pipedream(2), [])
+    for name, value in after_four.items():
+        torch.testing.assert_close(checkpoint["state_dict"][f"net.{name}"], value, rtol=1e-12, atol=1e-12)
+    # a plain loader begins anew when it goes on in the middle of an epoch
+    resumed = run(strategy, {"max_epochs": 2}, resume=str(tmp_path / "10.ckpt"))
+    order = [*range(EPOCH), 0, 1, 2, 0, 1, 2, 3]
+    losses, _, values = closed_form(order, 2, pipedream(2), [4, 7, 10])
+    assert_weights(resumed, values)
+    assert resumed[0].steps == len(order)
+    assert_close(resumed[0].logged["train_loss_step"], losses[10:])
+
+
+def test_the_end_comes_after_what_is_in_flight() -> None:
+    strategy = {"schedule": "pipedream", "layers": "net.layers"}
+    # exactly as many steps as asked for
+    outcomes = run(strategy, {"max_steps": 5, "max_epochs": -1})
+    losses, _, values = closed_form(range(5), 2, pipedream(2), [])
+    assert_weights(outcomes, values)
+    assert [outcome.steps for outcome in outcomes] == [5, 5]
+    # the step of batch 2 asks to stop, when batch 3 has begun
+    outcomes = run(strategy, {"max_epochs": 3}, stop_at=2)
+    losses, _, values = closed_form(range(4), 2, pipedream(2), [])
+    assert_weights(outcomes, values)
+    assert_close(outcomes[1].logged["train_loss_step"], losses)
+
+
+def test_replicas_of_stages_step_after_several_batches() -> None:
+    strategy = {"schedule": PipeDream(replicas=(2, 1)), "layers": "net.layers", "balance": [3, 3]}
+    outcomes = run(strategy, {"max_epochs": 2}, devices=3)
+    order, drains = [*range(EPOCH)] * 2, [EPOCH, 2 * EPOCH]
+    losses, _, values = closed_form(order, 2, lambda s, t: max(0, (t // 2 - 1, t)[s]), drains, together=[2, 1])
+    assert_weights(outcomes, values)
+    # steps are counted alike on all ranks, whoever takes them: by batches
+    assert [outcome.steps for outcome in outcomes] == [len(order)] * 3
+    assert [outcome.seen.count("step") for outcome in outcomes] == [len(order), 8, 8]
+    assert_close(outcomes[1].logged["train_loss_step"], losses)
+
+
+def test_one_device() -> None:
+    for schedule, version, size in (("pipedream", pipedream(1), 1), ("pipedream_2bw", two_versions, 4)):
+        strategy = {"schedule": schedule, "layers": "net.layers", "micro_batches": size, "stages": 3}
+        outcomes = run(strategy, {"max_epochs": 2, "val_check_interval": 3}, devices=1)
+        losses, _, values = closed_form([*range(EPOCH)] * 2, 1, version, [], size)
+        assert_weights(outcomes, values)
+        assert_close(outcomes[0].logged["train_loss_step"], losses)
+
+
+def test_replicas_of_pipelines() -> None:
+    strategy = {"schedule": "pipedream", "layers": "net.layers", "data_parallel_size": 2}
+    outcomes = run(strategy, {}, devices=4)
+    # both replicas have the same batches here, so that their mean is that of one
+    _, _, values = closed_form(range(EPOCH), 2, pipedream(2), [])
+    assert_weights(outcomes, values)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "trainer", "plugins", "message"),
+    [
+        ({}, {"gradient_clip_val": 1.0}, False, "gradient_clip_val=1.0 limits the norm"),
+        ({}, {"accumulate_grad_batches": 2}, False, "accumulate_grad_batches=2"),
+        ({}, {}, True, "16-mixed precision scales the loss"),
+        ({"micro_batches": 2}, {}, False, "makes a step of 1 micro-batches"),
+        ({"shard_optimizer": True}, {}, False, "shard_optimizer=True does not go"),
+    ],
+    ids=["norm", "accumulation", "16-mixed", "micro_batches", "sharded"],
+)
+def test_refusals(strategy: dict[str, Any], trainer: dict[str, Any], plugins: bool, message: str) -> None:
+    for outcome in run({"schedule": "pipedream", "layers": "net.layers", **strategy}, trainer, plugins=plugins):
+        assert message in outcome.error

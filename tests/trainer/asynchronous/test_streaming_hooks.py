@@ -1,0 +1,369 @@
+"""What Lightning and its users do around batches that are in flight, against the papers' closed forms."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import (
+    EarlyStopping,
+    GradientAccumulationScheduler,
+    ModelCheckpoint,
+    OnExceptionCheckpoint,
+)
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
+from torchmetrics import MeanMetric
+
+from lightning_pipe.schedules import PipeDream
+from tests.support.asynchronous_engine import Batch, batches, pipedream, two_versions, vertical
+from tests.support.asynchronous_trainer import (
+    BATCHES,
+    EPOCH,
+    Feed,
+    Lit,
+    assert_close,
+    assert_weights,
+    closed_form,
+    learning_rate,
+    momentum,
+    run,
+)
+
+PIPEDREAM = {"schedule": "pipedream", "layers": "net.layers"}
+MANY = [{name: value.double() for name, value in batch.items()} for batch in batches(12, rows=(8, 8, 5, 8, 4))]
+
+
+def adam(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters, lr=learning_rate(0), eps=1e-3)
+
+
+# ------------------------------------------------------------------ 24 batches
+
+
+class Long(Lit):
+    def train_dataloader(self) -> Any:
+        return Feed(MANY)
+
+    def val_dataloader(self) -> Any:
+        return Feed(MANY[:1])
+
+
+class WithAdam(Long):
+    def optimizer(self, parameters: Any) -> torch.optim.Optimizer:
+        return adam(parameters)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "devices", "module"),
+    [
+        ("pipedream", 2, Long),
+        ("pipedream_2bw", 2, WithAdam),
+        pytest.param("pipedream", 4, WithAdam, marks=pytest.mark.slow),
+        pytest.param("pipedream_2bw", 4, Long, marks=pytest.mark.slow),
+        pytest.param(PipeDream(vertical_sync=True), 3, Long, marks=pytest.mark.slow),
+        pytest.param(PipeDream(replicas=(1, 2)), 3, WithAdam, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_24_batches_with_validation_a_checkpoint_and_resuming(
+    schedule: Any, devices: int, module: type[Lit], tmp_path: Path
+) -> None:
+    two, replicated = schedule == "pipedream_2bw", getattr(schedule, "replicas", None)
+    stages, size = len(replicated or range(devices)), 4 if two else 1
+    strategy = {"schedule": schedule, "layers": "net.layers", "micro_batches": size, "balance": even(6, stages)}
+    trainer = {"max_epochs": 2, "val_check_interval": 5}
+    whole = run(strategy, trainer, devices, saves=(str(tmp_path), [9]), module=module)
+    resumed = run(strategy, trainer, devices, resume=str(tmp_path / "9.ckpt"), module=module)
+    version = two_versions if two else (vertical if "vertical" in str(schedule) else pipedream)(stages)
+    if replicated:
+        version = lambda stage, t: max(0, (t - 2, t // 2)[stage])  # noqa: E731
+    losses, evaluated, values = closed_form(
+        [*range(12)] * 2,
+        stages,
+        version,
+        [5, 9, 10, 12, 17, 22, 24],
+        size,
+        together=replicated,
+        optimizer=adam if module is WithAdam else momentum,
+        data=MANY,
+    )
+    for outcomes, start in ((whole, 0), (resumed, 9)):
+        assert_weights(outcomes, values)
+        for outcome in outcomes:
+            assert outcome.steps == 24
+            assert_close(outcome.logged["train_loss_step"], losses[start:])
+            assert_close(outcome.logged["val_loss"], [evaluated[i] for i in (0, 2, 4, 5)][start // 5 :])
+
+
+def even(layers: int, stages: int) -> list[int]:
+    return [layers // stages + (stage < layers % stages) for stage in range(stages)]
+
+
+def test_replicas_of_pipelines_average_their_batches() -> None:
+    outcomes = run({**PIPEDREAM, "data_parallel_size": 2}, {}, 4, module=Divided)
+    pairs = [{name: torch.cat([MANY[i][name], MANY[i + 1][name]]) for name in MANY[i]} for i in range(0, 12, 2)]
+    _, _, values = closed_form(range(6), 2, pipedream(2), [], data=pairs)
+    assert_weights(outcomes, values)
+
+
+class Divided(Lit):
+    def train_dataloader(self) -> Any:
+        assert self.trainer is not None
+        return Feed(MANY[self.trainer.strategy.data_parallel_rank :: 2])
+
+
+# ------------------------------------------------------------------ the optimizer
+
+
+class ByValue(torch.optim.SGD):
+    def step(self, closure: Any = None) -> None:
+        torch.nn.utils.clip_grad_value_(self.param_groups[0]["params"], 0.02)
+        super().step(closure)
+
+
+class ByNorm(torch.optim.SGD):
+    def step(self, closure: Any = None) -> None:
+        torch.nn.utils.clip_grad_norm_(self.param_groups[0]["params"], 0.05)
+        super().step(closure)
+
+
+class ClipsStages(Lit):
+    def configure_gradient_clipping(self, *args: Any, **kwargs: Any) -> None:
+        own = [parameter for parameter in self.parameters() if parameter.grad is not None]
+        torch.nn.utils.clip_grad_norm_(own, 0.05)
+
+
+def test_clipping_by_value_and_of_every_stage_by_itself() -> None:
+    for kind, trainer, module in (
+        (ByValue, {"gradient_clip_val": 0.02, "gradient_clip_algorithm": "value"}, Lit),
+        (ByNorm, {}, ClipsStages),
+    ):
+        outcomes = run(PIPEDREAM, trainer, module=module)
+        clipped = partial(kind, lr=learning_rate(0), momentum=0.9)
+        _, _, values = closed_form(range(EPOCH), 2, pipedream(2), [], optimizer=clipped)
+        assert_weights(outcomes, values)
+        _, _, plain = closed_form(range(EPOCH), 2, pipedream(2), [])
+        assert any(float((plain[name] - values[name]).abs().max()) > 1e-3 for name in values)
+
+
+class WarmsUp(Lit):
+    """As Lightning's documentation does it; a scheduler takes over."""
+
+    @staticmethod
+    def rate(step: int) -> float:
+        return 0.1 if step < 5 else learning_rate(step)
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, closure: Any) -> None:
+        if self.trainer.global_step < 3:
+            optimizer.param_groups[0]["lr"] = 0.02 * (self.trainer.global_step + 1)
+        optimizer.step(closure=closure)
+
+
+def test_a_rate_set_around_a_step_is_that_of_its_batch() -> None:
+    def rate(step: int) -> float:
+        return 0.02 * (step + 1) if step < 3 else WarmsUp.rate(step)
+
+    outcomes = run({**PIPEDREAM, "balance": [2, 2, 2]}, {"max_epochs": 2}, 3, module=WarmsUp)
+    _, _, values = closed_form([*range(EPOCH)] * 2, 3, pipedream(3), [EPOCH, 2 * EPOCH], rate=rate)
+    assert_weights(outcomes, values)
+
+
+class Halves(Lit):
+    """Schedulers of epochs, by number and by what was logged."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = self.optimizer(self.parameters())
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.9)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": "train_loss_epoch"}}
+
+
+def test_a_scheduler_that_looks_at_an_epoch() -> None:
+    def rate(step: int) -> float:
+        return 0.1 if step < 2 * EPOCH else 0.05
+
+    outcomes = run(PIPEDREAM, {"max_epochs": 3}, module=Halves)
+    _, _, values = closed_form([*range(EPOCH)] * 3, 2, pipedream(2), [EPOCH, 2 * EPOCH], rate=rate)
+    assert_weights(outcomes, values)
+
+
+def test_accumulation_that_begins_later_is_refused() -> None:
+    for outcome in run(PIPEDREAM, {"max_epochs": 2}, callbacks=[GradientAccumulationScheduler({1: 2})]):
+        assert "accumulate_grad_batches=2" in outcome.error
+
+
+# ------------------------------------------------------------------ files
+
+
+def test_files_are_named_after_the_steps_that_are_in_them(tmp_path: Path) -> None:
+    saver = ModelCheckpoint(tmp_path, filename="{step}", save_top_k=-1, every_n_train_steps=3)
+    trainer = {"enable_checkpointing": True, "max_epochs": 2}
+    outcomes = run({**PIPEDREAM, "balance": [2, 2, 2]}, trainer, 3, callbacks=[saver])
+    found = {path.stem: torch.load(path, weights_only=False) for path in tmp_path.glob("*.ckpt")}
+    drains = sorted({EPOCH, *(checkpoint["global_step"] for checkpoint in found.values())})
+    order = [*range(EPOCH)] * 2
+    assert len(found) >= 2
+    for name, checkpoint in found.items():
+        steps = checkpoint["global_step"]
+        assert name == f"step={steps}"
+        _, _, values = closed_form(order[:steps], 3, pipedream(3), drains)
+        for key, value in values.items():
+            torch.testing.assert_close(checkpoint["state_dict"][f"net.{key}"], value, rtol=1e-12, atol=1e-12)
+    _, _, values = closed_form(order, 3, pipedream(3), drains)
+    assert_weights(outcomes, values)
+
+
+# ------------------------------------------------------------------ the end
+
+
+class Asks(L.Callback):
+    """One process asks the Trainer to stop, outside the step."""
+
+    def __init__(self, process: int) -> None:
+        self.process = process
+
+    def on_train_batch_end(self, trainer: L.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_rank == self.process and trainer.fit_loop.epoch_loop.total_batch_idx == 2:
+            trainer.should_stop = True
+
+
+def test_one_rank_that_asks_to_stop_does_not_leave_the_others() -> None:
+    # the rank with the loss: after the next batch; another one: when all meet
+    for process, ends in ((0, 4), (1, EPOCH)):
+        outcomes = run(PIPEDREAM, {"max_epochs": 3}, callbacks=[Asks(process)])
+        _, _, values = closed_form(range(ends), 2, pipedream(2), [])
+        assert_weights(outcomes, values)
+        assert [outcome.steps for outcome in outcomes] == [ends, ends]
+
+
+def test_early_stopping_after_a_validation() -> None:
+    stopper = EarlyStopping("val_loss", min_delta=10.0, patience=1)
+    outcomes = run(PIPEDREAM, {"max_epochs": 3, "val_check_interval": 3}, callbacks=[stopper])
+    _, _, values = closed_form(range(6), 2, pipedream(2), [3])
+    assert_weights(outcomes, values)
+
+
+class Fails(Lit):
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 3 and self.trainer.global_rank == 1:
+            raise RuntimeError("the disk is full")
+
+
+def test_a_hook_that_fails_ends_all_ranks_and_drains_nothing(tmp_path: Path) -> None:
+    start = time.monotonic()
+    outcomes = run(
+        PIPEDREAM, {"enable_checkpointing": True}, module=Fails, callbacks=[OnExceptionCheckpoint(str(tmp_path))]
+    )
+    assert all("the disk is full" in outcome.error for outcome in outcomes)
+    assert time.monotonic() - start < 40
+    assert not list(tmp_path.iterdir())
+
+
+class Signalled(L.Callback):
+    """Process 0 gets a termination signal: while a batch is trained, or between batches."""
+
+    def __init__(self, *, between: bool) -> None:
+        self.between = between
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        loop = trainer.fit_loop.epoch_loop
+        vars(loop)["on_iteration_done"] = lambda: self.signal(trainer, self.between)
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        self.signal(trainer, not self.between)
+
+    def signal(self, trainer: Any, now: bool) -> None:
+        if now and trainer.global_rank == 0 and trainer.fit_loop.epoch_loop.total_batch_idx == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.parametrize("between", [False, True])
+def test_a_termination_signal_ends_all_ranks(between: bool) -> None:
+    outcomes = run(PIPEDREAM, {"max_epochs": 3}, callbacks=[Signalled(between=between)])
+    assert [outcome.error for outcome in outcomes] == ["SIGTERMException"] * 2
+    assert [outcome.extra for outcome in outcomes] == [3, 3]
+
+
+# ------------------------------------------------------------------ logs and state
+
+
+class Keeps(Lit):
+    """A metric, a list, more than a loss, and a loader that does not know its length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = MeanMetric().double()
+        self.losses: list[float] = []
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Any:
+        loss = self.net(**batch)
+        self.mean(loss.detach())
+        self.log("mean", self.mean, on_step=True, on_epoch=True)
+        self.losses.append(float(loss))
+        return {"loss": loss, "rows": torch.full((len(batch["x"]),), batch_idx)}
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        rows = outputs.get("rows")
+        self.seen.append("-" if rows is None else str(int(rows[0])))
+
+    def on_train_epoch_end(self) -> None:
+        self.extra = (self.losses, self.seen, float(self.trainer.callback_metrics["mean_epoch"]))
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(Endless(), batch_size=None)
+
+
+class Endless(IterableDataset):
+    def __iter__(self) -> Iterator[Any]:
+        return iter(BATCHES)
+
+
+def test_what_steps_keep_is_on_all_ranks() -> None:
+    losses, _, values = closed_form(range(EPOCH), 2, pipedream(2), [])
+    outcomes = run(PIPEDREAM, {}, module=Keeps)
+    assert_weights(outcomes, values)
+    for outcome in outcomes:
+        kept, batches_seen, mean = outcome.extra
+        torch.testing.assert_close(torch.tensor(kept), torch.tensor(losses), rtol=1e-12, atol=1e-12)
+        assert_close([mean], [sum(losses) / EPOCH])
+        # what a call returns is that of the batch whose loss came out
+        assert [seen for seen in batches_seen if seen.isdigit()] == [str(index) for index in range(EPOCH - 1)]
+
+
+class Skips(Lit):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+        return -1 if batch_idx == 4 else None
+
+
+def test_an_epoch_that_a_hook_ends() -> None:
+    outcomes = run(PIPEDREAM, {"max_epochs": 2}, module=Skips)
+    _, _, values = closed_form(
+        [0, 1, 2, 3] * 2, 2, pipedream(2), [4], rate=lambda step: learning_rate(step + step // 4)
+    )
+    assert_weights(outcomes, values)
+
+
+class Floats(Lit):
+    def __init__(self) -> None:
+        super().__init__()
+        self.float()
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        return super().training_step({name: value.float() for name, value in batch.items()}, batch_idx)
+
+
+def test_bfloat16() -> None:
+    outcomes = run(PIPEDREAM, {"precision": "bf16-mixed", "limit_val_batches": 0}, module=Floats)
+    _, _, exact = closed_form(range(EPOCH), 2, pipedream(2), [])
+    for outcome in outcomes:
+        assert not outcome.error
+        differences = [float((outcome.values[name] - value).abs().max()) for name, value in exact.items()]
+        assert 1e-4 < max(differences) < 0.05

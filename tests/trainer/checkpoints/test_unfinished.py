@@ -1,0 +1,140 @@
+"""Checkpoints appear when they are complete; what killed runs leave is swept."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_pipe.trainer.checkpoints import file
+from lightning_pipe.trainer.checkpoints import unfinished
+from lightning_pipe.errors import CheckpointError
+from lightning_pipe.trainer.checkpoints.unfinished import beside, found, naming, replacing
+
+
+def make(path: Path, *, folder: bool, text: str) -> None:
+    with replacing(str(path), folder=folder) as place:
+        target = Path(place) / "part" if folder else Path(place)
+        target.write_text(text)
+
+
+def content(path: Path) -> str:
+    return (path / "part" if path.is_dir() else path).read_text()
+
+
+@pytest.mark.parametrize("before", [None, False, True])
+@pytest.mark.parametrize("folder", [False, True])
+@pytest.mark.parametrize("exchanges", [False, True])
+def test_what_is_complete_replaces_what_was_there(
+    before: bool | None, folder: bool, exchanges: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not exchanges:
+        monkeypatch.setattr(unfinished, "_exchanged", lambda one, other: False)
+    path = tmp_path / "last.ckpt"
+    if before is not None:
+        make(path, folder=before, text="old")
+    make(path, folder=folder, text="new")
+    assert content(path) == "new"
+    assert os.listdir(tmp_path) == ["last.ckpt"]
+
+
+@pytest.mark.parametrize("folder", [False, True])
+def test_an_error_leaves_what_was_there(folder: bool, tmp_path: Path) -> None:
+    path = tmp_path / "last.ckpt"
+    make(path, folder=folder, text="old")
+    assert "last" not in os.path.basename(beside(str(path)))  # Lightning would take it for the last checkpoint
+    with pytest.raises(KeyError), replacing(str(path), folder=folder):
+        raise KeyError
+    assert content(path) == "old"
+    assert os.listdir(tmp_path) == ["last.ckpt"]
+
+
+def test_a_link_is_replaced_and_not_what_it_links_to(tmp_path: Path) -> None:
+    make(tmp_path / "best.ckpt", folder=True, text="best")
+    (tmp_path / "last.ckpt").symlink_to("best.ckpt")
+    make(tmp_path / "last.ckpt", folder=True, text="new")
+    assert content(tmp_path / "best.ckpt") == "best"
+    assert content(tmp_path / "last.ckpt") == "new"
+    assert not (tmp_path / "last.ckpt").is_symlink()
+
+
+@pytest.mark.parametrize("folder", [False, True])
+def test_what_a_killed_run_has_left_is_swept(folder: bool, tmp_path: Path) -> None:
+    child = os.fork()
+    if child == 0:
+        with replacing(str(tmp_path / "killed.ckpt"), folder=folder):
+            os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(child, 0)
+    assert os.listdir(tmp_path) == [Path(beside("killed.ckpt")).name]
+    with replacing(str(tmp_path / "other.ckpt"), folder=folder) as other:
+        make(tmp_path / "third.ckpt", folder=folder, text="new")  # sweeps nothing that is being written
+        assert os.path.exists(other)
+    assert sorted(os.listdir(tmp_path)) == ["other.ckpt", "third.ckpt"]
+
+
+def test_a_run_that_is_killed_between_two_names_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(unfinished, "_exchanged", lambda one, other: False)
+    path = tmp_path / "last.ckpt"
+    make(path, folder=True, text="old")
+    rename = os.rename
+
+    def killed(one: str, other: str) -> None:
+        if other == str(path):
+            raise KeyboardInterrupt
+        rename(one, other)
+
+    monkeypatch.setattr(os, "rename", killed)
+    with pytest.raises(KeyboardInterrupt):
+        make(path, folder=True, text="new")
+    assert not path.exists()
+    assert content(Path(found(str(path)))) == "old"
+
+
+@pytest.fixture
+def small_disk() -> Iterator[None]:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    signal.signal(signal.SIGXFSZ, handler)
+
+
+def test_a_full_disk_is_named(tmp_path: Path, small_disk: None) -> None:
+    path = tmp_path / "last.ckpt"
+    with pytest.raises(CheckpointError, match=r"last\.ckpt could not be written: File too large \([\d,]+ bytes"):
+        file.write(str(path), {"a": torch.zeros(10_000)}, lambda leaf, place: None)
+    assert os.listdir(tmp_path) == []
+
+
+def test_errors_of_the_system_keep_their_words(tmp_path: Path) -> None:
+    message = r"x\.ckpt could not be written: OSError: \[Errno 28\] No space left"
+    with pytest.raises(CheckpointError, match=message), naming("x.ckpt", str(tmp_path / "x")):
+        raise OSError(28, "No space left on device")
+
+
+def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match=r"file/last\.ckpt cannot be written: (Not a directory|File exists)"):
+        make(tmp_path / "file" / "last.ckpt", folder=False, text="")
+
+
+@pytest.mark.parametrize("content", [b"", b"PK\x03\x04 something else" * 50, b"half"])
+def test_what_is_no_checkpoint_is_named(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "last.ckpt"
+    if content == b"half":
+        torch.save({"a": torch.zeros(1000)}, path)
+        content = path.read_bytes()[:2000]
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError, match=rf"last\.ckpt \({len(content):,} bytes\) cannot be read as a checkpoint"):
+        file.read(str(path), weights_only=False)
+
+
+def test_an_old_file_is_read(tmp_path: Path) -> None:
+    torch.save({"a": torch.ones(3)}, tmp_path / "old.ckpt", _use_new_zipfile_serialization=False)
+    assert file.read(str(tmp_path / "old.ckpt"), weights_only=True)["a"].sum() == 3

@@ -1,0 +1,203 @@
+"""What micro-batches return and log is what one step over the whole batch returns and logs, or the user is told."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from typing import Any
+
+import lightning as L
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+import torchmetrics
+
+from lightning_pipe import PipeStrategy
+from lightning_pipe.trainer.data.joining import Comparison, join, numbers_in
+from tests.support import oracle
+from tests.support.lit_modules import dataset
+from tests.support.trainer_runs import QUIET
+
+SIZES, SHARES = [2, 1], [2 / 3, 1 / 3]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "together"),
+    [
+        (torch.tensor([1, 2]), torch.tensor([3]), torch.tensor([1, 2, 3])),
+        (np.array([1, 2]), np.array([3]), np.array([1, 2, 3])),
+        (["a", "b"], ["c"], ["a", "b", "c"]),
+        ([{"id": 1}, {"id": 2}], [{"id": 3}], [{"id": 1}, {"id": 2}, {"id": 3}]),
+        ((torch.zeros(2, 3), torch.ones(2)), (torch.zeros(1, 3), torch.ones(1)), (torch.zeros(3, 3), torch.ones(3))),
+        (1.0, 4.0, 2.0),
+        (torch.tensor(1.0), torch.tensor(4.0), torch.tensor(2.0)),
+        (7, 7, 7),
+        ("text", "text", "text"),
+        (None, None, None),
+        (torch.eye(3), torch.eye(3), torch.eye(3)),
+        ({"n": 1.0}, {"n": 4.0}, {"n": 2.0}),
+    ],
+)
+def test_joins_by_type(first: Any, second: Any, together: Any) -> None:
+    unclear: list[str] = []
+    found = join({0: {"x": first}, 1: {"x": second}}, SIZES, SHARES, unclear=unclear.append)["x"]
+    assert type(found) is type(together)
+    assert str(found) == str(together)
+    assert unclear == []
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (2, 1),
+        (3, 4),
+        (True, False),
+        (torch.eye(3), torch.ones(3, 3)),
+        ("a", "b"),
+        ([1, 2, 3], [1]),
+        (1.0, None),
+        ({1}, {2}),
+    ],
+)
+def test_what_is_not_clear_becomes_a_list(first: Any, second: Any) -> None:
+    unclear: list[str] = []
+    found = join({0: {"x": first, "y": 1}, 1: {"x": second}}, SIZES, SHARES, unclear=unclear.append)
+    assert str(found) == str({"x": [first, second], "y": [1, None]})
+    assert unclear == ["['x']", "['y']"]
+
+
+def test_rules_that_were_seen() -> None:
+    for rule, expected in {"sum": 5, "min": 1, "max": 4}.items():
+        for kind in (int, float, torch.tensor):
+            found = join({0: {"x": kind(1)}, 1: {"x": kind(4)}}, SIZES, SHARES, {"['x']": rule})["x"]
+            assert type(found) is type(kind(1))
+            assert found == expected
+    assert [*numbers_in({"loss": 1.0, "n": 2, "x": {"y": torch.tensor(3.0), "text": "a", "flag": True}})] == [
+        ("['n']", 2.0, "same"),
+        ("['x']['y']", 3.0, "mean"),
+    ]
+
+
+def test_rules_fit_all_that_was_seen() -> None:
+    cases: list[tuple[list[Any], str, str | None]] = [
+        ([(1.0, 4.0, 3.0, 1 / 3)], "mean", "mean"),
+        ([(1.0, 4.0, 5.0, 1 / 3)], "mean", "sum"),
+        ([(1.0, 4.0, 4.0, 0.5)], "mean", "max"),
+        ([(1.0, 4.0, 2.5, 0.5)], "max", "mean"),
+        ([(1.0, 4.0, 3.7, 0.5)], "mean", None),
+        ([(0.0, 4.0, 4.0, 0.5)], "mean", None),  # a sum, or the largest
+        ([(0.0, 4.0, 4.0, 0.5), (1.0, 4.0, 5.0, 0.5)], "mean", "sum"),
+        ([(2, 2, 2, 0.5)], "same", "same"),
+        ([(2, 2, 4, 0.5)], "same", "sum"),
+        ([(math.nan, 2.0, math.nan, 0.5)], "mean", "mean"),
+        ([], "mean", "mean"),
+    ]
+    for seen, default, expected in cases:
+        assert Comparison(default, seen, 1e-9).rule == expected, seen
+
+
+class Talkative(L.LightningModule):
+    """Logs and returns numbers of every kind; compares nothing with a pipeline itself."""
+
+    def __init__(self, summed: bool = False, extra: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.model = torch.nn.Sequential(*(torch.nn.Linear(12, 12) for _ in range(3)), torch.nn.Linear(12, 4)).double()
+        self.summed, self.extra = summed, extra
+        self.seen: list[str] = []
+        self.window = torchmetrics.aggregation.RunningMean(window=3)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        logits = self.model(x.flatten(1))
+        losses = F.cross_entropy(logits, y, reduction="none")
+        loss = losses.sum() if self.summed else losses.mean()
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        self.log("half", losses.sum() / 2, on_step=True, on_epoch=True)
+        self.log("rows", float(len(x)), on_step=True, on_epoch=True)
+        self.log("mean", losses.mean(), on_step=True, on_epoch=True)
+        self.log("largest_mean", losses.mean(), reduce_fx="max", on_step=True, on_epoch=True)
+        self.log("sum_of_means", losses.mean(), reduce_fx="sum", on_step=False, on_epoch=True)
+        self.log("largest", losses.max(), reduce_fx="max", on_step=False, on_epoch=True)
+        self.log("average_largest", losses.max(), on_step=False, on_epoch=True)
+        self.log("constant", 0.25)
+        if self.extra:
+            self.window.update(losses.mean().detach())
+            self.log("perplexity", losses.mean().exp(), on_step=False, on_epoch=True)
+        more = {"confusion": torch.bincount(y, minlength=5)} if self.extra else {}
+        return {
+            "loss": loss,
+            "n": len(x),
+            "total": losses.sum().detach(),
+            "mean": losses.mean().item(),
+            "three": 3,
+            "labels": y,
+            "list": y.tolist(),
+            "nested": {"pair": (logits.detach(), y), "hits": (logits.argmax(-1) == y).sum()},
+            **more,
+        }
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.seen.append(str({name: _rounded(value) for name, value in outputs.items()}))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1e-2)
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _rounded(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_rounded(each) for each in value]
+    return [round(number, 9) for number in torch.as_tensor(value, dtype=torch.float64).flatten().tolist()]
+
+
+def fit(module: Talkative, strategy: Any) -> tuple[oracle.Trace, list[str]]:
+    recorder = oracle.Recorder()
+    trainer = L.Trainer(accelerator="cpu", devices=1, strategy=strategy, max_epochs=2, callbacks=[recorder], **QUIET)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(module, torch.utils.data.DataLoader(dataset(21), batch_size=8))
+    recorder.trace.metrics = oracle.numbers(trainer.callback_metrics)
+    ours = ("not a mean", "not checked", "gets a list", "neither their mean", "`self.window`", "not a sum")
+    return recorder.trace, [str(one.message) for one in caught if any(text in str(one.message) for text in ours)]
+
+
+@pytest.mark.parametrize("options", [{}, {"stages": 1}, {"schedule": "gpipe", "micro_batches": 2}], ids=str)
+@pytest.mark.parametrize("summed", [False, True])
+def test_logs_and_returns_what_one_device_does(options: dict[str, Any], summed: bool) -> None:
+    found, plain = Talkative(summed), Talkative(summed)
+    expected, _ = fit(plain, "auto")
+    weight = "sum" if summed else None
+    trace, told = fit(found, PipeStrategy(**{"stages": 2, "micro_batches": 4, "loss_weight": weight, **options}))
+    assert told == []
+    oracle.assert_equal(trace, expected)
+    assert found.seen == plain.seen
+
+
+def test_tells_what_joins_in_no_known_way() -> None:
+    module = Talkative(extra=True)
+    told = fit(module, PipeStrategy(stages=2, micro_batches=4))[1]
+    assert len(told) == 3
+    for what in ("'perplexity'", "`self.window`", "outputs['confusion']"):
+        assert sum(what in text for text in told) == 1
+
+
+def test_a_sum_is_logged_as_such_without_a_comparison() -> None:
+    """Compiled layers are not run for comparisons."""
+    found, plain = Talkative(summed=True), Talkative(summed=True)
+    expected, _ = fit(plain, "auto")
+    found.model[1].compile(backend="eager")
+    trace, _ = fit(found, PipeStrategy(stages=2, micro_batches=4, loss_weight="sum"))
+    assert [
+        oracle.close(one["loss_step"], other["loss_step"])
+        for one, other in zip(trace.logged, expected.logged, strict=True)
+    ]
+    assert oracle.close(trace.metrics["loss_epoch"], expected.metrics["loss_epoch"])
+
+
+def test_tells_a_mean_that_was_said_to_be_a_sum() -> None:
+    told = fit(Talkative(), PipeStrategy(stages=2, micro_batches=4, loss_weight="sum"))[1]
+    assert sum("not a sum over the samples" in text for text in told) == 1
+    assert any("outputs['n']" in text for text in told)  # samples, or a constant: it was not seen which

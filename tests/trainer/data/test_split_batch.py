@@ -1,0 +1,216 @@
+"""Batches of every form into micro-batches."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, namedtuple
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.utils.rnn import pack_sequence
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import default_collate
+from transformers import BatchEncoding
+from transformers.modeling_outputs import CausalLMOutput
+
+from lightning_pipe.engine.containers import map_leaves, signature
+from lightning_pipe.errors import ConfigurationError
+from lightning_pipe.trainer.data.micro_batches import divide_batch
+from lightning_pipe.trainer.data.split_batch import join, samples, split
+
+Pair = namedtuple("Pair", "x y")
+
+
+@dataclass
+class Record:
+    x: Any
+    y: Any
+
+
+def rows(length: int, *shape: int) -> torch.Tensor:
+    return torch.arange(length * max(1, int(np.prod(shape)))).reshape(length, *shape)
+
+
+SPLITTABLE = {
+    "tensor": rows(5),
+    "list": [rows(5, 2), rows(5)],
+    "tuple": (rows(5), rows(5).double()),
+    "dictionary": {"x": rows(5, 3), "y": rows(5), "scale": 2.0, "name": None},
+    "ordered": OrderedDict(x=rows(5), y=rows(5)),
+    "named_tuple": Pair(rows(5), None),
+    "dataclass": Record(rows(5), "text"),
+    "nested": {"a": [rows(5, 2), rows(5, 2)], "b": (rows(5, 1), rows(5))},
+    "array": {"x": np.arange(5), "y": rows(5)},
+    "strings": [list("abcde"), rows(5)],
+    "constant_tuple": {"x": rows(5, 2), "size": (224, 224)},
+    "broadcast": (rows(5, 2), rows(1, 2), torch.tensor(3.0)),
+    "views": ([rows(5, 3, 4, 4), rows(5, 3, 4, 4)], rows(5)),
+    "batch_encoding": BatchEncoding({"input_ids": rows(5, 3), "labels": rows(5, 3)}),
+    "model_output": CausalLMOutput(logits=rows(5, 2)),
+    "detection": (tuple(rows(3, i + 1, 2) for i in range(5)), tuple({"boxes": rows(i, 4)} for i in range(5))),
+}
+
+
+@pytest.mark.parametrize("name", SPLITTABLE)
+def test_cuts_along_the_batch(name: str) -> None:
+    batch = SPLITTABLE[name]
+    assert samples(batch) == 5
+    parts = split(batch, [3, 2])
+    assert [samples(part) for part in parts] == [3, 2]
+    assert all(type(part) is type(batch) for part in parts)
+    assert signature(join(parts, [3, 2])) == signature(batch)
+    whole: list[Any] = []
+    again: list[Any] = []
+    map_leaves(whole.append, batch)
+    map_leaves(again.append, join(parts, [3, 2]))
+    assert all(np.array_equal(a, b) for a, b in zip(whole, again, strict=True))
+
+
+def test_joins_no_parts_that_differ_in_what_belongs_to_all() -> None:
+    for other in ({"x": rows(2), "n": 2}, {"x": rows(3), "n": 1}):
+        with pytest.raises(ConfigurationError, match="differs between micro-batches"):
+            join([{"x": rows(2), "n": 1}, other], [2, 2])
+
+
+def test_keeps_values_and_what_belongs_to_every_sample() -> None:
+    first, second = split({"x": rows(5, 2), "names": list("abcde"), "table": rows(1, 2), "n": 7}, [3, 2])
+    assert torch.equal(torch.cat([first["x"], second["x"]]), rows(5, 2))
+    assert first["names"] + second["names"] == list("abcde")
+    assert first["n"] == second["n"] == 7
+    assert torch.equal(first["table"], second["table"])
+
+
+def test_micro_batches_are_views() -> None:
+    batch = rows(6, 2)
+    parts = split(batch, [3, 3])
+    assert parts[0].untyped_storage().data_ptr() == batch.untyped_storage().data_ptr()
+
+
+def test_samples_of_varying_size_stay_whole() -> None:
+    images, targets = split(SPLITTABLE["detection"], [3, 2])[0]
+    assert [image.shape[1] for image in images] == [1, 2, 3]
+    assert len(targets) == 3
+
+
+def test_three_images_of_three_channels() -> None:
+    batch = (tuple(rows(3, 4, 4) for _ in range(3)), tuple({"boxes": rows(i, 4)} for i in range(3)))
+    assert samples(batch) == 3
+    images, targets = split(batch, [2, 1])[0]
+    assert len(images) == len(targets) == 2
+    views = ([rows(3, 4, 4) for _ in range(3)], rows(3))
+    assert [len(view) for view in split(views, [2, 1])[0][0]] == [2, 2, 2]
+
+
+def test_two_fields_are_not_two_samples() -> None:
+    parts = split(([rows(2, 3), rows(2, 3)], rows(2)), [1, 1])
+    assert [leaf.shape[0] for leaf in tree_leaves(parts[0])] == [1, 1, 1]
+
+
+UNCLEAR = {
+    "different_lengths": (rows(32, 3), rows(10)),
+    "packed_tokens": {"input_ids": rows(100), "cu_seqlens": rows(9)},
+    "list_of_images": [rows(3, 4, 4) for _ in range(8)],
+    "few_images": {"image": [rows(3, 4, 4) for _ in range(3)]},
+    "samples_or_fields": (tuple(rows(3, 4) for _ in range(3)), tuple({"boxes": rows(i, 4)} for i in range(3))),
+    "unknown_object": {"x": rows(3), "graph": object()},
+    "packed_sequence": pack_sequence([rows(2), rows(1)]),
+    "sparse": {"x": torch.eye(3).to_sparse()},
+    "text": "text",
+    "nothing": {},
+}
+
+
+def test_names_that_default_collate_has_put_together_stay_with_their_samples() -> None:
+    batch = default_collate([(torch.tensor(float(i)), f"sample {i}") for i in range(5)])
+    first, second = split(batch, [3, 2])
+    assert [f"sample {int(i)}" for i in first[0]] == list(first[1])
+    assert [f"sample {int(i)}" for i in second[0]] == list(second[1])
+    assert list(join([first, second], [3, 2])[1]) == list(batch[1])
+    assert split([rows(5), (224, 224), ("cat", "dog")], [3, 2])[1][1:] == [(224, 224), ("cat", "dog")]
+
+
+@pytest.mark.parametrize("name", UNCLEAR)
+def test_refuses_what_is_unclear(name: str) -> None:
+    with pytest.raises(ConfigurationError, match="split_batch"):
+        samples(UNCLEAR[name])
+
+
+def test_never_more_micro_batches_than_samples() -> None:
+    cut = divide_batch(rows(3), ranks=4, micro_batches=8)
+    assert cut.sizes == [1, 1, 1]
+
+
+def test_one_micro_batch_of_anything() -> None:
+    cut = divide_batch({"graph": object()}, ranks=2, micro_batches=1)
+    assert len(cut.parts) == 1
+    assert cut.shares == [1.0]
+
+
+def test_weights_by_samples_over_all_replicas() -> None:
+    cut = divide_batch(rows(5), ranks=1, micro_batches=2)
+    assert cut.shares == [0.6, 0.4]
+    assert cut.weights(10.0) == [0.3, 0.2]
+
+
+def test_own_split_and_weight() -> None:
+    batch = {"input_ids": rows(6), "cu_seqlens": [0, 2, 6]}
+
+    def by_sequence(batch: Any, count: int) -> list[Any]:
+        assert count == 2
+        ends = batch["cu_seqlens"]
+        return [{"input_ids": batch["input_ids"][a:b]} for a, b in pairwise(ends)]
+
+    cut = divide_batch(batch, 1, 2, split_batch=by_sequence, loss_weight=lambda part: len(part["input_ids"]) ** 2)
+    assert cut.sizes == [2, 4]
+    assert cut.shares == [0.2, 0.8]
+
+
+def test_own_slices_are_recognised() -> None:
+    batch = {
+        "x": rows(7, 5),
+        "y": rows(5),
+        "names": list("abcde"),
+        "scale": 2.0,
+        "table": rows(3, 3),
+        "z": np.arange(5),
+    }
+    sizes, cut = [2, 2, 1], (0, 2, 4, 5)
+    parts = [
+        {**batch, "x": batch["x"][:, a:b], **{name: batch[name][a:b] for name in ("y", "names", "z")}}
+        for a, b in pairwise(cut)
+    ]
+    found = divide_batch(batch, 1, 3, split_batch=lambda *_: parts)
+    assert (found.sizes, found.amounts) == (sizes, [2.0, 2.0, 1.0])
+    assert signature(found.together((0, 1, 2))) == signature(batch)
+    both = found.together((0, 2))
+    assert torch.equal(both["x"], batch["x"][:, [0, 1, 4]])
+    assert both["names"] == ["a", "b", "e"]
+    assert both["z"].tolist() == [0, 1, 4]
+    assert both["table"] is batch["table"]
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        [{"x": rows(3)}, {"x": rows(3)}],  # others than those of the batch
+        [{"x": rows(3)}, {"x": rows(2), "y": 1}],
+        [rows(3), rows(2)],
+        [{"x": rows(3, 1)}, {"x": rows(2, 1)}],
+    ],
+)
+def test_other_parts_are_not_put_together(parts: list[Any]) -> None:
+    cut = divide_batch({"x": rows(5)}, 1, 2, split_batch=lambda *_: parts)
+    with pytest.raises(ConfigurationError, match="no slices"):
+        cut.together((0, 1))
+
+
+def test_own_split_into_what_cannot_be_counted() -> None:
+    def objects(batch: Any, count: int) -> list[Any]:
+        return [object(), object()]
+
+    with pytest.raises(ConfigurationError, match="loss_weight"):
+        divide_batch(rows(4), 1, 2, split_batch=objects)
+    assert divide_batch(rows(4), 1, 2, split_batch=objects, loss_weight=lambda part: 1.0).shares == [0.5, 0.5]

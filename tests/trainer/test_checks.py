@@ -1,0 +1,352 @@
+"""What cannot work says so, on every process, within seconds, with what to do instead."""
+
+from __future__ import annotations
+
+import random
+import time
+import warnings
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import lightning as L
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch import callbacks
+from torch import Tensor
+from torch.utils.data import DataLoader, default_collate
+
+from lightning_pipe import PipeStrategy
+from lightning_pipe.errors import CommunicationError, ConfigurationError, CutError, PartitionError, ScheduleError
+from lightning_pipe.trainer.checks import check_optimizers
+from tests.support import processes
+from tests.support.lit_modules import Data, Lit, dataset
+from tests.support.processes import Outcome, outcomes
+from tests.support.trainer_runs import QUIET, BuiltInSetup, quiet
+
+
+class Manual(Lit):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class FetchesItself(Lit):
+    def training_step(self, dataloader_iter: Any) -> Tensor:
+        raise AssertionError("called")
+
+
+class TwoOptimizers(Lit):
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(part.parameters(), lr=0.1) for part in (self.embed, self.model)]
+
+
+class Lbfgs(Lit):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters())
+
+
+def fit(module: L.LightningModule, devices: int = 1, data: Any = Data, **strategy: Any) -> None:
+    """Train for one epoch."""
+    quiet()
+    calls = strategy.pop("callbacks", [])
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=devices,
+        strategy=PipeStrategy(**strategy),
+        max_epochs=1,
+        callbacks=calls,
+        **QUIET,
+    )
+    trainer.fit(module.double(), datamodule=data())
+
+
+@pytest.mark.parametrize(
+    ("module", "message"),
+    [
+        (Manual, "automatic optimization with one optimizer"),
+        (FetchesItself, "training_step\\(batch, batch_idx\\)"),
+        (TwoOptimizers, "one optimizer with several parameter groups"),
+        (Lbfgs, "treats every parameter by itself"),
+    ],
+)
+def test_modules_that_a_pipeline_cannot_train(module: type[Lit], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        fit(module(), stages=2)
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "message"),
+    [
+        ({"schedule": "1f1c"}, ScheduleError, "Did you mean '1f1b'"),
+        ({"reproducible_rng": False}, ConfigurationError, "reproducible_rng"),
+        ({"pipeline_parallel_size": 3}, ConfigurationError, "pipeline_parallel_size=1"),
+        ({"stages": 9}, PartitionError, "5 layers .* cannot fill 9 stages"),
+        ({"stages": 2, "layers": "modle"}, PartitionError, "Did you mean layers='model'"),
+        ({"stages": 2, "balance": [2, 2]}, PartitionError, "2 \\+ 2 = 4"),
+        ({"stages": 2, "split_batch": lambda batch, m: []}, ConfigurationError, "split_batch"),
+    ],
+)
+def test_options_that_do_not_fit(options: dict[str, Any], kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=message):
+        fit(Lit(), **options)
+
+
+def test_optimizers_that_clip_by_themselves() -> None:
+    parameters = [torch.nn.Parameter(torch.ones(1))]
+    clipping = torch.optim.SGD([{"params": parameters, "max_grad_norm": 1.0}], lr=0.1)
+    with pytest.raises(ConfigurationError, match=r"gradient_clip_val=1\.0"):
+        check_optimizers([clipping], ranks=2)
+
+
+def test_averaging_of_layers_that_come_late() -> None:
+    with pytest.raises(ConfigurationError, match="Build the layers in __init__"):
+        fit(BuiltInSetup(), stages=2, callbacks=[callbacks.EMAWeightAveraging()])
+
+
+def test_processes_that_did_not_come_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigurationError, match=r"asks for 3 processes .* has 2"):
+        fit(Lit(), devices=3)
+
+
+# ------------------------------------------------------------------ errors while it runs
+
+
+class Broken(Lit):
+    """Fails in the third batch, in a way of one's choice."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx == 2 and self.how == "first" and self.global_rank == 1:
+            raise ValueError("a bug on the first stage")
+        if batch_idx == 2 and self.how == "none_early":
+            return None
+        if batch_idx == 2 and self.how == "generate":
+            return self.generate(batch, batch_idx)
+        loss = super().training_step(batch, batch_idx)
+        if batch_idx == 2 and self.how == "last":
+            raise ValueError("a bug on the last stage")
+        if self.how == "twice":
+            return loss + self(batch[0]).sum()
+        return None if batch_idx == 2 and self.how == "none" else loss
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        if self.how == "reads":
+            print(self.model[0].weight.norm().item())
+        if self.how == "runs":
+            float(self.model[0](torch.ones(2, 16, dtype=torch.float64)).sum())
+        if self.how == "logs":
+            first = self.model[0].weight
+            self.log("norm", first.norm())
+
+    def generate(self, batch: Any, batch_idx: int) -> Tensor:
+        return sum(super(Broken, self).training_step(batch, batch_idx) for _ in range(3))
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 2 and self.how == "hook" and self.global_rank == 1:
+            raise ValueError("a bug in a hook")
+
+
+class BrokenSamples(Data):
+    """Its third batch cannot be loaded."""
+
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(dataset(44), batch_size=8, collate_fn=self.collate)
+
+    def collate(self, items: list[Any]) -> Any:
+        self.length -= 8
+        if self.length < 24:
+            raise KeyError("broken sample")
+        return default_collate(items)
+
+
+def fail(process: int, how: str) -> None:
+    """Train until it fails."""
+    fit(Broken(how), devices=2, data=BrokenSamples if how == "data" else Data, micro_batches=2)
+
+
+FAILURES: dict[str, tuple[int, type[BaseException], str]] = {
+    "last": (0, ValueError, "a bug on the last stage"),
+    "first": (1, ValueError, "a bug on the first stage"),
+    "hook": (1, ValueError, "a bug in a hook"),
+    "data": (0, KeyError, "broken sample"),
+    "none": (0, ConfigurationError, "returned None"),
+    "none_early": (1, CutError, "returned None before layer"),
+    "generate": (0, CutError, "generate() runs the layers once for every token"),
+    "reads": (0, RuntimeError, "Rank 0 does not hold 'model.0.weight': it is on rank 1"),
+    "runs": (0, CutError, "Rank 0 does not hold 'model.0.weight', 'model.0.bias': they are on rank 1"),
+    "logs": (0, CutError, "Rank 0 does not hold 'model.0.weight': it is on rank 1"),
+    "twice": (0, CutError, "a second time"),
+}
+
+
+@pytest.mark.parametrize("how", FAILURES)
+def test_one_error_ends_all_processes(how: str) -> None:
+    process, kind, message = FAILURES[how]
+    start = time.monotonic()
+    ended: list[Outcome] = outcomes(fail, 2, timeout=40, group_timeout=None, how=how)
+    assert time.monotonic() - start < 30
+    assert isinstance(ended[process].error, kind)
+    assert message in "".join([str(ended[process].error), *getattr(ended[process].error, "__notes__", [])])
+    other = ended[1 - process].error
+    assert isinstance(other, CommunicationError)
+    assert message in str(other)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "replicas", "message"),
+    [("chimera", None, "the copies of a stage run at different times"), ("1f1b", "a group", "needs GPUs")],
+)
+def test_synchronized_batch_norm_is_refused_where_it_would_hang(schedule: str, replicas: Any, message: str) -> None:
+    trainer = L.Trainer(accelerator="cpu", sync_batchnorm=True, strategy=PipeStrategy(schedule=schedule), **QUIET)
+    strategy: Any = trainer.strategy
+    strategy.world = SimpleNamespace(replicas=replicas, layout=SimpleNamespace(world_size=4))
+    with pytest.raises(ConfigurationError, match=message):
+        strategy._synchronize_batch_norm(torch.nn.Sequential(torch.nn.BatchNorm1d(3)))
+
+
+def test_a_step_that_fails_leaves_the_norms_of_the_module_as_they_were() -> None:
+    class Fails(Lit):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model.append(torch.nn.BatchNorm1d(4))
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            if batch_idx == 1:
+                raise KeyError("the user's own")
+            return super().training_step(batch, batch_idx)
+
+    module = Fails()
+    with pytest.raises(KeyError):
+        fit(module, stages=2, micro_batches=2)
+    assert type(module.model[-1]) is torch.nn.BatchNorm1d
+    assert int(module.model[-1].num_batches_tracked) == 1
+
+
+def test_layers_that_change_themselves_before_they_are_called() -> None:
+    class Normalised(Lit):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.nn.utils.spectral_norm(self.model[2])
+
+    with pytest.raises(ConfigurationError, match=r"'model\.2' has torch\.nn\.utils\.spectral_norm"):
+        fit(Normalised(), stages=2)
+    fit(Normalised(), stages=1)
+
+
+def test_layers_without_shapes_are_refused() -> None:
+    class Lazy(Lit):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model.append(torch.nn.LazyBatchNorm1d())
+
+    with pytest.raises(PartitionError, match=r"'model\.\d\.weight' has no shape yet"):
+        fit(Lazy())
+
+
+class Noisy(Lit):
+    """Adds noise from a generator of its own in front of the layers."""
+
+    def __init__(self, draw: Callable[[Any, Tensor], Tensor], **attributes: Any) -> None:
+        super().__init__()
+        self.draw = draw
+        vars(self).update(attributes)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step([batch[0] + self.draw(self, batch[0]), batch[1]], batch_idx)
+
+
+@pytest.mark.parametrize(
+    ("attribute", "generator", "draw"),
+    [
+        ("torchs", torch.Generator(), lambda own, x: torch.randn(x.shape, generator=own.torchs)),
+        ("pythons", random.Random(1), lambda own, x: own.pythons.random() * torch.ones(())),
+        ("numpys", np.random.default_rng(1), lambda own, x: torch.as_tensor(own.numpys.normal(size=tuple(x.shape)))),
+    ],
+)
+def test_a_generator_of_the_modules_own_before_a_cut(
+    attribute: str, generator: Any, draw: Callable[[Any, Tensor], Tensor]
+) -> None:
+    """Else the stages would see different numbers in one micro-batch, and train on them without a word."""
+    with pytest.raises(CutError, match=f"draws before a cut from a random generator of its own, 'self.{attribute}'"):
+        fit(Noisy(draw, **{attribute: generator}), stages=2, micro_batches=2)
+    fit(Noisy(lambda own, x: torch.randn_like(x), **{attribute: generator}), stages=2, micro_batches=2)
+
+
+class CountsBehind(Lit):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step([batch[0] + self.steps * 1e-3, batch[1]], batch_idx)
+        self.steps += 1
+        return loss
+
+
+def counts_behind(process: int, devices: int, micro_batches: int) -> dict[str, Tensor]:
+    L.seed_everything(1, verbose=False)
+    module = CountsBehind()
+    fit(module, devices=devices, micro_batches=micro_batches)
+    return module.state_dict()
+
+
+def test_a_buffer_that_is_read_before_a_cut_and_changed_behind_it() -> None:
+    """Only where no other micro-batch is under way is what the first stage reads what one device reads."""
+    plain = processes.run_trainers(counts_behind, 1, timeout=60, devices=1, micro_batches=1)[0]
+    for found in processes.run_trainers(counts_behind, 2, timeout=60, devices=2, micro_batches=1):
+        torch.testing.assert_close(found, plain, rtol=1e-9, atol=1e-9)
+    with pytest.raises(CutError, match="'add_' changes 'steps' in place behind a cut, and an earlier stage reads it"):
+        processes.run_trainers(counts_behind, 2, timeout=60, devices=2, micro_batches=2)
+
+
+class Counting(Lit):
+    """Changes an attribute in front of the layers."""
+
+    def __init__(self, attribute: str) -> None:
+        super().__init__()
+        self.attribute = attribute
+        self.seen, self.size, self.queue = 0, 0, list[int]()
+        self.register_buffer("ticks", torch.zeros(2))
+        if attribute == "items":
+            self.items = iter(range(100))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if self.attribute == "seen":
+            self.seen += 1
+        elif self.attribute == "ticks":
+            self.ticks += 1
+        elif self.attribute == "queue":
+            self.queue.append(1)
+        elif self.attribute == "items":
+            next(self.items)
+        else:
+            self.size = len(batch[0])
+        return super().training_step(batch, batch_idx)
+
+
+class Listens(L.Callback):
+    def on_train_start(self, *_: Any) -> None:
+        warnings.simplefilter("always")
+
+
+def what_is_said_of(process: int, attributes: list[str]) -> list[list[str]]:
+    said = []
+    for attribute in attributes:
+        with warnings.catch_warnings(record=True) as caught:
+            fit(Counting(attribute), devices=2, micro_batches=3, callbacks=[Listens()])
+        texts = [str(warning.message) for warning in caught]
+        about = ("before it calls the layers of other stages", "an iterator cannot be put back")
+        said.append([text for text in texts if any(part in text for part in about)])
+    return said
+
+
+def test_attributes_that_are_late_in_front_of_a_cut() -> None:
+    """The first stage sees them as they were before the batch, and nothing says so but a warning."""
+    attributes = ["seen", "ticks", "queue", "items", "size"]
+    last, first = processes.run_trainers(what_is_said_of, 2, timeout=60, attributes=attributes)
+    assert not any(last)
+    named = [f"`self.{attribute}`" in "".join(texts) for attribute, texts in zip(attributes, first, strict=True)]
+    assert named == [True, True, True, True, False]  # the size is only written, by each run anew

@@ -1,0 +1,108 @@
+"""How processes find each other, and who may come."""
+
+from __future__ import annotations
+
+import os
+import socket
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+from lightning.fabric.plugins.environments import LightningEnvironment
+
+from lightning_pipe.config import layout
+from lightning_pipe.errors import CommunicationError, ConfigurationError
+from lightning_pipe.schedules import get
+from lightning_pipe.trainer import connect
+from lightning_pipe.trainer.world import World
+from tests.support.processes import free_port, run_trainers
+
+
+def nobody_is_missing() -> None:
+    pass
+
+
+def meeting(process: int, seconds: float = 5.0) -> connect._Meeting:
+    return connect._Meeting(process, 2, timedelta(seconds=seconds), nobody_is_missing)
+
+
+def test_a_port_that_is_taken_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigurationError, match=f"Port {port}, .* is taken(.|\n)*MASTER_PORT"):
+            connect._serve("127.0.0.1", port, meeting(0))
+
+
+def test_a_process_that_does_not_come_is_named() -> None:
+    store = connect._serve("127.0.0.1", free_port(), meeting(0))
+    with pytest.raises(CommunicationError, match=r"Process 0 of 2 has waited 0\.3 s for process 1"):
+        meeting(0, 0.3).wait_for_all(store)
+
+
+def test_a_process_0_that_does_not_come_is_told() -> None:
+    with pytest.raises(CommunicationError, match=r"Process 1 of 2 could not reach process 0 at 127\.0\.0\.1"):
+        connect._find("127.0.0.1", free_port(), meeting(1, 0.3))
+
+
+def test_waiting_ends_when_it_is_in_vain() -> None:
+    def check() -> None:
+        raise CommunicationError("Process 2 has gone.")
+
+    with pytest.raises(CommunicationError, match="Process 2 has gone"):
+        connect._find("127.0.0.1", free_port(), connect._Meeting(1, 3, timedelta(seconds=60), check))
+
+
+def place(network: str, address: str) -> dict[str, str]:
+    return {"host": f"host of {network}", "network": network, "address": address}
+
+
+def test_a_host_that_others_cannot_reach_is_named() -> None:
+    connect._check_addresses([place("a", "127.0.0.1"), place("a", "127.0.0.1")])  # one host
+    connect._check_addresses([place("a", "10.0.0.1"), place("b", "")])  # the user has named an interface
+    with pytest.raises(ConfigurationError, match=r"Process 1 .* host of b, stands for 127\.0\.1\.1(.|\n)*GLOO_SOCKET"):
+        connect._check_addresses([place("a", "10.0.0.1"), place("b", "127.0.1.1")])
+
+
+def test_runs_have_names_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (connect.RUN, "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "SLURM_STEP_ID"):
+        monkeypatch.delenv(name, raising=False)
+    assert connect._run_name() == ""
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv(connect.RUN, "a")
+    assert connect._run_name() == "a/7"
+
+
+def listening() -> set[str]:
+    """The addresses at which this process listens, as the system writes them."""
+    own = set()
+    for descriptor in Path("/proc/self/fd").iterdir():
+        try:
+            own.add(os.readlink(descriptor))
+        except OSError:
+            continue
+    found = set()
+    for table in ("/proc/self/net/tcp", "/proc/self/net/tcp6"):
+        for line in Path(table).read_text().splitlines()[1:]:
+            words = line.split()
+            if words[3] == "0A" and f"socket:[{words[9]}]" in own:
+                found.add(words[1].split(":")[0])
+    return found
+
+
+def opened(process: int) -> tuple[set[str], str | None]:
+    environment = LightningEnvironment()
+    environment.set_world_size(2)
+    environment.set_global_rank(process)
+    world = World.open(layout(2), get("gpipe"), torch.device("cpu"), environment, "gloo", timedelta(seconds=20))
+    world.transport.make_groups([(0, 1)])
+    world.barrier()
+    return listening(), os.environ.get("GLOO_SOCKET_IFNAME")
+
+
+def test_on_one_host_nobody_listens_to_the_network() -> None:
+    loopback = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F"}
+    for addresses, interface in run_trainers(opened, 2):
+        assert addresses
+        assert addresses <= loopback
+        assert interface is None

@@ -1,0 +1,37 @@
+"""A pipeline from a session that has no script: ``python -i`` stands for notebooks and IPython."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from tests.trainer.test_launcher import clean_environment
+
+SESSION = """
+import torch, lightning as L, lightning_pipe
+from tests.support.lit_modules import Data, Lit
+options = dict(accelerator="cpu", logger=False, max_epochs=1, enable_checkpointing=False, enable_progress_bar=False)
+
+L.Trainer(strategy="pipe", devices=2, **options)
+
+trainer = L.Trainer(strategy=lightning_pipe.PipeStrategy(stages=2), devices=1, **options)
+trainer.fit(Lit().double(), datamodule=Data())
+print("trained on", trainer.strategy.layout.stages, "stages")
+"""
+
+
+def test_an_interactive_session_is_told_what_to_do_and_may_use_one_process() -> None:
+    """The first Trainer is refused, in words that name the remedy; the remedy for one process works."""
+    ended = subprocess.run(
+        [sys.executable, "-i", "-c", "pass"],
+        input=SESSION,
+        env=clean_environment(),
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert "needs 2 processes" in ended.stderr, ended.stderr
+    assert "%%writefile train.py" in ended.stderr
+    assert "ddp_notebook" not in ended.stderr
+    assert "trained on 2 stages" in ended.stdout, ended.stderr

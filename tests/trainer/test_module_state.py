@@ -1,0 +1,186 @@
+"""What steps leave in attributes: undone, or passed on."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict, deque
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_pipe.errors import CutError
+from lightning_pipe.trainer.module_state import Tracked, portable
+
+
+class Meter:
+    """An object of the user's."""
+
+    def __init__(self) -> None:
+        self.sum, self.count, self.history = 0.0, 0, []
+
+    def update(self, value: float) -> None:
+        self.sum += value
+        self.count += 1
+        self.history.append(value)
+
+
+class Module(nn.Module):
+    """Keeps state in every form that users keep it in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        self.embed = nn.Embedding(3, 3)
+        self.inner = Inner()
+        self.outs: list[Tensor] = []
+        self.same = self.outs
+        self.count, self.rate, self.flag = 0, 0.5, False
+        self.by_key: defaultdict[str, list[float]] = defaultdict(list)
+        self.counter: Counter[str] = Counter()
+        self.recent: deque[float] = deque(maxlen=2)
+        self.names: set[str] = set()
+        self.nested = {"a": [{"b": 1}]}
+        self.meter = Meter()
+        self.total = torch.zeros(2)
+        self.array = np.zeros(2)
+        self.gone: int | None = 1
+        self.register_buffer("average", torch.zeros(3))
+
+    def step(self, value: float) -> None:
+        self.outs.append(torch.tensor(value))
+        self.count += 1
+        self.rate *= 0.5
+        self.flag = True
+        self.by_key["k"].append(value)
+        self.counter["seen"] += 1
+        self.recent.append(value)
+        self.names.add(str(value))
+        self.nested["a"][0]["b"] += 1
+        self.meter.update(value)
+        self.total += value
+        self.array += value
+        self.average.mul_(0.9).add_(value)
+        self.inner.calls += 1
+        self.__dict__.pop("gone", None)
+        self.new = torch.ones(3) * value
+
+
+class Inner(nn.Module):
+    """A module without parameters that counts its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+
+def content(module: Module) -> dict[str, Any]:
+    """All of it, comparable."""
+    values = {name: value for name, value in vars(module).items() if not name.startswith("_")}
+    values.update(meter=vars(module.meter), average=module.average, calls=module.inner.calls)
+    return {name: str(value) for name, value in values.items()}
+
+
+@pytest.fixture
+def module() -> Module:
+    return Module()
+
+
+def tracked(module: Module) -> Tracked:
+    return Tracked(module, list(module.layers))
+
+
+def test_undo_leaves_no_trace(module: Module) -> None:
+    module.step(1.0)
+    before = content(module)
+    objects = [id(each) for each in (module.outs, module.total, module.average, module.meter.history)]
+    memory = tracked(module).capture()
+    module.step(2.0)
+    module.step(3.0)
+    memory.undo()
+    assert content(module) == before
+    assert objects == [id(each) for each in (module.outs, module.total, module.average, module.meter.history)]
+    assert module.same is module.outs
+
+
+def test_changes_make_another_module_equal(module: Module) -> None:
+    other = Module()
+    for each in (module, other):
+        each.step(1.0)
+    memory = tracked(module).capture()
+    module.step(2.0)
+    module.step(3.0)
+    changes, lost = portable(memory.changes())
+    tracked(other).apply(changes)
+    assert not lost
+    assert content(other) == content(module)
+    assert other.same is other.outs
+    assert len(other.outs) == 3
+
+
+def test_only_tails_travel(module: Module) -> None:
+    module.outs.extend(torch.zeros(()) for _ in range(100))
+    memory = tracked(module).capture()
+    module.outs.append(torch.ones(()))
+    (change,) = memory.changes()
+    assert change.kind == "append"
+    assert len(change.value) == 1
+
+
+def test_nothing_changed_nothing_travels(module: Module) -> None:
+    assert tracked(module).capture().changes() == []
+
+
+def test_numbers_of_two_ranks_add_up(module: Module) -> None:
+    changes = []
+    for value in (1.0, 2.0):
+        memory = tracked(module).capture()
+        module.step(value)
+        changes.append([c for c in memory.changes() if "count" in str(c.path) or "outs" in str(c.path)])
+        memory.undo()
+    for of_rank in changes:
+        tracked(module).apply(of_rank, add=True)
+    assert module.count == 2
+    assert [float(out) for out in module.outs] == [1.0, 2.0]
+
+
+def test_layers_and_modules_that_really_run_keep_their_state(module: Module) -> None:
+    memory = tracked(module).capture()
+    module.layers[0].calls = 1
+    module.embed.calls = 1
+    memory.undo()
+    assert module.layers[0].calls == module.embed.calls == 1
+    assert memory.changes() == []
+
+
+def test_tensor_swapped_for_another_comes_back(module: Module) -> None:
+    memory = tracked(module).capture()
+    torch.utils.swap_tensors(module.total, torch.ones(5))
+    memory.undo()
+    assert torch.equal(module.total, torch.zeros(2))
+
+
+def test_large_tensor_changed_in_place_cannot_come_back(module: Module) -> None:
+    module.total = torch.zeros(1 << 17)
+    memory = tracked(module).capture()
+    module.total.add_(1.0)
+    with pytest.raises(CutError, match="after the last layer"):
+        memory.undo()
+
+
+def test_what_cannot_travel_is_named(module: Module) -> None:
+    memory = tracked(module).capture()
+    module.function = lambda: None
+    changes, lost = portable(memory.changes())
+    assert changes == []
+    assert lost == ["function"]
+
+
+def test_views_of_tensors_on_the_other_side_stay_views(module: Module) -> None:
+    other = Module()
+    view = other.total.view(1, 2)
+    memory = tracked(module).capture()
+    module.total += 3.0
+    tracked(other).apply(memory.changes())
+    assert torch.equal(view, torch.full((1, 2), 3.0))

@@ -1,0 +1,152 @@
+"""Convolutional networks, dropout curves, the plan and a measured balance, under the Trainer in several processes."""
+
+from __future__ import annotations
+
+import io
+import os
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support import oracle, processes
+from tests.support.networks import LitDropout, LitHalfDropout, LitMasked, LitResNet, LitUNet
+from tests.support.trainer_runs import QUIET, quiet
+
+MODULES: dict[str, Any] = {
+    "resnet": LitResNet,
+    "unet": LitUNet,
+    "dropout": LitDropout,
+    "half": LitHalfDropout,
+    "masked": LitMasked,
+}
+Run = dict[str, Any]
+
+
+class Losses(L.Callback):
+    """The loss of every batch, as logged."""
+
+    def __init__(self) -> None:
+        self.values: list[float] = []
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        self.values.append(float(trainer.callback_metrics["loss"]))
+
+
+def fit(name: str, devices: int, options: dict[str, Any] | None) -> tuple[list[float], dict[str, Tensor], str]:
+    """Losses, weights and what process 0 prints; ``options=None``: on one plain device."""
+    from lightning_pipe import PipeStrategy
+
+    quiet()
+    L.seed_everything(7, verbose=False)
+    module, losses, printed = MODULES[name]().double(), Losses(), io.StringIO()
+    strategy = "auto" if options is None else PipeStrategy(layers=module.layers, **options)
+    trainer = L.Trainer(
+        accelerator="cpu", devices=devices, strategy=strategy, max_epochs=2, callbacks=[losses], **QUIET
+    )
+    with redirect_stdout(printed):
+        trainer.fit(module, module.data())
+    return losses.values, oracle.state_of(module), printed.getvalue()
+
+
+def fits(process: int, devices: int, runs: list[Run], cache: str) -> list[Any]:
+    """Several trainings in one world."""
+    os.environ["LIGHTNING_PIPE_CACHE"] = cache
+    return [fit(run["name"], devices, run["options"]) for run in runs]
+
+
+def in_processes(devices: int, runs: list[Run], cache: str = "") -> list[Any]:
+    return processes.run_trainers(fits, devices, timeout=110, devices=devices, runs=runs, cache=cache)[0]  # type: ignore[no-any-return]
+
+
+@pytest.mark.timeout(120)
+def test_convolutional_networks_train_as_on_one_device() -> None:
+    """One micro-batch: then batch norm sees what it sees on one device."""
+    names = ("resnet", "unet")
+    runs = [{"name": name, "options": {"micro_batches": 1, "schedule": "gpipe"}} for name in names]
+    for name, (losses, weights, _) in zip(names, in_processes(2, runs), strict=True):
+        expected, expected_weights, _ = fit(name, 1, None)
+        assert losses == pytest.approx(expected, abs=1e-9), name
+        for key, value in expected_weights.items():
+            # a deferred batch norm computes the same statistics in another order
+            torch.testing.assert_close(weights[key], value, rtol=1e-9, atol=1e-9, msg=f"{name}: {key}")
+
+
+@pytest.mark.timeout(120)
+def test_convolutional_networks_do_not_depend_on_the_cut() -> None:
+    """Several micro-batches, recomputed: the same curve on two processes and on one."""
+    for name in ("resnet", "unet"):
+        options = {"micro_batches": 3, "recompute": "always"}
+        (losses, weights, _), *_ = in_processes(2, [{"name": name, "options": options}])
+        expected, expected_weights, _ = fit(name, 1, {"micro_batches": 3})
+        assert losses == pytest.approx(expected, abs=1e-9), name
+        for key, value in expected_weights.items():
+            torch.testing.assert_close(weights[key], value, rtol=1e-9, atol=1e-9, msg=f"{name}: {key}")
+        assert losses[-1] < losses[0]
+
+
+@pytest.mark.timeout(120)
+def test_the_dropout_curve_does_not_depend_on_stages_and_schedule() -> None:
+    expected, *_ = fit("dropout", 1, {"micro_batches": 4})
+    found = {f"{stages} stages": fit("dropout", 1, {"micro_batches": 4, "stages": stages})[0] for stages in (2, 4)}
+    options: list[dict[str, Any]] = [
+        {"schedule": "gpipe"},
+        {"schedule": "1f1b"},
+        {"schedule": "chimera"},
+        {"recompute": "always"},
+        {"schedule": "interleaved", "recompute": "except_last"},
+        {"schedule": "zero_bubble"},
+        {"schedule": "chimera", "recompute": "always"},
+    ]
+    runs = [{"name": "dropout", "options": {"micro_batches": 4, **each}} for each in options]
+    found |= {str(each): run[0] for each, run in zip(options, in_processes(2, runs), strict=True)}
+    for what, losses in found.items():
+        assert losses == pytest.approx(expected, abs=1e-9), what
+
+
+@pytest.mark.timeout(120)
+def test_dropout_does_not_depend_on_replicas() -> None:
+    """The same twelve micro-batches, of one sample each, on one device and on two replicas."""
+    losses, expected, _ = fit("dropout", 1, {"micro_batches": 12})
+    sizes: dict[str, Any] = {"pipeline_parallel_size": 1, "data_parallel_size": 2}
+    runs = [{"name": "half", "options": {"micro_batches": 6, **sizes}}]
+    found = processes.run_trainers(fits, 2, timeout=110, devices=2, runs=runs, cache="")
+    for ((mine, weights, _),) in found:
+        assert len(mine) == len(losses)
+        for key, value in expected.items():
+            torch.testing.assert_close(weights[key], value, rtol=1e-9, atol=1e-9, msg=key)
+    means = [sum(pair) / 2 for pair in zip(*(mine for ((mine, *_),) in found), strict=True)]
+    assert means == pytest.approx(losses, abs=1e-9)
+
+
+def test_losses_are_trained_and_logged_by_the_weight_of_each_micro_batch() -> None:
+    expected, expected_weights, _ = fit("masked", 1, None)
+    options = {"micro_batches": 4, "stages": 2, "loss_weight": lambda micro_batch: float(micro_batch[1].sum())}
+    losses, weights, _ = fit("masked", 1, options)
+    assert losses == pytest.approx(expected, abs=1e-9)
+    for key, value in expected_weights.items():
+        torch.testing.assert_close(weights[key], value, rtol=1e-9, atol=1e-9, msg=key)
+
+
+@pytest.mark.timeout(120)
+def test_the_plan_is_told_and_the_second_run_is_balanced_by_time(tmp_path: Path) -> None:
+    run = {"name": "dropout", "options": {"micro_batches": 4, "balance": "time"}}
+    other = {"name": "dropout", "options": {"micro_batches": 3, "balance": "memory"}}
+    (_, _, first), (_, _, second), (_, _, third) = in_processes(2, [run, run, other], str(tmp_path))
+    assert "Pipeline of LitDropout" in first
+    assert "12 samples per optimizer step = 12 (batch) x 1 (replicas) x 1 (accumulation)" in first
+    assert "predicted bubble 20.0 %" in first
+    assert "the next run has the measurements" in first
+    assert "balanced by parameters: the largest stage costs" in first
+    assert "balanced by time: the largest stage costs" in second
+    assert "Pipeline: 7 batches" in first
+    assert "bubble measured" in first
+    assert len(list(tmp_path.glob("LitDropout-*.json"))) == 1
+    assert "Measured the layers" in first
+    assert "Measured the layers" not in second
+    assert "balanced by memory: the largest stage costs" in third
+    assert "Measured the layers" in third  # for micro-batches of another shape

@@ -1,0 +1,177 @@
+"""After every run, also one that fails, torch, Lightning and torchmetrics are as they were before."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import signal
+import sys
+import types
+import warnings
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.trainer.connectors import signal_connector
+from torch import Tensor
+from torch.nn.utils import get_total_norm
+
+from lightning_pipe import PipeStrategy
+from lightning_pipe.errors import CommunicationError
+from lightning_pipe.patches import replacements
+from tests.support.lit_modules import Data, Lit
+from tests.support.processes import run_trainers
+from tests.support.trainer_runs import QUIET, quiet
+
+LIBRARIES = ("torch", "lightning", "torchmetrics")
+
+
+def functions_of_libraries() -> dict[str, int]:
+    """The functions, methods and classes in all modules that are imported, by ``id``."""
+    found: dict[str, int] = {}
+    for module_name, module in list(sys.modules.items()):
+        if module_name.partition(".")[0] not in LIBRARIES or not isinstance(module, types.ModuleType):
+            continue
+        for name, value in list(vars(module).items()):
+            if inspect.isfunction(value) or isinstance(value, type):
+                found[f"{module_name}.{name}"] = id(value)
+            if isinstance(value, type) and value.__module__ == module_name:
+                for attribute, method in vars(value).items():
+                    if inspect.isfunction(method):
+                        found[f"{module_name}.{name}.{attribute}"] = id(method)
+    return found
+
+
+def attributes_of(trainer: L.Trainer, module: L.LightningModule) -> dict[str, set[str]]:
+    """The attributes of the objects that a run is made of which hold functions."""
+    objects: dict[str, Any] = {
+        "fit_loop": trainer.fit_loop,
+        "epoch_loop": trainer.fit_loop.epoch_loop,
+        "optimization": trainer.fit_loop.epoch_loop.automatic_optimization,
+        "val_loop": trainer.fit_loop.epoch_loop.val_loop,
+        "checkpoints": trainer._checkpoint_connector,
+        "signals": trainer._signal_connector,
+        "precision": trainer.precision_plugin,
+        **{f"module {name}": part for name, part in module.named_modules()},
+    }
+    return {
+        # after an error a module stays divided, and `_apply` belongs to its absent parameters
+        name: {attribute for attribute, value in vars(each).items() if inspect.isroutine(value)} - {"_apply"}
+        for name, each in objects.items()
+    }
+
+
+class Importing(Lit):
+    """Imports a function of torch in a step, as code that imports late does."""
+
+    def __init__(self, fails: bool = False) -> None:
+        super().__init__()
+        self.fails = fails
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if self.fails and batch_idx == 1:
+            raise ValueError("mine")
+        return loss
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        assert len({name for _, name in replacements()} & {"log", "grad_norm", "_sigterm_notifier_fn"}) == 3
+
+    def on_after_backward(self) -> None:
+        late = types.ModuleType("late")
+        exec("from torch.nn.utils import get_total_norm", vars(late))
+        sys.modules.setdefault("late", late)
+        gradients = [p.grad for p in self.parameters() if p.grad is not None]
+        assert sys.modules["late"].get_total_norm(gradients) == get_total_norm(gradients)
+
+
+def trainer_of(**options: Any) -> L.Trainer:
+    quiet()
+    torch.manual_seed(0)
+    strategy = PipeStrategy(layers="model", **({"micro_batches": 2} | options))
+    return L.Trainer(accelerator="cpu", devices=2, strategy=strategy, max_epochs=1, **QUIET)
+
+
+def runs(process: int, fails: bool, **options: Any) -> list[str]:
+    trainer, module = trainer_of(**options), Importing(fails).double()
+    before, filters = functions_of_libraries(), list(warnings.filters)
+    attributes, handlers = attributes_of(trainer, module), signal.getsignal(signal.SIGTERM)
+    wrong: list[str] = []
+
+    def check(run: str) -> None:
+        after = functions_of_libraries()
+        wrong.extend(f"{run}: {name}" for name, value in before.items() if after.get(name) != value)
+        now = attributes_of(trainer, module)
+        wrong.extend(f"{run}: {name} {now[name] ^ attributes[name]}" for name in now if now[name] != attributes[name])
+        wrong.extend(f"{run}: still replaced: {name} of {owner}" for owner, name in replacements())
+        wrong.extend(f"{run}: filter {each}" for each in warnings.filters if each not in filters)
+        if signal.getsignal(signal.SIGTERM) is not handlers:
+            wrong.append(f"{run}: handler")
+        if "late" in sys.modules and sys.modules["late"].get_total_norm([torch.ones(4)]) != 2:
+            wrong.append(f"{run}: norm of a late import")
+
+    if fails:
+        with pytest.raises((ValueError, CommunicationError)):  # its own error, or that of the other process
+            trainer.fit(module, datamodule=Data())
+        check("failing fit")
+        return wrong
+    trainer.validate(module, datamodule=Data(), verbose=False)
+    check("validate")
+    for run in ("fit", "second fit"):
+        trainer.fit_loop.max_epochs = (trainer.fit_loop.max_epochs or 0) + 1
+        trainer.fit(module, datamodule=Data())
+        check(run)
+    return wrong
+
+
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize(
+    "options",
+    [{"fails": False}, {"fails": True}, {"fails": False, "schedule": "pipedream", "micro_batches": "auto"}],
+    ids=["ends", "fails", "asynchronous"],
+)
+def test_nothing_stays_replaced(options: dict[str, Any]) -> None:
+    assert run_trainers(runs, 2, timeout=80, **options) == [[], []]
+
+
+class AskedToRequeue(L.Callback):
+    """One process gets SLURM's signal in a batch, as Lightning has registered its handler."""
+
+    def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        self.batches = 0
+        signal.signal(signal.SIGUSR1, trainer._signal_connector._slurm_sigusr_handler_fn)  # type: ignore[arg-type]
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        self.batches += 1
+        if self.batches == 2 and trainer.global_rank == 1:
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+
+def requeued_in_each_fit(process: int, folder: Path) -> list[bool]:
+    os.environ["SLURM_JOB_ID"] = "7"
+    commands: list[Any] = []
+    signal_connector.call = lambda command, **_: commands.append(command) or 0  # type: ignore[attr-defined]
+    quiet()
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy=PipeStrategy(micro_batches=2, layers="model"),
+        max_epochs=1,
+        callbacks=[AskedToRequeue()],
+        default_root_dir=folder,
+        **QUIET,
+    )
+    module, written = Lit().double(), []
+    trainer.validate(module, datamodule=Data(), verbose=False)
+    for run in (1, 2):
+        trainer.fit_loop.max_epochs = run
+        trainer.fit(module, datamodule=Data())
+        written.append((folder / f"hpc_ckpt_{run}.ckpt").exists() and len(commands) == (run if process == 0 else 0))
+    return written
+
+
+@pytest.mark.timeout(60)
+def test_a_job_is_requeued_in_the_second_fit_too(tmp_path: Path) -> None:
+    assert run_trainers(requeued_in_each_fit, 2, timeout=50, folder=tmp_path) == [[True, True], [True, True]]

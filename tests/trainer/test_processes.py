@@ -1,0 +1,214 @@
+"""Runs whose processes are stopped, killed or told to end: all end, with words and a code, and none is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.trainer.test_launcher import clean_environment
+
+SCRIPT = """
+import ctypes, os, signal, subprocess, sys
+from datetime import timedelta
+import lightning as L
+import lightning_pipe.trainer.world
+from lightning_pipe import PipeStrategy, world
+from tests.support.lit_modules import Data, Lit
+from tests.support.trainer_runs import QUIET
+
+fault, place, rank = sys.argv[1], sys.argv[2], int(sys.argv[3])
+mine = rank == int(os.environ.get("LOCAL_RANK", 0))
+
+def later(command):
+    null = subprocess.DEVNULL
+    subprocess.Popen(["sh", "-c", command], start_new_session=True, stdout=null, stderr=null)
+
+def here(now):
+    global mine
+    if not mine or now != place:
+        return
+    mine = False
+    if fault == "raise":
+        raise ValueError("a bug")
+    if fault == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if fault == "terminate":
+        os.kill(os.getpid(), signal.SIGTERM)
+    if fault == "freeze":
+        later(f"sleep 25; kill -CONT {os.getpid()}")
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if fault == "lock":
+        ctypes.PyDLL(None).sleep(25)
+    if fault == "suspend":
+        later(f"sleep 0.2; kill -STOP -{os.getpgid(0)}; sleep 12; kill -CONT -{os.getpgid(0)}")
+
+def at(name):
+    function = getattr(world, name)
+    def wrapper(*arguments, **options):
+        here(name)
+        return function(*arguments, **options)
+    setattr(world, name, wrapper)
+
+class Faulty(Lit):
+    def configure_callbacks(self):
+        here("callbacks")
+        return []
+
+    def on_fit_start(self):  # to start takes seconds, which are no fault
+        opened = self.trainer.strategy.world
+        opened.transport.timeout = timedelta(seconds=6)
+        opened.board._watchdog._stall = 6.0
+
+    def training_step(self, batch, batch_idx):
+        here("first" if self.trainer.global_step == 0 else "middle" if batch_idx == 1 else "")
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch, batch_idx):
+        here("validation")
+        return super().validation_step(batch, batch_idx)
+
+    def on_fit_end(self):
+        here("end")
+
+here("script")
+at("connect")
+at("open_transport")
+strategy = PipeStrategy(timeout=timedelta(seconds=90), data_parallel_size=int(sys.argv[5]))
+trainer = L.Trainer(strategy=strategy, devices=int(sys.argv[4]), accelerator="cpu", max_epochs=2, **QUIET)
+trainer.fit(Faulty().double(), datamodule=Data())
+here("after")
+"""
+
+
+@dataclass
+class Ended:
+    """How a run ended."""
+
+    code: int
+    errors: str
+
+
+def ended(folder: Path, fault: str, place: str, rank: int, devices: int = 2, replicas: int = 1) -> Ended:
+    """Run the script; fails if a process is left when all have had the time to notice."""
+    script = folder / "train.py"
+    script.write_text(SCRIPT)
+    words: Sequence[object] = (sys.executable, script, fault, place, rank, devices, replicas)
+    with subprocess.Popen(
+        [str(word) for word in words],
+        env=clean_environment(),
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as first:
+        try:
+            _, errors = first.communicate(timeout=240)  # until the last process has closed it
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(first.pid, signal.SIGKILL)
+    return Ended(first.returncode, errors)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("place", ["callbacks", "connect", "open_transport", "first", "middle", "validation", "end"])
+@pytest.mark.parametrize(("devices", "replicas"), [(2, 1), (4, 2)])
+def test_a_first_process_that_is_killed_leaves_nobody(tmp_path: Path, place: str, devices: int, replicas: int) -> None:
+    outcome = ended(tmp_path, "kill", place, 0, devices, replicas)
+    assert outcome.code == -signal.SIGKILL
+    assert "frame #" not in outcome.errors
+    told = ("has gone", "has ended without saying why", "could not be connected")
+    # at the end the others have done their work, and may leave before they would notice
+    assert place == "end" or any(words in outcome.errors for words in told), outcome.errors
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("rank", [1, 3])
+@pytest.mark.parametrize("place", ["script", "connect", "open_transport", "first", "middle", "validation"])
+def test_another_process_that_is_killed_is_named(tmp_path: Path, place: str, rank: int) -> None:
+    outcome = ended(tmp_path, "kill", place, rank, devices=4, replicas=2)
+    assert outcome.code == 1
+    assert "was killed by SIGKILL" in outcome.errors or "could not be connected" in outcome.errors, outcome.errors
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("place", ["callbacks", "connect"])
+def test_an_error_before_all_are_connected_leaves_nobody(tmp_path: Path, place: str) -> None:
+    outcome = ended(tmp_path, "raise", place, 0, devices=3)
+    assert outcome.code == 1
+    assert outcome.errors.count("ValueError: a bug") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("place", ["first", "middle", "validation"])
+@pytest.mark.parametrize("fault", ["freeze", "lock"])
+def test_a_first_process_that_stands_still_is_told_by_the_others(tmp_path: Path, fault: str, place: str) -> None:
+    outcome = ended(tmp_path, fault, place, 0)
+    assert outcome.code == 1
+    assert "process 0) does not answer" in outcome.errors or "process 0): no answer" in outcome.errors, outcome.errors
+    assert "This process itself stood still" in outcome.errors  # when it goes on
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("place", ["first", "middle", "validation"])
+def test_another_process_that_stands_still_is_ended(tmp_path: Path, place: str) -> None:
+    outcome = ended(tmp_path, "freeze", place, 1)
+    assert outcome.code == 1
+    assert "rank 0 (process 1): no answer" in outcome.errors, outcome.errors
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("place", ["first", "middle", "validation"])
+def test_a_run_that_is_suspended_goes_on(tmp_path: Path, place: str) -> None:
+    outcome = ended(tmp_path, "suspend", place, 0)
+    assert outcome.code == 0, outcome.errors
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("place", ["first", "middle", "validation"])
+def test_a_run_that_is_terminated_says_so(tmp_path: Path, place: str) -> None:
+    outcome = ended(tmp_path, "terminate", place, 0)
+    assert outcome.code == 128 + signal.SIGTERM
+    assert outcome.errors.count("The run ends: it was asked to by SIGTERM.") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_an_error_of_another_process_after_the_run_is_no_success(tmp_path: Path) -> None:
+    outcome = ended(tmp_path, "raise", "after", 1)
+    assert outcome.code == 1
+    assert outcome.errors.count("ValueError: a bug") == 1
+
+
+RUNS, AT_ONCE = 100, 8
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_many_short_runs_end_without_a_crash(tmp_path: Path) -> None:
+    """Several at once on few cores: threads that come back late find an interpreter that is ending."""
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    for _ in range(0, RUNS, AT_ONCE):
+        command = [sys.executable, str(script), "none", "", "0", "2", "1"]
+        runs = [
+            subprocess.Popen(command, env=clean_environment(), stderr=subprocess.PIPE, text=True)
+            for _ in range(AT_ONCE)
+        ]
+        for run in runs:
+            _, errors = run.communicate(timeout=600)
+            assert run.returncode == 0, errors
+            assert "terminate called" not in errors

@@ -1,0 +1,81 @@
+"""Names that a Trainer finds, whichever package is imported first."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import lightning as L
+import pytest
+from lightning.pytorch.strategies import StrategyRegistry
+
+import lightning_pipe
+from lightning_pipe import PipeStrategy, schedules
+from lightning_pipe.errors import ConfigurationError
+from lightning_pipe.trainer import registry
+from tests.support.processes import PRELOAD, run_trainers
+
+ORDERS = """
+import sys
+{imports}
+from lightning.pytorch.strategies import StrategyRegistry
+assert "pipe" in StrategyRegistry and "pipe_1f1b" in StrategyRegistry
+assert "lightning_pipe.trainer.strategy" not in sys.modules
+"""
+LIGHT = """
+import sys
+import lightning_pipe.schedules
+assert not {"torch", "lightning", "numpy"} & set(sys.modules), "heavy imports"
+"""
+
+
+def test_one_name_per_schedule() -> None:
+    for name in schedules.names():
+        strategy = L.Trainer(accelerator="cpu", strategy=f"pipe_{name}", logger=False).strategy
+        assert isinstance(strategy, PipeStrategy)
+        assert strategy.family.name == schedules.get(name).name
+
+
+def test_the_plain_name() -> None:
+    assert isinstance(L.Trainer(accelerator="cpu", strategy="PIPE", logger=False).strategy, PipeStrategy)
+
+
+def test_registering_twice_is_harmless() -> None:
+    registry.install()
+    assert "pipe" in StrategyRegistry
+
+
+def test_the_other_package_of_lightning_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="import lightning as L"):
+        registry._refuse()
+
+
+def test_unknown_names() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        _ = lightning_pipe.nonsense  # type: ignore[attr-defined]
+    assert "PipeStrategy" in dir(lightning_pipe)
+
+
+@pytest.mark.parametrize(
+    "imports",
+    [
+        "import lightning_pipe, lightning",
+        # as in the processes below: a fresh interpreter spends seconds on the import
+        pytest.param("import lightning, lightning_pipe", marks=pytest.mark.slow),
+    ],
+)
+def test_either_import_comes_first(imports: str) -> None:
+    subprocess.run([sys.executable, "-c", ORDERS.format(imports=imports)], check=True, timeout=100)
+
+
+def names(process: int) -> set[str]:
+    return {name for name in ("pipe", "pipe_1f1b") if name in StrategyRegistry}
+
+
+def test_names_are_there_when_lightning_came_first() -> None:
+    assert PRELOAD.index("lightning.pytorch") < PRELOAD.index("lightning_pipe.trainer.strategy")
+    assert run_trainers(names, 1) == [{"pipe", "pipe_1f1b"}]
+
+
+def test_schedules_import_nothing_heavy() -> None:
+    subprocess.run([sys.executable, "-c", LIGHT], check=True, timeout=60)

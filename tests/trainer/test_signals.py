@@ -1,0 +1,141 @@
+"""Signals to a run: all processes act between the same two batches, and nobody waits for one that has left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.trainer.connectors import signal_connector
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+from lightning_pipe import PipeStrategy
+from tests.support.lit_modules import Data, Lit
+from tests.support.processes import run_trainers
+from tests.support.trainer_runs import QUIET, quiet
+from tests.trainer.test_launcher import clean_environment
+
+AT = 3
+"""The batch, counted over epochs, in which the signal comes."""
+
+
+class Signalled(L.Callback):
+    """One process gets a signal while it computes."""
+
+    def __init__(self, process: int, number: int) -> None:
+        self.process, self.number = process, number
+        self.batches = 0
+
+    def on_before_optimizer_step(self, trainer: L.Trainer, *_: Any) -> None:
+        if trainer.global_rank == self.process and self.batches == AT:
+            os.kill(os.getpid(), self.number)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.batches += 1
+
+
+def trainer_with(callback: L.Callback, folder: Path | None = None) -> L.Trainer:
+    quiet()
+    torch.manual_seed(0)
+    strategy = PipeStrategy(micro_batches=2, layers="model")
+    return L.Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy=strategy,
+        max_epochs=3,
+        callbacks=[callback],
+        default_root_dir=folder,
+        **QUIET,
+    )
+
+
+def terminated(process: int, signalled: int) -> int:
+    callback = Signalled(signalled, signal.SIGTERM)
+    with pytest.raises(SIGTERMException) as ended:
+        trainer_with(callback).fit(Lit().double(), datamodule=Data())
+    assert ended.value.code == 143  # as the shell says of a process that SIGTERM has ended
+    return callback.batches
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("signalled", [0, 1])
+def test_all_leave_after_the_batch_in_which_one_was_asked(signalled: int) -> None:
+    assert run_trainers(terminated, 2, timeout=50, signalled=signalled) == [AT + 1, AT + 1]
+
+
+def requeued(process: int, folder: Path) -> tuple[int, int, bool]:
+    os.environ["SLURM_JOB_ID"] = "7"
+    commands = []
+    signal_connector.call = lambda command, **_: commands.append(command) or 0  # type: ignore[attr-defined]
+    callback = Signalled(1, signal.SIGUSR1)
+    trainer = trainer_with(callback, folder)
+
+    class Handles(L.Callback):
+        def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+            # as Lightning registers it under SLURM
+            handler = trainer._signal_connector._slurm_sigusr_handler_fn
+            signal.signal(signal.SIGUSR1, handler)  # type: ignore[arg-type]
+
+    trainer.callbacks.append(Handles())
+    trainer.fit(Lit().double(), datamodule=Data())
+    saved = torch.load(folder / "hpc_ckpt_1.ckpt", weights_only=False)
+    return callback.batches, saved["global_step"], commands == [["scontrol", "requeue", "7"]]
+
+
+@pytest.mark.timeout(60)
+def test_a_job_to_be_requeued_is_saved_by_all_after_the_batch(tmp_path: Path) -> None:
+    first, second = run_trainers(requeued, 2, timeout=50, folder=tmp_path)
+    assert first == (first[0], AT + 1, True)  # and goes on: SLURM ends it
+    assert second == (first[0], AT + 1, False)
+    assert first[0] > AT + 1
+
+
+SCRIPT = """
+import time, lightning as L, lightning_pipe
+from tests.support.lit_modules import Data, Lit
+
+class Slow(Lit):
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 1:
+            print("training", flush=True)
+        time.sleep(0.02)
+        return super().training_step(batch, batch_idx)
+
+trainer = L.Trainer(accelerator="cpu", devices=2, strategy="pipe", logger=False, max_epochs=1000,
+                    enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
+trainer.fit(Slow().double(), datamodule=Data())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_a_terminated_run_leaves_no_process(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    with subprocess.Popen(
+        [sys.executable, script], env=clean_environment(), stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as first:
+        try:
+            assert first.stdout is not None
+            for line in first.stdout:
+                if line.startswith("training"):
+                    break
+            first.send_signal(signal.SIGTERM)
+            assert first.wait(timeout=30) == 143
+            deadline = time.monotonic() + 20
+            with suppress(ProcessLookupError):  # nobody is left in the group
+                while time.monotonic() < deadline:
+                    os.killpg(first.pid, 0)
+                    time.sleep(0.2)
+                pytest.fail("a process is left")
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(first.pid, signal.SIGKILL)

@@ -1,0 +1,287 @@
+"""One rank failing ends all with its traceback; a hang ends with a report of every rank."""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+import time
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed import HashStore
+
+from lightning_pipe import schedules
+from lightning_pipe.engine.pipeline import Pipeline
+from lightning_pipe.errors import CommunicationError
+from lightning_pipe.partition import find_layers
+from lightning_pipe.transport.base import Lane, Transport
+from lightning_pipe.transport.failures.board import FailureBoard
+from lightning_pipe.transport.threads import ThreadTransport, run_threads, thread_world
+from lightning_pipe.transport.topology import Topology
+from lightning_pipe.transport.torch_distributed import default_store
+from tests.support import processes
+
+FORWARD = Lane("forward")
+
+
+def pass_along(transport: Transport) -> None:
+    """Rank 0 makes a message, every rank hands it to the next one."""
+    data = torch.zeros(8, dtype=torch.uint8)
+    if transport.rank > 0:
+        transport.receive(data, transport.rank - 1, FORWARD).wait()
+    if transport.rank < transport.topology.ranks - 1:
+        transport.send(data, transport.rank + 1, FORWARD).wait()
+
+
+def guarded(transport: Transport, fault: str, at: int, watch: bool = True) -> None:
+    """What a strategy does around a batch."""
+    board = FailureBoard(default_store(), transport)
+    if watch:
+        board.watch(interval=0.3, exit_after=2.0)
+    try:
+        for batch in range(1000):
+            board.position = f"batch {batch}"
+            if batch == 3 and transport.rank == at:
+                misbehave(fault)
+            pass_along(transport)
+            if batch % 2 == 0:
+                transport.barrier()
+            board.position = None
+            time.sleep(0.02)
+    except BaseException as error:
+        board.fail(error)
+        raise
+    finally:
+        board.close()
+
+
+def misbehave(fault: str) -> None:
+    if fault == "raise":
+        raise ValueError("the stage's own words")
+    if fault == "exit":
+        os._exit(5)
+    time.sleep(100)
+
+
+class Faulty(nn.Module):
+    """A layer that misbehaves on its fifth call."""
+
+    def __init__(self, fault: str) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.fault = fault
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.fault and self.calls == 5:
+            misbehave(self.fault)
+        out: Tensor = self.linear(x)
+        return out
+
+
+def train(transport: Transport, fault: str, at: int) -> None:
+    """The same with the engine and a layer of the user's that misbehaves."""
+    ranks = transport.topology.ranks
+    module = nn.Sequential(*(Faulty(fault if rank == at else "") for rank in range(ranks)))
+    pipeline = Pipeline(module, find_layers(module), [1] * ranks, schedules.get("1f1b"), transport)
+    board = FailureBoard(default_store(), transport)
+    board.watch(interval=0.3, exit_after=2.0)
+    try:
+        for _ in range(4):
+            pipeline.train(lambda _, part: module(part).sum(), [torch.ones(1, 2)] * 4, [0.25] * 4)
+    except BaseException as error:
+        board.fail(error)
+        raise
+    finally:
+        board.close()
+
+
+def run(fault: str, at: int, ranks: int = 4, group_timeout: float = 30.0, **kwargs: Any) -> list[processes.Outcome]:
+    topology = Topology.for_schedule(ranks)
+    return processes.pipeline_outcomes(
+        guarded, topology, group_timeout=group_timeout, timeout=40, fault=fault, at=at, **kwargs
+    )
+
+
+@pytest.mark.parametrize("at", [0, 1, 3])
+@pytest.mark.parametrize("watch", [True, False])
+def test_a_rank_that_raises_takes_the_others_down_with_its_traceback(at: int, watch: bool) -> None:
+    ended = run("raise", at, watch=watch)
+    assert max(outcome.seconds for outcome in ended) < 10
+    topology = Topology.for_schedule(4)
+    for outcome in ended:
+        if outcome.process == topology.process(0, at):
+            assert isinstance(outcome.error, ValueError)
+        else:
+            assert isinstance(outcome.error, CommunicationError), outcome.trace
+            assert f"Rank {topology.process(0, at)}" in str(outcome.error)
+            assert "failed first" in str(outcome.error)
+            assert "in misbehave" in str(outcome.error)
+            assert "ValueError: the stage's own words" in str(outcome.error)
+
+
+def test_the_world_raises_the_origins_error() -> None:
+    with pytest.raises(ValueError, match="own words"):
+        processes.results(run("raise", 2))
+
+
+@pytest.mark.parametrize("at", [0, 3])
+def test_a_rank_that_is_killed_takes_the_others_down(at: int) -> None:
+    # With the reversed order process 0, which serves the store, is the last row of the schedule.
+    ended = run("exit", at)
+    assert max(outcome.seconds for outcome in ended) < 10
+    dead = Topology.for_schedule(4).process(0, at)
+    for outcome in ended:
+        expected = processes.ProcessDiedError if outcome.process == dead else CommunicationError
+        assert isinstance(outcome.error, expected), outcome.trace
+
+
+def test_a_hang_ends_at_the_timeout_with_a_report_of_every_rank() -> None:
+    ended = run("hang", 1, ranks=3, group_timeout=3.0)
+    assert max(outcome.seconds for outcome in ended) < 15
+    topology = Topology.for_schedule(3)
+    reports = [str(outcome.error) for outcome in ended if isinstance(outcome.error, CommunicationError)]
+    assert len(reports) == 2
+    for report in reports:
+        assert "asked all ranks where they are" in report
+        assert f"rank {topology.process(0, 0)}: batch 4; waits to finish all-reduce" in report
+        assert "rank 1: batch 3; computes in" in report
+        assert "misbehave" in report
+        assert f"rank {topology.process(0, 2)}: batch 3; waits to receive 8 bytes from rank 1" in report
+    # The rank that hangs in its own code is ended by its watchdog.
+    stuck = ended[topology.process(0, 1)]
+    assert isinstance(stuck.error, processes.ProcessDiedError)
+    assert "does not react and is ended" in stuck.output
+
+
+def test_a_layer_that_raises_takes_the_engine_down_everywhere() -> None:
+    topology = Topology.for_schedule(3)
+    ended = processes.pipeline_outcomes(train, topology, timeout=40, group_timeout=30.0, fault="raise", at=1)
+    assert max(outcome.seconds for outcome in ended) < 10
+    assert isinstance(ended[topology.process(0, 1)].error, ValueError)
+    for rank in (0, 2):
+        error = ended[topology.process(0, rank)].error
+        assert isinstance(error, CommunicationError)
+        assert "Rank 1 failed first" in str(error)
+        assert "in misbehave" in str(error)
+
+
+def test_a_layer_that_hangs_is_found_in_the_schedule() -> None:
+    topology = Topology.for_schedule(3)
+    ended = processes.pipeline_outcomes(train, topology, timeout=40, group_timeout=2.0, fault="hang", at=1)
+    assert max(outcome.seconds for outcome in ended) < 15
+    report = str(ended[topology.process(0, 2)].error)
+    assert re.search(r"rank 1: forward, stage 1, micro-batch 0 \(action \d+ of \d+\); computes in .*misbehave", report)
+    assert re.search(r"rank 0: forward, stage 2, micro-batch 0 \(.*\); waits to receive \d+ bytes from rank 1", report)
+
+
+def test_a_rank_that_computes_while_another_fails_stops_at_its_next_action() -> None:
+    world = thread_world(Topology(2))
+    store = HashStore()
+    boards = [FailureBoard(store, transport) for transport in world]
+    boards[1].fail(KeyError("x"))
+    assert boards[0].find_failure() is not None
+    boards[0].position = None  # the end of a batch is no place to raise
+    with pytest.raises(
+        CommunicationError, match=r"Rank 0 stops before F3(.|\n)*Rank 1 failed first(.|\n)*KeyError: 'x'"
+    ):
+        boards[0].position = "F3"
+
+
+def test_consequences_are_not_published() -> None:
+    world = thread_world(Topology(3))
+    store = HashStore()
+    boards = [FailureBoard(store, transport, patience=0.1) for transport in world]
+    boards[1].fail(ValueError("origin"))
+    error = boards[0].explain("Rank 0 could not go on.")
+    boards[0].fail(error)
+    boards[2].fail(RuntimeError("later"))
+    failure = boards[2].find_failure()
+    assert failure is not None
+    assert failure.process == 1
+    assert "origin" in failure.text
+
+
+def test_boards_of_two_runs_do_not_mix() -> None:
+    world = thread_world(Topology(1))
+    store = HashStore()
+    first = FailureBoard(store, world[0])
+    first.fail(ValueError("old"))
+    first.close()
+    second = FailureBoard(store, thread_world(Topology(1))[0])
+    assert second.find_failure() is None
+
+
+def test_nobody_has_failed() -> None:
+    board = FailureBoard(HashStore(), thread_world(Topology(2))[0], patience=0.1)
+    error = board.explain("Rank 0 could not go on.")
+    assert "killed" in str(error)
+
+
+def test_a_position_that_stands_still_is_a_hang() -> None:
+    world = thread_world(Topology(2), timedelta(seconds=60))
+    store = HashStore()
+
+    def fn(transport: ThreadTransport) -> None:
+        board = FailureBoard(store, transport, patience=0.5)
+        board.watch(interval=0.1, stall=0.5, exit_after=None)
+        board.position = f"action of {transport.rank}"
+        if transport.rank == 0:
+            transport.receive(torch.zeros(4, dtype=torch.uint8), 1, FORWARD).wait()
+        else:
+            threading.Event().wait(3)
+        board.close()
+
+    start = time.monotonic()
+    with pytest.raises(CommunicationError):
+        run_threads(world, fn)
+    assert time.monotonic() - start < 4
+    board = FailureBoard(store, world[0])
+    board.bulletin._prefix = board.bulletin._prefix.replace("/2/", "/1/")
+    failure = board.bulletin.failure()
+    assert failure is not None
+    assert failure.kind == "hang"
+    assert "rank 0: action of 0; waits to receive 4 bytes from rank 1" in failure.text
+    assert "rank 1: action of 1; computes in" in failure.text
+
+
+def test_the_time_for_which_the_process_is_suspended_does_not_count() -> None:
+    (transport,) = thread_world(Topology(1), timedelta(seconds=10))
+    board = FailureBoard(HashStore(), transport)
+    board.watch(interval=3600.0)
+    watchdog = board._watchdog
+    assert watchdog is not None
+    board.position = "F0"
+    assert not watchdog._stands_still()
+    watchdog._since -= 60.0
+    assert watchdog._stands_still()
+    watchdog._looked -= 3660.0  # its thread should have come a minute ago
+    watchdog._notice_suspension()
+    assert not watchdog._stands_still()
+    assert "This process itself stood still for 6" in str(board.explain("Rank 0 could not go on."))
+    board.close()
+
+
+def test_a_process_that_cannot_say_it_itself_is_told_about() -> None:
+    world = thread_world(Topology(3))
+    store = HashStore()
+    boards = [FailureBoard(store, transport, patience=0.1) for transport in world]
+    boards[0].lost(2, "was killed by SIGKILL (out of memory?)")
+    assert "Rank 2 was killed by SIGKILL" in str(boards[1].explain("Rank 1 could not go on."))
+    boards[0].lost(1, "has ended with code 1")  # the consequence is not told
+    failure = boards[1].find_failure()
+    assert failure is not None
+    assert failure.process == 2
+
+
+def test_setting_the_position_is_cheap() -> None:
+    board = FailureBoard(HashStore(), thread_world(Topology(1))[0])
+    start = time.perf_counter()
+    for _ in range(10_000):
+        board.position = "F0"
+    assert (time.perf_counter() - start) / 10_000 < 5e-6

@@ -1,0 +1,293 @@
+"""What torch.distributed.pipelining 2.13 does wrong without saying so, or refuses, works here.
+
+Each test is one failure that was reproduced there on two to four processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_pipe import schedules
+from lightning_pipe.engine.pipeline import Pipeline
+from lightning_pipe.partition import divide, find_layers
+from lightning_pipe.transport.threads import run_threads, thread_world
+from lightning_pipe.transport.topology import Topology
+from tests.support import model_zoo, oracle
+from tests.support.equality_sweep import Point, check, pipelined
+from tests.support.model_zoo import ZOO, Block, Entry, Regression
+
+SCHEDULES = ["gpipe", "1f1b", "interleaved"]
+
+
+def over_threads(
+    entry: Entry, body: Callable[[Pipeline, Any], Any], schedule: str = "1f1b", stages: int = 4
+) -> list[Any]:
+    """Runs ``body(pipeline, module)`` on every rank; results in the order of the pipeline's ranks."""
+    family = schedules.get(schedule)
+    topology = Topology.for_schedule(stages // family.stages_per_rank)
+    world = thread_world(topology, timeout=timedelta(seconds=20))
+    modules = [entry.build() for _ in world]
+
+    def run(transport: Any) -> Any:
+        module = modules[transport.process]
+        layers = find_layers(module, entry.layers)
+        pipeline = Pipeline(module, layers, divide(module, layers, stages), family, transport)
+        pipeline.partition()
+        return body(pipeline, module)
+
+    results = run_threads(world, run, timeout=60)
+    return [results[process] for process in topology.pipeline_processes(0)]
+
+
+def train_once(pipeline: Pipeline, module: Any, batch: Any, micro_batches: int, seed: int = 0) -> dict[int, Any]:
+    parts = oracle.split(batch, micro_batches)
+    return pipeline.train(lambda _, part: module.training_step(part, 0), parts, oracle.shares(parts), seed=seed)
+
+
+# ------------------------------------------------------------------ wrong numbers without a word
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_no_dry_run_reaches_running_statistics(schedule: str) -> None:
+    """There: five updates for four micro-batches, from uninitialised memory on later stages."""
+    trace = pipelined(ZOO["statistics"], Point(schedule, stages=4, micro_batches=4, steps=1))
+    counts = [value.item() for name, value in trace.weights.items() if name.endswith("num_batches_tracked")]
+    assert counts == [4] * 4
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_second_batch_adds_to_the_gradients_of_the_first(schedule: str) -> None:
+    """There: the second step divides the sum of both by the number of micro-batches, an exponential average."""
+    check(ZOO["mlp"], Point(schedule, stages=4, accumulate=3, steps=2))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_evaluation_leaves_pending_gradients_alone(schedule: str) -> None:
+    """There: every evaluation divides them by the number of micro-batches."""
+
+    def body(pipeline: Pipeline, module: Any) -> bool:
+        train_once(pipeline, module, entry.batches(1)[0], 4)
+        before = {name: p.grad.clone() for name, p in pipeline.local_parameters() if p.grad is not None}
+        with torch.no_grad():
+            pipeline.evaluate(lambda _, part: module.loss(part), oracle.split(entry.batches(2)[1], 3))
+        after = {name: p.grad for name, p in pipeline.local_parameters() if p.grad is not None}
+        return before.keys() == after.keys() and all(torch.equal(before[n], after[n]) for n in before)
+
+    entry = ZOO["residual"]
+    assert over_threads(entry, body, schedule) == [True] * (2 if schedule == "interleaved" else 4)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_tied_weights_stay_the_same_on_both_ends(schedule: str) -> None:
+    """There: nothing synchronises the copies; they differ by 0.78 after three steps."""
+
+    def body(pipeline: Pipeline, module: Any) -> tuple[Tensor, ...]:
+        optimizer = module.configure_optimizers()
+        for index, batch in enumerate(entry.batches(3)):
+            optimizer.zero_grad()
+            train_once(pipeline, module, batch, 4, seed=index)
+            optimizer.step()
+        name = "model.transformer.wte.weight"
+        first, last = 0, pipeline.loss_ranks[0]
+        assert pipeline.owners(name) == (first, last)
+        return (module.get_parameter(name).detach(),) if pipeline.holds(name) else ()
+
+    entry = ZOO["gpt2"]
+    copies = [copy for held in over_threads(entry, body, schedule) for copy in held]
+    assert len(copies) == 2
+    assert torch.equal(*copies)
+
+
+class Dropping(Regression):
+    """Dropout and batch norm in the layers, dropout outside."""
+
+    def __init__(self) -> None:
+        super().__init__([nn.Sequential(Block(), nn.BatchNorm1d(model_zoo.WIDTH), nn.Dropout(0.5)) for _ in range(4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(super().forward(x), 0.5, self.training)
+
+
+def test_evaluation_mode_is_what_it_says() -> None:
+    """There: dropout stays on and batch norm goes on counting in a traced model."""
+    entry = Entry("dropping", Dropping, layers="layers")
+    batch = entry.batches(1)[0]
+
+    def body(pipeline: Pipeline, module: Any) -> dict[int, Tensor]:
+        module.eval()
+        parts = oracle.split(batch, 3)
+        with torch.no_grad():
+            results = [pipeline.evaluate(lambda _, part: module(part["x"]), parts, seed=seed) for seed in (1, 2)]
+        assert all(torch.equal(results[0][i], results[1][i]) for i in results[0])
+        counts = {v.item() for n, v in module.named_buffers() if n.endswith("tracked") and pipeline.holds(n)}
+        assert counts <= {0}
+        return results[0]
+
+    found = over_threads(entry, body)[-1]
+    module = entry.build().eval()
+    assert oracle.close(torch.cat([found[i] for i in range(3)]), module(batch["x"]))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_short_forward_only_batch_has_no_stale_rows(schedule: str) -> None:
+    """There: sixteen rows come back for a batch of eight, half of them from the batch before."""
+    entry = ZOO["residual"]
+    whole = entry.batches(2)
+    batches = [whole[0], oracle.split(whole[1], 2)[0], oracle.split(whole[1], 8)[0]]
+
+    def body(pipeline: Pipeline, module: Any) -> list[dict[int, Tensor]]:
+        with torch.no_grad():
+            return [pipeline.evaluate(lambda _, part: module(part["x"]), oracle.split(batch, 4)) for batch in batches]
+
+    found = over_threads(entry, body, schedule)[-1]
+    module = entry.build()
+    for batch, results in zip(batches, found, strict=True):
+        expected = module(batch["x"])
+        assert oracle.close(torch.cat([results[i] for i in sorted(results)]), expected)
+
+
+class Hooked(Regression):
+    """Layers put a hook on the tensor they receive."""
+
+    def __init__(self) -> None:
+        super().__init__(model_zoo.blocks(4))
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for layer in self.layers:
+            x.register_hook(self.count)
+            x = layer(x)
+        return self.head(x)
+
+    def count(self, gradient: Tensor) -> None:
+        self.calls += 1
+
+
+def test_hooks_on_activations_do_not_multiply() -> None:
+    """There: the receive buffer is the activation, and its hooks fire 2, 4, 6, … times."""
+    entry = Entry("hooked", Hooked)
+
+    def body(pipeline: Pipeline, module: Any) -> list[int]:
+        counts = []
+        for batch in entry.batches(3):
+            module.calls = 0
+            train_once(pipeline, module, batch, 4)
+            counts.append(module.calls)
+        return counts
+
+    assert [sum(batch) for batch in zip(*over_threads(entry, body), strict=True)] == [16, 16, 16]
+
+
+def test_shared_weights_count_once() -> None:
+    """There: a weight shared by layers got its gradient twice where backward is split."""
+    for schedule in SCHEDULES:
+        check(ZOO["shared_by_layers"], Point(schedule, stages=4))
+
+
+# ------------------------------------------------------------------ what is refused there
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("size", [10, 7, 3, 1])
+def test_uneven_micro_batches_and_batches_smaller_than_their_number(schedule: str, size: int) -> None:
+    """There: all micro-batches have the first one's shape."""
+    entry = Entry(
+        "uneven", model_zoo.Residual, lambda number: model_zoo.regression_batches(number, (size,)), layers="layers"
+    )
+    check(entry, Point(schedule, stages=4, micro_batches=4))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_odd_last_batch(schedule: str) -> None:
+    check(ZOO["odd_batches"], Point(schedule, stages=4, micro_batches=4, steps=6))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_changed_sequence_length(schedule: str) -> None:
+    """There: a longer sequence aborts the process."""
+    check(ZOO["sequence_lengths"], Point(schedule, stages=4, micro_batches=4, steps=6))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("structures", id="dict_none_and_integers_between_stages"),
+        pytest.param("lookups", id="integer_tensors_looked_up_on_later_stages"),
+        pytest.param("non_contiguous", id="activations_and_gradients_that_are_not_contiguous"),
+        pytest.param("in_place", id="in_place_first_operation"),
+        pytest.param("skips", id="skip_connections_backward"),
+        pytest.param("keywords", id="gradients_of_keyword_arguments"),
+        pytest.param("frozen_prefix", id="frozen_first_stage"),
+        pytest.param("unused_outputs", id="outputs_that_nobody_uses"),
+        pytest.param("gpt2", id="tied_weights"),
+        pytest.param("bert", id="a_model_output_and_a_mask_in_the_batch"),
+    ],
+)
+def test_what_may_stand_between_stages(name: str, schedule: str) -> None:
+    check(ZOO[name], Point(schedule, stages=4, micro_batches=4))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("micro_batches", [1, 2, 3])
+def test_fewer_micro_batches_than_ranks(schedule: str, micro_batches: int) -> None:
+    """There: 1F1B hung, then raised."""
+    check(ZOO["residual"], Point(schedule, stages=4, micro_batches=micro_batches))
+
+
+def test_two_numbers_of_micro_batches_in_turn() -> None:
+    """There: two schedules on one stage corrupt each other's buffers."""
+    entry = ZOO["mlp"]
+    batches = entry.batches(4)
+
+    def body(pipeline: Pipeline, module: Any) -> dict[str, Tensor]:
+        for index, batch in enumerate(batches):
+            train_once(pipeline, module, batch, (4, 2)[index % 2])
+        return {name: p.grad for name, p in pipeline.local_parameters() if p.grad is not None}
+
+    found = {name: grad for held in over_threads(entry, body) for name, grad in held.items()}
+    module = entry.build()
+    for batch in batches:
+        module.loss(batch).backward()
+    assert found.keys() == {name for name, _ in module.named_parameters()}
+    assert all(oracle.close(found[name], p.grad) for name, p in module.named_parameters() if p.grad is not None)
+
+
+def test_prediction_needs_no_target_and_no_loss() -> None:
+    """There: an evaluation without target fails on the last rank."""
+    entry = ZOO["hidden_states"]
+    inputs = [batch["x"] for batch in entry.batches(1)]
+
+    def body(pipeline: Pipeline, module: Any) -> dict[int, Any]:
+        with torch.inference_mode():
+            results = pipeline.evaluate(lambda _, part: {"prediction": module(part), "of": len(part)}, inputs)
+        train_once(pipeline, module, entry.batches(1)[0], 4)  # inference_mode leaves nothing behind that training meets
+        return results
+
+    (*others, last) = over_threads(entry, body)
+    assert others == [{}] * 3
+    assert last[0]["of"] == len(inputs[0])
+    assert oracle.close(last[0]["prediction"], entry.build()(inputs[0]))
+
+
+def test_losses_come_back_by_micro_batch_and_without_their_graph() -> None:
+    """There: losses keep the graph of the whole step alive, and an order of one's own mixes them up."""
+    entry = ZOO["mlp"]
+    batch = entry.batches(1)[0]
+
+    def body(pipeline: Pipeline, module: Any) -> dict[int, Tensor]:
+        return train_once(pipeline, module, batch, 4)
+
+    for schedule in SCHEDULES:
+        losses = over_threads(entry, body, schedule)[-1]
+        assert sorted(losses) == [0, 1, 2, 3]
+        assert not any(loss.requires_grad for loss in losses.values())
+        module = entry.build()
+        assert all(oracle.close(losses[i], module.loss(part)) for i, part in enumerate(oracle.split(batch, 4)))

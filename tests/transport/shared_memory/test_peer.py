@@ -1,0 +1,229 @@
+"""Messages through shared memory: both ends in this process, without a world around them."""
+
+from __future__ import annotations
+
+import os
+import resource
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_pipe.transport.base import Lane, Transport
+from lightning_pipe.transport.shared_memory import peer, rendezvous
+from lightning_pipe.transport.shared_memory.peer import SharedMemoryPeer
+from lightning_pipe.transport.topology import Topology
+from lightning_pipe.transport.torch_distributed import TorchTransport
+from tests.support import processes
+
+Pair = tuple[SharedMemoryPeer, SharedMemoryPeer]
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    sockets = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    first, second = (SharedMemoryPeer(each, timeout=0.2) for each in sockets)
+    yield first, second
+    first.close()
+    second.close()
+
+
+def message(value: int, size: int) -> Tensor:
+    return torch.full((size,), value, dtype=torch.uint8)
+
+
+def test_tags_do_not_wait_for_each_other_and_keep_their_order(pair: Pair) -> None:
+    first, second = pair
+    for value, (tag, size) in enumerate([(1, 5), (2, 70_000), (1, 5), (1, 0), (2, 70_000)]):
+        first.send(message(value, size), tag)
+    targets = [
+        (2, message(9, 70_000)),
+        (2, message(9, 70_000)),
+        (1, message(9, 5)),
+        (1, message(9, 5)),
+        (1, message(9, 0)),
+    ]
+    posted = [second.receive(data, tag) for tag, data in targets]
+    for each in reversed(posted):
+        second.wait(each)
+    assert [data.unique().tolist() for _, data in targets] == [[1], [4], [0], [2], []]
+
+
+def test_memory_is_used_again(pair: Pair) -> None:
+    first, second = pair
+    data = message(0, 1 << 16)
+    for value in range(50):
+        first.send(message(value, 1 << 16), 0)
+        second.wait(second.receive(data, 0))
+        assert data[-1] == value
+    assert len(first._own) <= 8  # a few are kept until the second one has something to send, too
+    before = len(os.listdir("/proc/self/fd"))
+    for value in range(100):
+        first.send(message(value, 1 << 16), 0)
+    for _ in range(100):
+        second.wait(second.receive(data, 0))
+    assert len(first._own) == 128  # as many as were under way at once, in steps of two
+    # A mapping keeps a descriptor; there is one per step at each end, not one per message.
+    assert len(os.listdir("/proc/self/fd")) <= before + 2 * 7
+
+
+def test_memory_comes_back_with_the_next_message(pair: Pair) -> None:
+    first, second = pair
+    data = message(0, 8)
+    for value in range(50):
+        for sender, receiver in (pair, pair[::-1]):
+            sender.send(message(value, 8), 0)
+            receiver.wait(receiver.receive(data, 0))
+            assert data[-1] == value
+    assert len(first._own) + len(second._own) <= 3
+
+
+def test_sizes_that_differ_raise(pair: Pair) -> None:
+    first, second = pair
+    first.send(message(1, 3), 0)
+    with pytest.raises(ConnectionError, match="3 bytes were sent, 4 expected"):
+        second.wait(second.receive(message(0, 4), 0))
+
+
+def test_a_message_that_cannot_be_written_leaves_no_trace(pair: Pair) -> None:
+    first, second = pair
+
+    def fail(address: int) -> None:
+        raise MemoryError
+
+    for _ in range(10):
+        with pytest.raises(MemoryError):
+            first.hand_over(100, fail, 0)
+    first.send(message(7, 100), 0)
+    data = message(0, 100)
+    second.wait(second.receive(data, 0))
+    assert data.unique().tolist() == [7]
+    assert len(first._own) == 1
+
+
+def test_waiting_ends_at_the_timeout(pair: Pair) -> None:
+    with pytest.raises(TimeoutError, match="timed out"):
+        pair[0].wait(pair[0].receive(message(0, 4), 0))
+
+
+def test_what_was_sent_before_the_end_still_arrives(pair: Pair) -> None:
+    first, second = pair
+    first.send(message(7, 4), 0)
+    first.close()
+    data = message(0, 4)
+    second.wait(second.receive(data, 0))
+    assert data.tolist() == [7] * 4
+    with pytest.raises(ConnectionError, match="closed by peer"):
+        second.wait(second.receive(data, 0))
+    with pytest.raises(ConnectionError, match="closed by peer"):
+        second.send(message(0, 1 << 20), 0)
+
+
+def test_an_end_before_the_memory_has_come_is_told() -> None:
+    raw, connection = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    peer = SharedMemoryPeer(connection, timeout=0.2)
+    raw.send(peer._PACKET.pack(peer._MEMORY, 0, 0, 4096))
+    raw.close()
+    with pytest.raises(ConnectionError, match="closed by peer"):
+        peer.wait(peer.receive(message(0, 4), 0))
+    peer.close()
+
+
+def test_no_descriptor_is_left_when_the_other_end_has_gone(pair: Pair) -> None:
+    first, second = pair
+    second.close()
+    descriptor = os.memfd_create("test")
+    with pytest.raises(ConnectionError):
+        first._write(b"packet", descriptor)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(descriptor)
+
+
+def test_shared_memory_can_be_neither_cut_off_nor_enlarged() -> None:
+    descriptor = peer._memory_file(4096)
+    for size in (0, 8192):
+        with pytest.raises(PermissionError):
+            os.ftruncate(descriptor, size)
+    os.close(descriptor)
+
+
+def test_memory_that_could_be_cut_off_is_refused(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = pair
+    monkeypatch.setattr(peer, "_memory_file", lambda size: unsealed(size))
+    posted = second.receive(message(0, 8), 0)
+    first.send(message(1, 8), 0)
+    with pytest.raises(ConnectionError, match="could cut off the memory"):
+        second.wait(posted)
+
+
+def unsealed(size: int) -> int:
+    descriptor = os.memfd_create("test", os.MFD_ALLOW_SEALING)
+    os.ftruncate(descriptor, size)
+    return descriptor
+
+
+def test_a_receiver_that_may_open_no_more_files_says_so(pair: Pair) -> None:
+    first, second = pair
+    first.send(message(1, 8), 0)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest = os.open(os.devnull, os.O_RDONLY)
+    os.close(lowest)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, hard))
+    try:
+        with pytest.raises(OSError, match=r"Too many open files: .* raise it with `ulimit -n`"):
+            second.wait(second.receive(message(0, 8), 0))
+        with pytest.raises(OSError, match=r"Too many open files: .* raise it with `ulimit -n`"):
+            second.send(message(1, 8), 0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_processes_of_another_user_are_not_let_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    assert rendezvous._same_user(one)
+    user = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: user + 1)
+    assert not rendezvous._same_user(other)
+    one.close()
+    other.close()
+
+
+def test_shutdown_wakes_both_ends(pair: Pair) -> None:
+    pair[0].shutdown()
+    for end in pair:
+        with pytest.raises(ConnectionError, match="closed by peer"):
+            end.wait(end.receive(message(0, 4), 0))
+
+
+def exchange(transport: Transport) -> tuple[int, list[int]]:
+    assert isinstance(transport, TorchTransport)
+    peer = 1 - transport.rank
+    data = message(0, 3)
+    work = transport.send(message(transport.rank + 1, 3), peer, Lane("forward"))
+    transport.receive(data, peer, Lane("forward")).wait()
+    work.wait()
+    return len(transport._local), data.tolist()
+
+
+def unreachable(process: int) -> Any:
+    if process == 0:
+        rendezvous._reach = lambda address, process: None  # as from another container
+    return processes._with_transport(process, (exchange, Topology(2), 15.0, True, {}))
+
+
+def no_memory(process: int) -> Any:
+    if process == 1:
+        del os.memfd_create
+    return processes._with_transport(process, (exchange, Topology(2), 15.0, True, {}))
+
+
+def test_processes_of_one_host_find_each_other() -> None:
+    assert processes.run_pipeline(exchange, Topology(2)) == [(1, [2] * 3), (1, [1] * 3)]
+
+
+def test_processes_that_cannot_reach_each_other_use_gloo() -> None:
+    assert processes.run_world(unreachable, 2) == [(0, [2] * 3), (0, [1] * 3)]
+    assert processes.run_world(no_memory, 2) == [(0, [2] * 3), (0, [1] * 3)]

@@ -1,0 +1,54 @@
+"""Processes, ranks and replicas map onto each other without gaps."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from lightning_pipe.errors import ConfigurationError
+from lightning_pipe.transport.topology import Topology
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+def test_locate_undoes_process(ranks: int, replicas: int) -> None:
+    for loss_rank in range(ranks):
+        topology = Topology.for_schedule(ranks, replicas, loss_rank)
+        places = [topology.locate(process) for process in range(topology.world_size)]
+        assert sorted(places) == [(replica, rank) for replica in range(replicas) for rank in range(ranks)]
+        assert [topology.process(*place) for place in places] == list(range(topology.world_size))
+        assert [topology.locate(replica * ranks)[1] for replica in range(replicas)] == [loss_rank] * replicas
+
+
+def test_linear_schedules_are_reversed() -> None:
+    topology = Topology.for_schedule(4, 2)
+    assert topology.order == (3, 2, 1, 0)
+    assert topology.pipeline_processes(1) == (7, 6, 5, 4)
+    assert topology.replica_processes(0) == (3, 7)
+    assert topology.members(1, [0, 3]) == (4, 7)
+
+
+@pytest.mark.parametrize("loss_rank", range(4))
+def test_neighbours_stay_neighbours(loss_rank: int) -> None:
+    order = Topology.for_schedule(4, 1, loss_rank).order
+    assert all((b - a) % 4 in (1, 3) for a, b in itertools.pairwise(order))
+
+
+def test_names_for_messages() -> None:
+    assert Topology(2).describe(1) == "rank 1"
+    assert Topology.for_schedule(2).describe(0) == "rank 0"
+    assert Topology.for_schedule(2, 2).describe(2) == "rank 2 (replica 1)"
+
+
+def test_what_does_not_fit_raises() -> None:
+    with pytest.raises(ConfigurationError, match="at least one"):
+        Topology(0)
+    with pytest.raises(ConfigurationError, match="exactly once"):
+        Topology(3, order=(0, 1, 1))
+    with pytest.raises(ConfigurationError, match="no process 4"):
+        Topology(2, 2).locate(4)
+    with pytest.raises(ConfigurationError, match="no rank 2"):
+        Topology(2, 2).process(0, 2)
+    with pytest.raises(ConfigurationError, match="rank 4; the pipeline has 4"):
+        Topology.for_schedule(4, loss_rank=4)

@@ -1,0 +1,466 @@
+"""Every transport keeps the same promises: tests run over threads, over Gloo, and over shared memory of one host."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_pipe import schedules
+from lightning_pipe.engine.pipeline import Pipeline
+from lightning_pipe.errors import CommunicationError
+from lightning_pipe.partition import find_layers
+from lightning_pipe.transport.base import Channel, Lane, Transport
+from lightning_pipe.transport.threads import ThreadTransport, run_threads, thread_world
+from lightning_pipe.transport.topology import Topology
+from tests.support import processes
+
+FORWARD, BACKWARD = Lane("forward"), Lane("backward")
+Run = Callable[..., list[Any]]
+
+
+def run_memory(fn: Callable[..., Any], topology: Topology, group_timeout: float = 15.0, **kwargs: Any) -> list[Any]:
+    world = thread_world(topology, timedelta(seconds=group_timeout))
+    return run_threads(world, lambda transport: fn(transport, **kwargs), timeout=30)
+
+
+LOCAL = {"gloo": False, "local": True, "channels": "channels"}
+
+
+@pytest.fixture(params=["memory", *LOCAL])
+def run(request: pytest.FixtureRequest) -> Run:
+    if request.param == "memory":
+        return run_memory
+    return functools.partial(processes.run_pipeline, local=LOCAL[request.param])
+
+
+def message(number: int, size: int = 5) -> Tensor:
+    return torch.full((size,), number % 251, dtype=torch.uint8)
+
+
+def get(transport: Transport, size: int, peer: int, lane: Lane) -> list[int]:
+    data = torch.zeros(size, dtype=torch.uint8)
+    transport.receive(data, peer, lane).wait()
+    return data.tolist()
+
+
+def places(transport: Transport) -> tuple[int, int, int]:
+    return transport.process, transport.replica, transport.rank
+
+
+def test_every_process_knows_its_place(run: Run) -> None:
+    assert run(places, Topology.for_schedule(2, 2)) == [(0, 0, 1), (1, 0, 0), (2, 1, 1), (3, 1, 0)]
+
+
+def ring(transport: Transport) -> tuple[list[int], list[int]]:
+    ranks = transport.topology.ranks
+    after, before = (transport.rank + 1) % ranks, (transport.rank - 1) % ranks
+    works = [transport.send(message(transport.process), after, FORWARD)]
+    works += [transport.send(message(100 + transport.process), before, BACKWARD)]
+    received = get(transport, 5, before, FORWARD), get(transport, 5, after, BACKWARD)
+    for work in works:
+        work.wait()
+        work.wait()  # harmless
+        assert work.is_completed()
+    return received
+
+
+def test_messages_go_to_ranks_of_the_own_replica(run: Run) -> None:
+    # Processes 0, 1 are ranks 1, 0 of replica 0; processes 2, 3 those of replica 1.
+    results = run(ring, Topology.for_schedule(2, 2))
+    assert results == [([peer] * 5, [100 + peer] * 5) for peer in (1, 0, 3, 2)]
+
+
+def stream(transport: Transport, sizes: list[int]) -> list[bool]:
+    if transport.rank == 0:
+        works = [transport.send(message(i, size), 1, FORWARD) for i, size in enumerate(sizes)]
+        for work in works:
+            work.wait()
+        return []
+    buffers = [torch.zeros(size, dtype=torch.uint8) for size in sizes]
+    works = [transport.receive(buffer, 0, FORWARD) for buffer in buffers]
+    for work in reversed(works):  # waiting in another order changes nothing
+        work.wait()
+    return [bool((buffer == i % 251).all()) for i, buffer in enumerate(buffers)]
+
+
+def test_a_lane_keeps_the_order_for_all_sizes(run: Run) -> None:
+    sizes = [1, 1 << 20, 0, 3, 300_000, 7, 1 << 18]
+    assert run(stream, Topology(2), sizes=sizes)[1] == [True] * len(sizes)
+
+
+def out_of_order(transport: Transport) -> list[list[int]]:
+    lanes = [Lane("forward", 0), Lane("backward", 0), Lane("forward", 1), Lane("backward", 1)]
+    if transport.rank == 0:
+        works = [transport.send(message(i, 1 << 19), 1, lane) for i, lane in enumerate(lanes)]
+        received = [get(transport, 2, 1, lane) for lane in lanes]
+        for work in works:
+            work.wait()
+        return received
+    # Rank 0 sends four large messages first; this rank takes them last.
+    works = [transport.send(message(10 + i, 2), 0, lane) for i, lane in reversed(list(enumerate(lanes)))]
+    for work in works:
+        work.wait()
+    return [get(transport, 1 << 19, 0, lane)[:2] for lane in reversed(lanes)]
+
+
+def test_lanes_do_not_wait_for_each_other(run: Run) -> None:
+    first, second = run(out_of_order, Topology(2))
+    assert first == [[10, 10], [11, 11], [12, 12], [13, 13]]
+    assert second == [[3, 3], [2, 2], [1, 1], [0, 0]]
+
+
+def objects(transport: Transport, size: int) -> list[Any]:
+    peer = 1 - transport.rank
+    works = [
+        transport.send_object({"from": transport.rank, "tag": tag, "data": "x" * size}, peer, tag) for tag in range(3)
+    ]
+    works.append(transport.send_object("second with tag 0", peer, 0))
+    received = [transport.receive_object(peer, tag) for tag in (2, 0, 1, 0)]
+    for work in works:
+        work.wait()
+    return received
+
+
+@pytest.mark.parametrize("size", [1, 100_000])
+def test_objects_meet_by_tag_and_both_may_send_first(run: Run, size: int) -> None:
+    for rank, received in enumerate(run(objects, Topology(2), size=size)):
+        expected: list[Any] = [{"from": 1 - rank, "tag": tag, "data": "x" * size} for tag in (2, 0, 1)]
+        assert received == [*expected, "second with tag 0"]
+
+
+def collectives(transport: Transport) -> dict[str, Any]:
+    world = tuple(range(4))
+    pairs = [(0, 2), (1, 3)]
+    transport.make_groups([*pairs, (0,), pairs[0]])
+    transport.make_groups(pairs)
+    mine = transport.topology.members(0, [0]) and pairs[transport.process % 2]
+    results: dict[str, Any] = {}
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.int64):
+        for op in ("sum", "max", "min"):
+            tensor = torch.tensor([transport.process, 1], dtype=dtype)
+            work = transport.all_reduce(tensor, world, op)  # type: ignore[arg-type]
+            work.wait()
+            results[f"{op} {dtype}"] = tensor.tolist()
+    tensor = torch.tensor([transport.process])
+    transport.all_reduce(tensor, mine).wait()
+    results["pair"] = tensor.item()
+    transport.all_reduce(tensor, (transport.process,)).wait()
+    tensor = torch.full((3,), transport.process)
+    transport.broadcast(tensor, mine[1], mine).wait()
+    results["broadcast"] = tensor.tolist()
+    results["object"] = transport.broadcast_object({"p": transport.process}, 2, world)
+    results["large object"] = len(transport.broadcast_object("x" * 5000 * transport.process, 3, world))
+    results["alone"] = transport.broadcast_object("me", transport.process, (transport.process,))
+    results["gather"] = transport.all_gather_object("x" * transport.process * 1000, world)
+    results["gather pair"] = transport.all_gather_object(transport.process, mine)
+    transport.barrier(mine)
+    transport.barrier()
+    return results
+
+
+def test_collectives(run: Run) -> None:
+    for process, results in enumerate(run(collectives, Topology.for_schedule(2, 2))):
+        pair = (process % 2, process % 2 + 2)
+        for key, value in results.items():
+            if key.startswith(("sum", "max", "min")):
+                assert value == {"sum": [6, 4], "max": [3, 1], "min": [0, 1]}[key.split()[0]], key
+        assert results["pair"] == sum(pair)
+        assert results["broadcast"] == [pair[1]] * 3
+        assert results["object"] == {"p": 2}
+        assert results["large object"] == 15000
+        assert results["alone"] == "me"
+        assert results["gather"] == ["x" * 1000 * process for process in range(4)]
+        assert results["gather pair"] == list(pair)
+
+
+def overlapping(transport: Transport) -> list[float]:
+    tensors = [torch.full((1000,), float(i + transport.process)) for i in range(10)]
+    works = [transport.all_reduce(tensor, (0, 1)) for tensor in tensors]
+    for work in reversed(works):
+        work.wait()
+    return [float(tensor[0]) for tensor in tensors]
+
+
+def test_collectives_under_way_together(run: Run) -> None:
+    assert run(overlapping, Topology(2)) == [[2.0 * i + 1 for i in range(10)]] * 2
+
+
+def ungrouped(transport: Transport, members: tuple[int, ...]) -> str:
+    try:
+        transport.all_reduce(torch.zeros(1), members)
+    except CommunicationError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("members", "message"), [((0, 1), "make_groups"), ((1, 0), "sorted"), ((0, 7), "sorted"), ((2, 3), "no collective")]
+)
+def test_wrong_groups_are_named(members: tuple[int, ...], message: str) -> None:
+    assert message in run_memory(ungrouped, Topology(4), members=members)[0]
+    if members == (0, 1):
+        assert message in processes.run_pipeline(ungrouped, Topology(4), members=members)[0]
+
+
+def wrong_form(transport: Transport) -> list[str]:
+    errors = []
+    for data in (torch.zeros(3), torch.zeros(2, 2, dtype=torch.uint8), torch.zeros(6, dtype=torch.uint8)[::2]):
+        with pytest.raises(CommunicationError, match="flat, contiguous uint8") as caught:
+            transport.send(data, 1 - transport.rank, FORWARD)
+        errors.append(str(caught.value))
+    return errors
+
+
+def test_messages_of_the_wrong_form_raise(run: Run) -> None:
+    assert "torch.float32 of shape (3,)" in run(wrong_form, Topology(2))[0][0]
+
+
+def modes(transport: Transport) -> float:
+    with torch.inference_mode():
+        data = torch.zeros(4, dtype=torch.uint8)
+    with torch.inference_mode(transport.rank == 0):
+        if transport.rank == 0:
+            transport.receive(data, 1, FORWARD).wait()
+        else:
+            transport.send(message(3, 4), 0, FORWARD).wait()
+    version = torch.ones(2, requires_grad=True)
+    transport.all_reduce(version, (0, 1)).wait()
+    return float(version.detach().sum()) + float(data.sum())
+
+
+def test_modes_of_autograd_do_not_matter(run: Run) -> None:
+    assert run(modes, Topology(2)) == [16.0, 4.0]
+
+
+def wait_in_vain(transport: Transport) -> str:
+    start, text = time.monotonic(), ""
+    try:
+        if transport.rank == 1:
+            get(transport, 40, 0, FORWARD)
+        elif transport.rank == 2:
+            transport.send(message(1, 30), 0, BACKWARD).wait()
+    except CommunicationError as error:
+        text = str(error)
+    # Leave nobody before its own time is up: it would see the connections close.
+    time.sleep(3 - time.monotonic() + start)
+    return text
+
+
+def in_vain(transport: Transport) -> str:
+    result = wait_in_vain(transport)
+    transport.barrier = lambda members=None: None  # type: ignore[method-assign]
+    return result
+
+
+@pytest.mark.parametrize("local", [False, True])
+def test_waiting_in_vain_ends_at_the_timeout(local: bool) -> None:
+    ended = processes.pipeline_outcomes(in_vain, Topology(3), group_timeout=2.0, local=local)
+    texts = [outcome.value for outcome in ended if outcome.error is None]
+    assert any(
+        "Rank 1 could not receive 40 bytes from rank 0 on the forward lane of pipe 0 within 2 s" in t for t in texts
+    )
+    assert local or any("Rank 2 could not send 30 bytes to rank 0 on the backward lane of pipe 0" in t for t in texts)
+
+
+def test_waiting_in_vain_ends_at_the_timeout_between_threads() -> None:
+    with pytest.raises(CommunicationError, match=r"Rank 1 could not receive 40 bytes .* within 0.3 s"):
+        run_memory(lambda transport: get(transport, 40, 0, FORWARD) if transport.rank else None, Topology(2), 0.3)
+
+
+def released(transport: Transport) -> tuple[bool, bool]:
+    """Whether the send was done before its receive, and after it, without anybody waiting for it."""
+    if transport.rank == 1:
+        time.sleep(0.5)
+        get(transport, 1 << 19, 0, FORWARD)
+        transport.send_object(None, 0, 0).wait()
+        return True, True
+    work = transport.send(message(1, 1 << 19), 1, FORWARD)
+    early = work.is_completed()
+    transport.receive_object(1, 0)
+    deadline = time.monotonic() + 2
+    while not work.is_completed() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return early, work.is_completed()
+
+
+def test_large_sends_are_known_to_be_done(run: Run, request: pytest.FixtureRequest) -> None:
+    if request.node.callspec.params["run"] == "channels":
+        pytest.skip("NCCL's own works know when they are done; Gloo's, in their place here, do not")
+    # Shared memory holds the message: the send is done at once.
+    early = request.node.callspec.params["run"] == "local"
+    assert run(released, Topology(2))[0] == (early, True)
+
+
+def flood(transport: Transport, messages: int) -> bool:
+    """Both ranks send far more than a socket holds before either of them receives."""
+    peer, mine = 1 - transport.rank, transport.rank
+    works = [transport.send(message(mine + i, 9), peer, FORWARD) for i in range(messages)]
+    transport.barrier()
+    right = all(get(transport, 9, peer, FORWARD) == [(peer + i) % 251] * 9 for i in range(messages))
+    for work in works:
+        work.wait()
+    return right
+
+
+def test_many_messages_may_be_under_way(run: Run) -> None:
+    assert run(flood, Topology(2), messages=2000) == [True, True]
+
+
+def closed_twice(transport: Transport) -> bool:
+    transport.connect([Channel(0, 1, FORWARD)])
+    transport.barrier()
+    transport.close()
+    transport.close()
+    transport.barrier = lambda members=None: None  # type: ignore[method-assign]
+    return True
+
+
+def test_closing_twice_is_fine(run: Run) -> None:
+    assert run(closed_twice, Topology(2)) == [True, True]
+
+
+def engine(transport: Transport, schedule: str) -> list[float]:
+    family = schedules.get(schedule)
+    stages = 2 * family.stages_per_rank
+    module = nn.Sequential(*(nn.Linear(3, 3) for _ in range(stages)))
+    for number, parameter in enumerate(module.parameters()):  # threads share one random generator
+        nn.init.constant_(parameter, 0.1 + 0.1 * number)
+    pipeline = Pipeline(module, find_layers(module), [1] * stages, family, transport)
+    parts = [torch.full((2, 3), float(i)) for i in range(4)]
+    sums = []
+    for _ in range(3):
+        pipeline.train(lambda _, part: module(part).square().mean(), parts, [0.25] * 4)
+        sums.append(sum(float(p.grad.sum()) for _, p in pipeline.local_parameters() if p.grad is not None))
+    pipeline.evaluate(lambda _, part: module(part).mean(), parts)
+    return sums
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved"])
+def test_the_engine_opens_all_channels_that_it_uses(schedule: str) -> None:
+    expected = run_memory(engine, Topology(2), schedule=schedule)
+    assert processes.run_pipeline(engine, Topology(2), local="closed channels", schedule=schedule) == expected
+
+
+def unconnected(transport: Transport) -> None:
+    with pytest.raises(CommunicationError, match="has not opened the forward lane of pipe 7 from rank 0 to rank 1"):
+        transport.send(message(1), 1, Lane("forward", 7))
+
+
+def test_channels_must_be_opened_first() -> None:
+    processes.run_pipeline(first_rank_only, Topology(2), local="channels")
+
+
+def first_rank_only(transport: Transport) -> None:
+    if transport.rank == 0:
+        unconnected(transport)
+
+
+class TestThreads:
+    def test_the_first_error_is_raised_and_the_others_stop(self) -> None:
+        stopped = []
+
+        def fn(transport: ThreadTransport) -> None:
+            if transport.rank == 2:
+                raise ValueError("own error")
+            try:
+                transport.barrier()
+            except CommunicationError as error:
+                stopped.append(str(error))
+                raise
+
+        start = time.monotonic()
+        with pytest.raises(ValueError, match="own error"):
+            run_threads(thread_world(Topology(4)), fn)
+        assert time.monotonic() - start < 2
+        assert len(stopped) == 3
+        assert "rank 2 failed with ValueError: own error" in stopped[0]
+
+    def test_who_comes_after_a_failure_does_not_wait(self) -> None:
+        first, second = thread_world(Topology(2))
+        first.world.fail(first.process, ValueError("own error"))
+        start = time.monotonic()
+        with pytest.raises(CommunicationError, match=r"could not receive 3 bytes .*failed with ValueError: own error"):
+            get(second, 3, first.rank, FORWARD)
+        assert time.monotonic() - start < 2
+
+    def test_a_hang_ends_with_a_report(self) -> None:
+        def fn(transport: ThreadTransport) -> None:
+            if transport.rank == 0:
+                time.sleep(1.0)
+            else:
+                get(transport, 3, 0, BACKWARD)
+
+        with pytest.raises(
+            CommunicationError, match=r"Not done within 0.3 s(.|\n)*rank 0: computes(.|\n)*rank 1: waits"
+        ):
+            run_threads(thread_world(Topology(2)), fn, timeout=0.3)
+
+    def test_sizes_that_differ_raise(self) -> None:
+        def fn(transport: ThreadTransport) -> None:
+            if transport.rank == 0:
+                transport.send(message(1, 3), 1, FORWARD).wait()
+            else:
+                get(transport, 4, 0, FORWARD)
+
+        with pytest.raises(CommunicationError, match="3 bytes were sent, 4 expected"):
+            run_threads(thread_world(Topology(2)), fn)
+
+    def test_one_process_needs_no_peer(self) -> None:
+        def fn(transport: ThreadTransport) -> tuple[float, Any]:
+            tensor = torch.ones(1)
+            transport.all_reduce(tensor, (0,)).wait()
+            transport.barrier()
+            return float(tensor), transport.all_gather_object("x", (0,))
+
+        assert run_threads(thread_world(Topology(1)), fn) == [(1.0, ["x"])]
+
+
+@pytest.mark.gpu
+class TestGpu:
+    """Both ways to move a GPU's tensors; NCCL needs one GPU per process."""
+
+    @staticmethod
+    def exchange(process: int, backend: str) -> list[list[int]]:
+        from lightning_pipe.transport.choose import open_transport
+
+        device = torch.device("cuda", process % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+        torch.distributed.destroy_process_group()
+        torch.distributed.init_process_group(backend, timeout=timedelta(seconds=60))
+        transport = open_transport(Topology(2), device, timedelta(seconds=30))
+        transport.connect([Channel(0, 1, FORWARD), Channel(1, 0, BACKWARD)])
+        sizes = [(FORWARD, 5), (FORWARD, 5), (FORWARD, 5), (BACKWARD, 1 << 20)]
+        # NCCL runs what is issued in this order: forward from rank 0 to rank 1, then backward the other way.
+        mine = "forward" if transport.rank == 0 else "backward"
+        sends, received = [], []
+        for number, (lane, size) in enumerate(sizes):
+            if lane.direction == mine:
+                sends.append(transport.send(message(number, size).to(device), 1 - transport.rank, lane))
+            else:
+                data = torch.zeros(size, dtype=torch.uint8, device=device)
+                transport.receive(data, 1 - transport.rank, lane).wait()
+                received.append(data[:2].tolist())
+        for work in sends:
+            work.wait()
+        total = torch.ones(4, device=device)
+        transport.all_reduce(total, (0, 1)).wait()
+        received.append(total.tolist())
+        received.append([transport.broadcast_object(process, 1, (0, 1))])
+        transport.barrier()
+        transport.close()
+        return received
+
+    @pytest.mark.parametrize("backend", ["gloo", "nccl"])
+    def test_messages_between_gpus(self, backend: str) -> None:
+        if backend == "nccl" and torch.cuda.device_count() < 2:
+            pytest.skip("NCCL needs one GPU per process")
+        first, second = processes.run_world(self.exchange, 2, backend=backend, timeout=100)
+        assert first == [[3, 3], [2.0] * 4, [1]]
+        assert second == [[0, 0], [1, 1], [2, 2], [2.0] * 4, [1]]
