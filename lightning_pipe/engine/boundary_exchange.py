@@ -11,7 +11,8 @@ from typing import NamedTuple
 from torch import Tensor
 
 from lightning_pipe.errors import CommunicationError
-from lightning_pipe.intercept.call_record import Crossing, RunRecord, TensorSpec
+from lightning_pipe.intercept.call_record import Crossing, RunRecord
+from lightning_pipe.tensor_spec import TensorSpec
 from lightning_pipe.transport.base import IncomingParts, Lane, Transport, Work
 from lightning_pipe.transport.message_layout import MessageLayout, mask_words, to_bits, to_words
 

@@ -13,8 +13,8 @@ from torch.nn.utils.rnn import PackedSequence
 
 from lightning_pipe.errors import CutError
 from lightning_pipe.intercept.autograd_graph import nodes_behind
-from lightning_pipe.intercept.call_record import TensorSpec
 from lightning_pipe.intercept.tensor_state import counting
+from lightning_pipe.tensor_spec import TensorSpec
 
 
 def children(node: Any) -> dict[Any, Any] | None:

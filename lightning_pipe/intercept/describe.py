@@ -8,12 +8,13 @@ from typing import Any
 from torch import Tensor
 
 from lightning_pipe.errors import CutError
-from lightning_pipe.intercept.call_record import PLAIN, CallRecord, Passed, Repeated, Seen, TensorSpec
+from lightning_pipe.intercept.call_record import PLAIN, CallRecord, Passed, Repeated, Seen
 from lightning_pipe.intercept.effects import Effect, Watch, container_number
 from lightning_pipe.intercept.in_place import Noted
 from lightning_pipe.intercept.torch_functions import unique
 from lightning_pipe.intercept.tracker import Tracker
 from lightning_pipe.skip import SkipKey
+from lightning_pipe.tensor_spec import TensorSpec
 from lightning_pipe.torch_internals import tree_flatten
 
 _LEAF = tree_flatten(None)[1]

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from lightning_pipe.errors import CutError
-from lightning_pipe.intercept.call_record import TensorSpec
 from lightning_pipe.intercept.numbers import Numbers
 from lightning_pipe.intercept.parameter_use import ParameterUse
 from lightning_pipe.intercept.placeholder import Placeholder
 from lightning_pipe.intercept.tensor_state import TensorState, has_changed, memory_of, state_of
 from lightning_pipe.intercept.torch_functions import unique
+from lightning_pipe.tensor_spec import TensorSpec
 from lightning_pipe.torch_internals import storage_uses
 
 

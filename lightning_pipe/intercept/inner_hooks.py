@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_pipe.errors import CutError
-from lightning_pipe.intercept.call_record import PLAIN, CallRecord, Passed, Seen, TensorSpec
+from lightning_pipe.intercept.call_record import PLAIN, CallRecord, Passed, Seen
 from lightning_pipe.intercept.tracker import Tracker
+from lightning_pipe.tensor_spec import TensorSpec
 from lightning_pipe.torch_internals import tree_flatten, tree_leaves, tree_unflatten
 
 if TYPE_CHECKING:

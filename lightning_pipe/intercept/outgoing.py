@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from lightning_pipe.errors import CutError
-from lightning_pipe.intercept.call_record import LiveTensor, TensorSpec
+from lightning_pipe.intercept.call_record import LiveTensor
 from lightning_pipe.intercept.torch_patches.autograd_functions import check_not_hidden
 from lightning_pipe.intercept.torch_patches.backward_hooks import check_not_divided
+from lightning_pipe.tensor_spec import TensorSpec
 from lightning_pipe.torch_internals import functorch_active
 
 if TYPE_CHECKING:

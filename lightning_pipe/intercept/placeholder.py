@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from lightning_pipe.errors import CutError
-from lightning_pipe.intercept.call_record import TensorSpec
 from lightning_pipe.intercept.torch_functions import FLAT, function_name
+from lightning_pipe.tensor_spec import TensorSpec
 from lightning_pipe.torch_internals import disabled_torch_function, tree_leaves, tree_map
 
 _VALUES = "Do it after the last layer, or inside a layer; shapes, dtypes and devices can be read anywhere."

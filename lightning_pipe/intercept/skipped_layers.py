@@ -8,13 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_pipe.intercept.call_record import CallRecord, Passed, Repeated, Seen, TensorSpec
+from lightning_pipe.intercept.call_record import CallRecord, Passed, Repeated, Seen
 from lightning_pipe.intercept.effects import Attributes, containers_in, replace_contents
 from lightning_pipe.intercept.inner_hooks import act
 from lightning_pipe.intercept.placeholder import Placeholder
 from lightning_pipe.intercept.torch_functions import leaves_of
 from lightning_pipe.intercept.tracker import Tracker
 from lightning_pipe.skip import StepStore
+from lightning_pipe.tensor_spec import TensorSpec
 from lightning_pipe.torch_internals import tree_unflatten
 
 

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from lightning_pipe.errors import CutError
-from lightning_pipe.intercept.call_record import CallRecord, TensorSpec, Value
+from lightning_pipe.intercept.call_record import CallRecord, Value
 from lightning_pipe.intercept.in_place import InPlace
 from lightning_pipe.intercept.lineage import Lineage
 from lightning_pipe.intercept.numbers import NO_VIEWS, SAME_PATH, Numbers
@@ -38,6 +38,7 @@ from lightning_pipe.intercept.torch_functions import (
     typed_by_autocast,
     values_read,
 )
+from lightning_pipe.tensor_spec import TensorSpec
 from lightning_pipe.torch_internals import (
     current_function_mode,
     pop_function_mode,

@@ -14,7 +14,7 @@ from lightning_pipe.partition import Balance, ParameterPlace, divide, find_layer
 from lightning_pipe.partition.profile import OPTIMIZER_FACTOR
 from lightning_pipe.planning.render import Plan, StagePlan
 from lightning_pipe.schedules import Family, Schedule, Stream
-from lightning_pipe.schedules.ir import Placement
+from lightning_pipe.schedules.action import Placement
 from lightning_pipe.simulate import Costs, simulate
 from lightning_pipe.transport.topology import Topology
 

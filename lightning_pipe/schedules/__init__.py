@@ -1,5 +1,6 @@
 """Pipeline schedules as data: build them by name or class, check, fold, lower, read and write them."""
 
+from lightning_pipe.schedules.action import Action, Kind, Placement
 from lightning_pipe.schedules.asynchronous.pipedream import PipeDream, PipeDream2BW
 from lightning_pipe.schedules.asynchronous.stream import Stream, stream
 from lightning_pipe.schedules.csv_format import read_csv, write_csv
@@ -13,7 +14,7 @@ from lightning_pipe.schedules.families.naive import Naive
 from lightning_pipe.schedules.families.one_f_one_b import OneFOneB
 from lightning_pipe.schedules.families.zero_bubble import ZeroBubble
 from lightning_pipe.schedules.family import Family
-from lightning_pipe.schedules.ir import Action, Kind, Placement, Schedule
+from lightning_pipe.schedules.ir import Schedule
 from lightning_pipe.schedules.passes.forward_only import forward_only
 from lightning_pipe.schedules.passes.list_scheduling import list_schedule
 from lightning_pipe.schedules.passes.lower import lower

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from lightning_pipe.errors import ScheduleError
+from lightning_pipe.schedules.action import COMPUTE, Action, Kind
 from lightning_pipe.schedules.dependencies import (
     FORWARD_DONE,
     GRADIENT_DONE,
@@ -10,7 +13,9 @@ from lightning_pipe.schedules.dependencies import (
     local_need,
     play,
 )
-from lightning_pipe.schedules.ir import COMPUTE, Action, Kind, Schedule
+
+if TYPE_CHECKING:
+    from lightning_pipe.schedules.ir import Schedule
 
 WEIGHT_DONE = "weight gradient"
 

@@ -9,8 +9,9 @@ from os import PathLike
 from pathlib import Path
 
 from lightning_pipe.errors import ScheduleError
+from lightning_pipe.schedules.action import COMPUTE, Action
 from lightning_pipe.schedules.family import schedule_of
-from lightning_pipe.schedules.ir import COMPUTE, Action, Schedule
+from lightning_pipe.schedules.ir import Schedule
 
 _CELL = re.compile(r"(\d+)([A-Z]+)(\d+)(?:@(\d+))?")
 _OVERLAP = re.compile(r"\((.*)\)OVERLAP_F_B")
@@ -18,21 +19,8 @@ _KINDS = {kind.value: kind for kind in COMPUTE}
 
 
 def write_csv(schedule: Schedule, path: str | PathLike[str]) -> None:
-    """Write one row per rank, one cell per action: ``2F0`` is the forward of micro-batch 0 at stage 2.
-
-    Letters are ``F``, ``B`` (whole backward), ``I`` and ``W`` (its input and weight part) and ``R`` (recompute).
-    Micro-batches on a pipe other than 0 carry it behind an ``@``: ``2F0@1``. Files without ``R`` and ``@`` are
-    torch's compute-only format.
-
-    Args:
-        schedule: the schedule.
-        path: the file, which is replaced.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
-    with open(path, "w", newline="", encoding="utf-8") as file:
-        csv.writer(file).writerows(schedule.actions)
+    """Write a schedule to a file; see :meth:`Schedule.to_csv`."""
+    schedule.to_csv(path)
 
 
 def read_csv(path: str | PathLike[str], name: str | None = None) -> Schedule:

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from fractions import Fraction
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from lightning_pipe.errors import ScheduleError
-from lightning_pipe.schedules.ir import Action, Kind, Placement, Schedule
+from lightning_pipe.schedules.action import Action, Kind, Placement
+
+if TYPE_CHECKING:
+    from lightning_pipe.schedules.ir import Schedule
 
 Number = int | float | Fraction
 

@@ -10,8 +10,9 @@ from itertools import accumulate
 from typing import ClassVar
 
 from lightning_pipe.errors import ScheduleError
+from lightning_pipe.schedules.action import Action, Kind, Placement
 from lightning_pipe.schedules.dependencies import steps_before_forwards
-from lightning_pipe.schedules.ir import Action, Kind, Placement, Schedule
+from lightning_pipe.schedules.ir import Schedule
 
 Orders = Sequence[Sequence[Action]]
 """For every rank its compute actions in order."""

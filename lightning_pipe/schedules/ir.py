@@ -2,62 +2,15 @@
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import StrEnum
 from functools import cached_property
 from os import PathLike
-from typing import NamedTuple
 
-
-class Kind(StrEnum):
-    """What one action does. The values are the letters used in drawings and CSV files."""
-
-    FORWARD = "F"
-    BACKWARD = "B"
-    BACKWARD_INPUT = "I"
-    BACKWARD_WEIGHT = "W"
-    RECOMPUTE = "R"
-    SEND_FORWARD = "SEND_F"
-    RECEIVE_FORWARD = "RECV_F"
-    SEND_BACKWARD = "SEND_B"
-    RECEIVE_BACKWARD = "RECV_B"
-    REDUCE = "REDUCE"
-    STEP = "STEP"
-
-
-COMPUTE = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, Kind.RECOMPUTE, Kind.STEP})
-"""The kinds a schedule consists of; the others are inserted by :func:`lightning_pipe.schedules.passes.lower`."""
-
-
-class Action(NamedTuple):
-    """One step of one rank.
-
-    ``stage`` counts along the model, ``micro_batch`` along the batch (over all pipes), ``pipe`` names the route the
-    micro-batch takes through the ranks. ``peer`` is the rank at the other end of a message and ``None`` elsewhere;
-    ``other`` is the stage at the other end of a message that skips the stages between.
-
-    Example:
-        >>> print(Action(Kind.FORWARD, stage=2, micro_batch=0), Action(Kind.SEND_FORWARD, 2, 0, pipe=1, peer=3))
-        2F0 2SEND_F0@1>3
-    """
-
-    kind: Kind
-    stage: int
-    micro_batch: int | None
-    pipe: int = 0
-    peer: int | None = None
-    other: int | None = None
-
-    def __str__(self) -> str:
-        micro_batch = "" if self.micro_batch is None else self.micro_batch
-        pipe = f"@{self.pipe}" if self.pipe else ""
-        arrow = "<" if self.kind in (Kind.RECEIVE_FORWARD, Kind.RECEIVE_BACKWARD) else ">"
-        return f"{self.stage}{self.kind}{micro_batch}{pipe}" + ("" if self.peer is None else f"{arrow}{self.peer}")
-
-
-Placement = Mapping[tuple[int, int], int]
-"""``(pipe, stage) -> rank``: the rank that computes a stage for the micro-batches of a pipe."""
+from lightning_pipe.schedules.action import Action, Kind, Placement
+from lightning_pipe.schedules.check import check
+from lightning_pipe.schedules.dependencies import live_versions
 
 
 @dataclass(frozen=True)
@@ -126,8 +79,6 @@ class Schedule:
     @cached_property
     def weight_versions(self) -> tuple[int, ...]:
         """For every rank the most versions of one stage's weights that it holds at once."""
-        from lightning_pipe.schedules.dependencies import live_versions
-
         return tuple(live_versions(self, rank) for rank in range(self.ranks))
 
     def rank_of(self, pipe: int, stage: int) -> int:
@@ -152,12 +103,20 @@ class Schedule:
         Raises:
             ScheduleError: naming the first offending action.
         """
-        from lightning_pipe.schedules.check import check
-
         check(self)
 
     def to_csv(self, path: str | PathLike[str]) -> None:
-        """Write the compute actions as CSV: one row per rank, cells such as ``2F0`` (stage, kind, micro-batch)."""
-        from lightning_pipe.schedules.csv_format import write_csv
+        """Write the compute actions as CSV: one row per rank, one cell per action.
 
-        write_csv(self, path)
+        The cell ``2F0`` is the forward pass of micro-batch 0 at stage 2. Letters are ``F``, ``B`` (whole backward),
+        ``I`` and ``W`` (its input and weight part) and ``R`` (recompute). Micro-batches on a pipe other than 0 carry it
+        behind an ``@``: ``2F0@1``. Files without ``R`` and ``@`` are torch's compute-only format.
+
+        Args:
+            path: the file, which is replaced.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        with open(path, "w", newline="", encoding="utf-8") as file:
+            csv.writer(file).writerows(self.actions)

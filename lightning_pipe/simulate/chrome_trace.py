@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from os import PathLike
+from typing import TYPE_CHECKING
 
-from lightning_pipe.schedules.ir import Kind
+from lightning_pipe.schedules.action import Kind
 from lightning_pipe.simulate.style import NAMES, label, row_names, summary
-from lightning_pipe.simulate.timeline import Event, Timeline
+
+if TYPE_CHECKING:
+    from lightning_pipe.simulate.timeline import Event, Timeline
 
 _MICROSECONDS = {"": 1000.0, "s": 1e6}
 """A simulation's unit of time is shown as a millisecond."""

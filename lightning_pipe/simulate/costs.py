@@ -7,8 +7,8 @@ from dataclasses import dataclass, fields
 from fractions import Fraction
 
 from lightning_pipe.errors import ScheduleError
+from lightning_pipe.schedules.action import Action, Kind
 from lightning_pipe.schedules.dependencies import Number
-from lightning_pipe.schedules.ir import Action, Kind
 
 PerStage = Number | Sequence[Number]
 

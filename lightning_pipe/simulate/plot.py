@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from os import PathLike
 from typing import TYPE_CHECKING
 
-from lightning_pipe.schedules.ir import Kind
+from lightning_pipe.schedules.action import Kind
 from lightning_pipe.simulate.style import COLOURS, NAMES, row_names, stages_of, summary
-from lightning_pipe.simulate.timeline import Event, Timeline
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+    from lightning_pipe.simulate.timeline import Event, Timeline
 
 _ROW_INCHES, _MARGIN_INCHES = 0.42, 1.15
 _DIGIT_INCHES = 0.085

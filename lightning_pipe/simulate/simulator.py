@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from lightning_pipe.schedules.action import Kind
 from lightning_pipe.schedules.dependencies import Number, Timed, play
-from lightning_pipe.schedules.ir import Kind, Schedule
+from lightning_pipe.schedules.ir import Schedule
 from lightning_pipe.simulate.costs import Costs, at_stage
 from lightning_pipe.simulate.steady import steady_bubble_ratio
 from lightning_pipe.simulate.timeline import Event, Timeline

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from fractions import Fraction
+from typing import TYPE_CHECKING
 
 from lightning_pipe.schedules.dependencies import Number
-from lightning_pipe.simulate.timeline import Event, Timeline, ratio
+
+if TYPE_CHECKING:
+    from lightning_pipe.simulate.timeline import Event, Timeline
 
 # Measured times never repeat exactly; sums of floats almost do.
 _TOLERANCE = {"": 1e-9, "s": 0.2}
@@ -47,3 +51,10 @@ def _period(
     if low <= 0 or high - low > tolerance * low:
         return None
     return low if low == high else sum(gaps) / len(gaps)
+
+
+def ratio(part: Number, whole: Number) -> Number:
+    """``part / whole``, exact if both are."""
+    if not whole:
+        return 0
+    return part / whole if isinstance(part, float) or isinstance(whole, float) else Fraction(part) / whole

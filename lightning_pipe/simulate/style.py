@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+from lightning_pipe.schedules.action import Kind
 from lightning_pipe.schedules.dependencies import Number
-from lightning_pipe.schedules.ir import Kind
-from lightning_pipe.simulate.timeline import Event, Timeline
+
+if TYPE_CHECKING:
+    from lightning_pipe.simulate.timeline import Event, Timeline
 
 COLOURS: dict[Kind, str] = {
     Kind.FORWARD: "#56B4E9",
@@ -43,8 +47,7 @@ def row_names(timeline: Timeline) -> tuple[str, ...]:
     linear schedule rank 0 computes the *last* stage, because loggers and the progress bar live on rank 0.
 
     Example:
-        >>> from lightning_pipe.simulate.timeline import Timeline
-        >>> events = [(0, "F", 0, 0, 0, 0, 1), (1, "F", 1, 0, 0, 1, 2)]
+        >>>         >>> events = [(0, "F", 0, 0, 0, 0, 1), (1, "F", 1, 0, 0, 1, 2)]
         >>> row_names(Timeline.of(events)), row_names(Timeline.of(events, global_ranks=(1, 0)))
         (('stage 0', 'stage 1'), ('rank 1: stage 0', 'rank 0: stage 1'))
     """

@@ -6,10 +6,13 @@ import os
 import shutil
 from collections.abc import Sequence
 from itertools import groupby
+from typing import TYPE_CHECKING
 
-from lightning_pipe.schedules.ir import Kind
+from lightning_pipe.schedules.action import Kind
 from lightning_pipe.simulate.style import label, row_names, stages_of, summary, time_of
-from lightning_pipe.simulate.timeline import Event, Timeline
+
+if TYPE_CHECKING:
+    from lightning_pipe.simulate.timeline import Event, Timeline
 
 _BACKGROUND = {
     Kind.FORWARD: 117,

@@ -5,14 +5,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from functools import cached_property
 from os import PathLike
 from typing import NamedTuple
 
 from lightning_pipe.errors import ScheduleError
+from lightning_pipe.schedules.action import COMPUTE, Action, Kind
 from lightning_pipe.schedules.dependencies import Number, held
-from lightning_pipe.schedules.ir import COMPUTE, Action, Kind
+from lightning_pipe.simulate.steady import ratio, steady_bubble_ratio
 
 
 class Event(NamedTuple):
@@ -139,8 +139,6 @@ class Timeline:
 
         A period is a number of micro-batches after which every action comes again, all after the same time.
         """
-        from lightning_pipe.simulate.steady import steady_bubble_ratio
-
         found = steady_bubble_ratio(self) if self.steady is None else self.steady
         return self.bubble_ratio if found is None else found
 
@@ -183,10 +181,3 @@ class Timeline:
         from lightning_pipe.simulate.terminal import draw
 
         return draw(self, colour=sys.stdout.isatty())
-
-
-def ratio(part: Number, whole: Number) -> Number:
-    """``part / whole``, exact if both are."""
-    if not whole:
-        return 0
-    return part / whole if isinstance(part, float) or isinstance(whole, float) else Fraction(part) / whole

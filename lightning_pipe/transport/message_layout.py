@@ -14,7 +14,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from lightning_pipe.intercept.call_record import TensorSpec
+from lightning_pipe.tensor_spec import TensorSpec
 
 Part = TypeVar("Part")
 _ALIGNMENT = 16

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_pipe.intercept.call_record import TensorSpec
 from lightning_pipe.intercept.placeholder import Placeholder
+from lightning_pipe.tensor_spec import TensorSpec
 from lightning_pipe.transport.message_layout import MessageLayout
 
 BASE = torch.arange(24.0).view(4, 6)

@@ -18,9 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipe.errors import CutError
-from lightning_pipe.intercept.call_record import CallRecord, RunRecord, TensorSpec
+from lightning_pipe.intercept.call_record import CallRecord, RunRecord
 from lightning_pipe.intercept.recompute import recomputing
 from lightning_pipe.intercept.snapshot import Snapshot
+from lightning_pipe.tensor_spec import TensorSpec
 from lightning_pipe.torch_internals import DropoutNd, NormBase
 
 if TYPE_CHECKING:

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from lightning_pipe.errors import ScheduleError
+from lightning_pipe.schedules.action import Action, Kind
 from lightning_pipe.schedules.dependencies import Timed, play
-from lightning_pipe.schedules.ir import Action, Kind, Schedule
+from lightning_pipe.schedules.ir import Schedule
 from lightning_pipe.schedules.passes.lower import lower
 
 _FORWARDS = frozenset({Kind.FORWARD, Kind.SEND_FORWARD, Kind.RECEIVE_FORWARD})

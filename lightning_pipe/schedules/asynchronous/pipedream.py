@@ -9,8 +9,9 @@ from math import lcm
 from typing import ClassVar
 
 from lightning_pipe.errors import ScheduleError
+from lightning_pipe.schedules.action import Action, Kind
 from lightning_pipe.schedules.family import Family, Orders
-from lightning_pipe.schedules.ir import Action, Kind, Schedule
+from lightning_pipe.schedules.ir import Schedule
 
 
 @dataclass(frozen=True)

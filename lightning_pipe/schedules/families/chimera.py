@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 from lightning_pipe.errors import ScheduleError
+from lightning_pipe.schedules.action import Action, Kind
 from lightning_pipe.schedules.family import Family, Orders
-from lightning_pipe.schedules.ir import Action, Kind
 from lightning_pipe.schedules.passes.recompute import insert_recompute
 
 Scaling = Literal["direct", "forward_doubling", "backward_halving"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from lightning_pipe.schedules.ir import Action, Kind
+from lightning_pipe.schedules.action import Action, Kind
 
 Order = list[Action]
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from lightning_pipe.errors import ScheduleError
+from lightning_pipe.schedules.action import Action
 from lightning_pipe.schedules.families.dual_pipe_v import DualPipeV
 from lightning_pipe.schedules.family import Family, Orders
-from lightning_pipe.schedules.ir import Action
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from itertools import count
 from typing import ClassVar
 
+from lightning_pipe.schedules.action import Action, Kind
 from lightning_pipe.schedules.family import Family, Orders
-from lightning_pipe.schedules.ir import Action, Kind
 
 
 @dataclass(frozen=True)

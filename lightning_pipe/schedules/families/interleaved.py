@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from lightning_pipe.errors import ScheduleError
+from lightning_pipe.schedules.action import Action, Kind
 from lightning_pipe.schedules.families.one_f_one_b import alternate
 from lightning_pipe.schedules.family import Family, Orders
-from lightning_pipe.schedules.ir import Action, Kind
 
 
 @dataclass(frozen=True)

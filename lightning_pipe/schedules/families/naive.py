@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from lightning_pipe.schedules.action import Action, Kind
 from lightning_pipe.schedules.family import Family, Orders
-from lightning_pipe.schedules.ir import Action, Kind
 
 
 @dataclass(frozen=True)

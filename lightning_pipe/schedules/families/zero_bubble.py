@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from lightning_pipe.errors import ScheduleError
+from lightning_pipe.schedules.action import Kind
 from lightning_pipe.schedules.families.counting import CountingOrder, Order
 from lightning_pipe.schedules.family import Family, Orders
-from lightning_pipe.schedules.ir import Kind
 
 _WARM_UP = {"h1": 1, "h2": 2}
 

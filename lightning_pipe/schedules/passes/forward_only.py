@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from lightning_pipe.schedules.ir import Action, Kind, Schedule
+from lightning_pipe.schedules.action import Action, Kind
+from lightning_pipe.schedules.ir import Schedule
 from lightning_pipe.schedules.passes.list_scheduling import list_schedule
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from heapq import heappop, heappush
 
+from lightning_pipe.schedules.action import Action, Kind, Placement
 from lightning_pipe.schedules.dependencies import NOMINAL, Number, consumer_rank
-from lightning_pipe.schedules.ir import Action, Kind, Placement
 
 
 def list_schedule(

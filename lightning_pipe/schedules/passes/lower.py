@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from itertools import pairwise
 from typing import NamedTuple
 
+from lightning_pipe.schedules.action import Action, Kind
 from lightning_pipe.schedules.dependencies import (
     FORWARD_DONE,
     Number,
@@ -15,7 +16,7 @@ from lightning_pipe.schedules.dependencies import (
     play,
     result_of,
 )
-from lightning_pipe.schedules.ir import Action, Kind, Schedule
+from lightning_pipe.schedules.ir import Schedule
 
 _MESSAGE = {
     Kind.FORWARD: (Kind.SEND_FORWARD, Kind.RECEIVE_FORWARD),

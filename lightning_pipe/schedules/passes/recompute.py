@@ -8,7 +8,8 @@ from itertools import pairwise
 from typing import Literal
 
 from lightning_pipe.errors import ScheduleError
-from lightning_pipe.schedules.ir import Action, Kind, Schedule
+from lightning_pipe.schedules.action import Action, Kind
+from lightning_pipe.schedules.ir import Schedule
 
 Mode = Literal["never", "always", "except_last"]
 Place = tuple[int, int | None, int]

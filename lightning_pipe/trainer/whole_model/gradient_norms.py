@@ -17,7 +17,6 @@ from lightning.pytorch.utilities import grads
 from torch import Tensor, nn
 from torch.nn.utils import get_total_norm as _norm_here
 
-import lightning_pipe
 from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.errors import CommunicationError, ConfigurationError
 from lightning_pipe.intercept.absent_tensor import AbsentTensor
@@ -125,8 +124,11 @@ def _gather(pipeline: Pipeline, what: str, mine: Any) -> list[Any]:
 
 def _place() -> str:
     """The line of the user's that asks."""
-    ours = tuple(str(Path(module.__file__ or "").parent) for module in (torch, lightning, lightning_pipe))
-    stack = [frame for frame in traceback.extract_stack() if not frame.filename.startswith(ours)]
+    others = (
+        *(str(Path(module.__file__ or "").parent) for module in (torch, lightning)),
+        str(Path(__file__).parents[2]),
+    )
+    stack = [frame for frame in traceback.extract_stack() if not frame.filename.startswith(others)]
     return f"{stack[-1].filename}:{stack[-1].lineno}"
 
 

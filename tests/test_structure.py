@@ -1,0 +1,81 @@
+"""The plan of the package: rooms on levels, arrows downwards, no circle; sizes that stay readable."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from tests.support.structure import Structure, report, room
+
+OPTIONS = {"PipeStrategy"}
+"""Classes that hold the user's options, one attribute each."""
+MOST_ATTRIBUTES = 15
+MOST_LINES = 400
+
+
+@pytest.fixture(scope="module")
+def structure() -> Structure:
+    return Structure()
+
+
+def test_imports_lead_downwards(structure: Structure) -> None:
+    assert structure.upward() == []
+
+
+def test_no_modules_import_each_other(structure: Structure) -> None:
+    assert structure.circles() == []
+
+
+def test_lightning_is_imported_by_the_glue_alone(structure: Structure) -> None:
+    found = {name for name, tree in structure.trees.items() if {"lightning", "pytorch_lightning"} & _packages(tree)}
+    assert {room(name) for name in found} <= {"trainer", "callbacks", "lightning_internals"}
+
+
+def test_schedules_and_simulations_need_no_torch(structure: Structure) -> None:
+    found = {name for name, tree in structure.trees.items() if "torch" in _packages(tree)}
+    assert not {room(name) for name in found} & {"schedules", "simulate", "config", "text", "errors", "cli"}
+
+
+def test_modules_stay_readable(structure: Structure) -> None:
+    lines = {name: source.count("\n") for name, source in structure.sources.items()}
+    assert {name: count for name, count in lines.items() if count > MOST_LINES} == {}
+
+
+def test_classes_stay_small(structure: Structure) -> None:
+    counts = {name: count for name, count in structure.attributes().items() if name.rsplit(".", 1)[1] not in OPTIONS}
+    assert {name: count for name, count in counts.items() if count > MOST_ATTRIBUTES} == {}
+
+
+def test_a_circle_and_an_arrow_upwards_are_found(tmp_path: Path) -> None:
+    for path, source in {
+        "engine/a.py": "def f():\n    from lightning_pipe.trainer.b import g\n",
+        "trainer/b.py": "from lightning_pipe.engine import a\n",
+    }.items():
+        (tmp_path / "lightning_pipe" / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "lightning_pipe" / path).write_text(source)
+        (tmp_path / "lightning_pipe" / path).with_name("__init__.py").write_text("")
+    structure = Structure(tmp_path)
+    assert structure.circles() == [["lightning_pipe.engine.a", "lightning_pipe.trainer.b"]]
+    assert structure.upward() == ["lightning_pipe.engine.a imports lightning_pipe.trainer.b"]
+
+
+def test_the_report_names_every_room(structure: Structure) -> None:
+    printed = report(structure)
+    assert all(f"  {name} (" in printed for name in {room(module) for module in structure.imports})
+
+
+def _packages(tree: ast.Module) -> set[str]:
+    """The packages that are imported when the module is."""
+    return {
+        name.split(".")[0]
+        for node in tree.body
+        for name in (
+            [node.module]
+            if isinstance(node, ast.ImportFrom) and node.module
+            else [alias.name for alias in node.names]
+            if isinstance(node, ast.Import)
+            else []
+        )
+    }
