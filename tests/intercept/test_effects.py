@@ -266,6 +266,8 @@ class InnerHooks(OuterHooks):
     ids=lambda model: model.__name__,
 )
 def test_it_is_the_same_on_all_stages(model: type[Regression], point: Point) -> None:
+    if model is Compiled and torch.torch_version.TorchVersion(torch.__version__) < "2.13" and point.ranks != 1:
+        pytest.skip("torch 2.10 crashes where several threads of one process compile at once")
     check(Entry(model.__name__, model, layers="layers"), point)
 
 
