@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_pipe.errors import CommunicationError
+from lightning_pipe.transport.objects import decode, encode, rest_size
 from lightning_pipe.transport.topology import Topology
 
 if TYPE_CHECKING:
@@ -54,9 +55,6 @@ class Work(Protocol):
             CommunicationError: a peer failed, left, or did not answer in time.
         """
 
-    def is_completed(self) -> bool:
-        """Whether `wait` would return at once; never blocks."""
-
 
 class IncomingParts(Protocol):
     """Control words and tensors on their way here."""
@@ -77,18 +75,20 @@ class Parts(NamedTuple):
         return self.read()
 
 
-class Done:
-    """An operation that had nothing to do."""
+class Several:
+    """Several operations that count as one."""
+
+    def __init__(self, *works: Work) -> None:
+        self._works = works
 
     def wait(self) -> None:
-        """Return at once."""
-
-    def is_completed(self) -> bool:
-        """True."""
-        return True
+        """Return when all are done."""
+        for work in self._works:
+            work.wait()
 
 
-DONE = Done()
+DONE = Several()
+"""An operation that had nothing to do."""
 
 
 class Transport(ABC):
@@ -177,13 +177,16 @@ class Transport(ABC):
 
         return Parts(work, read)
 
-    @abstractmethod
     def send_object(self, obj: object, peer: int, tag: int) -> Work:
-        """Start to send any object that pickles. Messages with different tags may overtake each other."""
+        """Start to send any object that pickles; it may be changed at once.
 
-    @abstractmethod
+        Objects with different tags may overtake each other. Tensors of an accelerator arrive on the peer's device.
+        """
+        return Several(*[self._send_bytes(message, peer, tag) for message in encode(obj)])
+
     def receive_object(self, peer: int, tag: int) -> Any:
         """The next object that ``peer`` sends with this tag."""
+        return decode(lambda message: self._receive_bytes(message, peer, tag).wait(), self.device)
 
     @abstractmethod
     def make_groups(self, groups: Sequence[tuple[int, ...]]) -> None:
@@ -201,13 +204,51 @@ class Transport(ABC):
     def broadcast(self, tensor: Tensor, source: int, members: tuple[int, ...]) -> Work:
         """Start to copy the source's contiguous tensor into those of the other members."""
 
-    @abstractmethod
-    def broadcast_object(self, obj: object, source: int, members: tuple[int, ...]) -> Any:
-        """The source's object, on every member."""
+    def broadcast_object(self, obj: Any, source: int, members: tuple[int, ...]) -> Any:
+        """The source's own object there, a copy on every other member, which passes anything.
 
-    @abstractmethod
+        Large tensors travel out of the source's memory, those of an accelerator from device to device.
+        """
+        self.check_members(members)
+        if len(members) == 1:
+            return obj
+        if self.process != source:
+            return decode(lambda message: self.broadcast(message, source, members).wait(), self.device)
+        works = [self.broadcast(message, source, members) for message in encode(obj, by_reference=True)]
+        Several(*works).wait()
+        return obj
+
     def all_gather_object(self, obj: object, members: tuple[int, ...]) -> list[Any]:
         """Every member's object, in the order of the members."""
+        self.check_members(members)
+        if len(members) == 1:
+            return [obj]
+        first, *rest = encode(obj)
+        firsts = self._all_gather(first, members)
+        sizes = [rest_size(each) for each in firsts]
+        messages = [firsts]
+        if any(sizes):
+            padded = torch.zeros(max(sizes), dtype=torch.uint8, device=first.device)
+            for message in rest:
+                padded[: message.numel()] = message
+            messages.append(self._all_gather(padded, members))
+        return [self._gathered(iter(of_member)) for of_member in zip(*messages, strict=True)]
+
+    def _gathered(self, messages: Iterator[Tensor]) -> Any:
+        """The object of one member; each of its messages has the size of the longest one."""
+        return decode(lambda message: message.copy_(next(messages)[: message.numel()]), self.device)
+
+    @abstractmethod
+    def _send_bytes(self, data: Tensor, peer: int, tag: int) -> Work:
+        """Start to send flat bytes in host memory, beside the lanes; those with one tag keep their order."""
+
+    @abstractmethod
+    def _receive_bytes(self, data: Tensor, peer: int, tag: int) -> Work:
+        """Start to receive what `_send_bytes` sends."""
+
+    @abstractmethod
+    def _all_gather(self, data: Tensor, members: tuple[int, ...]) -> list[Tensor]:
+        """The flat bytes of every member, which has as many as the others, in host memory."""
 
     @abstractmethod
     def barrier(self, members: tuple[int, ...] | None = None) -> None:

@@ -31,7 +31,7 @@ class MessageLayout:
         specs: shapes and dtypes of the tensors behind them.
 
     Example:
-        >>> layout = Layout(1, (TensorSpec((2,), torch.float32),))
+        >>> layout = MessageLayout(1, (TensorSpec((2,), torch.float32),))
         >>> layout.size
         32
         >>> layout.unpack(layout.pack([7], [torch.ones(2)], torch.device("cpu")))
@@ -56,7 +56,7 @@ class MessageLayout:
 
     @cached_property
     def _strides(self) -> tuple[tuple[int, ...], ...]:
-        return tuple(_strides(spec) for spec in self.specs)
+        return tuple(strides_in_message(spec) for spec in self.specs)
 
     @cached_property
     def size(self) -> int:
@@ -129,7 +129,7 @@ def _is_raw(tensor: Tensor, spec: TensorSpec, strides: tuple[int, ...]) -> bool:
     )
 
 
-def _strides(spec: TensorSpec) -> tuple[int, ...]:
+def strides_in_message(spec: TensorSpec) -> tuple[int, ...]:
     """The strides in the message: the tensor's own if it is dense, else those of a contiguous one."""
     if spec.strides is not None and spec.dense:
         return spec.strides

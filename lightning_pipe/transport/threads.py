@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import threading
 import time
 from collections import defaultdict
@@ -48,10 +47,6 @@ class _MemoryWork:
         if error is not None:
             raise self._transport.error(self._operation, CommunicationError(error))
 
-    def is_completed(self) -> bool:
-        """Whether the other side has come."""
-        return self._half.done.is_set() and self._transport.world.failure is None
-
 
 class ThreadTransport(Transport):
     """Messages between threads, with the semantics of the real transports; see `thread_world`."""
@@ -71,25 +66,6 @@ class ThreadTransport(Transport):
     def receive(self, data: Tensor, peer: int, lane: Lane) -> Work:
         check_message(data)
         return self._post("receive", data, (self.peers[peer], self.process, lane), peer, lane)
-
-    @override
-    def send_object(self, obj: object, peer: int, tag: int) -> Work:
-        data = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
-        size = torch.tensor([data.numel()]).view(torch.uint8)
-        ends = (self.process, self.peers[peer])
-        lane = f"the object lane with tag {tag}"
-        self._post("send", size, (*ends, "size", tag), peer, lane)
-        return self._post("send", data, (*ends, "object", tag), peer, lane)
-
-    @override
-    def receive_object(self, peer: int, tag: int) -> Any:
-        ends = (self.peers[peer], self.process)
-        lane = f"the object lane with tag {tag}"
-        size = torch.zeros(1, dtype=torch.int64)
-        self._post("receive", size.view(torch.uint8), (*ends, "size", tag), peer, lane).wait()
-        data = torch.empty(int(size), dtype=torch.uint8)
-        self._post("receive", data, (*ends, "object", tag), peer, lane).wait()
-        return pickle.loads(data.numpy().tobytes())
 
     @override
     def make_groups(self, groups: Sequence[tuple[int, ...]]) -> None:
@@ -115,18 +91,6 @@ class ThreadTransport(Transport):
                     copy_bytes(target, brought[source])
 
         return self._meet("broadcast", tensor, tensor.nbytes, members, conclude)
-
-    @override
-    def broadcast_object(self, obj: object, source: int, members: tuple[int, ...]) -> Any:
-        data = pickle.dumps(obj) if self.process == source else None
-        meeting = self._attend("object broadcast", data, 0, members, lambda brought: brought[source])
-        return obj if self.process == source else pickle.loads(meeting.result)
-
-    @override
-    def all_gather_object(self, obj: object, members: tuple[int, ...]) -> list[Any]:
-        data = pickle.dumps(obj)
-        meeting = self._attend("object gather", data, 0, members, lambda brought: [brought[m] for m in members])
-        return [pickle.loads(item) for item in meeting.result]
 
     @override
     def barrier(self, members: tuple[int, ...] | None = None) -> None:
@@ -156,6 +120,24 @@ class ThreadTransport(Transport):
         if not in_time:
             raise self.error(operation, None, timed_out=True)
         self.waiting = None
+
+    @override
+    def _send_bytes(self, data: Tensor, peer: int, tag: int) -> Work:
+        ends = (self.process, self.peers[peer])
+        return self._post("send", data, (*ends, tag), peer, f"the object lane with tag {tag}")
+
+    @override
+    def _receive_bytes(self, data: Tensor, peer: int, tag: int) -> Work:
+        ends = (self.peers[peer], self.process)
+        return self._post("receive", data, (*ends, tag), peer, f"the object lane with tag {tag}")
+
+    @override
+    def _all_gather(self, data: Tensor, members: tuple[int, ...]) -> list[Tensor]:
+        def conclude(brought: dict[int, Tensor]) -> list[Tensor]:
+            return [brought[member] for member in members]
+
+        tensors: list[Tensor] = self._attend("object gather", data, data.nbytes, members, conclude).result
+        return tensors
 
     def _post(self, verb: Any, data: Tensor, key: Hashable, peer: int, lane: Lane | str) -> _MemoryWork:
         half = Half(data)

@@ -47,10 +47,6 @@ class GroupWork:
         if self._error is not None:
             raise self._error
 
-    def is_completed(self) -> bool:
-        """Whether the operation is known to be done."""
-        return self._work is None or self._work.is_completed()
-
     def complete(self) -> None:
         """Wait without raising, and let go of the tensors."""
         work = self._work
@@ -85,10 +81,6 @@ class WatchedWork(GroupWork):
             raise self._error
 
     @override
-    def is_completed(self) -> bool:
-        return self._done.is_set()
-
-    @override
     def complete(self) -> None:
         super().complete()
         self._done.set()
@@ -110,10 +102,6 @@ class StagedReceive:
             with torch.no_grad():
                 target.copy_(host, non_blocking=True)
             self._staging = None
-
-    def is_completed(self) -> bool:
-        """Whether the message has come to the host."""
-        return self._work.is_completed()
 
 
 class LocalReceive:
@@ -138,26 +126,6 @@ class LocalReceive:
             raise self._transport.failed(self._operation, error) from error
         self._transport.waiting = None
         return self._posted.result
-
-    def is_completed(self) -> bool:
-        """Whether the message has come."""
-        return self._peer.poll(self._posted)
-
-
-class Several:
-    """Several operations that count as one."""
-
-    def __init__(self, *works: Work) -> None:
-        self._works = works
-
-    def wait(self) -> None:
-        """Return when all are done."""
-        for work in self._works:
-            work.wait()
-
-    def is_completed(self) -> bool:
-        """Whether all are known to be done."""
-        return all(work.is_completed() for work in self._works)
 
 
 class Watcher:

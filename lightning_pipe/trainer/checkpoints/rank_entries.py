@@ -162,7 +162,7 @@ def send_tensors(mine: RankEntries, transport: Transport, speaker: int) -> None:
     """Send the tensors of a shipment, one after the other."""
     for tensor in mine.tensors:
         for part in torch.split(as_bytes(tensor.cpu()), _CHUNK):
-            transport.send_object(part.numpy(), speaker, _TAG).wait()
+            transport.send_object(part, speaker, _TAG).wait()
 
 
 def receive_items(transport: Transport, rank: int) -> tuple[list[tuple[Path, Any]], list[str]]:
@@ -174,7 +174,7 @@ def receive_items(transport: Transport, rank: int) -> tuple[list[tuple[Path, Any
 def receive_tensor(transport: Transport, rank: int, target: Tensor) -> None:
     """Receive the next tensor of another rank into contiguous memory."""
     for part in torch.split(as_bytes(target), _CHUNK):
-        part.copy_(torch.from_numpy(transport.receive_object(rank, _TAG)))
+        part.copy_(transport.receive_object(rank, _TAG))
 
 
 def assembled(checkpoint: dict[str, Any], items: Iterable[tuple[Path, Any]]) -> dict[str, Any]:

@@ -122,7 +122,8 @@ class SharedMemoryPeer:
         capacity = max(_SMALLEST, 1 << (size - 1).bit_length())
         free = self._free[capacity]
         if not free:
-            self._read()
+            while self._read_packet(socket.MSG_DONTWAIT):  # some of them may give buffers back
+                pass
         if self._gone:
             raise self._reason
         if not free:
@@ -143,11 +144,6 @@ class SharedMemoryPeer:
         if self._arrived[tag]:
             self._deliver(tag)
         return posted
-
-    def poll(self, posted: PostedReceive) -> bool:
-        """Whether a message has come; never waits."""
-        self._read(posted)
-        return posted.done
 
     def wait(self, posted: PostedReceive) -> None:
         """Wait for a message.
@@ -191,11 +187,6 @@ class SharedMemoryPeer:
         self._own += buffers
         self._free[capacity] += buffers
         self._write(_PACKET.pack(_MEMORY, 0, buffers[0].number, capacity), descriptor)
-
-    def _read(self, wanted: PostedReceive | None = None) -> None:
-        """Take in the packets that are there, up to the one that is wanted."""
-        while not (wanted is not None and wanted.done) and self._read_packet(socket.MSG_DONTWAIT):
-            pass
 
     def _read_packet(self, flags: int = 0) -> bool:
         """Take in the next packet; whether there was one within the timeout, or at once with ``MSG_DONTWAIT``."""
