@@ -242,8 +242,8 @@ def test_a_position_that_stands_still_is_a_hang() -> None:
         run_threads(world, fn)
     assert time.monotonic() - start < 4
     board = FailureBoard(store, world[0])
-    board.bulletin._prefix = board.bulletin._prefix.replace("/2/", "/1/")
-    failure = board.bulletin.failure()
+    board.store._prefix = board.store._prefix.replace("/2/", "/1/")
+    failure = board.store.failure()
     assert failure is not None
     assert failure.kind == "hang"
     assert "rank 0: action of 0; waits to receive 4 bytes from rank 1" in failure.text
