@@ -20,7 +20,7 @@ import ctypes
 import io
 import pickle
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -35,6 +35,7 @@ LARGE = 1 << 20
 """Tensors of this many bytes travel by themselves where their memory may be referred to."""
 _SIZES = struct.Struct("=3q")  # bytes of the structure, of the specs and of the tensors
 _HOST = torch.device("cpu")
+_EMPTY = MessageLayout(0, ())
 
 
 class _TensorEntry(NamedTuple):
@@ -91,18 +92,18 @@ def encode(obj: object, *, by_reference: bool = False) -> list[Tensor]:
     buffer = io.BytesIO()
     pickler = _Pickler(buffer)
     pickler.dump(obj)
-    structure, tensors = buffer.getbuffer(), pickler.tensors
+    structure, tensors = buffer.getvalue(), pickler.tensors
     entries = [_entry(tensor, by_reference) for tensor in tensors]
+    # most objects have no tensors: for them a layout would cost more than the pickle
     specs = pickle.dumps(entries, protocol=pickle.HIGHEST_PROTOCOL) if entries else b""
-    layout = _layout(entries)
+    layout = _layout(entries) if entries else _EMPTY
     begin = _SIZES.size + len(structure) + len(specs)
     body = torch.empty(max(FIRST, begin + layout.size), dtype=torch.uint8, device=_HOST)
     address = body.data_ptr()
-    text = b"".join((_SIZES.pack(len(structure), len(specs), layout.size), structure, specs))
-    ctypes.memmove(address, text, begin)
-    layout.write(
-        address + begin, (), [tensor for tensor, entry in zip(tensors, entries, strict=True) if not entry.separate]
-    )
+    sizes = _SIZES.pack(len(structure), len(specs), layout.size)
+    ctypes.memmove(address, sizes + structure + specs, begin)
+    small = [tensor for tensor, entry in zip(tensors, entries, strict=True) if not entry.separate]
+    layout.write(address + begin, (), small)
     messages = [body] if body.numel() == FIRST else [body[:FIRST], body[FIRST:]]
     return messages + [
         as_bytes(tensor, _own_strides(entry.spec))
@@ -127,10 +128,19 @@ def decode(receive: Callable[[Tensor], object], device: torch.device) -> Any:
         body[:FIRST] = first
         receive(body[FIRST:])
     text = ctypes.string_at(body.data_ptr(), begin)
-    entries: list[_TensorEntry] = pickle.loads(text[middle:]) if specs_size else []
+    entries = pickle.loads(text[middle:]) if specs_size else []
+    tensors = list(_tensors(entries, body.data_ptr() + begin, receive, device))
+    return _Unpickler(text[_SIZES.size : middle], tensors).load()
+
+
+def _tensors(
+    entries: list[_TensorEntry], address: int, receive: Callable[[Tensor], object], device: torch.device
+) -> Iterator[Tensor]:
+    """The tensors of an object; the small ones lie at an address, the others come in messages of their own."""
+    if not entries:
+        return
     # copied out of the message: a small tensor must not keep all of it alive
-    small = iter(_layout(entries).read(body.data_ptr() + begin)[1])
-    tensors: list[Tensor] = []
+    small = iter(_layout(entries).read(address)[1])
     for entry in entries:
         place = device if entry.on_device else _HOST
         if entry.separate:
@@ -139,8 +149,7 @@ def decode(receive: Callable[[Tensor], object], device: torch.device) -> Any:
             receive(as_bytes(tensor, _own_strides(entry.spec)))
         else:
             tensor = next(small).to(place)
-        tensors.append(tensor.requires_grad_(entry.requires_grad and not torch.is_inference_mode_enabled()))
-    return _Unpickler(text[_SIZES.size : middle], tensors).load()
+        yield tensor.requires_grad_(entry.requires_grad and not torch.is_inference_mode_enabled())
 
 
 def rest_size(first: Tensor) -> int:
