@@ -38,7 +38,7 @@ class Lane(NamedTuple):
 
 
 class Channel(NamedTuple):
-    """A lane from one pipeline rank to another, in the form in which `Transport.connect` is told about it."""
+    """A lane from one pipeline rank to another: what `Transport.connect` prepares."""
 
     rank: int
     peer: int
@@ -57,20 +57,20 @@ class Work(Protocol):
 
 
 class IncomingParts(Protocol):
-    """Control words and tensors on their way here."""
+    """A receive of control words and tensors under way."""
 
     def wait(self) -> tuple[list[int], list[Tensor]]:
-        """They, when they have come."""
+        """Wait for the message; returns its control words and tensors."""
 
 
 class Parts(NamedTuple):
-    """A message on its way here, and what reads it."""
+    """A receive under way, and the function that reads the message once it has come."""
 
     work: Work
     read: Callable[[], tuple[list[int], list[Tensor]]]
 
     def wait(self) -> tuple[list[int], list[Tensor]]:
-        """Its control words and tensors."""
+        """Wait for the message; returns its control words and tensors."""
         self.work.wait()
         return self.read()
 
@@ -139,7 +139,7 @@ class Transport(ABC):
     def receive(self, data: Tensor, peer: int, lane: Lane) -> Work:
         """Start to receive into a flat, contiguous ``uint8`` tensor that has exactly the message's size.
 
-        Both ends must agree on it: Gloo takes a shorter message without a word and ends the process on a longer one.
+        Both ends must agree on it: Gloo takes a shorter message without an error and ends the process on a longer one.
         """
 
     def send_parts(
@@ -154,14 +154,15 @@ class Transport(ABC):
         """Start to send control words and tensors, which may be changed at once, as one message.
 
         Args:
-            layout: how they lie in it.
+            layout: where the words and the tensors lie in the message.
             control: the control words.
             tensors: the tensors, with ``None`` for missing ones.
             peer: the receiver.
             lane: the lane.
-            tag: for the control words where they have a message of their own; that of no other object under way.
+            tag: for the control words where they have a message of their own; no other object under way has it.
         """
         data = layout.pack(control if self.inline_control else (), tensors, self.device)
+        # a GPU's memory cannot be read without waiting for the GPU, so its control words travel by the host
         words = () if self.inline_control else (self.send_object(control, peer, tag),)
         return (*words, self.send(data, peer, lane))
 
@@ -214,6 +215,7 @@ class Transport(ABC):
             return obj
         if self.process != source:
             return decode(lambda message: self.broadcast(message, source, members).wait(), self.device)
+        # by reference: the caller is held here until all members have the messages
         works = [self.broadcast(message, source, members) for message in encode(obj, by_reference=True)]
         Several(*works).wait()
         return obj
@@ -228,6 +230,7 @@ class Transport(ABC):
         sizes = [rest_size(each) for each in firsts]
         messages = [firsts]
         if any(sizes):
+            # members of a gather bring the same number of bytes
             padded = torch.zeros(max(sizes), dtype=torch.uint8, device=first.device)
             for message in rest:
                 padded[: message.numel()] = message
@@ -252,7 +255,7 @@ class Transport(ABC):
 
     @abstractmethod
     def barrier(self, members: tuple[int, ...] | None = None) -> None:
-        """Return when every member (``None``: every process) has come here."""
+        """Return when every member (``None``: every process) has called this."""
 
     def abort(self) -> None:
         """Give up: pending operations fail here and, as soon as possible, at the peers."""
@@ -260,10 +263,10 @@ class Transport(ABC):
 
     @contextmanager
     def guarding(self, operation: object) -> Iterator[None]:
-        """Around a collective that is not this transport's: reports name it, and its errors say what is known.
+        """Surround a collective of another library: reports of a hang name it, and its errors say who failed first.
 
         Args:
-            operation: what it does, as in "could not ...".
+            operation: what the collective does, in words that follow "could not".
         """
         yield
 
@@ -286,7 +289,7 @@ class Transport(ABC):
         return f"{channel.lane} from {self.names[channel.rank]} to {self.names[channel.peer]}"
 
     def error(self, operation: object, cause: BaseException | None, timed_out: bool = False) -> CommunicationError:
-        """The error for an operation that failed: with the origin's traceback or the report of a hang, if known."""
+        """The error for an operation that failed, with the first failure or the report of a hang, if known."""
         timed_out = timed_out or (self.board is not None and self.board.overdue)
         what = f"{self.describe().capitalize()} could not {operation}"
         if timed_out:
@@ -309,7 +312,7 @@ class Transport(ABC):
 
 
 def check_message(data: Tensor) -> None:
-    """Raise if a tensor has not the form that lanes carry."""
+    """Raise if a tensor does not have the form that lanes carry."""
     if data.dtype is not torch.uint8 or data.dim() != 1 or not data.is_contiguous():
         raise CommunicationError(
             f"Lanes carry flat, contiguous uint8 tensors, not {data.dtype} of shape {tuple(data.shape)}.",

@@ -41,7 +41,7 @@ class NonBlockingBroadcast:
         """A call of ``training_step`` ends: what was sent more than ``ahead`` calls ago must have arrived."""
         self._sent.append([])
         while len(self._sent) > self._ahead + 1:
-            for work in self._sent.popleft():
+            for work in self._sent.popleft():  # without a limit a slow receiver would fill the source's memory
                 work.wait()
 
     def flush(self) -> None:

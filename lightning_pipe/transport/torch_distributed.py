@@ -30,8 +30,8 @@ _UNLIMITED = timedelta(days=1000)
 class TorchTransport(Transport):
     """What all transports over torch.distributed share: objects, host-side collectives and groups, all over Gloo.
 
-    Needs an initialised default process group and makes its own groups, so that nothing the user or Lightning does
-    with the default group can come between. Creating one is a collective.
+    A transport needs an initialised default process group and makes groups of its own, so that no collective of the
+    user or of Lightning in the default group can come between. Creating a transport is a collective.
 
     Args:
         topology: the place of every process of the default group.

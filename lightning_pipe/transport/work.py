@@ -1,4 +1,4 @@
-"""Operations under way in the transports over torch.distributed."""
+"""Sends, receives and collectives under way in the transports over torch.distributed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 WATCHED_SIZE = 1 << 18
 """From this size on a thread watches over a send over Gloo, so that its buffer is freed as soon as it is done: Gloo
-cannot be asked whether an operation is done (`is_completed` is False until `wait` returns, torch 2.13)."""
+cannot be asked whether an operation is done (its `is_completed` is False until `wait` returns, torch 2.13)."""
 
 
 class GroupWork:
@@ -48,12 +48,12 @@ class GroupWork:
             raise self._error
 
     def complete(self) -> None:
-        """Wait without raising, and let go of the tensors."""
+        """Wait, keep an error for `wait` to raise, and release the tensors."""
         work = self._work
         assert work is not None
         try:
             limit = self._transport.limit
-            # with a limit NCCL's would make the host wait for the GPU
+            # with a limit NCCL's `wait` would make the host wait for the GPU
             if limit is None or self._held is None or not self._held.is_cpu:
                 work.wait()
             else:
@@ -61,6 +61,7 @@ class GroupWork:
         except RuntimeError as error:
             self._error = self._transport.failed(self._operation, error)
             self._error.__cause__ = error
+        # the memory is freed with its last reference, and a caller may keep this object for a whole batch
         self._work = self._held = None
 
 
@@ -116,7 +117,7 @@ class LocalReceive:
         self._posted = posted
 
     def wait(self) -> Any:
-        """What was read of the message when it has come."""
+        """Wait for the message; returns what its reader made of it."""
         if self._posted.done:
             return self._posted.result
         self._transport.waiting = self._operation
