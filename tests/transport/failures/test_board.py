@@ -273,7 +273,7 @@ def test_a_process_that_cannot_say_it_itself_is_told_about() -> None:
     boards = [FailureBoard(store, transport, patience=0.1) for transport in world]
     boards[0].lost(2, "was killed by SIGKILL (out of memory?)")
     assert "Rank 2 was killed by SIGKILL" in str(boards[1].explain("Rank 1 could not go on."))
-    boards[0].lost(1, "has ended with code 1")  # the consequence is not told
+    boards[0].lost(1, "has ended with code 1")  # only the reason is entered, not its consequence
     failure = boards[1].find_failure()
     assert failure is not None
     assert failure.process == 2
