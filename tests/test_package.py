@@ -47,3 +47,15 @@ def test_the_version_costs_no_heavy_import() -> None:
         "import sys, lightning_pipe; lightning_pipe.__version__; assert not {'torch', 'lightning'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, timeout=60)
+
+
+def test_no_module_is_left_out_of_the_wheel() -> None:
+    folders = {path.parent for part in ("lightning_pipe", "tests") for path in (ROOT / part).rglob("*.py")}
+    assert [str(folder) for folder in sorted(folders) if not (folder / "__init__.py").is_file()] == []
+    # hatchling and ruff skip what .gitignore names, even where git itself knows the files
+    modules = [str(path.relative_to(ROOT)) for path in (ROOT / "lightning_pipe").rglob("*.py")]
+    ignored = subprocess.run(
+        ["git", "check-ignore", "--no-index", "--stdin"],
+        input="\n".join(modules), capture_output=True, text=True, cwd=ROOT, check=False, timeout=30,
+    )  # fmt: skip
+    assert ignored.stdout.split() == []

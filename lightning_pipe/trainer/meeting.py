@@ -21,9 +21,9 @@ from lightning_pipe.transport.failures.store_client import StoreSilentError
 _SOON, _LATE = 0.0005, 0.02
 """Seconds between two looks at the store, at first and later on."""
 _PAUSE = 1.5
-"""Seconds between two roll calls: a watchdog answers once a second."""
-_ROLLS = 4
-"""Roll calls after which a process that waits for something else is known not to come."""
+"""Seconds between two status queries: a watchdog answers once a second."""
+_QUERIES = 4
+"""Status queries after which a process that waits for something else is known not to come."""
 _LIBRARIES = ("lightning_pipe", "lightning", "lightning_utilities", "torch", "contextlib", "runpy")
 
 
@@ -31,7 +31,7 @@ class Meetings:
     """Where the processes of a run meet.
 
     Args:
-        board: where failures are told; its watchdog answers roll calls.
+        board: where failures are reported; its watchdog answers status queries.
         gone: whether a process has ended that this one has started.
     """
 
@@ -62,43 +62,43 @@ class Meetings:
             self._transport.waiting = before
 
     def _meet(self, what: str, key: str) -> None:
-        bulletin = self._board.bulletin
-        bulletin.note(f"{key}{self._transport.process}", json.dumps([what, caller()]))
-        if bulletin.add(f"{key}count") == self._transport.topology.world_size:
-            bulletin.note(f"{key}complete", "yes")
+        store = self._board.store
+        store.note(f"{key}{self._transport.process}", json.dumps([what, caller()]))
+        if store.add(f"{key}count") == self._transport.topology.world_size:
+            store.note(f"{key}complete", "yes")
         start, pause = time.monotonic(), _SOON
-        roll = _RollCall(self._board, self._transport.process)
+        query = _StatusQuery(self._board, self._transport.process)
         while not self._complete(key):
             time.sleep(pause)
             pause = min(1.2 * pause, _LATE)
             if self._board.failed or time.monotonic() - start > self._transport.timeout.total_seconds():
                 raise self._transport.error(f"do {what} together", None, timed_out=not self._board.failed)
-            if roll.due:
+            if query.due:
                 self._compare(what, key)
-                self._look_for(what, key, roll)
+                self._look_for(what, key, query)
         self._compare(what, key)
 
     def _complete(self, key: str) -> bool:
         try:
-            return self._board.bulletin.noted(f"{key}complete") is not None
+            return self._board.store.noted(f"{key}complete") is not None
         except StoreSilentError:  # process 0 stands still: no fault yet
             return False
 
     def _compare(self, what: str, key: str) -> None:
         """Raise if another process does something else."""
         for process in self._processes:
-            text = self._board.bulletin.noted(f"{key}{process}")
+            text = self._board.store.noted(f"{key}{process}")
             found, line = json.loads(text) if text is not None else (what, "")
             if found != what:
                 name = self._transport.describe(process)
                 raise _alone(f"{what} is called on {self._name}, {found} on {name} ({line}).")
 
-    def _look_for(self, what: str, key: str, roll: _RollCall) -> None:
+    def _look_for(self, what: str, key: str, query: _StatusQuery) -> None:
         """Raise if a process that has not come will not do so any more."""
-        missing = [process for process in self._processes if self._board.bulletin.noted(f"{key}{process}") is None]
+        missing = [process for process in self._processes if self._board.store.noted(f"{key}{process}") is None]
         if missing and self._gone():
             raise _alone(f"{what} is called on {self._name} after another process has ended.")
-        places = roll.call(missing) if missing else None
+        places = query.ask(missing) if missing else None
         if places is not None:
             where = "; ".join(f"{self._transport.describe(p)} waits to {place}" for p, place in places.items())
             raise _alone(f"{what} is called on {self._name}, and not on all others: {where}.")
@@ -128,7 +128,7 @@ def _alone(text: str) -> CollectiveError:
     return CollectiveError(f"{text[0].upper()}{text[1:]}", hint=hint)
 
 
-class _RollCall:
+class _StatusQuery:
     """Asks the processes that have not come whether they wait for something else."""
 
     def __init__(self, board: FailureBoard, process: int) -> None:
@@ -141,11 +141,11 @@ class _RollCall:
     def due(self) -> bool:
         return time.monotonic() - self._asked > _PAUSE
 
-    def call(self, missing: list[int]) -> dict[int, str] | None:
+    def ask(self, missing: list[int]) -> dict[int, str] | None:
         """What all of them wait for, once they have done so for a while without a change."""
         found: dict[int, Any] = {}
         for process in missing:
-            text = self._board.bulletin.noted(f"roll/{process}")
+            text = self._board.store.noted(f"query/{process}")
             asked, *state = json.loads(text) if text is not None else [None]
             if asked == f"{self._process}/{self._number}" and state[0] is not None:
                 found[process] = state
@@ -153,5 +153,5 @@ class _RollCall:
         self._same, self._before = self._same + 1 if same else 0, found
         self._number += 1
         self._asked = time.monotonic()
-        self._board.bulletin.note("roll", f"{self._process}/{self._number}")
-        return {process: str(state[0]) for process, state in found.items()} if self._same >= _ROLLS - 1 else None
+        self._board.store.note("query", f"{self._process}/{self._number}")
+        return {process: str(state[0]) for process, state in found.items()} if self._same >= _QUERIES - 1 else None

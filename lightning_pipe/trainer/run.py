@@ -49,7 +49,6 @@ from lightning_pipe.trainer.whole_model.metrics import Metrics
 from lightning_pipe.trainer.whole_model.sharded_optimizer import ShardedOptimizers
 from lightning_pipe.trainer.withheld_gradients import WithheldGradients, withheld_gradients
 from lightning_pipe.trainer.world import World
-from lightning_pipe.transport.object_broadcast import broadcast
 
 Context = Callable[[], AbstractContextManager[None]]
 
@@ -234,7 +233,7 @@ class PipelineRun:
         def share(message: Any) -> Any:
             if self.streaming is not None and trainer.training:
                 return self.streaming.share(message, source)
-            return broadcast(transport, message, source, members)
+            return transport.broadcast_object(message, source, members)
 
         trainer = self._module.trainer
         mirror = SharedDataLoader(loader, transport, source, members, share)

@@ -22,15 +22,15 @@ def tell_once(error: BaseException, board: FailureBoard, *, started: bool) -> No
 
     Args:
         error: with which this process ends.
-        board: where failures are told.
+        board: where failures are reported.
         started: whether this process has started the others.
     """
     if is_child():
         with _ignoring_termination():
-            first = board.may_tell(_PATIENCE)
+            first = board.becomes_reporter(_PATIENCE)
         if not first:
             leave_quietly(error)
-    elif started and board.transport.process == 0 and not board.may_tell():
+    elif started and board.transport.process == 0 and not board.becomes_reporter():
         leave_quietly(error)
 
 

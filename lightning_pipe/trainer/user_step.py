@@ -25,7 +25,6 @@ from lightning_pipe.trainer.module_state import Tracked, comparable_values, name
 from lightning_pipe.trainer.whole_model.logging import Log, Logged, LogKey, Merged, combine, merge
 from lightning_pipe.trainer.whole_model.metrics import Metrics
 from lightning_pipe.trainer.world import World
-from lightning_pipe.transport import object_broadcast
 
 OUTPUT_LIMIT = 64 << 20
 """Bytes up to which what a step returns is brought to the ranks without the loss."""
@@ -393,7 +392,7 @@ def from_ranks(pipeline: Pipeline, ranks: Sequence[int], value: Any) -> list[Any
     """What each of some ranks passes, on all ranks of the pipeline. Collective over it."""
     transport = pipeline.transport
     sources = [transport.topology.process(transport.replica, rank) for rank in ranks]
-    return [object_broadcast.broadcast(transport, value, source, pipeline.pipeline_members) for source in sources]
+    return [transport.broadcast_object(value, source, pipeline.pipeline_members) for source in sources]
 
 
 def _has_loss(output: Any) -> bool:

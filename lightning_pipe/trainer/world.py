@@ -26,7 +26,6 @@ from lightning_pipe.trainer.connect import connect, no_longer_than, on_interface
 from lightning_pipe.transport.base import Transport
 from lightning_pipe.transport.choose import open_transport
 from lightning_pipe.transport.failures.board import FailureBoard
-from lightning_pipe.transport.object_broadcast import broadcast
 from lightning_pipe.transport.topology import Topology
 from lightning_pipe.transport.torch_distributed import default_store
 
@@ -173,7 +172,8 @@ class World:
 
     def share_randomness(self) -> int:
         """Continue everywhere from the random state of process 0, as one device would; returns its seed."""
-        state, seed = broadcast(self.transport, (torch.get_rng_state(), torch.initial_seed()), 0, self.everyone)
+        mine = (torch.get_rng_state(), torch.initial_seed())
+        state, seed = self.transport.broadcast_object(mine, 0, self.everyone)
         torch.set_rng_state(state)
         return int(seed)
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_pipe.errors import CommunicationError
+from lightning_pipe.transport.objects import decode, encode, rest_size
 from lightning_pipe.transport.topology import Topology
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ class Lane(NamedTuple):
 
 
 class Channel(NamedTuple):
-    """A lane from one pipeline rank to another, in the form in which `Transport.connect` is told about it."""
+    """A lane from one pipeline rank to another: what `Transport.connect` prepares."""
 
     rank: int
     peer: int
@@ -54,41 +55,40 @@ class Work(Protocol):
             CommunicationError: a peer failed, left, or did not answer in time.
         """
 
-    def is_completed(self) -> bool:
-        """Whether `wait` would return at once; never blocks."""
-
 
 class IncomingParts(Protocol):
-    """Control words and tensors on their way here."""
+    """A receive of control words and tensors under way."""
 
     def wait(self) -> tuple[list[int], list[Tensor]]:
-        """They, when they have come."""
+        """Wait for the message; returns its control words and tensors."""
 
 
 class Parts(NamedTuple):
-    """A message on its way here, and what reads it."""
+    """A receive under way, and the function that reads the message once it has come."""
 
     work: Work
     read: Callable[[], tuple[list[int], list[Tensor]]]
 
     def wait(self) -> tuple[list[int], list[Tensor]]:
-        """Its control words and tensors."""
+        """Wait for the message; returns its control words and tensors."""
         self.work.wait()
         return self.read()
 
 
-class Done:
-    """An operation that had nothing to do."""
+class Several:
+    """Several operations that count as one."""
+
+    def __init__(self, *works: Work) -> None:
+        self._works = works
 
     def wait(self) -> None:
-        """Return at once."""
-
-    def is_completed(self) -> bool:
-        """True."""
-        return True
+        """Return when all are done."""
+        for work in self._works:
+            work.wait()
 
 
-DONE = Done()
+DONE = Several()
+"""An operation that had nothing to do."""
 
 
 class Transport(ABC):
@@ -139,7 +139,7 @@ class Transport(ABC):
     def receive(self, data: Tensor, peer: int, lane: Lane) -> Work:
         """Start to receive into a flat, contiguous ``uint8`` tensor that has exactly the message's size.
 
-        Both ends must agree on it: Gloo takes a shorter message without a word and ends the process on a longer one.
+        Both ends must agree on it: Gloo takes a shorter message without an error and ends the process on a longer one.
         """
 
     def send_parts(
@@ -154,14 +154,15 @@ class Transport(ABC):
         """Start to send control words and tensors, which may be changed at once, as one message.
 
         Args:
-            layout: how they lie in it.
+            layout: where the words and the tensors lie in the message.
             control: the control words.
             tensors: the tensors, with ``None`` for missing ones.
             peer: the receiver.
             lane: the lane.
-            tag: for the control words where they have a message of their own; that of no other object under way.
+            tag: for the control words where they have a message of their own; no other object under way has it.
         """
         data = layout.pack(control if self.inline_control else (), tensors, self.device)
+        # a GPU's memory cannot be read without waiting for the GPU, so its control words travel by the host
         words = () if self.inline_control else (self.send_object(control, peer, tag),)
         return (*words, self.send(data, peer, lane))
 
@@ -177,13 +178,16 @@ class Transport(ABC):
 
         return Parts(work, read)
 
-    @abstractmethod
     def send_object(self, obj: object, peer: int, tag: int) -> Work:
-        """Start to send any object that pickles. Messages with different tags may overtake each other."""
+        """Start to send any object that pickles; it may be changed at once.
 
-    @abstractmethod
+        Objects with different tags may overtake each other. Tensors of an accelerator arrive on the peer's device.
+        """
+        return Several(*[self._send_bytes(message, peer, tag) for message in encode(obj)])
+
     def receive_object(self, peer: int, tag: int) -> Any:
         """The next object that ``peer`` sends with this tag."""
+        return decode(lambda message: self._receive_bytes(message, peer, tag).wait(), self.device)
 
     @abstractmethod
     def make_groups(self, groups: Sequence[tuple[int, ...]]) -> None:
@@ -201,17 +205,57 @@ class Transport(ABC):
     def broadcast(self, tensor: Tensor, source: int, members: tuple[int, ...]) -> Work:
         """Start to copy the source's contiguous tensor into those of the other members."""
 
-    @abstractmethod
-    def broadcast_object(self, obj: object, source: int, members: tuple[int, ...]) -> Any:
-        """The source's object, on every member."""
+    def broadcast_object(self, obj: Any, source: int, members: tuple[int, ...]) -> Any:
+        """The source's own object there, a copy on every other member, which passes anything.
 
-    @abstractmethod
+        Large tensors travel out of the source's memory, those of an accelerator from device to device.
+        """
+        self.check_members(members)
+        if len(members) == 1:
+            return obj
+        if self.process != source:
+            return decode(lambda message: self.broadcast(message, source, members).wait(), self.device)
+        # by reference: the caller is held here until all members have the messages
+        works = [self.broadcast(message, source, members) for message in encode(obj, by_reference=True)]
+        Several(*works).wait()
+        return obj
+
     def all_gather_object(self, obj: object, members: tuple[int, ...]) -> list[Any]:
         """Every member's object, in the order of the members."""
+        self.check_members(members)
+        if len(members) == 1:
+            return [obj]
+        first, *rest = encode(obj)
+        firsts = self._all_gather(first, members)
+        sizes = [rest_size(each) for each in firsts]
+        messages = [firsts]
+        if any(sizes):
+            # members of a gather bring the same number of bytes
+            padded = torch.zeros(max(sizes), dtype=torch.uint8, device=first.device)
+            for message in rest:
+                padded[: message.numel()] = message
+            messages.append(self._all_gather(padded, members))
+        return [self._gathered(iter(of_member)) for of_member in zip(*messages, strict=True)]
+
+    def _gathered(self, messages: Iterator[Tensor]) -> Any:
+        """The object of one member; each of its messages has the size of the longest one."""
+        return decode(lambda message: message.copy_(next(messages)[: message.numel()]), self.device)
+
+    @abstractmethod
+    def _send_bytes(self, data: Tensor, peer: int, tag: int) -> Work:
+        """Start to send flat bytes in host memory, beside the lanes; those with one tag keep their order."""
+
+    @abstractmethod
+    def _receive_bytes(self, data: Tensor, peer: int, tag: int) -> Work:
+        """Start to receive what `_send_bytes` sends."""
+
+    @abstractmethod
+    def _all_gather(self, data: Tensor, members: tuple[int, ...]) -> list[Tensor]:
+        """The flat bytes of every member, which has as many as the others, in host memory."""
 
     @abstractmethod
     def barrier(self, members: tuple[int, ...] | None = None) -> None:
-        """Return when every member (``None``: every process) has come here."""
+        """Return when every member (``None``: every process) has called this."""
 
     def abort(self) -> None:
         """Give up: pending operations fail here and, as soon as possible, at the peers."""
@@ -219,10 +263,10 @@ class Transport(ABC):
 
     @contextmanager
     def guarding(self, operation: object) -> Iterator[None]:
-        """Around a collective that is not this transport's: reports name it, and its errors say what is known.
+        """Surround a collective of another library: reports of a hang name it, and its errors say who failed first.
 
         Args:
-            operation: what it does, as in "could not ...".
+            operation: what the collective does, in words that follow "could not".
         """
         yield
 
@@ -245,7 +289,7 @@ class Transport(ABC):
         return f"{channel.lane} from {self.names[channel.rank]} to {self.names[channel.peer]}"
 
     def error(self, operation: object, cause: BaseException | None, timed_out: bool = False) -> CommunicationError:
-        """The error for an operation that failed: with the origin's traceback or the report of a hang, if known."""
+        """The error for an operation that failed, with the first failure or the report of a hang, if known."""
         timed_out = timed_out or (self.board is not None and self.board.overdue)
         what = f"{self.describe().capitalize()} could not {operation}"
         if timed_out:
@@ -268,7 +312,7 @@ class Transport(ABC):
 
 
 def check_message(data: Tensor) -> None:
-    """Raise if a tensor has not the form that lanes carry."""
+    """Raise if a tensor does not have the form that lanes carry."""
     if data.dtype is not torch.uint8 or data.dim() != 1 or not data.is_contiguous():
         raise CommunicationError(
             f"Lanes carry flat, contiguous uint8 tensors, not {data.dtype} of shape {tuple(data.shape)}.",

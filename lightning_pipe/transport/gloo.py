@@ -37,6 +37,7 @@ class GlooTransport(TorchTransport):
         if local:
             with self.failing("connect to the processes of this host"):
                 found = connect_local(self.process, self.peers, timeout.total_seconds(), self._gather)
+            # those that were not found stay with Gloo: other hosts, other containers
             self._local = {self.peers.index(process): peer for process, peer in found.items()}
 
     @override
@@ -55,6 +56,7 @@ class GlooTransport(TorchTransport):
         check_message(data)
         if data.is_cpu:
             return self._start_receive(data, peer, lane, _lane_tag(lane))
+        # pinned, so that the copy to the device need not wait for the host
         host = torch.empty(data.shape, dtype=data.dtype, pin_memory=True)
         work = self._start_receive(host, peer, lane, _lane_tag(lane))
         return StagedReceive(work, host, data)

@@ -1,4 +1,12 @@
-"""Several tensors and a few control words in one flat message."""
+"""Tensors of known shapes and a few control words in one flat message.
+
+::
+
+    | control words | pad | tensor | pad | tensor | pad |      every tensor begins at a multiple of 16 bytes
+
+Both ends have the layout, so the message says nothing about itself. Objects whose tensors only the sender knows have an
+encoding of their own, `lightning_pipe.transport.objects`, which carries the layout along.
+"""
 
 from __future__ import annotations
 
@@ -17,21 +25,21 @@ from torch import Tensor
 from lightning_pipe.tensor_spec import TensorSpec
 
 Part = TypeVar("Part")
-_ALIGNMENT = 16
-_BITS = 62
+_ALIGNMENT = 16  # torch views bytes as complex128 only at such offsets
+_BITS = 62  # of a mask in one control word, which is signed
 _HOST = torch.device("cpu")
 
 
 @dataclass(frozen=True)
 class MessageLayout:
-    """Where the parts of a message lie.
+    """Where control words and tensors lie in a message.
 
     Args:
-        words: number of 64-bit control words at its head.
+        words: number of 64-bit control words at the beginning.
         specs: shapes and dtypes of the tensors behind them.
 
     Example:
-        >>> layout = Layout(1, (TensorSpec((2,), torch.float32),))
+        >>> layout = MessageLayout(1, (TensorSpec((2,), torch.float32),))
         >>> layout.size
         32
         >>> layout.unpack(layout.pack([7], [torch.ones(2)], torch.device("cpu")))
@@ -56,7 +64,7 @@ class MessageLayout:
 
     @cached_property
     def _strides(self) -> tuple[tuple[int, ...], ...]:
-        return tuple(_strides(spec) for spec in self.specs)
+        return tuple(strides_in_message(spec) for spec in self.specs)
 
     @cached_property
     def size(self) -> int:
@@ -76,7 +84,8 @@ class MessageLayout:
         return data
 
     def write(self, address: int, control: Sequence[int], tensors: Sequence[Tensor | None]) -> None:
-        """Write a message to host memory. Without torch's calls, which take several times as long."""
+        """Write a message to host memory."""
+        # plain copies of memory: torch's calls take several times as long for a small tensor
         if control:
             ctypes.memmove(address, self._control.pack(*control), self._control.size)
         for tensor, (offset, count), spec, strides in self._places(tensors):
@@ -84,6 +93,7 @@ class MessageLayout:
                 continue
             raw = tensor
             if not _is_raw(tensor, spec, strides):
+                # of another dtype, on a device, with gaps, or with values that are computed when they are read
                 with torch.no_grad():
                     raw = torch.empty_strided(spec.shape, strides, dtype=spec.dtype, device=_HOST).copy_(tensor)
             ctypes.memmove(address + offset, raw.data_ptr(), count)
@@ -100,7 +110,7 @@ class MessageLayout:
         return control, tensors
 
     def _places(self, tensors: Iterable[Part]) -> Iterator[tuple[Part, tuple[int, int], TensorSpec, tuple[int, ...]]]:
-        """With every tensor its offset and bytes, its specification and its strides."""
+        """Each tensor with its offset and size in bytes, its specification and its strides."""
         return zip(tensors, self._parts, self.specs, self._strides, strict=False)
 
     def unpack(self, data: Tensor) -> tuple[list[int], list[Tensor]]:
@@ -112,6 +122,7 @@ class MessageLayout:
         storage = data.untyped_storage()
         tensors = []
         for (offset, _), spec, strides in zip(self._parts, self.specs, self._strides, strict=False):
+            # a view would share the version counter, and autograd would take a change of one for a change of all
             tensor = torch.empty(0, dtype=spec.dtype, device=data.device)
             tensors.append(tensor.set_(storage, offset // spec.dtype.itemsize, spec.shape, strides))
         return tensors
@@ -129,7 +140,7 @@ def _is_raw(tensor: Tensor, spec: TensorSpec, strides: tuple[int, ...]) -> bool:
     )
 
 
-def _strides(spec: TensorSpec) -> tuple[int, ...]:
+def strides_in_message(spec: TensorSpec) -> tuple[int, ...]:
     """The strides in the message: the tensor's own if it is dense, else those of a contiguous one."""
     if spec.strides is not None and spec.dense:
         return spec.strides

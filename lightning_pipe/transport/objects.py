@@ -1,46 +1,194 @@
-"""Tensors and objects as flat messages of bytes.
+"""The one encoding of objects: a pickle of the structure, and the tensors in it flat beside it.
 
-Those of objects have a head of fixed size, and a body if the object does not fit into it.
+An object becomes one to several messages of bytes::
+
+    first message, always FIRST bytes                    second, if all that does not fit
+    +-------+-----------+-------+------------------------------------------------------+
+    | sizes | structure | specs | tensors, as a MessageLayout places them              |
+    +-------+-----------+-------+------------------------------------------------------+
+    with ``by_reference`` every large tensor follows in a message of its own: its memory, without a copy
+
+A receiver knows the size of the first message. It reads the size of the second one there, and the shapes of the large
+tensors in the specs. So no message needs another one to announce it.
+
+The structure goes along every time: it is short, and a cache of structures would have to be kept alike on all members.
 """
 
 from __future__ import annotations
 
+import ctypes
+import io
 import pickle
-from typing import Any
+import struct
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-HEAD = 1024
-"""Bytes of a head. Objects up to this size, less eight bytes, travel in the message that announces their size."""
+from lightning_pipe.tensor_spec import TensorSpec
+from lightning_pipe.transport.message_layout import MessageLayout, strides_in_message
+
+FIRST = 4096
+"""Bytes of the first message of every object: most objects need no other."""
+LARGE = 1 << 20
+"""Tensors of this many bytes travel by themselves where their memory may be referred to."""
+_SIZES = struct.Struct("=3q")  # bytes of the structure, of the specs and of the tensors
+_HOST = torch.device("cpu")
+_EMPTY = MessageLayout(0, ())
 
 
-def pack(obj: object) -> tuple[Tensor, Tensor | None]:
-    """An object as a head of fixed size (length, content if it fits) and a body if it does not."""
-    data = pickle.dumps(obj, protocol=pickle.HIGHEST_PROTOCOL)
-    head = bytearray(HEAD)
-    head[:8] = len(data).to_bytes(8, "little")
-    if len(data) > HEAD - 8:
-        return torch.frombuffer(head, dtype=torch.uint8), torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    head[8 : 8 + len(data)] = data
-    return torch.frombuffer(head, dtype=torch.uint8), None
+class _TensorEntry(NamedTuple):
+    """What a receiver must know to make room for a tensor."""
+
+    spec: TensorSpec
+    on_device: bool
+    requires_grad: bool
+    separate: bool
 
 
-def body_size(head: Tensor) -> int:
-    """Bytes of the body that follows a head; 0 if all is in the head."""
-    size = int.from_bytes(head[:8].numpy().tobytes(), "little")
-    return size if size > HEAD - 8 else 0
+class _Pickler(pickle.Pickler):
+    """Takes plain tensors out of the pickle, which holds their numbers instead."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
+        self.tensors: list[Tensor] = []
+        self._numbers: dict[int, int] = {}
+
+    def persistent_id(self, obj: Any) -> int | None:
+        # subclasses, sparse and quantized tensors know themselves how they are pickled; of a Parameter and of a sparse
+        # tensor the plain tensors inside come back here
+        if type(obj) is not Tensor or obj.layout is not torch.strided or obj.is_quantized or obj.is_meta:
+            return None
+        number = self._numbers.setdefault(id(obj), len(self.tensors))
+        if number == len(self.tensors):
+            self.tensors.append(obj)  # which also keeps its id from being used again
+        return number
 
 
-def unpack(head: Tensor) -> Any:
-    """The object in a head that has no body."""
-    return pickle.loads(head[8:].numpy().data)
+class _Unpickler(pickle.Unpickler):
+    """Puts the tensors back."""
+
+    def __init__(self, data: bytes, tensors: list[Tensor]) -> None:
+        super().__init__(io.BytesIO(data))
+        self._tensors = tensors
+
+    def persistent_load(self, pid: Any) -> Tensor:
+        tensor: Tensor = self._tensors[pid]
+        return tensor
 
 
-def as_bytes(tensor: Tensor) -> Tensor:
-    """The values of a tensor in row-major order as flat bytes: its own memory, if they lie there like that."""
+def encode(obj: object, *, by_reference: bool = False) -> list[Tensor]:
+    """The messages of an object, in the order in which a receiver takes them.
+
+    Any type that pickles will do. Tensors keep dtype, shape and, if their elements fill their memory, strides. What
+    they were computed from stays behind, and so do attributes set on them and memory that they share.
+
+    Args:
+        obj: the object.
+        by_reference: whether large tensors may be sent out of their own memory. The caller then changes none of them
+            before the messages have been sent.
+    """
+    buffer = io.BytesIO()
+    pickler = _Pickler(buffer)
+    pickler.dump(obj)
+    structure, tensors = buffer.getvalue(), pickler.tensors
+    entries = [_entry(tensor, by_reference) for tensor in tensors]
+    # most objects have no tensors: for them a layout would cost more than the pickle
+    specs = pickle.dumps(entries, protocol=pickle.HIGHEST_PROTOCOL) if entries else b""
+    layout = _layout(entries) if entries else _EMPTY
+    begin = _SIZES.size + len(structure) + len(specs)
+    body = torch.empty(max(FIRST, begin + layout.size), dtype=torch.uint8, device=_HOST)
+    address = body.data_ptr()
+    sizes = _SIZES.pack(len(structure), len(specs), layout.size)
+    ctypes.memmove(address, sizes + structure + specs, begin)
+    small = [tensor for tensor, entry in zip(tensors, entries, strict=True) if not entry.separate]
+    layout.write(address + begin, (), small)
+    messages = [body] if body.numel() == FIRST else [body[:FIRST], body[FIRST:]]
+    return messages + [
+        as_bytes(tensor, _own_strides(entry.spec))
+        for tensor, entry in zip(tensors, entries, strict=True)
+        if entry.separate
+    ]
+
+
+def decode(receive: Callable[[Tensor], object], device: torch.device) -> Any:
+    """The object in the messages of `encode`.
+
+    Args:
+        receive: fills the tensor that it gets with the next message, which has its size.
+        device: where tensors of an accelerator arrive.
+    """
+    body = torch.empty(FIRST, dtype=torch.uint8, device=_HOST)
+    receive(body)
+    structure_size, specs_size, tensors_size = _sizes(body)
+    middle, begin = _SIZES.size + structure_size, _SIZES.size + structure_size + specs_size
+    if begin + tensors_size > FIRST:
+        first, body = body, torch.empty(begin + tensors_size, dtype=torch.uint8, device=_HOST)
+        body[:FIRST] = first
+        receive(body[FIRST:])
+    text = ctypes.string_at(body.data_ptr(), begin)
+    entries = pickle.loads(text[middle:]) if specs_size else []
+    tensors = list(_tensors(entries, body.data_ptr() + begin, receive, device))
+    return _Unpickler(text[_SIZES.size : middle], tensors).load()
+
+
+def _tensors(
+    entries: list[_TensorEntry], address: int, receive: Callable[[Tensor], object], device: torch.device
+) -> Iterator[Tensor]:
+    """The tensors of an object; the small ones lie at an address, the others come in messages of their own."""
+    if not entries:
+        return
+    # copied out of the message: a small tensor must not keep all of it alive
+    small = iter(_layout(entries).read(address)[1])
+    for entry in entries:
+        place = device if entry.on_device else _HOST
+        if entry.separate:
+            strides = strides_in_message(entry.spec)
+            tensor = torch.empty_strided(entry.spec.shape, strides, dtype=entry.spec.dtype, device=place)
+            receive(as_bytes(tensor, _own_strides(entry.spec)))
+        else:
+            tensor = next(small).to(place)
+        yield tensor.requires_grad_(entry.requires_grad and not torch.is_inference_mode_enabled())
+
+
+def rest_size(first: Tensor) -> int:
+    """Bytes of the second message that follows a first one; 0 if there is none."""
+    return max(0, _SIZES.size + sum(_sizes(first)) - FIRST)
+
+
+def as_bytes(tensor: Tensor, strides: tuple[int, ...] | None = None) -> Tensor:
+    """The values of a tensor as flat bytes: its own memory, if they lie there in the order that is asked for.
+
+    Args:
+        tensor: the tensor.
+        strides: the order, as strides without gaps; ``None`` for row-major order.
+    """
     if tensor._is_zerotensor():  # which has no memory
         tensor = torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-    data = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    data = tensor.detach().resolve_conj().resolve_neg()
+    if strides is None:
+        data = data.contiguous()
+    elif data.stride() != strides:
+        data = torch.empty_strided(data.shape, strides, dtype=data.dtype, device=data.device).copy_(data)
     # a dimension of size 1 may have any stride and be contiguous, but torch views no other stride than 1 as bytes
     return data.as_strided((data.numel(),), (1,)).view(torch.uint8)
+
+
+def _entry(tensor: Tensor, by_reference: bool) -> _TensorEntry:
+    separate = by_reference and tensor.nbytes >= LARGE
+    return _TensorEntry(TensorSpec.of(tensor), tensor.device.type != "cpu", tensor.requires_grad, separate)
+
+
+def _own_strides(spec: TensorSpec) -> tuple[int, ...] | None:
+    """The order in which the elements of a tensor travel: that of its memory if they fill it, else row-major."""
+    return spec.strides if spec.dense else None
+
+
+def _layout(entries: list[_TensorEntry]) -> MessageLayout:
+    return MessageLayout(0, tuple(entry.spec for entry in entries if not entry.separate))
+
+
+def _sizes(first: Tensor) -> tuple[int, int, int]:
+    structure, specs, tensors = _SIZES.unpack(ctypes.string_at(first.data_ptr(), _SIZES.size))
+    return structure, specs, tensors

@@ -1,4 +1,4 @@
-"""What the threads of an in-memory world share: messages and collectives that wait for their other ends."""
+"""The messages and collectives under way between the threads of one process."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from lightning_pipe.transport.topology import Topology
 
 
 @dataclass
-class Half:
-    """One end of a message, waiting for the other one."""
+class MessageEnd:
+    """A send or a receive. It is done when the bytes have been copied from the one to the other."""
 
     payload: Any
     done: threading.Event = field(default_factory=threading.Event)
@@ -25,35 +25,35 @@ class Half:
 
 
 @dataclass
-class Meeting:
-    """The members of a collective that have come so far, with what each brought."""
+class PendingCollective:
+    """A collective that some of its members have joined, with the contribution of each."""
 
-    brought: dict[int, Any] = field(default_factory=dict)
+    contributions: dict[int, Any] = field(default_factory=dict)
     done: threading.Event = field(default_factory=threading.Event)
     result: Any = None
 
 
-class Queue:
-    """The sends and receives of one lane that have not met yet; never both."""
+class LaneQueues:
+    """The sends of one lane without a receive yet, or its receives without a send; one of the two is empty."""
 
     def __init__(self) -> None:
-        self.sends: deque[Half] = deque()
-        self.receives: deque[Half] = deque()
+        self.sends: deque[MessageEnd] = deque()
+        self.receives: deque[MessageEnd] = deque()
 
 
 class SharedWorld:
-    """What the threads share."""
+    """What the transports of all threads share."""
 
     def __init__(self, topology: Topology) -> None:
         self.topology = topology
         self.lock = threading.Lock()
-        self.channels: defaultdict[Hashable, Queue] = defaultdict(Queue)
-        self.meetings: dict[Hashable, Meeting] = {}
+        self.channels: defaultdict[Hashable, LaneQueues] = defaultdict(LaneQueues)
+        self.collectives: dict[Hashable, PendingCollective] = {}
         self.pending: set[threading.Event] = set()
         self.failure: tuple[int, BaseException] | None = None
 
     def fail(self, process: int, error: BaseException) -> None:
-        """Remember the first failure and wake all who wait."""
+        """Remember the first failure and wake all threads that wait."""
         with self.lock:
             if self.failure is None:
                 self.failure = (process, error)
@@ -61,17 +61,17 @@ class SharedWorld:
         for event in pending:
             event.set()
 
-    def post(self, key: Hashable, half: Half, *, sending: bool) -> None:
-        """Match the half with the oldest one of the other side, or let it wait."""
+    def post(self, key: Hashable, end: MessageEnd, *, sending: bool) -> None:
+        """Match a send with the oldest receive of its lane, or the other way round, or let it wait for one."""
         with self.lock:
             channel = self.channels[key]
             mine, other = (channel.sends, channel.receives) if sending else (channel.receives, channel.sends)
-            self.pending.add(half.done)
+            self.pending.add(end.done)
             if not other:
-                mine.append(half)
+                mine.append(end)
                 return
             match = other.popleft()
-        source, target = (half, match) if sending else (match, half)
+        source, target = (end, match) if sending else (match, end)
         if source.payload.numel() == target.payload.numel():
             copy_bytes(target.payload, source.payload)
         else:
@@ -80,21 +80,24 @@ class SharedWorld:
             )
         self.finish(source.done, target.done)
 
-    def meet(self, key: Hashable, process: int, brought: Any, members: int, conclude: Callable[[Any], Any]) -> Meeting:
-        """Bring something to a meeting; who comes last concludes it."""
+    def join_collective(
+        self, key: Hashable, process: int, contribution: Any, members: int, combine: Callable[[Any], Any]
+    ) -> PendingCollective:
+        """Join a collective; the last member that does combines the contributions of all."""
         with self.lock:
-            meeting = self.meetings.setdefault(key, Meeting())
-            self.pending.add(meeting.done)
-            meeting.brought[process] = brought
-            if len(meeting.brought) < members:
-                return meeting
-            del self.meetings[key]
-        meeting.result = conclude(meeting.brought)
-        self.finish(meeting.done)
-        return meeting
+            collective = self.collectives.setdefault(key, PendingCollective())
+            self.pending.add(collective.done)
+            collective.contributions[process] = contribution
+            if len(collective.contributions) < members:
+                return collective
+            del self.collectives[key]
+        # outside of the lock: a large reduction holds up no message
+        collective.result = combine(collective.contributions)
+        self.finish(collective.done)
+        return collective
 
     def finish(self, *events: threading.Event) -> None:
-        """Wake those who wait for an operation that is now done."""
+        """Wake the threads that wait for an operation that is now done."""
         with self.lock:
             self.pending.difference_update(events)
         for event in events:

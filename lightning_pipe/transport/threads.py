@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import threading
 import time
 from collections import defaultdict
@@ -25,7 +24,7 @@ from lightning_pipe.transport.base import (
     Work,
     check_message,
 )
-from lightning_pipe.transport.thread_world import Half, Meeting, SharedWorld, copy_bytes
+from lightning_pipe.transport.thread_world import MessageEnd, PendingCollective, SharedWorld, copy_bytes
 from lightning_pipe.transport.topology import Topology
 
 T = TypeVar("T")
@@ -33,24 +32,22 @@ T = TypeVar("T")
 _REDUCE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 
 
-class _MemoryWork:
+class _ThreadWork:
     """An operation that another thread completes."""
 
-    def __init__(self, transport: ThreadTransport, operation: object, half: Half | Meeting) -> None:
+    def __init__(self, transport: ThreadTransport, operation: object, pending: MessageEnd | PendingCollective) -> None:
         self._transport = transport
         self._operation = operation
-        self._half = half
+        self._pending = pending
 
-    def wait(self) -> None:
-        """Return when the other side has come."""
-        self._transport.block(self._half.done, self._operation)
-        error = getattr(self._half, "error", None)
-        if error is not None:
-            raise self._transport.error(self._operation, CommunicationError(error))
-
-    def is_completed(self) -> bool:
-        """Whether the other side has come."""
-        return self._half.done.is_set() and self._transport.world.failure is None
+    def wait(self) -> Any:
+        """Return when the other threads have come, with the result of a collective."""
+        self._transport.block(self._pending.done, self._operation)
+        if isinstance(self._pending, PendingCollective):
+            return self._pending.result
+        if self._pending.error is not None:
+            raise self._transport.error(self._operation, CommunicationError(self._pending.error))
+        return None
 
 
 class ThreadTransport(Transport):
@@ -73,65 +70,39 @@ class ThreadTransport(Transport):
         return self._post("receive", data, (self.peers[peer], self.process, lane), peer, lane)
 
     @override
-    def send_object(self, obj: object, peer: int, tag: int) -> Work:
-        data = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
-        size = torch.tensor([data.numel()]).view(torch.uint8)
-        ends = (self.process, self.peers[peer])
-        lane = f"the object lane with tag {tag}"
-        self._post("send", size, (*ends, "size", tag), peer, lane)
-        return self._post("send", data, (*ends, "object", tag), peer, lane)
-
-    @override
-    def receive_object(self, peer: int, tag: int) -> Any:
-        ends = (self.peers[peer], self.process)
-        lane = f"the object lane with tag {tag}"
-        size = torch.zeros(1, dtype=torch.int64)
-        self._post("receive", size.view(torch.uint8), (*ends, "size", tag), peer, lane).wait()
-        data = torch.empty(int(size), dtype=torch.uint8)
-        self._post("receive", data, (*ends, "object", tag), peer, lane).wait()
-        return pickle.loads(data.numpy().tobytes())
-
-    @override
     def make_groups(self, groups: Sequence[tuple[int, ...]]) -> None:
         self._groups.update(tuple(group) for group in groups)
 
     @override
     def all_reduce(self, tensor: Tensor, members: tuple[int, ...], op: Reduction = "sum") -> Work:
-        def conclude(brought: dict[int, Tensor]) -> None:
+        def combine(contributions: dict[int, Tensor]) -> None:
             with torch.no_grad():
-                total = brought[members[0]].clone()
+                # in the order of the members: the result depends on no thread's speed
+                total = contributions[members[0]].clone()
                 for member in members[1:]:
-                    total = _REDUCE[op](total, brought[member])
-            for target in brought.values():
+                    total = _REDUCE[op](total, contributions[member])
+            for target in contributions.values():
                 copy_bytes(target, total)
 
-        return self._meet("all-reduce", tensor, tensor.nbytes, members, conclude)
+        self.check_members(members)
+        return DONE if len(members) == 1 else self._join("all-reduce", tensor, members, combine)
 
     @override
     def broadcast(self, tensor: Tensor, source: int, members: tuple[int, ...]) -> Work:
-        def conclude(brought: dict[int, Tensor]) -> None:
-            for member, target in brought.items():
+        def combine(contributions: dict[int, Tensor]) -> None:
+            for member, target in contributions.items():
                 if member != source:
-                    copy_bytes(target, brought[source])
+                    copy_bytes(target, contributions[source])
 
-        return self._meet("broadcast", tensor, tensor.nbytes, members, conclude)
-
-    @override
-    def broadcast_object(self, obj: object, source: int, members: tuple[int, ...]) -> Any:
-        data = pickle.dumps(obj) if self.process == source else None
-        meeting = self._attend("object broadcast", data, 0, members, lambda brought: brought[source])
-        return obj if self.process == source else pickle.loads(meeting.result)
-
-    @override
-    def all_gather_object(self, obj: object, members: tuple[int, ...]) -> list[Any]:
-        data = pickle.dumps(obj)
-        meeting = self._attend("object gather", data, 0, members, lambda brought: [brought[m] for m in members])
-        return [pickle.loads(item) for item in meeting.result]
+        self.check_members(members)
+        return DONE if len(members) == 1 else self._join("broadcast", tensor, members, combine)
 
     @override
     def barrier(self, members: tuple[int, ...] | None = None) -> None:
         members = tuple(range(self.topology.world_size)) if members is None else members
-        self._attend("barrier", None, 0, members, lambda brought: None)
+        self.check_members(members)
+        if len(members) > 1:
+            self._join("barrier", None, members, lambda contributions: None).wait()
 
     @override
     def abort(self) -> None:
@@ -144,7 +115,7 @@ class ThreadTransport(Transport):
     def block(self, event: threading.Event, operation: object) -> None:
         """Wait for an event; raise if a thread has failed or the time is up."""
         self.waiting = operation
-        # A failure has woken those who waited by then; who comes after it must not begin to.
+        # A failure has woken the threads that waited by then; a thread that comes later must not begin to wait.
         in_time = self.world.failure is not None or event.wait(self.timeout.total_seconds())
         failure = self.world.failure
         if failure is not None:
@@ -157,37 +128,43 @@ class ThreadTransport(Transport):
             raise self.error(operation, None, timed_out=True)
         self.waiting = None
 
-    def _post(self, verb: Any, data: Tensor, key: Hashable, peer: int, lane: Lane | str) -> _MemoryWork:
-        half = Half(data)
-        operation = Message(verb, data.numel(), self.names[peer], lane)
-        self.world.post(key, half, sending=verb == "send")
-        return _MemoryWork(self, operation, half)
+    @override
+    def _send_bytes(self, data: Tensor, peer: int, tag: int) -> Work:
+        ends = (self.process, self.peers[peer])
+        return self._post("send", data, (*ends, tag), peer, f"the object lane with tag {tag}")
 
-    def _meet(
-        self, name: str, brought: Any, size: int, members: tuple[int, ...], conclude: Callable[[Any], Any]
-    ) -> Work:
-        self.check_members(members)
-        if len(members) == 1:
-            return DONE
+    @override
+    def _receive_bytes(self, data: Tensor, peer: int, tag: int) -> Work:
+        ends = (self.peers[peer], self.process)
+        return self._post("receive", data, (*ends, tag), peer, f"the object lane with tag {tag}")
+
+    @override
+    def _all_gather(self, data: Tensor, members: tuple[int, ...]) -> list[Tensor]:
+        def combine(contributions: dict[int, Tensor]) -> list[Tensor]:
+            return [contributions[member] for member in members]
+
+        gathered: list[Tensor] = self._join("object gather", data, members, combine).wait()
+        return gathered
+
+    def _post(self, verb: Any, data: Tensor, key: Hashable, peer: int, lane: Lane | str) -> _ThreadWork:
+        end = MessageEnd(data)
+        operation = Message(verb, data.numel(), self.names[peer], lane)
+        self.world.post(key, end, sending=verb == "send")
+        return _ThreadWork(self, operation, end)
+
+    def _join(
+        self, name: str, data: Tensor | None, members: tuple[int, ...], combine: Callable[[dict[int, Any]], Any]
+    ) -> _ThreadWork:
+        """Join a collective of several members with a tensor."""
         if members not in self._groups:
             raise CommunicationError(f"The group {members} was never made.", hint="Call make_groups on all processes.")
-        if isinstance(brought, Tensor) and not brought.is_contiguous():
-            raise CommunicationError(f"A {name} needs a contiguous tensor, not strides {brought.stride()}.")
+        if data is not None and not data.is_contiguous():
+            raise CommunicationError(f"A {name} needs a contiguous tensor, not strides {data.stride()}.")
+        # members call their collectives in the same order, so equal counts mean the same call
         self._calls[members] += 1
         key = (members, self._calls[members])
-        meeting = self.world.meet(key, self.process, brought, len(members), conclude)
-        return _MemoryWork(self, Collective(name, size, members), meeting)
-
-    def _attend(
-        self, name: str, brought: Any, size: int, members: tuple[int, ...], conclude: Callable[[Any], Any]
-    ) -> Meeting:
-        work = self._meet(name, brought, size, members, conclude)
-        if not isinstance(work, _MemoryWork):
-            return Meeting(result=conclude({self.process: brought}))
-        work.wait()
-        meeting = work._half
-        assert isinstance(meeting, Meeting)
-        return meeting
+        collective = self.world.join_collective(key, self.process, data, len(members), combine)
+        return _ThreadWork(self, Collective(name, 0 if data is None else data.nbytes, members), collective)
 
 
 def thread_world(

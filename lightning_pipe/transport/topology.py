@@ -20,6 +20,10 @@ class Topology:
     a linear schedule. A *process* has the global rank that Lightning logs. Plans, timelines, closing lines, errors
     and logs write "rank" for the global rank alone, by `describe`; rows of a schedule are called rows.
 
+    In this room a *peer* is a pipeline rank of the same pipeline, the other end of a message. *Members* are the
+    processes of a group, sorted. *Owners* are the pipeline ranks that have the true value of a parameter, and its
+    *holders* the processes that have it: those ranks in all pipelines.
+
     Args:
         ranks: processes in one pipeline.
         replicas: pipelines side by side (data parallelism).

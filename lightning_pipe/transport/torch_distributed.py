@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-import pickle
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,13 +15,12 @@ from typing_extensions import override
 
 from lightning_pipe.errors import CommunicationError, ConfigurationError
 from lightning_pipe.transport.base import DONE, Collective, Lane, Message, Reduction, Transport, Work
-from lightning_pipe.transport.objects import HEAD, body_size, pack, unpack
 from lightning_pipe.transport.shared_memory.peer import SharedMemoryPeer
 from lightning_pipe.transport.topology import Topology
-from lightning_pipe.transport.work import WATCHED_SIZE, GroupWork, LocalReceive, Several, WatchedWork, Watcher
+from lightning_pipe.transport.work import WATCHED_SIZE, GroupWork, LocalReceive, WatchedWork, Watcher
 
 _OPS = {"sum": ReduceOp.SUM, "max": ReduceOp.MAX, "min": ReduceOp.MIN}
-# Tags below are lanes; each object tag takes two above.
+# Tags below are lanes, tags from here on objects.
 _OBJECT_TAGS = 1 << 16
 _ABORT_TAG = _OBJECT_TAGS - 1
 # Gloo has no way to wait for ever; a thousand days fit into its nanoseconds.
@@ -33,8 +30,8 @@ _UNLIMITED = timedelta(days=1000)
 class TorchTransport(Transport):
     """What all transports over torch.distributed share: objects, host-side collectives and groups, all over Gloo.
 
-    Needs an initialised default process group and makes its own groups, so that nothing the user or Lightning does
-    with the default group can come between. Creating one is a collective.
+    A transport needs an initialised default process group and makes groups of its own, so that no collective of the
+    user or of Lightning in the default group can come between. Creating a transport is a collective.
 
     Args:
         topology: the place of every process of the default group.
@@ -66,25 +63,6 @@ class TorchTransport(Transport):
         self._group_ranks = tuple(sorted(self.peers).index(peer) for peer in self.peers)
 
     @override
-    def send_object(self, obj: object, peer: int, tag: int) -> Work:
-        head, body = pack(obj)
-        lane, number = f"the object lane with tag {tag}", _object_tag(tag)
-        work = self._start_send(head, peer, lane, number)
-        return work if body is None else Several(work, self._start_send(body, peer, lane, number + 1))
-
-    @override
-    def receive_object(self, peer: int, tag: int) -> Any:
-        lane, number = f"the object lane with tag {tag}", _object_tag(tag)
-        head = torch.empty(HEAD, dtype=torch.uint8)
-        self._start_receive(head, peer, lane, number).wait()
-        size = body_size(head)
-        if not size:
-            return unpack(head)
-        body = torch.empty(size, dtype=torch.uint8)
-        self._start_receive(body, peer, lane, number + 1).wait()
-        return pickle.loads(body.numpy().data)
-
-    @override
     def make_groups(self, groups: Sequence[tuple[int, ...]]) -> None:
         for group in groups:
             self._make_group(tuple(group))
@@ -108,37 +86,6 @@ class TorchTransport(Transport):
         with self.failing(operation):
             work = dist.broadcast(tensor, source, group=group, async_op=True)
         return GroupWork(self, operation, work, tensor)
-
-    @override
-    def broadcast_object(self, obj: object, source: int, members: tuple[int, ...]) -> Any:
-        if self._group(members, host=True) is None:
-            return obj
-        sending = self.process == source
-        head, body = pack(obj) if sending else (torch.empty(HEAD, dtype=torch.uint8), None)
-        self.broadcast(head, source, members).wait()
-        size = body_size(head)
-        if not size:
-            return obj if sending else unpack(head)
-        body = torch.empty(size, dtype=torch.uint8) if body is None else body
-        self.broadcast(body, source, members).wait()
-        return obj if sending else pickle.loads(body.numpy().data)
-
-    @override
-    def all_gather_object(self, obj: object, members: tuple[int, ...]) -> list[Any]:
-        group = self._group(members, host=True)
-        if group is None:
-            return [obj]
-        head, body = pack(obj)
-        heads = self._all_gather(head, group, members)
-        sizes = [body_size(each) for each in heads]
-        if not any(sizes):
-            return [unpack(each) for each in heads]
-        padded = torch.zeros(max(sizes), dtype=torch.uint8)
-        if body is not None:
-            padded[: body.numel()] = body
-        bodies = self._all_gather(padded, group, members)
-        parts = zip(heads, bodies, sizes, strict=True)
-        return [pickle.loads(tail[:size].numpy().data) if size else unpack(each) for each, tail, size in parts]
 
     @override
     def barrier(self, members: tuple[int, ...] | None = None) -> None:
@@ -236,13 +183,23 @@ class TorchTransport(Transport):
             raise CommunicationError(f"The group {members} was never made.", hint="Call make_groups on all processes.")
         return groups[members]
 
-    def _all_gather(self, tensor: Tensor, group: ProcessGroup, members: tuple[int, ...]) -> list[Tensor]:
-        parts = [torch.empty_like(tensor) for _ in members]
-        operation = Collective("object gather", tensor.nbytes, members)
+    @override
+    def _all_gather(self, data: Tensor, members: tuple[int, ...]) -> list[Tensor]:
+        gathered = [torch.empty_like(data) for _ in members]
+        operation = Collective("object gather", data.nbytes, members)
+        group = self._group(members, host=True)
         with self.failing(operation):
-            work = dist.all_gather(parts, tensor, group=group, async_op=True)
-        GroupWork(self, operation, work, tensor).wait()
-        return parts
+            work = dist.all_gather(gathered, data, group=group, async_op=True)
+        GroupWork(self, operation, work, data).wait()
+        return gathered
+
+    @override
+    def _send_bytes(self, data: Tensor, peer: int, tag: int) -> Work:
+        return self._start_send(data, peer, f"the object lane with tag {tag}", _object_tag(tag))
+
+    @override
+    def _receive_bytes(self, data: Tensor, peer: int, tag: int) -> Work:
+        return self._start_receive(data, peer, f"the object lane with tag {tag}", _object_tag(tag))
 
     def _start_send(self, data: Tensor, peer: int, lane: Lane | str, tag: int) -> Work:
         local = self._local.get(peer)
@@ -309,7 +266,7 @@ def _set_timeout(group: ProcessGroup, timeout: timedelta) -> None:
 def _object_tag(tag: int) -> int:
     if not 0 <= tag < 1 << 29:
         raise CommunicationError(f"Objects have tags from 0 to {(1 << 29) - 1}, not {tag}.")
-    return _OBJECT_TAGS + 2 * tag
+    return _OBJECT_TAGS + tag
 
 
 def _abort_gloo(group: ProcessGroup) -> None:

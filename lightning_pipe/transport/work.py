@@ -1,4 +1,4 @@
-"""Operations under way in the transports over torch.distributed."""
+"""Sends, receives and collectives under way in the transports over torch.distributed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 WATCHED_SIZE = 1 << 18
 """From this size on a thread watches over a send over Gloo, so that its buffer is freed as soon as it is done: Gloo
-cannot be asked whether an operation is done (`is_completed` is False until `wait` returns, torch 2.13)."""
+cannot be asked whether an operation is done (its `is_completed` is False until `wait` returns, torch 2.13)."""
 
 
 class GroupWork:
@@ -47,17 +47,13 @@ class GroupWork:
         if self._error is not None:
             raise self._error
 
-    def is_completed(self) -> bool:
-        """Whether the operation is known to be done."""
-        return self._work is None or self._work.is_completed()
-
     def complete(self) -> None:
-        """Wait without raising, and let go of the tensors."""
+        """Wait, keep an error for `wait` to raise, and release the tensors."""
         work = self._work
         assert work is not None
         try:
             limit = self._transport.limit
-            # with a limit NCCL's would make the host wait for the GPU
+            # with a limit NCCL's `wait` would make the host wait for the GPU
             if limit is None or self._held is None or not self._held.is_cpu:
                 work.wait()
             else:
@@ -65,6 +61,7 @@ class GroupWork:
         except RuntimeError as error:
             self._error = self._transport.failed(self._operation, error)
             self._error.__cause__ = error
+        # the memory is freed with its last reference, and a caller may keep this object for a whole batch
         self._work = self._held = None
 
 
@@ -83,10 +80,6 @@ class WatchedWork(GroupWork):
             self._transport.waiting = None
         if self._error is not None:
             raise self._error
-
-    @override
-    def is_completed(self) -> bool:
-        return self._done.is_set()
 
     @override
     def complete(self) -> None:
@@ -111,10 +104,6 @@ class StagedReceive:
                 target.copy_(host, non_blocking=True)
             self._staging = None
 
-    def is_completed(self) -> bool:
-        """Whether the message has come to the host."""
-        return self._work.is_completed()
-
 
 class LocalReceive:
     """A receive from a process of this host."""
@@ -128,7 +117,7 @@ class LocalReceive:
         self._posted = posted
 
     def wait(self) -> Any:
-        """What was read of the message when it has come."""
+        """Wait for the message; returns what its reader made of it."""
         if self._posted.done:
             return self._posted.result
         self._transport.waiting = self._operation
@@ -138,26 +127,6 @@ class LocalReceive:
             raise self._transport.failed(self._operation, error) from error
         self._transport.waiting = None
         return self._posted.result
-
-    def is_completed(self) -> bool:
-        """Whether the message has come."""
-        return self._peer.poll(self._posted)
-
-
-class Several:
-    """Several operations that count as one."""
-
-    def __init__(self, *works: Work) -> None:
-        self._works = works
-
-    def wait(self) -> None:
-        """Return when all are done."""
-        for work in self._works:
-            work.wait()
-
-    def is_completed(self) -> bool:
-        """Whether all are known to be done."""
-        return all(work.is_completed() for work in self._works)
 
 
 class Watcher:

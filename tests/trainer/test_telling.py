@@ -28,25 +28,25 @@ def boards() -> Iterator[list[FailureBoard]]:
 def test_process_0_tells_if_it_comes_to_it(boards: list[FailureBoard]) -> None:
     answers: dict[int, bool] = {}
     children = [
-        threading.Thread(target=lambda number=number: answers.update({number: boards[number].may_tell(10.0)}))
+        threading.Thread(target=lambda number=number: answers.update({number: boards[number].becomes_reporter(10.0)}))
         for number in (1, 2)
     ]
     for child in children:
         child.start()
     time.sleep(0.2)
-    answers[0] = boards[0].may_tell()
+    answers[0] = boards[0].becomes_reporter()
     for child in children:
         child.join(10.0)
     assert answers == {0: True, 1: False, 2: False}
 
 
 def test_one_of_the_others_tells_if_process_0_does_not(boards: list[FailureBoard]) -> None:
-    assert [boards[process].may_tell(0.1) for process in (2, 1, 0)] == [True, False, False]
+    assert [boards[process].becomes_reporter(0.1) for process in (2, 1, 0)] == [True, False, False]
 
 
-@pytest.mark.parametrize(("failed", "teller"), [(2, 2), (1, 1), (0, 1), (None, (0, 1, 2))])
+@pytest.mark.parametrize(("failed", "reporter"), [(2, 2), (1, 1), (0, 1), (None, (0, 1, 2))])
 def test_the_origin_tells_if_the_store_has_gone(
-    boards: list[FailureBoard], failed: int | None, teller: object, monkeypatch: pytest.MonkeyPatch
+    boards: list[FailureBoard], failed: int | None, reporter: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def gone(*_: object) -> bool:
         raise RuntimeError("Connection reset by peer")
@@ -55,10 +55,10 @@ def test_the_origin_tells_if_the_store_has_gone(
         boards[failed].fail(ValueError("the reason"))
     for board in boards:
         board.find_failure()
-        monkeypatch.setattr(board.bulletin, "claim", gone)
-        monkeypatch.setattr(board.bulletin, "claimed", gone)
-    tells = [board.transport.process for board in boards if board.may_tell(0.1)]
-    assert tells == ([teller] if isinstance(teller, int) else [0, 1, 2])
+        monkeypatch.setattr(board.store, "become_reporter", gone)
+        monkeypatch.setattr(board.store, "has_reporter", gone)
+    tells = [board.transport.process for board in boards if board.becomes_reporter(0.1)]
+    assert tells == ([reporter] if isinstance(reporter, int) else [0, 1, 2])
 
 
 def test_an_error_of_ones_own_keeps_what_failed_first(boards: list[FailureBoard]) -> None:
@@ -83,7 +83,7 @@ def test_a_child_prints_nothing_if_another_one_tells(
     monkeypatch.setattr(telling, "_PATIENCE", 0.1)
     monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
     if told:
-        assert boards[0].may_tell()
+        assert boards[0].becomes_reporter()
     error = ValueError("the reason")
     telling.tell_once(error, boards[1], started=False)
     sys.excepthook(ValueError, error, None)

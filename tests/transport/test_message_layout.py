@@ -1,3 +1,5 @@
+"""Tensors of all shapes and strides keep their values on the way through a message."""
+
 from __future__ import annotations
 
 import pytest

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 import time
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -25,7 +27,7 @@ FORWARD, BACKWARD = Lane("forward"), Lane("backward")
 Run = Callable[..., list[Any]]
 
 
-def run_memory(fn: Callable[..., Any], topology: Topology, group_timeout: float = 15.0, **kwargs: Any) -> list[Any]:
+def run_in_threads(fn: Callable[..., Any], topology: Topology, group_timeout: float = 15.0, **kwargs: Any) -> list[Any]:
     world = thread_world(topology, timedelta(seconds=group_timeout))
     return run_threads(world, lambda transport: fn(transport, **kwargs), timeout=30)
 
@@ -33,10 +35,10 @@ def run_memory(fn: Callable[..., Any], topology: Topology, group_timeout: float 
 LOCAL = {"gloo": False, "local": True, "channels": "channels"}
 
 
-@pytest.fixture(params=["memory", *LOCAL])
+@pytest.fixture(params=["threads", *LOCAL])
 def run(request: pytest.FixtureRequest) -> Run:
-    if request.param == "memory":
-        return run_memory
+    if request.param == "threads":
+        return run_in_threads
     return functools.partial(processes.run_pipeline, local=LOCAL[request.param])
 
 
@@ -67,7 +69,6 @@ def ring(transport: Transport) -> tuple[list[int], list[int]]:
     for work in works:
         work.wait()
         work.wait()  # harmless
-        assert work.is_completed()
     return received
 
 
@@ -204,7 +205,7 @@ def ungrouped(transport: Transport, members: tuple[int, ...]) -> str:
     ("members", "message"), [((0, 1), "make_groups"), ((1, 0), "sorted"), ((0, 7), "sorted"), ((2, 3), "no collective")]
 )
 def test_wrong_groups_are_named(members: tuple[int, ...], message: str) -> None:
-    assert message in run_memory(ungrouped, Topology(4), members=members)[0]
+    assert message in run_in_threads(ungrouped, Topology(4), members=members)[0]
     if members == (0, 1):
         assert message in processes.run_pipeline(ungrouped, Topology(4), members=members)[0]
 
@@ -271,31 +272,34 @@ def test_waiting_in_vain_ends_at_the_timeout(local: bool) -> None:
 
 def test_waiting_in_vain_ends_at_the_timeout_between_threads() -> None:
     with pytest.raises(CommunicationError, match=r"Rank 1 could not receive 40 bytes .* within 0.3 s"):
-        run_memory(lambda transport: get(transport, 40, 0, FORWARD) if transport.rank else None, Topology(2), 0.3)
+        run_in_threads(lambda transport: get(transport, 40, 0, FORWARD) if transport.rank else None, Topology(2), 0.3)
 
 
 def released(transport: Transport) -> tuple[bool, bool]:
-    """Whether the send was done before its receive, and after it, without anybody waiting for it."""
+    """Whether the memory of a send was free before its receive, and after it, without anybody waiting for it."""
     if transport.rank == 1:
         time.sleep(0.5)
         get(transport, 1 << 19, 0, FORWARD)
         transport.send_object(None, 0, 0).wait()
         return True, True
-    work = transport.send(message(1, 1 << 19), 1, FORWARD)
-    early = work.is_completed()
+    memory = np.ones(1 << 19, dtype=np.uint8)
+    held = weakref.ref(memory)
+    work = transport.send(torch.from_numpy(memory), 1, FORWARD)
+    del memory
+    early = held() is None
     transport.receive_object(1, 0)
     deadline = time.monotonic() + 2
-    while not work.is_completed() and time.monotonic() < deadline:
+    while held() is not None and time.monotonic() < deadline:
         time.sleep(0.01)
-    return early, work.is_completed()
+    late = held() is None
+    work.wait()
+    return early, late
 
 
-def test_large_sends_are_known_to_be_done(run: Run, request: pytest.FixtureRequest) -> None:
-    if request.node.callspec.params["run"] == "channels":
-        pytest.skip("NCCL's own works know when they are done; Gloo's, in their place here, do not")
-    # Shared memory holds the message: the send is done at once.
-    early = request.node.callspec.params["run"] == "local"
-    assert run(released, Topology(2))[0] == (early, True)
+@pytest.mark.parametrize("local", [False, True])
+def test_the_memory_of_large_sends_is_free_when_they_are_done(local: bool) -> None:
+    # shared memory holds a copy of the message: the send is done at once
+    assert processes.run_pipeline(released, Topology(2), local=local)[0] == (local, True)
 
 
 def flood(transport: Transport, messages: int) -> bool:
@@ -344,7 +348,7 @@ def engine(transport: Transport, schedule: str) -> list[float]:
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved"])
 def test_the_engine_opens_all_channels_that_it_uses(schedule: str) -> None:
-    expected = run_memory(engine, Topology(2), schedule=schedule)
+    expected = run_in_threads(engine, Topology(2), schedule=schedule)
     assert processes.run_pipeline(engine, Topology(2), local="closed channels", schedule=schedule) == expected
 
 

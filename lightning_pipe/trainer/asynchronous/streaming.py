@@ -201,7 +201,7 @@ class Streaming:
             self._step.exchange(partial(self._part, batch, changes), self._from_loss_ranks)
             for batch in turn.finished or (None,)
         ]
-        self._channel.turn()
+        self._channel.end_call()
         for parts in told:
             self._step.learn(parts)
         self._step.adopt(told[-1], before)

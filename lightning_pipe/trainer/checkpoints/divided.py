@@ -14,13 +14,11 @@ from lightning.pytorch.plugins import TorchCheckpointIO
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_pipe.trainer.checkpoints import file
-from lightning_pipe.trainer.checkpoints import folder
+from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.errors import CheckpointError
 from lightning_pipe.lightning_internals import is_local_path
 from lightning_pipe.parameters.ownership import named_tensors
-from lightning_pipe.engine.pipeline import Pipeline
-from lightning_pipe.transport.base import Transport
+from lightning_pipe.trainer.checkpoints import file, folder
 from lightning_pipe.trainer.checkpoints.rank_entries import (
     Owners,
     Path,
@@ -29,15 +27,16 @@ from lightning_pipe.trainer.checkpoints.rank_entries import (
     assembled,
     check_known,
     plain_name,
+    rank_entries,
     receive_items,
     receive_tensor,
     replace_tensors,
     send_items,
     send_tensors,
-    rank_entries,
     state_entries,
 )
 from lightning_pipe.trainer.checkpoints.unfinished import found
+from lightning_pipe.transport.base import Transport
 
 Location = str | FilePath
 
@@ -49,7 +48,7 @@ class Checkpoints:
         module: the LightningModule.
         pipeline: the module over the ranks; ``None`` before and after a run, when every rank has all of it.
         transport: this process's transport.
-        speaker: the pipeline rank that writes.
+        writer: the pipeline rank that writes.
         holders: after a run, the ranks that had the values: the copies that callbacks keep are still divided.
     """
 
@@ -58,15 +57,15 @@ class Checkpoints:
         module: pl.LightningModule,
         pipeline: Pipeline | None,
         transport: Transport,
-        speaker: int,
+        writer: int,
         holders: Mapping[str, tuple[int, ...]],
     ) -> None:
-        self._module, self._pipeline, self._transport, self._speaker = module, pipeline, transport, speaker
+        self._module, self._pipeline, self._transport, self._writer = module, pipeline, transport, writer
         self._holders = holders
 
     @property
     def _writes(self) -> bool:
-        return self._transport.replica == 0 and self._transport.rank == self._speaker
+        return self._transport.replica == 0 and self._transport.rank == self._writer
 
     # ------------------------------------------------------------------ saving
 
@@ -84,10 +83,10 @@ class Checkpoints:
             return
         mine = rank_entries(checkpoint, self._owners(checkpoint), transport.rank)
         if not self._writes:
-            send_items(mine, transport, self._speaker)
-            send_tensors(mine, transport, self._speaker)
+            send_items(mine, transport, self._writer)
+            send_tensors(mine, transport, self._writer)
             return
-        others = [rank for rank in range(transport.topology.ranks) if rank != self._speaker]
+        others = [rank for rank in range(transport.topology.ranks) if rank != self._writer]
         items = [item for rank in others for item in receive_items(transport, rank)[0]]
         tree = assembled(checkpoint, items)
         check_known(tree)
@@ -106,7 +105,7 @@ class Checkpoints:
         first = self._transport.replica == 0
         mine = rank_entries(checkpoint, self._owners(checkpoint), rank) if first else RankEntries(rank)
         names = self._parameter_names(optimizers)
-        folder.save(os.fspath(path), checkpoint, mine, self._transport, self._speaker, names)
+        folder.save(os.fspath(path), checkpoint, mine, self._transport, self._writer, names)
 
     def _owners(self, checkpoint: dict[str, Any]) -> Owners:
         if self._pipeline is not None:
@@ -115,7 +114,7 @@ class Checkpoints:
         members = tuple(sorted(transport.peers))
         gathered = dict(zip(members, transport.all_gather_object(state_entries(checkpoint), members), strict=True))
         states = [gathered[process] for process in transport.peers]
-        return Owners(self._module, self._holding, states, self._speaker)
+        return Owners(self._module, self._holding, states, self._writer)
 
     def _holding(self, name: str) -> tuple[int, ...]:
         """The ranks that have the true value of a parameter or buffer."""

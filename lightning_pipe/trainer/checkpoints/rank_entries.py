@@ -1,8 +1,8 @@
 """What each rank contributes to a checkpoint: who owns which entry, and how tensors travel to the rank that writes.
 
-Every process dumps a checkpoint of its own, in which the values of other ranks are placeholders. Who owns which entry
-follows from the names of parameters and buffers, never from devices: the model's state, that of averaged copies kept by
-callbacks, and the optimizer's state. What is owned by nobody in particular comes from the rank with the loss.
+Every process dumps a checkpoint of its own, in which the values of other ranks are placeholders. The names of
+parameters and buffers decide which rank owns an entry, never devices. This holds for the model's state, for averaged
+copies that callbacks keep, and for the optimizer's state. Every other entry comes from the rank that writes.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from lightning_pipe.intercept.absent_tensor import Origin, is_absent
 from lightning_pipe.parameters.ownership import named_tensors
-from lightning_pipe.transport.objects import as_bytes
 from lightning_pipe.transport.base import Transport
+from lightning_pipe.transport.objects import as_bytes
 
 Path = tuple[Any, ...]
 _TAG = (1 << 24) - 1
@@ -44,7 +44,7 @@ class Owners:
         module: the LightningModule, for the names and shapes of its parameters and buffers.
         holders: the pipeline ranks that have the true value of a name.
         states: for each pipeline rank the optimizer states that it has, as numbers of optimizer and parameter.
-        speaker: the pipeline rank that writes, and owns what it holds.
+        writer: the pipeline rank that writes, and owns what it holds.
     """
 
     def __init__(
@@ -52,15 +52,15 @@ class Owners:
         module: nn.Module,
         holders: Callable[[str], tuple[int, ...]],
         states: Sequence[Iterable[tuple[int, int]]],
-        speaker: int,
+        writer: int,
     ) -> None:
         self._shapes = {name: tuple(tensor.shape) for name, tensor in named_tensors(module)}
-        self._owner = {name: _first(holders(name), speaker) for name in self._shapes}
+        self._owner = {name: _first(holders(name), writer) for name in self._shapes}
         having: dict[tuple[int, int], list[int]] = {}
         for rank, entries in enumerate(states):
             for entry in entries:
                 having.setdefault(entry, []).append(rank)
-        self._state_owner = {entry: _first(ranks, speaker) for entry, ranks in having.items()}
+        self._state_owner = {entry: _first(ranks, writer) for entry, ranks in having.items()}
 
     def entries(self, checkpoint: Any) -> Iterator[tuple[Path, Any, int]]:
         """The entries that belong to parameters and buffers: path, value and owner."""
@@ -140,8 +140,8 @@ def state_entries(checkpoint: Mapping[str, Any]) -> list[tuple[int, int]]:
     return [(number, index) for number, state in enumerate(states) for index in state.get("state", {})]
 
 
-def _first(ranks: Sequence[int], speaker: int) -> int:
-    return speaker if speaker in ranks else min(ranks)
+def _first(ranks: Sequence[int], writer: int) -> int:
+    return writer if writer in ranks else min(ranks)
 
 
 def rank_entries(checkpoint: dict[str, Any], owners: Owners, rank: int) -> RankEntries:
@@ -153,16 +153,16 @@ def rank_entries(checkpoint: dict[str, Any], owners: Owners, rank: int) -> RankE
     return result
 
 
-def send_items(mine: RankEntries, transport: Transport, speaker: int) -> None:
-    """Tell the rank that writes what this one contributes."""
-    transport.send_object((mine.items, mine.keys), speaker, _TAG).wait()
+def send_items(mine: RankEntries, transport: Transport, writer: int) -> None:
+    """Send the rank that writes the entries of this one, with `Pending` in the place of tensors."""
+    transport.send_object((mine.items, mine.keys), writer, _TAG).wait()
 
 
-def send_tensors(mine: RankEntries, transport: Transport, speaker: int) -> None:
-    """Send the tensors of a shipment, one after the other."""
+def send_tensors(mine: RankEntries, transport: Transport, writer: int) -> None:
+    """Send the tensors that this rank contributes, one after the other, in pieces that fit into any memory."""
     for tensor in mine.tensors:
         for part in torch.split(as_bytes(tensor.cpu()), _CHUNK):
-            transport.send_object(part.numpy(), speaker, _TAG).wait()
+            transport.send_object(part, writer, _TAG).wait()
 
 
 def receive_items(transport: Transport, rank: int) -> tuple[list[tuple[Path, Any]], list[str]]:
@@ -172,9 +172,9 @@ def receive_items(transport: Transport, rank: int) -> tuple[list[tuple[Path, Any
 
 
 def receive_tensor(transport: Transport, rank: int, target: Tensor) -> None:
-    """Receive the next tensor of another rank into contiguous memory."""
+    """Receive the next tensor of another rank into contiguous memory, which may be that of a file."""
     for part in torch.split(as_bytes(target), _CHUNK):
-        part.copy_(torch.from_numpy(transport.receive_object(rank, _TAG)))
+        part.copy_(transport.receive_object(rank, _TAG))
 
 
 def assembled(checkpoint: dict[str, Any], items: Iterable[tuple[Path, Any]]) -> dict[str, Any]:

@@ -20,7 +20,6 @@ from lightning_pipe.errors import CommunicationError
 from lightning_pipe.lightning_internals import IndexBatchSampler
 from lightning_pipe.trainer.frames import hide_own
 from lightning_pipe.transport.base import Transport
-from lightning_pipe.transport.object_broadcast import broadcast
 
 _OWN = frozenset({"loader", "_transport", "_source", "_members", "_share", "_length", "_compare"})
 
@@ -68,7 +67,7 @@ class SharedDataLoader:
         """The message of the process that loads."""
         if self._share is not None:
             return self._share(message)
-        return broadcast(self._transport, message, self._source, self._members)
+        return self._transport.broadcast_object(message, self._source, self._members)
 
     def __iter__(self) -> Iterator[Any]:
         batches = _Reader(self) if self.loads else _Listener(self)

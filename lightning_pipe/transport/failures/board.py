@@ -1,6 +1,7 @@
 """One rank failing ends all of them with that rank's traceback; a hang ends with a report of every rank.
 
-The board hangs on the store over which the processes found each other, so it works when nothing else does any more::
+The board keeps its entries in the store over which the processes found each other, so it works when no other
+connection does any more; `lightning_pipe.transport.failures` draws how a failure reaches everybody::
 
     board = FailureBoard(store, transport)      # on every process
     board.watch()                               # a thread that looks at the board once a second
@@ -10,7 +11,8 @@ The board hangs on the store over which the processes found each other, so it wo
     board.close()                               # at the end
 
 A process whose communication breaks asks the board why (`Transport.error` does so by itself) and raises an error that
-quotes the process that failed first. A process whose patience ends asks all others where they are: that is the report.
+quotes the process that failed first. A process that has waited for longer than the timeout asks all others where they
+are; their answers are the report.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ _HANG = "Look at the rank that computes, or at the first rank that waits for one
 
 
 class FailureBoard:
-    """Where processes tell each other why they fail.
+    """Where processes enter why they fail, and read why others do.
 
     Args:
         store: reached by all processes; each must make its boards in the same order.
@@ -56,7 +58,7 @@ class FailureBoard:
         self.transport = transport
         self.patience = patience
         generation = store.add(f"lightning_pipe/boards/{transport.process}", 1)
-        self.bulletin = FailureStore(store, f"lightning_pipe/board/{generation}/")
+        self.store = FailureStore(store, f"lightning_pipe/board/{generation}/")
         self.noticed = threading.Event()
         self._lock = threading.Lock()
         self._thread_id = threading.get_ident()
@@ -65,7 +67,7 @@ class FailureBoard:
         self._beats = 0
         self._failure: Failure | None = None
         self._place: str | None = None
-        self._roll: str | None = None
+        self._query: str | None = None
         self._watchdog: Watchdog | None = None
         transport.board = self
 
@@ -120,11 +122,12 @@ class FailureBoard:
         except RuntimeError:  # the store has gone, and with it those who would read it
             self.transport.abort()
 
-    def may_tell(self, patience: float = 0.0) -> bool:
-        """Whether this process is the one that tells the user why the run has failed.
+    def becomes_reporter(self, patience: float = 0.0) -> bool:
+        """Whether this process is the one that prints for the user why the run has failed.
 
-        Process 0 is, unless it does not come to it in time, or has gone: then the process that failed first does, which
-        stays until then. It is the first of the others if process 0 itself failed first.
+        Process 0 prints it. If process 0 is too slow or has ended, the first other process that asks prints it. If the
+        store has gone, the process that failed first does, or process 1 if that was process 0. If no process knows
+        which one failed first, each prints what it knows.
 
         Args:
             patience: seconds that another process than 0 leaves to process 0.
@@ -132,10 +135,10 @@ class FailureBoard:
         process = self.transport.process
         try:
             deadline = time.monotonic() + (patience if process else 0.0)
-            while time.monotonic() < deadline and not self.bulletin.claimed():
+            while time.monotonic() < deadline and not self.store.has_reporter():
                 time.sleep(0.05)
-            first = self.bulletin.claim(process)
-        except StoreSilentError:  # nobody can be asked, and process 0 cannot tell
+            first = self.store.become_reporter(process)
+        except StoreSilentError:  # no process can be asked, and process 0 cannot print
             return True
         except RuntimeError:  # the store has gone, and process 0 with it
             return self._failure is None or process == (self._failure.process or 1)
@@ -144,11 +147,11 @@ class FailureBoard:
         return first
 
     def completed(self, error: BaseException) -> None:
-        """Add to an error of this process's own what failed before, elsewhere, if the error does not say it."""
+        """Add a note to an error of this process's own: what failed before in another process, unless it says so."""
         failure = self._failure
         if failure is None or failure.process == self.transport.process:
             return
-        # what all processes are told of, such as a checkpoint that one could not write, ends in the same words on all
+        # an error that all processes raise (a checkpoint could not be written) ends in the same words on all
         if str(failure).splitlines()[-1] not in "".join(traceback.format_exception(error)):
             error.add_note(str(failure))
 
@@ -180,7 +183,7 @@ class FailureBoard:
         return self._lose(Failure(0, self.transport.describe(0), _GONE, "gone"))
 
     def lost(self, process: int, text: str) -> None:
-        """Tell all processes what has become of one that cannot say it itself.
+        """Enter what has become of a process that cannot do so itself.
 
         Args:
             process: which one.
@@ -188,7 +191,7 @@ class FailureBoard:
         """
         failure = Failure(process, self.transport.describe(process), text, "gone")
         if self.find_failure() is None:
-            self.bulletin.publish(failure)
+            self.store.publish(failure)
 
     def watch(self, interval: float = 1.0, stall: float | None = None, exit_after: float | None = 5.0) -> None:
         """Start a thread that looks at the board, for a main thread that cannot; see `Watchdog`.
@@ -209,7 +212,7 @@ class FailureBoard:
         if self._watchdog is not None:
             self._watchdog.stop()
             self._watchdog = None
-        self.bulletin.close()
+        self.store.close()
         if self.transport.board is self:
             self.transport.board = None
 
@@ -217,12 +220,12 @@ class FailureBoard:
         """The first failure, if one is published; answers a process that asks where this one is."""
         with self._lock:
             if self._failure is None:
-                self._answer_roll_call()
-                if self._place is None and self.bulletin.asked():
+                self._answer_status_query()
+                if self._place is None and self.store.asked():
                     self._answer()
-                self._failure = self.bulletin.failure()
+                self._failure = self.store.failure()
                 if self._failure is not None:
-                    self.bulletin.acknowledge()
+                    self.store.acknowledge()
             return self._failure
 
     def await_failure(self, patience: float) -> Failure | None:
@@ -240,22 +243,22 @@ class FailureBoard:
         if (failure := self.find_failure()) is not None:
             return failure
         self._answer()
-        if not self.bulletin.ask(self.transport.process):
+        if not self.store.ask(self.transport.process):
             return self.await_failure(self.patience)
         processes = range(self.transport.topology.world_size)
         deadline = time.monotonic() + self.patience
-        while any(self.bulletin.place(process) is None for process in processes) and time.monotonic() < deadline:
+        while any(self.store.place(process) is None for process in processes) and time.monotonic() < deadline:
             time.sleep(0.05)
-        places = {process: self.bulletin.place(process) or "no answer" for process in processes}
+        places = {process: self.store.place(process) or "no answer" for process in processes}
         describe = self.transport.describe
         text = "\n".join(f"  {describe(process)}: {place}" for process, place in places.items())
-        self.bulletin.publish(Failure(self.transport.process, describe(), text, "hang"))
+        self.store.publish(Failure(self.transport.process, describe(), text, "hang"))
         return self.find_failure()
 
     def _publish(self, error: BaseException) -> None:
         if self.find_failure() is None:
             text = "".join(traceback.format_exception(error)).rstrip()
-            self.bulletin.publish(Failure(self.transport.process, self.transport.describe(), text))
+            self.store.publish(Failure(self.transport.process, self.transport.describe(), text))
             self.find_failure()
 
     def _lose(self, failure: Failure) -> Failure:
@@ -275,21 +278,21 @@ class FailureBoard:
 
     def _linger(self) -> None:
         deadline = time.monotonic() + self.patience
-        while self.bulletin.readers() < self.transport.topology.world_size and time.monotonic() < deadline:
+        while self.store.readers() < self.transport.topology.world_size and time.monotonic() < deadline:
             time.sleep(0.05)
 
     def _answer(self) -> None:
         self._place = self._where()
-        self.bulletin.answer(self.transport.process, self._place)
+        self.store.answer(self.transport.process, self._place)
 
-    def _answer_roll_call(self) -> None:
-        """Tell a process that waits for this one whether this one waits as well; see `trainer.meeting`."""
-        asked = self.bulletin.noted("roll")
-        if asked is not None and asked != self._roll:
-            self._roll = asked
+    def _answer_status_query(self) -> None:
+        """Answer a process that waits for this one: whether this one waits as well; see `trainer.meeting`."""
+        asked = self.store.noted("query")
+        if asked is not None and asked != self._query:
+            self._query = asked
             waiting = self.transport.waiting
             place = None if waiting is None else str(waiting)
-            self.bulletin.note(f"roll/{self.transport.process}", json.dumps([asked, place, self._beats, id(waiting)]))
+            self.store.note(f"query/{self.transport.process}", json.dumps([asked, place, self._beats, id(waiting)]))
 
     def _describe_position(self) -> str:
         position, program = self._position, self.program

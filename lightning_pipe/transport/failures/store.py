@@ -1,4 +1,4 @@
-"""What processes tell each other through the store when one of them fails or all of them wait."""
+"""The entries that processes make in the store when one of them fails or all of them wait."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class Failure:
     """What went wrong first.
 
     Args:
-        process: where.
-        name: how messages name it.
+        process: the process where it went wrong.
+        name: how messages name that process.
         text: the traceback, the report of a hang, or what is known about a process that says nothing itself.
-        kind: which it is; a process that is silent may still be there.
+        kind: what kind of failure it is; a silent process may still be there.
     """
 
     process: int
@@ -47,7 +47,7 @@ class FailureStore:
 
     Args:
         store: reached by all processes.
-        prefix: of the entries.
+        prefix: how the names of the entries begin.
     """
 
     def __init__(self, store: Store, prefix: str) -> None:
@@ -77,13 +77,13 @@ class FailureStore:
         """How many processes have read the failure."""
         return self._client.ask(lambda store: int(store.add(self._prefix + "readers", 0)))
 
-    def claim(self, process: int) -> bool:
-        """Enter who tells the user the reason; whether this process is the first to do so."""
-        return self._enter("teller", str(process))
+    def become_reporter(self, process: int) -> bool:
+        """Enter that this process prints the reason for the user; whether no other process has entered it before."""
+        return self._enter("reporter", str(process))
 
-    def claimed(self) -> bool:
-        """Whether a process has entered that it tells the reason."""
-        return self.noted("teller") is not None
+    def has_reporter(self) -> bool:
+        """Whether a process has entered that it prints the reason."""
+        return self.noted("reporter") is not None
 
     def note(self, key: str, text: str) -> None:
         """Enter something under a name of its own."""
@@ -116,4 +116,5 @@ class FailureStore:
         return self._client.ask(lambda store: store.get(key).decode() if store.check([key]) else None)
 
     def _enter(self, key: str, value: str) -> bool:
+        """Make an entry unless it is there; whether it has this value now. Of several processes one succeeds."""
         return self._client.ask(lambda store: bool(store.compare_set(self._prefix + key, "", value) == value.encode()))

@@ -47,7 +47,7 @@ class StoreClient:
         self._thread = joined_threads.start("store", self._run, self.stop)
 
     def stop(self) -> None:
-        """Let the thread end when it has asked what it was told to."""
+        """Let the thread end after the requests that it has."""
         self._requests.put(None)
 
     def close(self) -> None:

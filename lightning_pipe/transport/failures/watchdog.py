@@ -97,6 +97,6 @@ class Watchdog:
         if self._exit_after is None or self._board.noticed.wait(self._exit_after):
             return
         name = self._board.transport.describe()
-        reason = f"\n{failure}" if self._board.may_tell() else ""
+        reason = f"\n{failure}" if self._board.becomes_reporter() else ""
         print(f"{name.capitalize()} does not react and is ended.{reason}", file=sys.stderr, flush=True)
         joined_threads.leave(1)

@@ -1,9 +1,9 @@
-"""Messages between processes of one host: through shared memory, announced over a socket.
+"""One end of the connection between two processes of a host; `lightning_pipe.transport.shared_memory` draws a hop.
 
 Gloo moves every message with threads of its own at both ends and two control messages; where processes share the
 cores, these threads take the time of those that compute. Here a send copies into memory that both processes map and
-writes a few bytes to a socket, and the receiver reads them when it waits: no thread is involved, a message costs a
-tenth. Needs Linux (``memfd_create``).
+writes a few bytes to a socket, and the receiver reads them when it waits. No thread is involved, and a message costs a
+tenth. This needs Linux (``memfd_create``).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch import Tensor
 
 from lightning_pipe.transport.failures import joined_threads
 
-_PACKET = struct.Struct("<BIIQ")  # kind, tag, number of the buffer, bytes of the message; behind it what is free again
+_PACKET = struct.Struct("<BIIQ")  # kind, tag, number of the buffer, bytes of the message; then numbers of free buffers
 _NUMBER = struct.Struct("<I")
 _TIME = struct.Struct("@ll")  # the system's seconds and microseconds
 _MESSAGE, _FREE, _MEMORY = 0, 1, 2
@@ -85,7 +85,7 @@ class SharedMemoryPeer:
     """
 
     def __init__(self, connection: socket.socket, timeout: float) -> None:
-        # a wait is one system call; what must not wait says so
+        # with the limit in the socket a wait is one system call; reads that must not wait pass MSG_DONTWAIT
         longest = _TIME.pack(*divmod(max(1, round(timeout * 1e6)), 10**6))
         connection.settimeout(None)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, longest)
@@ -122,13 +122,14 @@ class SharedMemoryPeer:
         capacity = max(_SMALLEST, 1 << (size - 1).bit_length())
         free = self._free[capacity]
         if not free:
-            self._read()
+            while self._read_packet(socket.MSG_DONTWAIT):  # some of them may give buffers back
+                pass
         if self._gone:
             raise self._reason
         if not free:
             self._grow(capacity)
         buffer = free[-1]
-        write(buffer.address)
+        write(buffer.address)  # if it raises, the buffer is still free
         free.pop()
         self._write(_PACKET.pack(_MESSAGE, tag, buffer.number, size) + self._given_back())
 
@@ -143,11 +144,6 @@ class SharedMemoryPeer:
         if self._arrived[tag]:
             self._deliver(tag)
         return posted
-
-    def poll(self, posted: PostedReceive) -> bool:
-        """Whether a message has come; never waits."""
-        self._read(posted)
-        return posted.done
 
     def wait(self, posted: PostedReceive) -> None:
         """Wait for a message.
@@ -165,7 +161,7 @@ class SharedMemoryPeer:
                 raise TimeoutError("timed out")
 
     def wait_without_limit(self) -> None:
-        """Let `wait` wait for ever from now on: somebody else watches, and calls `shutdown`."""
+        """Let `wait` wait for ever from now on: the failure board's watchdog calls `shutdown` in time."""
         self._limited = False
 
     def shutdown(self) -> None:
@@ -175,7 +171,8 @@ class SharedMemoryPeer:
 
     def close(self) -> None:
         """Write the messages that are left and close the connection."""
-        with self._lock:  # memory that comes back now is wanted by nobody, and maybe read by nobody
+        # buffers that are given back now are of no use, and a peer that has ended reads no packets
+        with self._lock:
             kept = [item for item in self._backlog if not (isinstance(item, bytes) and item[0] == _FREE)]
             self._backlog = deque(kept)
             writer = self._writer
@@ -184,18 +181,13 @@ class SharedMemoryPeer:
         self._socket.close()
 
     def _grow(self, capacity: int) -> None:
-        """Make as many buffers of a size as there are, in one file: memory is used where it is written to only."""
+        """Double the buffers of a size, in one file; the system provides memory only where it is written."""
         count = min(max(1, sum(buffer.size == capacity for buffer in self._own)), _MOST_AT_ONCE)
         descriptor = _memory_file(count * capacity)
         buffers = Buffer.map(len(self._own), capacity, descriptor)
         self._own += buffers
         self._free[capacity] += buffers
         self._write(_PACKET.pack(_MEMORY, 0, buffers[0].number, capacity), descriptor)
-
-    def _read(self, wanted: PostedReceive | None = None) -> None:
-        """Take in the packets that are there, up to the one that is wanted."""
-        while not (wanted is not None and wanted.done) and self._read_packet(socket.MSG_DONTWAIT):
-            pass
 
     def _read_packet(self, flags: int = 0) -> bool:
         """Take in the next packet; whether there was one within the timeout, or at once with ``MSG_DONTWAIT``."""
@@ -224,9 +216,10 @@ class SharedMemoryPeer:
 
     def _map(self, number: int, size: int) -> None:
         """Take in memory that the peer has made."""
-        said, descriptors, _, _ = socket.recv_fds(self._socket, 1, 1)
+        data, descriptors, _, _ = socket.recv_fds(self._socket, 1, 1)
         try:
-            if said and not descriptors:  # the system has dropped it on the way
+            # a process that may open no more files gets the packet without its descriptor
+            if data and not descriptors:
                 raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
             for descriptor in descriptors:
                 _check_seals(descriptor)
@@ -239,7 +232,7 @@ class SharedMemoryPeer:
         self._gone = len(self._mapped) <= number
 
     def _deliver(self, tag: int) -> None:
-        """Give the oldest message that has arrived to the oldest receive."""
+        """Give the oldest message of a tag to its oldest receive."""
         buffer, size = self._arrived[tag].popleft()
         posted = self._posted[tag].popleft()
         if posted.size != size:
@@ -248,7 +241,7 @@ class SharedMemoryPeer:
         posted.done = True
         self._read_out.append(buffer)
         if len(self._read_out) == _MOST_KEPT or sum(each.size for each in self._read_out) > _MOST_BYTES_KEPT:
-            with suppress(ConnectionError):  # a peer that has left needs no memory back
+            with suppress(ConnectionError):  # a peer that has ended needs no buffers back
                 self._write(_PACKET.pack(_FREE, 0, 0, 0) + self._given_back())
 
     def _given_back(self) -> bytes:
@@ -260,10 +253,11 @@ class SharedMemoryPeer:
     def _write(self, *items: bytes | int) -> None:
         """Write packets and descriptors, or leave them to a thread while the socket is full.
 
-        It is when some hundred packets are unread. A descriptor has a packet of its own: to receive one costs more than
-        to receive bytes.
+        A socket is full when some hundred packets are unread. A descriptor has a packet of its own: to receive one
+        costs more than to receive bytes.
         """
         with self._lock:
+            # behind what is waiting already: packets keep their order
             self._backlog.extend(items)
             if self._writer is None and not self._flush():
                 self._writer = joined_threads.start("writer", self._drain, self.shutdown)
@@ -302,7 +296,7 @@ class SharedMemoryPeer:
 
 
 def _memory_file(size: int) -> int:
-    """A file in memory whose size nobody can change: to read behind the end of one that was cut off kills a process."""
+    """A file in memory whose size is fixed: a process that reads behind the end of a shortened file is killed."""
     try:
         descriptor = os.memfd_create("lightning-pipe", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     except OSError as error:

@@ -39,15 +39,17 @@ def connect_local(
             places = gather((_host(), address))
             connections: dict[int, socket.socket] = {}
             for peer in peers:
+                # the lower process of each pair connects, so that a pair has one connection
                 if peer > process and address and places[peer][0] == places[process][0]:
                     connection = _reach(places[peer][1], process)
                     if connection is not None:
                         connections[peer] = connection
+            # a process that could not be reached must not be waited for: both ends then use Gloo
             reached = gather(sorted(connections))
             awaited = {peer for peer in peers if peer < process and process in reached[peer]}
             while awaited:
                 connection, _ = listener.accept()
-                if not _same_user(connection):
+                if not _same_user(connection):  # the folder's mode does not keep root out
                     connection.close()
                     continue
                 connection.settimeout(timeout)
@@ -63,7 +65,7 @@ def _listen(listener: socket.socket, others: int) -> tuple[str, str]:
     """Listen in a folder that nobody else can enter; returns it and the address, empty where that is impossible."""
     folder = ""
     try:
-        os.close(os.memfd_create("lightning-pipe"))
+        os.close(os.memfd_create("lightning-pipe"))  # raises where the system has no such files
         folder = tempfile.mkdtemp(prefix="lightning-pipe-")
         address = str(Path(folder) / "socket")
         listener.bind(address)
@@ -74,8 +76,9 @@ def _listen(listener: socket.socket, others: int) -> tuple[str, str]:
 
 
 def _host() -> str:
-    """The same on all processes of a host, different between hosts."""
+    """A name of this host: equal on all its processes, and on no other host."""
     try:
+        # containers of one host have names of their own, and the same kernel
         return Path("/proc/sys/kernel/random/boot_id").read_text()
     except OSError:
         return socket.gethostname()

@@ -242,8 +242,8 @@ def test_a_position_that_stands_still_is_a_hang() -> None:
         run_threads(world, fn)
     assert time.monotonic() - start < 4
     board = FailureBoard(store, world[0])
-    board.bulletin._prefix = board.bulletin._prefix.replace("/2/", "/1/")
-    failure = board.bulletin.failure()
+    board.store._prefix = board.store._prefix.replace("/2/", "/1/")
+    failure = board.store.failure()
     assert failure is not None
     assert failure.kind == "hang"
     assert "rank 0: action of 0; waits to receive 4 bytes from rank 1" in failure.text
@@ -273,7 +273,7 @@ def test_a_process_that_cannot_say_it_itself_is_told_about() -> None:
     boards = [FailureBoard(store, transport, patience=0.1) for transport in world]
     boards[0].lost(2, "was killed by SIGKILL (out of memory?)")
     assert "Rank 2 was killed by SIGKILL" in str(boards[1].explain("Rank 1 could not go on."))
-    boards[0].lost(1, "has ended with code 1")  # the consequence is not told
+    boards[0].lost(1, "has ended with code 1")  # only the reason is entered, not its consequence
     failure = boards[1].find_failure()
     assert failure is not None
     assert failure.process == 2

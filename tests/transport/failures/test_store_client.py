@@ -57,7 +57,7 @@ def test_the_silence_of_process_0_is_the_message() -> None:
     store = Frozen()
     first, transport = thread_world(Topology(2), timedelta(seconds=1))
     board = FailureBoard(store, transport, patience=0.2)  # type: ignore[arg-type]
-    board.bulletin._client._patience = 0.2
+    board.store._client._patience = 0.2
     board.watch(interval=0.1, stall=0.5, exit_after=None)
     board.position = "F0"
     assert board.noticed.wait(0.3) is False  # a silent store alone is no fault

@@ -122,14 +122,14 @@ def test_what_was_sent_before_the_end_still_arrives(pair: Pair) -> None:
         second.send(message(0, 1 << 20), 0)
 
 
-def test_an_end_before_the_memory_has_come_is_told() -> None:
+def test_an_end_before_the_memory_has_come_raises() -> None:
     raw, connection = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    peer = SharedMemoryPeer(connection, timeout=0.2)
+    end = SharedMemoryPeer(connection, timeout=0.2)
     raw.send(peer._PACKET.pack(peer._MEMORY, 0, 0, 4096))
     raw.close()
     with pytest.raises(ConnectionError, match="closed by peer"):
-        peer.wait(peer.receive(message(0, 4), 0))
-    peer.close()
+        end.wait(end.receive(message(0, 4), 0))
+    end.close()
 
 
 def test_no_descriptor_is_left_when_the_other_end_has_gone(pair: Pair) -> None:
