@@ -129,3 +129,10 @@ def test_names_of_this_repository_in_docstrings_exist() -> None:
     }
     assert found
     assert [(path, name) for path, name in sorted(found) if not exists(name) and not (ROOT / name).exists()] == []
+
+
+def test_modules_say_what_they_are() -> None:
+    """All but the packages of tests, which are folders."""
+    modules = [path for path in SOURCES if path.name != "__init__.py" or not path.is_relative_to(ROOT / "tests")]
+    silent = [path for path in modules if not path.read_text(encoding="utf-8").startswith('"""')]
+    assert [str(path.relative_to(ROOT)) for path in silent] == []

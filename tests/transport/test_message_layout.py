@@ -1,3 +1,5 @@
+"""Several tensors in one message: values and strides arrive."""
+
 from __future__ import annotations
 
 import pytest
