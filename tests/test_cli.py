@@ -1,3 +1,5 @@
+"""The command lightning-pipe: what it prints and writes, and one line for each mistake."""
+
 from __future__ import annotations
 
 import subprocess

@@ -1,3 +1,5 @@
+"""The arithmetic of ranks, stages and micro-batches."""
+
 from __future__ import annotations
 
 import pytest

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -38,6 +39,11 @@ def is_private(name: str) -> bool:
     return name.startswith("_") and not name.startswith("__") and name.isidentifier() and name != "_"
 
 
+def called(function: ast.expr) -> str:
+    """The last part of the name of what is called."""
+    return getattr(function, "attr", getattr(function, "id", ""))
+
+
 def is_self(node: ast.AST) -> bool:
     return isinstance(node, ast.Name) and node.id == "self"
 
@@ -50,11 +56,12 @@ def private_uses(tree: ast.Module) -> Iterator[tuple[int, str]]:
         elif isinstance(node, ast.ImportFrom) and not (node.module or "").startswith(("lightning_pipe", "recipes")):
             yield from ((node.lineno, alias.name) for alias in node.names if is_private(alias.name))
             yield from ((node.lineno, part) for part in (node.module or "").split(".") if is_private(part))
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in ASKING:
+        elif isinstance(node, ast.Call) and called(node.func) in ASKING:
             names = [arg.value for arg in node.args if isinstance(arg, ast.Constant) and isinstance(arg.value, str)]
             yield from ((node.lineno, name) for name in names if is_private(name))
 
 
+@functools.cache
 def trees() -> dict[Path, ast.Module]:
     return {path: ast.parse(path.read_text()) for path in SOURCES}
 

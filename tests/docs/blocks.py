@@ -1,4 +1,4 @@
-"""The blocks of code in Markdown pages."""
+"""Reads the blocks of code out of the Markdown pages."""
 
 from __future__ import annotations
 
@@ -13,6 +13,13 @@ PAGES = [
     ROOT / "examples" / "README.md",
     *sorted((ROOT / "docs").glob("*.md")),
 ]
+NAMED = [
+    *PAGES,
+    ROOT / "CHANGELOG.md",
+    ROOT / "recipes" / "README.md",
+    *sorted((ROOT / "recipes" / "docs").glob("*.md")),
+]
+"""All pages, also those whose blocks the tests of the recipes look after."""
 _FENCE = re.compile(r"^```(\S*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 

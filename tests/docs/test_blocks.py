@@ -15,7 +15,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_pipe.cli import main
 from lightning_pipe.schedules import registry
-from tests.docs.blocks import PAGES, ROOT, Block, blocks, named
+from tests.docs.blocks import NAMED, PAGES, ROOT, Block, blocks, named
 from tests.docs.user_code import MyDataModule, MyLightningModule
 
 LANGUAGES = {"python", "console", "sh", "yaml", "text", "{toctree}", "{eval-rst}"}
@@ -26,6 +26,8 @@ COVERED = {
     "python examples/gpt2.py": "tests/examples/test_examples.py::test_gpt2_is_tuned_and_exported",
     "python examples/cli.py fit": "tests/examples/test_examples.py::test_cli",
     "torchrun --nnodes 2": "tests/examples/test_examples.py::test_torchrun_on_two_nodes",
+    "python -m tests.support.structure": "tests/test_structure.py::test_the_report_names_every_room",
+    "python -m tests.faults": "tests/faults/test_faults.py::test_a_run_with_a_fault_ends_as_it_should",
     "python -m recipes.train": "tests/recipes/test_docs.py::test_the_commands_compose",
     "python -m recipes.plan": "tests/recipes/test_docs.py::test_the_commands_compose",
 }
@@ -155,7 +157,7 @@ def test_no_block_is_left_out() -> None:
             assert block.language in LANGUAGES, f"{block}: a block of {block.language or 'nothing'}"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", NAMED, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page: Path) -> None:
     """Relative links are files, and what follows a # is a heading of theirs."""
     for target in re.findall(r"\]\((?!https?:)([^)\s]+)\)", page.read_text(encoding="utf-8")):

@@ -91,6 +91,7 @@ def test_gpt2_is_tuned_and_exported(tmp_path: Path) -> None:
     assert after(batch, labels=batch).loss < before(batch, labels=batch).loss - 0.3
 
 
+@pytest.mark.slow
 def test_cli(tmp_path: Path) -> None:
     pytest.importorskip("jsonargparse", reason="LightningCLI needs jsonargparse")
     words = ("fit", "--config", str(EXAMPLES / "cli.yaml"), "--trainer.max_epochs", "1")

@@ -1,3 +1,5 @@
+"""A sequence of costs is divided so that the largest stage is as small as brute force finds it."""
+
 from __future__ import annotations
 
 from fractions import Fraction

@@ -1,3 +1,5 @@
+"""What layers cost by their parameters, a list or a function, and the division that follows."""
+
 from __future__ import annotations
 
 import pytest

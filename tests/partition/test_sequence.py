@@ -1,3 +1,5 @@
+"""Which modules are taken for the layer sequence, and when that is not clear."""
+
 from __future__ import annotations
 
 import ast

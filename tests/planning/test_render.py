@@ -1,3 +1,5 @@
+"""The printed plan and the closing line."""
+
 from __future__ import annotations
 
 from lightning_pipe.config import BatchEquation, layout

@@ -1,3 +1,5 @@
+"""Every configuration composes, and a wrong key is refused with the nearest right one."""
+
 from __future__ import annotations
 
 import inspect

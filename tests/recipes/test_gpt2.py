@@ -1,3 +1,5 @@
+"""The GPT-2 recipe on one device: its perplexity, its weight decay, its checkpoint."""
+
 from __future__ import annotations
 
 from functools import partial

@@ -1,3 +1,5 @@
+"""Optimizers and learning rate schedules against the formulas of the papers."""
+
 from __future__ import annotations
 
 import pytest

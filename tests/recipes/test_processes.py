@@ -1,3 +1,5 @@
+"""What the processes of a job share, and what a job leaves behind."""
+
 from __future__ import annotations
 
 import json

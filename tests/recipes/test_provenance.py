@@ -1,3 +1,5 @@
+"""The commit that a run notes."""
+
 from __future__ import annotations
 
 import subprocess

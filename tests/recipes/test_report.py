@@ -1,3 +1,5 @@
+"""What a run reports at its end."""
+
 from __future__ import annotations
 
 from recipes.report import Report

@@ -1,3 +1,5 @@
+"""The table at the end of a sweep."""
+
 from __future__ import annotations
 
 import json

@@ -1,3 +1,5 @@
+"""Blocks of text from files, the standard library and the hub."""
+
 from __future__ import annotations
 
 from pathlib import Path

@@ -1,3 +1,5 @@
+"""Incomplete schedules and deadlocks are found, and the first offending action is named."""
+
 from __future__ import annotations
 
 from dataclasses import replace

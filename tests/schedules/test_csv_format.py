@@ -1,3 +1,5 @@
+"""Schedules as files: written, read, and refused with the cell that cannot be read."""
+
 from __future__ import annotations
 
 from dataclasses import replace

@@ -1,3 +1,5 @@
+"""Actions and schedules as data."""
+
 from __future__ import annotations
 
 import pickle

@@ -1,3 +1,5 @@
+"""Schedules by name, by function, by class and by file."""
+
 from __future__ import annotations
 
 import subprocess

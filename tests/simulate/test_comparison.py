@@ -1,3 +1,5 @@
+"""All schedules in one table: the same model, with times, memory and messages."""
+
 from __future__ import annotations
 
 from fractions import Fraction

@@ -1,3 +1,5 @@
+"""Timelines of measured events, and their repeating part."""
+
 from __future__ import annotations
 
 from fractions import Fraction

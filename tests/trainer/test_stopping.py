@@ -80,7 +80,7 @@ def expected() -> dict[str, tuple[int, int]]:
     return found
 
 
-@pytest.mark.parametrize("options", [{}, {"data_parallel_size": 2}])
+@pytest.mark.parametrize("options", [{}, pytest.param({"data_parallel_size": 2}, marks=pytest.mark.slow)])
 def test_all_stop_where_one_device_would(options: dict[str, int], expected: dict[str, tuple[int, int]]) -> None:
     devices = 4 if options else 2
     for counts in run_trainers(stopped, devices, timeout=90, devices=devices, **options):

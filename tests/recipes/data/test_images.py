@@ -1,3 +1,5 @@
+"""Images from folders, digits and the hub, as the image recipes get them."""
+
 from __future__ import annotations
 
 from pathlib import Path

@@ -1,3 +1,5 @@
+"""The order of an epoch, and epochs that go on where they were broken off."""
+
 from __future__ import annotations
 
 from pathlib import Path

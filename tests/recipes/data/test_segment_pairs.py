@@ -1,3 +1,5 @@
+"""Masked pairs of segments, as BERT wants them."""
+
 from __future__ import annotations
 
 from pathlib import Path

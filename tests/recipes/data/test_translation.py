@@ -1,3 +1,5 @@
+"""Pairs of sentences in several languages."""
+
 from __future__ import annotations
 
 from collections import Counter

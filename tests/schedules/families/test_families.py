@@ -1,3 +1,5 @@
+"""Every family at all small sizes, and the orders of single families."""
+
 from __future__ import annotations
 
 import warnings

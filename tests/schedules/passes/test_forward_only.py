@@ -1,3 +1,5 @@
+"""The order of evaluation on the placement of a training schedule."""
+
 from __future__ import annotations
 
 import pytest

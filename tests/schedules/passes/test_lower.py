@@ -1,3 +1,5 @@
+"""Sends, receives and reductions that are inserted: both ends agree on their order, and nothing deadlocks."""
+
 from __future__ import annotations
 
 from collections import Counter, defaultdict

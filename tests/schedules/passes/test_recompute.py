@@ -1,3 +1,5 @@
+"""Recomputation as an action of a schedule."""
+
 from __future__ import annotations
 
 from fractions import Fraction
