@@ -188,6 +188,7 @@ class ProcessStrategy(ParallelStrategy):
         """End a run on all processes: an error of one of them after the last batch is one of all."""
         self.meet("the end of the run")
         if self.world is not None and not self._interrupted():
+            self.signals.end_if_asked()
             self.world.barrier()  # process 0 serves the store over which they meet: nobody leaves before all are there
 
     def _child_has_ended(self) -> bool:

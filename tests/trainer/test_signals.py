@@ -18,6 +18,7 @@ from lightning.pytorch.trainer.connectors import signal_connector
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_pipe import PipeStrategy
+from lightning_pipe.errors import CommunicationError
 from tests.support.lit_modules import Data, Lit
 from tests.support.processes import run_trainers
 from tests.support.trainer_runs import QUIET, quiet
@@ -69,6 +70,36 @@ def terminated(process: int, signalled: int) -> int:
 @pytest.mark.parametrize("signalled", [0, 1])
 def test_all_leave_after_the_batch_in_which_one_was_asked(signalled: int) -> None:
     assert run_trainers(terminated, 2, timeout=50, signalled=signalled) == [AT + 1, AT + 1]
+
+
+class Late(L.Callback):
+    """One process gets a signal where nobody asks for it any more, or not yet."""
+
+    def __init__(self, process: int, place: str) -> None:
+        setattr(self, place, self.act)
+        self.process = process
+
+    def act(self, trainer: L.Trainer, *_: Any, **__: Any) -> None:
+        if trainer.global_rank == self.process:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def terminated_late(process: int, signalled: int, place: str) -> tuple[str, object]:
+    with pytest.raises((SIGTERMException, CommunicationError)) as ended:
+        trainer_with(Late(signalled, place)).fit(Lit().double(), datamodule=Data())
+    return type(ended.value).__name__, signal.getsignal(signal.SIGTERM)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("signalled", [0, 1])
+@pytest.mark.parametrize("place", ["setup", "on_train_end", "on_fit_end"])
+def test_one_that_comes_before_or_after_the_batches_ends_the_run(signalled: int, place: str) -> None:
+    outcomes = run_trainers(terminated_late, 2, timeout=50, signalled=signalled, place=place)
+    assert [handler for _, handler in outcomes] == [signal.SIG_DFL] * 2
+    expected = ["SIGTERMException"] * 2
+    if place != "on_train_end":  # nobody asks the other one yet, or any more
+        expected[1 - signalled] = "CommunicationError"
+    assert [name for name, _ in outcomes] == expected
 
 
 def requeued(process: int, folder: Path) -> tuple[int, int, bool]:

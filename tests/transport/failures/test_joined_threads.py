@@ -9,19 +9,19 @@ import pytest
 
 STUCK = """
 import sys, threading
-from lightning_pipe.pipeline import threads
+from lightning_pipe.transport.failures import joined_threads
 
-threads.start("stuck", threading.Event().wait, lambda: None)
+joined_threads.start("stuck", threading.Event().wait, lambda: None)
 {failure}
 print("written")
 """
 
 ENDING = """
 import threading
-from lightning_pipe.pipeline import threads
+from lightning_pipe.transport.failures import joined_threads
 
 stopped = threading.Event()
-threads.start("patient", stopped.wait, stopped.set)
+joined_threads.start("patient", stopped.wait, stopped.set)
 """
 
 
@@ -31,7 +31,7 @@ def ended(script: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize(
     ("failure", "code"),
-    [("", 1), ("threads.note_failure(SystemExit(143))", 143), ("threads.note_failure(ValueError())", 1)],
+    [("", 1), ("joined_threads.note_failure(SystemExit(143))", 143), ("joined_threads.note_failure(ValueError())", 1)],
 )
 def test_a_thread_that_does_not_end_ends_the_process_with_its_code(failure: str, code: int) -> None:
     outcome = ended(STUCK.format(failure=failure))
@@ -44,4 +44,5 @@ def test_threads_are_joined() -> None:
 
 
 def test_a_child_that_has_failed_makes_the_process_fail() -> None:
-    assert ended("from lightning_pipe.pipeline import threads\nthreads.fail_at_end(3)").returncode == 3
+    script = "from lightning_pipe.transport.failures import joined_threads\njoined_threads.fail_at_end(3)"
+    assert ended(script).returncode == 3
