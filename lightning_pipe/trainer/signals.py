@@ -42,6 +42,8 @@ class Signals:
         self._parent = os.getppid()
         self.asked = [False, False]
         """Whether this process was asked to end, and to save and be requeued."""
+        self.leaving_together = False
+        """Whether all processes end after the same batch, so that what all must do can still be done."""
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -82,6 +84,7 @@ class Signals:
     def _agree(self) -> None:
         asked = torch.tensor(self.asked, dtype=torch.int64)
         self._world.transport.all_reduce(asked, self._world.everyone, "max").wait()
+        self.leaving_together = bool(asked[0])
         self.act(asked.bool().tolist())
 
     def _on_termination(self, number: int, _: FrameType | None) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from lightning.pytorch.trainer.connectors import signal_connector
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
@@ -70,6 +71,23 @@ def terminated(process: int, signalled: int) -> int:
 @pytest.mark.parametrize("signalled", [0, 1])
 def test_all_leave_after_the_batch_in_which_one_was_asked(signalled: int) -> None:
     assert run_trainers(terminated, 2, timeout=50, signalled=signalled) == [AT + 1, AT + 1]
+
+
+def saved_when_terminated(process: int, folder: Path) -> int:
+    trainer = trainer_with(Signalled(1, signal.SIGTERM))
+    trainer.callbacks.append(OnExceptionCheckpoint(folder))
+    with pytest.raises(SIGTERMException):
+        trainer.fit(Lit().double(), datamodule=Data())
+    return trainer.global_step
+
+
+@pytest.mark.timeout(60)
+def test_a_checkpoint_for_exceptions_is_written_when_all_end_together(tmp_path: Path) -> None:
+    steps = run_trainers(saved_when_terminated, 2, timeout=50, folder=tmp_path)
+    checkpoint = torch.load(tmp_path / "on_exception.ckpt", weights_only=False)
+    assert [checkpoint["global_step"]] * 2 == steps
+    assert all(tensor.isfinite().all() for tensor in checkpoint["state_dict"].values())
+    assert set(checkpoint["state_dict"]) == set(Lit().state_dict())
 
 
 class Late(L.Callback):
