@@ -155,16 +155,20 @@ def end_with_parent() -> None:
     parent = int(os.environ[CHILD])
     lives, stopped = _life_of(parent), threading.Event()
 
-    def watch() -> None:
-        while lives():
-            if stopped.wait(_GLANCE):
-                return
-        if stopped.wait(_PATIENCE):  # the main thread has noticed, and has said more about it
-            return
+    def leave() -> None:
         me = f"Process {os.environ.get('LOCAL_RANK')} of this host"
         print(f"{me} ends: process 0 (PID {parent}), which has started it, has gone.", file=sys.stderr)
         joined_threads.leave(1)
 
+    def watch() -> None:
+        while lives():
+            if stopped.wait(_GLANCE):
+                return
+        if not stopped.wait(_PATIENCE):  # else the main thread has noticed, and has said more about it
+            leave()
+
+    if not lives():  # nobody is there to say more
+        leave()
     _watching.append(joined_threads.start("observer of the parent", watch, stopped.set))
 
 

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ from lightning_pipe.errors import ConfigurationError
 from lightning_pipe.lightning_internals import SubprocessLauncher, basic_command, set_threads
 from lightning_pipe.trainer.children import CHILD, Children
 from lightning_pipe.trainer.connect import RUN
+from lightning_pipe.trainer.signals import ending_by_termination
 from lightning_pipe.transport.failures import joined_threads
 
 if TYPE_CHECKING:
@@ -116,7 +117,11 @@ class ScriptLauncher(SubprocessLauncher):
             self._call_children_scripts()
         set_threads(num_processes=self.num_processes)
         started = ScriptLauncher._started
-        with nullcontext() if started is None or started.children is None else started.children.running():
+        with ExitStack() as during:
+            if trainer is not None:
+                during.enter_context(ending_by_termination(trainer))
+            if started is not None and started.children is not None:
+                during.enter_context(started.children.running())
             result = function(*args, **kwargs)
             if trainer is not None:
                 trainer.strategy.finish()

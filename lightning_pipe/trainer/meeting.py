@@ -10,7 +10,8 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from types import FrameType
 from typing import Any
 
@@ -20,6 +21,8 @@ from lightning_pipe.transport.failures.store_client import StoreSilentError
 
 _SOON, _LATE = 0.0005, 0.02
 """Seconds between two looks at the store, at first and later on."""
+_MOST = 1.0
+"""Seconds that count between two looks at a clock: a longer time is one for which the process was suspended."""
 _PAUSE = 1.5
 """Seconds between two status queries: a watchdog answers once a second."""
 _QUERIES = 4
@@ -62,33 +65,30 @@ class Meetings:
             self._transport.waiting = before
 
     def _meet(self, what: str, key: str) -> None:
-        store = self._board.store
-        store.note(f"{key}{self._transport.process}", json.dumps([what, caller()]))
-        if store.add(f"{key}count") == self._transport.topology.world_size:
-            store.note(f"{key}complete", "yes")
-        start, pause = time.monotonic(), _SOON
+        store, entry = self._board.store, json.dumps([what, caller()])
+        keys = [f"{key}{process}" for process in self._processes]
+        clock, pause, entered = Clock(self._transport.timeout.total_seconds()), _SOON, False
         query = _StatusQuery(self._board, self._transport.process)
-        while not self._complete(key):
+        while True:
+            with suppress(StoreSilentError):  # process 0 stands still: no fault yet
+                if not entered:
+                    store.note(keys[self._transport.process], entry)
+                    entered = True
+                if (found := store.noted_by_all(keys)) is not None:
+                    self._compare(what, found)
+                    return
+                if query.due:
+                    self._compare(what, [store.noted(name) for name in keys])
+                    self._look_for(what, key, query)
             time.sleep(pause)
             pause = min(1.2 * pause, _LATE)
-            if self._board.failed or time.monotonic() - start > self._transport.timeout.total_seconds():
+            if self._board.failed or clock.is_over():
                 raise self._transport.error(f"do {what} together", None, timed_out=not self._board.failed)
-            if query.due:
-                self._compare(what, key)
-                self._look_for(what, key, query)
-        self._compare(what, key)
 
-    def _complete(self, key: str) -> bool:
-        try:
-            return self._board.store.noted(f"{key}complete") is not None
-        except StoreSilentError:  # process 0 stands still: no fault yet
-            return False
-
-    def _compare(self, what: str, key: str) -> None:
+    def _compare(self, what: str, entries: Sequence[str | None]) -> None:
         """Raise if another process does something else."""
-        for process in self._processes:
-            text = self._board.store.noted(f"{key}{process}")
-            found, line = json.loads(text) if text is not None else (what, "")
+        for process, entry in enumerate(entries):
+            found, line = json.loads(entry) if entry is not None else (what, "")
             if found != what:
                 name = self._transport.describe(process)
                 raise _alone(f"{what} is called on {self._name}, {found} on {name} ({line}).")
@@ -126,6 +126,20 @@ def caller() -> str:
 def _alone(text: str) -> CollectiveError:
     hint = "Call it on all processes, outside of `if trainer.is_global_zero:` and the like."
     return CollectiveError(f"{text[0].upper()}{text[1:]}", hint=hint)
+
+
+class Clock:
+    """Whether some seconds are over; those for which this process is suspended (Ctrl-Z) do not count."""
+
+    def __init__(self, seconds: float) -> None:
+        self._left, self._looked = seconds, time.monotonic()
+
+    def is_over(self) -> bool:
+        """Look; often."""
+        now = time.monotonic()
+        self._left -= min(now - self._looked, _MOST)
+        self._looked = now
+        return self._left < 0
 
 
 class _StatusQuery:

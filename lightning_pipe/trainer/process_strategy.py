@@ -65,6 +65,7 @@ class ProcessStrategy(ParallelStrategy):
         self.family = family
         self.num_nodes = 1
         self.world: World | None = None
+        self.signals: Signals | None = None
         self._meetings: Meetings | None = None
         self._layout: RunLayout | None = None
         self._asked, self._backend, self._timeout = sizes, backend, timeout
@@ -168,6 +169,8 @@ class ProcessStrategy(ParallelStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
+        if self.signals is not None:
+            self.signals.leaving_together = False  # the hooks of callbacks have been called, and processes leave now
         if isinstance(exception, SIGTERMException) and exception.code is None:
             # Lightning (2.6) ends with code 0 and without a word, as after a run that has finished
             exception.code = 128 + signal.SIGTERM
@@ -188,6 +191,8 @@ class ProcessStrategy(ParallelStrategy):
         """End a run on all processes: an error of one of them after the last batch is one of all."""
         self.meet("the end of the run")
         if self.world is not None and not self._interrupted():
+            if self.signals is not None:
+                self.signals.end_if_asked()
             self.world.barrier()  # process 0 serves the store over which they meet: nobody leaves before all are there
 
     def _child_has_ended(self) -> bool:
@@ -205,6 +210,8 @@ class ProcessStrategy(ParallelStrategy):
 
     def _interrupted(self) -> bool:
         """Whether this process is on its way out because of an error: nobody may answer any more."""
+        if self.signals is not None and self.signals.leaving_together:
+            return False
         trainer = None if self.lightning_module is None else self.lightning_module._trainer
         return trainer is not None and trainer.state.status == TrainerStatus.INTERRUPTED
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
@@ -17,6 +18,7 @@ import torch
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_pipe.patches import replaced
+from lightning_pipe.trainer.children import is_child
 from lightning_pipe.trainer.world import World
 
 _Handler = Callable[[int, FrameType | None], None]
@@ -40,6 +42,8 @@ class Signals:
         self._parent = os.getppid()
         self.asked = [False, False]
         """Whether this process was asked to end, and to save and be requeued."""
+        self.leaving_together = False
+        """Whether all processes end after the same batch, so that what all must do can still be done."""
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -68,9 +72,19 @@ class Signals:
             self._connector.received_sigterm = True
             raise SIGTERMException
 
+    def end_if_asked(self) -> None:
+        """End after the last batch, too, if a process was asked to. Collective.
+
+        Raises:
+            SIGTERMException: one was.
+        """
+        if self._world.agree(self.asked[0], unanimous=False):
+            raise SIGTERMException
+
     def _agree(self) -> None:
         asked = torch.tensor(self.asked, dtype=torch.int64)
         self._world.transport.all_reduce(asked, self._world.everyone, "max").wait()
+        self.leaving_together = bool(asked[0])
         self.act(asked.bool().tolist())
 
     def _on_termination(self, number: int, _: FrameType | None) -> None:
@@ -88,3 +102,36 @@ class Signals:
             self.asked[1] = True
         else:
             self._requeue(number, frame)
+
+
+@contextmanager
+def ending_by_termination(trainer: Any) -> Iterator[None]:
+    """Let SIGTERM end a run with a word and its code before Lightning (2.6) handles it, and after.
+
+    Lightning calls the handler that it finds after its own. A process that this run has started ends at once, as the
+    system has it, and the first process tells about it.
+
+    Args:
+        trainer: the Trainer.
+    """
+    connector = trainer._signal_connector
+    main = threading.current_thread() is threading.main_thread()
+    if not main or trainer.world_size == 1 or is_child() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+        yield
+        return
+    running = True
+
+    def end(*_: object) -> None:
+        signals = getattr(trainer.strategy, "signals", None)
+        if running and not (signals is not None and signals.asked[0]):  # else it acts on it, or is doing so
+            raise SIGTERMException
+
+    signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        running = False
+        if signal.getsignal(signal.SIGTERM) is end:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        elif connector._original_handlers.get(signal.SIGTERM) is end:  # after an error Lightning puts it back later
+            connector._original_handlers[signal.SIGTERM] = signal.SIG_DFL

@@ -294,9 +294,11 @@ class Transport(ABC):
         what = f"{self.describe().capitalize()} could not {operation}"
         if timed_out:
             message = f"{what} within {self.timeout.total_seconds():g} s."
+        elif cause is None:  # the board knows it
+            message = f"{what}."
         else:
             # Gloo puts the place in its own source before its words
-            words = re.sub(r"^\[[^\]]*\] ?", "", str(cause or "").split("\n", 1)[0])
+            words = re.sub(r"^\[[^\]]*\] ?", "", str(cause).split("\n", 1)[0])
             message = f"{what}: {words or type(cause).__name__}"
         if self.board is not None:
             return self.board.explain(message, timed_out=timed_out)

@@ -153,20 +153,21 @@ def _wait(fault: Fault, first: subprocess.Popen[bytes], folder: Path, mark: str)
         time.sleep(0.2)
         _reap(folder)
         alive, happened = _marked(mark), _moment(folder)
+        importing = bool(alive) and len(list(folder.glob("ready*"))) < len(list(folder.glob("pid*")))
         if first.poll() is not None:
-            over = over or time.time()
-            if not alive or time.time() - over > LEAVING:
+            over = None if importing else over or time.time()
+            if not alive or (over is not None and time.time() - over > LEAVING):
                 return
-        if time.time() > (start + STARTING if happened is None else happened + fault.within + 5):
+        if time.time() > (start + STARTING if happened is None or importing else happened + fault.within + 5):
             return
         if fault.kind == "stop" and fault.process == 0 and alive == [first.pid] and happened is not None:
             first.send_signal(signal.SIGCONT)  # as when a frozen host wakes up
 
 
 def _moment(folder: Path) -> float | None:
-    """When the fault happened first."""
+    """When the fault happened first; a process that still imports torch cannot notice it before."""
     moments = [float(text) for path in folder.glob("fault*") if (text := path.read_text())]
-    return min(moments, default=None)
+    return max(min(moments), *(path.stat().st_mtime for path in folder.glob("ready*"))) if moments else None
 
 
 def _pids(folder: Path) -> dict[int, int]:

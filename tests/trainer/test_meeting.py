@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
 import pytest
 from torch.distributed import HashStore
@@ -14,6 +15,8 @@ from lightning_pipe.errors import CollectiveError, CommunicationError
 from lightning_pipe.trainer import meeting
 from lightning_pipe.trainer.meeting import Meetings
 from lightning_pipe.transport.failures.board import FailureBoard
+from lightning_pipe.transport.failures.store import FailureStore
+from lightning_pipe.transport.failures.store_client import StoreSilentError
 from lightning_pipe.transport.threads import thread_world
 from lightning_pipe.transport.topology import Topology
 
@@ -116,6 +119,33 @@ def test_a_failure_of_another_process_is_quoted() -> None:
     errors = together(calls("the end of the run"), fails)
     assert isinstance(errors[0], CommunicationError)
     assert "ValueError: the reason" in str(errors[0])
+
+
+def test_a_silent_store_is_no_fault_before_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    silent = dict.fromkeys(("note", "noted_by_all", "noted"), 3)
+
+    def wrap(name: str) -> None:
+        before = getattr(FailureStore, name)
+
+        def wrapped(self: FailureStore, *arguments: Any) -> Any:
+            if str(arguments[0]).find("meeting/") >= 0 and silent[name]:
+                silent[name] -= 1
+                raise StoreSilentError("no answer")
+            return before(self, *arguments)
+
+        monkeypatch.setattr(FailureStore, name, wrapped)
+
+    for name in silent:
+        wrap(name)
+    assert together(calls("save"), computes) == [None] * 2
+    assert not any(silent.values())
+
+
+def test_a_clock_does_not_count_suspensions(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter([0.0, 0.9, 600.0, 600.5, 602.0])
+    monkeypatch.setattr(time, "monotonic", lambda: next(times))
+    clock = meeting.Clock(3.0)
+    assert [clock.is_over() for _ in range(4)] == [False, False, False, True]
 
 
 def test_the_line_of_the_user() -> None:

@@ -19,8 +19,8 @@ SCRIPT = """
 import ctypes, os, signal, subprocess, sys
 from datetime import timedelta
 import lightning as L
-import lightning_pipe.trainer.world
-from lightning_pipe import PipeStrategy, world
+from lightning_pipe import PipeStrategy
+from lightning_pipe.trainer import world
 from tests.support.lit_modules import Data, Lit
 from tests.support.trainer_runs import QUIET
 

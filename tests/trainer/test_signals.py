@@ -14,10 +14,12 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from lightning.pytorch.trainer.connectors import signal_connector
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_pipe import PipeStrategy
+from lightning_pipe.errors import CommunicationError
 from tests.support.lit_modules import Data, Lit
 from tests.support.processes import run_trainers
 from tests.support.trainer_runs import QUIET, quiet
@@ -69,6 +71,53 @@ def terminated(process: int, signalled: int) -> int:
 @pytest.mark.parametrize("signalled", [0, 1])
 def test_all_leave_after_the_batch_in_which_one_was_asked(signalled: int) -> None:
     assert run_trainers(terminated, 2, timeout=50, signalled=signalled) == [AT + 1, AT + 1]
+
+
+def saved_when_terminated(process: int, folder: Path) -> int:
+    trainer = trainer_with(Signalled(1, signal.SIGTERM))
+    trainer.callbacks.append(OnExceptionCheckpoint(folder))
+    with pytest.raises(SIGTERMException):
+        trainer.fit(Lit().double(), datamodule=Data())
+    return trainer.global_step
+
+
+@pytest.mark.timeout(60)
+def test_a_checkpoint_for_exceptions_is_written_when_all_end_together(tmp_path: Path) -> None:
+    steps = run_trainers(saved_when_terminated, 2, timeout=50, folder=tmp_path)
+    checkpoint = torch.load(tmp_path / "on_exception.ckpt", weights_only=False)
+    assert [checkpoint["global_step"]] * 2 == steps
+    assert all(tensor.isfinite().all() for tensor in checkpoint["state_dict"].values())
+    assert set(checkpoint["state_dict"]) == set(Lit().state_dict())
+
+
+class Late(L.Callback):
+    """One process gets a signal where nobody asks for it any more, or not yet."""
+
+    def __init__(self, process: int, place: str) -> None:
+        setattr(self, place, self.act)
+        self.process = process
+
+    def act(self, trainer: L.Trainer, *_: Any, **__: Any) -> None:
+        if trainer.global_rank == self.process:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def terminated_late(process: int, signalled: int, place: str) -> tuple[str, object]:
+    with pytest.raises((SIGTERMException, CommunicationError)) as ended:
+        trainer_with(Late(signalled, place)).fit(Lit().double(), datamodule=Data())
+    return type(ended.value).__name__, signal.getsignal(signal.SIGTERM)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("signalled", [0, 1])
+@pytest.mark.parametrize("place", ["setup", "on_train_end", "on_fit_end"])
+def test_one_that_comes_before_or_after_the_batches_ends_the_run(signalled: int, place: str) -> None:
+    outcomes = run_trainers(terminated_late, 2, timeout=50, signalled=signalled, place=place)
+    assert [handler for _, handler in outcomes] == [signal.SIG_DFL] * 2
+    expected = ["SIGTERMException"] * 2
+    if place != "on_train_end":  # nobody asks the other one yet, or any more
+        expected[1 - signalled] = "CommunicationError"
+    assert [name for name, _ in outcomes] == expected
 
 
 def requeued(process: int, folder: Path) -> tuple[int, int, bool]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal
 
@@ -94,9 +95,10 @@ class FailureStore:
         name = self._prefix + key
         return self._client.ask(lambda store: store.get(name).decode() if store.check([name]) else None)
 
-    def add(self, key: str) -> int:
-        """How many processes have called this with this name."""
-        return self._client.ask(lambda store: int(store.add(f"{self._prefix}{key}", 1)))
+    def noted_by_all(self, keys: Sequence[str]) -> list[str] | None:
+        """What is entered under several names, once something is under all of them."""
+        names = [self._prefix + key for key in keys]
+        return self._client.ask(lambda store: [store.get(n).decode() for n in names] if store.check(names) else None)
 
     def ask(self, process: int) -> bool:
         """Ask all processes where they are; whether this process is the one that asks and reports."""

@@ -44,7 +44,5 @@ def test_threads_are_joined() -> None:
 
 
 def test_a_child_that_has_failed_makes_the_process_fail() -> None:
-    assert (
-        ended("from lightning_pipe.transport.failures import joined_threads\njoined_threads.fail_at_end(3)").returncode
-        == 3
-    )
+    script = "from lightning_pipe.transport.failures import joined_threads\njoined_threads.fail_at_end(3)"
+    assert ended(script).returncode == 3
