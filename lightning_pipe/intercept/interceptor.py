@@ -78,6 +78,11 @@ class Interceptor:
             if value is not None or vars(module).get(name) is not None:
                 changed.enter_context(replaced(module, name, value, gated=False))
 
+    def returning(self, result: Any) -> None:
+        """The step is about to return, if it is under way; see `StageRun.returning`."""
+        if self.run is not None:
+            self.run.returning(result)
+
     def follow(self, run: StageRun, step: Callable[[], Any]) -> Any:
         """Run the user's step; its calls of layers go to ``run``."""
         self.run = run
