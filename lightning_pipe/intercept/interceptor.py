@@ -28,10 +28,15 @@ class Interceptor:
         module: the user's module.
         layers: the layer sequence with dotted names.
         tells: whether this rank says what it changes for the time of the steps.
+
+    Attributes:
+        run: the run of the step that is under way.
+        compiled: whether any part of the module is compiled, as of the last time that the wrappers were put on.
     """
 
     def __init__(self, module: nn.Module, layers: Sequence[tuple[str, nn.Module]], *, tells: bool = True) -> None:
         self.run: StageRun | None = None
+        self.compiled = False
         self.module = module
         self.layers = [layer for _, layer in layers]
         self.learnt = Learnt()
@@ -46,11 +51,6 @@ class Interceptor:
             and any(id(layer) in ids for layer in part.layers)
         ]
 
-    @property
-    def compiled(self) -> bool:
-        """Whether any part of the module is compiled by now."""
-        return any(vars(part).get("_compiled_call_impl") is not None for part in self.module.modules())
-
     def computing(self) -> Iterator[nn.Module]:
         """The layers and outside modules with all their parts, each once."""
         roots = (*self.layers, *(module for _, module in self._outside))
@@ -59,6 +59,8 @@ class Interceptor:
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Wrap the forwards. As instance attributes: nothing stays behind that copying or pickling could meet."""
+        # Asked before the wrappers hide it: they take the compiled call of what they wrap away for the time.
+        self.compiled = any(vars(part).get("_compiled_call_impl") is not None for part in self.module.modules())
         with ExitStack() as changed:
             for number, layer in enumerate(self.layers):
                 self._wrap(layer, self._layer_forward(number, layer), changed)
