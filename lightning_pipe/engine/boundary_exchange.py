@@ -1,4 +1,4 @@
-"""Carries what crosses the cuts: agreed in full the first time, afterwards only the tensors that are used."""
+"""Sends what crosses stage boundaries: everything the first time, afterwards only the tensors that are used."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class BoundaryKey(NamedTuple):
 
 @dataclass(frozen=True)
 class BoundaryMessage:
-    """Tensors that travel over a cut, and the messages they travel in.
+    """The tensors that one message carries over a boundary, and the layouts of this message and of the one back.
 
     Args:
         path: the calls and the live tensors of the sending stage.
@@ -85,7 +85,7 @@ class BoundaryMessage:
 
 @dataclass(frozen=True)
 class BoundaryPlan:
-    """What both ends of a cut have agreed on for micro-batches of one signature.
+    """What both ends of a boundary have agreed on for micro-batches of one signature.
 
     Args:
         path: the calls and the live tensors of the sending stage.
@@ -230,7 +230,7 @@ class BoundaryExchange:
     # ------------------------------------------------------------------ bookkeeping
 
     def end_batch(self) -> None:
-        """End a batch: wait for all sends and bring new plans into force, the same at both ends of every cut."""
+        """End a batch: wait for all sends and bring new plans into force, the same at both ends of every boundary."""
         while self._sending:
             self.end_call()
         # A buffer that nobody fills would take the first message of the next batch.
@@ -340,9 +340,9 @@ def _fits(plan: BoundaryPlan, path: RunRecord) -> bool:
 
 
 def _extend(plans: list[BoundaryPlan], plan: BoundaryPlan, first: int) -> None:
-    """Append a plan to those of a cut; ``first`` is the first micro-batch that may still ask for one of them."""
+    """Append a plan to those of a boundary; ``first`` is the first micro-batch that may still ask for one of them."""
     if plan.since and plans and plans[-1].path == plan.path:
-        # transfers that were under way at the same time tell the same
+        # transfers that were under way at the same time lead to the same plan
         if plan.sent <= plans[-1].sent:
             return
         plan = replace(plan, sent=plan.sent | plans[-1].sent)

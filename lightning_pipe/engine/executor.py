@@ -158,7 +158,7 @@ class Executor:
             find: knows the batch of a micro-batch.
         """
         self._prepare(actions)
-        self._under_way.again |= {_place(a) for a in actions if a.kind is Kind.FORWARD and a[1:3] in again}
+        self._under_way.again |= {_stage_key(a) for a in actions if a.kind is Kind.FORWARD and a[1:3] in again}
         with self._whole():
             self._loop(find)
             self.exchange.end_call()
@@ -185,7 +185,7 @@ class Executor:
         # Most batches run the same actions as the one before. By identity: comparing all of them would take long.
         if actions is not self._program.actions:
             steps = tuple(PreparedAction(action, self._methods[action.kind], _subject(action)) for action in actions)
-            again = frozenset(_place(action) for action in actions if action.kind is Kind.RECOMPUTE)
+            again = frozenset(_stage_key(action) for action in actions if action.kind is Kind.RECOMPUTE)
             self._program = Program(actions, steps, again)
 
     def _loop(self, find: Find) -> None:
@@ -347,12 +347,12 @@ def _subject(action: Action) -> StageKey | BoundaryKey | None:
     if action.kind is Kind.REDUCE:
         return None
     if action.peer is None:
-        return _place(action)
+        return _stage_key(action)
     to_later = action.kind in (Kind.SEND_FORWARD, Kind.RECEIVE_BACKWARD)
     return _boundary(action, 1 if to_later else -1)
 
 
-def _place(action: Action) -> StageKey:
+def _stage_key(action: Action) -> StageKey:
     return StageKey(action.pipe, action.stage, _index(action))
 
 

@@ -60,7 +60,7 @@ class Saved:
 
 @dataclass
 class Kept:
-    """What a forward pass leaves that will run again: its input, and the calls it made up to the cut.
+    """What a forward pass leaves that will run again: its input, and the calls it made up to the boundary.
 
     ``buffers`` has the former values of those that it changed.
     """
