@@ -1,4 +1,4 @@
-"""Training without a flush: batches stay in flight between calls, each on its version of the weights."""
+"""Asynchronous schedules: batches stay in flight between calls, each on its version of the weights."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lightning_pipe.engine.stage import Batch
+from lightning_pipe.engine.batch import Batch
 from lightning_pipe.engine.weight_versions import StandIns, WeightVersions
 from lightning_pipe.errors import ConfigurationError, PartitionError
 from lightning_pipe.intercept.random_streams import RandomStreams
-from lightning_pipe.parameters.ownership import named_tensors
+from lightning_pipe.parameters.holder_map import named_tensors
 from lightning_pipe.schedules import Kind, stream
 from lightning_pipe.torch_internals import NormBase
 
@@ -71,7 +71,7 @@ class AsynchronousPipeline:
             recompute=pipeline.recompute,
         )
         self.versions = WeightVersions(pipeline.module, pipeline.ownership)
-        self._flights: dict[int, _BatchInFlight] = {}
+        self._in_flight: dict[int, _BatchInFlight] = {}
         self._calls = self._arrived = self._before = 0
         self._checked = False
         self._check_batch_norm(deferred_batch_norm)
@@ -81,7 +81,7 @@ class AsynchronousPipeline:
     @property
     def in_flight(self) -> int:
         """Batches that are not done."""
-        return len(self._flights)
+        return len(self._in_flight)
 
     def due(self, *, arriving: bool) -> tuple[int, ...]:
         """The batches whose gradients the step at the end of the next call takes; empty: no step is due here.
@@ -89,7 +89,7 @@ class AsynchronousPipeline:
         Args:
             arriving: whether the next call comes with a batch.
         """
-        known = {*self._flights, self._arrived} if arriving else {*self._flights}
+        known = {*self._in_flight, self._arrived} if arriving else {*self._in_flight}
         call = self.stream.call(self._rank, self._calls)
         return tuple(self._serial(batch) for batch in call.update if batch in known)
 
@@ -107,26 +107,28 @@ class AsynchronousPipeline:
                 hint=f"Use micro_batches={most}.",
             )
         number, self._arrived = self._arrived, self._arrived + 1
+        # A batch keeps to the version of the weights that it began with, on this rank, in all later calls.
         batch.using = lambda index: self._weights(number, index)
-        self._flights[number] = _BatchInFlight(batch)
-        return self._turn()
+        self._in_flight[number] = _BatchInFlight(batch)
+        return self._call()
 
     def drain(self) -> Iterator[CallResult]:
         """Calls without a batch until nothing is in flight."""
-        while self._flights:
-            yield self._turn()
+        while self._in_flight:
+            yield self._call()
         if self._calls:
             self._pipeline.executor.empty()
             self._restart()
 
     # ------------------------------------------------------------------ one call
 
-    def _turn(self) -> CallResult:
+    def _call(self) -> CallResult:
         pipeline, call, number = self._pipeline, self.stream.call(self._rank, self._calls), self._calls
         start, busy = time.perf_counter(), pipeline.executor.busy
-        known = pipeline.ownership.settled
+        known = pipeline.ownership.users_known
         actions = [action for action in call.actions if self._exists(action.micro_batch)]
         try:
+            # This object only puts the generators back after the call; every batch brings streams of its own.
             streams = RandomStreams(0, pipeline.transport.device)
             with torch.enable_grad(), self.versions.call(), pipeline.running(streams):
                 pipeline.executor.advance(actions, call.again, self._find)
@@ -134,46 +136,49 @@ class AsynchronousPipeline:
             self.drop()
             raise
         self._calls += 1
+        # By then some rank of each stage has run it, and ranks with the same stages use the same parameters.
         if not known and number >= self.stream.first_update:
             pipeline.agree_on_holders()
             self._check_steps()
-        finished = tuple(batch for batch in call.finished if batch in self._flights)
-        update = tuple(batch for batch in call.update if batch in self._flights)
-        turn = CallResult(
+        finished = tuple(batch for batch in call.finished if batch in self._in_flight)
+        update = tuple(batch for batch in call.update if batch in self._in_flight)
+        result = CallResult(
             tuple(map(self._serial, finished)),
-            {self._serial(batch): self._flights[batch].batch.results for batch in finished},
+            {self._serial(batch): self._in_flight[batch].batch.results for batch in finished},
             tuple(map(self._serial, update)),
         )
         if update:
             self._prepare_step(update, call.oldest)
         self._retire(number - self.stream.lag)
-        if known:
+        if known:  # earlier calls also agree on what travels and who holds what
             pipeline.elapsed += time.perf_counter() - start
             pipeline.busy += pipeline.executor.busy - busy
-        return turn
+        return result
 
     def _prepare_step(self, update: tuple[int, ...], oldest: int) -> None:
-        flights = [self._flights[batch] for batch in update]
-        self.versions.collect([flight.stand_ins.values() for flight in flights])
-        for flight in flights:
+        batches = [self._in_flight[batch] for batch in update]
+        self.versions.collect([flight.stand_ins.values() for flight in batches])
+        for flight in batches:
+            # A batch steps after its last backward pass, so its leaves, and the memory of their version, may go.
             flight.stand_ins.clear()
         self._pipeline.reduce_gradients()
         self.versions.step(oldest)
 
     def _retire(self, number: int) -> None:
         """Forget a batch that is done on all ranks, and agree on what micro-batches like its own are to carry."""
-        if self._flights.pop(number, None) is None:
+        if self._in_flight.pop(number, None) is None:
             return
         self._check_called()
-        courier, size = self._pipeline.executor.courier, self.stream.micro_batches
-        ways = [way for way in courier.transfers if way.micro_batch // size == number]
+        size = self.stream.micro_batches
         # A batch that comes after its last call finds the same plans at both ends.
-        courier.agree(ways, since=(number + self.stream.lag + 1) * size)
+        self._pipeline.executor.agree_on_plans(
+            range(number * size, (number + 1) * size), since=(number + self.stream.lag + 1) * size
+        )
 
     def drop(self) -> None:
         """Give up what is in flight."""
         self._pipeline.executor.abandon()
-        self._flights.clear()
+        self._in_flight.clear()
         self._restart()
 
     def _restart(self) -> None:
@@ -186,17 +191,17 @@ class AsynchronousPipeline:
 
     def _exists(self, micro_batch: int | None) -> bool:
         number, index = divmod(micro_batch or 0, self.stream.micro_batches)
-        flight = self._flights.get(number)
+        flight = self._in_flight.get(number)
         return flight is not None and index < len(flight.batch.micro_batches)
 
     def _find(self, micro_batch: int) -> tuple[Batch, int]:
         number, index = divmod(micro_batch, self.stream.micro_batches)
-        return self._flights[number].batch, index
+        return self._in_flight[number].batch, index
 
     def _weights(self, number: int, index: int) -> AbstractContextManager[None]:
         """Puts the version of the weights in place that a micro-batch runs on."""
         version = self.stream.version(self._rank, number * self.stream.micro_batches + index)
-        known = self._flights[number].stand_ins
+        known = self._in_flight[number].stand_ins
         if version not in known:
             known[version] = self.versions.stand_ins(version)
         return self.versions.using(known[version])
@@ -212,7 +217,7 @@ class AsynchronousPipeline:
                 for action in self.stream.call(self._rank, number).actions
                 if action.kind is Kind.FORWARD and (action.micro_batch or 0) < self._arrived * self.stream.micro_batches
             }
-            self._pipeline.check_called(ran)
+            self._pipeline.check_called(ran, self._pipeline.executor.stages.called)
             self._checked = True
 
     def _check_steps(self) -> None:

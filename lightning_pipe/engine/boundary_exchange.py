@@ -1,4 +1,4 @@
-"""Carries what crosses the cuts: agreed in full the first time, afterwards only the tensors that are used."""
+"""Sends what crosses stage boundaries: everything the first time, afterwards only the tensors that are used."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class BoundaryKey(NamedTuple):
 
 @dataclass(frozen=True)
 class BoundaryMessage:
-    """Tensors that travel over a cut, and the messages they travel in.
+    """The tensors that one message carries over a boundary, and the layouts of this message and of the one back.
 
     Args:
         path: the calls and the live tensors of the sending stage.
@@ -85,7 +85,7 @@ class BoundaryMessage:
 
 @dataclass(frozen=True)
 class BoundaryPlan:
-    """What both ends of a cut have agreed on for micro-batches of one signature.
+    """What both ends of a boundary have agreed on for micro-batches of one signature.
 
     Args:
         path: the calls and the live tensors of the sending stage.
@@ -98,7 +98,7 @@ class BoundaryPlan:
     since: int = 0
 
     @cached_property
-    def cargo(self) -> BoundaryMessage:
+    def message(self) -> BoundaryMessage:
         """What travels."""
         return BoundaryMessage(
             self.path, tuple(entry.number for entry in self.path.entries if entry.number in self.sent)
@@ -110,13 +110,13 @@ class Transfer:
     """A crossing that has happened; both ends keep it until the gradients have come back.
 
     Args:
-        key: the micro-batch's signature.
-        cargo: what travelled.
+        signature: the micro-batch's signature.
+        message: what travelled.
         used: the numbers that the receiver or a later stage used; known after the backward pass.
     """
 
-    key: Hashable
-    cargo: BoundaryMessage
+    signature: Hashable
+    message: BoundaryMessage
     used: frozenset[int] | None = None
 
 
@@ -131,10 +131,10 @@ class BoundaryExchange:
 
     Besides the tensors that were used, those with one element travel: a step may log them in some batches alone.
 
-    A plan comes into force at the next `settle`, when no message is under way: both ends then know it. Without a flush
-    it comes into force for the micro-batches that set out when those that it was made from have come back (`agree`).
-    Until then, and whenever a step takes a path that the plan does not know, the crossing goes in full over the slow
-    path.
+    A plan comes into force at the next `end_batch`, when no message is under way: both ends then know it. In an
+    asynchronous schedule it comes into force for the micro-batches that set out when those that it was made from have
+    come back (`agree`). Until then, and whenever a step takes a path that the plan does not know, the crossing goes in
+    full over the slow path.
 
     Args:
         transport: the rank's transport.
@@ -149,96 +149,100 @@ class BoundaryExchange:
 
     # ------------------------------------------------------------------ forward
 
-    def send(self, at: BoundaryKey, peer: int, key: Hashable, crossing: Crossing) -> None:
+    def send(self, key: BoundaryKey, peer: int, signature: Hashable, crossing: Crossing) -> None:
         """Start to send what leaves a stage."""
-        plan = self._plan(at, key)
+        plan = self._plan(key, signature)
         numbers = {entry.number: tensor for entry, tensor in zip(crossing.path.entries, crossing.tensors, strict=True)}
-        lane = Lane("forward", at.pipe)
+        lane = Lane("forward", key.pipe)
         if plan is not None:
             agreed = _fits(plan, crossing.path)
-            tensors = [numbers[n] if agreed else None for n in plan.cargo.numbers]
-            self._send(plan.cargo.layout, [_AGREED if agreed else _CHANGED], tensors, peer, lane, at)
+            tensors = [numbers[n] if agreed else None for n in plan.message.numbers]
+            self._send(plan.message.layout, [_AGREED if agreed else _CHANGED], tensors, peer, lane, key)
             if agreed:
-                self.transfers[at] = Transfer(key, plan.cargo)
+                self.transfers[key] = Transfer(signature, plan.message)
                 return
+        # The receiver knows neither sizes nor path yet: all of it goes as one object, by way of the host.
         values = [tensor.detach().cpu() for tensor in crossing.tensors]
-        self._under_way(at, self.transport.send_object((crossing.path, values), peer, _tag(at, 0)))
-        self.transfers[at] = Transfer(key, _everything(crossing.path))
+        self._under_way(key, self.transport.send_object((crossing.path, values), peer, _tag(key, 0)))
+        self.transfers[key] = Transfer(signature, _everything(crossing.path))
 
-    def expect(self, at: BoundaryKey, peer: int, key: Hashable) -> None:
+    def expect(self, key: BoundaryKey, peer: int, signature: Hashable) -> None:
         """Post the buffer for what will come, as soon as its size is agreed."""
-        plan = self._plan(at, key)
+        plan = self._plan(key, signature)
         if plan is not None:
-            self._post(Lane("forward", at.pipe), at, peer, plan.cargo.layout, plan)
+            self._post(Lane("forward", key.pipe), key, peer, plan.message.layout, plan)
 
-    def receive(self, at: BoundaryKey, peer: int, key: Hashable) -> tuple[RunRecord, dict[int, Tensor]]:
+    def receive(self, key: BoundaryKey, peer: int, signature: Hashable) -> tuple[RunRecord, dict[int, Tensor]]:
         """Wait for what the previous stage sent: the path and the tensors by number."""
-        posted = self._posted.pop(("forward", at), None)
+        posted = self._posted.pop(("forward", key), None)
         if posted is not None and posted.plan is not None:
             control, tensors = posted.parts.wait()
             if control[0] == _AGREED:
-                return self._arrived(at, key, posted.plan.cargo, tensors)
-        path, values = self.transport.receive_object(peer, _tag(at, 0))
-        return self._arrived(at, key, _everything(path), [value.to(self.transport.device) for value in values])
+                return self._arrived(key, signature, posted.plan.message, tensors)
+        path, values = self.transport.receive_object(peer, _tag(key, 0))
+        return self._arrived(key, signature, _everything(path), [value.to(self.transport.device) for value in values])
 
     def _arrived(
-        self, at: BoundaryKey, key: Hashable, cargo: BoundaryMessage, tensors: list[Tensor]
+        self, key: BoundaryKey, signature: Hashable, message: BoundaryMessage, tensors: list[Tensor]
     ) -> tuple[RunRecord, dict[int, Tensor]]:
-        self.transfers[at] = Transfer(key, cargo)
-        return cargo.path, cargo.path.laid_out(dict(zip(cargo.numbers, tensors, strict=True)))
+        self.transfers[key] = Transfer(signature, message)
+        return message.path, message.path.laid_out(dict(zip(message.numbers, tensors, strict=True)))
 
     # ------------------------------------------------------------------ backward
 
-    def send_gradients(self, at: BoundaryKey, peer: int, gradients: dict[int, Tensor], used: frozenset[int]) -> None:
+    def send_gradients(self, key: BoundaryKey, peer: int, gradients: dict[int, Tensor], used: frozenset[int]) -> None:
         """Start to send back the gradients of what was received."""
-        transfer = self.transfers[at]
-        cargo = transfer.cargo
-        transfer.used = used if cargo.gradients else cargo.all  # as the other end has to assume
-        if not cargo.gradients:
+        transfer = self.transfers[key]
+        message = transfer.message
+        transfer.used = used if message.gradients else message.all  # as the other end has to assume
+        if not message.gradients:
             return
-        tensors = [gradients.get(number) for number in cargo.gradients]
-        complete = used >= cargo.all and gradients.keys() >= set(cargo.gradients)
-        masks = cargo.masks if complete else cargo.masks_of(used, gradients)
-        self._send(cargo.gradient_layout, masks, tensors, peer, Lane("backward", at.pipe), at)
+        tensors = [gradients.get(number) for number in message.gradients]
+        complete = used >= message.all and gradients.keys() >= set(message.gradients)
+        masks = message.masks if complete else message.masks_of(used, gradients)
+        self._send(message.gradient_layout, masks, tensors, peer, Lane("backward", key.pipe), key)
 
-    def expect_gradients(self, at: BoundaryKey, peer: int) -> None:
+    def expect_gradients(self, key: BoundaryKey, peer: int) -> None:
         """Post the buffer for the gradients of what was sent."""
-        cargo = self.transfers[at].cargo
-        if cargo.gradients:
-            self._post(Lane("backward", at.pipe), at, peer, cargo.gradient_layout)
+        message = self.transfers[key].message
+        if message.gradients:
+            self._post(Lane("backward", key.pipe), key, peer, message.gradient_layout)
 
-    def receive_gradients(self, at: BoundaryKey, peer: int) -> tuple[dict[int, Tensor], frozenset[int]]:
+    def receive_gradients(self, key: BoundaryKey, peer: int) -> tuple[dict[int, Tensor], frozenset[int]]:
         """Wait for the gradients, by number, and the numbers that later stages used."""
-        transfer = self.transfers[at]
-        cargo = transfer.cargo
-        if not cargo.gradients:
-            transfer.used = cargo.all
+        transfer = self.transfers[key]
+        message = transfer.message
+        if not message.gradients:
+            transfer.used = message.all
             return {}, transfer.used
-        masks, tensors = self._posted.pop(("backward", at)).parts.wait()
-        if masks == cargo.masks:
-            transfer.used = cargo.all
-            return dict(zip(cargo.gradients, tensors, strict=True)), transfer.used
-        split = mask_words(len(cargo.numbers))
-        used = to_bits(masks[:split], len(cargo.numbers))
-        present = to_bits(masks[split:], len(cargo.gradients))
-        transfer.used = frozenset(n for n, flag in zip(cargo.numbers, used, strict=True) if flag)
-        gradients = {n: tensor for n, tensor, flag in zip(cargo.gradients, tensors, present, strict=True) if flag}
+        masks, tensors = self._posted.pop(("backward", key)).parts.wait()
+        # Mostly everything was used: comparing two short lists is cheaper than reading their bits.
+        if masks == message.masks:
+            transfer.used = message.all
+            return dict(zip(message.gradients, tensors, strict=True)), transfer.used
+        split = mask_words(len(message.numbers))
+        used = to_bits(masks[:split], len(message.numbers))
+        present = to_bits(masks[split:], len(message.gradients))
+        transfer.used = frozenset(n for n, flag in zip(message.numbers, used, strict=True) if flag)
+        gradients = {n: tensor for n, tensor, flag in zip(message.gradients, tensors, present, strict=True) if flag}
         return gradients, transfer.used
 
     # ------------------------------------------------------------------ bookkeeping
 
-    def settle(self) -> None:
-        """End a batch: wait for all sends and bring new plans into force, the same at both ends of every cut."""
+    def end_batch(self) -> None:
+        """End a batch: wait for all sends and bring new plans into force, the same at both ends of every boundary."""
         while self._sending:
-            self.turn()
+            self.end_call()
+        # A buffer that nobody fills would take the first message of the next batch.
         if self._posted:
             raise CommunicationError(f"internal error: {len(self._posted)} messages were posted and never used.")
         self.agree(list(self.transfers), since=0)
+        # Nothing is under way, so no older micro-batch asks for an older plan, and numbers start again from 0.
         for plans in self._plans.values():
             plans[:] = [replace(plans[-1], since=0) if plans[-1].since else plans[-1]]
 
-    def turn(self) -> None:
-        """End a call of a schedule without a flush: wait for the sends of the call before, and of older ones.
+    def end_call(self) -> None:
+        """End a call of an asynchronous schedule: wait for the sends of the call before, and of older ones.
 
         Stages run a batch one call after the other: what goes past some of them, a skip connection, is received as many
         calls later. The receivers have come to the others by now, or will without waiting for this rank.
@@ -246,39 +250,43 @@ class BoundaryExchange:
         for work in self._sending.popleft() if self._sending else ():
             work.wait()
 
-    def agree(self, ways: Iterable[BoundaryKey], since: int) -> None:
+    def agree(self, keys: Iterable[BoundaryKey], since: int) -> None:
         """Make plans of transfers that are complete, and forget these.
 
         Args:
-            ways: the transfers, the same at both ends.
+            keys: the transfers, the same at both ends.
             since: the first micro-batch that the plans are in force for; those before it keep the plans they have.
         """
         fresh: dict[_PlanKey, BoundaryPlan] = {}
         latest = 0
-        for at in sorted(ways, key=lambda at: (at.pipe, at.stage, at.to, at.micro_batch)):
-            transfer = self.transfers.pop(at)
-            latest = max(latest, at.micro_batch)
-            plan = self._plan(at, transfer.key)
-            path = transfer.cargo.path
+        for key in sorted(keys, key=lambda key: (key.pipe, key.stage, key.to, key.micro_batch)):
+            transfer = self.transfers.pop(key)
+            latest = max(latest, key.micro_batch)
+            plan = self._plan(key, transfer.signature)
+            path = transfer.message.path
+            # The message was built from the plan in force, so there is nothing new to learn from it.
             if plan is not None and plan.path is path:
                 continue
-            place = (at.pipe, at.stage, at.to, transfer.key)
-            used = transfer.cargo.all if transfer.used is None else transfer.used | path.single_numbers
-            before = fresh.get(place)
+            boundary = (key.pipe, key.stage, key.to, transfer.signature)
+            used = transfer.message.all if transfer.used is None else transfer.used | path.single_numbers
+            before = fresh.get(boundary)
             if before is not None and before.path == path:
                 used |= before.sent
-            fresh[place] = BoundaryPlan(path, used, since)
-        for place, plan in fresh.items():
-            _extend(self._plans.setdefault(place, []), plan, latest + 1)
+            fresh[boundary] = BoundaryPlan(path, used, since)
+        for boundary, plan in fresh.items():
+            _extend(self._plans.setdefault(boundary, []), plan, latest + 1)
 
     def forget_plans(self) -> None:
-        """Agree anew on everything: the ways have changed. At both ends between the same two batches."""
+        """Agree anew on everything: other tensors cross the boundaries now.
+
+        Both ends of a boundary must forget between the same two batches.
+        """
         self._plans.clear()
 
-    def _plan(self, at: BoundaryKey, key: Hashable) -> BoundaryPlan | None:
+    def _plan(self, key: BoundaryKey, signature: Hashable) -> BoundaryPlan | None:
         """The plan that is in force for a micro-batch."""
-        for plan in reversed(self._plans.get((at.pipe, at.stage, at.to, key), ())):
-            if plan.since <= at.micro_batch:
+        for plan in reversed(self._plans.get((key.pipe, key.stage, key.to, signature), ())):
+            if plan.since <= key.micro_batch:
                 return plan
         return None
 
@@ -295,24 +303,24 @@ class BoundaryExchange:
         tensors: list[Tensor | None],
         peer: int,
         lane: Lane,
-        at: BoundaryKey,
+        key: BoundaryKey,
     ) -> None:
         self.sent_bytes += layout.size
-        works = self.transport.send_parts(layout, control, tensors, peer, lane, _tag(at, _CONTROL[lane.direction]))
-        self._under_way(at, *works)  # each keeps its message until it is gone
+        works = self.transport.send_parts(layout, control, tensors, peer, lane, _tag(key, _CONTROL[lane.direction]))
+        self._under_way(key, *works)  # each keeps its message until it is gone
 
-    def _under_way(self, at: BoundaryKey, *works: Work) -> None:
+    def _under_way(self, key: BoundaryKey, *works: Work) -> None:
         """Wait for a send at the end of the call in which the receiver has surely come to it."""
-        calls = at.to - at.stage
+        calls = key.to - key.stage
         while len(self._sending) <= calls:
             self._sending.append([])
         self._sending[calls] += works
 
     def _post(
-        self, lane: Lane, at: BoundaryKey, peer: int, layout: MessageLayout, plan: BoundaryPlan | None = None
+        self, lane: Lane, key: BoundaryKey, peer: int, layout: MessageLayout, plan: BoundaryPlan | None = None
     ) -> None:
-        parts = self.transport.receive_parts(layout, peer, lane, _tag(at, _CONTROL[lane.direction]))
-        self._posted[lane.direction, at] = _Posted(parts, plan)
+        parts = self.transport.receive_parts(layout, peer, lane, _tag(key, _CONTROL[lane.direction]))
+        self._posted[lane.direction, key] = _Posted(parts, plan)
 
 
 def _everything(path: RunRecord) -> BoundaryMessage:
@@ -332,9 +340,9 @@ def _fits(plan: BoundaryPlan, path: RunRecord) -> bool:
 
 
 def _extend(plans: list[BoundaryPlan], plan: BoundaryPlan, first: int) -> None:
-    """Append a plan to those of a cut; ``first`` is the first micro-batch that may still ask for one of them."""
+    """Append a plan to those of a boundary; ``first`` is the first micro-batch that may still ask for one of them."""
     if plan.since and plans and plans[-1].path == plan.path:
-        # transfers that were under way at the same time tell the same
+        # transfers that were under way at the same time lead to the same plan
         if plan.sent <= plans[-1].sent:
             return
         plan = replace(plan, sent=plan.sent | plans[-1].sent)
@@ -342,6 +350,6 @@ def _extend(plans: list[BoundaryPlan], plan: BoundaryPlan, first: int) -> None:
     plans[:] = [*plans[max(0, in_force - 1) :], plan] if plan.since else [plan]
 
 
-def _tag(at: BoundaryKey, channel: int) -> int:
+def _tag(key: BoundaryKey, channel: int) -> int:
     # objects with the same tag keep their order, so that numbers may come again
-    return ((at.micro_batch % _AT_ONCE * _STAGES + at.stage) * _STAGES + at.to) * 3 + channel
+    return ((key.micro_batch % _AT_ONCE * _STAGES + key.stage) * _STAGES + key.to) * 3 + channel

@@ -11,31 +11,22 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from lightning_pipe.engine.batch import Batch, Inbound
 from lightning_pipe.engine.boundary_exchange import BoundaryExchange, BoundaryKey
-from lightning_pipe.engine.stage import Batch, Crossings, Inbound, Kept, Saved, Stages
+from lightning_pipe.engine.skip_routes import SkipRoutes
+from lightning_pipe.engine.stage import Crossings, Stages
+from lightning_pipe.engine.under_way import Returned, StageKey, UnderWay
 from lightning_pipe.errors import CutError
 from lightning_pipe.intercept.call_record import Crossing, RunRecord
 from lightning_pipe.schedules import Action, Kind
 from lightning_pipe.simulate import Event
 
-Returned = tuple[dict[int, Tensor], frozenset[int]]
-"""What goes back over a cut: gradients by number, and the numbers that were used."""
-
-
 Find = Callable[[int], tuple[Batch, int]]
 """The batch that a micro-batch of the schedule belongs to, and its number in it."""
 
 
-class StageKey(NamedTuple):
-    """One stage and one micro-batch."""
-
-    pipe: int
-    stage: int
-    micro_batch: int
-
-
 class PreparedAction(NamedTuple):
-    """An action, the method that runs it, and what it is about: a stage and micro-batch, or a message's way."""
+    """An action, the method that runs it, and what it is about: a stage and micro-batch, or a message."""
 
     action: Action
     run: Callable[[Action, Any], None]
@@ -56,45 +47,52 @@ _NOTHING = Program((), (), frozenset())
 
 @dataclass
 class Executor:
-    """Runs lowered actions.
+    """Runs the lowered actions of one rank, one after the other; each of them is one short method.
+
+    A micro-batch ``m`` on a stage ``s`` of this rank; the boxes are the tables of `UnderWay`, where one action leaves
+    what another takes up. What comes from or goes to another rank passes the `BoundaryExchange`::
+
+          from stage s - 1                                                    to stage s + 1
+        RECEIVE_FORWARD posts a buffer                                SEND_FORWARD takes
+                 |   [inbound] if s - 1 is on this rank                  [crossing] or, on this rank, [inbound]
+                 v                                                            ^
+              FORWARD ------------------------------------------------------- +
+                 |  [saved]: the graph; or, if it runs again,
+                 |  [kept]: the input alone --> RECOMPUTE --> [saved]
+                 v
+              BACKWARD, or BACKWARD_INPUT and later BACKWARD_WEIGHT <-------- +
+                 |                                                            |
+                 v  [gradients]                                               |  [gradients] if s + 1 is on this rank
+        SEND_BACKWARD to stage s - 1                                  RECEIVE_BACKWARD posted a buffer
+
+    REDUCE tells `GradientGroups` that the last backward pass of a stage is done. FORWARD and BACKWARD are the only
+    actions that wait for a message: the receiving actions before them only post buffers. A stage that ends no skip
+    connection has one earlier and one later stage; with skip connections these are lists, neighbours first.
 
     Args:
         stages: computes.
-        courier: communicates.
+        exchange: communicates.
         placement: ``(pipe, stage) -> rank``.
         rank: this rank.
-        skips: pairs of stages, not neighbours, of which the first sends to the second past those between.
         reduce: called with a stage when its gradients are complete on this rank.
         position: the action under way, for reports about failures.
-        held: forward passes whose backward pass is still to come.
-        peak_held: the most of them at any time of the last batch.
         busy: seconds spent computing so far.
         events: where to note when each action computed, in seconds of the host's monotonic clock; ``None``: nowhere.
     """
 
     stages: Stages
-    courier: BoundaryExchange
+    exchange: BoundaryExchange
     placement: Mapping[tuple[int, int], int]
     rank: int
-    skips: Sequence[tuple[int, int]]
     reduce: Callable[[int], None]
     position: Action | None = None
-    held: int = 0
-    peak_held: int = 0
     busy: float = 0.0
     events: list[Event] | None = None
     _find: Find = field(init=False)
     _program: Program = _NOTHING
-    _again: set[StageKey] = field(default_factory=set)
-    _kept: dict[StageKey, Kept] = field(default_factory=dict)
-    _saved: dict[StageKey, Saved] = field(default_factory=dict)
-    _arrived: dict[StageKey, dict[int, frozenset[int]]] = field(default_factory=dict)
-    _inbound: dict[BoundaryKey, Inbound] = field(default_factory=dict)
-    _crossing: dict[BoundaryKey, Crossing] = field(default_factory=dict)
-    _gradients: dict[BoundaryKey, Returned] = field(default_factory=dict)
+    _under_way: UnderWay = field(default_factory=UnderWay)
 
     def __post_init__(self) -> None:
-        self.connect(self.skips)
         self._methods: dict[Kind, Callable[[Action, Any], None]] = {
             Kind.FORWARD: self._forward,
             Kind.RECOMPUTE: self._recompute,
@@ -108,25 +106,51 @@ class Executor:
             Kind.REDUCE: self._reduce,
         }
 
-    def connect(self, skips: Sequence[tuple[int, int]]) -> None:
-        """Let these pairs of stages, not neighbours, send to each other from now on."""
-        self.skips = skips
+    def connect(self, skips: SkipRoutes) -> None:
+        """Let these skip connections pass over stages from now on; at both ends between the same two batches."""
         stages = range(len(self.stages.layers))
-        ends = [*pairwise(stages), *skips]  # neighbours first
+        ends = [*pairwise(stages), *skips.ends]  # neighbours first
         self._later = [[late for early, late in ends if early == stage] for stage in stages]
         self._earlier = [[early for early, late in ends if late == stage] for stage in stages]
+        self.stages.reroute(skips.by_stage)
+        # Other tensors cross each boundary now than those that were agreed on.
+        self.exchange.forget_plans()
+
+    @property
+    def held(self) -> int:
+        """Forward passes whose backward pass is still to come."""
+        return len(self._under_way.saved)
+
+    @property
+    def peak_held(self) -> int:
+        """The most of them at any time of the last batch."""
+        return self._under_way.peak_held
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes of all messages so far whose size both ends had agreed on."""
+        return self.exchange.sent_bytes
+
+    def agree_on_plans(self, micro_batches: range, since: int) -> None:
+        """Make plans of what has crossed boundaries for some micro-batches, all of which have come back.
+
+        Args:
+            micro_batches: their numbers, the same on all ranks.
+            since: the first micro-batch that the plans are in force for.
+        """
+        self.exchange.agree([key for key in self.exchange.transfers if key.micro_batch in micro_batches], since)
 
     def run(self, actions: Sequence[Action], batch: Batch) -> None:
         """Run one batch from the first action to the flush."""
         self._prepare(actions)
-        self._again = set(self._program.again)
-        self.peak_held = 0
+        self._under_way.again = set(self._program.again)
+        self._under_way.peak_held = 0
         with self._whole():
             self._loop(lambda micro_batch: (batch, micro_batch))
-            self.courier.settle()
+            self.exchange.end_batch()
 
     def advance(self, actions: Sequence[Action], again: Container[tuple[int, int]], find: Find) -> None:
-        """Run one call of a schedule without a flush: what it leaves under way stays so.
+        """Run one call of an asynchronous schedule: what it leaves under way stays so.
 
         Args:
             actions: the call's actions; micro-batches are numbered over all batches.
@@ -134,15 +158,15 @@ class Executor:
             find: knows the batch of a micro-batch.
         """
         self._prepare(actions)
-        self._again |= {_place(a) for a in actions if a.kind is Kind.FORWARD and a[1:3] in again}
+        self._under_way.again |= {_stage_key(a) for a in actions if a.kind is Kind.FORWARD and a[1:3] in again}
         with self._whole():
             self._loop(find)
-            self.courier.turn()
+            self.exchange.end_call()
 
     def empty(self) -> None:
         """Nothing is under way any more after some calls of `advance`: end what they have left open."""
         with self._whole():
-            self.courier.settle()
+            self.exchange.end_batch()
 
     @contextmanager
     def _whole(self) -> Iterator[None]:
@@ -154,33 +178,32 @@ class Executor:
             self.abandon()
             raise
         finally:
-            if self.courier.transport.board is not None:
-                self.courier.transport.board.position = None
+            if self.exchange.transport.board is not None:
+                self.exchange.transport.board.position = None
 
     def _prepare(self, actions: Sequence[Action]) -> None:
+        # Most batches run the same actions as the one before. By identity: comparing all of them would take long.
         if actions is not self._program.actions:
             steps = tuple(PreparedAction(action, self._methods[action.kind], _subject(action)) for action in actions)
-            again = frozenset(_place(action) for action in actions if action.kind is Kind.RECOMPUTE)
+            again = frozenset(_stage_key(action) for action in actions if action.kind is Kind.RECOMPUTE)
             self._program = Program(actions, steps, again)
 
     def _loop(self, find: Find) -> None:
         self._find = find
-        board = self.courier.transport.board
+        board = self.exchange.transport.board
         if board is not None:
             board.program = self._program.actions
         for action, run, at in self._program.steps:
             self.position = action
             if board is not None:
+                # A watchdog in another thread reads it when this rank hangs in the action.
                 board.position = action
             run(action, at)
 
     def abandon(self) -> None:
         """Drop what is under way, so that the next batch starts clean and no graph stays in memory."""
-        self.courier.reset()
-        self._again.clear()
-        for kept in (self._kept, self._saved, self._arrived, self._inbound, self._crossing, self._gradients):
-            kept.clear()
-        self.held = 0
+        self.exchange.reset()
+        self._under_way.clear()
 
     def _note(self, action: Action, start: float) -> None:
         """Note when an action has computed; waiting for its input was not part of it."""
@@ -193,107 +216,102 @@ class Executor:
     # ------------------------------------------------------------------ compute
 
     def _forward(self, action: Action, here: StageKey) -> None:
-        inbound = self._collect(here)
+        inbound = self._collect(here)  # waits; the time that follows is the stage's own
         batch, index = self._find(here.micro_batch)
         start = time.perf_counter()
         with batch.using(index):
-            if here in self._again:
-                self._kept[here], crossings = self.stages.forward_again(here.stage, index, batch, inbound)
+            if here in self._under_way.again:
+                self._under_way.kept[here], crossings = self.stages.forward_again(here.stage, index, batch, inbound)
             else:
                 saved, crossings = self.stages.forward(here.stage, index, batch, inbound)
                 if batch.training:
-                    self._hold(here, saved)
+                    self._under_way.save(here, saved)
         self._note(action, start)
+        # On the last stage the list is empty, and so are the crossings.
         for to in self._later[here.stage]:
             crossing = crossings.get(to) or _empty(crossings)
-            way = BoundaryKey(*here, to)
+            key = BoundaryKey(*here, to)
             if self.placement[here.pipe, to] == self.rank:
-                self._inbound[way] = hand_over(crossing)
+                self._under_way.inbound[key] = hand_over(crossing)
             else:
-                self._crossing[way] = crossing
+                self._under_way.crossing[key] = crossing
 
     def _collect(self, here: StageKey) -> Inbound | None:
         """What earlier stages send to a stage, put together."""
         inbound: Inbound | None = None
         earlier = self._earlier[here.stage]
         for stage in earlier:
-            way = BoundaryKey(here.pipe, stage, here.micro_batch, here.stage)
-            part = self._inbound.pop(way, None)
-            if part is None:
+            key = BoundaryKey(here.pipe, stage, here.micro_batch, here.stage)
+            received = self._under_way.inbound.pop(key, None)
+            if received is None:
                 peer = self.placement[here.pipe, stage]
-                part = self.courier.receive(way, peer, self._key(here.micro_batch))
+                received = self.exchange.receive(key, peer, self._signature(here.micro_batch))
             if len(earlier) > 1:
-                self._arrived.setdefault(here, {})[stage] = frozenset(part[1])
-            inbound = part if inbound is None else joined(inbound, part)
+                self._under_way.arrived.setdefault(here, {})[stage] = frozenset(received[1])
+            inbound = received if inbound is None else joined(inbound, received)
         return inbound
 
     def _recompute(self, action: Action, here: StageKey) -> None:
         batch, index = self._find(here.micro_batch)
-        self._again.discard(here)
+        self._under_way.again.discard(here)
         start = time.perf_counter()
         with batch.using(index):
-            self._hold(here, self.stages.recompute(here.stage, index, batch, self._kept.pop(here)))
+            self._under_way.save(here, self.stages.recompute(here.stage, index, batch, self._under_way.kept.pop(here)))
         self._note(action, start)
-
-    def _hold(self, here: StageKey, saved: Saved) -> None:
-        self._saved[here] = saved
-        self.held += 1
-        self.peak_held = max(self.peak_held, self.held)
 
     def _backward(self, action: Action, here: StageKey) -> None:
         gradients: dict[int, Tensor] = {}
         used: frozenset[int] = frozenset()
         for to in self._later[here.stage]:
-            way = BoundaryKey(*here, to)
-            part = self._gradients.pop(way, None)
-            if part is None:
-                part = self.courier.receive_gradients(way, self.placement[here.pipe, to])
-            gradients |= part[0]
-            used |= part[1]
+            key = BoundaryKey(*here, to)
+            received = self._under_way.gradients.pop(key, None)
+            if received is None:
+                received = self.exchange.receive_gradients(key, self.placement[here.pipe, to])
+            # A tensor leaves for one later stage alone, so no number comes back twice.
+            gradients |= received[0]
+            used |= received[1]
         batch, index = self._find(here.micro_batch)
         start = time.perf_counter()
         # a layer that checkpoints itself runs again in its backward pass
         with batch.using(index):
             if action.kind is Kind.BACKWARD:
-                returned = self.stages.backward(self._saved.pop(here), gradients, used)
-                self.held -= 1
+                returned = self.stages.backward(self._under_way.saved.pop(here), gradients, used)
             else:
-                returned = self.stages.backward_input(self._saved[here], gradients, used)
+                returned = self.stages.backward_input(self._under_way.saved[here], gradients, used)
         self._note(action, start)
-        arrived = self._arrived.pop(here, None)
+        arrived = self._under_way.arrived.pop(here, None)
         for stage in self._earlier[here.stage]:
-            part = returned if arrived is None else _of(returned, arrived[stage])
-            # Where it came from, here or by a message.
-            self._gradients[BoundaryKey(here.pipe, stage, here.micro_batch, here.stage)] = part
+            # Only what a stage has sent goes back to it: the numbers of others mean nothing to it.
+            own = returned if arrived is None else _of(returned, arrived[stage])
+            self._under_way.gradients[BoundaryKey(here.pipe, stage, here.micro_batch, here.stage)] = own
 
     def _backward_weight(self, action: Action, here: StageKey) -> None:
         batch, index = self._find(here.micro_batch)
         start = time.perf_counter()
         with batch.using(index):
-            self.stages.backward_weight(self._saved.pop(here))
+            self.stages.backward_weight(self._under_way.saved.pop(here))
         self._note(action, start)
-        self.held -= 1
 
     # ------------------------------------------------------------------ messages
 
-    def _send_forward(self, action: Action, way: BoundaryKey) -> None:
-        self.courier.send(way, _peer(action), self._key(way.micro_batch), self._crossing.pop(way))
+    def _send_forward(self, action: Action, key: BoundaryKey) -> None:
+        self.exchange.send(key, _peer(action), self._signature(key.micro_batch), self._under_way.crossing.pop(key))
 
-    def _receive_forward(self, action: Action, way: BoundaryKey) -> None:
-        self.courier.expect(way, _peer(action), self._key(way.micro_batch))
+    def _receive_forward(self, action: Action, key: BoundaryKey) -> None:
+        self.exchange.expect(key, _peer(action), self._signature(key.micro_batch))
 
-    def _send_backward(self, action: Action, way: BoundaryKey) -> None:
-        self.courier.send_gradients(way, _peer(action), *self._gradients.pop(way))
+    def _send_backward(self, action: Action, key: BoundaryKey) -> None:
+        self.exchange.send_gradients(key, _peer(action), *self._under_way.gradients.pop(key))
 
-    def _receive_backward(self, action: Action, way: BoundaryKey) -> None:
-        self.courier.expect_gradients(way, _peer(action))
+    def _receive_backward(self, action: Action, key: BoundaryKey) -> None:
+        self.exchange.expect_gradients(key, _peer(action))
 
     def _reduce(self, action: Action, _: None) -> None:
         self.reduce(action.stage)
 
-    def _key(self, micro_batch: int) -> Hashable:
+    def _signature(self, micro_batch: int) -> Hashable:
         batch, index = self._find(micro_batch)
-        return batch.keys[index]
+        return batch.signatures[index]
 
 
 def hand_over(crossing: Crossing) -> Inbound:
@@ -329,17 +347,17 @@ def _subject(action: Action) -> StageKey | BoundaryKey | None:
     if action.kind is Kind.REDUCE:
         return None
     if action.peer is None:
-        return _place(action)
+        return _stage_key(action)
     to_later = action.kind in (Kind.SEND_FORWARD, Kind.RECEIVE_BACKWARD)
-    return _way(action, 1 if to_later else -1)
+    return _boundary(action, 1 if to_later else -1)
 
 
-def _place(action: Action) -> StageKey:
+def _stage_key(action: Action) -> StageKey:
     return StageKey(action.pipe, action.stage, _index(action))
 
 
-def _way(action: Action, step: int) -> BoundaryKey:
-    """The way that a message takes; ``step`` tells where the other end is if the action does not."""
+def _boundary(action: Action, step: int) -> BoundaryKey:
+    """The boundary that a message crosses; ``step`` leads to the other end if the action does not name it."""
     other = action.stage + step if action.other is None else action.other
     return BoundaryKey(action.pipe, min(action.stage, other), _index(action), max(action.stage, other))
 

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_pipe.engine.batch import BatchObserver
 from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.intercept.random_streams import RandomStreams
 from lightning_pipe.intercept.recompute import BufferGuard, recomputing
@@ -17,7 +18,7 @@ from lightning_pipe.partition.profile import LayerCost, Profile, measure
 from lightning_pipe.skip import SkipKey, Store, stored_in
 
 
-class LayerProfiler:
+class LayerProfiler(BatchObserver):
     """Measures each layer and outside module when it is called for the first time.
 
     Args:
@@ -31,7 +32,8 @@ class LayerProfiler:
         self._beside: dict[str, int] = {}
         self._last = 0
 
-    def __call__(
+    @override
+    def before_layer(
         self, name: str, key: int, forward: Callable[..., Any], args: Any, kwargs: Any, skips: Mapping[SkipKey, Any]
     ) -> None:
         """Measure one call, without a trace."""
@@ -40,6 +42,8 @@ class LayerProfiler:
         if name in self._layers:
             return
         module = self._modules[name]
+        # The call is repeated many times, and the batch must not notice: neither its random numbers, nor buffers, nor
+        # attributes, nor skip tensors, nor the statistics of norms.
         streams, attributes = RandomStreams(0, self._pipeline.transport.device), Snapshot(dict(module.named_modules()))
         with recomputing(), streams.batch(), BufferGuard([module]).restored(), stored_in(_Endless(skips)):
             self._layers[name] = measure(module, forward, args, kwargs)
@@ -70,8 +74,5 @@ class _Endless(Store):
 def profiled(pipeline: Pipeline) -> Iterator[LayerProfiler]:
     """Measure the layers that the training batches inside call."""
     profiler = LayerProfiler(pipeline)
-    pipeline.executor.stages.profiler = profiler
-    try:
+    with pipeline.observed(profiler):
         yield profiler
-    finally:
-        pipeline.executor.stages.profiler = None

@@ -1,4 +1,4 @@
-"""Which way skip connections take over the stages: straight from the one that stashes to the one that pops."""
+"""The routes of skip connections over the stages: straight from the one that stashes to the one that pops."""
 
 from __future__ import annotations
 
@@ -38,11 +38,13 @@ class SkipRoutes:
             for inner, part in layer.named_modules()
             if isinstance(part, SkippableMixin)
         ]
+        # With skippable parts outside the layers the declarations of the layers alone need not fit together.
         if len(parts) == sum(isinstance(part, SkippableMixin) for part in module.modules()):
             verify((name, part) for _, name, part in parts)
         stage_of = {number: stage for stage, span in enumerate(stage_layers) for number in span}
         declared: dict[int, list[SkipEvent]] = defaultdict(list)
         for number, _, part in parts:
+            # A layer that pops and stashes the same name pops first.
             declared[stage_of[number]] += [SkipEvent(key, stashes=False) for key in part.skip_keys(part.poppable)]
             declared[stage_of[number]] += [SkipEvent(key, stashes=True) for key in part.skip_keys(part.stashable)]
         self._connections: set[tuple[SkipKey, int, int]] = set()
@@ -51,7 +53,7 @@ class SkipRoutes:
         self.learn(declared)
 
     def learn(self, events: Mapping[int, Iterable[SkipEvent]]) -> bool:
-        """Take up what has been stashed and popped; returns whether that changes the ways.
+        """Take up what has been stashed and popped; returns whether that changes the routes.
 
         Args:
             events: by stage, in order.
@@ -62,6 +64,7 @@ class SkipRoutes:
             later[early, key].add(late)
         before, self.by_stage = self.by_stage, {}
         for (early, key), stages in later.items():
+            # Two receivers would mean two messages, and two gradients to add: it goes from stage to stage then.
             if len(stages) == 1 and max(stages) > early + 1:
                 self.by_stage.setdefault(early, {})[key] = max(stages)
         self.ends = sorted({(early, late) for early, keys in self.by_stage.items() for late in keys.values()})

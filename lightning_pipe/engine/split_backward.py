@@ -82,7 +82,7 @@ class SplitBackward:
             for node in _leaves(junction):
                 owners[node] = owners.get(node, 0) + 1
         for junction in self._junctions:
-            _finish(junction, alone=all(owners[node] == 1 for node in _leaves(junction)))
+            _finish(junction, exclusive=all(owners[node] == 1 for node in _leaves(junction)))
         self._junctions.clear()
 
 
@@ -151,18 +151,18 @@ def _keep(junction: _Junction) -> Any:
     return hook
 
 
-def _finish(junction: _Junction, *, alone: bool) -> None:
+def _finish(junction: _Junction, *, exclusive: bool) -> None:
     """Go on from a junction towards its weights.
 
     Args:
         junction: where to start.
-        alone: no other junction leads to the same weights. Then autograd may be asked for them by name, and computes
-            nothing else. Otherwise it would find them by way of the input as well, and count them twice; so the node
-            is called by hand.
+        exclusive: no other junction leads to the same weights. Then autograd may be asked for them by name, and
+            computes nothing else. Otherwise it would find them through the input as well, and count them twice; so
+            the node is called by hand.
     """
     if junction.gradients is None or all(gradient is None for gradient in junction.gradients):
         return
-    if alone:
+    if exclusive:
         weights = [node.variable for node in _leaves(junction) if hasattr(node, "variable")]
         if weights:
             edges = [GradientEdge(junction.node, i) for i, g in enumerate(junction.gradients) if g is not None]

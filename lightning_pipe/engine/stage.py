@@ -2,88 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_pipe.engine.containers import fresh
-from lightning_pipe.engine.first_batch.loss_check import LossCheck
+from lightning_pipe.engine.batch import Batch, Inbound
 from lightning_pipe.engine.split_backward import SplitBackward
 from lightning_pipe.errors import ConfigurationError, CutError
-from lightning_pipe.intercept.call_record import CallRecord, Crossing, RunRecord
+from lightning_pipe.intercept.call_record import CallRecord, Crossing
 from lightning_pipe.intercept.incoming import Incoming
 from lightning_pipe.intercept.interceptor import Interceptor
-from lightning_pipe.intercept.random_streams import RandomStreams
+from lightning_pipe.intercept.parameter_use import ParameterUse
 from lightning_pipe.intercept.recompute import BufferGuard, Buffers, nothing_saved, recomputing
-from lightning_pipe.intercept.stage_run import NO_SKIPPING, Profiler, StageRun
+from lightning_pipe.intercept.stage_layers import StageLayers
+from lightning_pipe.intercept.stage_run import NO_SKIPPING, StageRun
 from lightning_pipe.parameters.deferred_batchnorm import forward_pass
-from lightning_pipe.parameters.ownership import Ownership
 from lightning_pipe.skip import SkipEvent, SkipKey
-from lightning_pipe.torch_internals import tree_leaves, tree_map
+from lightning_pipe.torch_internals import tree_leaves
 
-StepFunction = Callable[[int, Any], Any]
-Inbound = tuple[RunRecord, dict[int, Tensor]]
 Crossings = dict[int, Crossing]
 """What leaves a stage, by the stage that receives it; nothing leaves the last one."""
-
-
-_AS_THEY_ARE = nullcontext()
-
-
-@dataclass
-class Batch:
-    """What one batch brings to the engine.
-
-    Args:
-        step: ``step(index, micro_batch)`` runs the user's step; its value counts on the stage with the loss alone.
-        micro_batches: the slices of the batch.
-        keys: a signature for each of them: equal signatures, equal shapes.
-        weights: the factor of each micro-batch's loss.
-        streams: the batch's random streams.
-        training: whether gradients are wanted.
-        alone: whether no other micro-batch is under way meanwhile, which could read what this one changes.
-        check: looks once whether the loss is a mean over samples; ``None``: it is not looked at.
-        using: ``using(micro_batch)`` is entered around computations, to put the weights that they use in place.
-        results: what the step returned for each micro-batch, detached, where the loss is.
-        constant: the micro-batches whose loss depends on nothing that is trained.
-    """
-
-    step: StepFunction
-    micro_batches: Sequence[Any]
-    keys: Sequence[Hashable]
-    weights: Sequence[float]
-    streams: RandomStreams
-    training: bool
-    alone: bool = False
-    check: LossCheck | None = None
-    using: Callable[[int], AbstractContextManager[None]] = lambda _: _AS_THEY_ARE
-    results: dict[int, Any] = field(default_factory=dict)
-    constant: set[int] = field(default_factory=set)
-
-    def keep(self, micro_batch: int, saved: Saved, result: Any) -> None:
-        """Keep what the step returned.
-
-        Raises:
-            ConfigurationError: no loss of the batch depends on anything that is trained. One micro-batch's need not.
-        """
-        self.results[micro_batch] = _detached(result)
-        if saved.loss is None or saved.loss.requires_grad:
-            return
-        self.constant.add(micro_batch)
-        if len(self.constant) == len(self.micro_batches):
-            raise ConfigurationError(
-                "The loss depends on no parameter that is trained: there are no gradients.",
-                hint="Return it as it was computed, not from detach(), item() or torch.no_grad(); look at which "
-                "parameters require gradients.",
-            )
-
-    def slice(self, micro_batch: int) -> Any:
-        """A micro-batch for one run: the step may change it, and nothing else shares its memory."""
-        return fresh(self.micro_batches[micro_batch])
 
 
 @dataclass
@@ -119,7 +60,7 @@ class Saved:
 
 @dataclass
 class Kept:
-    """What a forward pass leaves that will run again: its input, and the calls it made up to the cut.
+    """What a forward pass leaves that will run again: its input, and the calls it made up to the boundary.
 
     ``buffers`` has the former values of those that it changed.
     """
@@ -135,47 +76,49 @@ class Stages:
 
     Args:
         interceptor: stands between the user's step and the layers.
-        layers: for each stage its range of layers.
-        names: dotted names of all layers.
-        ownership: who holds which parameter.
+        layers: the layers of each stage of the pipeline.
+        parameter_use: learns which parameters and modules outside layers steps use.
         device: the rank's device.
         buffers: puts buffers back that a second run changes.
-        routes: for each stage the skip connections that go from it past the next one, with the stage they go to.
-        profiler: measures layers as they are called; ``None``: no measurement.
         called: the layers that have been called so far.
         skipped: by stage, what its layers stashed and popped in their last run.
     """
 
     interceptor: Interceptor
-    layers: Sequence[range]
-    names: Sequence[str]
-    ownership: Ownership
+    layers: Sequence[StageLayers]
+    parameter_use: ParameterUse
     device: torch.device
     buffers: BufferGuard
-    routes: Mapping[int, Mapping[SkipKey, int]] = field(default_factory=dict)
-    profiler: Profiler | None = None
     called: set[int] = field(default_factory=set)
     skipped: dict[int, list[SkipEvent]] = field(default_factory=dict)
 
+    def reroute(self, routes: Mapping[int, Mapping[SkipKey, int]]) -> None:
+        """Let skip connections leave stages for others than the next from now on.
+
+        Args:
+            routes: for each stage those that do, with the stage they go to.
+        """
+        self.layers = [layers._replace(routes=routes.get(layers.stage, {})) for layers in self.layers]
+
     def forward(self, stage: int, micro_batch: int, batch: Batch, inbound: Inbound | None) -> tuple[Saved, Crossings]:
         """Run the step for one stage. Returns what backward needs and, by receiving stage, what leaves."""
-        self._look(stage, micro_batch, batch, inbound)
+        _observe(self, stage, micro_batch, batch, inbound)
         saved, crossings, result = self._run(stage, micro_batch, batch, inbound)
         if not crossings:
-            batch.keep(micro_batch, saved, result)
+            batch.keep(micro_batch, saved.loss, result)
         return saved, crossings
 
     def forward_again(
         self, stage: int, micro_batch: int, batch: Batch, inbound: Inbound | None
     ) -> tuple[Kept, Crossings]:
         """Run the step for one stage, to be run again by `recompute`: keep the input alone."""
-        self._look(stage, micro_batch, batch, inbound)
+        _observe(self, stage, micro_batch, batch, inbound)
         # The first run may change what it received; the second one must find it as it came.
         copies = inbound and (inbound[0], inbound[0].copies(inbound[1]))
         with nothing_saved(), self.buffers.noted(stage) as former:
             saved, crossings, result = self._run(stage, micro_batch, batch, copies)
         if not crossings:
-            batch.keep(micro_batch, saved, result)
+            batch.keep(micro_batch, saved.loss, result)
         calls = next((crossing.path.calls for crossing in crossings.values()), None)
         return Kept(inbound, calls, former), {
             to: Crossing(crossing.path, tuple(tensor.detach() for tensor in crossing.tensors))
@@ -186,6 +129,7 @@ class Stages:
         """Run the step again, now keeping what the backward pass needs."""
         with recomputing(), self.buffers.restored(kept.buffers):
             saved, crossings, _ = self._run(stage, micro_batch, batch, kept.inbound)
+        # The last stage ends at no boundary and has no path to compare.
         if next((crossing.path.calls for crossing in crossings.values()), None) != kept.calls:
             raise CutError(
                 f"stage {stage} took another path when micro-batch {micro_batch} was computed again.",
@@ -198,35 +142,34 @@ class Stages:
         """The loss of a run that nothing else is to come of."""
         return loss_of(self._run(stage, micro_batch, batch, inbound)[2])
 
-    def _look(self, stage: int, micro_batch: int, batch: Batch, inbound: Inbound | None) -> None:
-        if batch.check is not None:
-            batch.check.see(self, stage, micro_batch, batch, inbound)
-
     def _run(self, stage: int, micro_batch: int, batch: Batch, inbound: Inbound | None) -> tuple[Saved, Crossings, Any]:
+        layers = self.layers[stage]
         run = StageRun(
             stage=stage,
-            layers=self.layers[stage],
-            total=len(self.names),
-            names=self.names,
+            layers=layers.layers,
+            total=len(layers.names),
+            names=layers.names,
             inbound=inbound,
             micro_batch=micro_batch,
             streams=batch.streams,
-            holdings=self.ownership,
+            holdings=self.parameter_use,
             device=self.device,
             learnt=self.interceptor.learnt,
-            routes=self.routes.get(stage),
-            profiler=self.profiler if batch.training else None,
+            routes=layers.routes,
+            profiler=batch.before_layer if batch.training and batch.observers else None,
             training=batch.training,
-            alone=batch.alone,
+            alone=batch.undisturbed,
         )
+        # A tensor that the path names but that was not sent has no value here, and gets no gradient.
         received = (
             tuple(e.number for e in inbound[0].entries if e.number in inbound[1] and e.requires_grad) if inbound else ()
         )
-        part = batch.slice(micro_batch)
+        inputs = batch.slice(micro_batch)
+        # Every run of a micro-batch draws the same numbers, on whichever stage and for whichever time.
         batch.streams.seed_user_code(micro_batch)
-        run.tracker.lineage.begin(tree_leaves(part))
+        run.tracker.lineage.begin(tree_leaves(inputs))
         with forward_pass(stage):
-            result = self.interceptor.follow(run, lambda: batch.step(micro_batch, part))
+            result = self.interceptor.follow(run, lambda: batch.step(micro_batch, inputs))
         self.called |= run.called
         if run.called:
             self.skipped[stage] = run.skips.events
@@ -254,6 +197,7 @@ class Stages:
             By number, the gradients of what was received, and the numbers used here or later.
         """
         results, arrived = _ends(saved, gradients)
+        # Nothing to start from: no later stage used what left here, or nothing of it is trained.
         if results:
             torch.autograd.backward(results, arrived)
         returned = saved.returned()
@@ -277,6 +221,11 @@ class Stages:
             saved.split.weight_half()
 
 
+def _observe(stages: Stages, stage: int, micro_batch: int, batch: Batch, inbound: Inbound | None) -> None:
+    for observer in batch.observers:
+        observer.before_stage(stages, stage, micro_batch, batch, inbound)
+
+
 def _ends(saved: Saved, gradients: Mapping[int, Tensor]) -> tuple[list[Tensor], list[Tensor | None]]:
     """Where a backward pass begins: tensors and their gradients."""
     if saved.loss is not None:
@@ -288,12 +237,6 @@ def _ends(saved: Saved, gradients: Mapping[int, Tensor]) -> tuple[list[Tensor], 
         leaf = torch.zeros((), requires_grad=True)
         return [*results, leaf], [*arrived, torch.zeros_like(leaf)]
     return results, arrived  # type: ignore[return-value]
-
-
-def _detached(result: Any) -> Any:
-    if isinstance(result, Tensor):
-        return result.detach()
-    return tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, result)
 
 
 def loss_of(result: Any) -> Tensor:

@@ -23,7 +23,7 @@ StandIns = dict[nn.Parameter, nn.Parameter]
 """For each trainable parameter of the rank the leaf that stands in for it."""
 
 
-class _Place(NamedTuple):
+class _Reference(NamedTuple):
     """Where a module refers to a parameter."""
 
     module: nn.Module
@@ -50,7 +50,7 @@ class WeightVersions:
         self.newest = 0
         self.peak_held = 1
         self._stash: dict[int, dict[nn.Parameter, Tensor]] = {}
-        self._places: list[_Place] = []
+        self._references: list[_Reference] = []
         self._gradients: dict[nn.Parameter, Tensor] = {}
 
     @property
@@ -93,13 +93,13 @@ class WeightVersions:
         """Let all modules refer to stand-ins."""
         self._ownership.stand_ins = {id(leaf): parameter for parameter, leaf in stand_ins.items()}
         try:
-            for place in self._places:
-                if place.parameter in stand_ins:
-                    _refer(place, stand_ins[place.parameter])
+            for reference in self._references:
+                if reference.parameter in stand_ins:
+                    _refer(reference, stand_ins[reference.parameter])
             yield
         finally:
-            for place in self._places:
-                _refer(place, place.parameter)
+            for reference in self._references:
+                _refer(reference, reference.parameter)
             self._ownership.stand_ins = None
 
     # ------------------------------------------------------------------ calls and steps
@@ -107,8 +107,8 @@ class WeightVersions:
     @contextmanager
     def call(self) -> Iterator[None]:
         """Around the computations of a call: gradients may reach stand-ins, never parameters."""
-        self._places = [
-            _Place(module, name, parameter)
+        self._references = [
+            _Reference(module, name, parameter)
             for module in self._module.modules()
             for name, parameter in module._parameters.items()
             if parameter is not None
@@ -166,9 +166,9 @@ class WeightVersions:
         self.newest = 0
 
 
-def _refer(place: _Place, parameter: nn.Parameter) -> None:
-    module = place.module
+def _refer(reference: _Reference, parameter: nn.Parameter) -> None:
+    module = reference.module
     if type(module).__setattr__ is nn.Module.__setattr__:
-        module._parameters[place.name] = parameter
+        module._parameters[reference.name] = parameter
     else:  # recurrent layers keep a list of their weights
-        setattr(module, place.name, parameter)
+        setattr(module, reference.name, parameter)

@@ -30,14 +30,14 @@ class Interceptor:
         tells: whether this rank says what it changes for the time of the steps.
 
     Attributes:
-        run: the run of the user's step that is under way, if any.
-        compiled: whether any part of the module was compiled when the wrappers were put in place last.
+        run: the run of the step that is under way.
+        compiled: whether any part of the module is compiled, as of the last time that the wrappers were put on.
     """
 
     def __init__(self, module: nn.Module, layers: Sequence[tuple[str, nn.Module]], *, tells: bool = True) -> None:
         self.run: StageRun | None = None
-        self.module = module
         self.compiled = False
+        self.module = module
         self.layers = [layer for _, layer in layers]
         self.learnt = Learnt()
         self._caches = Caches(module, tells=tells)
@@ -59,6 +59,7 @@ class Interceptor:
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Wrap the forwards. As instance attributes: nothing stays behind that copying or pickling could meet."""
+        # Asked before the wrappers hide it: they take the compiled call of what they wrap away for the time.
         self.compiled = any(vars(part).get("_compiled_call_impl") is not None for part in self.module.modules())
         with ExitStack() as changed:
             for number, layer in enumerate(self.layers):
@@ -78,6 +79,11 @@ class Interceptor:
         for name, value in (("forward", _uncompiled(forward)), ("_compiled_call_impl", None)):
             if value is not None or vars(module).get(name) is not None:
                 changed.enter_context(replaced(module, name, value, gated=False))
+
+    def returning(self, result: Any) -> None:
+        """The step is about to return, if it is under way; see `StageRun.returning`."""
+        if self.run is not None:
+            self.run.returning(result)
 
     def follow(self, run: StageRun, step: Callable[[], Any]) -> Any:
         """Run the user's step; its calls of layers go to ``run``."""

@@ -1,4 +1,4 @@
-"""Buffers that forward passes change: kept equal on all processes that hold them, and told about."""
+"""Buffers that forward passes change: kept equal on all processes that hold them."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from lightning_pipe.transport.base import Transport
 
 
 class BufferSync:
-    """Buffers other than those of deferred batch norm that layers change which several processes hold.
+    """Keeps buffers that forward passes change equal on all processes that hold them.
 
-    Each of these sees samples of its own. After every batch all have the values of the first of them, as with
-    ``DistributedDataParallel``. Which buffers these are shows in the first training batch.
+    Each process sees samples of its own. After every batch all have the values of the first process, as with the
+    ``broadcast_buffers`` of ``DistributedDataParallel``. The first training batch shows which buffers change. Batch
+    norm is left out: it has an option of its own.
 
-    Buffers of all modules change once for every micro-batch, on one device once for the batch: the user is told.
+    A buffer changes once for every micro-batch, and on one device once for the batch: a warning says so.
 
     Args:
         module: the user's module.
@@ -55,9 +56,11 @@ class BufferSync:
         changed = [
             name
             for name, (buffer, version) in self._before.items()
+            # The version shows a change in place, the comparison one by assignment of another tensor.
             if name in now and (buffer._version != version or not torch.equal(now[name], buffer))
         ]
         self._before = {}
+        # A rank sees the changes of its own layers alone.
         everyone = tuple(range(self._transport.topology.world_size))
         gathered = self._transport.all_gather_object(changed, everyone)
         found = sorted({name for theirs in gathered for name in theirs})
@@ -89,6 +92,7 @@ class BufferSync:
             if self._transport.process in members and len(members) > 1:
                 data = buffers[name].detach().contiguous()
                 self._transport.broadcast(data, members[0], members).wait()
+                # By .data: a change that counts would make autograd refuse graphs that have saved the buffer.
                 buffers[name].data.copy_(data)
 
     def _here(self) -> Iterator[tuple[str, Tensor]]:

@@ -1,4 +1,4 @@
-"""Whose gradients are summed with whose, and when: settled after the first training batch."""
+"""Whose gradients are summed with whose, and when: known after the first training batch."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class GradientGroups:
         transport: the rank's transport.
 
     Attributes:
-        shared: the parameters that other processes hold as well, once settled.
+        shared: the parameters that other processes hold as well; empty until `form`.
         overlapped: whether a stage that is done is reduced at once; otherwise all wait for `finish`.
     """
 
@@ -48,7 +48,7 @@ class GradientGroups:
         self._transport = transport
         self._reducer: GradientSync | None = None
 
-    def settle(self, held: Iterable[HeldParameter], stages: Iterable[int]) -> None:
+    def form(self, held: Iterable[HeldParameter], stages: Iterable[int]) -> None:
         """Take up the parameters of this rank.
 
         Args:
@@ -62,10 +62,11 @@ class GradientGroups:
             by_key.setdefault(key, []).append(parameter)
             members[key] = self._transport.topology.holders(owners)
         self.shared = [
-            HolderGroup(members[key], tuple(by_key[key]), turn=key[-1])
+            HolderGroup(members[key], tuple(by_key[key]), first=key[-1])
             for key in sorted(members)
             if len(members[key]) > 1
         ]
+        # Parameters of one process are reduced as well, which does nothing: every stage then has its key.
         self._reducer = GradientSync(self._transport)
         for key, parameters in by_key.items():
             self._reducer.add(key, parameters, members.get(key, (self._transport.process,)))

@@ -117,6 +117,7 @@ class GradientSync:
         """Start the wanted keys of a group in their order, up to the first that is not wanted yet."""
         if len(members) == 1:
             return
+        # A collective matches its counterpart by order alone: one that began out of turn would sum different tensors.
         for key in sorted((key for key, entry in self._entries.items() if entry.members == members), reverse=True):
             entry = self._entries[key]
             if not entry.wanted:
@@ -131,6 +132,7 @@ class GradientSync:
         present = torch.tensor([parameter.grad is not None for parameter in entry.trainable], dtype=torch.int32)
         # On the host, so that reading it does not wait for the device.
         entry.presence = (present, self._transport.all_reduce(present, entry.members))
+        # Buckets hold all trainable parameters, not only those with gradients: their sizes agree without a message.
         for indices in self._cut(entry.trainable):
             flat = self._fill([entry.trainable[index] for index in indices])
             entry.buckets.append(_Bucket(flat, indices, self._transport.all_reduce(flat, entry.members)))
@@ -162,6 +164,7 @@ class GradientSync:
                     hint="Make the embedding with sparse=False.",
                 )
             view.copy_(parameter.grad)
+            # The gradient now exists in the bucket alone.
             parameter.grad = None
         return flat
 

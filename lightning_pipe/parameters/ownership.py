@@ -12,6 +12,9 @@ from torch import Tensor, nn
 
 from lightning_pipe.errors import CutError
 from lightning_pipe.intercept.absent_tensor import AbsentTensor, Origin, exchange, is_absent
+from lightning_pipe.parameters.holder_map import HolderMap, named_tensors, owned_by
+
+__all__ = ["Ownership", "named_tensors", "tensors_of"]
 
 
 class Ownership:
@@ -19,7 +22,7 @@ class Ownership:
 
     Layers belong to the ranks of their stage; a parameter shared by layers of several stages belongs to all of them.
     Parameters outside the sequence are held by every rank until the first training batch has shown which ranks use
-    them (`settle`); what nobody used belongs to the ranks with the loss, and the others keep their copies. So is a
+    them (`learn_users`); what nobody used belongs to the ranks with the loss, and the others keep their copies. So is a
     parameter that a layer and a module outside have in common, which then belongs to the layer's ranks as well.
 
     Hooks may change what nobody used by the parameters of layers: averaged weights are such tensors. Then each rank
@@ -32,9 +35,10 @@ class Ownership:
         rank: this rank.
         ranks: number of ranks in the pipeline.
         loss_ranks: the ranks that compute the loss.
+        rank_names: how messages name the ranks.
 
     Attributes:
-        settled: whether it is known who uses the parameters outside the sequence.
+        users_known: whether it is known who uses the parameters outside the sequence.
         used: the parameters outside the sequence that this rank has used, and with a dot the modules that it has run.
         elsewhere: objects that may keep copies of parameters and buffers.
         stand_ins: while other tensors stand in for the parameters that are trained here, these by ``id``.
@@ -50,52 +54,25 @@ class Ownership:
         loss_ranks: tuple[int, ...],
         rank_names: Sequence[str],
     ) -> None:
-        self.rank, self.ranks, self.loss_ranks, self.rank_names = rank, ranks, loss_ranks, rank_names
-        self.settled = False
+        self.rank, self.rank_names = rank, rank_names
+        self.users_known = False
         self.elsewhere: Sequence[object] = (module,)
         self.used: set[str] = set()
         self.stand_ins: Mapping[int, nn.Parameter] | None = None
         self._module, self._layers, self._layer_ranks = module, list(layers), list(layer_ranks)
         self._ranks_of = {name: ranks for (name, _), ranks in zip(layers, layer_ranks, strict=True)}
-        self._holders: dict[str, tuple[int, ...]] = {}
-        self._names: dict[int, str] = {}
-        self._inside: set[str] = set()
-        self._layer_users: dict[str, set[int]] = {}
-        self._aliases: dict[str, str] = {}
-        self._map()
+        self._map = HolderMap(module, layers, layer_ranks, ranks, loss_ranks)
 
-    def _map(self) -> None:
-        """Find the holders of what the layers own; the rest is held everywhere for now."""
-        inside: dict[int, set[int]] = {}
-        for (_, layer), ranks in zip(self._layers, self._layer_ranks, strict=True):
-            for tensor in _owned(layer):
-                inside.setdefault(id(tensor), set()).update(ranks)
-        everyone = tuple(range(self.ranks))
-        tied = self._in_layers_and_outside()
-        for name, tensor in named_tensors(self._module):
-            first = self._names.setdefault(id(tensor), name)
-            self._aliases[name] = first
-            if id(tensor) in tied:
-                self._layer_users[first] = inside[id(tensor)]
-            elif id(tensor) in inside:
-                self._inside.add(first)
-            self._holders.setdefault(
-                first, everyone if first not in self._inside else tuple(sorted(inside[id(tensor)]))
-            )
-
-    def _in_layers_and_outside(self) -> set[int]:
-        """The parameters that belong to a layer and to a module that is no part of one."""
-        in_layers = {id(part) for _, layer in self._layers for part in layer.modules()}
-        owned: tuple[set[int], set[int]] = (set(), set())
-        for part in self._module.modules():
-            owned[id(part) in in_layers].update(id(parameter) for parameter in part.parameters(recurse=False))
-        return owned[0] & owned[1]
+    @property
+    def settled(self) -> bool:
+        """The former name of `users_known`."""
+        return self.users_known
 
     # ------------------------------------------------------------------ questions
 
     def owners(self, name: str) -> tuple[int, ...]:
         """The ranks that hold the true value of a named parameter or buffer, ascending."""
-        return self._holders[self._aliases.get(name, name)] if name in self._aliases else self.loss_ranks
+        return self._map.owners(name)
 
     def holds(self, name: str) -> bool:
         """Whether this rank is one of the holders."""
@@ -120,11 +97,10 @@ class Ownership:
 
     def needed(self, name: str) -> bool:
         """Whether this rank computes with a parameter or buffer: in its layers, or outside as far as is known."""
-        first = self._aliases.get(name)
-        if first in self._inside:
+        if self._map.in_layers_alone(name):
             return self.holds(name)
         ran = any(used.endswith(".") and name.startswith(used) for used in self.used)
-        return ran or first in self.used or first in self._layer_users
+        return ran or self._map.first_name(name) in self.used or self._map.in_layers_and_outside(name)
 
     def counted(self, name: str) -> bool:
         """Whether this rank is the one that counts the parameter in sums over the model: the first holder."""
@@ -132,13 +108,7 @@ class Ownership:
 
     def in_layers_alone(self, name: str) -> bool:
         """Whether a parameter belongs to layers, and to no module outside."""
-        return self._aliases.get(name) in self._inside
-
-    def outside(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters outside the sequence, each once."""
-        for name, parameter in self._module.named_parameters():
-            if not self.in_layers_alone(name):
-                yield name, parameter
+        return self._map.in_layers_alone(name)
 
     # ------------------------------------------------------------------ what the tracker asks
 
@@ -151,13 +121,14 @@ class Ownership:
         if self.stand_ins is not None:
             known = self.stand_ins.get(id(parameter))
             parameter = self._never_changes(parameter) if known is None else known
-        name = self._names.get(id(parameter))
+        name = self._map.name_of(parameter)
         if name is None and isinstance(parameter, AbsentTensor):
             raise CutError(
                 f"a tensor {tuple(parameter.shape)} {parameter.dtype} is used on rank {self.rank} that was computed "
                 "from parameters which other ranks hold.",
                 hint="Compute it inside the layer that has the parameters, and return it from there.",
             )
+        # A parameter that the module does not own is on every rank that made it.
         if name is None or name in self.used:
             return
         if is_absent(parameter) and self.holds(name):
@@ -169,11 +140,11 @@ class Ownership:
         if not self.holds(name):
             raise CutError(
                 f"'{name}' is used on {self.rank_names[self.rank]}, but held by {self.holders_in_words(name)}"
-                + ("." if name in self._inside else " (in the first training batch only they used it)."),
+                + ("." if self._map.in_layers_alone(name) else " (in the first training batch only they used it)."),
                 hint="Use it where its layer runs, or in every training step. For a penalty on all weights use the "
                 "optimizer's weight_decay.",
             )
-        if name not in self._inside:
+        if not self._map.in_layers_alone(name):
             self.used.add(name)
 
     def holders_in_words(self, name: str) -> str:
@@ -183,14 +154,14 @@ class Ownership:
     def unnoticed(self, parameter: nn.Parameter) -> CutError:
         """The error for a parameter that is used while another one should stand in for it."""
         return CutError(
-            f"'{self._names.get(id(parameter))}' is used through a reference that is no attribute of a module, such as "
+            f"'{self._map.name_of(parameter)}' is used through a reference that is no attribute of a module, such as "
             "a list or a closure; an asynchronous schedule cannot give it the version of the weights that is due.",
             hint="Use it as an attribute of its module, or in an nn.ParameterList or nn.ParameterDict.",
         )
 
     def _never_changes(self, parameter: nn.Parameter) -> nn.Parameter:
         """A parameter without a stand-in: it must be one that this rank does not train."""
-        name = self._names.get(id(parameter))
+        name = self._map.name_of(parameter)
         if name is not None and parameter.requires_grad and self.holds(name):
             raise self.unnoticed(parameter)
         return parameter
@@ -213,23 +184,23 @@ class Ownership:
         """Free the parameters and buffers of foreign layers in place: objects and names stay, as `AbsentTensor`."""
         _drop_weak_references(self._module)
         _drop_graphs(self._module)
-        kept = {name for name in self._holders if self.holds(name)}
         for (_, layer), ranks in zip(self._layers, self._layer_ranks, strict=True):
             if self.rank in ranks:
                 continue
-            for tensor in _owned(layer):
-                name = self._names[id(tensor)]
-                if name not in kept and not isinstance(tensor, AbsentTensor):
+            for tensor in owned_by(layer):
+                name = self._map.name_of(tensor)
+                if name is not None and not self.holds(name) and not isinstance(tensor, AbsentTensor):
                     self._release(name, tensor)
             for part in layer.modules():
                 # ``module.to`` and its kin must change what absent tensors look like.
                 part.__dict__["_apply"] = MethodType(_apply, part)
 
     def _release(self, name: str, tensor: Tensor) -> None:
+        # The object stays, so that optimizers, ties and hooks that refer to it go on working.
         tensor.grad = None
         exchange(tensor, AbsentTensor.like(tensor, Origin((name,), self)))
 
-    def settle(self, used_by_rank: Sequence[Iterable[str]]) -> None:
+    def learn_users(self, used_by_rank: Sequence[Iterable[str]]) -> None:
         """Learn from the first training batch who uses the parameters outside the sequence; free the others' copies.
 
         What nobody has used stays where it is: it may be the average of layers' weights, which each rank has for its
@@ -240,28 +211,12 @@ class Ownership:
                 dot behind them.
         """
         _drop_weak_references(self._module)
-        users: dict[str, list[int]] = {}
-        for rank, names in enumerate(used_by_rank):
-            for name in names:
-                users.setdefault(name, []).append(rank)
         _drop_graphs(self._module)
-        for name, ranks in self._layer_users.items():
-            users[name] = sorted({*users.get(name, ()), *ranks})
-        for name, parameter in self.outside():
-            self._holders[name] = tuple(users.get(name, self.loss_ranks))
-            if name in users and not self.holds(name) and not isinstance(parameter, AbsentTensor):
+        used = self._map.learn_users(used_by_rank)
+        for name, parameter in self._map.outside():
+            if name in used and not self.holds(name) and not isinstance(parameter, AbsentTensor):
                 self._release(name, parameter)
-        for prefix, buffer in self._outside_buffers():
-            ran = [ranks for name, ranks in users.items() if name.endswith(".") and f"{prefix}.".startswith(name)]
-            self._holders[self._aliases[buffer]] = tuple(ran[0]) if ran else self.loss_ranks
-        self.settled = True
-
-    def _outside_buffers(self) -> Iterator[tuple[str, str]]:
-        for module_name, module in self._module.named_modules():
-            for name, _ in module.named_buffers(recurse=False):
-                full = f"{module_name}.{name}" if module_name else name
-                if self._aliases.get(full) == full and full not in self._inside:
-                    yield module_name, full
+        self.users_known = True
 
     def agree_on_lost(self, gather: Callable[[Any], list[Any]]) -> list[str]:
         """Learn which ranks have lost what the map says they hold, and which still have it.
@@ -272,16 +227,13 @@ class Ownership:
         Returns:
             Names of what no rank has.
         """
-        for name, tensor in named_tensors(self._module):  # hooks may have added modules
-            first = self._aliases.setdefault(name, self._names.setdefault(id(tensor), name))
-            self._holders.setdefault(first, self.loss_ranks)
+        self._map.add_new()
         tensors = dict(named_tensors(self._module))
         absent = {name for name, tensor in tensors.items() if is_absent(tensor)}
         lost = sorted(set().union(*gather(sorted(name for name in absent if self.holds(name)))))
         having = gather([name for name in lost if name not in absent]) if lost else []
-        for name in lost:
-            ranks = tuple(rank for rank, names in enumerate(having) if name in names)
-            self._holders[self._aliases[name]] = ranks or self.owners(name)
+        ranks = {name: tuple(rank for rank, names in enumerate(having) if name in names) for name in lost}
+        self._map.correct({name: found for name, found in ranks.items() if found})
         return [name for name in lost if not any(name in names for names in having)]
 
     def restore(self, fetch: Callable[[str, tuple[int, ...], Tensor], Tensor], without: Container[str] = ()) -> None:
@@ -294,23 +246,15 @@ class Ownership:
         """
         _drop_weak_references(self._module)
         for name, tensor in list(named_tensors(self._module)):
-            owners = self._holders.get(name)
-            if owners is None or len(owners) == self.ranks or self._aliases[name] != name or name in without:
+            if not self._map.has(name) or self._map.held_everywhere(name) or name in without:
                 continue
-            value = fetch(name, owners, tensor)
+            value = fetch(name, self.owners(name), tensor)
             if not self.holds(name):
                 _replace(tensor, value)
         for _, layer in self._layers:
             for part in layer.modules():
                 part.__dict__.pop("_apply", None)
-        everyone = tuple(range(self.ranks))
-        self._holders = dict.fromkeys(self._holders, everyone)
-
-
-def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and buffers under all their names."""
-    yield from module.named_parameters(remove_duplicate=False)
-    yield from module.named_buffers(remove_duplicate=False)
+        self._map.give_to_all()
 
 
 def tensors_of(*roots: object) -> Iterator[Tensor]:
@@ -334,11 +278,6 @@ def tensors_of(*roots: object) -> Iterator[Tensor]:
 
 def _is_frameworks(kind: type) -> bool:
     return str(kind.__module__).partition(".")[0] in ("torch", "lightning", "builtins")
-
-
-def _owned(layer: nn.Module) -> Iterator[Tensor]:
-    yield from layer.parameters()
-    yield from layer.buffers()
 
 
 def _replace(tensor: Tensor, value: Tensor) -> None:

@@ -16,11 +16,11 @@ from lightning_pipe.transport.base import Transport
 
 
 class HolderGroup(NamedTuple):
-    """Parameters that the same processes hold; ``turn`` says which of these gets the first one."""
+    """Parameters that the same processes hold; ``first`` says which of these gets the first one."""
 
     members: tuple[int, ...]
     parameters: tuple[nn.Parameter, ...]
-    turn: int = 0
+    first: int = 0
 
 
 class OptimizerShards:
@@ -41,8 +41,10 @@ class OptimizerShards:
         self._owner: dict[int, int] = {}
         for group in groups:
             parts: dict[int, list[nn.Parameter]] = {member: [] for member in group.members}
-            turn = group.turn % len(group.members)
-            load = dict.fromkeys(group.members[turn:] + group.members[:turn], 0)
+            first = group.first % len(group.members)
+            load = dict.fromkeys(group.members[first:] + group.members[:first], 0)
+            # Largest first, each to whoever has least: loads differ by the largest parameter at most. Sorting is
+            # stable, so all holders come to the same division without a message.
             for parameter in sorted(group.parameters, key=lambda parameter: -parameter.numel()):
                 member = min(load, key=lambda member: load[member])
                 load[member] += parameter.numel()
@@ -69,6 +71,7 @@ class OptimizerShards:
     @torch.no_grad()
     def share(self) -> None:
         """Bring all holders the values that the owners have updated. Collective over each group."""
+        # All are issued before any is waited for, in the same order on all holders.
         under_way = []
         for group, parts in self._parts:
             for member in group.members:

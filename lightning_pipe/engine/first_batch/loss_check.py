@@ -12,20 +12,21 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
+from lightning_pipe.engine.batch import Batch, BatchObserver, Inbound
+from lightning_pipe.engine.first_batch.both_together import UnlikeError, readings
 from lightning_pipe.errors import CutError
-from lightning_pipe.intercept.call_record import CallRecord, RunRecord
 from lightning_pipe.intercept.recompute import recomputing
 from lightning_pipe.intercept.snapshot import Snapshot
-from lightning_pipe.tensor_spec import TensorSpec
 from lightning_pipe.torch_internals import DropoutNd, NormBase
 
 if TYPE_CHECKING:
-    from lightning_pipe.engine.stage import Batch, Inbound, Stages
+    from lightning_pipe.engine.stage import Stages
 
 _ROUNDING = {torch.float64: 1e-9, torch.float32: 2e-5, torch.float16: 5e-4, torch.bfloat16: 2e-3}
 """How far losses may differ that are equal but for rounding, relative to 1 + their size."""
@@ -34,10 +35,6 @@ _REDUCED = 5e-4
 _SEEDS = 8
 
 _local = threading.local()
-
-
-class _UnlikeError(Exception):
-    """What two micro-batches have brought cannot be put together."""
 
 
 class _RandomError(Exception):
@@ -59,7 +56,7 @@ def _alone() -> Iterator[None]:
 
 
 @dataclass
-class LossCheck:
+class LossCheck(BatchObserver):
     """Compares the losses of two micro-batches that come to the last stage with the loss of both together.
 
     Two may agree by chance (as many tokens in both), so up to three pairs of a batch are compared. The check only
@@ -101,10 +98,10 @@ class LossCheck:
     _seen: dict[int, Inbound | None] = field(default_factory=dict)
     _tried: int = 0
 
-    def see(self, stages: Stages, stage: int, micro_batch: int, batch: Batch, inbound: Inbound | None) -> None:
+    @override
+    def before_stage(self, stages: Stages, stage: int, micro_batch: int, batch: Batch, inbound: Inbound | None) -> None:
         """A micro-batch comes to a stage; with every second one on the last stage the check is made."""
-        last = stages.layers[stage].stop == len(stages.names)
-        if not last or self._tried >= self.pairs or stages.interceptor.compiled:
+        if not stages.layers[stage].last or self._tried >= self.pairs or stages.interceptor.compiled:
             return
         # the step may change in place what it receives
         self._seen[micro_batch] = inbound and (inbound[0], inbound[0].copies(inbound[1]))
@@ -115,7 +112,7 @@ class LossCheck:
         with _alone(), recomputing(), torch.no_grad(), _attributes(stages), stages.buffers.restored():
             try:
                 self._compare(_Runs(stages, stage, batch), pair)
-            except _UnlikeError:
+            except UnlikeError:
                 self.reason = "layers get tensors of which two micro-batches' cannot be put together"
             except _RandomError:
                 self.reason = "it is random, though dropout is off"
@@ -146,7 +143,7 @@ class LossCheck:
         expected = one + other if self.summed else share * one + (1 - share) * other
         together: list[float] = []
         failed: Exception | None = None
-        for inbound in _readings(received, sizes):
+        for inbound in readings(received, sizes):
             try:
                 together.append(float(runs.loss(pair[0], both_parts, inbound)))
             except Exception as error:
@@ -157,7 +154,7 @@ class LossCheck:
                 self._note(share, singles[0][1], singles[1][1], self.values())
                 return
         if not together:
-            raise failed or _UnlikeError
+            raise failed or UnlikeError
         if all(map(math.isfinite, together)):
             if runs.drew and not runs.whole:
                 # a step that leaves layers out at random asks whether the module is in training
@@ -271,7 +268,7 @@ def _not_random(stages: Stages, stage: int, then: Callable[[], None], *, whole: 
         silence()
         then()
 
-    start = stages.layers[stage].start
+    start = stages.layers[stage].layers.start
     hook = layers[start].register_forward_pre_hook(begin)
     try:
         if start == 0:
@@ -281,119 +278,3 @@ def _not_random(stages: Stages, stage: int, then: Callable[[], None], *, whole: 
         hook.remove()
         for part, training in zip(quiet, before, strict=True):
             part.training = training
-
-
-# ------------------------------------------------------------------ putting together what two micro-batches brought
-
-
-def _readings(received: Sequence[Inbound | None], sizes: Sequence[int]) -> list[Inbound | None]:
-    """What a stage would receive for two micro-batches together, in all ways that it may be meant.
-
-    Of a tensor with several elements per sample, the first of all samples may come first (``torch.cat`` of two views
-    of a batch), or all of the first sample (``repeat_interleave``). Where several dimensions fit, the samples may lie
-    along the first or the last of them (time may come before the samples).
-    """
-    readings = []
-    for last in (False, True):
-        for views, free in ((None, False), (True, False), (False, False), (False, True)):
-            try:
-                readings.append(_inbound(received, sizes, _Reading(views, last, free)))
-            except _UnlikeError:
-                continue
-            if views is None or free:
-                break
-    if not readings:
-        raise _UnlikeError
-    return readings
-
-
-class _Reading(NamedTuple):
-    """How tensors of two micro-batches are put together.
-
-    ``views=None``: every tensor has one element per sample, or is the same for both; otherwise whether the first
-    elements of all samples come first. ``last``: which of several dimensions that fit is that of the samples.
-    ``free``: samples may have different numbers of elements.
-    """
-
-    views: bool | None
-    last: bool
-    free: bool
-
-
-def _inbound(received: Sequence[Inbound | None], sizes: Sequence[int], reading: _Reading) -> Inbound | None:
-    first, second = received
-    if first is None or second is None:
-        return None
-    entries = []
-    for one, other in zip(first[0].entries, second[0].entries, strict=True):
-        _same(one._replace(spec=None), other._replace(spec=None))  # type: ignore[arg-type]
-        entries.append(one._replace(spec=_spec(one.spec, other.spec, sizes, reading)))
-    pairs = zip(first[0].calls, second[0].calls, strict=True)
-    calls = tuple(_call(one, other, sizes, reading) for one, other in pairs)
-    path = RunRecord(calls, tuple(entries))
-    return path, path.laid_out({n: _value(first[1][n], second[1][n], sizes, reading) for n in first[1]})
-
-
-def _call(one: CallRecord, other: CallRecord, sizes: Sequence[int], reading: _Reading) -> CallRecord:
-    _same(one._replace(leaves=()), other._replace(leaves=()))
-    leaves = []
-    for a, b in zip(one.leaves, other.leaves, strict=True):
-        if isinstance(a, TensorSpec) and isinstance(b, TensorSpec):
-            leaves.append(_spec(a, b, sizes, reading))
-        else:
-            _same(a, b)
-            leaves.append(a)
-    return one._replace(leaves=tuple(leaves))
-
-
-def _spec(one: TensorSpec, other: TensorSpec, sizes: Sequence[int], reading: _Reading) -> TensorSpec:
-    dimension = _dimension(one.shape, other.shape, sizes, reading)
-    _same(one.dtype, other.dtype)
-    if dimension is None:
-        _same(one, other)
-        return one
-    shape = tuple(size + other.shape[d] if d == dimension else size for d, size in enumerate(one.shape))
-    if one.strides is None:
-        return one._replace(shape=shape)
-    # the dimensions lie in memory in the same order as before
-    strides, extent = dict.fromkeys(range(len(shape)), 0), 1
-    for d in sorted(strides, key=lambda d: (one.strides[d], one.shape[d])):  # type: ignore[index]
-        strides[d], extent = extent, extent * shape[d]
-    return TensorSpec(shape, one.dtype, tuple(strides.values()))
-
-
-def _value(one: Tensor, other: Tensor, sizes: Sequence[int], reading: _Reading) -> Tensor:
-    dimension = _dimension(one.shape, other.shape, sizes, reading)
-    if dimension is None:
-        if one.shape != other.shape or not torch.equal(one, other):
-            raise _UnlikeError
-        return one
-    if not one.is_floating_point() and one.dtype is not torch.bool:
-        raise _UnlikeError  # they may be positions in a micro-batch, which are others in both together
-    if not reading.views or one.shape[dimension] == sizes[0]:
-        return torch.cat([one, other], dimension)
-    several = [
-        part.reshape(*part.shape[:dimension], -1, size, *part.shape[dimension + 1 :])
-        for part, size in zip((one, other), sizes, strict=True)
-    ]
-    return torch.cat(several, dimension + 1).flatten(dimension, dimension + 1)
-
-
-def _dimension(one: Sequence[int], other: Sequence[int], sizes: Sequence[int], reading: _Reading) -> int | None:
-    """The dimension along which a tensor has one element per sample, or else, unless there must be one, several."""
-    fits: dict[bool, list[int]] = {True: [], False: []}
-    for d, pair in enumerate(zip(one, other, strict=True)):
-        times = pair[0] // sizes[0]
-        rests = [[*shape[:d], *shape[d + 1 :]] for shape in (one, other)]
-        if times and [*pair] == [times * size for size in sizes] and rests[0] == rests[1]:
-            fits[times == 1].append(d)
-    several = fits[False] if reading.views is not None else []
-    if found := fits[True] or several:
-        return found[-1 if reading.last else 0]
-    differing = [d for d, pair in enumerate(zip(one, other, strict=True)) if pair[0] != pair[1]]
-    return differing[0] if reading.free and len(differing) == 1 else None
-
-
-def _same(one: Any, other: Any) -> None:
-    if one != other:
-        raise _UnlikeError

@@ -72,7 +72,7 @@ def _total_norm(pipeline: Pipeline) -> Callable[..., Tensor]:
         foreach: bool | None = None,
     ) -> Tensor:
         given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-        if pipeline.executor.stages.interceptor.run is not None:  # in a step, of which each rank runs another part
+        if pipeline.in_step:  # in a step, of which each rank runs another part
             return _norm_here(given, norm_type, error_if_nonfinite, foreach)
         _check_not_divided(pipeline)
         with DisableTorchFunction():  # what looks at the optimizer's step is to see one result for all ranks

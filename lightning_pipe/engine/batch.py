@@ -1,0 +1,108 @@
+"""One batch on its way through the engine: the object that goes down whole, from the caller to the stages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from lightning_pipe.engine.containers import fresh
+from lightning_pipe.errors import ConfigurationError
+from lightning_pipe.intercept.call_record import RunRecord
+from lightning_pipe.intercept.random_streams import RandomStreams
+from lightning_pipe.skip import SkipKey
+from lightning_pipe.torch_internals import tree_map
+
+if TYPE_CHECKING:
+    from lightning_pipe.engine.stage import Stages
+
+StepFunction = Callable[[int, Any], Any]
+Inbound = tuple[RunRecord, dict[int, Tensor]]
+"""What a stage receives: the path of the earlier stages, and the tensors by number."""
+
+_AS_THEY_ARE = nullcontext()
+
+
+class BatchObserver:
+    """Looks at a training batch while it runs, and leaves no trace in it. This one looks at nothing."""
+
+    def before_stage(self, stages: Stages, stage: int, micro_batch: int, batch: Batch, inbound: Inbound | None) -> None:
+        """A stage is about to run a micro-batch forward."""
+
+    def before_layer(
+        self, name: str, key: int, forward: Callable[..., Any], args: Any, kwargs: Any, skips: Mapping[SkipKey, Any]
+    ) -> None:
+        """A layer (``key`` is its number) or a module outside the sequence (``key`` is negative) is about to run."""
+
+
+@dataclass
+class Batch:
+    """What one batch brings to the engine.
+
+    Args:
+        step: ``step(index, micro_batch)`` runs the user's step; its value counts on the stage with the loss alone.
+        micro_batches: the slices of the batch.
+        signatures: a number for each of them: equal numbers, equal shapes.
+        weights: the factor of each micro-batch's loss.
+        streams: the batch's random streams.
+        training: whether gradients are wanted.
+        undisturbed: whether no other micro-batch is under way meanwhile, which could read what this one changes.
+        observers: look at the batch while it runs.
+        using: ``using(micro_batch)`` is entered around computations, to put the weights that they use in place.
+        results: what the step returned for each micro-batch, detached, where the loss is.
+        constant: the micro-batches whose loss depends on nothing that is trained.
+    """
+
+    step: StepFunction
+    micro_batches: Sequence[Any]
+    signatures: Sequence[Hashable]
+    weights: Sequence[float]
+    streams: RandomStreams
+    training: bool
+    undisturbed: bool = False
+    observers: Sequence[BatchObserver] = ()
+    # A shared context that does nothing: it is entered around every computation.
+    using: Callable[[int], AbstractContextManager[None]] = lambda _: _AS_THEY_ARE
+    results: dict[int, Any] = field(default_factory=dict)
+    constant: set[int] = field(default_factory=set)
+
+    def keep(self, micro_batch: int, loss: Tensor | None, result: Any) -> None:
+        """Keep what the step returned.
+
+        Args:
+            micro_batch: its number.
+            loss: the weighted loss; ``None`` in an evaluation.
+            result: what the step returned.
+
+        Raises:
+            ConfigurationError: no loss of the batch depends on anything that is trained. One micro-batch's need not.
+        """
+        # Detached: the graph behind a result would live as long as the batch.
+        self.results[micro_batch] = _detached(result)
+        if loss is None or loss.requires_grad:
+            return
+        self.constant.add(micro_batch)
+        if len(self.constant) == len(self.micro_batches):
+            raise ConfigurationError(
+                "The loss depends on no parameter that is trained: there are no gradients.",
+                hint="Return it as it was computed, not from detach(), item() or torch.no_grad(); look at which "
+                "parameters require gradients.",
+            )
+
+    def slice(self, micro_batch: int) -> Any:
+        """A micro-batch for one run: the step may change it, and nothing else shares its memory."""
+        return fresh(self.micro_batches[micro_batch])
+
+    def before_layer(self, *call: Any) -> None:
+        """Let the observers look at a call of a layer; see `BatchObserver`."""
+        for observer in self.observers:
+            observer.before_layer(*call)
+
+
+def _detached(result: Any) -> Any:
+    if isinstance(result, Tensor):
+        return result.detach()
+    return tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, result)

@@ -1,0 +1,130 @@
+"""What a stage would receive for two micro-batches together, made of what it has received for each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_pipe.engine.batch import Inbound
+from lightning_pipe.intercept.call_record import CallRecord, RunRecord
+from lightning_pipe.tensor_spec import TensorSpec
+
+
+class UnlikeError(Exception):
+    """What two micro-batches have brought cannot be put together."""
+
+
+def readings(received: Sequence[Inbound | None], sizes: Sequence[int]) -> list[Inbound | None]:
+    """What a stage would receive for two micro-batches together, in all ways that it may be meant.
+
+    Of a tensor with several elements per sample, the first of all samples may come first (``torch.cat`` of two views
+    of a batch), or all of the first sample (``repeat_interleave``). Where several dimensions fit, the samples may lie
+    along the first or the last of them (time may come before the samples).
+    """
+    found = []
+    for last in (False, True):
+        for views, free in ((None, False), (True, False), (False, False), (False, True)):
+            try:
+                found.append(_inbound(received, sizes, _Reading(views, last, free)))
+            except UnlikeError:
+                continue
+            if views is None or free:
+                break
+    if not found:
+        raise UnlikeError
+    return found
+
+
+class _Reading(NamedTuple):
+    """How tensors of two micro-batches are put together.
+
+    ``views=None``: every tensor has one element per sample, or is the same for both; otherwise whether the first
+    elements of all samples come first. ``last``: which of several dimensions that fit is that of the samples.
+    ``free``: samples may have different numbers of elements.
+    """
+
+    views: bool | None
+    last: bool
+    free: bool
+
+
+def _inbound(received: Sequence[Inbound | None], sizes: Sequence[int], reading: _Reading) -> Inbound | None:
+    first, second = received
+    if first is None or second is None:
+        return None
+    entries = []
+    for one, other in zip(first[0].entries, second[0].entries, strict=True):
+        _same(one._replace(spec=None), other._replace(spec=None))  # type: ignore[arg-type]
+        entries.append(one._replace(spec=_spec(one.spec, other.spec, sizes, reading)))
+    pairs = zip(first[0].calls, second[0].calls, strict=True)
+    calls = tuple(_call(one, other, sizes, reading) for one, other in pairs)
+    path = RunRecord(calls, tuple(entries))
+    return path, path.laid_out({n: _value(first[1][n], second[1][n], sizes, reading) for n in first[1]})
+
+
+def _call(one: CallRecord, other: CallRecord, sizes: Sequence[int], reading: _Reading) -> CallRecord:
+    _same(one._replace(leaves=()), other._replace(leaves=()))
+    leaves = []
+    for a, b in zip(one.leaves, other.leaves, strict=True):
+        if isinstance(a, TensorSpec) and isinstance(b, TensorSpec):
+            leaves.append(_spec(a, b, sizes, reading))
+        else:
+            _same(a, b)
+            leaves.append(a)
+    return one._replace(leaves=tuple(leaves))
+
+
+def _spec(one: TensorSpec, other: TensorSpec, sizes: Sequence[int], reading: _Reading) -> TensorSpec:
+    dimension = _dimension(one.shape, other.shape, sizes, reading)
+    _same(one.dtype, other.dtype)
+    if dimension is None:
+        _same(one, other)
+        return one
+    shape = tuple(size + other.shape[d] if d == dimension else size for d, size in enumerate(one.shape))
+    if one.strides is None:
+        return one._replace(shape=shape)
+    # the dimensions lie in memory in the same order as before
+    strides, extent = dict.fromkeys(range(len(shape)), 0), 1
+    for d in sorted(strides, key=lambda d: (one.strides[d], one.shape[d])):  # type: ignore[index]
+        strides[d], extent = extent, extent * shape[d]
+    return TensorSpec(shape, one.dtype, tuple(strides.values()))
+
+
+def _value(one: Tensor, other: Tensor, sizes: Sequence[int], reading: _Reading) -> Tensor:
+    dimension = _dimension(one.shape, other.shape, sizes, reading)
+    if dimension is None:
+        if one.shape != other.shape or not torch.equal(one, other):
+            raise UnlikeError
+        return one
+    if not one.is_floating_point() and one.dtype is not torch.bool:
+        raise UnlikeError  # they may be positions in a micro-batch, which are others in both together
+    if not reading.views or one.shape[dimension] == sizes[0]:
+        return torch.cat([one, other], dimension)
+    several = [
+        part.reshape(*part.shape[:dimension], -1, size, *part.shape[dimension + 1 :])
+        for part, size in zip((one, other), sizes, strict=True)
+    ]
+    return torch.cat(several, dimension + 1).flatten(dimension, dimension + 1)
+
+
+def _dimension(one: Sequence[int], other: Sequence[int], sizes: Sequence[int], reading: _Reading) -> int | None:
+    """The dimension along which a tensor has one element per sample, or else, unless there must be one, several."""
+    fits: dict[bool, list[int]] = {True: [], False: []}
+    for d, pair in enumerate(zip(one, other, strict=True)):
+        times = pair[0] // sizes[0]
+        rests = [[*shape[:d], *shape[d + 1 :]] for shape in (one, other)]
+        if times and [*pair] == [times * size for size in sizes] and rests[0] == rests[1]:
+            fits[times == 1].append(d)
+    several = fits[False] if reading.views is not None else []
+    if found := fits[True] or several:
+        return found[-1 if reading.last else 0]
+    differing = [d for d, pair in enumerate(zip(one, other, strict=True)) if pair[0] != pair[1]]
+    return differing[0] if reading.free and len(differing) == 1 else None
+
+
+def _same(one: Any, other: Any) -> None:
+    if one != other:
+        raise UnlikeError

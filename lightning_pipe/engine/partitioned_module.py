@@ -1,0 +1,243 @@
+"""A module divided over the ranks of a pipeline: its stages, where they are, and who holds which value."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_pipe.errors import CutError, PartitionError
+from lightning_pipe.parameters.deferred_batchnorm import DeferredBatchNorm
+from lightning_pipe.parameters.gradient_groups import HeldParameter, uses_of_ranks
+from lightning_pipe.parameters.holder_map import named_tensors
+from lightning_pipe.parameters.ownership import Ownership
+from lightning_pipe.schedules import Family, Schedule
+from lightning_pipe.schedules.passes.recompute import Mode as Recompute
+from lightning_pipe.schedules.passes.recompute import with_recompute
+from lightning_pipe.transport.base import Transport
+
+
+class PartitionedModule:
+    """The facts of a division: what every rank knows of it, and how the module is freed, compared and put together.
+
+    Nothing here runs a step.
+
+    Args:
+        module: the user's module, whole, with the same values on all ranks (or `synchronize` it).
+        layers: the layer sequence with dotted names.
+        balance: the number of layers of each stage.
+        family: the schedule family.
+        transport: this process's transport.
+        recompute: whether forward passes keep only their input and run again before their backward pass: ``"never"``,
+            ``"always"``, or ``"except_last"`` for all but the last micro-batch of a stage.
+
+    Attributes:
+        names: dotted names of the layers.
+        stage_layers: for each stage its range of layers.
+        synchronous: whether every batch is finished before the next one begins.
+        placement: ``(pipe, stage) -> rank``.
+        loss_ranks: the ranks that compute losses.
+        stages_here: the stages of this rank.
+        ownership: who holds which parameter and buffer.
+
+    Raises:
+        PartitionError: the balance does not add up to the layers.
+        ScheduleError: the schedule cannot be built for these ranks and stages.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        layers: Sequence[tuple[str, nn.Module]],
+        balance: Sequence[int],
+        family: Family,
+        transport: Transport,
+        *,
+        recompute: Recompute = "never",
+    ) -> None:
+        if sum(balance) != len(layers):
+            raise PartitionError(
+                f"The balance {list(balance)} adds up to {sum(balance)}; there are {len(layers)} layers."
+            )
+        self.module, self.transport, self.family = module, transport, family
+        self.recompute: Recompute = recompute
+        self.layers, self.balance = list(layers), list(balance)
+        self.names = [name for name, _ in layers]
+        self.stage_layers = [range(start, stop) for start, stop in pairwise([0, *accumulate(balance)])]
+        sample = self.sample_schedule()
+        self.synchronous = sample.synchronous
+        self.placement = dict(sample.placement)
+        self.loss_ranks = sample.loss_ranks
+        self.stages_here = sample.stages_of(transport.rank)
+        layer_ranks = [self.holders(stage) for stage, span in enumerate(self.stage_layers) for _ in span]
+        ranks = transport.topology.ranks
+        self.ownership = Ownership(
+            module, self.layers, layer_ranks, transport.rank, ranks, self.loss_ranks, transport.names
+        )
+
+    # ------------------------------------------------------------------ ranks and processes
+
+    @property
+    def is_loss_rank(self) -> bool:
+        """Whether this rank computes losses."""
+        return self.transport.rank in self.loss_ranks
+
+    @property
+    def loss_process(self) -> int:
+        """The process that speaks for this replica: the rank with the last stage of pipe 0."""
+        return self.transport.topology.process(self.transport.replica, self.loss_ranks[0])
+
+    @property
+    def pipeline_members(self) -> tuple[int, ...]:
+        """The processes of this pipeline, sorted."""
+        topology = self.transport.topology
+        return topology.members(self.transport.replica, range(topology.ranks))
+
+    def holding_processes(self, name: str) -> tuple[int, ...]:
+        """The processes of all pipelines that have the true value of a named parameter or buffer, sorted."""
+        return self.transport.topology.holders(self.owners(name))
+
+    # ------------------------------------------------------------------ schedule and stages
+
+    def schedule(self, micro_batches: int) -> Schedule:
+        """The training schedule for a number of micro-batches."""
+        schedule = self.family.build(self.transport.topology.ranks, micro_batches, stages=len(self.balance))
+        return with_recompute(schedule, self.recompute)
+
+    def sample_schedule(self) -> Schedule:
+        """A schedule with so many micro-batches that every rank computes, and every channel is used."""
+        return self.schedule(max(2 * self.transport.topology.ranks, self.family.pipes))
+
+    def holders(self, stage: int) -> tuple[int, ...]:
+        """The pipeline ranks that hold a stage, ascending."""
+        return tuple(sorted({rank for (_, other), rank in self.placement.items() if other == stage}))
+
+    # ------------------------------------------------------------------ who holds what
+
+    def holds(self, name: str) -> bool:
+        """Whether this rank has the true value of a named parameter or buffer."""
+        return self.ownership.holds(name)
+
+    def owners(self, name: str) -> tuple[int, ...]:
+        """The pipeline ranks that have the true value of a named parameter or buffer."""
+        return self.ownership.owners(name)
+
+    def local_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters this rank holds, each once."""
+        return ((name, p) for name, p in self.module.named_parameters() if self.holds(name))
+
+    def held_parameters(self) -> Iterator[HeldParameter]:
+        """The parameters of this rank, with the stage that alone uses each."""
+        stages: dict[int, set[int]] = {}
+        for stage in self.stages_here:
+            for number in self.stage_layers[stage]:
+                for parameter in self.layers[number][1].parameters():
+                    stages.setdefault(id(parameter), set()).add(stage)
+        for name, parameter in self.local_parameters():
+            owners, users = self.owners(name), stages.get(id(parameter), set())
+            # A parameter that another stage, or code outside the layers, also uses gets its last gradient elsewhere.
+            is_of_one = len(users) == 1 and self.ownership.in_layers_alone(name) and owners == self.holders(min(users))
+            yield HeldParameter(parameter, owners, min(users) if is_of_one else None)
+
+    def owner_sets(self) -> list[tuple[int, ...]]:
+        """The different sets of ranks that hold something in common."""
+        return list(dict.fromkeys(self.owners(name) for name, _ in named_tensors(self.module)))
+
+    def agree_on_users(self) -> None:
+        """After the first training batch: agree on who holds the parameters outside the sequence. Collective."""
+        self.ownership.learn_users(uses_of_ranks(self.transport, self.placement, self.ownership.used))
+        # Groups of processes are made in the same order everywhere, or the library that makes them hangs.
+        self.transport.make_groups([self.transport.topology.holders(owners) for owners in sorted(self.owner_sets())])
+
+    # ------------------------------------------------------------------ free, compare and put together
+
+    def partition(self) -> None:
+        """Free the layers of other ranks: their parameters become placeholders in place."""
+        self.ownership.release_layers()
+
+    def synchronize(self) -> None:
+        """Give all holders of a parameter or buffer the value of the first one of replica 0. Collective."""
+        for name, tensor in named_tensors(self.module):
+            members = self.holding_processes(name)
+            if self.holds(name) and len(members) > 1:
+                source = self.transport.topology.process(0, self.owners(name)[0])
+                data = tensor.detach().contiguous()
+                self.transport.broadcast(data, source, members).wait()
+                tensor.data.copy_(data)
+
+    def restore(self) -> None:
+        """Give every rank the whole module again. Collective over the pipeline.
+
+        What other ranks hold arrives in host memory: the whole module need not fit on one device.
+        """
+        lost = self.agree_on_lost()
+        if lost and self.transport.rank == 0:
+            warnings.warn(_lost(lost), stacklevel=2)
+        self.ownership.restore(self._fetch, without=lost)
+        DeferredBatchNorm.revert(self.module)
+
+    def _fetch(self, _: str, owners: tuple[int, ...], tensor: Tensor) -> Tensor:
+        """The value of one owner, on all ranks of the pipeline."""
+        transport, members = self.transport, self.pipeline_members
+        source = transport.topology.process(transport.replica, owners[0])
+        shape, dtype = transport.broadcast_object((tensor.shape, tensor.dtype), source, members)
+        if transport.process == source:
+            # Conjugated and negated views are flags on a tensor, which a message of plain bytes would lose.
+            data = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+        else:
+            data = torch.empty(shape, dtype=dtype)
+        transport.broadcast(data, source, members).wait()
+        return data
+
+    def check_values(self) -> None:
+        """Raise if no rank has some value. Collective over the pipeline."""
+        if lost := self.agree_on_lost():
+            raise CutError(
+                _lost(lost),
+                hint="Only tensors of one rank can follow each other. For averaged weights use Lightning's callback "
+                "EMAWeightAveraging.",
+            )
+
+    def agree_on_lost(self) -> list[str]:
+        """Learn who has what hooks have changed by parameters of some ranks. Collective over the pipeline.
+
+        Returns:
+            Names of what no rank has.
+        """
+        topology, transport = self.transport.topology, self.transport
+        order = [topology.process(transport.replica, rank) for rank in range(topology.ranks)]
+
+        def gather(mine: Any) -> list[Any]:
+            found = dict(
+                zip(self.pipeline_members, transport.all_gather_object(mine, self.pipeline_members), strict=True)
+            )
+            return [found[process] for process in order]
+
+        return self.ownership.agree_on_lost(gather)
+
+    def check_called(self, stages: set[int], called: set[int]) -> None:
+        """Raise if the first training batch has left out layers.
+
+        Args:
+            stages: the stages that this rank has run.
+            called: the layers that it has called.
+        """
+        mine = {number for stage in stages for number in self.stage_layers[stage]}
+        missing = sorted(mine - called)
+        if missing:
+            raise PartitionError(
+                f"Layer '{self.names[missing[0]]}' was not called in the first training batch "
+                f"({len(missing)} of {len(mine)} layers on {self.transport.describe()} were not).",
+                hint="Name the layers that the training step calls with layers=... .",
+            )
+
+
+def _lost(names: Sequence[str]) -> str:
+    return (
+        f"No rank has the value of '{names[0]}' ({len(names)} such parameters and buffers): it was changed by those of "
+        "several ranks."
+    )

@@ -1,0 +1,62 @@
+"""What one rank keeps between its actions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from torch import Tensor
+
+from lightning_pipe.engine.batch import Inbound
+from lightning_pipe.engine.boundary_exchange import BoundaryKey
+from lightning_pipe.engine.stage import Kept, Saved
+from lightning_pipe.intercept.call_record import Crossing
+
+Returned = tuple[dict[int, Tensor], frozenset[int]]
+"""What goes back over a boundary: gradients by number, and the numbers that were used."""
+
+
+class StageKey(NamedTuple):
+    """One stage and one micro-batch."""
+
+    pipe: int
+    stage: int
+    micro_batch: int
+
+
+@dataclass
+class UnderWay:
+    """What micro-batches that have begun and not ended have left on this rank.
+
+    Each entry is put down by one action and taken up by another; see the drawing of `Executor`.
+
+    Attributes:
+        again: the forward passes that are to run a second time.
+        kept: what the first run of such a pass has left: its input.
+        saved: what a forward pass has left for its backward pass: its graph.
+        arrived: for a stage with several senders, which numbers came from which stage; their gradients go back there.
+        inbound: what a stage of this rank has handed to a later one of this rank.
+        crossing: what is to be sent to a later stage.
+        gradients: what is to go back to an earlier stage, by a message or on this rank.
+        peak_held: the most forward passes that waited for their backward pass at any time of the last batch.
+    """
+
+    again: set[StageKey] = field(default_factory=set)
+    kept: dict[StageKey, Kept] = field(default_factory=dict)
+    saved: dict[StageKey, Saved] = field(default_factory=dict)
+    arrived: dict[StageKey, dict[int, frozenset[int]]] = field(default_factory=dict)
+    inbound: dict[BoundaryKey, Inbound] = field(default_factory=dict)
+    crossing: dict[BoundaryKey, Crossing] = field(default_factory=dict)
+    gradients: dict[BoundaryKey, Returned] = field(default_factory=dict)
+    peak_held: int = 0
+
+    def save(self, here: StageKey, saved: Saved) -> None:
+        """Keep what a forward pass has left until its backward pass is done."""
+        self.saved[here] = saved
+        self.peak_held = max(self.peak_held, len(self.saved))
+
+    def clear(self) -> None:
+        """Drop everything: a batch has failed, and its graphs must not stay in memory."""
+        self.again.clear()
+        for entries in (self.kept, self.saved, self.arrived, self.inbound, self.crossing, self.gradients):
+            entries.clear()
