@@ -198,13 +198,13 @@ def test_an_error_is_told_once(process: str, message: str, tmp_path: Path) -> No
     assert "[rank1]" not in ended.stderr
 
 
-@pytest.mark.timeout(220)
+@pytest.mark.slow
 def test_a_sweep_over_the_number_of_processes(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     environment = clean_environment()
     command = [sys.executable, str(script), "-m", "+devices=2,3,2", f"hydra.sweep.dir={tmp_path}/out"]
-    subprocess.run(command, check=True, timeout=200, env=environment, cwd=tmp_path)
+    subprocess.run(command, check=True, timeout=110, env=environment, cwd=tmp_path)
     found = {folder: sorted(p.name for p in (tmp_path / "out" / folder).glob("process_*")) for folder in "012"}
     worlds = {"0": 2, "1": 3, "2": 2}
     assert found == {
