@@ -54,7 +54,7 @@ def test_the_origin_tells_if_the_store_has_gone(
     if failed is not None:
         boards[failed].fail(ValueError("the reason"))
     for board in boards:
-        board.find_failure(board.bulletin)
+        board.find_failure()
         monkeypatch.setattr(board.bulletin, "claim", gone)
         monkeypatch.setattr(board.bulletin, "claimed", gone)
     tells = [board.transport.process for board in boards if board.may_tell(0.1)]
@@ -63,7 +63,7 @@ def test_the_origin_tells_if_the_store_has_gone(
 
 def test_an_error_of_ones_own_keeps_what_failed_first(boards: list[FailureBoard]) -> None:
     boards[1].fail(ValueError("the reason"))
-    boards[0].find_failure(boards[0].bulletin)
+    boards[0].find_failure()
     own = KeyError("another one")
     boards[0].completed(own)
     assert "ValueError: the reason" in own.__notes__[0]
