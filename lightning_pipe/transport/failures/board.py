@@ -52,6 +52,8 @@ class FailureBoard:
 
     Attributes:
         program: the positions that follow each other in this batch.
+        noticed: set once the main thread knows of a failure.
+        handled: set once the main thread is done with the user's hooks for exceptions.
     """
 
     def __init__(self, store: Store, transport: Transport, patience: float = 2.0) -> None:
@@ -60,6 +62,7 @@ class FailureBoard:
         generation = store.add(f"lightning_pipe/boards/{transport.process}", 1)
         self.store = FailureStore(store, f"lightning_pipe/board/{generation}/")
         self.noticed = threading.Event()
+        self.handled = threading.Event()
         self._lock = threading.Lock()
         self._thread_id = threading.get_ident()
         self.program: Sequence[object] = ()
@@ -114,6 +117,7 @@ class FailureBoard:
         until the others have read what it wrote: the store usually goes with it.
         """
         self.noticed.set()
+        self.handled.set()
         try:
             self._publish(error)
             self.transport.abort()

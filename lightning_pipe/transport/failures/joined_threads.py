@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import multiprocessing
 import os
 import sys
 import threading
@@ -66,9 +67,13 @@ def fail_at_end(code: int) -> None:
 
 
 def leave(code: int) -> None:
-    """End the process now, from any thread, with all that was written."""
+    """End the process now, from any thread, with all that was written, and with its daemonic processes."""
     with suppress(Exception):
         logging.shutdown()
+    with suppress(Exception):
+        for child in multiprocessing.active_children():  # a worker of a loader that hangs does not notice
+            if child.daemon:
+                child.kill()
     for stream in (sys.stdout, sys.stderr):
         with suppress(Exception):
             stream.flush()

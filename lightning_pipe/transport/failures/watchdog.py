@@ -25,7 +25,8 @@ class Watchdog:
 
     * Another process asks where this one is: it answers.
     * Another process has failed and the main thread does not notice within the board's patience: it aborts the
-      transport. If even that does not help within ``exit_after`` seconds, it prints the failure and ends the process.
+      transport. If even that does not help within ``exit_after`` seconds, it prints the failure and ends the process;
+      also if the main thread has noticed and does not come to `FailureBoard.fail` within ``stall`` seconds.
     * The store has gone, and process 0 with it: the same, if this process is at work; else the run is ending.
     * The main thread is at the same place for longer than ``stall`` seconds: that is a hang. A store that does not
       answer then is one, too: the process that serves it stands still.
@@ -41,11 +42,11 @@ class Watchdog:
         self._place: tuple[int, object | None] = (-1, None)
         self._since = self._looked = time.monotonic()
         self._suspended = (0.0, 0.0)  # when it ended and how long it was
-        self._thread = joined_threads.start("watchdog", self._run, self._stopped.set)
+        self._thread = joined_threads.start("watchdog", self._run, self._stop)
 
     def stop(self) -> None:
         """End the thread."""
-        self._stopped.set()
+        self._stop()
         self._thread.join(joined_threads.PATIENCE)
 
     def suspended(self) -> float:
@@ -53,6 +54,10 @@ class Watchdog:
         ended, seconds = self._suspended
         now = time.monotonic()
         return max(now - self._looked - self._interval, seconds if now - ended < _RECENT else 0.0)
+
+    def _stop(self) -> None:
+        self._stopped.set()
+        self._board.handled.set()
 
     def _run(self) -> None:
         while not self._stopped.wait(self._interval):
@@ -89,12 +94,16 @@ class Watchdog:
         return time.monotonic() - self._since > self._stall
 
     def _end(self, failure: Failure) -> None:
+        board = self._board
         # after a hang nobody will notice anything without help
-        patience = self._board.patience if not failure.overdue else 0.0
-        if self._board.noticed.wait(patience) or self._stopped.is_set():
+        noticed = board.noticed.wait(board.patience if not failure.overdue else 0.0)
+        if self._stopped.is_set():
             return
-        self._board.transport.abort()
-        if self._exit_after is None or self._board.noticed.wait(self._exit_after):
+        if not noticed:
+            board.transport.abort()
+            noticed = self._exit_after is not None and board.noticed.wait(self._exit_after)
+        # the user's hooks for exceptions may be slow, or hang
+        if self._exit_after is None or (noticed and board.handled.wait(self._stall)) or self._stopped.is_set():
             return
         name = self._board.transport.describe()
         reason = f"\n{failure}" if self._board.becomes_reporter() else ""

@@ -46,3 +46,21 @@ def test_threads_are_joined() -> None:
 def test_a_child_that_has_failed_makes_the_process_fail() -> None:
     script = "from lightning_pipe.transport.failures import joined_threads\njoined_threads.fail_at_end(3)"
     assert ended(script).returncode == 3
+
+
+LEAVING = """
+import multiprocessing, time
+from lightning_pipe.transport.failures import joined_threads
+
+worker = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,), daemon=True)
+worker.start()
+print(worker.pid, flush=True)
+joined_threads.leave(1)
+"""
+
+
+def test_a_process_that_leaves_at_once_leaves_no_worker() -> None:
+    # the worker would hold the output open, so that this waited for it
+    outcome = ended(LEAVING)
+    assert outcome.returncode == 1
+    assert int(outcome.stdout)

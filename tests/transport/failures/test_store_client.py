@@ -9,9 +9,10 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import HashStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from lightning_pipe.errors import CommunicationError
+from lightning_pipe.transport.failures import joined_threads
 from lightning_pipe.transport.failures.board import FailureBoard
 from lightning_pipe.transport.failures.store_client import StoreClient, StoreGoneError, StoreSilentError
 from lightning_pipe.transport.threads import thread_world
@@ -67,7 +68,7 @@ def test_the_silence_of_process_0_is_the_message() -> None:
     error = board.explain("Rank 1 could not go on.")
     assert isinstance(error, CommunicationError)
     assert f"{first.describe().capitalize()} does not answer" in str(error)
-    assert board.may_tell()  # so whoever knows it prints it
+    assert board.becomes_reporter()  # so whoever knows it prints it
     store.goes_on.set()
     board.close()
 
@@ -86,3 +87,22 @@ def test_a_store_that_has_gone_is_not_asked(capfd: pytest.CaptureFixture[str]) -
         client.ask(lambda store: store.get("x"))
     client.close()
     assert "frame" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("handled", [False, True])
+def test_a_hook_that_hangs_after_a_failure_does_not_keep_the_process(
+    handled: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    left = threading.Event()
+    monkeypatch.setattr(joined_threads, "leave", lambda code: left.set())
+    store = HashStore()
+    boards = [FailureBoard(store, transport, patience=0.1) for transport in thread_world(Topology(2))]
+    boards[0].watch(interval=0.05, stall=0.5, exit_after=0.1)
+    boards[1].fail(ValueError("the reason"))
+    assert isinstance(boards[0].explain("Rank 0 could not go on."), CommunicationError)
+    if handled:
+        boards[0].fail(KeyError("a consequence"))
+    assert left.wait(0.9 if handled else 10.0) is not handled
+    assert ("ValueError: the reason" in capsys.readouterr().err) is not handled
+    for board in boards:
+        board.close()
