@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,9 +18,11 @@ from lightning_pipe.errors import ConfigurationError, CutError
 from lightning_pipe.intercept.call_record import CallRecord, Crossing, RunRecord
 from lightning_pipe.intercept.incoming import Incoming
 from lightning_pipe.intercept.interceptor import Interceptor
+from lightning_pipe.intercept.layer_calls import Profiler
 from lightning_pipe.intercept.random_streams import RandomStreams
 from lightning_pipe.intercept.recompute import BufferGuard, Buffers, nothing_saved, recomputing
-from lightning_pipe.intercept.stage_run import NO_SKIPPING, Profiler, StageRun
+from lightning_pipe.intercept.stage_layers import StageLayers
+from lightning_pipe.intercept.stage_run import NO_SKIPPING, StageRun
 from lightning_pipe.parameters.deferred_batchnorm import forward_pass
 from lightning_pipe.parameters.ownership import Ownership
 from lightning_pipe.skip import SkipEvent, SkipKey
@@ -204,17 +207,12 @@ class Stages:
 
     def _run(self, stage: int, micro_batch: int, batch: Batch, inbound: Inbound | None) -> tuple[Saved, Crossings, Any]:
         run = StageRun(
-            stage=stage,
-            layers=self.layers[stage],
-            total=len(self.names),
-            names=self.names,
-            inbound=inbound,
-            micro_batch=micro_batch,
-            streams=batch.streams,
-            holdings=self.ownership,
-            device=self.device,
-            learnt=self.interceptor.learnt,
-            routes=self.routes.get(stage),
+            StageLayers(stage, self.layers[stage], self.names, self.routes.get(stage, {})),
+            inbound,
+            partial(batch.streams.isolated, micro_batch),
+            self.ownership,
+            self.device,
+            self.interceptor.cache,
             profiler=self.profiler if batch.training else None,
             training=batch.training,
             alone=batch.alone,
@@ -230,7 +228,7 @@ class Stages:
         self.called |= run.called
         if run.called:
             self.skipped[stage] = run.skips.events
-        saved = Saved(run.inbox, received, {}, None, run.tracker.used, run.whole)
+        saved = Saved(run.arrival.incoming, received, {}, None, run.tracker.used, run.whole)
         if not run.crossings:
             if batch.training:
                 saved.loss = loss_of(result) * batch.weights[micro_batch]

@@ -21,13 +21,13 @@ _LEAF = tree_flatten(None)[1]
 """The structure of a result that is one leaf."""
 
 
-class Descriptions:
-    """Describes calls. What leaves the same behind as the last time has the same description: made once, kept once."""
+class RecordCache:
+    """Records calls: one that leaves the same behind as the last call of its layer gets the same record."""
 
     def __init__(self) -> None:
         self._last: dict[str, CallRecord] = {}
 
-    def describe(
+    def record(
         self,
         tracker: Tracker,
         name: str,

@@ -123,7 +123,7 @@ class _State:
         return uncounted or self._versions != self._count()
 
 
-class AttributeKeepers:
+class AttributeSearch:
     """Remembers which modules keep tensors as attributes, so that the others need not be searched at every call."""
 
     def __init__(self) -> None:

@@ -44,7 +44,7 @@ class SkippedLayers:
     def answer(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """The result of a call, with placeholders for its tensors."""
         tracker = self._tracker
-        act(tracker, module, args, kwargs, self._standing_for)
+        act(tracker, module, args, kwargs, self._placeholder_for)
         arguments = leaves_of(args, kwargs)
         tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
         call = tracker.expect(name, tracker.given(tensors))
@@ -68,7 +68,7 @@ class SkippedLayers:
             return self._leave(call, module, leaves, list(containers_in((*args, *kwargs.values()))))
         return tree_unflatten(leaves, call.structure)
 
-    def _standing_for(self, leaf: TensorSpec | Seen) -> Tensor:
+    def _placeholder_for(self, leaf: TensorSpec | Seen) -> Tensor:
         """A placeholder, or what stands for the same number already: a forward hook has been given it."""
         if isinstance(leaf, Seen):
             found = self._tracker.numbers.find(leaf.number)
@@ -83,7 +83,7 @@ class SkippedLayers:
         new: list[Tensor] = []
         for number, leaf in enumerate(call.leaves):
             if isinstance(leaf, (TensorSpec, Seen)):
-                leaves.append(kept[number] if number in kept else self._standing_for(leaf))
+                leaves.append(kept[number] if number in kept else self._placeholder_for(leaf))
                 new.append(leaves[-1])
             elif isinstance(leaf, Passed):
                 leaves.append(arguments[leaf.argument])

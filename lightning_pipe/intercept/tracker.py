@@ -60,7 +60,7 @@ class Tracker(TorchFunctionMode):
     Args:
         expected: the calls of the previous stage up to its cut; ``None`` on the first stage.
         stream: gives a context with the random stream of a key; without a key that of the code around.
-        holdings: the module's parameters and buffers outside layers.
+        parameter_use: the module's parameters and buffers outside layers.
         partial: whether other stages run some of the layers.
         alone: whether no other micro-batch is under way.
     """
@@ -69,7 +69,7 @@ class Tracker(TorchFunctionMode):
         self,
         expected: tuple[CallRecord, ...] | None,
         stream: Callable[..., AbstractContextManager[None]],
-        holdings: ParameterUse,
+        parameter_use: ParameterUse,
         *,
         partial: bool,
         alone: bool,
@@ -82,10 +82,10 @@ class Tracker(TorchFunctionMode):
         self.spans: list[tuple[int, int]] = []
         self.leaves: dict[int, Tensor] = {}
         self.numbers, self.lineage = Numbers(), Lineage()
-        self.in_place = InPlace(self.numbers, holdings, partial=partial)
+        self.in_place = InPlace(self.numbers, parameter_use, partial=partial)
         self._partial, self._alone, self._expected = partial, alone, expected or ()
         self._read_before: set[int] = set()
-        self._stream, self._holdings = stream, holdings
+        self._stream, self._parameter_use = stream, parameter_use
         self._off = 0
 
     # ------------------------------------------------------------------ the record
@@ -162,7 +162,7 @@ class Tracker(TorchFunctionMode):
         """
         for position, tensor in enumerate(tensors):
             if isinstance(tensor, nn.Parameter):
-                self._holdings.use(tensor)
+                self._parameter_use.use(tensor)
             known = self.numbers.of(tensor)
             if isinstance(tensor, Placeholder):
                 if known in self.numbers.unfilled:
@@ -222,7 +222,7 @@ class Tracker(TorchFunctionMode):
             self.touch([] if self.waiting else tensors, name)
             return self.waiting or bool(func(*args, **kwargs))
         return (
-            self._stand_in(name, func, args, kwargs, tensors)
+            self._answer(name, func, args, kwargs, tensors)
             if self.waiting
             else self._run(name, func, args, kwargs, tensors)
         )
@@ -245,7 +245,7 @@ class Tracker(TorchFunctionMode):
             return counting()
         return self._stream() if draws(func, name) else nullcontext()
 
-    def _stand_in(self, name: str, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
+    def _answer(self, name: str, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
         call = self.expect(name, self.given(tensors))
         written = self.in_place.written(changed_in_place(name, args, kwargs))
         if name in AUTOGRAD:
@@ -258,7 +258,7 @@ class Tracker(TorchFunctionMode):
             result = shape_only(func, args, kwargs)
         else:
             device = next(leaf.device for leaf in leaves_of(args, kwargs) if isinstance(leaf, Tensor))
-            result = tree_unflatten([_standing_for(leaf, device) for leaf in call.leaves], call.structure)
+            result = tree_unflatten([_placeholder_for(leaf, device) for leaf in call.leaves], call.structure)
         self.follow(results_of(result, written), call)
         return result
 
@@ -310,7 +310,7 @@ class Tracker(TorchFunctionMode):
             self._off = off
 
 
-def _standing_for(leaf: Any, device: torch.device) -> Any:
+def _placeholder_for(leaf: Any, device: torch.device) -> Any:
     """What a stage without the tensors of a call gets for a leaf of its result."""
     if isinstance(leaf, TensorSpec):
         return Placeholder.of(leaf, device)
