@@ -104,7 +104,7 @@ class Arrival:
         if leaf is None:
             return bool(node._sequence_nr() < self._begin)  # type: ignore[union-attr]
         answered = (parameter for module in self._skipped.modules for parameter in module.parameters())
-        return id(leaf) in self._tracker.leaves or any(parameter is leaf for parameter in answered)
+        return self._tracker.is_leaf_before(leaf) or any(parameter is leaf for parameter in answered)
 
     def check_copies(self, leaving: Iterable[Crossing]) -> None:
         """Raise if one of two tensors with one memory has changed since the cut at which they became two.

@@ -67,7 +67,11 @@ class Numbers:
 
     def derived(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` comes from a layer or a parameter."""
-        return isinstance(tensor, (Placeholder, nn.Parameter)) or tensor.requires_grad or self.of(tensor) is not None
+        # Asked for each argument of each function. Of a tensor of that very type the metaclass of Parameter need not
+        # be asked, which is written in Python (torch 2.13).
+        if tensor.requires_grad or self.of(tensor) is not None:
+            return True
+        return type(tensor) is not Tensor and isinstance(tensor, (Placeholder, nn.Parameter))
 
     def alive(self) -> Iterator[tuple[int, Tensor]]:
         """The numbered tensors that still exist, by number."""

@@ -80,11 +80,10 @@ class Tracker(TorchFunctionMode):
         self.shown: set[int] = set()
         self.waiting = expected is not None
         self.spans: list[tuple[int, int]] = []
-        self.leaves: dict[int, Tensor] = {}
         self.numbers, self.lineage = Numbers(), Lineage()
         self.in_place = InPlace(self.numbers, parameter_use, partial=partial)
         self._partial, self._alone, self._expected = partial, alone, expected or ()
-        self._read_before: set[int] = set()
+        self._read_before: dict[int, Tensor | None] = {}
         self._stream, self._parameter_use = stream, parameter_use
         self._off = 0
 
@@ -161,7 +160,7 @@ class Tracker(TorchFunctionMode):
         it is ``new``: the layers of other stages have none like it to give.
         """
         for position, tensor in enumerate(tensors):
-            if isinstance(tensor, nn.Parameter):
+            if type(tensor) is not Tensor and isinstance(tensor, nn.Parameter):
                 self._parameter_use.use(tensor)
             known = self.numbers.of(tensor)
             if isinstance(tensor, Placeholder):
@@ -190,9 +189,13 @@ class Tracker(TorchFunctionMode):
                 )
 
     def note_read(self, tensors: Sequence[Tensor]) -> None:
-        """Note what an earlier stage reads, and which leaves of the graph it uses: derivatives by them go on there."""
-        self._read_before.update(map(id, tensors))
-        self.leaves.update({id(tensor): tensor for tensor in tensors if tensor.requires_grad and not tensor.grad_fn})
+        """Note what an earlier stage reads. Leaves of the graph are kept: derivatives by them go on there."""
+        for tensor in tensors:
+            self._read_before[id(tensor)] = tensor if tensor.requires_grad and tensor.grad_fn is None else None
+
+    def is_leaf_before(self, tensor: Tensor) -> bool:
+        """Whether an earlier stage uses this leaf of the graph."""
+        return self._read_before.get(id(tensor)) is tensor
 
     def _made_inside(self, node: Any) -> bool:
         made = node._sequence_nr()
@@ -214,39 +217,47 @@ class Tracker(TorchFunctionMode):
         tensors = [leaf for leaf in leaves_of(args, kwargs) if isinstance(leaf, Tensor)]
         if self.waiting:
             self.note_read(tensors)
-        if not any(map(self.numbers.derived, tensors)):
-            if not self.waiting and self._read_before:
-                self._check_not_read(self.in_place.written(changed_in_place(name, args, kwargs)), name)
+        derived = self.numbers.derived
+        plain = [tensor for tensor in tensors if not derived(tensor)]
+        if len(plain) == len(tensors):
             return self._plain(name, func, args, kwargs, tensors)
         if name == "_is_all_true":  # so torch.distributions checks what it is given: on the stage that has it
             self.touch([] if self.waiting else tensors, name)
             return self.waiting or bool(func(*args, **kwargs))
         return (
-            self._answer(name, func, args, kwargs, tensors)
+            self._answer(name, func, args, kwargs, plain)
             if self.waiting
-            else self._run(name, func, args, kwargs, tensors)
+            else self._run(name, func, args, kwargs, tensors, plain)
         )
 
     def _plain(self, name: str, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
         """Call a function of what is not derived: every stage has it, and does the same."""
-        with self._around(name, func, kwargs):
+        changed = changed_in_place(name, args, kwargs)
+        written = self.in_place.written(changed) if changed else ()
+        if written and not self.waiting:
+            self._check_not_read(written, name)
+        if draws(func, name):
+            with self._around(name, kwargs) or self._stream():
+                result = func(*args, **kwargs)
+            if name in RANDOM:
+                self.lineage.draw(name)
+        elif (around := self._around(name, kwargs)) is not None:
+            with around:
+                result = func(*args, **kwargs)
+        else:
             result = func(*args, **kwargs)
-        if name in RANDOM:
-            self.lineage.draw(name)
         numbers = self.lineage.numbers(tensors)
         if numbers:
-            changed = changed_in_place(name, args, kwargs)
-            self.lineage.follow(name, numbers, results_of(result, self.in_place.written(changed) if changed else ()))
+            self.lineage.follow(name, numbers, results_of(result, written))
         return result
 
-    def _around(self, name: str, func: Any, kwargs: Any) -> AbstractContextManager[None]:
-        """A context for a function of what is not derived."""
-        if torch.is_inference_mode_enabled() and name in FACTORIES and kwargs.get("out") is None:
-            return counting()
-        return self._stream() if draws(func, name) else nullcontext()
+    def _around(self, name: str, kwargs: Any) -> AbstractContextManager[None] | None:
+        """A context in which new tensors count their changes, for a function that makes some in inference mode."""
+        makes = torch.is_inference_mode_enabled() and name in FACTORIES and kwargs.get("out") is None
+        return counting() if makes else None
 
-    def _answer(self, name: str, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
-        call = self.expect(name, self.given(tensors))
+    def _answer(self, name: str, func: Any, args: Any, kwargs: Any, plain: list[Tensor]) -> Any:
+        call = self.expect(name, self.lineage.given(plain))
         written = self.in_place.written(changed_in_place(name, args, kwargs))
         if name in AUTOGRAD:
             if not isinstance(args[0], Placeholder):
@@ -262,11 +273,11 @@ class Tracker(TorchFunctionMode):
         self.follow(results_of(result, written), call)
         return result
 
-    def _run(self, name: str, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
+    def _run(self, name: str, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], plain: list[Tensor]) -> Any:
         self.touch(tensors, name)
         changed = changed_in_place(name, args, kwargs)
         written = self._about_to_change(changed, name) if changed else ()
-        given = self.given(tensors)
+        given = self.lineage.given(plain)
         if draws(func, name):
             with self._stream(-1, len(self.calls)):
                 result = func(*args, **kwargs)
