@@ -45,7 +45,7 @@ class Arrival:
         self._tracker, self._skipped, self._parameter_use = tracker, skipped, parameter_use
         self.incoming: Incoming | None = None
         self._begin = 0
-        self.copied: list[tuple[Tensor, int, int]] = []
+        self.copied: list[tuple[Tensor, int | None, int]] = []
         self.lenders: dict[int, tuple[int, int]] = {}
         self._own: list[tuple[Tensor, TensorState, int]] = []
 

@@ -129,7 +129,7 @@ class Tracker(TorchFunctionMode):
         return len(self.calls) == len(self._expected)
 
     def arrive(self) -> None:
-        """The stage's first layer is reached: the previous stage must have come here after the same calls."""
+        """The first layer is reached, (4) in `stage_run`: the previous stage must have made the same calls before."""
         if not self.complete:
             raise CutError(
                 f"this stage reached its first layer after {len(self.calls)} calls outside its layers, the previous "
@@ -193,7 +193,7 @@ class Tracker(TorchFunctionMode):
         for tensor in tensors:
             self._read_before[id(tensor)] = tensor if tensor.requires_grad and tensor.grad_fn is None else None
 
-    def is_leaf_before(self, tensor: Tensor) -> bool:
+    def is_leaf_before(self, tensor: Any) -> bool:
         """Whether an earlier stage uses this leaf of the graph."""
         return self._read_before.get(id(tensor)) is tensor
 
@@ -211,12 +211,12 @@ class Tracker(TorchFunctionMode):
         name = function_name(func)
         own = name == "view_as" and is_autograds(sys._getframe(1))  # then the Function that returns it is the call
         if own or (name in METADATA and not (name == "__format__" and args[1])):
-            if not (args and isinstance(args[0], Placeholder)):
+            if not (args and isinstance(args[0], Placeholder)):  # shapes and dtypes are known: nothing to record
                 return func(*args, **kwargs)
             return shape_only(func, args, kwargs) if own else _OF_PLACEHOLDERS.get(name, func)(*args, **kwargs)
         tensors = [leaf for leaf in leaves_of(args, kwargs) if isinstance(leaf, Tensor)]
         if self.waiting:
-            self.note_read(tensors)
+            self.note_read(tensors)  # if it changes behind the cut, the next micro-batch would read another value here
         derived = self.numbers.derived
         plain = [tensor for tensor in tensors if not derived(tensor)]
         if len(plain) == len(tensors):
@@ -264,7 +264,7 @@ class Tracker(TorchFunctionMode):
                 return func(*args, **kwargs)
             self.follow(written, call)
             return _no_hook() if name == "register_hook" else args[0]
-        self.in_place.forget(written, name)
+        self.in_place.forget(written, name)  # (3): an earlier stage has written values that are not here
         if call.structure is None:
             result = shape_only(func, args, kwargs)
         else:
@@ -278,17 +278,20 @@ class Tracker(TorchFunctionMode):
         changed = changed_in_place(name, args, kwargs)
         written = self._about_to_change(changed, name) if changed else ()
         given = self.lineage.given(plain)
+        # A stage that waits does not call the function: what it draws must not come from the stream of the code around.
         if draws(func, name):
             with self._stream(-1, len(self.calls)):
                 result = func(*args, **kwargs)
         else:
             result = func(*args, **kwargs)
         numbers, differentiable = self.numbers.give_all(results_of(result, written))
+        # Stages without the tensors find shapes and types by themselves, unless values or autocast decide.
         if shaped_by_values(name, args) or (not written and typed_by_autocast(result, tensors)):
             leaves, structure = tree_flatten(result)
             described = tuple(TensorSpec.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
             self.calls.append(CallRecord(name, numbers, differentiable, structure, described, given=given))
         elif not numbers and (read := values_read(name, result)) is not None:
+            # what the code reads may decide its path: stages that wait read the same
             self.calls.append(CallRecord(name, numbers, differentiable, *read, given=given))
         else:
             self.calls.append(CallRecord(name, numbers, differentiable, given=given))

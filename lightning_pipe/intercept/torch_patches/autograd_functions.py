@@ -56,7 +56,7 @@ class Unit:
         self._versions = self._count(run)
 
     @staticmethod
-    def _count(run: StageRun) -> dict[int, int]:
+    def _count(run: StageRun) -> dict[int, int | None]:
         with run.tracker.paused():
             return {number: version_of(tensor) for number, tensor in run.tracker.numbers.alive()}
 
