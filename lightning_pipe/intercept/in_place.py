@@ -87,7 +87,7 @@ class InPlace:
     def _note_lent(self, tensor: Tensor, lender: tuple[int, int]) -> None:
         """Note that ``tensor`` shares the memory of an argument that every stage has for itself."""
         memory = tensor.untyped_storage()
-        self._lent[memory._cdata] = (memory, lender)
+        self._lent[memory._cdata] = (memory, lender)  # kept, so that no other storage gets its address
 
     def lender_of(self, tensor: Tensor) -> tuple[int, int] | None:
         """Which argument a derived tensor shares its memory with, of those that every stage has for itself."""

@@ -2,7 +2,7 @@
 
 A hook may keep what it sees for code behind the layers: Hugging Face's models collect router logits and attentions so.
 It acts where its layer runs. There what it is given is described in a call of its own, in front of that of the layer;
-stages that stand in for the layer let it act on placeholders. Both follow what it does as code outside layers.
+stages that skip the layer let the hook act on placeholders. Both follow what the hook does as code outside layers.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ class LayerCalls:
         plain = FLAT.issuperset(map(type, given))  # nothing in them can change
         arguments = given if plain else tree_leaves((args, kwargs))
         tensors = [leaf for leaf in arguments if isinstance(leaf, Tensor)]
-        self.inside = True
+        self.inside = True  # what a layer calls, other layers too, belongs to it
         try:
             with tracker.paused(), self._surroundings.stream(key), stored_in(self._skips):
                 tracker.touch(tensors, name)
@@ -92,6 +92,7 @@ class LayerCalls:
                 start = graph_nodes()
                 with shown(self, name, hooked, arguments) if hooked else _AS_IT_IS:
                     result = forward(*args, **kwargs)
+                # tensors made in between have no number: those that get out other than by the result are an error
                 tracker.spans.append((start, graph_nodes()))
                 changed = tracker.in_place.changed(before, name)
                 release_saved()

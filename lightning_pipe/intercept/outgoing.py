@@ -73,7 +73,7 @@ def crossings_of(
         and not isinstance(tensor, (Placeholder, nn.Parameter))
         and number not in tracker.numbers.unfilled
     ]
-    for _, tensor in alive:
+    for _, tensor in alive:  # all of them: which ones the next stages use is known after the batch alone
         check_plain(tensor, stage.next_name)
     # What came as copies of one memory still stands for one memory where it goes next.
     shared = overlapping([tensor for _, tensor in alive]) | {id(tensor) for tensor, *_ in arrival.copied}
@@ -117,7 +117,7 @@ def overlapping(tensors: Sequence[Tensor]) -> set[int]:
     for together in by_storage.values():
         if len(together) == 1:
             continue
-        reached, last = 0, 0
+        reached, last = 0, 0  # sorted by where they begin, each is compared with the one that reaches furthest
         for start, end, tensor_id in sorted((*_extent(tensor), id(tensor)) for tensor in together if tensor.numel()):
             if start < reached:
                 found |= {last, tensor_id}

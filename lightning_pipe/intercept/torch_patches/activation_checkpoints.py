@@ -1,7 +1,7 @@
 """Lets ``torch.utils.checkpoint`` surround layers.
 
 A checkpoint keeps its arguments. On a stage that waits these are placeholders, and a placeholder that is kept cannot be
-filled. So around foreign layers a checkpoint does nothing, and before the first local one the placeholders are filled.
+filled. So around skipped layers a checkpoint does nothing, and before the first local one the placeholders are filled.
 
 In the backward pass a checkpoint runs its function again, when no step runs any more. Then layers, and random functions
 between them, must draw from the streams from which they drew the first time: these are noted, and used again in order.
@@ -117,7 +117,7 @@ def run_again(forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 
 def _passes_over() -> bool:
-    """Whether the checkpoint that begins now surrounds a foreign layer; fills the placeholders if it does not."""
+    """Whether the checkpoint that begins now surrounds a skipped layer; fills the placeholders if it does not."""
     run = CHECKPOINTS.run
     if run is None or not run.tracker.waiting:
         return False
