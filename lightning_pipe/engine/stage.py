@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -145,17 +146,12 @@ class Stages:
     def _run(self, stage: int, micro_batch: int, batch: Batch, inbound: Inbound | None) -> tuple[Saved, Crossings, Any]:
         layers = self.layers[stage]
         run = StageRun(
-            stage=stage,
-            layers=layers.layers,
-            total=len(layers.names),
-            names=layers.names,
-            inbound=inbound,
-            micro_batch=micro_batch,
-            streams=batch.streams,
-            holdings=self.parameter_use,
-            device=self.device,
-            learnt=self.interceptor.learnt,
-            routes=layers.routes,
+            layers,
+            inbound,
+            partial(batch.streams.isolated, micro_batch),
+            self.parameter_use,
+            self.device,
+            self.interceptor.cache,
             profiler=batch.before_layer if batch.training and batch.observers else None,
             training=batch.training,
             alone=batch.undisturbed,
@@ -173,7 +169,7 @@ class Stages:
         self.called |= run.called
         if run.called:
             self.skipped[stage] = run.skips.events
-        saved = Saved(run.inbox, received, {}, None, run.tracker.used, run.whole)
+        saved = Saved(run.arrival.incoming, received, {}, None, run.tracker.used, run.whole)
         if not run.crossings:
             if batch.training:
                 saved.loss = loss_of(result) * batch.weights[micro_batch]

@@ -1,1 +1,4 @@
-"""Runs one stage of an unmodified module, by interception of the user's step."""
+"""Runs the user's own step on every rank, and in it the layers of one stage alone.
+
+`stage_run` draws a step on two stages, with the points (1) to (6) that comments refer to.
+"""

@@ -1,4 +1,4 @@
-"""Numbers and describes what a layer or module leaves behind, for the stages that stand in for it."""
+"""Numbers and describes what a layer or module leaves behind, for the stages that skip it."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _LEAF = tree_flatten(None)[1]
 """The structure of a result that is one leaf."""
 
 
-class Descriptions:
-    """Describes calls. What leaves the same behind as the last time has the same description: made once, kept once."""
+class RecordCache:
+    """Records calls: one that leaves the same behind as the last call of its layer gets the same record."""
 
     def __init__(self) -> None:
         self._last: dict[str, CallRecord] = {}
 
-    def describe(
+    def record(
         self,
         tracker: Tracker,
         name: str,
@@ -55,6 +55,7 @@ class Descriptions:
         Raises:
             CutError: it returned something that is no tensor and no plain value.
         """
+        # A full description costs more than a small layer computes, and most layers leave one new tensor behind.
         usual = type(result) is Tensor and not (changed or stashed or popped) and watch is None
         last = self._last.get(name) if usual else None
         if last is not None and last.given == given and _again(last, tracker, result, arguments):
@@ -95,11 +96,12 @@ def _describe(
     given: int,
 ) -> CallRecord:
     leaves, structure = ([result], _LEAF) if isinstance(result, Tensor) else tree_flatten(result)
-    leaves += [*stashed.values()]
+    leaves += [*stashed.values()]  # in this order `SkippedLayers` takes them off the end again
     effects: list[tuple[Effect, list[Any]]] = []
     if watch is not None:
         effects += watch.effects(leaves, tracker.numbers.derived)
         leaves += [leaf for _, own in effects for leaf in own]
+    # reversed: of an object that is given twice the first position counts
     position_of = {id(argument): position for position, argument in reversed([*enumerate(arguments)])}
     described, new = _described(tracker, name, leaves, position_of)
     tracker.touch(new, f"the result of {name}", new=True)
@@ -108,10 +110,11 @@ def _describe(
     if changed:
         mutated = tuple([position_of[id(each.tensor)] for each in changed])
         numbered = unique([*(each.tensor for each in changed), *(one for each in changed for one in each.also)]) + new
+        # the record says already that the others change: their memory needs no lender
         unchanged = [None if position in mutated else argument for position, argument in enumerate(arguments)]
     lent = {position for leaf in new for position in tracker.in_place.lend(leaf, len(tracker.calls), unchanged)}
     for effect, own in effects:
-        if effect.in_place:
+        if effect.in_place:  # who writes to a view writes to its base
             numbered += tracker.in_place.behind(own[0])
     numbers, differentiable = tracker.numbers.give_all(numbered)
     return CallRecord(

@@ -1,6 +1,6 @@
 """What a layer leaves behind besides its result: changed lists and dictionaries, tensors kept as attributes.
 
-A stage that only stands in for a layer must leave the same behind, with placeholders for the tensors, or code after the
+A stage that skips a layer must leave the same behind, with placeholders for the tensors, or code after the
 layers reads less than on one device and nobody notices.
 """
 
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from lightning_pipe.errors import CutError
-from lightning_pipe.intercept.tensor_state import memory_of, version_of
+from lightning_pipe.intercept.tensor_state import memory_of, same_objects, version_of
 from lightning_pipe.torch_internals import tree_flatten, tree_leaves
 
 _CONTAINERS = (list, dict, OrderedDict, defaultdict)
@@ -59,6 +59,7 @@ class Watch:
         self._name, self._module = name, module
         self.containers = list(containers_in(arguments))
         self._contents = [_contents(container) for container in self.containers]
+        # what such objects hold cannot be described, so a change in them is an error
         self._opaque = [(leaf, list(_fingerprint(leaf))) for leaf in leaves if _is_opaque(leaf)]
         self._attributes = {key: _State(tree_leaves(value)) for key, value in _attributes(module)} if seeks else None
 
@@ -85,7 +86,7 @@ class Watch:
                     hint="Return what changes, or pass it in a list or dictionary; switch caches off.",
                 )
         for number, (container, contents) in enumerate(zip(self.containers, self._contents, strict=True)):
-            if not _same(_contents(container), contents):
+            if not same_objects(_contents(container), contents):
                 leaves, structure = tree_flatten(container)
                 yield Effect(len(leaves), structure, container=number), leaves
         if self._attributes is not None:
@@ -94,12 +95,13 @@ class Watch:
     def _attribute_effects(
         self, attributes: dict[tuple[str, str], _State], results: Sequence[Any], derived: Callable[[Tensor], bool]
     ) -> Iterator[tuple[Effect, list[Any]]]:
+        # of a result that is a view of an attribute: a later change in place reaches the attribute
         memories = {memory_of(leaf) for leaf in results if isinstance(leaf, Tensor)} - {None} if attributes else ()
         for (path, attribute), value in _attributes(self._module):
             leaves, structure = tree_flatten(value)
             known = attributes.get((path, attribute))
             effect = Effect(len(leaves), structure, path=path, attribute=attribute)
-            if known is None or not _same(leaves, known.leaves):
+            if known is None or not same_objects(leaves, known.leaves):
                 yield effect, leaves
             elif any(isinstance(leaf, Tensor) and derived(leaf) for leaf in leaves):
                 continue
@@ -114,16 +116,16 @@ class _State:
         self.leaves = leaves
         self._versions = self._count()
 
-    def _count(self) -> list[int]:
+    def _count(self) -> list[int | None]:
         return [version_of(leaf) for leaf in self.leaves if isinstance(leaf, Tensor)]
 
     def changed(self) -> bool:
         """Whether they have changed in place; where nobody counts, they are taken to have."""
-        uncounted = any(isinstance(leaf, Tensor) and leaf.is_inference() for leaf in self.leaves)
-        return uncounted or self._versions != self._count()
+        versions = self._count()
+        return None in versions or versions != self._versions
 
 
-class AttributeKeepers:
+class AttributeSearch:
     """Remembers which modules keep tensors as attributes, so that the others need not be searched at every call."""
 
     def __init__(self) -> None:
@@ -136,11 +138,12 @@ class AttributeKeepers:
     def note(self, name: str, module: nn.Module, found: bool) -> None:
         """What the search has brought."""
         key = (name, module.training)
+        # a module that has kept a tensor once is searched for good
         self._vain[key] = -(10**9) if found else self._vain.get(key, 0) + 1
 
 
 class Attributes:
-    """The attributes that stand-ins have set on layers of other stages; `restore` puts the old ones back."""
+    """The attributes that have been set on skipped layers; `restore` puts the old ones back."""
 
     def __init__(self) -> None:
         self._before: list[tuple[dict[str, Any], str, Any]] = []
@@ -164,7 +167,7 @@ class Attributes:
 
     def restore(self) -> None:
         """Put everything back as it was: this rank may run the layer as well, for other micro-batches."""
-        for owner, attribute, value in reversed(self._before):
+        for owner, attribute, value in reversed(self._before):  # an attribute may have been set more than once
             if value is self:
                 owner.pop(attribute, None)
             else:
@@ -202,19 +205,15 @@ def _contents(container: Any) -> list[Any]:
     return [part for item in container.items() for part in item] if isinstance(container, dict) else list(container)
 
 
-def _same(one: Sequence[Any], other: Sequence[Any]) -> bool:
-    return len(one) == len(other) and all(a is b for a, b in zip(one, other, strict=True))
-
-
 def _is_opaque(leaf: Any) -> bool:
     return hasattr(leaf, "__dict__") and not isinstance(leaf, (Tensor, nn.Module, type)) and not callable(leaf)
 
 
 def _fingerprint(value: Any, depth: int = 6) -> Iterator[Any]:
     """What identifies the tensors and containers that an object refers to."""
-    yield id(value)
+    yield id(value)  # another object in its place is a change, too
     if isinstance(value, Tensor):
-        yield 0 if value.is_inference() else value._version
+        yield version_of(value)
     elif depth and isinstance(value, (list, tuple)):
         for item in value:
             yield from _fingerprint(item, depth - 1)

@@ -31,12 +31,12 @@ class InPlace:
 
     Args:
         numbers: those of the run.
-        holdings: the module's parameters and buffers outside layers.
+        parameter_use: the module's parameters and buffers outside layers.
         partial: whether other stages run some of the layers.
     """
 
-    def __init__(self, numbers: Numbers, holdings: ParameterUse, *, partial: bool) -> None:
-        self._numbers, self._holdings, self._partial = numbers, holdings, partial
+    def __init__(self, numbers: Numbers, parameter_use: ParameterUse, *, partial: bool) -> None:
+        self._numbers, self._parameter_use, self._partial = numbers, parameter_use, partial
         self._lent: dict[int, tuple[Any, tuple[int, int]]] = {}
 
     def noted(self, tensors: Sequence[Tensor]) -> list[Noted]:
@@ -87,7 +87,7 @@ class InPlace:
     def _note_lent(self, tensor: Tensor, lender: tuple[int, int]) -> None:
         """Note that ``tensor`` shares the memory of an argument that every stage has for itself."""
         memory = tensor.untyped_storage()
-        self._lent[memory._cdata] = (memory, lender)
+        self._lent[memory._cdata] = (memory, lender)  # kept, so that no other storage gets its address
 
     def lender_of(self, tensor: Tensor) -> tuple[int, int] | None:
         """Which argument a derived tensor shares its memory with, of those that every stage has for itself."""
@@ -110,7 +110,7 @@ class InPlace:
         """Turn known tensors into placeholders, because ``name`` writes another stage's values into them."""
         known = [tensor for tensor in written if not isinstance(tensor, Placeholder)]
         for tensor in known:
-            owned = self._holdings.name_of(tensor)
+            owned = self._parameter_use.name_of(tensor)
             if owned is not None:
                 raise CutError(
                     f"'{name}' changes '{owned}' in place before this stage's layers, with values of an earlier stage.",
@@ -133,7 +133,7 @@ class InPlace:
 
     def check_not_read(self, changed: Tensor, name: str) -> None:
         """A buffer must not change behind a cut for the next micro-batch if an earlier stage reads it."""
-        owned = self._holdings.name_of(changed) if self._numbers.of(changed) is None else None
+        owned = self._parameter_use.name_of(changed) if self._numbers.of(changed) is None else None
         if owned is not None:
             raise CutError(
                 f"'{name}' changes '{owned}' in place behind a cut, and an earlier stage reads it: it would read an "

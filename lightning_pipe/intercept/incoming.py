@@ -60,18 +60,18 @@ class Incoming:
 
 
 class _Enter(torch.autograd.Function):
-    """Returns tensors as results of an operation whose backward pass delivers their gradients to the inbox."""
+    """Returns tensors as results of an operation whose backward pass delivers their gradients to the `Incoming`."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, inbox: Incoming, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.inbox = inbox
+    def forward(ctx: Any, anchor: Tensor, incoming: Incoming, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.incoming = incoming
         ctx.set_materialize_grads(False)
         # Not the arguments themselves: autograd would return views of them, which cannot be changed in place.
         return tuple(tensor.detach() for tensor in tensors)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
-        ctx.inbox.add(gradients)
+        ctx.incoming.add(gradients)
         return (None,) * (2 + len(gradients))
 
 
@@ -83,7 +83,7 @@ def _noted(name: str) -> Any:
     original = getattr(Entry, name)
 
     def register(node: Any, hook: Any) -> Any:
-        node.inbox.hooked = True
+        node.incoming.hooked = True
         return original(node, hook)
 
     return register

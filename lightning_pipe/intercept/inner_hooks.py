@@ -2,7 +2,7 @@
 
 A hook may keep what it sees for code behind the layers: Hugging Face's models collect router logits and attentions so.
 It acts where its layer runs. There what it is given is described in a call of its own, in front of that of the layer;
-stages that stand in for the layer let it act on placeholders. Both follow what it does as code outside layers.
+stages that skip the layer let the hook act on placeholders. Both follow what the hook does as code outside layers.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from lightning_pipe.tensor_spec import TensorSpec
 from lightning_pipe.torch_internals import tree_flatten, tree_leaves, tree_unflatten
 
 if TYPE_CHECKING:
-    from lightning_pipe.intercept.stage_run import StageRun
+    from lightning_pipe.intercept.layer_calls import LayerCalls
 
 Parts = Sequence[tuple[str, nn.Module]]
 
@@ -59,11 +59,11 @@ class Unseen:
 
 
 @contextmanager
-def shown(run: StageRun, name: str, parts: Parts, arguments: Sequence[Any]) -> Iterator[None]:
+def shown(calls: LayerCalls, name: str, parts: Parts, arguments: Sequence[Any]) -> Iterator[None]:
     """While a layer runs: describe what its hooks are given, and follow them.
 
     Args:
-        run: the stage's run.
+        calls: those of the stage.
         name: the layer or outside module.
         parts: its parts with hooks.
         arguments: the leaves of what it is given.
@@ -72,7 +72,7 @@ def shown(run: StageRun, name: str, parts: Parts, arguments: Sequence[Any]) -> I
     for path, part in parts:
         hooks = enumerate(part._forward_hooks.items())
         part._forward_hooks = OrderedDict(
-            (key, _showing(run, name, path, number, hook, arguments)) for number, (key, hook) in hooks
+            (key, _showing(calls, name, path, number, hook, arguments)) for number, (key, hook) in hooks
         )
     try:
         yield
@@ -82,16 +82,16 @@ def shown(run: StageRun, name: str, parts: Parts, arguments: Sequence[Any]) -> I
 
 
 def _showing(
-    run: StageRun, name: str, path: str, number: int, hook: Callable[..., Any], arguments: Sequence[Any]
+    calls: LayerCalls, name: str, path: str, number: int, hook: Callable[..., Any], arguments: Sequence[Any]
 ) -> Callable[..., Any]:
     def showing(part: nn.Module, *given: Any) -> Any:
-        run.tracker.calls.append(_describe(run.tracker, name, (path, number), given, arguments))
-        run.inside = False
+        calls.tracker.calls.append(_describe(calls.tracker, name, (path, number), given, arguments))
+        calls.inside = False
         try:
-            with run.tracker.resumed():
+            with calls.tracker.resumed():
                 return hook(part, *given)
         finally:
-            run.inside = True
+            calls.inside = True
 
     return showing
 

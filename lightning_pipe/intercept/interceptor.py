@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from lightning_pipe.intercept.generation_caches import Caches
-from lightning_pipe.intercept.stage_run import Learnt, StageRun
+from lightning_pipe.intercept.layer_calls import RunCache
+from lightning_pipe.intercept.stage_run import StageRun
 from lightning_pipe.intercept.torch_patches.activation_checkpoints import CHECKPOINTS, run_again
 from lightning_pipe.intercept.torch_patches.autograd_functions import FUNCTIONS
 from lightning_pipe.intercept.torch_patches.backward_hooks import BACKWARD_HOOKS
@@ -39,7 +40,7 @@ class Interceptor:
         self.compiled = False
         self.module = module
         self.layers = [layer for _, layer in layers]
-        self.learnt = Learnt()
+        self.cache = RunCache()
         self._caches = Caches(module, tells=tells)
         self._outside = list(outside_modules(module, self.layers))
         ids = {id(layer) for layer in self.layers}

@@ -38,20 +38,20 @@ class Lineage:
             if isinstance(leaf, Tensor):
                 self._batch[id(leaf)] = leaf, position
 
-    def _of(self, tensor: Tensor) -> int:
-        known = self._batch.get(id(tensor))
-        if known is not None:
-            return known[1]
-        mark = getattr(tensor, "_pipe_lineage", None)
-        return int(mark[1]) if mark is not None and mark[0] == self._token else 0
-
     def draw(self, name: str) -> None:
         """A function of that name draws from the stream of the code around."""
         self._draws = mix(self._draws, _number(name))
 
     def numbers(self, tensors: Iterable[Tensor]) -> list[int]:
         """The numbers of those that come from the batch."""
-        return [number for tensor in tensors if (number := self._of(tensor))]
+        found: list[int] = []
+        for tensor in tensors:
+            known = self._batch.get(id(tensor))
+            if known is not None:
+                found.append(known[1])
+            elif (mark := getattr(tensor, "_pipe_lineage", None)) is not None and mark[0] == self._token:
+                found.append(mark[1])
+        return found
 
     def follow(self, name: str, numbers: Iterable[int], left: Iterable[Tensor]) -> None:
         """A function of that name makes something of tensors with these numbers, and leaves ``left`` behind."""
@@ -64,6 +64,8 @@ class Lineage:
 
     def given(self, tensors: Sequence[Tensor]) -> int:
         """What a call is given of the batch, and what was drawn before it, in one number."""
+        if not tensors and not self._draws:
+            return 0  # the usual case: what is derived has a record of its own
         found = self.numbers(tensors)
         return mix(self._draws, *found) if found or self._draws else 0
 

@@ -27,6 +27,7 @@ class Numbers:
 
     def __init__(self) -> None:
         self.unfilled: dict[int, str] = {}
+        # Tensors may outlive a run, as attributes, and other runs number them anew: a mark counts with its token alone.
         self._token = next(_tokens)
         self._alive: dict[int, weakref.ref[Tensor]] = {}
         self.following = 0
@@ -51,7 +52,7 @@ class Numbers:
                 self._alive[number] = weakref.ref(new)
 
     def give(self, tensor: Tensor) -> int:
-        """The number of a derived tensor; a new one when it is seen for the first time."""
+        """The number of a derived tensor, (2) in `stage_run`; a new one when it is seen for the first time."""
         known = self.of(tensor)
         if known is not None:
             return known
@@ -67,7 +68,11 @@ class Numbers:
 
     def derived(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` comes from a layer or a parameter."""
-        return isinstance(tensor, (Placeholder, nn.Parameter)) or tensor.requires_grad or self.of(tensor) is not None
+        # Asked for each argument of each function. Of a tensor of that very type the metaclass of Parameter need not
+        # be asked, which is written in Python (torch 2.13).
+        if tensor.requires_grad or self.of(tensor) is not None:
+            return True
+        return type(tensor) is not Tensor and isinstance(tensor, (Placeholder, nn.Parameter))
 
     def alive(self) -> Iterator[tuple[int, Tensor]]:
         """The numbered tensors that still exist, by number."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,9 +10,13 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from lightning_pipe.errors import CutError
-from lightning_pipe.intercept.call_record import LiveTensor
+from lightning_pipe.intercept.arrival import Arrival
+from lightning_pipe.intercept.call_record import CallRecord, Crossing, LiveTensor, RunRecord
+from lightning_pipe.intercept.placeholder import Placeholder
+from lightning_pipe.intercept.stage_layers import StageLayers
 from lightning_pipe.intercept.torch_patches.autograd_functions import check_not_hidden
 from lightning_pipe.intercept.torch_patches.backward_hooks import check_not_divided
+from lightning_pipe.intercept.tracker import Tracker
 from lightning_pipe.tensor_spec import TensorSpec
 from lightning_pipe.torch_internals import functorch_active
 
@@ -22,13 +26,14 @@ if TYPE_CHECKING:
 
 def check_surroundings(run: StageRun, name: str, layer: nn.Module | None) -> None:
     """Raise if something surrounds layers on both sides of the cut before ``layer`` that cannot be cut."""
-    unit, around, calls = run.whole_unit, run.checkpoint, len(run.tracker.calls)
+    surroundings, calls = run.surroundings, len(run.tracker.calls)
+    unit, around = surroundings.whole_unit, surroundings.checkpoint
     if unit is not None:
         unit.check_whole(run, name)
         calls = unit.calls
-    elif run.training and run.unit is None:
+    elif run.training and surroundings.unit is None:
         check_not_hidden(name)
-    check_not_divided(run.hooked, name, layer)
+    check_not_divided(surroundings.hooked, name, layer)
     if around is not None and around.reentrant and around.begin < calls:
         raise CutError(
             f"the cut before layer '{name}' lies inside a checkpoint with use_reentrant=True, which computes without "
@@ -41,6 +46,47 @@ def check_surroundings(run: StageRun, name: str, layer: nn.Module | None) -> Non
             "forward-mode differentiation, of which nothing goes over a cut.",
             hint="Use them inside one layer, or one device.",
         )
+
+
+def crossings_of(
+    stage: StageLayers,
+    tracker: Tracker,
+    arrival: Arrival,
+    routed: Mapping[int, int],
+    calls: tuple[CallRecord, ...],
+    following: int,
+) -> dict[int, Crossing]:
+    """What leaves a stage at its cut, by the stage that receives it: the numbered tensors that are alive.
+
+    Args:
+        stage: the stage's layers.
+        tracker: that of the run.
+        arrival: what the stage has received: it may go on to the next one.
+        routed: the numbers of tensors that go to another stage than the next, with that stage.
+        calls: the calls up to the cut.
+        following: the first number that belongs behind the cut.
+    """
+    alive = [
+        (number, tensor)
+        for number, tensor in sorted(tracker.numbers.alive(), key=lambda pair: pair[0])
+        if number < following
+        and not isinstance(tensor, (Placeholder, nn.Parameter))
+        and number not in tracker.numbers.unfilled
+    ]
+    for _, tensor in alive:  # all of them: which ones the next stages use is known after the batch alone
+        check_plain(tensor, stage.next_name)
+    # What came as copies of one memory still stands for one memory where it goes next.
+    shared = overlapping([tensor for _, tensor in alive]) | {id(tensor) for tensor, *_ in arrival.copied}
+    next_stage = stage.stage + 1
+    leaving: dict[int, list[tuple[LiveTensor, Tensor]]] = {next_stage: []}
+    for number, tensor in alive:
+        lender = tracker.in_place.lender_of(tensor) or arrival.lenders.get(number)
+        entry = entry_of(number, tensor, id(tensor) in shared, lender)
+        leaving.setdefault(routed.get(number, next_stage), []).append((entry, tensor))
+    return {
+        to: Crossing(RunRecord(calls, tuple(entry for entry, _ in pairs)), tuple(tensor for _, tensor in pairs))
+        for to, pairs in leaving.items()
+    }
 
 
 def check_plain(tensor: Tensor, layer: str) -> None:
@@ -71,7 +117,7 @@ def overlapping(tensors: Sequence[Tensor]) -> set[int]:
     for together in by_storage.values():
         if len(together) == 1:
             continue
-        reached, last = 0, 0
+        reached, last = 0, 0  # sorted by where they begin, each is compared with the one that reaches furthest
         for start, end, tensor_id in sorted((*_extent(tensor), id(tensor)) for tensor in together if tensor.numel()):
             if start < reached:
                 found |= {last, tensor_id}

@@ -1,4 +1,4 @@
-"""What the cut must know of parameters and buffers."""
+"""What the interception must know about parameters and buffers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 
 class ParameterUse(Protocol):
-    """The module's parameters and buffers outside layers, as the cut sees them."""
+    """The module's parameters and buffers outside layers, as the interception sees them."""
 
     def use(self, parameter: nn.Parameter) -> None:
         """Note that this stage uses ``parameter`` for real; raises if this rank does not hold it."""

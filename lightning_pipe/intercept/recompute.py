@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from lightning_pipe.errors import CutError
 from lightning_pipe.intercept.absent_tensor import AbsentTensor
+from lightning_pipe.intercept.tensor_state import TensorState, has_changed, same_values, state_of
 from lightning_pipe.torch_internals import NormBase
 
 _local = threading.local()
@@ -85,7 +86,7 @@ def release_saved() -> None:
 class BufferGuard:
     """Lets a second run find buffers as the first one did, and leaves them as they are.
 
-    Which ones change is learnt from the first run of each stage, around which all are copied; later only these are.
+    Which ones change is known from the first run of each stage, around which all are copied; later only these are.
 
     Args:
         modules: the modules whose buffers are guarded.
@@ -99,17 +100,17 @@ class BufferGuard:
     @contextmanager
     def noted(self, stage: int) -> Iterator[Buffers]:
         """Around the first run. What it yields has, afterwards, the former values of the buffers that it changed."""
-        learnt = self._changing.get(stage)
+        known = self._changing.get(stage)
         before = self._now()
-        versions = [None if buffer is None else buffer._version for buffer in before]
-        former = self._copies(range(len(before)) if learnt is None else learnt)
+        states = [_state(buffer) for buffer in before]
+        former = self._copies(range(len(before)) if known is None else known)
         yield former
-        changing = set(learnt) if learnt is not None else {i for i in former if self._surely_changes(i)}
+        changing = set(known) if known is not None else {i for i in former if self._surely_changes(i)}
         for index, (buffer, now) in enumerate(zip(before, self._now(), strict=True)):
             if buffer is None or index in changing:
                 continue
             # Versions alone do not tell: batch norm changes its statistics behind autograd's back (torch 2.13).
-            if buffer._version != versions[index] or (index in former and not _same(buffer, former[index])):
+            if has_changed(buffer, states[index]) or (index in former and not _same(buffer, former[index])):
                 if index not in former:
                     raise self._lost(index)
                 changing.add(index)
@@ -128,7 +129,7 @@ class BufferGuard:
             former: the values of changing buffers before the first run; ``None``: all buffers have those of now.
         """
         before = self._now()
-        versions = [None if buffer is None else buffer._version for buffer in before]
+        states = [_state(buffer) for buffer in before]
         # Others in their place, not other values in them: graphs of other micro-batches may refer to the buffers.
         for index, value in (self._copies(range(len(before))) if former is None else former).items():
             module, name = self._places[index]
@@ -139,7 +140,7 @@ class BufferGuard:
             for (module, name), buffer in zip(self._places, before, strict=True):
                 module._buffers[name] = buffer
         for index, buffer in enumerate(before):
-            if buffer is not None and buffer._version != versions[index]:
+            if buffer is not None and has_changed(buffer, states[index]):
                 raise self._lost(index)
 
     def _now(self) -> list[Tensor | None]:
@@ -164,5 +165,9 @@ class BufferGuard:
         )
 
 
+def _state(buffer: Tensor | None) -> TensorState:
+    return None if buffer is None or isinstance(buffer, AbsentTensor) else state_of(buffer)
+
+
 def _same(buffer: Tensor, copy: Tensor) -> bool:
-    return isinstance(buffer, AbsentTensor) or torch.equal(buffer, copy)
+    return isinstance(buffer, AbsentTensor) or same_values(buffer, copy)

@@ -20,7 +20,7 @@ from lightning_pipe.torch_internals import tree_unflatten
 
 
 class SkippedLayers:
-    """Answers for calls of foreign layers and modules in one run of the step on one stage.
+    """Answers the calls of layers and modules that earlier stages run, in one run of the step on one stage.
 
     Args:
         tracker: that of the run.
@@ -28,10 +28,10 @@ class SkippedLayers:
         device: where placeholders pretend to be.
 
     Attributes:
-        attributes: what foreign layers keep as attributes.
+        attributes: what skipped layers keep as attributes.
         modules: those that it has answered for.
-        kept: the tensors held here, and their layers, that a foreign layer changes in place in its attributes.
-        lenders: what may share its memory with a foreign result, by the positions of the call and of the argument.
+        kept: the tensors held here, and their layers, that a skipped layer changes in place in its attributes.
+        lenders: arguments whose memory a skipped layer's result may share, by the positions of call and argument.
     """
 
     def __init__(self, tracker: Tracker, skips: StepStore, device: torch.device) -> None:
@@ -44,7 +44,8 @@ class SkippedLayers:
     def answer(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """The result of a call, with placeholders for its tensors."""
         tracker = self._tracker
-        act(tracker, module, args, kwargs, self._standing_for)
+        # the hooks come first: where the layer runs, they acted before it ended and was recorded
+        act(tracker, module, args, kwargs, self._placeholder_for)
         arguments = leaves_of(args, kwargs)
         tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
         call = tracker.expect(name, tracker.given(tensors))
@@ -52,6 +53,7 @@ class SkippedLayers:
         self.modules.append(module)
         written: list[Tensor] = []
         if call.mutated:
+            # in the order of the record: what was given and changed, then what is new
             written = tracker.in_place.written([arguments[position] for position in call.mutated])
             tracker.in_place.forget(written, name)
         for position in call.lent:
@@ -68,7 +70,7 @@ class SkippedLayers:
             return self._leave(call, module, leaves, list(containers_in((*args, *kwargs.values()))))
         return tree_unflatten(leaves, call.structure)
 
-    def _standing_for(self, leaf: TensorSpec | Seen) -> Tensor:
+    def _placeholder_for(self, leaf: TensorSpec | Seen) -> Tensor:
         """A placeholder, or what stands for the same number already: a forward hook has been given it."""
         if isinstance(leaf, Seen):
             found = self._tracker.numbers.find(leaf.number)
@@ -83,7 +85,7 @@ class SkippedLayers:
         new: list[Tensor] = []
         for number, leaf in enumerate(call.leaves):
             if isinstance(leaf, (TensorSpec, Seen)):
-                leaves.append(kept[number] if number in kept else self._standing_for(leaf))
+                leaves.append(kept[number] if number in kept else self._placeholder_for(leaf))
                 new.append(leaves[-1])
             elif isinstance(leaf, Passed):
                 leaves.append(arguments[leaf.argument])
@@ -95,7 +97,7 @@ class SkippedLayers:
 
     def _leave(self, call: CallRecord, module: nn.Module, leaves: list[Any], containers: list[Any]) -> Any:
         """Leave behind what the call does besides its result; returns that."""
-        for effect in reversed(call.effects):
+        for effect in reversed(call.effects):  # their leaves lie behind those of the result, so the last ones go first
             split = len(leaves) - effect.size
             value = tree_unflatten(leaves[split:], effect.structure)
             del leaves[split:]
@@ -109,7 +111,7 @@ class SkippedLayers:
         return tree_unflatten(leaves, call.structure) if call.container is None else containers[call.container]
 
     def _kept_here(self, module: nn.Module, call: CallRecord) -> dict[int, Tensor]:
-        """Attributes of a foreign layer that change in place there: by the number of their leaf the tensors held here.
+        """Attributes of a skipped layer that change in place where it runs: the tensors here, by number of leaf.
 
         They stay what they are until their values come, and must come before they are used.
         """

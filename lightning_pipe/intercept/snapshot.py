@@ -15,12 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipe.errors import CutError
+from lightning_pipe.intercept.tensor_state import same_objects, same_values, version_of
 from lightning_pipe.torch_internals import DisableTorchFunction
 
 _LARGE = 4096
 """Containers of more elements are compared element by element only at their top level."""
 _CLONED = 1 << 16
 """Tensors of up to this many elements are cloned, so that a change in place can be undone."""
+# Parameters and submodules are not looked at: a step leaves them as they are. Buffers change in forward passes.
 _MODULE_INTERNALS = frozenset(vars(nn.Module())) - {"_buffers"}
 _LIGHTNING_INTERNALS = frozenset(
     [
@@ -68,8 +70,8 @@ class Snapshot:
     """The attributes of some modules at one time."""
 
     def __init__(self, modules: dict[str, nn.Module]) -> None:
-        seen: dict[int, _Node] = {}
-        with DisableTorchFunction():
+        seen: dict[int, _Node] = {}  # one node for each object: several may refer to it, and it may hold itself
+        with DisableTorchFunction():  # a step under way must not take this for calls of its own
             self._nodes = {name: _Attributes(module, seen, skipped=_SKIPPED) for name, module in modules.items()}
 
     def undo(self) -> None:
@@ -97,7 +99,7 @@ class _Node:
         raise NotImplementedError
 
     def changes_once(self, path: Path, seen: set[int]) -> Iterator[Change]:
-        """The differences, unless they have been told under another path."""
+        """The differences, unless they have been reported under another path."""
         if id(self) not in seen:
             seen.add(id(self))
             yield from self.changes(path, seen)
@@ -140,7 +142,7 @@ class _Mapping(_Node):
         for key, value in now.items():
             kept = self.kept.get(key)
             here = (*path, (self.kind, key))
-            if kept is None or (kept.value is not value and not _same(kept.value, value)):
+            if kept is None or (kept.value is not value and not _equal_plain(kept.value, value)):
                 yield Change("set", here, value, _delta(kept, value))
             elif kept.node is not None:
                 yield from kept.node.changes_once(here, seen)
@@ -177,7 +179,7 @@ class _List(_Node):
 
     def undo(self) -> Any:
         before = [value if node is None else node.undo() for value, node in self.kept]
-        if len(before) != len(self.owner) or any(a is not b for a, b in zip(before, self.owner, strict=True)):
+        if not same_objects(before, self.owner):
             self.owner.clear()
             self.owner.extend(before)
         return self.owner
@@ -185,7 +187,7 @@ class _List(_Node):
     def changes(self, path: Path, seen: set[int]) -> Iterator[Change]:
         now = list(self.owner)
         old = len(self.kept)
-        if len(now) < old or any(a is not b.value for a, b in zip(now[:old], self.kept, strict=True)):
+        if not same_objects(now[:old], [kept.value for kept in self.kept]):
             yield Change("set", path, self.owner)
             return
         for index, (_, node) in enumerate(self.kept):
@@ -220,15 +222,15 @@ class _Tensor(_Node):
         seen[id(owner)] = self
         self.owner, self.kind = owner, type(owner)
         small = (owner.numel() if isinstance(owner, Tensor) else owner.size) <= _CLONED
-        self.kept = _clone(owner) if small else None
-        self.version, self.place = _version(owner), _place(owner)
+        self.kept = _clone(owner) if small else None  # a large one costs memory: its change cannot be undone
+        self.version, self.place = version_of(owner), _place(owner)
 
     def _changed(self) -> bool:
-        if type(self.owner) is not self.kind or _version(self.owner) != self.version:
+        if type(self.owner) is not self.kind or version_of(self.owner) != self.version:
             return True
         if _place(self.owner) != self.place:  # swapped for another tensor, with all who refer to it
             return True
-        return self.version is None and self.kept is not None and not _equal(self.owner, self.kept)
+        return self.version is None and self.kept is not None and not same_values(self.owner, self.kept)
 
     def undo(self) -> Any:
         if not self._changed():
@@ -296,7 +298,7 @@ def _delta(kept: _Kept | None, value: Any) -> Any:
     return value - kept.value if isinstance(kept.value, int | float) and not isinstance(kept.value, bool) else None
 
 
-def _same(one: Any, other: Any) -> bool:
+def _equal_plain(one: Any, other: Any) -> bool:
     """Equal without being the same object: numbers and strings alone."""
     return type(one) is type(other) and isinstance(one, int | float | str | bytes) and one == other
 
@@ -305,17 +307,8 @@ def _clone(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, Tensor) else value.copy()
 
 
-def _equal(one: Any, other: Any) -> bool:
-    return bool((one == other).all()) if tuple(one.shape) == tuple(other.shape) else False
-
-
 def _place(value: Any) -> Any:
     return (value.data_ptr(), tuple(value.shape)) if type(value) is Tensor else None
-
-
-def _version(value: Any) -> int | None:
-    """How often a tensor has been changed in place; unknown for arrays and for tensors of inference mode."""
-    return value._version if isinstance(value, Tensor) and not value.is_inference() else None
 
 
 @cache

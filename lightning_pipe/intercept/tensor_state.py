@@ -1,4 +1,4 @@
-"""Notices that tensors change in place.
+"""Notices that tensors change in place: the one place that asks for versions and compares values.
 
 Autograd counts the changes, and knows what a view is a view of, but not for tensors that are made in inference mode
 (torch 2.13), in which Lightning evaluates. So the tensors of a step are made outside it where that is possible.
@@ -6,8 +6,9 @@ Autograd counts the changes, and knows what a view is a view of, but not for ten
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,9 +36,21 @@ def counted(tensor: Tensor) -> Tensor:
         return alias.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
-def version_of(tensor: Tensor) -> int:
-    """How often a tensor was changed in place; 0 where nobody counts."""
-    return 0 if tensor.is_inference() else tensor._version
+def version_of(value: Any) -> int | None:
+    """How often a tensor was changed in place; ``None`` where nobody counts: in inference mode, and for arrays."""
+    return value._version if isinstance(value, Tensor) and not value.is_inference() else None
+
+
+def same_values(one: Any, other: Any) -> bool:
+    """Whether two tensors, or two arrays, have the same shape and the same values."""
+    if isinstance(one, Tensor):
+        return torch.equal(one, other)
+    return one.shape == other.shape and bool((one == other).all())
+
+
+def same_objects(one: Sequence[Any], other: Sequence[Any]) -> bool:
+    """Whether two sequences hold the same objects in the same order."""
+    return len(one) == len(other) and all(a is b for a, b in zip(one, other, strict=True))
 
 
 def memory_of(tensor: Tensor) -> int | None:
@@ -59,8 +72,9 @@ def state_of(tensor: Tensor, derived: Callable[[Tensor], bool] | None = None) ->
         derived: tells whether a tensor is derived. Such a one needs no value: where nobody counts it crosses a cut as
             it is then.
     """
-    if not tensor.is_inference():
-        return tensor._version
+    version = version_of(tensor)
+    if version is not None:
+        return version
     return None if derived is not None and derived(tensor) else tensor.clone()
 
 
@@ -68,4 +82,4 @@ def has_changed(tensor: Tensor, state: TensorState) -> bool:
     """Whether a tensor has changed since."""
     if isinstance(state, int):
         return tensor._version != state
-    return state is not None and not torch.equal(tensor, state)
+    return state is not None and not same_values(tensor, state)

@@ -1,6 +1,6 @@
 """What kinds of torch functions there are, as far as the tracker must know.
 
-torch tells it of its own operations, by tags and schemas. Only functions that are written in Python are listed by name.
+Tags and schemas of torch's own operations say what they do. Functions that are written in Python are listed by name.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def _tagged(tag: torch.Tag) -> Callable[[str], bool]:
 
 
 def _is_factory(name: str) -> bool:
-    """Whether a function makes a tensor of its own: it can be told where. ``to`` may return what it is given."""
+    """Whether a function makes a tensor of its own: it has an option for memory. ``to`` may return its argument."""
     return name != "to" and any(
         argument.name == "pin_memory" for operation in _operations(name) for argument in operation._schema.arguments
     )
@@ -221,7 +221,7 @@ def values_read(name: str, result: Any) -> tuple[Any, tuple[Value, ...]] | None:
 
 
 def typed_by_autocast(result: Any, tensors: Sequence[Tensor]) -> bool:
-    """Whether autocast may have chosen the type of new tensors, by their device: stages without them must be told."""
+    """Whether autocast may have chosen the type of new tensors, by their device: then the record needs the type."""
     device = tensors[0].device
     if device.type == "meta" or not torch.is_autocast_enabled(device.type):
         return False

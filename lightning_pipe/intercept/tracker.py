@@ -60,7 +60,7 @@ class Tracker(TorchFunctionMode):
     Args:
         expected: the calls of the previous stage up to its cut; ``None`` on the first stage.
         stream: gives a context with the random stream of a key; without a key that of the code around.
-        holdings: the module's parameters and buffers outside layers.
+        parameter_use: the module's parameters and buffers outside layers.
         partial: whether other stages run some of the layers.
         alone: whether no other micro-batch is under way.
     """
@@ -69,7 +69,7 @@ class Tracker(TorchFunctionMode):
         self,
         expected: tuple[CallRecord, ...] | None,
         stream: Callable[..., AbstractContextManager[None]],
-        holdings: ParameterUse,
+        parameter_use: ParameterUse,
         *,
         partial: bool,
         alone: bool,
@@ -80,12 +80,11 @@ class Tracker(TorchFunctionMode):
         self.shown: set[int] = set()
         self.waiting = expected is not None
         self.spans: list[tuple[int, int]] = []
-        self.leaves: dict[int, Tensor] = {}
         self.numbers, self.lineage = Numbers(), Lineage()
-        self.in_place = InPlace(self.numbers, holdings, partial=partial)
+        self.in_place = InPlace(self.numbers, parameter_use, partial=partial)
         self._partial, self._alone, self._expected = partial, alone, expected or ()
-        self._read_before: set[int] = set()
-        self._stream, self._holdings = stream, holdings
+        self._read_before: dict[int, Tensor | None] = {}
+        self._stream, self._parameter_use = stream, parameter_use
         self._off = 0
 
     # ------------------------------------------------------------------ the record
@@ -130,7 +129,7 @@ class Tracker(TorchFunctionMode):
         return len(self.calls) == len(self._expected)
 
     def arrive(self) -> None:
-        """The stage's first layer is reached: the previous stage must have come here after the same calls."""
+        """The first layer is reached, (4) in `stage_run`: the previous stage must have made the same calls before."""
         if not self.complete:
             raise CutError(
                 f"this stage reached its first layer after {len(self.calls)} calls outside its layers, the previous "
@@ -161,8 +160,8 @@ class Tracker(TorchFunctionMode):
         it is ``new``: the layers of other stages have none like it to give.
         """
         for position, tensor in enumerate(tensors):
-            if isinstance(tensor, nn.Parameter):
-                self._holdings.use(tensor)
+            if type(tensor) is not Tensor and isinstance(tensor, nn.Parameter):
+                self._parameter_use.use(tensor)
             known = self.numbers.of(tensor)
             if isinstance(tensor, Placeholder):
                 if known in self.numbers.unfilled:
@@ -190,9 +189,13 @@ class Tracker(TorchFunctionMode):
                 )
 
     def note_read(self, tensors: Sequence[Tensor]) -> None:
-        """Note what an earlier stage reads, and which leaves of the graph it uses: derivatives by them go on there."""
-        self._read_before.update(map(id, tensors))
-        self.leaves.update({id(tensor): tensor for tensor in tensors if tensor.requires_grad and not tensor.grad_fn})
+        """Note what an earlier stage reads. Leaves of the graph are kept: derivatives by them go on there."""
+        for tensor in tensors:
+            self._read_before[id(tensor)] = tensor if tensor.requires_grad and tensor.grad_fn is None else None
+
+    def is_leaf_before(self, tensor: Any) -> bool:
+        """Whether an earlier stage uses this leaf of the graph."""
+        return self._read_before.get(id(tensor)) is tensor
 
     def _made_inside(self, node: Any) -> bool:
         made = node._sequence_nr()
@@ -208,76 +211,87 @@ class Tracker(TorchFunctionMode):
         name = function_name(func)
         own = name == "view_as" and is_autograds(sys._getframe(1))  # then the Function that returns it is the call
         if own or (name in METADATA and not (name == "__format__" and args[1])):
-            if not (args and isinstance(args[0], Placeholder)):
+            if not (args and isinstance(args[0], Placeholder)):  # shapes and dtypes are known: nothing to record
                 return func(*args, **kwargs)
             return shape_only(func, args, kwargs) if own else _OF_PLACEHOLDERS.get(name, func)(*args, **kwargs)
         tensors = [leaf for leaf in leaves_of(args, kwargs) if isinstance(leaf, Tensor)]
         if self.waiting:
-            self.note_read(tensors)
-        if not any(map(self.numbers.derived, tensors)):
-            if not self.waiting and self._read_before:
-                self._check_not_read(self.in_place.written(changed_in_place(name, args, kwargs)), name)
+            self.note_read(tensors)  # if it changes behind the cut, the next micro-batch would read another value here
+        derived = self.numbers.derived
+        plain = [tensor for tensor in tensors if not derived(tensor)]
+        if len(plain) == len(tensors):
             return self._plain(name, func, args, kwargs, tensors)
         if name == "_is_all_true":  # so torch.distributions checks what it is given: on the stage that has it
             self.touch([] if self.waiting else tensors, name)
             return self.waiting or bool(func(*args, **kwargs))
         return (
-            self._stand_in(name, func, args, kwargs, tensors)
+            self._answer(name, func, args, kwargs, plain)
             if self.waiting
-            else self._run(name, func, args, kwargs, tensors)
+            else self._run(name, func, args, kwargs, tensors, plain)
         )
 
     def _plain(self, name: str, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
         """Call a function of what is not derived: every stage has it, and does the same."""
-        with self._around(name, func, kwargs):
+        changed = changed_in_place(name, args, kwargs)
+        written = self.in_place.written(changed) if changed else ()
+        if written and not self.waiting:
+            self._check_not_read(written, name)
+        if draws(func, name):
+            with self._around(name, kwargs) or self._stream():
+                result = func(*args, **kwargs)
+            if name in RANDOM:
+                self.lineage.draw(name)
+        elif (around := self._around(name, kwargs)) is not None:
+            with around:
+                result = func(*args, **kwargs)
+        else:
             result = func(*args, **kwargs)
-        if name in RANDOM:
-            self.lineage.draw(name)
         numbers = self.lineage.numbers(tensors)
         if numbers:
-            changed = changed_in_place(name, args, kwargs)
-            self.lineage.follow(name, numbers, results_of(result, self.in_place.written(changed) if changed else ()))
+            self.lineage.follow(name, numbers, results_of(result, written))
         return result
 
-    def _around(self, name: str, func: Any, kwargs: Any) -> AbstractContextManager[None]:
-        """A context for a function of what is not derived."""
-        if torch.is_inference_mode_enabled() and name in FACTORIES and kwargs.get("out") is None:
-            return counting()
-        return self._stream() if draws(func, name) else nullcontext()
+    def _around(self, name: str, kwargs: Any) -> AbstractContextManager[None] | None:
+        """A context in which new tensors count their changes, for a function that makes some in inference mode."""
+        makes = torch.is_inference_mode_enabled() and name in FACTORIES and kwargs.get("out") is None
+        return counting() if makes else None
 
-    def _stand_in(self, name: str, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
-        call = self.expect(name, self.given(tensors))
+    def _answer(self, name: str, func: Any, args: Any, kwargs: Any, plain: list[Tensor]) -> Any:
+        call = self.expect(name, self.lineage.given(plain))
         written = self.in_place.written(changed_in_place(name, args, kwargs))
         if name in AUTOGRAD:
             if not isinstance(args[0], Placeholder):
                 return func(*args, **kwargs)
             self.follow(written, call)
             return _no_hook() if name == "register_hook" else args[0]
-        self.in_place.forget(written, name)
+        self.in_place.forget(written, name)  # (3): an earlier stage has written values that are not here
         if call.structure is None:
             result = shape_only(func, args, kwargs)
         else:
             device = next(leaf.device for leaf in leaves_of(args, kwargs) if isinstance(leaf, Tensor))
-            result = tree_unflatten([_standing_for(leaf, device) for leaf in call.leaves], call.structure)
+            result = tree_unflatten([_placeholder_for(leaf, device) for leaf in call.leaves], call.structure)
         self.follow(results_of(result, written), call)
         return result
 
-    def _run(self, name: str, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
+    def _run(self, name: str, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], plain: list[Tensor]) -> Any:
         self.touch(tensors, name)
         changed = changed_in_place(name, args, kwargs)
         written = self._about_to_change(changed, name) if changed else ()
-        given = self.given(tensors)
+        given = self.lineage.given(plain)
+        # A stage that waits does not call the function: what it draws must not come from the stream of the code around.
         if draws(func, name):
             with self._stream(-1, len(self.calls)):
                 result = func(*args, **kwargs)
         else:
             result = func(*args, **kwargs)
         numbers, differentiable = self.numbers.give_all(results_of(result, written))
+        # Stages without the tensors find shapes and types by themselves, unless values or autocast decide.
         if shaped_by_values(name, args) or (not written and typed_by_autocast(result, tensors)):
             leaves, structure = tree_flatten(result)
             described = tuple(TensorSpec.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
             self.calls.append(CallRecord(name, numbers, differentiable, structure, described, given=given))
         elif not numbers and (read := values_read(name, result)) is not None:
+            # what the code reads may decide its path: stages that wait read the same
             self.calls.append(CallRecord(name, numbers, differentiable, *read, given=given))
         else:
             self.calls.append(CallRecord(name, numbers, differentiable, given=given))
@@ -310,7 +324,7 @@ class Tracker(TorchFunctionMode):
             self._off = off
 
 
-def _standing_for(leaf: Any, device: torch.device) -> Any:
+def _placeholder_for(leaf: Any, device: torch.device) -> Any:
     """What a stage without the tensors of a call gets for a leaf of its result."""
     if isinstance(leaf, TensorSpec):
         return Placeholder.of(leaf, device)

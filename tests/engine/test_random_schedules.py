@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from lightning_pipe.schedules import Action, Kind, Schedule, list_schedule
 from lightning_pipe.schedules.family import schedule_of
 from lightning_pipe.simulate import Costs, simulate
-from tests.intercept.test_stage_run import Scaled, batch
 from tests.support.engine_runs import assert_same
+from tests.support.small_net import Scaled, batch
 
 
 @st.composite

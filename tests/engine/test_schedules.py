@@ -28,12 +28,12 @@ from lightning_pipe.schedules import (
     registry,
 )
 from lightning_pipe.simulate import simulate
-from tests.intercept.test_stage_run import Block
 from tests.support import equality_sweep
 from tests.support.engine_runs import Batch, assert_same, pipelined
 from tests.support.equality_sweep import Point
 from tests.support.model_zoo import Block as ResidualBlock
 from tests.support.model_zoo import Entry, Regression, odd_batches
+from tests.support.small_net import Block
 
 WIDTH = 6
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_pipe.engine.pipeline import Pipeline
-from tests.intercept.test_stage_run import RUNS, WIDTH, Net, batches
 from tests.support.engine_runs import assert_same, pipelined
+from tests.support.small_net import RUNS, WIDTH, Net, batches
 
 pytestmark = pytest.mark.usefixtures("float64")
 

@@ -14,8 +14,8 @@ from lightning_pipe.parameters.zero1 import OptimizerShards
 from lightning_pipe.partition import find_layers
 from lightning_pipe.transport.threads import ThreadTransport, run_threads, thread_world
 from lightning_pipe.transport.topology import Topology
-from tests.intercept.test_stage_run import Scaled
 from tests.support.engine_runs import assert_close, state_of
+from tests.support.small_net import Scaled
 
 pytestmark = pytest.mark.usefixtures("float64")
 

@@ -1,7 +1,7 @@
 """Lets ``torch.utils.checkpoint`` surround layers.
 
 A checkpoint keeps its arguments. On a stage that waits these are placeholders, and a placeholder that is kept cannot be
-filled. So around foreign layers a checkpoint does nothing, and before the first local one the placeholders are filled.
+filled. So around skipped layers a checkpoint does nothing, and before the first local one the placeholders are filled.
 
 In the backward pass a checkpoint runs its function again, when no step runs any more. Then layers, and random functions
 between them, must draw from the streams from which they drew the first time: these are noted, and used again in order.
@@ -63,16 +63,16 @@ class Checkpoint:
     @contextmanager
     def noted(self, run: StageRun) -> Iterator[None]:
         """Around the first time."""
-        if run.checkpoint is not None:
+        if run.surroundings.checkpoint is not None:
             raise CutError(
                 "a checkpoint surrounds layers and is inside another one.",
                 hint="Use torch.utils.checkpoint once around a layer, or inside layers.",
             )
-        run.checkpoint = self
+        run.surroundings.checkpoint = self
         try:
             yield
         finally:
-            run.checkpoint = None
+            run.surroundings.checkpoint = None
 
     def again(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """The function for later times."""
@@ -117,7 +117,7 @@ def run_again(forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 
 def _passes_over() -> bool:
-    """Whether the checkpoint that begins now surrounds a foreign layer; fills the placeholders if it does not."""
+    """Whether the checkpoint that begins now surrounds a skipped layer; fills the placeholders if it does not."""
     run = CHECKPOINTS.run
     if run is None or not run.tracker.waiting:
         return False
@@ -133,7 +133,7 @@ class _Reentrant(_reentrant):
         if _passes_over():
             return function(*args)
         run = CHECKPOINTS.run
-        if run is not None and not (run.inside or run.unit):
+        if run is not None and not (run.inside or run.surroundings.unit):
             function = Checkpoint(True, len(run.tracker.calls)).first(run, function)
         return _reentrant.apply(function, preserve_rng_state, *args)  # type: ignore[no-untyped-call]
 
@@ -143,7 +143,7 @@ def _without_reentrant(function: Callable[..., Any], *args: Any, **kwargs: Any) 
         yield
         return
     run = CHECKPOINTS.run
-    if run is None or run.inside or run.unit:
+    if run is None or run.inside or run.surroundings.unit:
         yield from _other(function, *args, **kwargs)
         return
     checkpoint = Checkpoint(False, len(run.tracker.calls))

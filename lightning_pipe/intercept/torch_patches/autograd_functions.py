@@ -56,7 +56,7 @@ class Unit:
         self._versions = self._count(run)
 
     @staticmethod
-    def _count(run: StageRun) -> dict[int, int]:
+    def _count(run: StageRun) -> dict[int, int | None]:
         with run.tracker.paused():
             return {number: version_of(tensor) for number, tensor in run.tracker.numbers.alive()}
 
@@ -132,17 +132,17 @@ def _surround(run: StageRun, name: str, apply: Callable[..., Any], args: Any, kw
 
 @contextmanager
 def _as_unit(run: StageRun, name: str, derived: bool) -> Iterator[None]:
-    if run.unit is not None:  # it belongs to the one around it
+    if run.surroundings.unit is not None:  # it belongs to the one around it
         yield
         return
     # A checkpoint around it computes without gradients at first, and with them later.
-    differentiable = (derived and torch.is_grad_enabled()) or run.checkpoint is not None
-    with run.stream(-1, len(run.tracker.calls)) if differentiable else nullcontext():
-        run.unit = Unit(name, run, differentiable)
+    differentiable = (derived and torch.is_grad_enabled()) or run.surroundings.checkpoint is not None
+    with run.surroundings.stream(-1, len(run.tracker.calls)) if differentiable else nullcontext():
+        run.surroundings.unit = Unit(name, run, differentiable)
         try:
             yield
         finally:
-            run.unit = None
+            run.surroundings.unit = None
 
 
 FUNCTIONS = Patch((Function, "apply", classmethod(_apply)))

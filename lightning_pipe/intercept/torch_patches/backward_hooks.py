@@ -25,6 +25,7 @@ def _apply_on_tensors(self: BackwardHook, fn: Callable[..., Any], args: tuple[An
     run = BACKWARD_HOOKS.run
     if run is None or run.inside:
         return _original(self, fn, args)  # type: ignore[no-untyped-call]
+    hooked = run.surroundings.hooked
     is_output = self.n_inputs >= 0  # known from the first call on, which is for the input
     if not is_output and run.tracker.waiting and run.tracker.complete:
         run.arrive()  # it is this stage's first layer
@@ -36,10 +37,10 @@ def _apply_on_tensors(self: BackwardHook, fn: Callable[..., Any], args: tuple[An
     for old, new in zip(args, results, strict=True):
         if isinstance(old, Tensor) and new is not old:
             run.tracker.numbers.rename(old, new, replace=is_output)
-    if is_output and self in run.hooked:
-        del run.hooked[run.hooked.index(self) :]
+    if is_output and self in hooked:
+        del hooked[hooked.index(self) :]
     elif not is_output and places is not None and self.user_hooks:
-        run.hooked.append(self)
+        hooked.append(self)
     return results, places
 
 

@@ -1,7 +1,7 @@
 """Lets ``nn.TransformerEncoder`` treat padding in evaluation as on one device.
 
 There it computes on a nested tensor, and what it returns is zero where its input was padded (torch 2.10 to 2.15).
-Stages cannot stand in for nested tensors: here it computes on the padded one, and the zeros are put in afterwards.
+No placeholder stands for a nested tensor: here it computes on the padded one, and the zeros are put in afterwards.
 """
 
 from __future__ import annotations

@@ -24,10 +24,10 @@ _original = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
 
 def _run_backward(outputs: Sequence[Tensor | GradientEdge], *args: Any, **kwargs: Any) -> Any:
     run = INNER_BACKWARD.run
-    if run is not None and run.inbox is not None and any(run.inbox.requires_grad):
+    if run is not None and (incoming := run.arrival.incoming) is not None and any(incoming.requires_grad):
         inputs = args[3]
         # ``backward()`` has no inputs: it goes wherever the graph leads.
-        targets = [edge_of(each) for each in inputs if run.is_older(each)] if inputs else [(None, 0)]
+        targets = [edge_of(each) for each in inputs if run.arrival.is_older(each)] if inputs else [(None, 0)]
         if any(isinstance(node, Entry) for target in targets for node in nodes_behind(outputs, target)):
             raise CutError(
                 "a backward pass inside the step (torch.autograd.grad, for instance) goes back over the cut before "

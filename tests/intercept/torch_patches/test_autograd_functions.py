@@ -12,8 +12,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from lightning_pipe.errors import CutError
-from tests.intercept.test_stage_run import WIDTH, Block, Net, batches
 from tests.support.engine_runs import assert_close, assert_same, pipelined
+from tests.support.small_net import WIDTH, Block, Net, batches
 
 pytestmark = pytest.mark.usefixtures("float64")
 

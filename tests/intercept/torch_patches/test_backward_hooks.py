@@ -12,8 +12,8 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.nn.modules.module import register_module_full_backward_hook, register_module_full_backward_pre_hook
 
 from lightning_pipe.errors import CutError
-from tests.intercept.test_stage_run import Block, Net, batches
 from tests.support.engine_runs import assert_same, pipelined, single_device
+from tests.support.small_net import Block, Net, batches
 
 pytestmark = pytest.mark.usefixtures("float64")
 

@@ -11,8 +11,8 @@ from torch.autograd import grad  # a name of its own, as many have it
 from torch.nn import functional as F
 
 from lightning_pipe.errors import CutError
-from tests.intercept.test_stage_run import WIDTH, Block, Net, batches
 from tests.support.engine_runs import assert_same, pipelined
+from tests.support.small_net import WIDTH, Block, Net, batches
 
 pytestmark = pytest.mark.usefixtures("float64")
 

@@ -1,0 +1,131 @@
+"""What a stage has received, and how it gets into the user's step at the stage's first layer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+from lightning_pipe.errors import CutError
+from lightning_pipe.intercept.call_record import Crossing, LiveTensor, RunRecord
+from lightning_pipe.intercept.incoming import Incoming
+from lightning_pipe.intercept.parameter_use import ParameterUse
+from lightning_pipe.intercept.skipped_layers import SkippedLayers
+from lightning_pipe.intercept.tensor_state import TensorState, has_changed, state_of, version_of
+from lightning_pipe.intercept.tracker import Tracker
+from lightning_pipe.torch_internals import graph_nodes
+
+Inbound = tuple[RunRecord, dict[int, Tensor]]
+"""What has crossed the cut before a stage: the previous stage's path, and by number the tensors that travelled."""
+
+_NO_SHARING = "Use the out-of-place form, or .clone() one of them."
+
+
+class Arrival:
+    """The tensors that one run of the step has received, before and after they are in the step.
+
+    Args:
+        inbound: what has been received; ``None`` on the first stage.
+        tracker: that of the run.
+        skipped: the layers that earlier stages have run instead.
+        parameter_use: the module's parameters and buffers.
+
+    Attributes:
+        pending: what is not in the step yet.
+        incoming: the entry of the tensors into autograd, once they are in the step.
+        copied: the tensors that have come as copies of one memory, with their versions and numbers.
+        lenders: by number, the argument whose memory a tensor shares on the stage that it comes from.
+    """
+
+    def __init__(
+        self, inbound: Inbound | None, tracker: Tracker, skipped: SkippedLayers, parameter_use: ParameterUse
+    ) -> None:
+        self.pending = inbound
+        self._tracker, self._skipped, self._parameter_use = tracker, skipped, parameter_use
+        self.incoming: Incoming | None = None
+        self._begin = 0
+        self.copied: list[tuple[Tensor, int | None, int]] = []
+        self.lenders: dict[int, tuple[int, int]] = {}
+        self._own: list[tuple[Tensor, TensorState, int]] = []
+
+    def fill(self) -> None:
+        """Give the placeholders of the run the received values."""
+        if self.pending is None:
+            return
+        self._tracker.arrive()
+        path, values = self.pending
+        self.pending = None
+        with self._tracker.paused():
+            entries = [entry for entry in path.entries if entry.number in values]
+            self.incoming = Incoming(
+                [values[entry.number] for entry in entries],
+                [entry.requires_grad for entry in entries],
+                skips=any(call.stashed for call in path.calls),
+            )
+            self._begin = graph_nodes()
+            self._fill(entries, self.incoming)
+            for number, name in self._skipped.missing(values):
+                self._tracker.numbers.unfilled[number] = (
+                    f"'{name}' changes it in place on an earlier stage, which did not send it: in the first batch of "
+                    "this shape nothing needed it."
+                )
+            shared = {entry.number for entry in entries if entry.shared}
+            alive = self._tracker.numbers.alive() if shared else ()
+            self.copied = [(tensor, version_of(tensor), number) for number, tensor in alive if number in shared]
+
+    def _fill(self, entries: list[LiveTensor], incoming: Incoming) -> None:
+        numbers = self._tracker.numbers
+        kept = {numbers.of(tensor): tensor for tensor, name in self._skipped.kept if self._parameter_use.may_run(name)}
+        # Nothing may hold a value when its turn comes: a view keeps its base from being swapped. So the list lets go of
+        # each value as it is taken, from the end, which is the first one.
+        incoming.tensors.reverse()
+        for entry in entries:
+            if entry.lender is not None:
+                self._note_lender(entry.number, entry.lender)
+            value, own = incoming.tensors.pop(), kept.get(entry.number)
+            # Filling swaps the two; but a view must let go of its memory.
+            copy = own.clone() if own is not None and own._is_view() else None
+            numbers.fill(entry.number, value)
+            if own is not None and entry.number not in numbers.unfilled:
+                self._skipped.attributes.filled(own, value if copy is None else copy)
+
+    def _note_lender(self, number: int, lender: tuple[int, int]) -> None:
+        """A tensor has come that is a copy here of memory which this stage has for itself."""
+        own = self._skipped.lenders.get(lender)
+        if own is not None and not self._tracker.numbers.derived(own):
+            self._own.append((own, state_of(own), number))
+            self.lenders[number] = lender
+
+    def is_older(self, tensor: Tensor | GradientEdge) -> bool:
+        """Whether a tensor of a graph was there before this stage's first layer, for earlier stages to use."""
+        node = tensor.node if isinstance(tensor, GradientEdge) else tensor.grad_fn
+        leaf = getattr(node, "variable", None if node is not None else tensor)
+        if leaf is None:
+            return bool(node._sequence_nr() < self._begin)  # type: ignore[union-attr]
+        answered = (parameter for module in self._skipped.modules for parameter in module.parameters())
+        return self._tracker.is_leaf_before(leaf) or any(parameter is leaf for parameter in answered)
+
+    def check_copies(self, leaving: Iterable[Crossing]) -> None:
+        """Raise if one of two tensors with one memory has changed since the cut at which they became two.
+
+        Args:
+            leaving: what leaves this stage: the next one may use both.
+        """
+        for tensor, version, number in self.copied:
+            if version_of(tensor) != version:
+                raise CutError(
+                    f"tensor {number}, {tuple(tensor.shape)}, is changed in place after a cut, and another tensor that "
+                    "crosses the cut shares its memory.",
+                    hint=_NO_SHARING,
+                )
+        if not self._own:
+            return
+        needed = self._tracker.used | {entry.number for crossing in leaving for entry in crossing.path.entries}
+        for tensor, state, number in self._own:
+            if number in needed and has_changed(tensor, state):
+                raise CutError(
+                    f"a tensor {tuple(tensor.shape)} {tensor.dtype} is changed in place after a cut, and what a layer "
+                    f"before the cut returned, tensor {number}, shares its memory.",
+                    hint=_NO_SHARING,
+                )

@@ -1,0 +1,131 @@
+"""Runs the layers and outside modules of one stage, and records what other stages must know of each call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_pipe.intercept.describe import RecordCache
+from lightning_pipe.intercept.effects import AttributeSearch, Watch
+from lightning_pipe.intercept.inner_hooks import HookedParts, shown
+from lightning_pipe.intercept.recompute import release_saved
+from lightning_pipe.intercept.stage_layers import StageLayers
+from lightning_pipe.intercept.surroundings import Surroundings
+from lightning_pipe.intercept.torch_functions import FLAT
+from lightning_pipe.intercept.tracker import Tracker
+from lightning_pipe.skip import SkipKey, StepStore, stored_in
+from lightning_pipe.torch_internals import graph_nodes, tree_leaves
+
+_AS_IT_IS = nullcontext()
+
+Stashed = Mapping[SkipKey, Tensor | None]
+
+Profiler = Callable[[str, int, Callable[..., Any], Any, Any, Stashed], None]
+"""Called before a layer or outside module runs: name, key (negative outside), forward, arguments, skip tensors."""
+
+
+class RunCache:
+    """What the runs of one rank keep for later runs.
+
+    Attributes:
+        attributes: tells which modules keep tensors as attributes.
+        records: the last record of each layer.
+        hooked: which parts of modules have forward hooks.
+    """
+
+    def __init__(self) -> None:
+        self.attributes, self.records, self.hooked = AttributeSearch(), RecordCache(), HookedParts()
+
+
+class LayerCalls:
+    """The calls of this stage's layers and of outside modules in one run of the step.
+
+    Args:
+        stage: the stage's layers.
+        tracker: that of the run.
+        skips: what is stashed and not popped yet.
+        surroundings: gives the random streams.
+        cache: what earlier runs have kept.
+        profiler: measures layers as they are called; ``None``: no measurement.
+
+    Attributes:
+        inside: whether a layer or outside module runs now.
+        routed: the numbers of tensors that go to another stage than the next, with that stage.
+    """
+
+    def __init__(
+        self,
+        stage: StageLayers,
+        tracker: Tracker,
+        skips: StepStore,
+        surroundings: Surroundings,
+        cache: RunCache,
+        profiler: Profiler | None,
+    ) -> None:
+        self.tracker, self.inside, self.routed = tracker, False, dict[int, int]()
+        self._others, self._routes = not stage.all, stage.routes
+        self._skips, self._surroundings, self._cache, self._profiler = skips, surroundings, cache, profiler
+
+    def run(self, name: str, key: int, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call ``forward`` with the random stream of ``key``, and record what the call leaves behind."""
+        tracker, cache = self.tracker, self._cache
+        given = [*args, *kwargs.values()]
+        plain = FLAT.issuperset(map(type, given))  # nothing in them can change
+        arguments = given if plain else tree_leaves((args, kwargs))
+        tensors = [leaf for leaf in arguments if isinstance(leaf, Tensor)]
+        self.inside = True  # what a layer calls, other layers too, belongs to it
+        try:
+            with tracker.paused(), self._surroundings.stream(key), stored_in(self._skips):
+                tracker.touch(tensors, name)
+                before, received = tracker.in_place.noted(tensors), tracker.given(tensors)
+                skips, events = dict(self._skips), len(self._skips.events)
+                if self._profiler is not None:
+                    self._profiler(name, key, forward, args, kwargs, skips)
+                seeks = self._others and cache.attributes.seeks(name, module)
+                # With the layers on one stage nobody needs a record: code behind them sees what they leave behind.
+                watched = seeks or (self._others and not plain)
+                watch = self._watch(Watch(name, module, given, arguments, seeks)) if watched else None
+                hooked = cache.hooked.of(module) if self._others else ()
+                start = graph_nodes()
+                with shown(self, name, hooked, arguments) if hooked else _AS_IT_IS:
+                    result = forward(*args, **kwargs)
+                # tensors made in between have no number: those that get out other than by the result are an error
+                tracker.spans.append((start, graph_nodes()))
+                changed = tracker.in_place.changed(before, name)
+                release_saved()
+                stashed, popped = self._skipped(name, skips, events) if len(self._skips.events) > events else ({}, ())
+                call = cache.records.record(tracker, name, result, arguments, changed, stashed, popped, watch, received)
+                tracker.calls.append(call)
+                if seeks:
+                    cache.attributes.note(name, module, any(effect.attribute for effect in call.effects))
+        finally:
+            self.inside = False
+        return result
+
+    def _watch(self, watch: Watch) -> Watch:
+        """Note that the call may use the tensors that its module keeps."""
+        numbers = map(self.tracker.numbers.of, watch.attributes())
+        self.tracker.used.update(number for number in numbers if number is not None)
+        return watch
+
+    def _skipped(
+        self, name: str, before: Stashed, events: int
+    ) -> tuple[dict[SkipKey, Tensor | None], tuple[SkipKey, ...]]:
+        """The skip connections that a call begins, and those of ``before`` that it ends, by its events.
+
+        One that goes its own way gets a number of its own. A call may end one and begin another under the same key.
+        """
+        new = self._skips.events[events:]
+        stashed = {key: tensor for key, tensor in self._skips.items() if (key, True) in new}
+        popped = tuple(key for key in before if (key, False) in new)
+        self.tracker.touch([tensor for key in popped if (tensor := before[key]) is not None], f"{name} (skip)")
+        for key, tensor in stashed.items():
+            if tensor is not None and key in self._routes:
+                # a view would keep the tensor alive, and in an evaluation what is alive travels to the next stage
+                alias = tensor.view_as(tensor) if tensor.requires_grad else tensor.detach()
+                self._skips[key] = stashed[key] = alias
+                self.routed[self.tracker.numbers.give(alias)] = self._routes[key]
+        return stashed, popped

@@ -1,0 +1,51 @@
+"""What of the user's step is around the code that runs now: checkpoints, Functions, hooks, and its random stream."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+
+from torch.utils.hooks import BackwardHook
+
+from lightning_pipe.intercept.torch_patches.activation_checkpoints import Checkpoint
+from lightning_pipe.intercept.torch_patches.autograd_functions import Unit
+
+
+class Surroundings:
+    """What surrounds the code outside layers that runs now.
+
+    Args:
+        isolated: gives a context with the micro-batch's random stream of a key.
+
+    Attributes:
+        checkpoint: the activation checkpoint.
+        unit: the ``torch.autograd.Function`` that is being applied.
+        hooked: the full backward hooks of modules that have begun and not ended, outermost first.
+    """
+
+    def __init__(self, isolated: Callable[..., AbstractContextManager[None]]) -> None:
+        self._isolated = isolated
+        self.checkpoint: Checkpoint | None = None
+        self.unit: Unit | None = None
+        self.hooked: list[BackwardHook] = []
+
+    @property
+    def whole_unit(self) -> Unit | None:
+        """The Function that is being applied if a cut must not divide it."""
+        return self.unit if self.unit is not None and self.unit.differentiable else None
+
+    def stream(self, *key: int) -> AbstractContextManager[None]:
+        """The random stream of ``key``; without a key that of the code around, which goes on.
+
+        A checkpoint runs its code again in the backward pass, so it notes the streams in order. The backward of a
+        Function restores the generator's state by itself: all that draws inside it draws from one stream.
+        """
+        if self.whole_unit is not None:
+            return nullcontext()
+        if key and self.checkpoint is None:
+            return self._isolated(*key)
+        stream = partial(self._isolated, *key) if key else nullcontext
+        if self.checkpoint is not None:
+            self.checkpoint.streams.append(stream)
+        return stream()

@@ -1,0 +1,64 @@
+"""Which tensors change in place with others, and which must not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lightning_pipe.errors import CutError
+from lightning_pipe.intercept.in_place import InPlace
+from lightning_pipe.intercept.numbers import Numbers
+from lightning_pipe.intercept.placeholder import Placeholder
+from lightning_pipe.intercept.tensor_state import counted, counting, has_changed, state_of
+from tests.intercept.test_tracker import Uses
+
+
+@pytest.fixture
+def in_place() -> InPlace:
+    return InPlace(Numbers(), Uses(), partial=True)
+
+
+def test_a_change_is_noticed_with_its_base(in_place: InPlace) -> None:
+    x, y = torch.ones(2, 2), torch.ones(2)
+    row = x[0]
+    noted = in_place.noted([row, y])
+    row.add_(1)
+    changed = in_place.changed(noted, "add_")
+    assert [each.tensor is row for each in changed] == [True]
+    assert [each is x for each in changed[0].also] == [True]
+    assert [id(each) for each in in_place.written([row, x])] == [id(row), id(x)]
+
+
+def test_changes_are_noticed_in_inference_mode() -> None:
+    with torch.inference_mode():
+        x = torch.ones(2)
+        state = state_of(x)
+        assert not has_changed(x, state)
+        x.add_(1)
+        assert has_changed(x, state)
+        with counting():
+            assert not torch.ones(2).is_inference()
+        alias = counted(x)
+        assert not alias.is_inference()
+        assert alias.data_ptr() == x.data_ptr()
+
+
+def test_memory_that_a_result_shares_with_an_argument_must_not_change(in_place: InPlace) -> None:
+    x = torch.ones(2, 3)
+    flat = x.flatten()
+    in_place._numbers.give(flat)
+    assert in_place.lend(flat, 4, [None, x]) == [1]
+    assert in_place.lender_of(flat) == (4, 1)
+    with pytest.raises(CutError, match="an argument of the layer that returned it shares its memory"):
+        in_place.check_not_lent([flat], "add_")
+
+
+def test_what_another_stage_writes_to_becomes_a_placeholder(in_place: InPlace) -> None:
+    x = torch.ones(2, 3)
+    in_place.forget([x], "add_")
+    assert isinstance(x, Placeholder)
+    shared = torch.ones(2)
+    alias = shared.detach()
+    with pytest.raises(CutError, match="and another tensor shares its memory"):
+        in_place.forget([shared], "add_")
+    assert alias.shape == (2,)

@@ -1,0 +1,99 @@
+"""Records of calls, and the answers for layers that another stage runs, made from them."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_pipe.errors import CutError
+from lightning_pipe.intercept.call_record import CallRecord, Passed, Repeated
+from lightning_pipe.intercept.layer_calls import LayerCalls, RunCache
+from lightning_pipe.intercept.placeholder import Placeholder
+from lightning_pipe.intercept.skipped_layers import SkippedLayers
+from lightning_pipe.intercept.stage_layers import StageLayers
+from lightning_pipe.intercept.surroundings import Surroundings
+from lightning_pipe.intercept.tracker import Tracker
+from lightning_pipe.skip import StepStore
+from tests.intercept.test_tracker import tracker
+
+NAMES = ("layers.0", "layers.1")
+
+
+def recorded(module: nn.Module, *args: Any, cache: RunCache | None = None) -> tuple[Any, CallRecord, Tracker]:
+    first = tracker()
+    calls = LayerCalls(
+        StageLayers(0, range(1), NAMES, {}),
+        first,
+        StepStore(),
+        Surroundings(lambda *_: nullcontext()),
+        cache or RunCache(),
+        None,
+    )
+    with first:
+        result = calls.run(NAMES[0], 0, module, module.forward, args, {})
+    return result, first.calls[-1], first
+
+
+def answered(call: CallRecord, module: nn.Module, *args: Any) -> tuple[Any, SkippedLayers]:
+    second = tracker([call])
+    skipped = SkippedLayers(second, StepStore(), torch.device("cpu"))
+    with second, second.paused():
+        return skipped.answer(NAMES[0], module, args, {}), skipped
+
+
+class Several(nn.Module):
+    def forward(self, x: Tensor, state: dict[str, Tensor]) -> Any:
+        out = x.sin()
+        state["seen"] = out
+        self.kept = out * 2
+        return {"out": out, "again": out, "same": x, "count": 3}
+
+
+def test_a_result_is_described_and_answered() -> None:
+    x = torch.ones(2, 3, requires_grad=True)
+    _, call, _ = recorded(Several(), x, {})
+    assert call.leaves[1:4] == (Repeated(0), Passed(0), 3)
+    assert [(effect.container, effect.attribute) for effect in call.effects] == [(0, ""), (None, "kept")]
+    other, state = Several(), dict[str, Tensor]()
+    result, skipped = answered(call, other, x, state)
+    assert (type(result["out"]), result["out"].shape, result["count"]) == (Placeholder, (2, 3), 3)
+    assert result["again"] is result["out"] is state["seen"]
+    assert result["same"] is x
+    assert isinstance(other.kept, Placeholder)
+    skipped.attributes.restore()
+    assert not hasattr(other, "kept")
+
+
+class Adds(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.add_(1)
+
+
+def test_a_change_in_place_makes_a_placeholder_of_what_was_known() -> None:
+    _, call, _ = recorded(Adds(), torch.ones(2))
+    assert (call.mutated, call.leaves, call.numbers) == ((0,), (Passed(0),), (0,))
+    x = torch.ones(2)
+    result, _ = answered(call, Adds(), x)
+    assert result is x
+    assert isinstance(x, Placeholder)
+
+
+def test_an_equal_call_has_the_same_record() -> None:
+    cache, layer, x = RunCache(), nn.Linear(2, 2), torch.ones(3, 2)
+    records = [recorded(layer, x, cache=cache)[1] for _ in range(6)]
+    assert records[-1] is records[-2], "once the layer's attributes have been searched in vain"
+    assert recorded(layer, torch.ones(4, 2), cache=cache)[1] != records[-1]
+
+
+class Opaque(nn.Module):
+    def forward(self, x: Tensor) -> object:
+        return object()
+
+
+def test_what_no_message_holds_raises() -> None:
+    with pytest.raises(CutError, match=r"'layers\.0' returns a object, which cannot be shown"):
+        recorded(Opaque(), torch.ones(2))

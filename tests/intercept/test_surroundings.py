@@ -1,0 +1,218 @@
+"""Checkpoints, Functions, transforms and hooks around the calls of layers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from lightning_pipe.errors import CutError
+from tests.support.engine_runs import assert_close, assert_same, pipelined, single_device
+from tests.support.small_net import WIDTH, Block, Net, batches
+
+pytestmark = pytest.mark.usefixtures("float64")
+
+
+class Square(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return 2 * x * gradient
+
+
+class CustomFunction(Net):
+    def body(self, h: Tensor, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            h = layer(Square.apply(h))
+        return h
+
+
+class NoGradPrefix(Net):
+    def body(self, h: Tensor, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            for layer in self.layers[:2]:
+                h = layer(h)
+        for layer in self.layers[2:]:
+            h = layer(h)
+        return h
+
+
+class Checkpointed(Net):
+    reentrant = False
+
+    def body(self, h: Tensor, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            h = checkpoint(layer, h, use_reentrant=self.reentrant)
+        return h
+
+
+class ReentrantCheckpointed(Checkpointed):
+    reentrant = True
+
+
+class CheckpointedTogether(Net):
+    """One checkpoint around several layers, and a cut inside."""
+
+    reentrant = False
+
+    def body(self, h: Tensor, x: Tensor) -> Tensor:
+        return checkpoint(super().body, h, x, use_reentrant=self.reentrant)
+
+
+class ReentrantTogether(CheckpointedTogether):
+    reentrant = True
+
+
+class NestedCheckpoints(Checkpointed):
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        return checkpoint(super().forward, x, y, use_reentrant=False)
+
+
+class InsideGrad(Net):
+    def body(self, h: Tensor, x: Tensor) -> Tensor:
+        return torch.func.grad(lambda t: super(InsideGrad, self).body(t, x).sum())(h)
+
+
+class InsideVmap(Net):
+    def body(self, h: Tensor, x: Tensor) -> Tensor:
+        return torch.vmap(lambda t: super(InsideVmap, self).body(t, x))(h)
+
+
+class InsideForwardMode(Net):
+    def body(self, h: Tensor, x: Tensor) -> Tensor:
+        with torch.autograd.forward_ad.dual_level():
+            out = super().body(torch.autograd.forward_ad.make_dual(h, torch.ones_like(h)), x)
+            return torch.autograd.forward_ad.unpack_dual(out).primal
+
+
+@pytest.mark.parametrize("model", [InsideGrad, InsideVmap, InsideForwardMode])
+def test_transforms_on_one_rank(model: type[Net]) -> None:
+    assert_same(model(), batches(), ranks=1, layers="layers")
+
+
+class Noisy(Net):
+    class block(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            return F.dropout(super().forward(x), 0.3, self.training)
+
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        x = x + torch.randn_like(x)
+        h = F.dropout(self.embed(x), 0.2)
+        noise = torch.rand(WIDTH)
+        h = self.body(h, x) + torch.rand(WIDTH) * noise
+        return F.mse_loss(self.head(F.dropout(h, 0.5)), y)
+
+
+def test_random_numbers_do_not_depend_on_the_cut() -> None:
+    data = batches()
+    # Threads share torch's generator: one rank at a time.
+    model = Noisy()
+    found = [pipelined(model, data, 3, ranks=1, stages=stages, layers="layers").losses for stages in (1, 2, 4)]
+    assert found[0] == pytest.approx(found[1], abs=1e-12)
+    assert found[0] == pytest.approx(found[2], abs=1e-12)
+    assert found[0] != pytest.approx(single_device(model, data, 3).losses, abs=1e-6)
+
+
+class NoisyCheckpoints(Noisy):
+    """Draws in layers, in an outside module and between them; once more if checkpoints run again."""
+
+    reentrant: bool | None = None
+
+    def noisy(self, layer: nn.Module, h: Tensor) -> Tensor:
+        return F.dropout(layer(h), 0.4) + torch.rand(WIDTH) * torch.randn(WIDTH).bernoulli_(0.5)
+
+    def body(self, h: Tensor, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            if self.reentrant is None:
+                h = self.noisy(layer, h)
+            else:
+                h = checkpoint(self.noisy, layer, h, use_reentrant=self.reentrant)
+        return h
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoints_around_layers_draw_the_same_numbers_again(reentrant: bool) -> None:
+    data, model = batches(), NoisyCheckpoints()
+    expected = pipelined(model, data, 3, ranks=1, stages=2, layers="layers")
+    model.reentrant = reentrant
+    found = pipelined(model, data, 3, ranks=1, stages=2, layers="layers")
+    assert found.losses == pytest.approx(expected.losses, abs=1e-12)
+    assert_close(found.values, expected.values, 1e-12)
+
+
+class Tanh(nn.Module):
+    """A layer with a hook of every kind that may change something."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_forward_pre_hook(lambda module, args: (args[0] * 1.1,))
+        self.register_forward_hook(lambda module, args, result: result.tanh())
+        self.register_full_backward_hook(
+            lambda module, inputs, outputs: tuple(g if g is None else 0.9 * g for g in inputs)
+        )
+        self.register_full_backward_pre_hook(lambda module, outputs: (0.8 * outputs[0],))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x)
+
+
+class Hooked(nn.Module):
+    """Hooks on layers and on an outside module; what goes into a layer is used after it as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = Tanh()
+        self.layers = nn.ModuleList(Tanh() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for layer in self.layers:
+            x = x + layer(x)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("recompute", ["never", "always"])
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zero_bubble", "chimera"])
+def test_hooks_of_layers_run_where_the_layers_do(schedule: str, recompute: str) -> None:
+    data = [{"x": torch.randn(size, 8)} for size in (6, 6, 5)]
+    assert_same(Hooked(), data, schedule=schedule, recompute=recompute, layers="layers")
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        CustomFunction,
+        NoGradPrefix,
+        Checkpointed,
+        ReentrantCheckpointed,
+        CheckpointedTogether,
+    ],
+    ids=lambda model: model.__name__,
+)
+def test_equals_one_device(model: type[Net], run: dict[str, Any]) -> None:
+    assert_same(model(), batches(), **run)
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (ReentrantTogether, r"before layer 'layers\.2' lies inside a checkpoint with use_reentrant=True"),
+        (NestedCheckpoints, "surrounds layers and is inside another"),
+        (InsideGrad, "lies inside a transform of torch.func"),
+        (InsideVmap, "lies inside a transform of torch.func"),
+        (InsideForwardMode, "or inside forward-mode differentiation"),
+    ],
+)
+def test_what_cannot_be_served_raises(model: type[Net], message: str) -> None:
+    with pytest.raises(CutError, match=message):
+        pipelined(model(), batches(), 2, ranks=2, layers="layers")

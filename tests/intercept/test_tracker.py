@@ -1,0 +1,108 @@
+"""The tracker records what derives from parameters, and compares it with the record of the previous stage."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_pipe.errors import CutError
+from lightning_pipe.intercept.call_record import CallRecord
+from lightning_pipe.intercept.placeholder import Placeholder
+from lightning_pipe.intercept.tracker import Tracker
+
+
+class Uses:
+    """Notes which parameters are used."""
+
+    def __init__(self) -> None:
+        self.used: list[Tensor] = []
+
+    def use(self, parameter: nn.Parameter) -> None:
+        self.used.append(parameter)
+
+    def run(self, module: str) -> None:
+        pass
+
+    def may_run(self, module: str) -> bool:
+        return True
+
+    def name_of(self, tensor: Tensor) -> str | None:
+        return None
+
+
+def tracker(expected: list[CallRecord] | None = None, uses: Uses | None = None) -> Tracker:
+    calls = None if expected is None else tuple(expected)
+    return Tracker(calls, lambda *_: nullcontext(), uses or Uses(), partial=True, alone=False)
+
+
+def test_calls_of_what_is_derived_are_recorded_and_numbered() -> None:
+    uses, x, weight = Uses(), torch.ones(2, 2), nn.Parameter(torch.ones(2, 2))
+    with (first := tracker(uses=uses)):
+        doubled = x * 2
+        h = doubled @ weight
+        h = h.relu()
+    assert [(call.name, call.numbers) for call in first.calls] == [("matmul", (0,)), ("relu", (1,))]
+    assert uses.used == [weight]
+    assert first.numbers.of(doubled) is None
+    assert first.used == {0}, "what a call is given"
+
+
+def test_a_stage_that_waits_gets_placeholders_of_the_same_numbers() -> None:
+    x, weight = torch.ones(2, 2), nn.Parameter(torch.ones(2, 2))
+    with (first := tracker()):
+        (x @ weight).sum(0)
+    with (second := tracker(first.calls)):
+        h = x @ weight
+        total = h.sum(0)
+        assert (type(total), total.shape, total.requires_grad) == (Placeholder, (2,), True)
+        second.arrive()
+    assert [second.numbers.of(each) for each in (h, total)] == [0, 1]
+    assert (second.calls, second.waiting) == (first.calls, False)
+
+
+def test_what_was_read_is_read_by_later_stages_too() -> None:
+    weight = nn.Parameter(torch.tensor(3.0))
+    with (first := tracker()):
+        assert (weight * 2).item() == 6.0
+    with torch.no_grad():
+        weight.fill_(4.0)
+    with tracker(first.calls):
+        assert (weight * 2).item() == 6.0
+
+
+def test_another_call_raises() -> None:
+    weight = nn.Parameter(torch.ones(2))
+    with (first := tracker()):
+        weight.relu()
+    with tracker(first.calls), pytest.raises(CutError, match="to 'tanh', the previous stage made 'relu'"):
+        weight.tanh()
+    with tracker(first.calls) as second, pytest.raises(CutError, match="first layer after 0 calls"):
+        second.arrive()
+
+
+def test_another_history_of_the_batch_raises() -> None:
+    x, weight = torch.ones(2), nn.Parameter(torch.ones(2))
+    with (first := tracker()):
+        first.lineage.begin([x])
+        x * 2 * weight
+    with (second := tracker(first.calls)):
+        second.lineage.begin([x])
+        x * 2 * weight
+    with (third := tracker(first.calls)):
+        third.lineage.begin([x])
+        other = x * 2 * 2
+        with pytest.raises(CutError, match="have not called the same torch functions"):
+            other * weight
+
+
+def test_paused_and_resumed() -> None:
+    weight = nn.Parameter(torch.ones(2))
+    with (first := tracker()), first.paused():
+        weight.relu()
+        with first.resumed():
+            weight.tanh()
+        weight.relu()
+    assert [call.name for call in first.calls] == ["tanh"]

@@ -1,0 +1,194 @@
+"""What crosses a cut: which tensors travel, of which kind, and which steps cannot be cut."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_pipe.errors import CutError, PartitionError
+from tests.support.engine_runs import assert_same, pipelined
+from tests.support.small_net import WIDTH, Block, Net, ViewsAndChunks, batch, batches
+
+pytestmark = pytest.mark.usefixtures("float64")
+
+
+class Fickle(Block):
+    """Leaves something else behind from call to call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        out = super().forward(x)
+        kinds = [out.mT.contiguous().mT + 0, x, x.view_as(x), out.detach(), out.float(), out[:, :1] + 0]
+        return out if self.calls % 2 else kinds[self.calls // 2 % len(kinds)]
+
+
+class Looks(Net):
+    """Code between layers that depends on what kind of tensor they return."""
+
+    block = Fickle
+
+    def body(self, h: Tensor, x: Tensor) -> Tensor:
+        seen = 0.0
+        for layer in self.layers:
+            out = layer(h)
+            seen += (out is h) + 2 * out.requires_grad + 4 * out.is_contiguous() + 8 * out.shape[1] + out.itemsize / 64
+            h = 0.3 * (out + x.to(out.dtype) + h)
+        return h * seen / 200  # where the last layer is: what the others left must have looked the same
+
+
+@pytest.mark.parametrize("run", [{"ranks": 2}, {"ranks": 4, "schedule": "gpipe"}, {"ranks": 1, "stages": 1}])
+def test_a_layer_may_return_another_kind_of_tensor_every_time(run: dict[str, Any]) -> None:
+    assert_same(Looks(), [batch(6) for _ in range(6)], **run)
+
+
+class ResidualInput(Net):
+    def body(self, h: Tensor, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            h = layer(h) + x
+        return h
+
+
+def test_batches_may_require_gradients(run: dict[str, Any]) -> None:
+    parts = batches()
+    for part in parts:
+        part["x"].requires_grad_()
+    assert_same(ResidualInput(), parts, **run)
+
+
+def test_batches_that_are_computed_from_parameters_raise() -> None:
+    parts = batches(1)
+    parts[0]["x"] = nn.Linear(WIDTH, WIDTH)(parts[0]["x"])
+    with pytest.raises(CutError, match=r"tensor \(4, 6\) of the batch is computed from parameters before the step"):
+        pipelined(ResidualInput(), parts, 2, layers="layers")
+
+
+def test_only_what_is_used_travels_after_the_first_batch() -> None:
+    sent: list[int] = []
+
+    def note(pipeline: Any, module: nn.Module) -> None:
+        if pipeline.transport.rank == 0:
+            sent.append(pipeline.executor.courier.sent_bytes)
+
+    pipelined(ViewsAndChunks(), batches(), 1, ranks=2, layers="layers", between=note)
+    pipelined(Net(), batches(), 1, ranks=2, layers="layers", between=note)
+    one_tensor = 7 * WIDTH * 8
+    assert sent[0] == sent[3] == 0, "the first batch goes over the slow path"
+    assert sent[4] - sent[3] == pytest.approx(one_tensor, abs=64), "a plain chain sends one tensor"
+
+
+class Pickles(Net):
+    def body(self, h: Tensor, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            h = layer(h)
+            pickle.dumps(h)
+        return h
+
+
+class Penalty(Net):
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        return super().forward(x, y) + sum(p.pow(2).sum() for p in self.parameters())
+
+
+class Twice(Net):
+    def body(self, h: Tensor, x: Tensor) -> Tensor:
+        return super().body(super().body(h, x), x)
+
+
+class Skips(Net):
+    def body(self, h: Tensor, x: Tensor) -> Tensor:
+        for layer in self.layers[:3]:
+            h = layer(h)
+        return h
+
+
+class Special(Tensor):
+    """What is added to it counts twice."""
+
+    def __add__(self, other: Any) -> Any:
+        return torch.add(self, other, alpha=2)
+
+
+class KeepsSubclass(Net):
+    class block(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x).as_subclass(Special)
+
+    def body(self, h: Tensor, x: Tensor) -> Tensor:
+        first = h = self.layers[0](h)
+        for layer in self.layers[1:]:
+            h = layer(h)
+        return first + h
+
+
+class KeepsSparse(Net):
+    def body(self, h: Tensor, x: Tensor) -> Tensor:
+        first = h.to_sparse()
+        return first.to_dense() + super().body(h, x)
+
+
+class OpaqueResult(Net):
+    class block(Block):
+        def forward(self, x: Any) -> Any:
+            return Box(super().forward(x.value if isinstance(x, Box) else x))
+
+    def body(self, h: Tensor, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            h = layer(h)
+        return h.value  # type: ignore[attr-defined,no-any-return]
+
+
+class Box:
+    def __init__(self, value: Tensor) -> None:
+        self.value = value
+
+
+def test_a_layer_that_is_never_called_raises() -> None:
+    with pytest.raises((PartitionError, CutError), match=r"layers\.3"):
+        pipelined(Skips(), batches(), 2, ranks=2, layers="layers")
+
+
+class Sometimes(Net):
+    """Needs a tensor from before the cut only if the batch says so; the shapes never tell."""
+
+    def body(self, h: Tensor, x: Tensor) -> Tensor:
+        first = h
+        h = super().body(h, x)
+        return h + first if x[0, 0] > 0 else h
+
+
+def test_a_tensor_that_was_not_sent_is_missed() -> None:
+    quiet, loud = batch(2), batch(2)
+    quiet["x"][:, 0], loud["x"][:, 0] = -1, 1
+    with pytest.raises(CutError, match="did not send"):
+        pipelined(Sometimes(), [quiet, quiet, loud], 1, ranks=2, layers="layers")
+
+
+@pytest.mark.parametrize(("schedule", "peaks"), [("gpipe", [6, 6, 6, 6]), ("1f1b", [4, 3, 2, 1])])
+def test_activations_held_are_those_of_the_schedule(schedule: str, peaks: list[int]) -> None:
+    outcome = pipelined(Net(), [batch(6)] * 2, 6, ranks=4, schedule=schedule, layers="layers")
+    found = {pipeline.transport.rank: pipeline.executor.peak_held for pipeline in outcome.pipelines}
+    assert [found[rank] for rank in range(4)] == peaks
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (Pickles, "pickling needs the value of a tensor that only another stage has"),
+        (Penalty, r"'layers.0.linear.weight' is used on rank"),
+        (Twice, "called a second time"),
+        (KeepsSubclass, r"a Special with torch\.strided crosses the cut before layer 'layers\.2'"),
+        (KeepsSparse, r"a Tensor with torch\.sparse_coo crosses the cut before layer 'layers\.2'"),
+        (OpaqueResult, "cannot be shown to the next stages"),
+    ],
+)
+def test_what_cannot_be_served_raises(model: type[Net], message: str) -> None:
+    with pytest.raises(CutError, match=message):
+        pipelined(model(), batches(), 2, ranks=2, layers="layers")
