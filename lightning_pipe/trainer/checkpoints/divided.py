@@ -49,7 +49,6 @@ class Checkpoints:
         module: the LightningModule.
         pipeline: the module over the ranks; ``None`` before and after a run, when every rank has all of it.
         transport: this process's transport.
-        speaker: the pipeline rank that writes.
         holders: after a run, the ranks that had the values: the copies that callbacks keep are still divided.
     """
 
@@ -58,15 +57,16 @@ class Checkpoints:
         module: pl.LightningModule,
         pipeline: Pipeline | None,
         transport: Transport,
-        speaker: int,
         holders: Mapping[str, tuple[int, ...]],
     ) -> None:
-        self._module, self._pipeline, self._transport, self._speaker = module, pipeline, transport, speaker
+        self._module, self._pipeline, self._transport = module, pipeline, transport
+        # process 0 writes, as it does with Lightning's own strategies
+        self._writer = transport.topology.locate(0)[1]
         self._holders = holders
 
     @property
     def _writes(self) -> bool:
-        return self._transport.replica == 0 and self._transport.rank == self._speaker
+        return self._transport.replica == 0 and self._transport.rank == self._writer
 
     # ------------------------------------------------------------------ saving
 
@@ -84,10 +84,10 @@ class Checkpoints:
             return
         mine = rank_entries(checkpoint, self._owners(checkpoint), transport.rank)
         if not self._writes:
-            send_items(mine, transport, self._speaker)
-            send_tensors(mine, transport, self._speaker)
+            send_items(mine, transport, self._writer)
+            send_tensors(mine, transport, self._writer)
             return
-        others = [rank for rank in range(transport.topology.ranks) if rank != self._speaker]
+        others = [rank for rank in range(transport.topology.ranks) if rank != self._writer]
         items = [item for rank in others for item in receive_items(transport, rank)[0]]
         tree = assembled(checkpoint, items)
         check_known(tree)
@@ -106,7 +106,7 @@ class Checkpoints:
         first = self._transport.replica == 0
         mine = rank_entries(checkpoint, self._owners(checkpoint), rank) if first else RankEntries(rank)
         names = self._parameter_names(optimizers)
-        folder.save(os.fspath(path), checkpoint, mine, self._transport, self._speaker, names)
+        folder.save(os.fspath(path), checkpoint, mine, self._transport, self._writer, names)
 
     def _owners(self, checkpoint: dict[str, Any]) -> Owners:
         if self._pipeline is not None:
@@ -115,7 +115,7 @@ class Checkpoints:
         members = tuple(sorted(transport.peers))
         gathered = dict(zip(members, transport.all_gather_object(state_entries(checkpoint), members), strict=True))
         states = [gathered[process] for process in transport.peers]
-        return Owners(self._module, self._holding, states, self._speaker)
+        return Owners(self._module, self._holding, states, self._writer)
 
     def _holding(self, name: str) -> tuple[int, ...]:
         """The ranks that have the true value of a parameter or buffer."""
@@ -188,9 +188,9 @@ class Checkpoints:
         """Load the states of the parameters that this rank holds."""
         names = self._parameter_names(optimizers)
         for optimizer, state, known in zip(optimizers, checkpoint["optimizer_states"], names, strict=False):
-            held = {i: s for i, s in state["state"].items() if not isinstance(i, int) or self._holds(known[i])}
+            kept = {i: s for i, s in state["state"].items() if not isinstance(i, int) or self._holds(known[i])}
             # cloned: they must not hang on the file, which may be replaced
-            own = {i: replace_tensors(each, torch.clone) for i, each in held.items()}
+            own = {i: replace_tensors(each, torch.clone) for i, each in kept.items()}
             optimizer.load_state_dict({**state, "state": own})
 
     def _holds(self, name: str | None) -> bool:

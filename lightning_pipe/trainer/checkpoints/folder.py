@@ -50,7 +50,7 @@ def save(
     checkpoint: dict[str, Any],
     mine: RankEntries,
     transport: Transport,
-    speaker: int,
+    writer: int,
     parameter_names: Sequence[Sequence[str | None]],
 ) -> None:
     """Write a folder. Collective over the world; replicas beside the first have nothing to add.
@@ -60,22 +60,22 @@ def save(
         checkpoint: as this process has dumped it.
         mine: what this rank owns of it.
         transport: this process's transport.
-        speaker: the pipeline rank that writes what is not a tensor.
+        writer: the pipeline rank that writes what is not a tensor.
         parameter_names: for each optimizer the names of its parameters.
     """
     first = transport.replica == 0
-    writes = first and transport.rank == speaker
+    writes = first and transport.rank == writer
     with replacing(path, folder=True) if writes else nullcontext(beside(path)) as unfinished:
         transport.barrier()
         if first and not writes:
-            send_items(mine, transport, speaker)
+            send_items(mine, transport, writer)
         if writes:
-            others = [rank for rank in range(transport.topology.ranks) if rank != speaker]
-            shipments = [(mine.items, mine.keys), *(receive_items(transport, rank) for rank in others)]
+            others = [rank for rank in range(transport.topology.ranks) if rank != writer]
+            entries_of_ranks = [(mine.items, mine.keys), *(receive_items(transport, rank) for rank in others)]
             with naming(path, unfinished):
-                _write_rest(os.path.join(unfinished, _REST), checkpoint, shipments, parameter_names)
+                _write_rest(os.path.join(unfinished, _REST), checkpoint, entries_of_ranks, parameter_names)
         tensors = dict(zip(mine.keys, mine.tensors, strict=True)) if first else {}
-        with _told(transport, path, "written"):
+        with _naming_errors(transport, path, "written"):
             save_tensors(tensors, checkpoint_id=unfinished, no_dist=not _distributed())
     transport.barrier()
 
@@ -111,7 +111,7 @@ def load(
         if wanted(tuple(at), rest["parameter_names"]):
             like = tensors.setdefault(key, torch.empty(like.shape, dtype=like.dtype))
         entries.append((tuple(at), like))
-    with _told(transport, path, "read"):
+    with _naming_errors(transport, path, "read"):
         load_tensors(tensors, checkpoint_id=path, no_dist=not _distributed())
     return assembled(rest["checkpoint"], entries)
 
@@ -119,16 +119,16 @@ def load(
 def _write_rest(
     path: str,
     checkpoint: dict[str, Any],
-    shipments: Sequence[tuple[list[tuple[Path, Any]], list[str]]],
+    entries_of_ranks: Sequence[tuple[list[tuple[Path, Any]], list[str]]],
     parameter_names: Sequence[Sequence[str | None]],
 ) -> None:
     """What is not a tensor, and where the tensors belong: plain types, so that any ``torch.load`` reads it."""
     ends = [
-        (at, leaf, keys) for items, keys in shipments for path_, value in items for at, leaf in leaves(path_, value)
+        (at, leaf, keys) for items, keys in entries_of_ranks for path_, value in items for at, leaf in leaves(path_, value)
     ]
     pending = [(at, keys[leaf.number], leaf) for at, leaf, keys in ends if isinstance(leaf, Pending)]
     rest = {
-        "checkpoint": assembled(checkpoint, [(at, REMOVED) for items, _ in shipments for at, _ in items]),
+        "checkpoint": assembled(checkpoint, [(at, REMOVED) for items, _ in entries_of_ranks for at, _ in items]),
         "values": [(list(at), leaf) for at, leaf, _ in ends if not isinstance(leaf, Pending)],
         "tensors": [(list(at), key) for at, key, _ in pending],
         "like": {key: torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") for _, key, leaf in pending},
@@ -143,8 +143,8 @@ def _distributed() -> bool:
 
 
 @contextmanager
-def _told(transport: Transport, path: str, verb: str) -> Iterator[None]:
-    """Names the checkpoint in errors, and the rank that failed. torch's collectives know nothing of the board."""
+def _naming_errors(transport: Transport, path: str, verb: str) -> Iterator[None]:
+    """Name the checkpoint and the rank that failed in errors: torch's collectives do not report to the failure board."""
     operation = f"wait until the checkpoint {path} was {verb} by all"
     try:
         yield

@@ -1,8 +1,8 @@
-"""What each rank contributes to a checkpoint: who owns which entry, and how tensors travel to the rank that writes.
+"""What each rank contributes to a checkpoint, and how its tensors come to the rank that writes.
 
-Every process dumps a checkpoint of its own, in which the values of other ranks are placeholders. Who owns which entry
-follows from the names of parameters and buffers, never from devices: the model's state, that of averaged copies kept by
-callbacks, and the optimizer's state. What is owned by nobody in particular comes from the rank with the loss.
+Every process dumps a checkpoint of its own, in which the values of other ranks are placeholders. The
+names of parameters and buffers decide which rank owns an entry: in the model's state, in the state of averaged copies
+that callbacks keep, and in the optimizer's state. All other entries come from the rank that writes.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _PREFIXES = ("module.", "_orig_mod.")
 
 
 class Pending(NamedTuple):
-    """Stands in a checkpoint for a tensor that another rank has.
+    """In the place of a tensor that another rank has.
 
-    Equal objects stand for the same memory, as tied weights have it.
+    Equal objects belong to tensors that share their memory, as tied weights do.
     """
 
     rank: int
@@ -44,7 +44,7 @@ class Owners:
         module: the LightningModule, for the names and shapes of its parameters and buffers.
         holders: the pipeline ranks that have the true value of a name.
         states: for each pipeline rank the optimizer states that it has, as numbers of optimizer and parameter.
-        speaker: the pipeline rank that writes, and owns what it holds.
+        writer: the pipeline rank that writes, and owns what it holds.
     """
 
     def __init__(
@@ -52,15 +52,15 @@ class Owners:
         module: nn.Module,
         holders: Callable[[str], tuple[int, ...]],
         states: Sequence[Iterable[tuple[int, int]]],
-        speaker: int,
+        writer: int,
     ) -> None:
         self._shapes = {name: tuple(tensor.shape) for name, tensor in named_tensors(module)}
-        self._owner = {name: _first(holders(name), speaker) for name in self._shapes}
+        self._owner = {name: _first(holders(name), writer) for name in self._shapes}
         having: dict[tuple[int, int], list[int]] = {}
         for rank, entries in enumerate(states):
             for entry in entries:
                 having.setdefault(entry, []).append(rank)
-        self._state_owner = {entry: _first(ranks, speaker) for entry, ranks in having.items()}
+        self._state_owner = {entry: _first(ranks, writer) for entry, ranks in having.items()}
 
     def entries(self, checkpoint: Any) -> Iterator[tuple[Path, Any, int]]:
         """The entries that belong to parameters and buffers: path, value and owner."""
@@ -140,12 +140,12 @@ def state_entries(checkpoint: Mapping[str, Any]) -> list[tuple[int, int]]:
     return [(number, index) for number, state in enumerate(states) for index in state.get("state", {})]
 
 
-def _first(ranks: Sequence[int], speaker: int) -> int:
-    return speaker if speaker in ranks else min(ranks)
+def _first(ranks: Sequence[int], writer: int) -> int:
+    return writer if writer in ranks else min(ranks)
 
 
 def rank_entries(checkpoint: dict[str, Any], owners: Owners, rank: int) -> RankEntries:
-    """What a rank has to contribute: all that it owns."""
+    """The entries of a checkpoint that a rank owns."""
     result = RankEntries(rank)
     for path, value, owner in owners.entries(checkpoint):
         if owner == rank:
@@ -153,16 +153,16 @@ def rank_entries(checkpoint: dict[str, Any], owners: Owners, rank: int) -> RankE
     return result
 
 
-def send_items(mine: RankEntries, transport: Transport, speaker: int) -> None:
-    """Tell the rank that writes what this one contributes."""
-    transport.send_object((mine.items, mine.keys), speaker, _TAG).wait()
+def send_items(mine: RankEntries, transport: Transport, writer: int) -> None:
+    """Send the entries of this rank, without their tensors, to the rank that writes."""
+    transport.send_object((mine.items, mine.keys), writer, _TAG).wait()
 
 
-def send_tensors(mine: RankEntries, transport: Transport, speaker: int) -> None:
-    """Send the tensors of a shipment, one after the other."""
+def send_tensors(mine: RankEntries, transport: Transport, writer: int) -> None:
+    """Send the tensors of this rank to the rank that writes, one after the other."""
     for tensor in mine.tensors:
         for part in torch.split(as_bytes(tensor.cpu()), _CHUNK):
-            transport.send_object(part.numpy(), speaker, _TAG).wait()
+            transport.send_object(part.numpy(), writer, _TAG).wait()
 
 
 def receive_items(transport: Transport, rank: int) -> tuple[list[tuple[Path, Any]], list[str]]:
@@ -229,7 +229,7 @@ def _merged(node: Any, changes: Any) -> Any:
 
 
 def leaves(path: Path, value: Any) -> Iterator[tuple[Path, Any]]:
-    """What is at the ends of nested dictionaries, with paths."""
+    """The values of nested dictionaries that are no dictionaries, with paths."""
     if isinstance(value, dict):
         for key, each in value.items():
             yield from leaves((*path, key), each)

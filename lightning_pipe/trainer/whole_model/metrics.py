@@ -13,10 +13,13 @@ from torchmetrics import Metric
 from torchmetrics.utilities.distributed import gather_all_tensors
 from torchmetrics.wrappers import Running
 
+from lightning_pipe.engine.pipeline import Pipeline
+from lightning_pipe.intercept.interceptor import outside_modules
 from lightning_pipe.intercept.recompute import is_recomputing
 from lightning_pipe.intercept.snapshot import Snapshot
 from lightning_pipe.patches import replaced
 from lightning_pipe.torch_internals import tree_map
+from lightning_pipe.trainer.broadcasts import from_ranks
 
 State = tuple[dict[str, Any], int]
 Gather = Callable[[State | None, tuple[int, ...]], list[State]]
@@ -149,6 +152,35 @@ class Metrics:
                     _set(metric, mine)
 
         return wrapper
+
+
+def metrics_of(module: nn.Module, pipeline: Pipeline, replicas: Any | None) -> Metrics:
+    """The metrics of a divided module, each with the ranks that update it.
+
+    Args:
+        module: the LightningModule.
+        pipeline: the module over the ranks.
+        replicas: the process group of this rank's replicas; ``None`` if there is one replica.
+    """
+    layers = [layer for _, layer in pipeline.layers]
+    outside = list(outside_modules(module, layers))
+
+    def homes(name: str) -> tuple[int, ...]:
+        for stage, numbers in enumerate(pipeline.stage_layers):
+            if any(name.startswith(f"{pipeline.names[number]}.") for number in numbers):
+                return pipeline.holders(stage)
+        for path, part in outside:
+            if name.startswith(f"{path}."):
+                # the ranks that run a module are those that use its parameters
+                first = next((f"{path}.{inner}" for inner, _ in part.named_parameters()), None)
+                return pipeline.owners(first) if first and pipeline.ownership.settled else pipeline.loss_ranks
+        return pipeline.loss_ranks
+
+    def gather(value: Any, ranks: tuple[int, ...]) -> list[Any]:
+        return from_ranks(pipeline, ranks, value)
+
+    real = [*layers, *(part for _, part in outside)]
+    return Metrics(module, real, homes, pipeline.transport.rank, gather, replicas)
 
 
 def _set(metric: Metric, state: State) -> None:
