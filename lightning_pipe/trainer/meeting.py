@@ -1,8 +1,8 @@
-"""What all processes must do together, found out at once when one of them does it alone.
+"""Finds out at once when one process does alone what all processes must do together.
 
 ``trainer.save_checkpoint()`` and ``trainer.strategy.barrier()`` under ``if trainer.is_global_zero`` would meet other
 collectives of the other processes: Gloo ends the process when the sizes differ, and waits for the timeout otherwise. So
-the processes first meet over the store, each saying what it is about to do.
+the processes first meet over the store, where each one says what it is about to do.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Meetings:
     """Where the processes of a run meet.
 
     Args:
-        board: where failures are told; its watchdog answers roll calls.
+        board: where failures are reported; its watchdog answers roll calls.
         gone: whether a process has ended that this one has started.
     """
 
@@ -62,10 +62,10 @@ class Meetings:
             self._transport.waiting = before
 
     def _meet(self, what: str, key: str) -> None:
-        bulletin = self._board.bulletin
-        bulletin.note(f"{key}{self._transport.process}", json.dumps([what, caller()]))
-        if bulletin.add(f"{key}count") == self._transport.topology.world_size:
-            bulletin.note(f"{key}complete", "yes")
+        store = self._board.bulletin
+        store.note(f"{key}{self._transport.process}", json.dumps([what, caller()]))
+        if store.add(f"{key}count") == self._transport.topology.world_size:
+            store.note(f"{key}complete", "yes")
         start, pause = time.monotonic(), _SOON
         roll = _RollCall(self._board, self._transport.process)
         while not self._complete(key):
