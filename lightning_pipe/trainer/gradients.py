@@ -42,6 +42,7 @@ class Gradients:
     def begin(self, optimizers: Sequence[Optimizer]) -> None:
         """Show hooks the gradients of all ranks, and refuse optimizers that join those of several parameters."""
         several = len(self._pipeline.pipeline_members) > 1
+        # an asynchronous schedule has gradients of different batches on different ranks
         if several and self._pipeline.flow is None:
             self._foreign = ForeignGradients(self._pipeline, optimizers)
             self._changed.callback(self._foreign.remove)
@@ -79,6 +80,7 @@ class Gradients:
     def after_batch(self, optimizers: Sequence[Optimizer]) -> None:
         """After the passes of a batch, before its gradients are returned to autograd."""
         self._accumulated |= self.blocked
+        # the first batch shows who uses which parameter outside the layers; it settles once in a run
         if self._holders_known or not self._pipeline.ownership.settled:
             return
         self._holders_known = True

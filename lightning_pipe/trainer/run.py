@@ -140,6 +140,7 @@ class PipelineRun:
         self._changed.callback(metrics.remove)
         # model summaries and loggers would run the whole module on one rank
         self._changed.enter_context(replaced(self._module, "_example_input_array", None))
+        # hooks may keep parameters, or copies of them, in these objects
         self.pipeline.ownership.elsewhere = [self._module, *trainer.callbacks]
         self._step = UserStep(self._module, self.pipeline, self._world, metrics, self._loss_weight)
         self._output = TrainingOutput(self._module, self.pipeline.transport.device, self._step.numbers.rules)

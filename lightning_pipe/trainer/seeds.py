@@ -20,7 +20,7 @@ class Seeds:
         self._counts = {_EVALUATION: 0, _TRANSFER: 0}
 
     def training(self, batch: int) -> int:
-        """The seed of a training batch; the streams themselves tell the replicas apart."""
+        """The seed of a training batch; the engine's streams depend on the replica besides."""
         return mix(self._seed, _TRAINING, batch)
 
     def evaluation(self) -> int:

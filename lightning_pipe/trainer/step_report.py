@@ -58,6 +58,7 @@ class ReportExchange:
             report: this rank's report; ``None`` on a rank without the last stage.
             broadcast: sends objects within the pipeline; by default all ranks wait for each other.
         """
+        # one process shares with nobody: there the size does not matter
         sent = report
         if report is not None and len(self._pipeline.pipeline_members) > 1:
             sent = self._within_limit(report)

@@ -92,6 +92,7 @@ class UserStep:
         """Around the pipeline's call of steps. Yields what `AttributeSync.changes` compares attributes with."""
         before = self.attributes.before()
         with self.metrics.in_step(), self.log.installed():
+            # most ranks leave the step early: collectives of the user's step must concern the replicas alone
             self._world.local = True
             try:
                 yield before
@@ -108,6 +109,7 @@ class UserStep:
         Raises:
             CutError: the run has drawn from a generator that is an attribute, as another run of the batch does.
         """
+        # recomputation runs a micro-batch again whose traces are there already
         again = is_recomputing()
         if not self._ends_early and not again:
             yield
@@ -124,6 +126,7 @@ class UserStep:
                     drawn = [name for name, state in tracked.generators().items() if generators.get(name) != state]
                     if not again:
                         self.late_values.note(kept)
+                    # the next micro-batch, and the complete run on another rank, begin with what was there before
                     kept.undo()
                     for states in metrics.values():
                         states.undo()
@@ -194,6 +197,7 @@ class StepOfBatch:
             result = self._method(micro_batch, *self._rest)
             # within these contexts: a run that still waits for what other ranks send must not count as complete
             common.pipeline.returning(result)
+        # the loss check has run this: it compares what two micro-batches and both together log and return
         if is_alone():
             with DisableTorchFunction():
                 common.numbers.note([*common.log.numbers(), *numbers_in(result)])
@@ -215,6 +219,7 @@ class StepOfBatch:
             report = self.report(outputs, common.attributes.changes(before), stop=trainer.should_stop)
         reports = common.exchange(report)
         common.attributes.adopt([each.changes for each in reports], before)
+        # compares what the early runs wrote with what has just been adopted
         common.late_values.end()
         self.replay(reports)
         trainer.should_stop = trainer.should_stop or any(each.stop for each in reports)

@@ -112,6 +112,7 @@ class Streaming:
 
     def _end_batch(self, method: Callable[[Any], Any], data_fetcher: Any) -> None:
         """In the place of ``on_advance_end``: drain if the training loop is left after the current batch."""
+        # other ranks are batches behind or ahead, and learn of the request in a later call
         self._stop.withhold()
         if self._loop.is_left(data_fetcher, len(self._in_flight)):
             self._drain_first(method, data_fetcher)
@@ -175,6 +176,7 @@ class Streaming:
         """
         finished = self._call.finished
         reports = self._exchange(self._step.attributes.changes(before))
+        # bounds how far this rank is ahead of ranks that do not receive
         self._channel.turn()
         self._step.attributes.adopt([report.changes for report in reports[-1]], before)
         self._stop.follow(any(report.stop for of_batch in reports for report in of_batch))

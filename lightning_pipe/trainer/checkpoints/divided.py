@@ -14,13 +14,11 @@ from lightning.pytorch.plugins import TorchCheckpointIO
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_pipe.trainer.checkpoints import file
-from lightning_pipe.trainer.checkpoints import folder
+from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.errors import CheckpointError
 from lightning_pipe.lightning_internals import is_local_path
 from lightning_pipe.parameters.ownership import named_tensors
-from lightning_pipe.engine.pipeline import Pipeline
-from lightning_pipe.transport.base import Transport
+from lightning_pipe.trainer.checkpoints import file, folder
 from lightning_pipe.trainer.checkpoints.rank_entries import (
     Owners,
     Path,
@@ -29,15 +27,16 @@ from lightning_pipe.trainer.checkpoints.rank_entries import (
     assembled,
     check_known,
     plain_name,
+    rank_entries,
     receive_items,
     receive_tensor,
     replace_tensors,
     send_items,
     send_tensors,
-    rank_entries,
     state_entries,
 )
 from lightning_pipe.trainer.checkpoints.unfinished import found
+from lightning_pipe.transport.base import Transport
 
 Location = str | FilePath
 

@@ -17,9 +17,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
 from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 
-from lightning_pipe.trainer.checkpoints import file
 from lightning_pipe.errors import CheckpointError, PipeError
-from lightning_pipe.transport.base import Transport
+from lightning_pipe.trainer.checkpoints import file
 from lightning_pipe.trainer.checkpoints.rank_entries import (
     REMOVED,
     Path,
@@ -32,14 +31,15 @@ from lightning_pipe.trainer.checkpoints.rank_entries import (
     send_items,
 )
 from lightning_pipe.trainer.checkpoints.unfinished import beside, naming, reason, replacing
+from lightning_pipe.transport.base import Transport
 
 _REST = "meta.pt"
 _COMPLETE = ".metadata"
-"""What torch writes last."""
+"""The file that torch writes last."""
 
 
 def is_folder(path: str) -> bool:
-    """Whether there is such a checkpoint, or what was to become one."""
+    """Whether the path is such a checkpoint, or an incomplete one."""
     return os.path.isdir(path) and any(
         name in (_REST, _COMPLETE) or name.endswith(".distcp") for name in os.listdir(path)
     )
@@ -122,9 +122,12 @@ def _write_rest(
     entries_of_ranks: Sequence[tuple[list[tuple[Path, Any]], list[str]]],
     parameter_names: Sequence[Sequence[str | None]],
 ) -> None:
-    """What is not a tensor, and where the tensors belong: plain types, so that any ``torch.load`` reads it."""
+    """Write all that is not a tensor, and the paths of the tensors, in plain types that any ``torch.load`` reads."""
     ends = [
-        (at, leaf, keys) for items, keys in entries_of_ranks for path_, value in items for at, leaf in leaves(path_, value)
+        (at, leaf, keys)
+        for items, keys in entries_of_ranks
+        for path_, value in items
+        for at, leaf in leaves(path_, value)
     ]
     pending = [(at, keys[leaf.number], leaf) for at, leaf, keys in ends if isinstance(leaf, Pending)]
     rest = {
@@ -144,7 +147,7 @@ def _distributed() -> bool:
 
 @contextmanager
 def _naming_errors(transport: Transport, path: str, verb: str) -> Iterator[None]:
-    """Name the checkpoint and the rank that failed in errors: torch's collectives do not report to the failure board."""
+    """Name the checkpoint and the rank that failed in errors; torch's collectives do not know the failure board."""
     operation = f"wait until the checkpoint {path} was {verb} by all"
     try:
         yield

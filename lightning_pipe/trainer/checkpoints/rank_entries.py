@@ -1,8 +1,8 @@
 """What each rank contributes to a checkpoint, and how its tensors come to the rank that writes.
 
-Every process dumps a checkpoint of its own, in which the values of other ranks are placeholders. The
-names of parameters and buffers decide which rank owns an entry: in the model's state, in the state of averaged copies
-that callbacks keep, and in the optimizer's state. All other entries come from the rank that writes.
+Every process dumps a checkpoint of its own, in which the values of other ranks are placeholders. The names of
+parameters and buffers decide which rank owns an entry: in the model's state, in the state of averaged copies that
+callbacks keep, and in the optimizer's state. All other entries come from the rank that writes.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from lightning_pipe.intercept.absent_tensor import Origin, is_absent
 from lightning_pipe.parameters.ownership import named_tensors
-from lightning_pipe.transport.objects import as_bytes
 from lightning_pipe.transport.base import Transport
+from lightning_pipe.transport.objects import as_bytes
 
 Path = tuple[Any, ...]
 _TAG = (1 << 24) - 1

@@ -51,6 +51,7 @@ class NumberRules:
         found = [(name, comparison) for each in seen for name, comparison in each.items()]
         for name, comparison in found:
             known = self._comparisons.setdefault(name, Comparison(comparison.default, []))
+            # numbers that fit several rules in one batch may fit a single one in all batches
             known.seen.extend(comparison.seen)
             known.rounding = max(known.rounding, comparison.rounding)
         for name in dict.fromkeys(name for name, _ in found):

@@ -43,6 +43,7 @@ class TrainingOutput:
         loss = withheld.loss(micro_batches.loss([float(one) for one in losses]), losses[0].dtype, self._device)
         if not isinstance(values[0], Mapping):
             return loss
+        # everything but the loss, which alone leads to the gradients
         others = {i: {k: v for k, v in value.items() if k != "loss"} for i, value in enumerate(values)}
         joined = join(others, micro_batches.sizes, micro_batches.shares, self._rules, self._warn_of_list)
         return {**joined, "loss": loss}

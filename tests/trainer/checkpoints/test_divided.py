@@ -14,9 +14,9 @@ from torch.utils._pytree import tree_leaves
 from lightning_pipe.trainer.checkpoints import file
 from lightning_pipe.trainer.checkpoints.rank_entries import REMOVED, Pending, assembled, plain_name
 from tests.support import oracle
-from tests.support.processes import run_trainers
-from tests.support.lit_modules import Lit
 from tests.support.checkpoint_runs import EPOCHS, in_four, in_two, run
+from tests.support.lit_modules import Lit
+from tests.support.processes import run_trainers
 
 Traces = dict[str, oracle.Trace]
 

@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_pipe.trainer.checkpoints import file
-from lightning_pipe.trainer.checkpoints import unfinished
 from lightning_pipe.errors import CheckpointError
+from lightning_pipe.trainer.checkpoints import file, unfinished
 from lightning_pipe.trainer.checkpoints.unfinished import beside, found, naming, replacing
 
 
