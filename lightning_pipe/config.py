@@ -34,7 +34,7 @@ class RunLayout:
 
     Example:
         >>> layout(world_size=8, pipeline_parallel_size=4)
-        Layout(pipeline_parallel_size=4, data_parallel_size=2, stages=4)
+        RunLayout(pipeline_parallel_size=4, data_parallel_size=2, stages=4)
     """
 
     pipeline_parallel_size: int
@@ -107,7 +107,7 @@ def layout(
 
     Example:
         >>> layout(world_size=8, data_parallel_size=2, stages_per_rank=2)
-        Layout(pipeline_parallel_size=4, data_parallel_size=2, stages=8)
+        RunLayout(pipeline_parallel_size=4, data_parallel_size=2, stages=8)
     """
     sizes = {"pipeline_parallel_size": pipeline_parallel_size, "data_parallel_size": data_parallel_size}
     for name, value in {**sizes, "stages": stages}.items():

@@ -13,20 +13,6 @@ OPTIONS = {"PipeStrategy"}
 """Classes that hold the user's options, one attribute each."""
 MOST_ATTRIBUTES = 15
 MOST_LINES = 400
-STILL_LARGER = {
-    "lightning_pipe.engine.pipeline": 499,
-    "lightning_pipe.intercept.stage_run": 420,
-    "lightning_pipe.trainer.run": 560,
-    "lightning_pipe.trainer.strategy": 450,
-    "lightning_pipe.trainer.user_step": 420,
-    "lightning_pipe.engine.pipeline.Pipeline": 29,
-    "lightning_pipe.intercept.stage_run.StageRun": 29,
-    "lightning_pipe.intercept.tracker.Tracker": 16,
-    "lightning_pipe.parameters.ownership.Ownership": 17,
-    "lightning_pipe.trainer.asynchronous.streaming.Streaming": 19,
-    "lightning_pipe.trainer.run.PipelineRun": 28,
-}
-"""What wants dividing still, with the size that it must not outgrow."""
 
 
 @pytest.fixture(scope="module")
@@ -54,12 +40,12 @@ def test_schedules_and_simulations_need_no_torch(structure: Structure) -> None:
 
 def test_modules_stay_readable(structure: Structure) -> None:
     lines = {name: source.count("\n") for name, source in structure.sources.items()}
-    assert {name: count for name, count in lines.items() if count > STILL_LARGER.get(name, MOST_LINES)} == {}
+    assert {name: count for name, count in lines.items() if count > MOST_LINES} == {}
 
 
 def test_classes_stay_small(structure: Structure) -> None:
     counts = {name: count for name, count in structure.attributes().items() if name.rsplit(".", 1)[1] not in OPTIONS}
-    assert {name: count for name, count in counts.items() if count > STILL_LARGER.get(name, MOST_ATTRIBUTES)} == {}
+    assert {name: count for name, count in counts.items() if count > MOST_ATTRIBUTES} == {}
 
 
 def test_a_circle_and_an_arrow_upwards_are_found(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.errors import ConfigurationError, PartitionError
 from lightning_pipe.parameters.ownership import named_tensors
 from lightning_pipe.schedules import Family
+from lightning_pipe.trainer.world import World
 
 SEVERAL_OPTIMIZERS = ConfigurationError(
     "configure_optimizers returned several optimizers; a pipeline works with one.",
@@ -170,6 +171,23 @@ def check_optimizers(optimizers: Sequence[Optimizer], ranks: int) -> None:
                     "pipeline are those of one rank.",
                     hint=f"Use {limit}=None and Trainer(gradient_clip_val={group[limit]}).",
                 )
+
+
+def check_outside_step(world: World, call: str) -> None:
+    """Refuse what all processes must do together while a step runs, in which they do not come to the same places.
+
+    Args:
+        world: the processes.
+        call: what is called, as users write it.
+
+    Raises:
+        ConfigurationError: a step runs.
+    """
+    if world.local:
+        raise ConfigurationError(
+            f"{call} is called within a step, which runs once for every micro-batch and is cut short on most ranks.",
+            hint="Call it in on_train_batch_end, on all ranks.",
+        )
 
 
 def check_asynchronous(trainer: Any, pipeline: Pipeline, micro_batches: int | str, *, sharded: bool) -> None:

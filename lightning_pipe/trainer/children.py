@@ -22,7 +22,7 @@ CHILD = "LIGHTNING_PIPE_CHILD"
 
 _GLANCE = 0.5
 _PATIENCE = 5.0
-"""Seconds that a process gets: to end by itself, to notice what has happened, to end when it is told to."""
+"""Seconds that a process gets: to end by itself, to notice what has happened, to end when it is asked to."""
 _AFTER_SUCCESS = 30.0
 _watching: list[threading.Thread] = []
 
@@ -30,7 +30,7 @@ _watching: list[threading.Thread] = []
 class Children:
     """The processes that this one has started.
 
-    While a run lasts, a child that fails without a word is told about: to all processes if they are connected, else to
+    While a run lasts, a child that fails without a message is reported: to all processes if they are connected, else to
     the user. At the end of this process none is left: first they may end by themselves, then they are asked to, and at
     last they are killed.
 
@@ -39,7 +39,7 @@ class Children:
         first: the global rank of this process.
 
     Attributes:
-        board: where a failure is told; ``None`` while the processes are not connected.
+        board: where a failure is reported; ``None`` while the processes are not connected.
     """
 
     def __init__(self, processes: list[subprocess.Popen[bytes]], first: int = 0) -> None:

@@ -1,4 +1,4 @@
-"""How the processes of a run find each other, and who may come.
+"""Connects the processes of a run, and keeps processes of other runs out.
 
 On one host nobody from outside can: the store and Gloo listen on the loopback interface alone. Between hosts there is
 no password: whoever reaches the port of the store can end a run, so the network must be one that is trusted. The keys

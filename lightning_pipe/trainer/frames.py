@@ -12,15 +12,14 @@ from lightning_pipe.errors import PipeError
 SHOW = "LIGHTNING_PIPE_FULL_TRACEBACK"
 """The environment variable that leaves tracebacks as they are."""
 
-_OURS = str(Path(__file__).parent) + os.sep
+_OURS = str(Path(__file__).parents[1]) + os.sep
 _INSTALLED = tuple(sysconfig.get_path(name) + os.sep for name in ("purelib", "platlib", "stdlib"))
 
 
 def hide_own(error: BaseException) -> None:
     """Take this package's frames out of a traceback, and out of those of its causes.
 
-    They stay where they are what there is to see: the error is none of the package's own, and the user's code is not
-    what the package was running.
+    An error keeps these frames if it is no `PipeError` and no code of the user was running inside the package's.
     """
     if os.environ.get(SHOW):
         return

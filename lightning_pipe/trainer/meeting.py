@@ -1,8 +1,8 @@
-"""What all processes must do together, found out at once when one of them does it alone.
+"""Finds out at once when one process does alone what all processes must do together.
 
 ``trainer.save_checkpoint()`` and ``trainer.strategy.barrier()`` under ``if trainer.is_global_zero`` would meet other
 collectives of the other processes: Gloo ends the process when the sizes differ, and waits for the timeout otherwise. So
-the processes first meet over the store, each saying what it is about to do.
+the processes first meet over the store, where each one says what it is about to do.
 """
 
 from __future__ import annotations

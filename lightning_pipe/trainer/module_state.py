@@ -1,8 +1,8 @@
-"""What a user's step leaves behind in attributes: undone where the run was cut, passed on where it was completed.
+"""The attributes that a user's step changes: remembered, compared, and changed alike on other ranks.
 
-Every rank runs the user's step, but only the run that reaches the loss counts. `Tracked.capture` remembers the
-attributes and containers of the LightningModule; after a run that was cut short `Snapshot.undo` puts them back; after a
-complete one `Snapshot.changes` says what became different, for the other ranks to `apply`.
+Every rank runs the user's step, but only the run that completes it counts. `Tracked.capture` remembers the
+attributes and containers of the LightningModule; after a run that ended early `Snapshot.undo` puts them back; after a
+complete one `Snapshot.changes` lists what became different, for the other ranks to `apply`.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Tracked:
         return {name: _state(value) for name, value in self._attributes() if isinstance(value, _GENERATORS)}
 
     def iterators(self) -> list[str]:
-        """The attributes that are iterators, by name: what is taken from them cannot be put back."""
+        """The names of attributes that are iterators: items that a step takes from them cannot be put back."""
         found = [(name, value) for name, value in self._attributes() if isinstance(value, Iterator)]
         return [name for name, value in found if not isinstance(value, io.IOBase)]  # an open file is one, too
 
@@ -114,7 +114,7 @@ def name_of(change: Change) -> str:
 
 
 def comparable_values(changes: Iterable[Change]) -> dict[str, Any]:
-    """By attribute what tells two changes of it apart: numbers, strings, values of small tensors, lengths of additions.
+    """A value for each changed attribute that can be compared: numbers, strings, small tensors, lengths of additions.
 
     Example:
         >>> values = comparable_values([Change("set", ("", ("attribute", "k")), 3)])
@@ -129,7 +129,7 @@ def comparable_values(changes: Iterable[Change]) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """A value that can be compared with ``==``; ``None`` for all that there is no such value of."""
+    """A value that can be compared with ``==``; ``None`` if there is no such value."""
     if isinstance(value, Tensor | np.ndarray):
         return value.tolist() if value.nbytes <= _SMALL else None
     return value if isinstance(value, int | float | str) else None

@@ -1,4 +1,4 @@
-"""Signals to a run over several processes: all of them act between the same two batches.
+"""Lets all processes of a run act on a signal between the same two batches.
 
 Lightning (2.6) broadcasts from within its handler for SIGTERM, and saves within that for SLURM's requeue signal. The
 other processes may be waiting for a message of this very process, and would do so until the timeout.

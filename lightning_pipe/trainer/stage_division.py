@@ -1,9 +1,10 @@
-"""How many layers each stage of a run gets: as the user wishes, by measured costs where they are known."""
+"""Divides the layers of a module over stages: as the user wishes, by measured costs where they are known."""
 
 from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -11,57 +12,89 @@ import lightning.pytorch as pl
 import torch
 
 from lightning_pipe.config import Auto, RunLayout
-from lightning_pipe.partition import Balance, Layers, ProfileStore, divide, imbalance, layer_costs
+from lightning_pipe.engine.pipeline import Pipeline
+from lightning_pipe.partition import Balance, Layers, ProfileStore, divide, find_layers, imbalance, layer_costs
 from lightning_pipe.schedules import Family
 from lightning_pipe.schedules.passes.recompute import Mode as Recompute
 from lightning_pipe.simulate import simulate
+from lightning_pipe.trainer.checks import check_layers
 from lightning_pipe.trainer.world import World
 
 _NOT_MEASURED = "the layers have not been measured yet: the next run has the measurements"
 
 
 class Division(NamedTuple):
-    """Layers over stages.
+    """A module that is divided over stages.
 
     Args:
-        counts: the number of layers of each stage.
-        notes: what the user is to know of it.
+        pipeline: the module over the ranks.
+        notes: lines about the division for the plan.
         store: where to put costs that are wanted and not known yet; ``None``: none are.
     """
 
-    counts: list[int]
+    pipeline: Pipeline
     notes: tuple[str, ...]
     store: ProfileStore | None
 
 
 @dataclass(frozen=True)
-class Balancing:
-    """What decides the layers of each stage.
+class StageDivision:
+    """The strategy's options for stages; see `PipeStrategy`.
 
     Args:
-        balance: the user's wish.
+        layers: where the layers are; ``None``: they are found.
+        balance: what decides how many layers each stage gets.
         family: the schedule family.
         recompute: when forward passes run again.
-        micro_batches: how many a batch is cut into.
+        deferred_batch_norm: whether batch norm keeps the statistics of whole batches.
+        micro_batches: how many micro-batches a batch is split into.
     """
 
+    layers: str | Sequence[str] | None
     balance: Balance
     family: Family
     recompute: Recompute
+    deferred_batch_norm: bool
     micro_batches: int | Auto
+
+    def find_layers(self, module: pl.LightningModule) -> Layers:
+        """The layer sequence of a module.
+
+        Raises:
+            PartitionError: there is none.
+        """
+        return find_layers(module, self.layers)
 
     def divide(
         self, module: pl.LightningModule, layers: Layers, layout: RunLayout, world: World, conditions: list[str]
     ) -> Division:
-        """Divide the layers, the same on all processes. Collective if the balance asks for measured costs.
+        """Give each rank its stages, and free all other layers. Collective if the balance asks for measured costs.
 
         Args:
             module: the user's module.
             layers: its layer sequence.
             layout: the sizes of pipelines and replicas, and the number of stages.
-            world: the processes; the first one knows the costs.
+            world: the processes; process 0 knows the costs.
             conditions: what the costs depend on besides the module.
         """
+        counts, notes, store = self._balance(module, layers, layout, world, conditions)
+        check_layers(layers, len(counts))
+        pipeline = Pipeline(
+            module,
+            layers,
+            counts,
+            self.family,
+            world.transport,
+            recompute=self.recompute,
+            deferred_batch_norm=self.deferred_batch_norm,
+        )
+        pipeline.partition()
+        return Division(pipeline, notes, store)
+
+    def _balance(
+        self, module: pl.LightningModule, layers: Layers, layout: RunLayout, world: World, conditions: list[str]
+    ) -> tuple[list[int], tuple[str, ...], ProfileStore | None]:
+        """The number of layers of each stage, the same on all processes, with notes and store of the `Division`."""
         balance, stages, store, profile = self.balance, layout.stages, None, None
         if isinstance(balance, str) and balance in ("time", "memory"):
             store = ProfileStore(module, layers, conditions)
@@ -78,10 +111,10 @@ class Balancing:
         if costs is not None:
             by = balance if isinstance(balance, str) else "the given costs"
             notes.append(f"balanced by {by}: the largest stage costs {imbalance(costs, counts):.2f} x the mean")
-        return Division(counts, tuple(notes), store)
+        return counts, tuple(notes), store
 
     def _in_flight(self, layout: RunLayout) -> int:
-        """Of how many micro-batches a stage holds the activations, at the most."""
+        """The most micro-batches of which a stage holds the activations at the same time."""
         if self.recompute != "never":
             return 1
         ranks, stages = layout.pipeline_parallel_size, layout.stages
@@ -89,8 +122,8 @@ class Balancing:
         with warnings.catch_warnings():  # the numbers of micro-batches that come are not known yet
             warnings.simplefilter("ignore")
             schedule = self.family.build(ranks, number, stages=stages)
-        held = max(simulate(schedule).peak_activations)
-        return max(1, math.ceil(held * ranks / stages)) if schedule.synchronous else stages
+        peak = max(simulate(schedule).peak_activations)
+        return max(1, math.ceil(peak * ranks / stages)) if schedule.synchronous else stages
 
 
 def conditions(device: torch.device, precision: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""``trainer.should_stop`` set on any process stops all of them after the same batch."""
+"""Stops all processes after the same batch when any of them has set ``trainer.should_stop``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def stopping_together(trainer: Any, world: World, *, batches: bool) -> Iterator[
     Args:
         trainer: the Trainer.
         world: the processes.
-        batches: whether to agree after every batch; a schedule without a flush does so on its own way.
+        batches: whether to agree after every batch; asynchronous schedules agree by `StopRequests` instead.
     """
     stopping, changed = _Stopping(trainer, world), ExitStack()
     fit_loop = trainer.fit_loop
@@ -42,7 +42,7 @@ class _Stopping:
 
     def __init__(self, trainer: Any, world: World) -> None:
         self._trainer, self._world = trainer, world
-        self._agreed = self._held = False
+        self._agreed = self._withheld = False
 
     def before(self, method: Callable[..., Any], *arguments: Any) -> Any:
         self._agree()
@@ -58,9 +58,9 @@ class _Stopping:
         self._agree()
         method(*arguments)
         if self._trainer.should_stop and not self._agreed:
-            # by a learning rate scheduler, say: this process must not leave before the others know
-            self._trainer.should_stop, self._held = False, True
+            # a learning rate scheduler, say, has set it: this process must not leave before the others know
+            self._trainer.should_stop, self._withheld = False, True
 
     def _agree(self) -> None:
-        asked, self._held = self._trainer.should_stop or self._held, False
+        asked, self._withheld = self._trainer.should_stop or self._withheld, False
         self._trainer.should_stop = self._agreed = self._world.agree(asked, unanimous=False)

@@ -27,8 +27,7 @@ from lightning_pipe.errors import ConfigurationError, PartitionError
 from lightning_pipe.lightning_internals import EmptyInit, optimizers_to_device
 from lightning_pipe.parameters.deferred_batchnorm import DeferredBatchNorm
 from lightning_pipe.parameters.ownership import named_tensors
-from lightning_pipe.parameters.sync_batchnorm import synchronize, synchronized_norms
-from lightning_pipe.partition import Balance, find_layers
+from lightning_pipe.partition import Balance
 from lightning_pipe.patches import unheard
 from lightning_pipe.schedules import Family, Schedule
 from lightning_pipe.schedules.passes.recompute import Mode as Recompute
@@ -37,22 +36,23 @@ from lightning_pipe.trainer.checks import (
     SEVERAL_OPTIMIZERS,
     check_asynchronous,
     check_copies,
-    check_layers,
     check_module,
     check_optimizers,
+    check_outside_step,
     check_shapes,
-    check_synchronized_norms,
     is_about_several_optimizers,
     warn_of_checkpoints_on_exception,
 )
+from lightning_pipe.trainer.data.batch_splitter import BatchSplitting
 from lightning_pipe.trainer.data.micro_batches import LossWeight
 from lightning_pipe.trainer.data.split_batch import SplitBatch
 from lightning_pipe.trainer.frames import hide_own
 from lightning_pipe.trainer.process_strategy import ProcessStrategy
 from lightning_pipe.trainer.report import Report
-from lightning_pipe.trainer.run import BatchSplitting, PipelineRun
-from lightning_pipe.trainer.stage_division import Balancing, conditions
+from lightning_pipe.trainer.run import PipelineRun
+from lightning_pipe.trainer.stage_division import StageDivision, conditions
 from lightning_pipe.trainer.whole_model.sharded_optimizer import ShardedOptimizers
+from lightning_pipe.trainer.whole_model.synchronized_norms import synchronize_norms
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 """As long as Lightning and torch wait: preparing data on one process counts."""
@@ -143,25 +143,18 @@ class PipeStrategy(ProcessStrategy):
         )
         if not reproducible_rng:
             raise ConfigurationError("reproducible_rng=False is not supported.", hint="Leave it out: it costs nothing.")
-        if isinstance(loss_weight, str) and loss_weight != "sum":
-            raise ConfigurationError(
-                f"loss_weight={loss_weight!r} is not known.",
-                hint="Use a function of a micro-batch, 'sum', or None: the number of samples.",
-            )
         if isinstance(micro_batches, int):
             self.family = self.family.for_batches_of(micro_batches)
         self.run: PipelineRun | None = None
-        self._layers, self._balancing = layers, Balancing(balance, self.family, recompute, micro_batches)
-        self._recompute: Recompute = recompute
-        self._deferred_batch_norm = deferred_batch_norm
+        self._division = StageDivision(layers, balance, self.family, recompute, deferred_batch_norm, micro_batches)
         self._shard_optimizer = shard_optimizer
-        self._cutting = BatchSplitting(micro_batches, split_batch, loss_weight)
+        self._splitting = BatchSplitting(micro_batches, split_batch, loss_weight)
         self._save_folder = save_distributed_checkpoint
         self._names: list[str] = []
         self._holders: dict[str, tuple[int, ...]] = {}
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}(schedule={self.family.name!r}, micro_batches={self._cutting.micro_batches!r})"
+        return f"{type(self).__name__}(schedule={self.family.name!r}, micro_batches={self._splitting.micro_batches!r})"
 
     # ------------------------------------------------------------------ facts
 
@@ -193,46 +186,28 @@ class PipeStrategy(ProcessStrategy):
     def _divide(self, *, later: bool) -> None:
         """Divide the layers over the ranks; with ``later``, layers may still be missing."""
         module = self._module()
-        self._synchronize_batch_norm(module)
+        every = self._layer_sync is not None
+        self._changed.callback(synchronize_norms(module, self.family, self.root_device, self.connected, every=every))
         try:
             check_shapes(module)
-            layers = find_layers(module, self._layers)
+            layers = self._division.find_layers(module)
         except PartitionError:
             if later:
                 return
             raise
         world = self.connected
         of_costs = conditions(self.root_device, str(self.precision_plugin.precision))
-        division = self._balancing.divide(module, layers, self.layout, world, of_costs)
-        check_layers(layers, len(division.counts))
-        pipeline = Pipeline(
-            module,
-            layers,
-            division.counts,
-            self.family,
-            world.transport,
-            recompute=self._recompute,
-            deferred_batch_norm=self._deferred_batch_norm,
-        )
-        pipeline.partition()
+        pipeline, notes, store = self._division.divide(module, layers, self.layout, world, of_costs)
         # loading a whole state into a divided module passes by the layers of other ranks
         self._changed.enter_context(unheard(".*copying from a non-meta parameter in the checkpoint to a meta.*"))
         if self.data_parallel_size == 1:  # values are those of the whole batch on all ranks already
             self._changed.enter_context(unheard(".*sync_dist=True.* when logging on epoch level.*"))
         sharded = ShardedOptimizers(pipeline, self.precision_plugin) if self._shard_optimizer else None
-        report = Report(module, pipeline, self.layout, division.notes)
+        report = Report(module, pipeline, self.layout, notes)
         self.run = PipelineRun(
-            module, pipeline, world, self.precision_plugin, self._cutting, report, division.store, sharded, self._seed
+            module, pipeline, world, self.precision_plugin, self._splitting, report, store, sharded, self._seed
         )
         self._names = [name for name, _ in module.named_parameters()]
-
-    def _synchronize_batch_norm(self, module: pl.LightningModule) -> None:
-        """``Trainer(sync_batchnorm=True)``, or norms that are synchronized ones already."""
-        world, every = self.connected, self._layer_sync is not None
-        together = world.replicas is not None and any(True for _ in synchronized_norms(module, every=every))
-        check_synchronized_norms(self.family, self.root_device, asked=every, together=together)
-        if world.layout.world_size > 1:
-            self._changed.callback(synchronize(module, world.replicas, every=every))
 
     @override
     @contextmanager
@@ -272,12 +247,12 @@ class PipeStrategy(ProcessStrategy):
         if trainer.state.fn == TrainerFn.FITTING:
             optimizers_to_device(self.optimizers, self.root_device)
             if self.divided.pipeline.flow is not None:
-                micro_batches = self._cutting.micro_batches
+                micro_batches = self._splitting.micro_batches
                 check_asynchronous(trainer, self.divided.pipeline, micro_batches, sharded=self._shard_optimizer)
         self.divided.begin()
 
     def _layers_changed(self) -> bool:
-        return [name for name, _ in find_layers(self._module(), self._layers)] != self.divided.pipeline.names
+        return [name for name, _ in self._division.find_layers(self._module())] != self.divided.pipeline.names
 
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
@@ -298,7 +273,7 @@ class PipeStrategy(ProcessStrategy):
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
-        return self.divided.loader(dataloader)
+        return self.divided.loaders.loader(dataloader)
 
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
@@ -307,23 +282,19 @@ class PipeStrategy(ProcessStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        batch, *rest = args
-        return self.divided.train(batch, rest, self.optimizers)
+        return self.divided.train(args, self.optimizers)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        batch, *rest = args
-        return self.divided.evaluate("validation_step", batch, rest, self.precision_plugin.val_step_context)
+        return self.divided.evaluate("validation_step", args, self.precision_plugin.val_step_context)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        batch, *rest = args
-        return self.divided.evaluate("test_step", batch, rest, self.precision_plugin.test_step_context)
+        return self.divided.evaluate("test_step", args, self.precision_plugin.test_step_context)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        batch, *rest = args
-        return self.divided.evaluate("predict_step", batch, rest, self.precision_plugin.predict_step_context)
+        return self.divided.evaluate("predict_step", args, self.precision_plugin.predict_step_context)
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
@@ -331,7 +302,7 @@ class PipeStrategy(ProcessStrategy):
         self.pre_backward(closure_loss)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
         self.precision_plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
-        self.divided.after_backward()  # `on_after_backward` sees gradients that are reduced
+        self.divided.gradients.after_backward()  # `on_after_backward` sees gradients that are reduced
         closure_loss = self.precision_plugin.post_backward(closure_loss, module)
         self.post_backward(closure_loss)
         return closure_loss
@@ -352,20 +323,17 @@ class PipeStrategy(ProcessStrategy):
     @override
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
-        run = self.divided
-        run.blocked = True
+        gradients = self.divided.gradients
+        gradients.blocked = True
         try:
             yield
         finally:
-            run.blocked = False
+            gradients.blocked = False
 
     # ------------------------------------------------------------------ checkpoints
 
     def _checkpoints(self) -> Checkpoints:
-        transport = self.connected.transport
-        # process 0 is the rank that speaks for the first pipeline
-        speaker = transport.topology.locate(0)[1]
-        return Checkpoints(self._module(), self.pipeline, transport, speaker, self._holders)
+        return Checkpoints(self._module(), self.pipeline, self.connected.transport, self._holders)
 
     @override
     def save_checkpoint(
@@ -375,12 +343,7 @@ class PipeStrategy(ProcessStrategy):
         if self._interrupted() and not whole:
             rank_zero_warn(f"{filepath} was not written: after an error the stages cannot be gathered any more.")
             return
-        if self.connected.local:
-            raise ConfigurationError(
-                f"trainer.save_checkpoint({str(filepath)!r}) is called within a step, which runs once for every "
-                "micro-batch and is cut short on most ranks.",
-                hint="Call it in on_train_batch_end, on all ranks.",
-            )
+        check_outside_step(self.connected, f"trainer.save_checkpoint({str(filepath)!r})")
         self.meet("trainer.save_checkpoint()")
         if self._save_folder:
             self._checkpoints().save_folder(checkpoint, filepath, self.optimizers)
@@ -391,7 +354,7 @@ class PipeStrategy(ProcessStrategy):
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        sharded = None if self.run is None else self.run.sharded
+        sharded = None if self.run is None else self.run.gradients.sharded
         if sharded is None or self._interrupted():
             return super().optimizer_state(optimizer)
         return sharded.state_of(getattr(optimizer, "_optimizer", optimizer))

@@ -1,4 +1,4 @@
-"""One process of a run tells its user why the run has failed; the others end without a word."""
+"""One process of a run prints why the run has failed; the other processes end without printing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PATIENCE = 15.0
 
 
 def tell_once(error: BaseException, board: FailureBoard, *, started: bool) -> None:
-    """Let this process end without printing its error if another one tells the reason.
+    """Let this process end without printing its error if another one prints the reason.
 
     Processes that something else than Lightning has started have outputs of their own: each prints its error.
 
@@ -36,7 +36,7 @@ def tell_once(error: BaseException, board: FailureBoard, *, started: bool) -> No
 
 @contextmanager
 def _ignoring_termination() -> Iterator[None]:
-    """The end of process 0 terminates its children, who may have to tell the reason in its place."""
+    """The end of process 0 terminates its children, which may have to print the reason in its place."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

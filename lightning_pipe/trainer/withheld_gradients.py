@@ -1,7 +1,13 @@
-"""Gradients that the schedule has computed, handed to autograd when Lightning calls ``loss.backward()``.
+"""Gradients of a schedule, withheld until Lightning calls ``loss.backward()``.
 
-Lightning zeroes gradients between ``training_step`` and ``backward``; the whole schedule has run by then. So its
-gradients are held back, and an autograd function with the parameters as inputs returns them.
+Lightning zeroes gradients between ``training_step`` and ``backward``, and the whole schedule runs in ``training_step``.
+So the gradients of the schedule are withheld, and an autograd function with the parameters as inputs returns them::
+
+    training_step                       zero_grad        loss.backward()
+      parameter.grad -> set aside         parameter.grad   _ReturnedGradients.backward
+      the schedule fills parameter.grad   = None             returns the gradients, scaled
+      parameter.grad -> WithheldGradients                    autograd adds them to parameter.grad, with all hooks
+      parameter.grad = what was set aside
 """
 
 from __future__ import annotations
@@ -38,26 +44,26 @@ class WithheldGradients:
         # the anchor keeps backward legal on a rank without trainable parameters
         anchor = torch.zeros((), requires_grad=True)
         loss = torch.tensor(value, dtype=dtype, device=device)
-        result: Tensor = _HandOver.apply(  # type: ignore[no-untyped-call]
+        result: Tensor = _ReturnedGradients.apply(  # type: ignore[no-untyped-call]
             loss, self, anchor, *self.parameters
         )
         self.parameters = []
         return result
 
 
-class _HandOver(torch.autograd.Function):
-    """Returns the loss; its backward pass returns the held gradients."""
+class _ReturnedGradients(torch.autograd.Function):
+    """Returns the loss; its backward pass returns the withheld gradients."""
 
     @staticmethod
-    def forward(ctx: Any, loss: Tensor, held: WithheldGradients, anchor: Tensor, *parameters: Tensor) -> Tensor:
-        ctx.held = held
+    def forward(ctx: Any, loss: Tensor, withheld: WithheldGradients, anchor: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.withheld = withheld
         return loss.clone()
 
     @staticmethod
     def backward(ctx: Any, *outputs: Tensor) -> tuple[Tensor | None, ...]:
-        held: WithheldGradients = ctx.held
-        gradients, held.gradients, ctx.held = held.gradients, [], None
-        factor = outputs[0] / held.scale
+        withheld: WithheldGradients = ctx.withheld
+        gradients, withheld.gradients, ctx.withheld = withheld.gradients, [], None
+        factor = outputs[0] / withheld.scale
         # on an accelerator a look at the factor would wait for the device
         if factor.device.type != "cpu" or factor.item() != 1.0:
             for same in _by_dtype(gradients):
@@ -69,8 +75,8 @@ class _HandOver(torch.autograd.Function):
 def withheld_gradients(parameters: Iterable[nn.Parameter], scale: float = 1.0) -> Iterator[WithheldGradients]:
     """Keep the gradients that the code inside computes apart from those that are there already.
 
-    Inside, ``parameter.grad`` is ``None`` at first and the parameters' own hooks are silent: they run once, at the
-    hand-over. Afterwards ``parameter.grad`` is what it was.
+    Inside, ``parameter.grad`` is ``None`` at first and the parameters' own hooks are silent: they run once, when
+    autograd gets the gradients. Afterwards ``parameter.grad`` is what it was.
 
     Args:
         parameters: all that may get a gradient.
@@ -78,14 +84,14 @@ def withheld_gradients(parameters: Iterable[nn.Parameter], scale: float = 1.0) -
     """
     trainable = [parameter for parameter in parameters if parameter.requires_grad]
     before = [parameter.grad for parameter in trainable]
-    held = WithheldGradients(scale)
+    withheld = WithheldGradients(scale)
     for parameter in trainable:
         parameter.grad = None
     try:
         with _without_hooks(trainable):
-            yield held
-        held.parameters = [parameter for parameter in trainable if parameter.grad is not None]
-        held.gradients = [parameter.grad for parameter in held.parameters if parameter.grad is not None]
+            yield withheld
+        withheld.parameters = [parameter for parameter in trainable if parameter.grad is not None]
+        withheld.gradients = [parameter.grad for parameter in withheld.parameters if parameter.grad is not None]
     finally:
         for parameter, gradient in zip(trainable, before, strict=True):
             parameter.grad = gradient

@@ -46,12 +46,12 @@ def arrange(
         world_size: number of processes.
         pipeline_parallel_size: ranks in one pipeline.
         data_parallel_size: pipelines side by side.
-        stages: stages the module is cut into.
+        stages: stages that the module is divided into.
 
     Example:
         >>> from lightning_pipe.schedules import get
         >>> arrange(get("gpipe"), world_size=8, data_parallel_size=2)
-        Layout(pipeline_parallel_size=4, data_parallel_size=2, stages=4)
+        RunLayout(pipeline_parallel_size=4, data_parallel_size=2, stages=4)
     """
     sizes = layout(world_size, pipeline_parallel_size, data_parallel_size)
     own = family.placed(sizes.pipeline_parallel_size, None)[1]
@@ -89,7 +89,7 @@ class World:
     Args:
         layout: sizes of pipelines and replicas.
         transport: this process's transport.
-        board: where failures are told; ``None`` for one process.
+        board: where failures are reported; ``None`` for one process.
         replicas: torch's group of the processes with the same rank in all pipelines; ``None`` if there is one pipeline.
         local: while a user's step runs, in which not all processes take part: collectives concern the replicas alone.
     """

@@ -1,4 +1,4 @@
-"""Hyperparameters of batches whose steps come calls later: update t uses the learning rate of batch t."""
+"""Hyperparameters of batches in flight: update t uses the learning rate of batch t."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ Settings = list[dict[str, Any]]
 
 
 class Hyperparameters:
-    """Remembers what schedulers and hooks have set for every batch.
+    """Remembers the hyperparameters that schedulers and hooks have set for every batch.
 
-    What changes between steps is a hyperparameter; what changes in a step, such as a counter that an optimizer keeps
-    in its groups, is its own business and is left alone.
+    An entry of a parameter group that changes between steps is a hyperparameter. An entry that changes in a step, such
+    as a counter that the optimizer keeps there, is left alone.
 
     Example:
         >>> optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
@@ -39,11 +39,11 @@ class Hyperparameters:
         self._changing: set[tuple[int, str]] = set()
 
     def note(self, batch: int, optimizer: Optimizer) -> None:
-        """A batch's step would be due now, if it were trained on one device."""
+        """Note what is set now: on one device the step of this batch would be due."""
         self._noted[batch] = self._look(optimizer)
 
     def _look(self, optimizer: Optimizer) -> Settings:
-        """What is set now; also notes what has been changed since the last step or look."""
+        """The settings now; also notes which entries have been changed since the last step or look."""
         now = _settings(optimizer)
         for number, (group, before) in enumerate(zip(now, self._last or now, strict=False)):
             self._changing |= {(number, key) for key in group if not _same(group[key], before.get(key))}

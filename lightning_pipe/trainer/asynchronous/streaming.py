@@ -1,65 +1,59 @@
-"""Training with a schedule without a flush: batches stay in flight between the calls of ``training_step``."""
+"""Training with a schedule without a flush: batches stay in flight between the calls of ``training_step``.
+
+With a pipeline of three ranks a batch finishes two calls after the call that it comes with::
+
+    call                       0     1     2     3     4     drain   drain
+    comes with batch           0     1     2     3     4       -       -
+    returns the loss of        NaN   NaN   0     1     2       3       4
+    steps with gradients of    -     -     0     1     2       3       4
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerStatus
 from torch.optim import Optimizer
 
 from lightning_pipe.engine.asynchronous import AsynchronousPipeline, CallResult
-from lightning_pipe.engine.first_batch.loss_check import LossCheck
 from lightning_pipe.engine.pipeline import Pipeline
-from lightning_pipe.intercept.snapshot import Change
+from lightning_pipe.intercept.snapshot import Change, Snapshot
 from lightning_pipe.patches import replaced
+from lightning_pipe.trainer.asynchronous.draining import around, draining_first
 from lightning_pipe.trainer.asynchronous.hyperparameters import Hyperparameters
+from lightning_pipe.trainer.asynchronous.stop_requests import StopRequests
 from lightning_pipe.trainer.asynchronous.training_loop import TrainingLoop
-from lightning_pipe.trainer.data.micro_batches import MicroBatches
+from lightning_pipe.trainer.data.training_output import TrainingOutput
+from lightning_pipe.trainer.gradients import Gradients
 from lightning_pipe.trainer.signals import Signals
-from lightning_pipe.trainer.user_step import BatchResult, StepReport, UserStep, known
-from lightning_pipe.trainer.whole_model.logging import Logged
+from lightning_pipe.trainer.step_report import StepReport, known_outputs
+from lightning_pipe.trainer.user_step import StepOfBatch, UserStep
 from lightning_pipe.trainer.withheld_gradients import WithheldGradients, withheld_gradients
 from lightning_pipe.trainer.world import World
 from lightning_pipe.transport.nonblocking_broadcast import NonBlockingBroadcast
-
-Output = Callable[[BatchResult, MicroBatches, WithheldGradients], Any]
-
-
-@dataclass
-class _BatchInFlight:
-    """A batch whose losses are not known yet, with what it has logged on this rank."""
-
-    cut: MicroBatches
-    check: LossCheck | None
-    logged: Logged = field(default_factory=dict)
 
 
 class Streaming:
     """Drives an asynchronous schedule from Lightning's training loop.
 
-    A call of ``training_step`` lets the schedule go on by one batch and returns the loss of an earlier one: NaN as long
-    as none has come out. Its gradients, if a step is due, are those of an earlier batch, too, and the step uses the
-    hyperparameters (the learning rate) that this batch would have had on one device. What other ranks must know comes
-    from the rank with the loss, which does not wait for them.
+    A call of ``training_step`` lets the schedule go on by one batch and returns the loss of an earlier batch: NaN until
+    the first loss is known. The gradients of a call, if a step is due, are those of an earlier batch, too. The step
+    uses the hyperparameters (the learning rate) that this earlier batch would have had on one device. The rank with the
+    last stage sends its reports to the other ranks and does not wait for them.
 
-    Before the training loop is left (for validation, a checkpoint, the end of an epoch, the end) what is in flight is
-    drained: optimizer steps with all of Lightning's hooks around them, and without new batches.
+    Before Lightning leaves the training loop (for validation, a checkpoint, the end of an epoch, the end) batches in
+    flight are drained: further calls without new batches, each with its optimizer step and all of Lightning's hooks.
 
     Args:
         module: the LightningModule.
         pipeline: the module over the ranks.
         world: the processes.
-        step: runs the user's step.
-        output: makes what ``training_step`` returns of the results of a batch.
-        settled: called once, when it is known who holds which parameter.
-        checked: called with the check of a batch when it is over, where the losses are.
+        step: begins the steps of batches.
+        output: makes what ``training_step`` returns.
+        gradients: learns after each call who holds which parameter.
     """
 
     def __init__(
@@ -68,176 +62,155 @@ class Streaming:
         pipeline: Pipeline,
         world: World,
         step: UserStep,
-        output: Output,
-        settled: Callable[[], None],
-        checked: Callable[[LossCheck | None], None],
+        output: TrainingOutput,
+        gradients: Gradients,
     ) -> None:
-        assert pipeline.flow is not None
-        self._flow: AsynchronousPipeline = pipeline.flow
         self._module, self._pipeline, self._world, self._step = module, pipeline, world, step
-        self._output, self._settled, self._checked = output, settled, checked
-        self._trainer: Any = module.trainer
+        self._output, self._gradients = output, gradients
         self._loop = TrainingLoop(module)
-        self._channel = NonBlockingBroadcast(pipeline.transport, ahead=self._flow.stream.lag + 2)
+        self._channel = NonBlockingBroadcast(pipeline.transport, ahead=self._asynchronous.stream.lag + 2)
         self._hyperparameters = Hyperparameters()
-        self._flights: dict[int, _BatchInFlight] = {}
-        self._arrived = 0
-        self._turn = CallResult()
-        self._draining = self._stopping = self._asked = False
+        self._stop = StopRequests(module.trainer, world)
+        self._in_flight: dict[int, StepOfBatch] = {}
+        self._batches = 0
+        self._call = CallResult()
+        self._draining = False
         self._changed = ExitStack()
+
+    @property
+    def _asynchronous(self) -> AsynchronousPipeline:
+        assert self._pipeline.flow is not None
+        return self._pipeline.flow
+
+    @property
+    def _trainer(self) -> Any:
+        return self._module.trainer
 
     # ------------------------------------------------------------------ beginning and end
 
     def begin(self) -> None:
-        """Stand where Lightning leaves the training loop, to drain first."""
-        fit_loop = self._trainer.fit_loop
-        self._around(fit_loop.epoch_loop, "on_advance_end", self._end_batch)
-        self._around(fit_loop.epoch_loop.automatic_optimization, "_optimizer_step", self._step_of_batch)
-        for owner, name in (
-            (fit_loop.epoch_loop.val_loop, "run"),
-            (fit_loop, "on_advance_end"),
-            (self._trainer._checkpoint_connector, "dump_checkpoint"),
-        ):
-            self._around(owner, name, self._drain_first)
-        for callback in self._trainer.callbacks:
-            if isinstance(callback, ModelCheckpoint):
-                self._around(callback, "_monitor_candidates", partial(self._name_file, callback))
+        """Replace the methods at which Lightning leaves the training loop, and its optimizer step."""
+        epoch_loop = self._trainer.fit_loop.epoch_loop
+        self._changed.enter_context(around(epoch_loop, "on_advance_end", self._end_batch))
+        optimization = epoch_loop.automatic_optimization
+        self._changed.enter_context(around(optimization, "_optimizer_step", self._step_of_batch))
+        self._changed.enter_context(draining_first(self._trainer, self._drain_first))
         if self._world.layout.world_size > 1:
-            self._replace(fit_loop.epoch_loop, "_broadcast_sigterm_tensor", self._tell_of_signal)
+            self._changed.enter_context(replaced(epoch_loop, "_broadcast_sigterm_tensor", self._share_signals))
 
     def end(self) -> None:
         """Leave Lightning as it was found. After an error batches may be in flight: they are dropped."""
         self._changed.close()
-        if self._flow.in_flight:
-            self._flow.drop()
-
-    def _around(self, owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
-        """Call ``wrapper(method, ...)`` in the place of a method."""
-        self._replace(owner, name, partial(wrapper, getattr(owner, name)))
+        if self._asynchronous.in_flight:
+            self._asynchronous.drop()
 
     def _drain_first(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         # after an error nobody may answer any more
-        if self._flow.in_flight and self._trainer.state.status != TrainerStatus.INTERRUPTED:
+        if self._asynchronous.in_flight and self._trainer.state.status != TrainerStatus.INTERRUPTED:
             self.drain()
         return method(*args, **kwargs)
 
-    def _replace(self, owner: Any, name: str, method: Callable[..., Any]) -> None:
-        self._changed.enter_context(replaced(owner, name, method))
-
-    def _name_file(self, callback: ModelCheckpoint, method: Callable[..., Any], trainer: Any) -> Any:
-        """A file is named after the state that is in it: drain before, not when it is written."""
-        if callback._should_skip_saving_checkpoint(trainer):
-            return method(trainer)
-        return self._drain_first(method, trainer)
-
     def _end_batch(self, method: Callable[[Any], Any], data_fetcher: Any) -> None:
         """In the place of ``on_advance_end``: drain if the training loop is left after the current batch."""
-        # a rank that has been asked to stop must not leave the others, which do not know yet
-        if self._trainer.should_stop and not self._stopping:
-            self._asked, self._trainer.should_stop = True, False
-        if self._loop.is_left(data_fetcher, len(self._flights)):
+        # other ranks are batches behind or ahead, and learn of the request in a later call
+        self._stop.withhold()
+        if self._loop.is_left(data_fetcher, len(self._in_flight)):
             self._drain_first(method, data_fetcher)
         else:
             method(data_fetcher)
 
     # ------------------------------------------------------------------ messages
 
-    def share(self, obj: Any, source: int) -> Any:
+    def broadcast(self, obj: Any, source: int) -> Any:
         """The object of one process of the pipeline, which does not wait for the others."""
         return self._channel.share(obj, source, self._pipeline.pipeline_members)
 
-    def _tell_of_signal(self) -> None:
-        """What signals have asked process 0 for: the other processes do not wait for it."""
+    def _share_signals(self) -> None:
+        """Act on the signals that process 0 has received; it does not wait for the other processes."""
         signals: Signals = self._trainer.strategy.signals
         asked = list(signals.asked)
         others = self._world.replica_members
         if self._pipeline.transport.process == self._pipeline.loss_process and len(others) > 1:
             asked = self._pipeline.transport.broadcast_object(asked, others[0], others)
-        asked = self.share(asked, self._pipeline.loss_process)
+        asked = self.broadcast(asked, self._pipeline.loss_process)
         if any(asked):
-            # who leaves first would take its messages along
+            # a process that leaves first would take its messages along
             self._channel.flush()
             self._world.barrier()
             signals.act(asked)
 
-    def _from_loss_ranks(self, part: StepReport | None) -> list[StepReport]:
-        topology, replica = self._pipeline.transport.topology, self._pipeline.transport.replica
-        return [self.share(part, topology.process(replica, rank)) for rank in self._pipeline.loss_ranks]
-
     # ------------------------------------------------------------------ calls
 
-    def train(
-        self,
-        cut: MicroBatches,
-        weights: Sequence[float],
-        rest: Sequence[Any],
-        context: Any,
-        seed: int,
-        check: LossCheck | None = None,
-    ) -> Any:
+    def train(self, step: StepOfBatch, weights: Sequence[float], seed: int) -> Any:
         """One call with a batch; returns what ``training_step`` is to return.
 
         Args:
-            cut: the batch.
+            step: the step of the batch.
             weights: the factor of each micro-batch's loss.
-            rest: the step's arguments after the batch.
-            context: entered around each run of the step.
             seed: the seed of the batch's random streams.
-            check: looks whether the loss is a mean over samples.
         """
-        flight = self._flights[self._arrived] = _BatchInFlight(cut, check)
-        self._arrived += 1
-        step = self._step.bind("training_step", rest, context, flight.logged)
-        return self._call(lambda: self._pipeline.advance(step, cut.parts, weights, seed=seed, check=check))
+        self._in_flight[self._batches] = step
+        self._batches += 1
+        with self._calling() as withheld, self._step.running() as before:
+            self._call = self._pipeline.advance(step, step.micro_batches.parts, weights, seed=seed, check=step.check)
+        return self._share(before, withheld)
 
-    def _call(self, run: Callable[[], CallResult]) -> Any:
-        settled = self._pipeline.ownership.settled
-        with withheld_gradients(list(self._module.parameters())) as held, self._step.running() as before:
-            self._turn = turn = run()
-        if self._pipeline.ownership.settled and not settled:
-            self._settled()
-        changes = self._step.changes(before)
-        told = [
-            self._step.exchange(partial(self._part, batch, changes), self._from_loss_ranks)
-            for batch in turn.finished or (None,)
-        ]
+    def _train_without_batch(self, calls: Iterator[CallResult]) -> Any:
+        """One call while the pipeline is drained."""
+        with self._calling() as withheld, self._step.running() as before:
+            self._call = next(calls)
+        return self._share(before, withheld)
+
+    @contextmanager
+    def _calling(self) -> Iterator[WithheldGradients]:
+        """Around what the pipeline does in a call."""
+        with withheld_gradients(list(self._module.parameters())) as withheld:
+            yield withheld
+        self._gradients.after_batch(self._trainer.optimizers)
+
+    def _share(self, before: Snapshot | None, withheld: WithheldGradients) -> Any:
+        """Share the batches that a call has finished; returns what ``training_step`` is to return.
+
+        Attributes may have been changed by steps of several batches, of which some are still in flight: the changes
+        belong to the call, and every report of the call has all of them.
+        """
+        finished = self._call.finished
+        reports = self._exchange(self._step.attributes.changes(before))
+        # bounds how far this rank is ahead of ranks that do not receive
         self._channel.end_call()
-        for parts in told:
-            self._step.learn(parts)
-        self._step.adopt(told[-1], before)
-        self._stop_if(any(part.stop for parts in told for part in parts))
+        self._step.attributes.adopt([report.changes for report in reports[-1]], before)
+        self._stop.follow(any(report.stop for of_batch in reports for report in of_batch))
         output = None
-        for batch, parts in zip(turn.finished, told, strict=False):
-            if batch != turn.finished[0]:
+        for batch, of_batch in zip(finished, reports, strict=False):
+            if batch != finished[0]:
+                # Lightning logs once after a call
                 self._loop.log()
-            cut = self._flights.pop(batch).cut
-            self._step.replay([part.logged for part in parts], len(cut.parts), own_batch=False)
-            if batch == turn.finished[-1]:
-                output = self._output(known(parts), cut, held)
-        if output is None:
-            output = held.loss(float("nan"), torch.get_default_dtype(), self._pipeline.transport.device)
-        return output
+            step = self._in_flight.pop(batch)
+            step.replay(of_batch, own_batch=False)
+            if batch == finished[-1]:
+                output = self._output.of(known_outputs(of_batch), step.micro_batches, withheld)
+        return self._output.unknown(withheld) if output is None else output
 
-    def _part(self, batch: int | None, changes: list[Change]) -> StepReport:
-        """What a rank with the loss tells the others of a call, or of one of several batches that it has finished."""
-        asked, self._asked = self._asked or self._trainer.should_stop, False
-        stop = self._world.agree(asked, unanimous=False, members=self._world.replica_members)
+    def _exchange(self, changes: list[Change]) -> list[list[StepReport]]:
+        """The reports about each batch that the call has finished; about none a call exchanges changes all the same."""
+        own: Mapping[int | None, StepReport] = {}
+        batches = self._call.finished or (None,)
+        if self._pipeline.is_loss_rank:
+            stop = self._stop.of_replicas()
+            own = {batch: self._report(batch, changes, stop) for batch in batches}
+        return [self._step.exchange(own.get(batch), self.broadcast) for batch in batches]
+
+    def _report(self, batch: int | None, changes: list[Change], stop: bool) -> StepReport:
         if batch is None:
             return StepReport({}, [], changes, stop)
-        flight = self._flights[batch]
-        self._checked(flight.check)
-        outputs = dict(self._turn.results[batch])
-        return self._step.part(outputs, flight.logged, flight.cut.amounts, changes, stop, flight.check)
-
-    def _stop_if(self, agreed: bool) -> None:
-        self._stopping = self._trainer.should_stop = agreed
+        return self._in_flight[batch].report(dict(self._call.results[batch]), changes, stop=stop)
 
     def _step_of_batch(self, method: Callable[..., None], batch_idx: int, closure: Callable[[], Any]) -> None:
         """In the place of Lightning's optimizer step, with the user's hooks: what they see is the batch that steps."""
         optimizer = self._trainer.optimizers[0]
         if not self._draining:
-            self._hyperparameters.note(self._arrived, optimizer)
-        due = self._flow.due(arriving=not self._draining)
+            self._hyperparameters.note(self._batches, optimizer)
+        due = self._asynchronous.due(arriving=not self._draining)
         with self._hyperparameters.of(due[-1] if due else None, optimizer):
             method(batch_idx, closure)
 
@@ -252,12 +225,12 @@ class Streaming:
             step: lets the optimizer step, with the hooks before it; takes a closure.
         """
         result = closure()
-        if self._turn.update:
+        if self._call.update:
             step(lambda: result)
         else:
             # a learning rate scheduler would complain that it steps first
             vars(optimizer)["_opt_called"] = True
-        self._loop.count_steps(len(self._turn.finished))
+        self._loop.count_steps(len(self._call.finished))
         return result
 
     # ------------------------------------------------------------------ draining
@@ -266,19 +239,19 @@ class Streaming:
         """Finish what is in flight: one call after the other, with an optimizer step and all hooks."""
         with self._drained():
             self._loop.log_pending()
-            turns = self._pipeline.drain()
-            calls = 0
-            while self._flow.in_flight:
-                calls += 1
-                self._loop.step(lambda: self._call(lambda: next(turns)))
-                if self._turn.finished:
-                    self._loop.log(ahead=calls)
-            next(turns, None)
+            calls = self._pipeline.drain()
+            number = 0
+            while self._asynchronous.in_flight:
+                number += 1
+                self._loop.step(lambda: self._train_without_batch(calls))
+                if self._call.finished:
+                    self._loop.log(ahead=number)
+            # the pipeline puts its versions of the weights together behind the last call
+            next(calls, None)
             self._channel.flush()
             self._loop.forget_values()
-        # here all ranks meet
-        self._stop_if(self._world.agree(self._trainer.should_stop or self._asked, unanimous=False))
-        self._asked = False
+        # here all ranks are at the same batch
+        self._stop.agree()
 
     @contextmanager
     def _drained(self) -> Iterator[None]:

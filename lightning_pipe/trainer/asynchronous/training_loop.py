@@ -1,4 +1,4 @@
-"""What a schedule without a flush asks and tells Lightning's training loop, between the loop's own steps as well."""
+"""Lightning's training loop, as asynchronous schedules use it: also between the loop's own steps."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResul
 
 
 class TrainingLoop:
-    """Lightning's training loop (2.6) from within.
+    """The loop's questions and steps, by its private methods (Lightning 2.6).
 
     Args:
         module: the LightningModule, with its Trainer.
@@ -71,7 +71,7 @@ class TrainingLoop:
         loop._optimizer_step(index, closure)
 
     def count_steps(self, batches: int) -> None:
-        """Correct the number of steps after a call: Lightning counts one, whatever number of batches it finished."""
+        """Correct the number of steps after a call: Lightning counts one, and the call has finished so many batches."""
         progress = self._epoch.automatic_optimization.optim_progress.optimizer.step
         for tracker in (progress.total, progress.current):
             tracker.ready += batches - 1

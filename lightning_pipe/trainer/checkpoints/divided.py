@@ -48,7 +48,6 @@ class Checkpoints:
         module: the LightningModule.
         pipeline: the module over the ranks; ``None`` before and after a run, when every rank has all of it.
         transport: this process's transport.
-        writer: the pipeline rank that writes.
         holders: after a run, the ranks that had the values: the copies that callbacks keep are still divided.
     """
 
@@ -57,10 +56,11 @@ class Checkpoints:
         module: pl.LightningModule,
         pipeline: Pipeline | None,
         transport: Transport,
-        writer: int,
         holders: Mapping[str, tuple[int, ...]],
     ) -> None:
-        self._module, self._pipeline, self._transport, self._writer = module, pipeline, transport, writer
+        self._module, self._pipeline, self._transport = module, pipeline, transport
+        # process 0 writes, as it does with Lightning's own strategies
+        self._writer = transport.topology.locate(0)[1]
         self._holders = holders
 
     @property
@@ -187,9 +187,9 @@ class Checkpoints:
         """Load the states of the parameters that this rank holds."""
         names = self._parameter_names(optimizers)
         for optimizer, state, known in zip(optimizers, checkpoint["optimizer_states"], names, strict=False):
-            held = {i: s for i, s in state["state"].items() if not isinstance(i, int) or self._holds(known[i])}
+            kept = {i: s for i, s in state["state"].items() if not isinstance(i, int) or self._holds(known[i])}
             # cloned: they must not hang on the file, which may be replaced
-            own = {i: replace_tensors(each, torch.clone) for i, each in held.items()}
+            own = {i: replace_tensors(each, torch.clone) for i, each in kept.items()}
             optimizer.load_state_dict({**state, "state": own})
 
     def _holds(self, name: str | None) -> bool:

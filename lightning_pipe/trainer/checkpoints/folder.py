@@ -35,11 +35,11 @@ from lightning_pipe.transport.base import Transport
 
 _REST = "meta.pt"
 _COMPLETE = ".metadata"
-"""What torch writes last."""
+"""The file that torch writes last."""
 
 
 def is_folder(path: str) -> bool:
-    """Whether there is such a checkpoint, or what was to become one."""
+    """Whether the path is such a checkpoint, or an incomplete one."""
     return os.path.isdir(path) and any(
         name in (_REST, _COMPLETE) or name.endswith(".distcp") for name in os.listdir(path)
     )
@@ -71,11 +71,11 @@ def save(
             send_items(mine, transport, writer)
         if writes:
             others = [rank for rank in range(transport.topology.ranks) if rank != writer]
-            contributions = [(mine.items, mine.keys), *(receive_items(transport, rank) for rank in others)]
+            entries_of_ranks = [(mine.items, mine.keys), *(receive_items(transport, rank) for rank in others)]
             with naming(path, unfinished):
-                _write_rest(os.path.join(unfinished, _REST), checkpoint, contributions, parameter_names)
+                _write_rest(os.path.join(unfinished, _REST), checkpoint, entries_of_ranks, parameter_names)
         tensors = dict(zip(mine.keys, mine.tensors, strict=True)) if first else {}
-        with _naming_checkpoint(transport, path, "written"):
+        with _naming_errors(transport, path, "written"):
             save_tensors(tensors, checkpoint_id=unfinished, no_dist=not _distributed())
     transport.barrier()
 
@@ -111,7 +111,7 @@ def load(
         if wanted(tuple(at), rest["parameter_names"]):
             like = tensors.setdefault(key, torch.empty(like.shape, dtype=like.dtype))
         entries.append((tuple(at), like))
-    with _naming_checkpoint(transport, path, "read"):
+    with _naming_errors(transport, path, "read"):
         load_tensors(tensors, checkpoint_id=path, no_dist=not _distributed())
     return assembled(rest["checkpoint"], entries)
 
@@ -119,16 +119,19 @@ def load(
 def _write_rest(
     path: str,
     checkpoint: dict[str, Any],
-    contributions: Sequence[tuple[list[tuple[Path, Any]], list[str]]],
+    entries_of_ranks: Sequence[tuple[list[tuple[Path, Any]], list[str]]],
     parameter_names: Sequence[Sequence[str | None]],
 ) -> None:
-    """What is not a tensor, and where the tensors belong: plain types, so that any ``torch.load`` reads it."""
+    """Write all that is not a tensor, and the paths of the tensors, in plain types that any ``torch.load`` reads."""
     ends = [
-        (at, leaf, keys) for items, keys in contributions for path_, value in items for at, leaf in leaves(path_, value)
+        (at, leaf, keys)
+        for items, keys in entries_of_ranks
+        for path_, value in items
+        for at, leaf in leaves(path_, value)
     ]
     pending = [(at, keys[leaf.number], leaf) for at, leaf, keys in ends if isinstance(leaf, Pending)]
     rest = {
-        "checkpoint": assembled(checkpoint, [(at, REMOVED) for items, _ in contributions for at, _ in items]),
+        "checkpoint": assembled(checkpoint, [(at, REMOVED) for items, _ in entries_of_ranks for at, _ in items]),
         "values": [(list(at), leaf) for at, leaf, _ in ends if not isinstance(leaf, Pending)],
         "tensors": [(list(at), key) for at, key, _ in pending],
         "like": {key: torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") for _, key, leaf in pending},
@@ -143,8 +146,8 @@ def _distributed() -> bool:
 
 
 @contextmanager
-def _naming_checkpoint(transport: Transport, path: str, verb: str) -> Iterator[None]:
-    """Names the checkpoint and the rank that failed in errors: torch's collectives do not ask the failure board."""
+def _naming_errors(transport: Transport, path: str, verb: str) -> Iterator[None]:
+    """Name the checkpoint and the rank that failed in errors; torch's collectives do not know the failure board."""
     operation = f"wait until the checkpoint {path} was {verb} by all"
     try:
         yield

@@ -1,8 +1,8 @@
-"""What each rank contributes to a checkpoint: who owns which entry, and how tensors travel to the rank that writes.
+"""What each rank contributes to a checkpoint, and how its tensors come to the rank that writes.
 
 Every process dumps a checkpoint of its own, in which the values of other ranks are placeholders. The names of
-parameters and buffers decide which rank owns an entry, never devices. This holds for the model's state, for averaged
-copies that callbacks keep, and for the optimizer's state. Every other entry comes from the rank that writes.
+parameters and buffers decide which rank owns an entry: in the model's state, in the state of averaged copies that
+callbacks keep, and in the optimizer's state. All other entries come from the rank that writes.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _PREFIXES = ("module.", "_orig_mod.")
 
 
 class Pending(NamedTuple):
-    """Stands in a checkpoint for a tensor that another rank has.
+    """In the place of a tensor that another rank has.
 
-    Equal objects stand for the same memory, as tied weights have it.
+    Equal objects belong to tensors that share their memory, as tied weights do.
     """
 
     rank: int
@@ -145,7 +145,7 @@ def _first(ranks: Sequence[int], writer: int) -> int:
 
 
 def rank_entries(checkpoint: dict[str, Any], owners: Owners, rank: int) -> RankEntries:
-    """What a rank has to contribute: all that it owns."""
+    """The entries of a checkpoint that a rank owns."""
     result = RankEntries(rank)
     for path, value, owner in owners.entries(checkpoint):
         if owner == rank:
@@ -154,7 +154,7 @@ def rank_entries(checkpoint: dict[str, Any], owners: Owners, rank: int) -> RankE
 
 
 def send_items(mine: RankEntries, transport: Transport, writer: int) -> None:
-    """Send the rank that writes the entries of this one, with `Pending` in the place of tensors."""
+    """Send the entries of this rank, without their tensors, to the rank that writes."""
     transport.send_object((mine.items, mine.keys), writer, _TAG).wait()
 
 
@@ -229,7 +229,7 @@ def _merged(node: Any, changes: Any) -> Any:
 
 
 def leaves(path: Path, value: Any) -> Iterator[tuple[Path, Any]]:
-    """What is at the ends of nested dictionaries, with paths."""
+    """The values of nested dictionaries that are no dictionaries, with paths."""
     if isinstance(value, dict):
         for key, each in value.items():
             yield from leaves((*path, key), each)

@@ -1,7 +1,8 @@
-"""How what micro-batches returned or logged becomes what one step over the whole batch would have.
+"""Joins what the step returned or logged for micro-batches to what one step over the whole batch would have.
 
-Rows, one for each sample, follow each other. Numbers are averaged by weight, added, or the smallest or largest counts:
-which of these is seen where the last stage runs the step on two micro-batches together (`loss_check`).
+Rows, one for each sample, are concatenated. Numbers are averaged by weight, added, or reduced to the smallest or the
+largest. The last stage learns which of these is meant when it runs the step on two micro-batches together
+(`loss_check`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The micro-batches of a batch with what each of them counts."""
+"""The micro-batches of a batch, with the weight of each in losses and logged values."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ LossWeight = Callable[[Any], float] | Literal["sum"]
 
 @dataclass(frozen=True)
 class MicroBatches:
-    """A batch, cut.
+    """A batch that is split into micro-batches.
 
     Args:
         parts: the micro-batches.
         sizes: samples of each.
         amounts: what each counts in means over the batch, before the batches of other replicas are known.
-        summed: whether the batch's loss is the sum of theirs, and no mean.
-        own: whether the user's function has cut the batch.
-        slices: how it has, if what it made are slices of the batch.
+        summed: whether the batch's loss is the sum of the losses of its micro-batches, and no mean.
+        own: whether the user's function has split the batch.
+        slices: how the user's function has split the batch, if its micro-batches are slices of the batch.
     """
 
     parts: list[Any]
@@ -57,7 +57,7 @@ class MicroBatches:
         return sum(weight * loss for weight, loss in zip(self.weights(sum(self.amounts)), losses, strict=True))
 
     def weights(self, total: float) -> list[float]:
-        """What the loss of each micro-batch counts in that of the batches of all replicas, which count ``total``."""
+        """The factor of each micro-batch's loss, if the batches of all replicas together count ``total``."""
         return [1.0] * len(self.parts) if self.summed else micro_batch_weights(self.amounts, total)
 
 
@@ -69,23 +69,23 @@ def divide_batch(
     loss_weight: LossWeight | None = None,
     least: int = 1,
 ) -> MicroBatches:
-    """Cut a batch as the options of the strategy say.
+    """Split a batch as the options of the strategy say.
 
     Args:
         batch: what the DataLoader has yielded.
         ranks: ranks in one pipeline.
-        micro_batches: how many; a batch of fewer samples is cut into fewer.
-        split_batch: the user's own way to cut.
+        micro_batches: how many; a batch of fewer samples is split into fewer.
+        split_batch: the user's function that splits batches.
         loss_weight: what the loss of a micro-batch counts; by default its samples. ``"sum"``: losses are added.
-        least: samples that every micro-batch needs; a batch is cut into fewer of them for that.
+        least: samples that every micro-batch needs; a short batch is split into fewer micro-batches for that.
 
     Raises:
-        ConfigurationError: how to cut the batch, or what a part of it counts, is not clear.
+        ConfigurationError: how to split the batch, or what a part of it counts, is not clear.
 
     Example:
         >>> import torch
-        >>> cut = divide_batch({"x": torch.zeros(5, 2)}, ranks=1, micro_batches=2)
-        >>> cut.sizes, cut.shares
+        >>> split_in_two = divide_batch({"x": torch.zeros(5, 2)}, ranks=1, micro_batches=2)
+        >>> split_in_two.sizes, split_in_two.shares
         ([3, 2], [0.6, 0.4])
     """
     slices = None
@@ -107,7 +107,7 @@ def divide_batch(
 
 
 def _wanted(batch: Any, ranks: int, micro_batches: int | Auto, least: int) -> int:
-    """How many micro-batches the user's own function is asked for."""
+    """How many micro-batches the user's function is asked for."""
     try:
         return micro_batch_count(samples(batch), ranks, micro_batches, least)
     except ConfigurationError:

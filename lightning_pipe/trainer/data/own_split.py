@@ -1,4 +1,4 @@
-"""How a user's ``split_batch`` has cut a batch: along which dimension of every tensor."""
+"""Recognises along which dimension of every tensor a user's ``split_batch`` has split a batch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Slices:
 
     Args:
         sizes: samples of each.
-        axes: the dimension that was cut, in containers like those of the batch; -1 for what belongs to all samples.
+        axes: the dimension that was split, in containers like those of the batch; -1 for what belongs to all samples.
     """
 
     sizes: list[int]
@@ -55,7 +55,7 @@ def slices_of(batch: Any, parts: Sequence[Any]) -> Slices | None:
 
 
 def _axes(node: Any, parts: Sequence[Any], sizes: list[int]) -> Any:
-    """The dimensions that were cut in one node of the batch; the sizes that are found must be the same everywhere."""
+    """The dimensions that were split in one node of the batch; the sizes that are found must be the same everywhere."""
     if any(type(part) is not type(node) for part in parts):
         raise _OtherError
     if isinstance(node, Tensor | np.ndarray):

@@ -1,7 +1,8 @@
-"""One loader per replica: the rank with the loss loads, the other ranks of its pipeline get the same batches.
+"""One loader per replica: a rank with the last stage loads, and sends its batches to the other ranks of its pipeline.
 
-Shuffling, random augmentation and worker processes are as they are on one device, whatever the seeds, and every batch
-is loaded once. What loading draws from the global random generators is made up for on the other ranks.
+Every batch is loaded once. Shuffling, random augmentation and worker processes are as they are on one device, whatever
+the seeds of the ranks. The loading rank sends the states of the global random generators that loading has changed, and
+the other ranks take them over.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ _OWN = frozenset({"loader", "_transport", "_source", "_members", "_share", "_len
 class SharedDataLoader:
     """A loader whose batches are the same on all ranks of a pipeline.
 
-    Creating it, ``iter`` and ``next`` are collective over the pipeline. In everything else it is the loader that it
-    wraps; on ranks that do not load, that loader is never iterated.
+    The constructor, ``iter`` and ``next`` are collective over the pipeline. All other attributes are those of the
+    wrapped loader. Ranks that do not load never iterate that loader.
 
     Args:
         loader: any iterable.
@@ -51,10 +52,10 @@ class SharedDataLoader:
         vars(self)["_length"] = self.share(sized_len(loader) if self.loads else None)
 
     def compare_with(self, compare: Callable[[int, bool], None]) -> None:
-        """Call this after every batch: the loaders of other replicas must not end earlier or later.
+        """Compare with the other replicas after every batch: their loaders must not end earlier or later.
 
         Args:
-            compare: gets how many batches have come, and whether that was all.
+            compare: called with the number of batches so far, and whether the loader has ended.
         """
         vars(self)["_compare"] = compare
 
@@ -64,13 +65,13 @@ class SharedDataLoader:
         return bool(self._transport.process == self._source)
 
     def share(self, message: Any) -> Any:
-        """The message of the process that loads."""
+        """The message of the process that loads, on all ranks."""
         if self._share is not None:
             return self._share(message)
         return self._transport.broadcast_object(message, self._source, self._members)
 
     def __iter__(self) -> Iterator[Any]:
-        batches = _Reader(self) if self.loads else _Listener(self)
+        batches = _LoadingIterator(self) if self.loads else _ReceivingIterator(self)
         return batches if self._compare is None else self._compared(batches)
 
     def _compared(self, batches: Iterator[Any]) -> Iterator[Any]:
@@ -96,19 +97,19 @@ class SharedDataLoader:
             setattr(self.loader, name, value)
 
 
-class _Reader(Iterator[Any]):
-    """Iterates the loader and sends what comes."""
+class _LoadingIterator(Iterator[Any]):
+    """Iterates the loader and sends its batches."""
 
-    def __init__(self, mirror: SharedDataLoader) -> None:
-        self._mirror = mirror
+    def __init__(self, shared: SharedDataLoader) -> None:
+        self._shared = shared
         self._count = 0
-        with _Sending(mirror) as sending:
-            self._iterator = iter(mirror.loader)
-            mirror._length = sized_len(mirror.loader)
-            sending.message = ("start", mirror._length, None)
+        with _Sending(shared) as sending:
+            self._iterator = iter(shared.loader)
+            shared._length = sized_len(shared.loader)
+            sending.message = ("start", shared._length, None)
 
     def __next__(self) -> Any:
-        with _Sending(self._mirror) as sending:
+        with _Sending(self._shared) as sending:
             try:
                 batch = next(self._iterator)
             except StopIteration:
@@ -120,7 +121,7 @@ class _Reader(Iterator[Any]):
 
     def _indices(self) -> Any:
         """The batch's places in the dataset, which Lightning keeps track of while predicting."""
-        sampler = getattr(self._mirror.loader, "batch_sampler", None)
+        sampler = getattr(self._shared.loader, "batch_sampler", None)
         if not isinstance(sampler, IndexBatchSampler):
             return None
         # worker processes are ahead of the batch that is due
@@ -128,10 +129,10 @@ class _Reader(Iterator[Any]):
 
 
 class _Sending:
-    """Sends a message when the code inside is done, or its error."""
+    """Sends a message when the code inside is done, or the error of that code."""
 
-    def __init__(self, mirror: SharedDataLoader) -> None:
-        self._mirror = mirror
+    def __init__(self, shared: SharedDataLoader) -> None:
+        self._shared = shared
         self.message: tuple[str, Any, Any] | None = None
 
     def __enter__(self) -> _Sending:
@@ -143,20 +144,20 @@ class _Sending:
             hide_own(error)
             text = "".join(traceback.format_exception(error)).rstrip()
             with suppress(CommunicationError):  # the loader's own error is what counts
-                self._mirror.share(("error", text, None, None))
+                self._shared.share(("error", text, None, None))
         elif self.message is not None:
             after = _random_states()
             changed = {name: state for name, state in after.items() if not _equal(state, self._before.get(name))}
-            self._mirror.share((*self.message, changed))
+            self._shared.share((*self.message, changed))
 
 
-class _Listener(Iterator[Any]):
-    """Receives what the process that loads has sent."""
+class _ReceivingIterator(Iterator[Any]):
+    """Receives the batches of the process that loads."""
 
-    def __init__(self, mirror: SharedDataLoader) -> None:
-        self._mirror = mirror
-        _, mirror._length, _ = self._receive()
-        sampler = getattr(mirror.loader, "batch_sampler", None)
+    def __init__(self, shared: SharedDataLoader) -> None:
+        self._shared = shared
+        _, shared._length, _ = self._receive()
+        sampler = getattr(shared.loader, "batch_sampler", None)
         self._sampler = sampler if isinstance(sampler, IndexBatchSampler) else None
         if self._sampler is not None:
             self._sampler.seen_batch_indices = []
@@ -170,9 +171,9 @@ class _Listener(Iterator[Any]):
         return batch
 
     def _receive(self) -> tuple[str, Any, Any]:
-        what, content, indices, states = self._mirror.share(None)
+        what, content, indices, states = self._shared.share(None)
         if what == "error":
-            name = self._mirror._transport.describe(self._mirror._source)
+            name = self._shared._transport.describe(self._shared._source)
             raise CommunicationError(f"Loading failed on {name}:\n{content}")
         _set_random_states(states)
         return what, content, indices

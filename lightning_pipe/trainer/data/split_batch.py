@@ -1,4 +1,4 @@
-"""A batch into micro-batches: along dimension 0 of everything that has the batch's length."""
+"""Splits a batch into micro-batches, along dimension 0 of everything that has the batch's length."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def samples(batch: Any) -> int:
 
 
 def split(batch: Any, sizes: Sequence[int]) -> list[Any]:
-    """Cut a batch into micro-batches of the given sizes.
+    """Split a batch into micro-batches of the given sizes.
 
     Args:
         batch: as for `samples`; what does not have the batch's length goes into every micro-batch as it is.

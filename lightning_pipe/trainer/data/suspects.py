@@ -1,6 +1,6 @@
-"""Tensors that are as long as the batch and are no samples: masks over positions, class weights, tables.
+"""Finds tensors that are as long as the batch and hold no samples: masks over positions, class weights, tables.
 
-They would be cut along with the samples, and often that raises nothing: a row of a mask is broadcast.
+Such tensors would be split along with the samples, and often nothing raises: a row of a mask is broadcast.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ def ambiguous(batch: Any, length: int) -> list[str]:
 
 @dataclass
 class Suspects:
-    """Looks at the first batches that are cut by default.
+    """Looks at the first batches that are split without the user's function.
 
-    Causal masks are known by their values, and batches with time first by the loader's batch size: both raise. What
-    stays the same from batch to batch while the rest changes is named, to be told once.
+    Causal masks are recognised by their values, and batches with time first by the loader's batch size: both raise.
+    Tensors that stay the same from batch to batch while the others change are named, for a warning.
     """
 
     _before: dict[str, Tensor] = field(default_factory=dict)
@@ -58,8 +58,8 @@ class Suspects:
 
         Args:
             batch: the batch.
-            length: its samples, as they have been counted.
-            batch_size: samples of a full batch, if the loader tells.
+            length: the number of its samples.
+            batch_size: samples of a full batch, if the loader knows them.
 
         Raises:
             ConfigurationError: a tensor is no samples, or the samples lie along another dimension.
@@ -83,7 +83,7 @@ class Suspects:
         before, self._before = self._before, dict(found)
         same = {path for path, tensor in found.items() if path in before and _equal(tensor, before[path])}
         if not before or same == found.keys():
-            return []  # the same batch again tells nothing
+            return []  # the same batch came again
         self._same = {path: self._same.get(path, 0) + 1 for path in same}
         suspicious = []
         for path, times in self._same.items():
@@ -104,7 +104,7 @@ def suspicion(places: list[str]) -> str:
 
 
 def note(places: list[str]) -> str:
-    """What to add to an error in a step."""
+    """The note that is added to an error in a step."""
     return (
         f"The batch was cut into micro-batches along dimension 0; {', '.join(places)} may be cut along another "
         f"dimension than that of the samples. {_REMEDY}"

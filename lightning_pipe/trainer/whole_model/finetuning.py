@@ -1,4 +1,4 @@
-"""Lightning's finetuning callbacks compare parameters by value, of which each rank has a part."""
+"""Lightning's finetuning callbacks compare parameters by value; each rank has the values of its own stages alone."""
 
 from __future__ import annotations
 
@@ -29,10 +29,11 @@ def values_compared(pipeline: Pipeline) -> Iterator[None]:
 
     def filter_on_optimizer(optimizer: Any, params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
         digests = _digests(pipeline)
-        stand_ins = {key: torch.tensor([number]) for number, key in enumerate(dict.fromkeys(digests.values()))}
+        # one small tensor for each value: parameters with equal values get the same one, and others an unequal one
+        by_digest = {key: torch.tensor([number]) for number, key in enumerate(dict.fromkeys(digests.values()))}
 
         def value(parameter: nn.Parameter) -> Tensor:
-            return stand_ins[digests[id(parameter)]] if id(parameter) in digests else parameter
+            return by_digest[digests[id(parameter)]] if id(parameter) in digests else parameter
 
         given = list(params)
         known = [value(p) for group in optimizer.param_groups for p in group["params"]]
@@ -48,14 +49,14 @@ def values_compared(pipeline: Pipeline) -> Iterator[None]:
 
 
 class _Known:
-    """Stands for an optimizer with some parameters."""
+    """As much of an optimizer as ``filter_on_optimizer`` reads: its parameters."""
 
     def __init__(self, parameters: list[Tensor]) -> None:
         self.param_groups = [{"params": parameters}]
 
 
 def _digests(pipeline: Pipeline) -> dict[int, bytes]:
-    """By ``id``, for each parameter what tells its value and shape. Collective over the pipeline."""
+    """A digest of value and shape for each parameter, by ``id``. Collective over the pipeline."""
     mine = {
         name: _digest(parameter)
         for name, parameter in pipeline.module.named_parameters()

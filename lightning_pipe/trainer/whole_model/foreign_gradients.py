@@ -1,8 +1,8 @@
-"""In hooks the parameters of other ranks have gradients, without values, where on one device they have some.
+"""Gives parameters of other ranks gradients without values in hooks, as the parameters have gradients on one device.
 
 Code that goes over all gradients (noise that is added to them, limits, sums of norms, ``if p.grad is not None``) then
 takes the same path on all ranks: it draws the same random numbers, and cannot take a part of the sum for the whole.
-Optimizers do not see them.
+Optimizers do not see these gradients.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from lightning_pipe.parameters.mixing import after_closure
 class ForeignGradients:
     """Gradients of parameters that other ranks of a pipeline hold.
 
-    Which parameters get one is asked again when others are to be trained.
+    The ranks ask each other which parameters get one, and again when other parameters are to be trained.
 
     Args:
         pipeline: the module over the ranks.
-        optimizers: those that are to see none.
+        optimizers: the optimizers, which are to see none of these gradients.
     """
 
     def __init__(self, pipeline: Pipeline, optimizers: Sequence[Optimizer]) -> None:
@@ -45,7 +45,7 @@ class ForeignGradients:
             hook.remove()
 
     def show(self) -> None:
-        """After a backward pass: let the gradients be there. Collective over the pipeline when others are trained."""
+        """After a backward pass: set the gradients. Collective over the pipeline when other parameters are trained."""
         trainable = [parameter.requires_grad for parameter in self._parameters]
         if trainable != self._trainable:
             self._trainable = trainable

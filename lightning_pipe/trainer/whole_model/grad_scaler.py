@@ -1,4 +1,4 @@
-"""Precision over stages: overflows are decided for the whole model at once."""
+"""Lets a gradient scaler decide for the whole model at once whether a step has overflowed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def loss_scale(plugin: Precision) -> float:
 
 @contextmanager
 def over_stages(plugin: Precision, pipeline: Pipeline) -> Iterator[None]:
-    """Let a gradient scaler find an overflow on any stage on all of them, so that all skip the same steps.
+    """Let all stages know of an overflow on any stage, so that all of them skip the same steps.
 
     Args:
         plugin: the Trainer's precision plugin.
@@ -37,7 +37,7 @@ def over_stages(plugin: Precision, pipeline: Pipeline) -> Iterator[None]:
 
 
 def _unscale(unscale: Callable[..., dict[Any, Tensor]], pipeline: Pipeline) -> Callable[..., dict[Any, Tensor]]:
-    """The scaler's search for overflows, with the findings of all stages in the result."""
+    """The scaler's search for overflows, which then returns those of all stages."""
 
     def unscale_gradients(*args: Any, **kwargs: Any) -> dict[Any, Tensor]:
         found = unscale(*args, **kwargs)

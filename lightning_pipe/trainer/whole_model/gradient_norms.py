@@ -1,4 +1,4 @@
-"""Norms of gradients are those of the whole model, in whichever hook they are asked for."""
+"""Makes norms of gradients those of the whole model, in every hook."""
 
 from __future__ import annotations
 
@@ -103,9 +103,9 @@ def _of_all(pipeline: Pipeline, given: list[Tensor], order: float, foreach: bool
 
 
 def _gather(pipeline: Pipeline, what: str, mine: Any) -> list[Any]:
-    """What all ranks of the pipeline have, if all ask for the same.
+    """The values of all ranks of the pipeline, if all ranks ask for the same norm.
 
-    What a rank asks for goes with it: torch would bring a question of one rank together with the next one of another.
+    The name of the norm is sent along: torch would join a question of one rank with the next question of another rank.
     """
     try:
         found = pipeline.transport.all_gather_object((what, mine), pipeline.pipeline_members)
@@ -123,7 +123,7 @@ def _gather(pipeline: Pipeline, what: str, mine: Any) -> list[Any]:
 
 
 def _place() -> str:
-    """The line of the user's that asks."""
+    """The line of the user's code that asks."""
     others = (
         *(str(Path(module.__file__ or "").parent) for module in (torch, lightning)),
         str(Path(__file__).parents[2]),

@@ -1,4 +1,4 @@
-"""What the user logs in a step: recorded where the loss is, merged over micro-batches, logged alike on all ranks."""
+"""Records what a step logs on the last stage, merges it over micro-batches, and logs it alike on all ranks."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class LogEntry:
         value: a tensor with one element; for a metric the value its ``forward`` has computed, if any.
         metric: dotted name of the metric that is logged.
         options: the other arguments of ``log``.
-        origin: the tensor that was logged. Before a cut it must live on to be sent, behind it the value comes later.
+        origin: the tensor that was logged; on a later stage its value may come after the call.
     """
 
     value: Tensor | None
@@ -54,7 +54,7 @@ class LogEntry:
     origin: Tensor | None = None
 
     def complete(self) -> None:
-        """Take the value that has come after the call, in view of the cut: it is used, and will be sent again."""
+        """Take a value that has come after the call. That it is used lets the earlier stage send it in every batch."""
         if isinstance(self.value, Placeholder) and self.origin is not None:
             self.value = self.origin.detach().clone()
         self.origin = None
@@ -139,7 +139,7 @@ class Log:
 
     @contextmanager
     def recording(self, logged: Logged, micro_batch: int, *, counts: bool = True) -> Iterator[None]:
-        """Around one run of the step, whose entries are added; not so if it is cut short or does not count."""
+        """Around one run of the step: its entries are added, unless it ends early or does not count."""
         self._current = {}
         try:
             yield
@@ -202,7 +202,7 @@ class Log:
                     hint="Create the metric in __init__ or setup and keep it as an attribute.",
                 )
             value = value._forward_cache
-        # apart from the cut, which follows the torch calls of the step
+        # the interceptor must not take these torch calls for calls of the step
         with DisableTorchFunction():
             kept = _single_value(value)
             if kept is None and metric is None:

@@ -1,4 +1,4 @@
-"""torchmetrics in the user's step: each sample counts once, and every rank can compute the result."""
+"""Lets torchmetrics in the user's step count each sample once, and every rank compute the result."""
 
 from __future__ import annotations
 
@@ -13,14 +13,17 @@ from torchmetrics import Metric
 from torchmetrics.utilities.distributed import gather_all_tensors
 from torchmetrics.wrappers import Running
 
+from lightning_pipe.engine.pipeline import Pipeline
+from lightning_pipe.intercept.interceptor import outside_modules
 from lightning_pipe.intercept.recompute import is_recomputing
 from lightning_pipe.intercept.snapshot import Snapshot
 from lightning_pipe.patches import replaced
 from lightning_pipe.torch_internals import tree_map
+from lightning_pipe.trainer.broadcasts import from_ranks
 
 State = tuple[dict[str, Any], int]
 Gather = Callable[[State | None, tuple[int, ...]], list[State]]
-Homes = Callable[[str], tuple[int, ...]]
+Updaters = Callable[[str], tuple[int, ...]]
 
 _forward, _reset = Metric.forward, Metric.reset
 
@@ -36,7 +39,7 @@ class Metrics:
     Args:
         module: the LightningModule.
         real: the layers, and the modules outside the sequence that hold parameters.
-        homes: the ranks that update a metric, by its name.
+        updaters: the ranks that update a metric, by its name.
         rank: this rank.
         gather: collective over the pipeline; takes the state on the ranks that update a metric, and these ranks;
             returns the states of all of them.
@@ -50,7 +53,7 @@ class Metrics:
         self,
         module: nn.Module,
         real: Sequence[nn.Module],
-        homes: Homes,
+        updaters: Updaters,
         rank: int,
         gather: Gather,
         replicas: Any | None,
@@ -58,7 +61,7 @@ class Metrics:
         self.names = {id(part): name for name, part in module.named_modules() if isinstance(part, Metric)}
         self._metrics = [part for part in module.modules() if isinstance(part, Metric)]
         self._real = {id(part) for root in real for part in root.modules()}
-        self._homes, self._rank, self._gather, self._replicas = homes, rank, gather, replicas
+        self._updaters, self._rank, self._gather, self._replicas = updaters, rank, gather, replicas
         self._in_step = False
         self._touched: dict[int, Snapshot] | None = None
         self._again = False
@@ -71,7 +74,7 @@ class Metrics:
         for metric in self._metrics:
             self._replace(metric, "update", self._update(metric, metric.update))
             self._replace(metric, "compute", self._compute(metric, metric.compute))
-            # others may pickle these
+            # ungated: torchmetrics or the user may pickle the metric with these
             if self._replicas is None:
                 self._replace(metric, "distributed_available_fn", _never, gated=False)
             elif metric.dist_sync_fn is None and metric.process_group is None:
@@ -107,9 +110,9 @@ class Metrics:
             self._touched = None
 
     def _touch(self, metric: Metric) -> None:
-        """Remember a metric's state before it changes. Most runs that are cut short never come to a metric."""
+        """Remember a metric's state before it changes: most runs that end early never come to a metric."""
         if id(metric) in self._real and not self._again:
-            return  # what it is part of runs where it is held, and once
+            return  # the module that it is part of runs once, on the ranks that hold it
         if self._touched is not None and id(metric) not in self._touched:
             self._touched[id(metric)] = Snapshot({"": metric})
 
@@ -135,7 +138,7 @@ class Metrics:
             if self._in_step:
                 return compute(*args, **kwargs)
             mine = ({name: getattr(metric, name) for name in metric._defaults}, metric._update_count)
-            ranks = self._homes(self.names[id(metric)])
+            ranks = self._updaters(self.names[id(metric)])
             updates = self._rank in ranks
             states = self._gather(mine if updates else None, ranks)
             if updates and len(states) == 1:
@@ -151,11 +154,41 @@ class Metrics:
         return wrapper
 
 
+def metrics_of(module: nn.Module, pipeline: Pipeline, replicas: Any | None) -> Metrics:
+    """The metrics of a divided module, each with the ranks that update it.
+
+    Args:
+        module: the LightningModule.
+        pipeline: the module over the ranks.
+        replicas: the process group of this rank's replicas; ``None`` if there is one replica.
+    """
+    layers = [layer for _, layer in pipeline.layers]
+    outside = list(outside_modules(module, layers))
+
+    def updaters(name: str) -> tuple[int, ...]:
+        for stage, numbers in enumerate(pipeline.stage_layers):
+            if any(name.startswith(f"{pipeline.names[number]}.") for number in numbers):
+                return pipeline.holders(stage)
+        for path, part in outside:
+            if name.startswith(f"{path}."):
+                # the ranks that run a module are those that use its parameters
+                first = next((f"{path}.{inner}" for inner, _ in part.named_parameters()), None)
+                return pipeline.owners(first) if first and pipeline.ownership.settled else pipeline.loss_ranks
+        return pipeline.loss_ranks
+
+    def gather(value: Any, ranks: tuple[int, ...]) -> list[Any]:
+        return from_ranks(pipeline, ranks, value)
+
+    real = [*layers, *(part for _, part in outside)]
+    return Metrics(module, real, updaters, pipeline.transport.rank, gather, replicas)
+
+
 def _set(metric: Metric, state: State) -> None:
     values, count = state
     for name, value in values.items():
         setattr(metric, name, tree_map(lambda v: v.to(metric.device) if isinstance(v, Tensor) else v, value))
     metric._update_count = count
+    # torchmetrics keeps the last result, which belongs to another state now
     metric._computed = None
 
 

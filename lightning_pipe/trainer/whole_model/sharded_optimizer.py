@@ -1,4 +1,4 @@
-"""``shard_optimizer=True``: optimizers that update and remember only this process's part of what several hold."""
+"""``shard_optimizer=True``: the holders of a parameter divide its update and its optimizer state."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class ShardedOptimizers:
     """Divides the optimizers of a run over the holders of each parameter, from its first training batch on.
 
     Args:
-        pipeline: knows who holds what.
+        pipeline: the module over the ranks.
         precision: the Trainer's precision plugin: gradients are dropped after it has clipped them.
     """
 
@@ -29,7 +29,7 @@ class ShardedOptimizers:
         self._changed = ExitStack()
 
     def install(self, optimizers: Sequence[Optimizer]) -> None:
-        """Begin, once the pipeline has settled who holds what."""
+        """Begin, once the ranks have agreed who holds which parameter."""
         shards = self._shards = OptimizerShards(self._pipeline.reductions.shared, self._pipeline.transport)
         shards.drop_states(optimizers)
         after_closure = self._precision._after_closure
@@ -48,7 +48,7 @@ class ShardedOptimizers:
         self._changed.close()
 
     def state_of(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The whole state of what this process holds. Collective."""
+        """The whole optimizer state of the parameters that this process holds. Collective."""
         if self._shards is None:
             return optimizer.state_dict()
         self._shards.gather_states([optimizer])

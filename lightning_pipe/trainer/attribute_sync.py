@@ -1,0 +1,81 @@
+"""Keeps the attributes of the LightningModule that steps change equal on all ranks of a pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import lightning.pytorch as pl
+from torch import Tensor
+
+from lightning_pipe.engine.pipeline import Pipeline
+from lightning_pipe.intercept.snapshot import Change, Snapshot
+from lightning_pipe.trainer.module_state import Tracked, name_of, portable
+from lightning_pipe.trainer.warn_once import WarnOnce
+
+
+class AttributeSync:
+    """Finds what complete runs of the step changed on the ranks with the last stage, and changes it on all ranks.
+
+    Args:
+        module: the LightningModule.
+        pipeline: the module over the ranks.
+
+    Attributes:
+        tracked: the modules whose attributes are kept equal.
+    """
+
+    def __init__(self, module: pl.LightningModule, pipeline: Pipeline) -> None:
+        self._pipeline = pipeline
+        self.tracked = Tracked(module, [layer for _, layer in pipeline.layers])
+        self._warn = WarnOnce()
+
+    def before(self) -> Snapshot | None:
+        """The attributes before steps run; ``None`` on a rank whose changes no other rank needs."""
+        alone = len(self._pipeline.pipeline_members) == 1
+        return self.tracked.capture() if self._pipeline.is_loss_rank and not alone else None
+
+    def changes(self, before: Snapshot | None) -> list[Change]:
+        """What steps changed in the attributes of the LightningModule.
+
+        Args:
+            before: the attributes before the steps, as `before` returned them.
+        """
+        changes, lost = portable(before.changes()) if before is not None else ([], [])
+        for attribute in lost:
+            self._warn(
+                attribute,
+                f"The step sets `self.{attribute}` to something that cannot be pickled: it exists on the rank with the "
+                "loss alone.",
+            )
+        if len(self._pipeline.loss_ranks) == 1:
+            return [change._replace(delta=None) for change in changes]
+        self._warn_of_sums(changes)
+        return changes
+
+    def _warn_of_sums(self, changes: Sequence[Change]) -> None:
+        """Warn about attributes for which adding up the changes of two ranks may be wrong (averages, queues)."""
+        for change in changes:
+            grown = change.delta
+            if isinstance(grown, float) or (isinstance(grown, Tensor) and grown.is_floating_point()):
+                name = name_of(change)
+                self._warn(
+                    f"{name} added",
+                    f"The step changes `self.{name}`, and with this schedule it is completed on two ranks, each for a "
+                    "part of the micro-batches: what it grows by there is added up. That is exact for sums. For moving "
+                    "averages and queues use a schedule with one pipeline, such as '1f1b'.",
+                )
+
+    def adopt(self, changes: Sequence[Sequence[Change]], before: Snapshot | None) -> None:
+        """Make the changes of the ranks with the last stage on this rank.
+
+        Args:
+            changes: those of each rank with the last stage.
+            before: this rank's attributes before the steps.
+        """
+        several = len(changes) > 1
+        if before is not None and several:
+            # this rank's own changes are among those that are added up
+            before.undo()
+        if not self._pipeline.is_loss_rank or several:
+            for each in changes:
+                self.tracked.apply(each, add=several)

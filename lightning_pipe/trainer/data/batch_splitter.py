@@ -1,0 +1,140 @@
+"""Splits the training batches of a run into micro-batches, alike on all ranks of a pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import lightning.pytorch as pl
+
+from lightning_pipe.config import Auto
+from lightning_pipe.engine.pipeline import Pipeline
+from lightning_pipe.errors import ConfigurationError, PipeError
+from lightning_pipe.parameters.sync_batchnorm import are_synchronized
+from lightning_pipe.torch_internals import BatchNorm
+from lightning_pipe.trainer.data.micro_batches import LossWeight, MicroBatches, divide_batch
+from lightning_pipe.trainer.data.split_batch import SplitBatch
+from lightning_pipe.trainer.data.suspects import Suspects, ambiguous, note, suspicion
+from lightning_pipe.trainer.warn_once import WarnOnce
+from lightning_pipe.trainer.world import World
+
+
+@dataclass(frozen=True)
+class BatchSplitting:
+    """The strategy's options for splitting batches; see `PipeStrategy`.
+
+    Raises:
+        ConfigurationError: an option has a value that is not known.
+    """
+
+    micro_batches: int | Auto = "auto"
+    split_batch: SplitBatch | None = None
+    loss_weight: LossWeight | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.loss_weight, str) and self.loss_weight != "sum":
+            raise ConfigurationError(
+                f"loss_weight={self.loss_weight!r} is not known.",
+                hint="Use a function of a micro-batch, 'sum', or None: the number of samples.",
+            )
+
+
+class BatchSplitter:
+    """Splits batches as the options say, and looks at what it splits.
+
+    All ranks of a pipeline see the same batches, and so come to the same micro-batches without messages.
+
+    Args:
+        module: the LightningModule, with its Trainer.
+        pipeline: the module over the ranks.
+        world: the processes.
+        options: the strategy's options.
+    """
+
+    def __init__(self, module: pl.LightningModule, pipeline: Pipeline, world: World, options: BatchSplitting) -> None:
+        self._module, self._world, self._options = module, world, options
+        self._ranks = pipeline.transport.topology.ranks
+        # an asynchronous schedule is made for one number of micro-batches, since its optimizer steps as often
+        self._number = options.micro_batches if pipeline.flow is None else pipeline.flow.stream.micro_batches
+        self._synchronized = are_synchronized(module)
+        self._norms = [part for part in module.modules() if isinstance(part, BatchNorm)]
+        self._largest = 0
+        self._suspects = Suspects()
+        self._warn = WarnOnce()
+
+    def split(self, batch: Any) -> MicroBatches:
+        """Split a batch.
+
+        Batch norm raises on a micro-batch of one sample with one value per channel, as on one device. So a short batch
+        is split into fewer micro-batches where more of them would have one sample each.
+        """
+        options, number = self._options, self._number
+        norms = not self._synchronized and any(norm.training for norm in self._norms)
+        full = self._batch_size or self._largest
+        # a number of micro-batches that leaves one sample each in a full batch is the user's choice
+        least = 2 if norms and (number == "auto" or full >= 2 * number) else 1
+        split = divide_batch(batch, self._ranks, number, options.split_batch, options.loss_weight, least)
+        length = sum(split.sizes)
+        if len(split.parts) > 1 and not split.own:
+            self._look_for_suspects(batch, length)
+        self._largest = max(self._largest, length)
+        if number != "auto" and options.split_batch is None and len(split.parts) < min(number, length):
+            self._warn(
+                "batch norm",
+                f"A batch of {length} samples is cut into {len(split.parts)} micro-batches, not {number}: batch norm "
+                "needs at least two samples in each. DataLoader(drop_last=True) leaves out a short last batch.",
+            )
+        return split
+
+    def weights(self, micro_batches: MicroBatches) -> list[float]:
+        """What the loss of each micro-batch counts in that of the batches of all replicas. Collective over these.
+
+        Raises:
+            ConfigurationError: synchronized batch norms would wait for each other for ever.
+        """
+        total = self._world.sum_over_replicas(sum(micro_batches.amounts))
+        self._check_synchronized(len(micro_batches.parts))
+        return micro_batches.weights(total)
+
+    def _look_for_suspects(self, batch: Any, length: int) -> None:
+        """Raise, or warn, if tensors that were split along with the samples hold no samples."""
+        trainer: Any = self._module.trainer
+        places = self._suspects.look(batch, length, self._batch_size)
+        # if there is a single batch, again and again, only augmentation changes tensors of samples
+        if places and trainer.num_training_batches != 1:
+            self._warn("suspects", suspicion(places))
+
+    @property
+    def _batch_size(self) -> int | None:
+        """Samples of a full batch; ``None`` if the training loader does not know them."""
+        loader: Any = self._module.trainer.train_dataloader
+        size = getattr(loader, "batch_size", None) or getattr(getattr(loader, "batch_sampler", None), "batch_size", 0)
+        return size if isinstance(size, int) and size else None
+
+    def _check_synchronized(self, micro_batches: int) -> None:
+        """Norms that wait for the other replicas would do so for ever if these had fewer micro-batches."""
+        if not self._synchronized:
+            return
+        replicas = self._world.layout.data_parallel_size
+        equal = self._world.sum_over_replicas(micro_batches) == micro_batches * replicas
+        if not self._world.agree(equal, unanimous=True, members=self._world.replica_members):
+            raise ConfigurationError(
+                f"Synchronized batch norm needs equally many micro-batches on all replicas; this one has "
+                f"{micro_batches}, others have more or fewer.",
+                hint="Use batches of equal size (drop_last=True), or leave sync_batchnorm out.",
+            )
+
+
+@contextmanager
+def naming_suspects(batch: Any, micro_batches: MicroBatches) -> Generator[None, None, None]:
+    """Add to an error of the step which tensors may have been split along the wrong dimension."""
+    try:
+        yield
+    except Exception as error:
+        several = len(micro_batches.parts) > 1
+        places = ambiguous(batch, sum(micro_batches.sizes)) if several and not micro_batches.own else []
+        if places and not isinstance(error, PipeError):
+            error.add_note(note(places))
+        raise

@@ -1,0 +1,88 @@
+"""The loaders that ranks iterate in the place of the user's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.fabric.utilities.data import has_iterable_dataset, sized_len
+from lightning_utilities.core.rank_zero import rank_zero_warn
+
+from lightning_pipe.engine.pipeline import Pipeline
+from lightning_pipe.errors import ConfigurationError
+from lightning_pipe.trainer.broadcasts import Broadcast
+from lightning_pipe.trainer.data.shared_loader import SharedDataLoader
+from lightning_pipe.trainer.world import World
+
+
+class Loaders:
+    """Lets one rank of each pipeline load for all its ranks, and all replicas end after as many batches.
+
+    Args:
+        module: the LightningModule, with its Trainer.
+        pipeline: the module over the ranks.
+        world: the processes.
+        broadcast: sends batches within the pipeline.
+    """
+
+    def __init__(self, module: pl.LightningModule, pipeline: Pipeline, world: World, broadcast: Broadcast) -> None:
+        self._module, self._pipeline, self._world, self._broadcast = module, pipeline, world, broadcast
+
+    def loader(self, dataloader: Any) -> Any:
+        """The loader that this rank iterates in the place of the user's."""
+        loader = dataloader.loader if isinstance(dataloader, SharedDataLoader) else dataloader
+        layout, transport = self._world.layout, self._pipeline.transport
+        if layout.data_parallel_size > 1 and has_iterable_dataset(loader):
+            rank_zero_warn(
+                "An IterableDataset is not divided over the pipelines. It must do so itself, by "
+                "`trainer.strategy.data_parallel_rank` and `trainer.strategy.data_parallel_size`: the ranks of "
+                "torch.distributed count processes, of which a pipeline has several."
+            )
+        if layout.pipeline_parallel_size == 1:
+            return loader
+        source = self._pipeline.loss_process
+        shared = SharedDataLoader(
+            loader, transport, source, self._pipeline.pipeline_members, lambda message: self._broadcast(message, source)
+        )
+        if not self._have_equal_length(sized_len(shared)):
+            shared.compare_with(self._compare_replicas)
+        return shared
+
+    def _have_equal_length(self, length: int | None) -> bool:
+        """Whether the data of all replicas is known to be equally long."""
+        replicas, members = self._world.layout.data_parallel_size, self._world.replica_members
+        if replicas == 1:
+            return True
+        equal = self._world.sum_over_replicas(length or 0) == replicas * (length or 0)
+        return self._world.agree(equal and length is not None, unanimous=True, members=members)
+
+    def _compare_replicas(self, batches: int, ended: bool) -> None:
+        """Raise if the data of some replicas has ended and that of others has not: these would wait for ever."""
+        trainer: Any = self._module.trainer
+        if batches - (not ended) >= _limit(trainer):
+            return  # the data is longer than needed; a batch ahead may have been asked for
+        members = self._world.replica_members
+        if not self._world.agree(ended, unanimous=False, members=members):
+            return
+        if not self._world.agree(ended, unanimous=True, members=members):
+            replica = self._world.transport.replica
+            here = f"replica {replica} has {batches} batches" if ended else f"replica {replica} has {batches} or more"
+            raise ConfigurationError(
+                f"The replicas' datasets differ in length: {here}, others have {'more' if ended else 'fewer'}.",
+                hint="Let every replica's IterableDataset end after as many batches, or set limit_train_batches "
+                "(limit_val_batches, ...) to the smallest number.",
+            )
+
+
+def _limit(trainer: Any) -> float:
+    """The batches that Lightning asks of a loader."""
+    if trainer.sanity_checking:
+        limit = trainer.num_sanity_val_steps
+    elif trainer.validating:
+        limit = trainer.limit_val_batches
+    elif trainer.testing:
+        limit = trainer.limit_test_batches
+    else:
+        limit = trainer.limit_predict_batches if trainer.predicting else trainer.limit_train_batches
+    # a part of a dataset of unknown length is all of it
+    return limit if isinstance(limit, int) else float("inf")

@@ -1,0 +1,114 @@
+"""When the loss of a batch is compared with those of its micro-batches, and what the user is told about it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
+
+from lightning_pipe.engine.first_batch.loss_check import LossCheck
+from lightning_pipe.trainer.data.micro_batches import MicroBatches
+from lightning_pipe.trainer.data.number_rules import NumberRules
+from lightning_pipe.trainer.warn_once import WarnOnce
+
+_CHECKED = frozenset((0, 1, 3, 7, 15, 31))
+"""The batches that are checked: in the first ones there may be one class alone, or no padding."""
+
+
+class LossChecks:
+    """The loss checks of a run: for some of its first batches that have several micro-batches.
+
+    Args:
+        device: where the step computes.
+        numbers: notes the numbers that a run of the step logs and returns.
+        weighted: whether the user's function says what a micro-batch counts: nothing is warned about then.
+    """
+
+    def __init__(self, device: torch.device, numbers: NumberRules, *, weighted: bool) -> None:
+        self._device, self._numbers, self._weighted = device, numbers, weighted
+        self._batches = 0
+        self._has_warned = False
+        self._warn = WarnOnce()
+
+    def begin(
+        self, micro_batches: MicroBatches, context: Callable[[], AbstractContextManager[None]]
+    ) -> LossCheck | None:
+        """The check of the next batch; ``None`` if that batch is not checked.
+
+        Args:
+            micro_batches: the batch.
+            context: entered around each run of the step, for precision.
+        """
+        if len(micro_batches.parts) == 1:
+            return None
+        number, self._batches = self._batches, self._batches + 1
+        if number not in _CHECKED or self._has_warned:
+            return None
+        kind = self._device.type
+        with context():
+            autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        return LossCheck(
+            micro_batches.amounts,
+            micro_batches.sizes,
+            micro_batches.together,
+            autocast,
+            micro_batches.summed,
+            self._numbers.values,
+            pairs=3 if number == 0 else 1,
+        )
+
+    def end(self, check: LossCheck | None) -> None:
+        """Warn if the loss of the batch is not what the losses of its micro-batches make, or could not be compared.
+
+        Args:
+            check: the check of a batch that has run, on a rank with the last stage.
+        """
+        if check is None or self._has_warned or self._weighted:
+            return
+        if check.differs is not None:
+            self._has_warned = True
+            (one, other), expected, both = check.differs
+            sizes = [check.sizes[one], check.sizes[other]]
+            rank_zero_warn(_no_sum(sizes, expected, both) if check.summed else _no_mean(sizes, expected, both))
+        elif check.reason is not None and not check.agreed:
+            self._warn("unchecked", _unchecked(check.reason, summed=check.summed))
+
+
+def _no_mean(sizes: Sequence[int], mean: float, both: float) -> str:
+    """The warning for a loss that is not the mean over samples.
+
+    Args:
+        sizes: samples of two micro-batches.
+        mean: of their losses, weighted by samples.
+        both: the loss of the two together.
+    """
+    return (
+        f"The loss is not a mean over the samples: micro-batches of {sizes[0]} and {sizes[1]} samples have a mean loss "
+        f"of {mean:.7g}, the same samples together have {both:.7g} (without dropout). Gradients differ "
+        "accordingly from those of one device. For a mean over something else than samples say what a micro-batch "
+        "counts, such as PipeStrategy(loss_weight=lambda micro_batch: (micro_batch['labels'] != -100).sum()), where a "
+        "causal model leaves out labels[:, 0]. A sum needs PipeStrategy(loss_weight='sum'). A loss that compares "
+        "samples with each other needs micro_batches=1. Samples that do not lie along the first dimension need "
+        "PipeStrategy(split_batch=…)."
+    )
+
+
+def _no_sum(sizes: Sequence[int], total: float, both: float) -> str:
+    """The warning for a loss that is not the sum over samples, though it was said to be."""
+    return (
+        f"The loss is not a sum over the samples, as loss_weight='sum' says: the losses of micro-batches of {sizes[0]} "
+        f"and {sizes[1]} samples add up to {total:.7g}, the same samples together have {both:.7g} (without dropout). "
+        "Gradients differ accordingly from those of one device. For a mean leave loss_weight out, or say what a "
+        "micro-batch counts."
+    )
+
+
+def _unchecked(reason: str, *, summed: bool) -> str:
+    """The warning for a loss that could not be compared."""
+    return (
+        f"It was not checked whether the loss is a {'sum' if summed else 'mean'} over the samples: {reason}. If it is "
+        "one, and every tensor with the length of the batch holds one entry for each sample, all is well; with "
+        "PipeStrategy(loss_weight=lambda micro_batch: …), which says what a micro-batch counts, nothing is checked."
+    )

@@ -1,0 +1,105 @@
+"""Gradients of a run between ``training_step`` and the optimizer's step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_pipe.engine.pipeline import Pipeline
+from lightning_pipe.parameters.mixing import Mixing
+from lightning_pipe.trainer.whole_model.foreign_gradients import ForeignGradients
+from lightning_pipe.trainer.whole_model.sharded_optimizer import ShardedOptimizers
+
+
+class Gradients:
+    """Sums gradients when their batch is complete, shows them to hooks, and sorts out who updates what.
+
+    Args:
+        module: the LightningModule.
+        pipeline: the module over the ranks.
+        sharded: divides optimizers over the holders of parameters; ``None``: each holder updates all it holds.
+
+    Attributes:
+        blocked: whether Lightning accumulates gradients: the current batch is not the last one before a step.
+        sharded: as given.
+    """
+
+    def __init__(self, module: pl.LightningModule, pipeline: Pipeline, sharded: ShardedOptimizers | None) -> None:
+        self.blocked = False
+        self.sharded = sharded
+        self._module, self._pipeline = module, pipeline
+        self._accumulated = False
+        self._holders_known = pipeline.ownership.settled
+        self._foreign: ForeignGradients | None = None
+        self._changed = ExitStack()
+
+    def begin(self, optimizers: Sequence[Optimizer]) -> None:
+        """Show hooks the gradients of all ranks, and refuse optimizers that join those of several parameters."""
+        several = len(self._pipeline.pipeline_members) > 1
+        # an asynchronous schedule has gradients of different batches on different ranks
+        if several and self._pipeline.flow is None:
+            self._foreign = ForeignGradients(self._pipeline, optimizers)
+            self._changed.callback(self._foreign.remove)
+        if several or self.sharded is not None:
+            names = {id(parameter): name for name, parameter in self._module.named_parameters()}
+            for optimizer in optimizers:
+                self._changed.callback(Mixing(optimizer, names).remove)
+
+    def end(self) -> None:
+        """Leave hooks and optimizers as they were found."""
+        self._changed.close()
+        self._foreign = None
+
+    @property
+    def reduced_at_once(self) -> bool:
+        """Whether the gradients of the coming batch are summed over the holders of parameters while it runs.
+
+        Those of several batches are summed together after the last of them.
+        """
+        return not self.blocked and not self._accumulated
+
+    def free_old(self, optimizers: Sequence[Optimizer]) -> None:
+        """Free the gradients that Lightning is about to zero, unless a hook may look at them first."""
+        trainer: Any = self._module.trainer
+        first = trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches == 0
+        hooks = ("on_before_zero_grad", "optimizer_zero_grad")
+        watched = any(is_overridden(hook, self._module) for hook in hooks) or any(
+            is_overridden("on_before_zero_grad", callback, pl.Callback) for callback in trainer.callbacks
+        )
+        # a callback that renews batch norm's statistics (SWA) has neither gradients zeroed nor a backward pass run
+        if first and not watched and not trainer.fit_loop._skip_backward:
+            for optimizer in optimizers:
+                optimizer.zero_grad(set_to_none=True)
+
+    def after_batch(self, optimizers: Sequence[Optimizer]) -> None:
+        """After the passes of a batch, before its gradients are returned to autograd."""
+        self._accumulated |= self.blocked
+        # the first batch shows who uses which parameter outside the layers; it settles once in a run
+        if self._holders_known or not self._pipeline.ownership.settled:
+            return
+        self._holders_known = True
+        self._drop_foreign_states(optimizers)
+        if self.sharded is not None:
+            self.sharded.install(optimizers)
+            self._changed.callback(self.sharded.remove)
+
+    def after_backward(self) -> None:
+        """Sum accumulated gradients once they are complete: hooks are to see the gradients of all ranks."""
+        if self._accumulated and not self.blocked:
+            self._pipeline.reduce_gradients()
+            self._accumulated = False
+        if self._foreign is not None:
+            self._foreign.show()
+
+    def _drop_foreign_states(self, optimizers: Sequence[Optimizer]) -> None:
+        """Forget the optimizer states of parameters that the first batch has shown to belong to other ranks."""
+        held = {id(parameter) for _, parameter in self._pipeline.local_parameters()}
+        for optimizer in optimizers:
+            for parameter in [p for p in optimizer.state if isinstance(p, Tensor) and id(p) not in held]:
+                del optimizer.state[parameter]

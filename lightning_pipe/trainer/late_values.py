@@ -1,0 +1,88 @@
+"""Attributes that a step changes before it calls layers of other stages.
+
+Only the last stage completes its runs of the step, so only there a micro-batch sees what the micro-batch before it has
+left in an attribute. All other stages start every run with the value from before the batch. Code that computes the
+input of a layer from such an attribute computes something else than on one device; code behind the layers does not.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+from lightning_pipe.engine.pipeline import Pipeline
+from lightning_pipe.intercept.snapshot import Snapshot
+from lightning_pipe.trainer.module_state import Tracked, comparable_values
+
+
+class LateValues:
+    """Warns about such attributes after the first batch of several micro-batches, on the rank with the first stage.
+
+    Args:
+        tracked: the modules whose attributes are compared.
+        pipeline: the module over the ranks.
+
+    Attributes:
+        looking: whether the current batch is that first one.
+    """
+
+    def __init__(self, tracked: Tracked, pipeline: Pipeline) -> None:
+        self._tracked = tracked
+        self._replica = pipeline.transport.replica
+        # without a flush the runs of several batches alternate, and no batch's own changes can be told apart
+        self._waiting = pipeline.flow is None and 0 in pipeline.stages_here and _ends_early(pipeline)
+        self.looking = False
+        self._early: dict[str, Any] = {}
+        self._start: Snapshot | None = None
+
+    def begin(self, micro_batches: int) -> None:
+        """Begin a batch of so many micro-batches."""
+        self.looking = self._waiting and micro_batches > 1
+        self._start = self._tracked.capture() if self.looking else None
+
+    def note(self, kept: Snapshot) -> None:
+        """Note what a run that ended early has changed, before it is undone.
+
+        Args:
+            kept: the attributes before the run.
+        """
+        if self.looking:
+            self._early = comparable_values(kept.changes())
+
+    def end(self) -> None:
+        """Warn when the first batch is over and its changes have been made on this rank."""
+        if not self.looking or self._start is None:
+            return
+        self.looking = self._waiting = False
+        self._warn_of_late_values(comparable_values(self._start.changes()))
+        self._start = None
+        self._warn_of(
+            self._tracked.iterators(),
+            "{}: an iterator cannot be put back after a run of the step that ends at a cut. If the step takes from it, "
+            "stages may get different items for one micro-batch. Let the items come with the batch (CombinedLoader), "
+            "or take them in on_train_batch_start.",
+        )
+
+    def _warn_of_late_values(self, final: dict[str, Any]) -> None:
+        """Warn about attributes that the last run that ended early left with other values than the batch.
+
+        That run began with the values from before the batch. An attribute that it only wrote is the same in the end;
+        an attribute that it read first is not.
+        """
+        self._warn_of(
+            [name for name, value in self._early.items() if value is not None and final.get(name, value) != value],
+            "The step changes {} before it calls the layers of other stages. All stages but the last see in every "
+            "micro-batch of a batch the value from before it: what they compute from it is not what one device "
+            "computes. (If only code behind the layers reads it, all is well.)",
+        )
+
+    def _warn_of(self, names: Sequence[str], message: str) -> None:
+        # not by rank_zero_warn: process 0 need not have the first stage
+        if names and self._replica == 0:
+            warnings.warn(message.format(", ".join(f"`self.{name}`" for name in names)), stacklevel=2)
+
+
+def _ends_early(pipeline: Pipeline) -> bool:
+    """Whether runs of the step end early on this rank; one that holds nothing but the last stage completes them all."""
+    return not (pipeline.is_loss_rank and len(pipeline.stages_here) == 1)
