@@ -71,6 +71,7 @@ NAMES = {
         "_signal_connector": "see its names",
     },
     "lightning.pytorch.trainer.connectors.signal_connector._SignalConnector": {
+        "_original_handlers": "the handlers before Lightning's: what SIGTERM does outside of a run",
         "_sigterm_notifier_fn": f"its handler for SIGTERM broadcasts from within the handler; {_OWN}",
         "_slurm_sigusr_handler_fn": f"its handler for SLURM saves from within the handler; {_OWN}",
     },
