@@ -325,7 +325,7 @@ def _set_data(tensor: Deferred, value: Tensor) -> None:
 def backed(value: Tensor) -> Deferred:
     """A deferred tensor over memory that there is."""
     cell = Cell(memory=value.untyped_storage())
-    meta = torch.empty(0, dtype=value.dtype, device="meta").set_(  # type: ignore[call-overload]
+    meta = torch.empty(0, dtype=value.dtype, device="meta").set_(
         torch.empty(value.untyped_storage().nbytes(), dtype=torch.uint8, device="meta").untyped_storage(),
         value.storage_offset(),
         value.shape,

@@ -22,6 +22,7 @@ from typing_extensions import override
 
 from lightning_pipe import schedules
 from lightning_pipe.config import Auto
+from lightning_pipe.construction import deferred_init, paused
 from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.errors import ConfigurationError, PartitionError
 from lightning_pipe.lightning_internals import EmptyInit, optimizers_to_device
@@ -29,7 +30,7 @@ from lightning_pipe.parameters.deferred_batchnorm import DeferredBatchNorm
 from lightning_pipe.parameters.ownership import named_tensors
 from lightning_pipe.parameters.sync_batchnorm import synchronize, synchronized_norms
 from lightning_pipe.partition import Balance, find_layers
-from lightning_pipe.patches import unheard
+from lightning_pipe.patches import replaced, unheard
 from lightning_pipe.schedules import Family, Schedule
 from lightning_pipe.schedules.passes.recompute import Mode as Recompute
 from lightning_pipe.trainer.checkpoints.divided import Checkpoints
@@ -51,7 +52,7 @@ from lightning_pipe.trainer.frames import hide_own
 from lightning_pipe.trainer.process_strategy import ProcessStrategy
 from lightning_pipe.trainer.report import Report
 from lightning_pipe.trainer.run import BatchSplitting, PipelineRun
-from lightning_pipe.trainer.stage_division import Balancing, conditions
+from lightning_pipe.trainer.stage_division import Balancing, conditions, how_built
 from lightning_pipe.trainer.whole_model.sharded_optimizer import ShardedOptimizers
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
@@ -187,8 +188,25 @@ class PipeStrategy(ProcessStrategy):
         module = self._module()
         fitting = module.trainer.state.fn == TrainerFn.FITTING
         check_module(module, module.trainer, fitting=fitting, ranks=self.pipeline_parallel_size)
+        if is_overridden("configure_model", module):
+            self._changed.enter_context(replaced(module, "configure_model", self._built_by(module.configure_model)))
+            # it copies a module that is divided by then
+            self._changed.enter_context(unheard(".*WeightAveraging doesn't support sharding model layers.*"))
         # callbacks that copy the module in their `setup` must find it divided
         self._divide(later=is_overridden("setup", module) or is_overridden("configure_model", module))
+
+    def _built_by(self, configure_model: Callable[[], None]) -> Callable[[], None]:
+        """Lightning calls the hook, and so do callbacks: whoever is first, the layers are divided at once."""
+
+        def configure() -> None:
+            with deferred_init():
+                configure_model()
+            if self.run is None:
+                check_copies(self._module().trainer, self._module())
+                with paused():
+                    self._divide(later=True)
+
+        return configure
 
     def _divide(self, *, later: bool) -> None:
         """Divide the layers over the ranks; with ``later``, layers may still be missing."""
@@ -205,6 +223,7 @@ class PipeStrategy(ProcessStrategy):
         of_costs = conditions(self.root_device, str(self.precision_plugin.precision))
         division = self._balancing.divide(module, layers, self.layout, world, of_costs)
         check_layers(layers, len(division.counts))
+        built = how_built(module, self.pipeline_parallel_size)
         pipeline = Pipeline(
             module,
             layers,
@@ -220,7 +239,7 @@ class PipeStrategy(ProcessStrategy):
         if self.data_parallel_size == 1:  # values are those of the whole batch on all ranks already
             self._changed.enter_context(unheard(".*sync_dist=True.* when logging on epoch level.*"))
         sharded = ShardedOptimizers(pipeline, self.precision_plugin) if self._shard_optimizer else None
-        report = Report(module, pipeline, self.layout, division.notes)
+        report = Report(module, pipeline, self.layout, (*division.notes, *built))
         self.run = PipelineRun(
             module, pipeline, world, self.precision_plugin, self._cutting, report, division.store, sharded, self._seed
         )
@@ -237,17 +256,9 @@ class PipeStrategy(ProcessStrategy):
     @override
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
-        # on the CPU: the whole module need not fit on one device
-        with EmptyInit(enabled=bool(empty_init)), self.precision_plugin.tensor_init_context():
+        # on the CPU, and without memory: the whole module need not fit on one device, nor into one process
+        with EmptyInit(enabled=bool(empty_init)), self.precision_plugin.tensor_init_context(), deferred_init():
             yield
-
-    @override
-    @contextmanager
-    def model_sharded_context(self) -> Generator[None, None, None]:
-        yield
-        if self.run is None:
-            check_copies(self._module().trainer, self._module())
-            self._divide(later=True)
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
