@@ -11,6 +11,7 @@ from lightning_pipe.trainer import registry
 if TYPE_CHECKING:
     from lightning_pipe import partition, simulate, skip
     from lightning_pipe.callbacks import PipelineTimeline
+    from lightning_pipe.construction import deferred_init
     from lightning_pipe.intercept.recompute import is_recomputing
     from lightning_pipe.parameters.deferred_batchnorm import DeferredBatchNorm
     from lightning_pipe.planning.make import plan
@@ -25,6 +26,7 @@ __all__ = [
     "PipeStrategy",
     "PipelineTimeline",
     "__version__",
+    "deferred_init",
     "is_recomputing",
     "partition",
     "plan",
@@ -39,6 +41,7 @@ _HOMES = {
     "DeferredBatchNorm": "lightning_pipe.parameters.deferred_batchnorm",
     "PipeStrategy": "lightning_pipe.trainer.strategy",
     "PipelineTimeline": "lightning_pipe.callbacks",
+    "deferred_init": "lightning_pipe.construction",
     "is_recomputing": "lightning_pipe.intercept.recompute",
     "plan": "lightning_pipe.planning.make",
 }

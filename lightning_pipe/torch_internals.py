@@ -20,6 +20,10 @@ NAMES = {
         ),
         "register_pytree_node": "how users make a type of their own known, named in an error",
     },
+    "torch.utils._python_dispatch": {
+        "TorchDispatchMode": "sees every operation while a module is built without memory",
+        "_disable_current_modes": "what was recorded is carried out unseen",
+    },
     "torch.Tensor": {
         "_version": "how often autograd saw a tensor change in place",
         "_base": "what a tensor is a view of",
@@ -30,6 +34,7 @@ NAMES = {
         "_backward_hooks": "hooks of parameters are silent while a schedule runs: they act once, for the batch",
         "_post_accumulate_grad_hooks": "as _backward_hooks",
     },
+    "torch.nn.Parameter": {"_is_param": "it sets it on a parameter of a class of ours: no user's attribute"},
     "torch.UntypedStorage": {"_cdata": "the same for tensors that share memory, also on meta"},
     "torch": {"_foreach_mul_": "all gradients times the factor of a loss in one kernel", "_C": "the functions below"},
     "torch._C": {
@@ -72,7 +77,10 @@ NAMES = {
     },
     "torch.nn.modules.batchnorm._BatchNorm": {"_check_input_dim": "as its own forward begins"},
     "torch.nn.modules.dropout": {"_DropoutNd": "the base of all dropouts"},
-    "torch.nn.modules.rnn.RNNBase": {"_flat_weight_refs": "weak references, with which tensors cannot be swapped"},
+    "torch.nn.modules.rnn.RNNBase": {
+        "_flat_weight_refs": "weak references, with which tensors cannot be swapped",
+        **dict.fromkeys(["_flat_weights", "_flat_weights_names"], "what they refer to"),
+    },
     "torch.nn.utils.clip_grad": {"_get_total_norm": f"what clip_grad_norm_ calls; {_OWN}"},
     "torch.optim.lr_scheduler.LRScheduler": {
         "_opt_called": "set on the optimizer by its step, which a schedule without a flush leaves out at first"
@@ -112,6 +120,8 @@ from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.modules.batchnorm import _NormBase as NormBase
 from torch.nn.modules.dropout import _DropoutNd as DropoutNd
 from torch.overrides import _get_current_function_mode as current_function_mode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 graph_nodes: Callable[[], int] = torch._C._autograd._get_sequence_nr
@@ -137,7 +147,9 @@ __all__ = [
     "DisableTorchFunctionSubclass",
     "DropoutNd",
     "NormBase",
+    "TorchDispatchMode",
     "current_function_mode",
+    "disable_current_modes",
     "disabled_torch_function",
     "foreach_mul_",
     "functorch_active",

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from lightning_pipe.construction import attributes_of
 from lightning_pipe.errors import CutError
 from lightning_pipe.intercept.placeholder import Placeholder, shape_only
 from lightning_pipe.intercept.torch_functions import RANDOM, changed_in_place, function_name
@@ -162,7 +163,7 @@ def _void(dtype: torch.dtype, device: torch.device) -> Tensor:
 
 def exchange(tensor: Tensor, new: Tensor) -> None:
     """Let a tensor's object be another one, with the attributes that it has."""
-    attributes = {name: value for name, value in tensor.__dict__.items() if name != "origin"}
+    attributes = {name: value for name, value in attributes_of(tensor) if name != "origin"}
     torch.utils.swap_tensors(tensor, new)  # type: ignore[no-untyped-call]
     tensor.__dict__.update(attributes)
 

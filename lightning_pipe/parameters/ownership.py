@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_pipe.construction import materialize
 from lightning_pipe.errors import CutError
 from lightning_pipe.intercept.absent_tensor import AbsentTensor, Origin, exchange, is_absent
 from lightning_pipe.parameters.holder_map import HolderMap, named_tensors, owned_by
@@ -181,7 +182,10 @@ class Ownership:
     # ------------------------------------------------------------------ placeholders
 
     def release_layers(self) -> None:
-        """Free the parameters and buffers of foreign layers in place: objects and names stay, as `AbsentTensor`."""
+        """Free the parameters and buffers of foreign layers in place: objects and names stay, as `AbsentTensor`.
+
+        Of a module that was built without memory, this rank's tensors are made now.
+        """
         _drop_weak_references(self._module)
         _drop_graphs(self._module)
         for (_, layer), ranks in zip(self._layers, self._layer_ranks, strict=True):
@@ -194,6 +198,10 @@ class Ownership:
             for part in layer.modules():
                 # ``module.to`` and its kin must change what absent tensors look like.
                 part.__dict__["_apply"] = MethodType(_apply, part)
+        foreign = [
+            layer for (_, layer), ranks in zip(self._layers, self._layer_ranks, strict=True) if self.rank not in ranks
+        ]
+        materialize(self._module, without=foreign)
 
     def _release(self, name: str, tensor: Tensor) -> None:
         # The object stays, so that optimizers, ties and hooks that refer to it go on working.

@@ -10,16 +10,21 @@ from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import torch
+from torch import nn
 
 from lightning_pipe.config import Auto, RunLayout
+from lightning_pipe.construction import is_deferred
 from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.partition import Balance, Layers, ProfileStore, divide, find_layers, imbalance, layer_costs
 from lightning_pipe.schedules import Family
 from lightning_pipe.schedules.passes.recompute import Mode as Recompute
 from lightning_pipe.simulate import simulate
+from lightning_pipe.text import memory
 from lightning_pipe.trainer.checks import check_layers
 from lightning_pipe.trainer.world import World
 
+LARGE = 2**30
+"""Parameters of so many bytes are worth a word on where they are built."""
 _NOT_MEASURED = "the layers have not been measured yet: the next run has the measurements"
 
 
@@ -79,6 +84,7 @@ class StageDivision:
         """
         counts, notes, store = self._balance(module, layers, layout, world, conditions)
         check_layers(layers, len(counts))
+        notes = (*notes, *how_built(module, layout.pipeline_parallel_size))  # before most of it is gone
         pipeline = Pipeline(
             module,
             layers,
@@ -124,6 +130,17 @@ class StageDivision:
             schedule = self.family.build(ranks, number, stages=stages)
         peak = max(simulate(schedule).peak_activations)
         return max(1, math.ceil(peak * ranks / stages)) if schedule.synchronous else stages
+
+
+def how_built(module: nn.Module, ranks: int) -> tuple[str, ...]:
+    """What the user is to know of a large module that every process has built whole."""
+    size = sum(parameter.nbytes for parameter in module.parameters() if not is_deferred(parameter))
+    if ranks == 1 or size < LARGE:
+        return ()
+    return (
+        f"every process built {memory(size)} of parameters before it gave most of them away; built in "
+        "`with trainer.init_module():` or in configure_model, each makes only its own",
+    )
 
 
 def conditions(device: torch.device, precision: str) -> list[str]:

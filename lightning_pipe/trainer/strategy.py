@@ -22,6 +22,7 @@ from typing_extensions import override
 
 from lightning_pipe import schedules
 from lightning_pipe.config import Auto
+from lightning_pipe.construction import deferred_init
 from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.errors import ConfigurationError, PartitionError
 from lightning_pipe.lightning_internals import EmptyInit, optimizers_to_device
@@ -43,6 +44,7 @@ from lightning_pipe.trainer.checks import (
     is_about_several_optimizers,
     warn_of_checkpoints_on_exception,
 )
+from lightning_pipe.trainer.construction import configured_without_memory
 from lightning_pipe.trainer.data.batch_splitter import BatchSplitting
 from lightning_pipe.trainer.data.micro_batches import LossWeight
 from lightning_pipe.trainer.data.split_batch import SplitBatch
@@ -180,8 +182,14 @@ class PipeStrategy(ProcessStrategy):
         module = self._module()
         fitting = module.trainer.state.fn == TrainerFn.FITTING
         check_module(module, module.trainer, fitting=fitting, ranks=self.pipeline_parallel_size)
+        self._changed.enter_context(configured_without_memory(module, self._divide_built))
         # callbacks that copy the module in their `setup` must find it divided
         self._divide(later=is_overridden("setup", module) or is_overridden("configure_model", module))
+
+    def _divide_built(self) -> None:
+        if self.run is None:
+            check_copies(self._module().trainer, self._module())
+            self._divide(later=True)
 
     def _divide(self, *, later: bool) -> None:
         """Divide the layers over the ranks; with ``later``, layers may still be missing."""
@@ -212,17 +220,9 @@ class PipeStrategy(ProcessStrategy):
     @override
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
-        # on the CPU: the whole module need not fit on one device
-        with EmptyInit(enabled=bool(empty_init)), self.precision_plugin.tensor_init_context():
+        # on the CPU, and without memory: the whole module need not fit on one device, nor into one process
+        with EmptyInit(enabled=bool(empty_init)), self.precision_plugin.tensor_init_context(), deferred_init():
             yield
-
-    @override
-    @contextmanager
-    def model_sharded_context(self) -> Generator[None, None, None]:
-        yield
-        if self.run is None:
-            check_copies(self._module().trainer, self._module())
-            self._divide(later=True)
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:

@@ -20,6 +20,7 @@ BENCHMARKS = {
     "asynchronous": "bubble of the schedules without a flush under a Trainer, with layers that sleep",
     "gpipe": "recomputation, its early start, and a balance by measured time",
     "against_torch": "samples per second over torch.distributed.pipelining's",
+    "construction": "peak host memory of processes that build and divide a large GPT-2",
     "accumulation": "one stage with m micro-batches over the plain Trainer with accumulate_grad_batches=m",
 }
 

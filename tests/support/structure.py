@@ -29,7 +29,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("intercept",),
     ("transport",),
     ("partition", "simulate"),
-    ("schedules", "skip"),
+    ("schedules", "skip", "construction"),
     ("config", "tensor_spec", "lightning_internals", "torch_internals"),
     ("text", "internals", "patches"),
     ("errors",),

@@ -1,0 +1,70 @@
+"""Random numbers of tensors without memory: drawn once when an operation is recorded, and given back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_pipe.construction.tape import Constant, View, compute
+from lightning_pipe.torch_internals import tree_leaves, tree_map
+
+SCRATCH: dict[torch.device, torch.UntypedStorage] = {}
+"""Memory that random numbers are drawn into which nobody needs yet; emptied at the end of a construction."""
+
+_VALUE_FREE = frozenset({"uniform_", "normal_", "exponential_", "random_", "geometric_", "cauchy_", "log_normal_"})
+"""Random operations in place whose draws do not depend on what the tensor held, only on its shape and strides."""
+
+
+def draw(func: Any, args: Any, kwargs: Any, device: torch.device) -> tuple[torch.Generator, Tensor] | None:
+    """Draw what a random operation draws: generators move on as without a tape.
+
+    Args:
+        func: the operator.
+        args: its arguments, with `View` and `Constant` in the place of tensors.
+        kwargs: likewise.
+        device: where it is to run.
+
+    Returns:
+        The generator and its state before; ``None`` for an operation that draws nothing.
+    """
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return None
+    leaves = tree_leaves((args, kwargs), is_leaf=_is_noted)
+    generator = next((leaf for leaf in leaves if isinstance(leaf, torch.Generator)), None)
+    if generator is None:
+        generator = _default_generator(device)
+    state = generator.get_state()
+    free = func.overloadpacket.__name__ in _VALUE_FREE
+    memory = {} if free else compute(leaf.cell for leaf in leaves if isinstance(leaf, View))
+
+    def value(leaf: Any) -> Any:
+        if isinstance(leaf, View):
+            return _scratch(leaf) if free else leaf.over(memory[leaf.cell])
+        return leaf.get() if isinstance(leaf, Constant) else leaf
+
+    drawn_args, drawn_kwargs = tree_map(value, (args, kwargs), is_leaf=_is_noted)
+    with torch.no_grad():
+        func(*drawn_args, **drawn_kwargs)
+    return generator, state
+
+
+def _is_noted(leaf: Any) -> bool:
+    return isinstance(leaf, View | Constant)
+
+
+def _scratch(view: View) -> Tensor:
+    """Memory to draw into. One piece serves all: many would leave holes that the allocator does not give back."""
+    reach = 1 + sum((size - 1) * stride for size, stride in zip(view.shape, view.strides, strict=True))
+    need = reach * view.dtype.itemsize
+    kept = SCRATCH.get(view.device)
+    if kept is None or kept.nbytes() < need:
+        kept = SCRATCH[view.device] = torch.UntypedStorage(need, device=view.device)  # type: ignore[no-untyped-call]
+    return view._replace(offset=0).over(kept)
+
+
+def _default_generator(device: torch.device) -> torch.Generator:
+    if device.type == "cuda":
+        return torch.cuda.default_generators[device.index or torch.cuda.current_device()]
+    return torch.default_generator

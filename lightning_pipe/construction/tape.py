@@ -1,0 +1,217 @@
+"""The operations that made tensors which have no memory yet, and how their values are computed from them.
+
+The unit is the *cell*: what a storage is for ordinary tensors. Views of one tensor share its cell, and operations in
+place write to it. The value of a cell is that of all operations that wrote to it, in order, each on what its other
+inputs held at that time::
+
+    operation          writes   reads
+    0  empty            a                      the value of b: 1, 2 and 4, and with 4 the value that a had then: 0, 3
+    1  empty            b                      the value of a: 0, 3 and 5
+    2  normal_          b        b
+    3  uniform_         a        a
+    4  copy_            b        a
+    5  mul_             a        a
+
+Random operations draw their numbers when they are recorded, into memory that is given back at once: generators move on
+as without a tape. An operation keeps the state that its generator had, and draws the same numbers again from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_pipe.errors import CutError
+from lightning_pipe.torch_internals import disable_current_modes, tree_leaves, tree_map
+
+
+@dataclass(eq=False)
+class Cell:
+    """What a storage will be.
+
+    Args:
+        writes: the operations that write to it, in order.
+        memory: the storage, once it exists; from then on operations are no longer recorded but carried out.
+    """
+
+    writes: list[Operation] = field(default_factory=list)
+    memory: torch.UntypedStorage | None = None
+
+
+class View(NamedTuple):
+    """A tensor over a cell."""
+
+    cell: Cell
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    device: torch.device
+
+    def over(self, memory: torch.UntypedStorage) -> Tensor:
+        """The tensor, over a storage."""
+        with disable_current_modes():
+            empty = torch.empty(0, dtype=self.dtype, device=self.device)
+            return empty.set_(memory, self.offset, self.shape, self.strides)
+
+
+class Constant(NamedTuple):
+    """A tensor with a value that an operation reads. What is small is copied; other code may change it later."""
+
+    value: Tensor
+    version: int | None
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Constant:
+        """A constant of a tensor's present value."""
+        # what autograd knows refers to parameters, which are to be exchanged; and memory that is not torch's own may be
+        # changed without a word to torch: NumPy's, and files'
+        known = tensor._is_view() or tensor.grad_fn is not None
+        if tensor.nbytes <= SMALL or tensor.is_inference() or known or not tensor.untyped_storage().resizable():
+            return cls.copied(tensor)
+        # itself: another one made here, below autograd, would not share its count of changes
+        return cls(tensor, tensor._version)
+
+    @classmethod
+    def copied(cls, tensor: Tensor) -> Constant:
+        """A constant that nobody else can change."""
+        return cls(tensor.detach().clone(), None)
+
+    def get(self) -> Tensor:
+        """The value.
+
+        Raises:
+            CutError: it has been changed in place since.
+        """
+        if self.version is not None and self.value._version != self.version:
+            raise CutError(
+                f"a tensor {tuple(self.value.shape)} from which the module was to be initialised has been changed in "
+                "place since.",
+                hint="Copy it before you pass it: module.weight.data.copy_(tensor.clone()).",
+            )
+        return self.value.detach()
+
+
+SMALL = 16 * 1024
+"""Tensors of at most so many bytes are made at once: layer norms, biases, sizes, indices."""
+
+
+@dataclass(eq=False)
+class Operation:
+    """One call of torch that was recorded.
+
+    Args:
+        number: its place in the order of all operations.
+        function: the operator.
+        args: its arguments, with `View` and `Constant` in the place of tensors.
+        kwargs: likewise.
+        reads: the cells that it reads.
+        made: the cell of each tensor that it returns, ``None`` for those that are views of other cells.
+        strides: the strides of each tensor that it returns.
+        generator: the generator that it draws from, and the state of it; ``None``: it draws nothing.
+    """
+
+    number: int
+    function: Callable[..., Any]
+    args: Any
+    kwargs: Any
+    reads: tuple[Cell, ...]
+    made: tuple[Cell | None, ...] = ()
+    strides: tuple[tuple[int, ...], ...] = ()
+    generator: tuple[torch.Generator, Tensor] | None = None
+
+    def run(self, memory: dict[Cell, torch.UntypedStorage]) -> None:
+        """Carry it out.
+
+        Args:
+            memory: what the cells hold; cells that the operation makes are added.
+
+        Raises:
+            CutError: the result has another layout than was predicted.
+        """
+        args, kwargs = tree_map(lambda leaf: _real(leaf, memory), (self.args, self.kwargs), is_leaf=_is_recorded)
+        with drawing_again(self.generator):
+            result = self.function(*args, **kwargs)
+        tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        for cell, strides, tensor in zip(self.made, self.strides, tensors, strict=True):
+            if cell is None:
+                continue
+            if tensor.stride() != strides:
+                raise CutError(
+                    f"internal error: {self.function} returned strides {tensor.stride()}, not {strides} as predicted.",
+                    hint="Build the module outside deferred_init().",
+                )
+            memory[cell] = tensor.untyped_storage()
+
+
+class drawing_again:  # noqa: N801 - used like a function
+    """Around an operation: its generator is in the state that it had, and afterwards in its present one again."""
+
+    def __init__(self, generator: tuple[torch.Generator, Tensor] | None) -> None:
+        self._generator = generator
+
+    def __enter__(self) -> None:
+        if self._generator is not None:
+            generator, state = self._generator
+            self._now = generator.get_state()
+            generator.set_state(state)
+
+    def __exit__(self, *_: object) -> None:
+        if self._generator is not None:
+            self._generator[0].set_state(self._now)
+
+
+def compute(cells: Iterable[Cell]) -> dict[Cell, torch.UntypedStorage]:
+    """The values of cells; those that have memory are left out.
+
+    Memory of other cells that they are computed from is given back as soon as it is read for the last time.
+    """
+    wanted = {cell for cell in cells if cell.memory is None}
+    operations = _needed(wanted)
+    last: dict[Cell, int] = {}
+    for place, operation in enumerate(operations):
+        for cell in (*operation.reads, *(cell for cell in operation.made if cell is not None)):
+            last[cell] = place
+    ends: dict[int, list[Cell]] = {}
+    for cell, place in last.items():
+        if cell not in wanted:
+            ends.setdefault(place, []).append(cell)
+    memory: dict[Cell, torch.UntypedStorage] = {}
+    with torch.no_grad(), disable_current_modes():
+        for place, operation in enumerate(operations):
+            operation.run(memory)
+            for cell in ends.get(place, ()):
+                memory.pop(cell, None)
+    return {cell: memory[cell] for cell in wanted}
+
+
+def _needed(cells: Iterable[Cell]) -> Sequence[Operation]:
+    """The operations that the values of cells come from, in order."""
+    found: set[Operation] = set()
+    looked: dict[Cell, int] = {}  # how many of a cell's writes have been taken up
+    waiting: list[tuple[Cell, float]] = [(cell, float("inf")) for cell in cells]
+    while waiting:
+        cell, before = waiting.pop()
+        start = looked.get(cell, 0)
+        for operation in cell.writes[start:]:
+            if operation.number >= before:
+                break
+            start += 1
+            found.add(operation)
+            waiting += [(other, operation.number) for other in operation.reads if other is not cell]
+        looked[cell] = start
+    return sorted(found, key=lambda operation: operation.number)
+
+
+def _is_recorded(leaf: Any) -> bool:
+    return isinstance(leaf, View | Constant)
+
+
+def _real(leaf: Any, memory: dict[Cell, torch.UntypedStorage]) -> Any:
+    if isinstance(leaf, View):
+        return leaf.over(memory[leaf.cell])  # what it held then, even if it has memory by now that others change
+    return leaf.get() if isinstance(leaf, Constant) else leaf
