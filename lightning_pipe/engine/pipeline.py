@@ -106,11 +106,6 @@ class Pipeline(PartitionedModule):
         )
 
     @property
-    def flow(self) -> AsynchronousPipeline | None:
-        """The former name of `asynchronous`."""
-        return self.asynchronous
-
-    @property
     def in_step(self) -> bool:
         """Whether the user's step is under way on this rank: each rank runs another part of it."""
         return self._interceptor.run is not None

@@ -64,11 +64,6 @@ class Ownership:
         self._ranks_of = {name: ranks for (name, _), ranks in zip(layers, layer_ranks, strict=True)}
         self._map = HolderMap(module, layers, layer_ranks, ranks, loss_ranks)
 
-    @property
-    def settled(self) -> bool:
-        """The former name of `users_known`."""
-        return self.users_known
-
     # ------------------------------------------------------------------ questions
 
     def owners(self, name: str) -> tuple[int, ...]:

@@ -202,9 +202,9 @@ def check_asynchronous(trainer: Any, pipeline: Pipeline, micro_batches: int | st
     Raises:
         ConfigurationError: names what it is and what to do.
     """
-    assert pipeline.flow is not None
+    assert pipeline.asynchronous is not None
     name, several = pipeline.family.name, len(pipeline.pipeline_members) > 1
-    size = pipeline.flow.stream.micro_batches
+    size = pipeline.asynchronous.stream.micro_batches
     if micro_batches not in ("auto", size):
         raise ConfigurationError(
             f"Schedule {name!r} makes a step of {size} micro-batches; the strategy has micro_batches={micro_batches}.",

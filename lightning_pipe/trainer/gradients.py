@@ -35,7 +35,7 @@ class Gradients:
         self.sharded = sharded
         self._module, self._pipeline = module, pipeline
         self._accumulated = False
-        self._holders_known = pipeline.ownership.settled
+        self._holders_known = pipeline.ownership.users_known
         self._foreign: ForeignGradients | None = None
         self._changed = ExitStack()
 
@@ -43,7 +43,7 @@ class Gradients:
         """Show hooks the gradients of all ranks, and refuse optimizers that join those of several parameters."""
         several = len(self._pipeline.pipeline_members) > 1
         # an asynchronous schedule has gradients of different batches on different ranks
-        if several and self._pipeline.flow is None:
+        if several and self._pipeline.asynchronous is None:
             self._foreign = ForeignGradients(self._pipeline, optimizers)
             self._changed.callback(self._foreign.remove)
         if several or self.sharded is not None:
@@ -81,7 +81,7 @@ class Gradients:
         """After the passes of a batch, before its gradients are returned to autograd."""
         self._accumulated |= self.blocked
         # the first batch shows who uses which parameter outside the layers; it settles once in a run
-        if self._holders_known or not self._pipeline.ownership.settled:
+        if self._holders_known or not self._pipeline.ownership.users_known:
             return
         self._holders_known = True
         self._drop_foreign_states(optimizers)

@@ -31,7 +31,7 @@ class LateValues:
         self._tracked = tracked
         self._replica = pipeline.transport.replica
         # without a flush the runs of several batches alternate, and no batch's own changes can be told apart
-        self._waiting = pipeline.flow is None and 0 in pipeline.stages_here and _ends_early(pipeline)
+        self._waiting = pipeline.asynchronous is None and 0 in pipeline.stages_here and _ends_early(pipeline)
         self.looking = False
         self._early: dict[str, Any] = {}
         self._start: Snapshot | None = None

@@ -43,7 +43,7 @@ def plan_of(
     ties = tuple((name, tuple(on)) for name, on in seen.items() if len(on) > 1)
     label, bubble = pipeline.family.label, None
     if batch is not None:
-        stream = None if pipeline.flow is None else pipeline.flow.stream
+        stream = None if pipeline.asynchronous is None else pipeline.asynchronous.stream
         bubble = predicted_bubble(pipeline.schedule, batch.micro_batches, stream)
     stages = stage_plans(named, places, pipeline.placement, pipeline.transport.topology)
     return Plan(type(module).__name__, stages, layout, label, batch, bubble, ties, notes=notes)

@@ -144,7 +144,7 @@ class PipelineRun:
         self.pipeline.ownership.elsewhere = [self._module, *trainer.callbacks]
         self._step = UserStep(self._module, self.pipeline, self._world, metrics, self._loss_weight)
         self._output = TrainingOutput(self._module, self.pipeline.transport.device, self._step.numbers.rules)
-        if fitting and self.pipeline.flow is not None:
+        if fitting and self.pipeline.asynchronous is not None:
             self._costs.warn_if_wanted()
             self.streaming = Streaming(
                 self._module, self.pipeline, self._world, self._step, self._output, self.gradients

@@ -246,7 +246,7 @@ class PipeStrategy(ProcessStrategy):
         self.setup_precision_plugin()
         if trainer.state.fn == TrainerFn.FITTING:
             optimizers_to_device(self.optimizers, self.root_device)
-            if self.divided.pipeline.flow is not None:
+            if self.divided.pipeline.asynchronous is not None:
                 micro_batches = self._splitting.micro_batches
                 check_asynchronous(trainer, self.divided.pipeline, micro_batches, sharded=self._shard_optimizer)
         self.divided.begin()

@@ -124,9 +124,9 @@ def test_versions_and_activations_held_are_those_of_the_schedule(family: Family,
     held: dict[int, tuple[int, int]] = {}
 
     def count(pipeline: Pipeline) -> None:
-        assert pipeline.flow is not None
+        assert pipeline.asynchronous is not None
         assert pipeline.executor.held == 0
-        held[pipeline.transport.rank] = pipeline.flow.versions.peak_held, pipeline.executor.peak_held
+        held[pipeline.transport.rank] = pipeline.asynchronous.versions.peak_held, pipeline.executor.peak_held
 
     size = 4 if isinstance(family, PipeDream2BW) else 1
     pipelined(Net(), batches(12), 4, family, micro_batches=size, finish=count)
@@ -317,8 +317,8 @@ def test_a_step_that_fails_leaves_an_empty_pipeline() -> None:
     with pytest.raises(ZeroDivisionError):
         pipeline.advance(fail, parts, [0.5, 0.5])
     assert not any(isinstance(p, nn.Parameter) and p.grad is not None for p in model.parameters())
-    assert pipeline.flow is not None
-    assert not pipeline.flow.in_flight
+    assert pipeline.asynchronous is not None
+    assert not pipeline.asynchronous.in_flight
     turn = pipeline.advance(lambda index, part: model(**part), parts, [0.5, 0.5])
     assert (turn.finished, turn.update) == ((1,), (1,))
     assert BATCHES > len(turn.results[1]) == 2

@@ -241,7 +241,7 @@ class Rank:
                 assert number in turn.finished
                 assert number not in self.losses
                 self.losses[number] = sum(float(v) * self.weights[number][i] for i, v in results.items())
-            flow = self.pipeline.flow
+            flow = self.pipeline.asynchronous
             assert flow is not None
             assert flow.versions.held <= flow.stream.weight_versions[self.pipeline.transport.rank]
 

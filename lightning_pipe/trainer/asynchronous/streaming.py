@@ -79,8 +79,8 @@ class Streaming:
 
     @property
     def _asynchronous(self) -> AsynchronousPipeline:
-        assert self._pipeline.flow is not None
-        return self._pipeline.flow
+        assert self._pipeline.asynchronous is not None
+        return self._pipeline.asynchronous
 
     @property
     def _trainer(self) -> Any:

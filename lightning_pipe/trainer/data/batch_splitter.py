@@ -57,7 +57,9 @@ class BatchSplitter:
         self._module, self._world, self._options = module, world, options
         self._ranks = pipeline.transport.topology.ranks
         # an asynchronous schedule is made for one number of micro-batches, since its optimizer steps as often
-        self._number = options.micro_batches if pipeline.flow is None else pipeline.flow.stream.micro_batches
+        self._number = (
+            options.micro_batches if pipeline.asynchronous is None else pipeline.asynchronous.stream.micro_batches
+        )
         self._synchronized = are_synchronized(module)
         self._norms = [part for part in module.modules() if isinstance(part, BatchNorm)]
         self._largest = 0

@@ -45,7 +45,7 @@ def over_all_stages(pipeline: Pipeline) -> Iterator[None]:
         yield
         return
     with ExitStack() as changed:
-        if pipeline.flow is None:
+        if pipeline.asynchronous is None:
             total = _total_norm(pipeline)
             for name in ("get_total_norm", "_get_total_norm"):
                 changed.enter_context(_everywhere(name, _norm_here, total))
@@ -160,7 +160,7 @@ def _owned(pipeline: Pipeline) -> dict[int, bool]:
 def _grad_norm(pipeline: Pipeline) -> Callable[..., dict[str, Any]]:
     @functools.wraps(_grad_norm_here)
     def grad_norm(module: nn.Module, norm_type: float | str, group_separator: str = "/") -> dict[str, Any]:
-        if pipeline.flow is not None:
+        if pipeline.asynchronous is not None:
             raise ConfigurationError(
                 f"Without a flush ({pipeline.family.name!r}) the ranks have gradients of different batches: there is "
                 "no norm of all.",
