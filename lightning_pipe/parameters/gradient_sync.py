@@ -56,7 +56,7 @@ class GradientSync:
         bucket_bytes: size from which on a bucket is sent; the size of all but the largest parameters' buckets.
 
     Example:
-        >>> from lightning_pipe.transport.threads import memory_world, run_threads
+        >>> from lightning_pipe.transport.threads import run_threads, thread_world
         >>> from lightning_pipe.transport.topology import Topology
         >>> def one_process(transport):
         ...     weight = Parameter(torch.zeros(2))
@@ -66,7 +66,7 @@ class GradientSync:
         ...     reducer.start(0)
         ...     reducer.finish()
         ...     return weight.grad.tolist()
-        >>> run_threads(memory_world(Topology(ranks=1, replicas=2)), one_process)
+        >>> run_threads(thread_world(Topology(ranks=1, replicas=2)), one_process)
         [[2.0, 1.0], [2.0, 1.0]]
     """
 

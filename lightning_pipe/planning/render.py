@@ -101,7 +101,7 @@ def plan_text(plan: Plan, width: int = 110) -> str:
 
     Example:
         >>> stage = StagePlan(0, (0,), ("net.0", "net.1"), 1500, 1500, 24_000)
-        >>> print(plan_text(Plan("Lit", (stage,), Layout(1, 1, 1), "gpipe", bubble=0.0)))  # doctest: +ELLIPSIS
+        >>> print(plan_text(Plan("Lit", (stage,), RunLayout(1, 1, 1), "gpipe", bubble=0.0)))  # doctest: +ELLIPSIS
         Pipeline of Lit
         ...
         │ 0     │ 0     │ net.0 … net.1 (2 layers) │      1.5 k │ 23.4 KiB │

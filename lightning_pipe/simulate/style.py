@@ -47,7 +47,8 @@ def row_names(timeline: Timeline) -> tuple[str, ...]:
     linear schedule rank 0 computes the *last* stage, because loggers and the progress bar live on rank 0.
 
     Example:
-        >>>         >>> events = [(0, "F", 0, 0, 0, 0, 1), (1, "F", 1, 0, 0, 1, 2)]
+        >>> from lightning_pipe.simulate import Timeline
+        >>> events = [(0, "F", 0, 0, 0, 0, 1), (1, "F", 1, 0, 0, 1, 2)]
         >>> row_names(Timeline.of(events)), row_names(Timeline.of(events, global_ranks=(1, 0)))
         (('stage 0', 'stage 1'), ('rank 1: stage 0', 'rank 0: stage 1'))
     """

@@ -17,9 +17,10 @@ from lightning.pytorch import callbacks
 from torch import Tensor
 from torch.utils.data import DataLoader, default_collate
 
-from lightning_pipe import PipeStrategy
+from lightning_pipe import PipeStrategy, schedules
 from lightning_pipe.errors import CommunicationError, ConfigurationError, CutError, PartitionError, ScheduleError
 from lightning_pipe.trainer.checks import check_optimizers
+from lightning_pipe.trainer.whole_model.synchronized_norms import synchronize_norms
 from tests.support import processes
 from tests.support.lit_modules import Data, Lit, dataset
 from tests.support.processes import Outcome, outcomes
@@ -204,11 +205,10 @@ def test_one_error_ends_all_processes(how: str) -> None:
     [("chimera", None, "the copies of a stage run at different times"), ("1f1b", "a group", "needs GPUs")],
 )
 def test_synchronized_batch_norm_is_refused_where_it_would_hang(schedule: str, replicas: Any, message: str) -> None:
-    trainer = L.Trainer(accelerator="cpu", sync_batchnorm=True, strategy=PipeStrategy(schedule=schedule), **QUIET)
-    strategy: Any = trainer.strategy
-    strategy.world = SimpleNamespace(replicas=replicas, layout=SimpleNamespace(world_size=4))
+    module: Any = torch.nn.Sequential(torch.nn.BatchNorm1d(3))
+    world: Any = SimpleNamespace(replicas=replicas, layout=SimpleNamespace(world_size=4))
     with pytest.raises(ConfigurationError, match=message):
-        strategy._synchronize_batch_norm(torch.nn.Sequential(torch.nn.BatchNorm1d(3)))
+        synchronize_norms(module, schedules.get(schedule), torch.device("cpu"), world, every=True)
 
 
 def test_a_step_that_fails_leaves_the_norms_of_the_module_as_they_were() -> None:
