@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ast
 import io
-import re
 import statistics
 import tokenize
 from collections.abc import Iterator, Mapping
@@ -184,16 +183,19 @@ def _tokens(source: str) -> Iterator[tokenize.TokenInfo]:
     return tokenize.generate_tokens(io.StringIO(source).readline)
 
 
-def _private_names(structure: Structure) -> int:
-    """Private names of other packages that are imported or reached from a module path outside the registers."""
-    pattern = re.compile(r"\b(?:torch|lightning|torchmetrics|transformers)(?:\.\w+)*\.(_(?!_)\w+)")
-    return len(
-        {
-            match.group()
-            for name, source in structure.sources.items()
-            if not name.endswith("_internals")
-            for match in pattern.finditer(source)
-        }
+def _private_names() -> int:
+    """The private names of other packages in the registers, by owner and name."""
+    from lightning_pipe import lightning_internals, torch_internals
+
+    return sum(len(names) for register in (torch_internals, lightning_internals) for names in register.NAMES.values())
+
+
+def _patches(structure: Structure) -> int:
+    """The places in the code that replace something of another package for a time."""
+    return sum(
+        isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("replaced", "Patch")
+        for tree in structure.trees.values()
+        for node in ast.walk(tree)
     )
 
 
@@ -221,7 +223,7 @@ def report(structure: Structure) -> str:
         f"Classes: {len(attributes)}   most attributes: {attributes[largest]} ({largest})",
         f"Functions: {len(lengths)}   median lines: {statistics.median(lengths.values()):g}   "
         f"longest: {lengths[longest]} ({longest})",
-        f"Private names of other packages outside the registers: {_private_names(structure)}",
+        f"Private names of other packages: {_private_names()}, all registered   patches: {_patches(structure)}",
         "Comments per hundred lines of code: "
         + ", ".join(
             f"{part or 'all'} {structure.comments_per_hundred_lines(part):.1f}" for part in ("", "intercept", "engine")
