@@ -45,6 +45,7 @@ def accuracy(output: str) -> float:
     return float(found[1])
 
 
+@pytest.mark.slow
 def test_digits(tmp_path: Path) -> None:
     output = run(tmp_path, str(EXAMPLES / "digits.py"), "--devices", "2", "--epochs", "2")
     assert "Pipeline of Digits" in output
