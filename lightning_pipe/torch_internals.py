@@ -79,7 +79,7 @@ NAMES = {
     "torch.nn.modules.dropout": {"_DropoutNd": "the base of all dropouts"},
     "torch.nn.modules.rnn.RNNBase": {
         "_flat_weight_refs": "weak references, with which tensors cannot be swapped",
-        **dict.fromkeys(["_flat_weights", "_flat_weights_names"], "what they refer to"),
+        "_flat_weights_names": "what they refer to",
     },
     "torch.nn.utils.clip_grad": {"_get_total_norm": f"what clip_grad_norm_ calls; {_OWN}"},
     "torch.optim.lr_scheduler.LRScheduler": {
