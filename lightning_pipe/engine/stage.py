@@ -139,9 +139,9 @@ class Stages:
             )
         return saved
 
-    def trial(self, stage: int, micro_batch: int, batch: Batch, inbound: Inbound | None) -> Tensor:
-        """The loss of a run that nothing else is to come of."""
-        return loss_of(self._run(stage, micro_batch, batch, inbound)[2])
+    def trial(self, stage: int, micro_batch: int, batch: Batch, inbound: Inbound | None) -> tuple[Crossings, Any]:
+        """A run that nothing else is to come of: what would leave, and what the step returned."""
+        return self._run(stage, micro_batch, batch, inbound)[1:]
 
     def _run(self, stage: int, micro_batch: int, batch: Batch, inbound: Inbound | None) -> tuple[Saved, Crossings, Any]:
         layers = self.layers[stage]
