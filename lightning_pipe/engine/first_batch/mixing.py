@@ -69,7 +69,7 @@ class MixingCheck(BatchObserver):
         # all with the random numbers of the first one, so that they take the same way
         singles = [runs.run(pair[0], part, inbound)[0] for part, inbound in zip(parts, received, strict=True)]
         both = self.join(pair)
-        found = [_alike(*singles, runs.run(pair[0], both, inbound)[0], sizes) for inbound in readings(received, sizes)]
+        found = [_alike(singles, runs.run(pair[0], both, inbound)[0], sizes) for inbound in readings(received, sizes)]
         if not found or any(found):
             return False
         if runs.drew and not runs.whole:
@@ -78,9 +78,9 @@ class MixingCheck(BatchObserver):
         return not runs.are_random(pair[0], parts[0], received[0], lambda left, _: _same(left, singles[0]))
 
 
-def _alike(one: Crossings, other: Crossings, both: Crossings, sizes: Sequence[int]) -> bool:
+def _alike(singles: Sequence[Crossings], both: Crossings, sizes: Sequence[int]) -> bool:
     """Whether what leaves for both together is what leaves for the two; tensors that cannot be put together pass."""
-    for first, second, together in zip(_tensors(one), _tensors(other), _tensors(both), strict=True):
+    for first, second, together in zip(*map(_tensors, (*singles, both)), strict=True):
         joined = [each for each in joinings(first, second, sizes) if each.shape == together.shape]
         if joined and not any(_close(together, each) for each in joined):
             return False
