@@ -316,9 +316,10 @@ class PipeStrategy(ProcessStrategy):
         **kwargs: Any,
     ) -> Any:
         plain, streaming = super().optimizer_step, self.divided.streaming
-        if streaming is None:
-            return plain(optimizer, closure, model, **kwargs)
-        return streaming.optimizer_step(optimizer, closure, lambda own: plain(optimizer, own, model, **kwargs))
+        with self.divided.gradients.explained(optimizer):
+            if streaming is None:
+                return plain(optimizer, closure, model, **kwargs)
+            return streaming.optimizer_step(optimizer, closure, lambda own: plain(optimizer, own, model, **kwargs))
 
     @override
     @contextmanager
