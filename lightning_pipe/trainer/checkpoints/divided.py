@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path as FilePath
 from typing import Any
 
@@ -29,7 +30,7 @@ from lightning_pipe.trainer.checkpoints.rank_entries import (
     plain_name,
     rank_entries,
     receive_items,
-    receive_tensor,
+    receive_pieces,
     replace_tensors,
     send_items,
     send_tensors,
@@ -37,6 +38,7 @@ from lightning_pipe.trainer.checkpoints.rank_entries import (
 )
 from lightning_pipe.trainer.checkpoints.unfinished import found
 from lightning_pipe.transport.base import Transport
+from lightning_pipe.transport.objects import as_bytes
 
 Location = str | FilePath
 
@@ -95,7 +97,7 @@ class Checkpoints:
                 states["state"] = {index: states["state"][index] for index in sorted(states["state"])}
         if type(io) is TorchCheckpointIO and storage_options is None and is_local_path(path):
             os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
-            file.write(os.fspath(path), tree, self._fill)
+            file.write(os.fspath(path), tree, partial(receive_pieces, transport))
         else:
             io.save_checkpoint(self._in_memory(tree), path, storage_options=storage_options)
 
@@ -129,12 +131,6 @@ class Checkpoints:
             for optimizer in optimizers
         ]
 
-    def _fill(self, leaf: Any, place: Tensor) -> None:
-        if isinstance(leaf, Pending):
-            receive_tensor(self._transport, leaf.rank, place)
-        else:
-            place.copy_(leaf)
-
     def _in_memory(self, tree: dict[str, Any]) -> dict[str, Any]:
         """The whole checkpoint, for plugins that take nothing else."""
         arrived: dict[Any, Tensor] = {}
@@ -146,7 +142,10 @@ class Checkpoints:
         replace_tensors(tree, note, Pending)
         for leaf in sorted(arrived, key=lambda pending: (pending.rank, pending.number)):
             arrived[leaf] = torch.empty(leaf.shape, dtype=leaf.dtype)
-            receive_tensor(self._transport, leaf.rank, arrived[leaf])
+            rest = as_bytes(arrived[leaf])
+            for part in receive_pieces(self._transport, leaf):
+                rest[: len(part)] = part
+                rest = rest[len(part) :]
         result: dict[str, Any] = replace_tensors(tree, arrived.__getitem__, Pending)
         return result
 
