@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -12,6 +13,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.plugins import TorchCheckpointIO
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -19,6 +21,8 @@ from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.errors import CheckpointError
 from lightning_pipe.lightning_internals import is_local_path
 from lightning_pipe.parameters.ownership import named_tensors
+from lightning_pipe.text import memory
+from lightning_pipe.trainer.at_rest import GATHER_LIMIT
 from lightning_pipe.trainer.checkpoints import file, folder
 from lightning_pipe.trainer.checkpoints.rank_entries import (
     Owners,
@@ -99,6 +103,7 @@ class Checkpoints:
             os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
             file.write(os.fspath(path), tree, partial(receive_pieces, transport))
         else:
+            self._say_what_it_costs(tree, path, io)
             io.save_checkpoint(self._in_memory(tree), path, storage_options=storage_options)
 
     def save_folder(self, checkpoint: dict[str, Any], path: Location, optimizers: Sequence[Optimizer]) -> None:
@@ -130,6 +135,17 @@ class Checkpoints:
             [names.get(id(parameter)) for group in optimizer.param_groups for parameter in group["params"]]
             for optimizer in optimizers
         ]
+
+    def _say_what_it_costs(self, tree: dict[str, Any], path: Location, io: CheckpointIO) -> None:
+        pending: set[Pending] = set()
+        replace_tensors(tree, pending.add, Pending)
+        size = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in pending)
+        if size >= GATHER_LIMIT:
+            rank_zero_warn(
+                f"{type(io).__name__} takes {path} whole: {memory(size)} of other ranks come into rank 0's memory. "
+                "Lightning's own TorchCheckpointIO writes a local file piece by piece; "
+                "PipeStrategy(save_distributed_checkpoint=True) lets each rank write its share."
+            )
 
     def _in_memory(self, tree: dict[str, Any]) -> dict[str, Any]:
         """The whole checkpoint, for plugins that take nothing else."""

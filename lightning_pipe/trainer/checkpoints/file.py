@@ -65,7 +65,7 @@ def write(path: str, tree: Any, contents: Contents) -> None:
             archive = _Archive(file, path)
             for number, storage in enumerate(storages):
                 if number not in waiting:
-                    archive.fill(number, pieces(torch.empty(0, dtype=torch.uint8).set_(storage.cpu())))
+                    archive.fill(number, pieces(torch.empty(0, dtype=torch.uint8).set_(storage.cpu())))  # type: ignore[no-untyped-call]
             for number, leaf in sorted(waiting.items(), key=lambda pair: _turn(pair[1])):
                 archive.fill(number, contents(leaf) if isinstance(leaf, Pending) else pieces(leaf))
             with naming(path, unfinished):
@@ -159,7 +159,7 @@ class _Archive:
         """
         record, written, checksum = self._records[number], 0, 0
         for part in parts:
-            data = memoryview(part.numpy())
+            data = part.numpy().data
             with naming(self._path, self._file.name):
                 self._file.seek(record.start + written)
                 self._file.write(data)
