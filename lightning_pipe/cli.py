@@ -16,6 +16,7 @@ from typing import NoReturn, get_args
 from lightning_pipe import schedules
 from lightning_pipe.errors import PipeError
 from lightning_pipe.planning import command
+from lightning_pipe.profiling import command as profile_command
 from lightning_pipe.schedules import Schedule
 from lightning_pipe.schedules.dependencies import Number
 from lightning_pipe.simulate import Costs, compare, table
@@ -43,6 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     commands = parser.add_subparsers(metavar="COMMAND", required=True, title="commands")
     _add_schedule(commands.add_parser("schedule", help="draw, simulate and export a schedule"))
     command.add_arguments(commands.add_parser("plan", help="show how a module would be cut"))
+    profile_command.add_arguments(commands.add_parser("profile", help="measure what a module costs on this machine"))
     values = parser.parse_args(arguments)
     with warnings.catch_warnings():
         warnings.showwarning = _show_warning

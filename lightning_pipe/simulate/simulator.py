@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from lightning_pipe.schedules.action import Kind
 from lightning_pipe.schedules.dependencies import Number, Timed, play
 from lightning_pipe.schedules.ir import Schedule
-from lightning_pipe.schedules.passes.lower import reductions
+from lightning_pipe.schedules.passes.lower import put_off, reductions
 from lightning_pipe.simulate.costs import Costs, at_stage
 from lightning_pipe.simulate.discrete import Run, run
 from lightning_pipe.simulate.steady import steady_bubble_ratio
@@ -48,44 +48,59 @@ def run_and_draw(schedule: Schedule, costs: Costs) -> tuple[Run, Timeline]:
         for action, start, end in timed
     ]
     if schedule.synchronous and not schedule.forward_only:
-        events += _ends(schedule, costs, ran.played)
+        events += ends(
+            schedule,
+            costs,
+            [timed[-1].end if timed else 0 for timed in ran.played],
+            _completions(ran.played) if any_cost(costs.reduce) else {},
+            # The engine puts reductions off by the order that is fixed before a run: that of nominal times.
+            put_off(schedule, play(schedule)) if any_cost(costs.reduce) else frozenset(),
+        )
     timeline = Timeline.of(events, ranks=schedule.ranks, title=schedule.name)
     if not schedule.synchronous:
         timeline = replace(timeline, synchronous=False, steady=steady_bubble_ratio(timeline))
     return ran, timeline
 
 
-def _ends(schedule: Schedule, costs: Costs, played: list[list[Timed]]) -> Iterator[Event]:
+def ends(
+    schedule: Schedule,
+    costs: Costs,
+    over: Sequence[Number],
+    complete: Mapping[int, Number],
+    put_off: Container[int],
+) -> Iterator[Event]:
     """Reductions and optimizer steps of a batch.
 
     A stage is reduced once all its holders are done with it and have finished their earlier reductions, in the order
     of the engine. A rank steps after its own reductions and its last action.
+
+    Args:
+        schedule: the schedule.
+        costs: times.
+        over: when each rank has nothing left to compute.
+        complete: when the gradients of each stage are complete on all its holders; empty where nothing is reduced.
+        put_off: the stages that are reduced at the end of the batch.
     """
-    free: list[Number] = [timed[-1].end if timed else 0 for timed in played]
-    if _any(costs.reduce):
-        over = list(free)
-        free = [0] * schedule.ranks
-        complete = _completions(played)
-        # The engine puts reductions off by the order that is fixed before a run: that of nominal times.
-        for stage, put_off in reductions(schedule, play(schedule), complete):
-            cost, holders = at_stage(costs.reduce, stage), schedule.holders(stage)
-            if cost > 0:
-                late = put_off or not costs.overlap_reduce
-                start = max(*(over[rank] if late else complete[stage] for rank in holders), *(free[r] for r in holders))
-                for rank in holders:
-                    free[rank] = start + cost
-                    yield Event(rank, Kind.REDUCE, stage, None, 0, start, free[rank])
-        free = [max(pair) for pair in zip(free, over, strict=True)]
-    if _any(costs.step):
+    free: list[Number] = [0] * schedule.ranks
+    for stage in reductions(put_off, complete):
+        cost, holders = at_stage(costs.reduce, stage), schedule.holders(stage)
+        if cost > 0:
+            late = stage in put_off or not costs.overlap_reduce
+            start = max(*(over[rank] if late else complete[stage] for rank in holders), *(free[r] for r in holders))
+            for rank in holders:
+                free[rank] = start + cost
+                yield Event(rank, Kind.REDUCE, stage, None, 0, start, free[rank])
+    if any_cost(costs.step):
         for rank in range(schedule.ranks):
+            now = max(free[rank], over[rank])
             for stage in schedule.stages_of(rank):
-                end = free[rank] + at_stage(costs.step, stage)
-                yield Event(rank, Kind.STEP, stage, None, 0, free[rank], end)
-                free[rank] = end
+                start, now = now, now + at_stage(costs.step, stage)
+                yield Event(rank, Kind.STEP, stage, None, 0, start, now)
 
 
-def _any(cost: object) -> bool:
-    return any(cost) if isinstance(cost, (list, tuple)) else bool(cost)
+def any_cost(cost: object) -> bool:
+    """Whether a cost is more than nothing at any stage."""
+    return any(cost) if isinstance(cost, Sequence) else bool(cost)
 
 
 def _completions(played: list[list[Timed]]) -> dict[int, Number]:

@@ -18,6 +18,7 @@ from lightning_pipe.simulate.closed_forms import (
     gpipe_memory,
     pipedream_2bw_memory,
 )
+from lightning_pipe.simulate.compiled import Compiled
 from lightning_pipe.simulate.costs import Links
 from lightning_pipe.simulate.discrete import run
 
@@ -137,3 +138,17 @@ def test_memory_formulas() -> None:
     assert gpipe_activations(batch=32, layers=24, stages=4, micro_batches=8) == 32 + 24
     assert gpipe_memory(weights=80, activations=40, inputs=3, stages=4, micro_batches=16) == 20 + 10 + 48
     assert pipedream_2bw_memory(weights=80, activations=40, inputs=3, stages=4) == 40 + 10 + 12
+
+
+@pytest.mark.filterwarnings("ignore:.*cut short")
+@pytest.mark.parametrize("name", schedules.names())
+def test_a_compiled_schedule_takes_the_time_of_its_simulation(name: str) -> None:
+    for family in schedules.get(name).variants():
+        schedule = schedules.with_recompute(family.build(4, 12), "except_last")
+        for costs in (
+            Costs(list(range(2, 2 + schedule.stages)), 5, send=1, send_backward=2),
+            Costs(3, 5, send=1, reduce=7, step=2),
+            Costs(3, 5, reduce=list(range(schedule.stages)), overlap_reduce=False),
+            Costs(3, 5, send=2, reduce=4, occupies="sender", links="shared", overhead=1),
+        ):
+            assert Compiled(schedule).time(costs) == simulate(schedule, costs).makespan

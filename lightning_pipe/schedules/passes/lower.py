@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -171,10 +171,11 @@ def _place_reductions(schedule: Schedule, played: list[list[Timed]], after: list
         end = played[rank][index - 1].end
         complete[stage] = max(end, complete.get(stage, end))
     slots = [0] * len(played)
-    for stage, late in reductions(schedule, played, complete):
+    late = put_off(schedule, played)
+    for stage in reductions(late, complete):
         for rank in schedule.holders(stage):
             # A rank that had no micro-batch of the stage takes part all the same: its copy must not fall behind.
-            slots[rank] = max(slots[rank], len(played[rank]) if late else last.get((rank, stage), 0))
+            slots[rank] = max(slots[rank], len(played[rank]) if stage in late else last.get((rank, stage), 0))
             after[rank][slots[rank]].append((complete[stage], Action(Kind.REDUCE, stage, None)))
 
 
@@ -188,26 +189,31 @@ def _last_gradients(played: list[list[Timed]]) -> dict[tuple[int, int], int]:
     }
 
 
-def reductions(schedule: Schedule, played: list[list[Timed]], complete: Mapping[int, Number]) -> list[tuple[int, bool]]:
-    """The order of a batch's reductions, the same on all ranks.
+def reductions(late: Container[int], complete: Mapping[int, Number]) -> list[int]:
+    """The stages in the order of their reductions, which is the same on all ranks.
 
     Args:
-        schedule: the schedule, whose option ``sync`` says which are put off.
-        played: its actions at nominal times.
+        late: the stages whose reductions are put off to the end of the batch.
         complete: when the gradients of each stage are complete on all its holders.
+    """
+    return [-negative for _, _, negative in sorted((stage in late, complete[stage], -stage) for stage in complete)]
 
-    Returns:
-        The stages, each with whether it is put off to the end of the batch.
+
+def put_off(schedule: Schedule, played: list[list[Timed]]) -> frozenset[int]:
+    """The stages whose reductions the schedule's option ``sync`` puts off to the end of the batch.
+
+    Args:
+        schedule: the schedule.
+        played: its actions at nominal times.
     """
     last = _last_gradients(played)
     sync = schedule.options.get("sync", "eager")
 
-    def put_off(stage: int) -> bool:
+    def late(stage: int) -> bool:
         hides = (_idle_after(played[rank], last.get((rank, stage), 0)) for rank in schedule.holders(stage))
         return sync == "lazy" or (sync == "eager_opt" and not all(hides))
 
-    ordered = sorted((put_off(stage), complete[stage], -stage) for stage in complete)
-    return [(-negative, late) for late, _, negative in ordered]
+    return frozenset(stage for stage in range(schedule.stages) if late(stage))
 
 
 def _place_reductions_of_steps(played: list[list[Timed]], after: list[Slots]) -> None:
