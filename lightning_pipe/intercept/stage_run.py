@@ -129,7 +129,8 @@ class StageRun:
             raise CutError(
                 "generate() runs the layers once for every token; in a pipeline a step may run them once: "
                 f"{error.message}",
-                hint="Generate after training, when the module is whole again, from a checkpoint, or on one device.",
+                hint="Generate after training, when trainer.strategy.whole_module() gives every rank the whole module, "
+                "from a checkpoint, or on one device.",
             ) from None
         else:
             self._returned(result)
