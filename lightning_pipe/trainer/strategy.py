@@ -29,6 +29,7 @@ from lightning_pipe.partition import Balance
 from lightning_pipe.patches import unheard
 from lightning_pipe.schedules import Family, Schedule
 from lightning_pipe.schedules.passes.recompute import Mode as Recompute
+from lightning_pipe.trainer import export
 from lightning_pipe.trainer.at_rest import GATHER_LIMIT, check_may_gather, forget, going_on
 from lightning_pipe.trainer.checks import (
     SEVERAL_OPTIMIZERS,
@@ -196,6 +197,7 @@ class PipeStrategy(ModuleStrategy):
         before = going_on(module, layers, world.transport, self.layout.stages) if before is None else before
         pipeline, notes, store, costs = self._division.divide(module, layers, self.layout, world, of_costs, before)
         forget(module)
+        export.install(module, pipeline, self.come)
         # loading a whole state into a divided module passes by the layers of other ranks
         self._changed.enter_context(unheard(".*copying from a non-meta parameter in the checkpoint to a meta.*"))
         if self.data_parallel_size == 1:  # values are those of the whole batch on all ranks already
