@@ -14,19 +14,17 @@ from omegaconf import DictConfig, OmegaConf
 from lightning_pipe.callbacks import PipelineTimeline
 from recipes import checkpoints
 from recipes.callbacks import Throughput
-from recipes.processes import Job
 from recipes.provenance import commit
 from recipes.report import Report
 
 log = logging.getLogger(__name__)
 
 
-def run(config: DictConfig, job: Job) -> Report:
+def run(config: DictConfig) -> Report:
     """Trains what the configuration describes.
 
     Args:
         config: a checked configuration.
-        job: told what starts the other processes.
     """
     started = time.perf_counter()
     checkpoint = checkpoints.to_resume(config.ckpt_path, Path(config.paths.output))
@@ -35,7 +33,6 @@ def run(config: DictConfig, job: Job) -> Report:
     module = make_module(config)
     callbacks = make_callbacks(config)
     trainer = make_trainer(config, callbacks)
-    job.launcher = trainer.strategy.launcher
     if trainer.is_global_zero:
         Path(config.paths.output, "config.yaml").write_text(OmegaConf.to_yaml(config, resolve=True))
 

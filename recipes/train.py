@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import shutil
 import sys
+from pathlib import Path
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -12,7 +15,7 @@ from hydra.errors import ConfigCompositionException, OverrideParseException
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from recipes import config, processes
+from recipes import command_line, config
 from recipes.errors import RecipeError, sentence
 
 log = logging.getLogger(__name__)
@@ -30,22 +33,34 @@ def train(settings: DictConfig) -> float:
             return float("nan")
         if told is None:
             raise
-        sys.exit(told if processes.rank() == 0 or isinstance(error, RecipeError) else 1)
+        if command_line.rank() == 0:
+            forget(Path(HydraConfig.get().runtime.output_dir))
+        sys.exit(told if command_line.rank() == 0 or isinstance(error, RecipeError) else 1)
+
+
+def forget(output: Path) -> None:
+    """Removes the folder of a run that has written nothing but what Hydra writes before it begins.
+
+    Args:
+        output: the run's folder.
+    """
+    if {path.name for path in output.glob("*")} <= {".hydra"}:
+        shutil.rmtree(output, ignore_errors=True)
+        with contextlib.suppress(OSError):  # other runs are there
+            output.parent.rmdir()
 
 
 def run(settings: DictConfig) -> float:
     """Checks a configuration and trains what it describes."""
     config.require_experiment(settings)
     config.check(settings)
-    from recipes import (
-        console,
-        job,
-    )  # imports torch and the rest, which a mistake in the configuration need not wait for
+    from lightning_pipe.trainer.launcher import ScriptLauncher
+    from recipes import console, job
 
+    ScriptLauncher.forget_finished_job()  # in a sweep, and before anything asks the environment for its processes
     console.tidy()
-    hydra_config = HydraConfig.get()
-    with processes.job(hydra_config.overrides.task, hydra_config.runtime.output_dir, settings.threads) as current:
-        report = job.run(settings, current)
+    with command_line.threads(settings.threads):
+        report = job.run(settings)
     return report.after.get("val_loss", float("nan"))
 
 
@@ -53,7 +68,7 @@ def main() -> None:
     """Runs the command line; a mistake of the user's ends with a sentence, anything else with its traceback."""
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")
     config.register()
-    processes.from_command_line()
+    command_line.read()
     try:
         train()
     except (ConfigCompositionException, OverrideParseException) as error:
