@@ -6,6 +6,7 @@ with a key for each argument, its type and its default; `/factory/…` is the sa
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import types
@@ -57,23 +58,27 @@ def taken(target: str) -> dict[str, str]:
     return OF_MODULES if isinstance(made, type) and issubclass(made, L.LightningModule) else {}
 
 
-def parameters(target: str, *, partial: bool = False) -> dict[str, inspect.Parameter] | None:
-    """The arguments that are keys; ``None`` where any name is one, because the target takes ``**kwargs``.
+def parameters(target: str, *, partial: bool = False) -> dict[str, inspect.Parameter]:
+    """The arguments that are keys.
 
     Args:
         target: what is configured.
         partial: what calls it later gives the arguments that have no default.
     """
     given, left_out = inspect.signature(get_object(target)).parameters.values(), taken(target)
-    if any(one.kind is one.VAR_KEYWORD for one in given):
-        return None
     return {
         one.name: one
         for one in given
-        if one.kind is not one.VAR_POSITIONAL
+        if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)
         and one.name not in left_out
         and not (partial and one.default is one.empty)
     }
+
+
+def takes_any(target: str) -> bool:
+    """Whether any name may be a key, because the target takes ``**kwargs``."""
+    given = inspect.signature(get_object(target)).parameters.values()
+    return any(one.kind is one.VAR_KEYWORD for one in given)
 
 
 @functools.cache
@@ -117,7 +122,7 @@ def _members(hint: Any) -> list[Any]:
 
 @functools.cache
 def schema(target: str, *, partial: bool = False) -> Any:
-    """A dataclass with a key for every argument; a plain node for what takes any argument.
+    """A dataclass with a key for every argument; a node that others can be added to (``+key=…``) for what takes any.
 
     Args:
         target: what is configured, such as "torch.optim.AdamW".
@@ -125,8 +130,8 @@ def schema(target: str, *, partial: bool = False) -> Any:
     """
     found, hints = parameters(target, partial=partial), types_of(target)
     own: dict[str, Any] = {"_target_": target} | ({"_partial_": True} if partial else {})
-    if found is None:
-        return OmegaConf.create(own)
+    if takes_any(target):
+        return OmegaConf.create(own | {name: _plain_default(one) for name, one in found.items()})
     listed: list[Any] = [(name, Any, field(default=value)) for name, value in own.items()]
     listed += [(name, expressible(hints[name]), _default(one)) for name, one in found.items()]
     return make_dataclass(target.rpartition(".")[2], listed)
@@ -162,8 +167,12 @@ def _expressible(hint: Any) -> Any:
     return Any
 
 
+def _plain_default(parameter: inspect.Parameter) -> Any:
+    return MISSING if parameter.default is parameter.empty else plain(parameter.default)
+
+
 def _default(parameter: inspect.Parameter) -> Any:
-    value = MISSING if parameter.default is parameter.empty else plain(parameter.default)
+    value = _plain_default(parameter)
     return field(default_factory=lambda: value) if isinstance(value, list | dict) else field(default=value)
 
 
@@ -199,7 +208,8 @@ class Signatures(ConfigSource):
     @override
     def load_config(self, config_path: str) -> ConfigResult:
         group, _, target = config_path.removesuffix(".yaml").partition("/")
-        node = OmegaConf.structured(schema(target, partial=group == FACTORY))
+        made = schema(target, partial=group == FACTORY)
+        node = copy.deepcopy(made) if OmegaConf.is_config(made) else OmegaConf.structured(made)
         return ConfigResult("signatures", config_path, node, {"package": None}, is_schema_source=True)
 
     @override

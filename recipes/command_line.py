@@ -14,6 +14,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from recipes.errors import RecipeError
+
 RANK_VARIABLES = ("RANK", "SLURM_PROCID", "LOCAL_RANK")
 CONF = Path(__file__).resolve().parents[1] / "conf"
 
@@ -76,5 +78,24 @@ def threads(number: int | None) -> Iterator[None]:
 
 
 def read() -> None:
-    """Replaces this process's command line by `arguments`."""
+    """Replaces this process's command line by `arguments`, and reads ``.env`` into its environment."""
     sys.argv[1:] = arguments(sys.argv[1:])
+    load_environment()
+
+
+def load_environment() -> None:
+    """Sets the variables in ``.env`` (of the working folder or of the repository) that are not set yet.
+
+    Raises:
+        RecipeError: there is such a file, and python-dotenv, which reads it, is not installed.
+    """
+    file = next((folder / ".env" for folder in (Path.cwd(), CONF.parent) if (folder / ".env").is_file()), None)
+    if file is None:
+        return
+    try:
+        from dotenv import load_dotenv
+    except ModuleNotFoundError:
+        raise RecipeError(
+            f"python-dotenv reads {file}, and is not installed.", hint="pip install python-dotenv"
+        ) from None
+    load_dotenv(file)

@@ -30,6 +30,14 @@ class Paths:
 
 
 @dataclass
+class Extras:
+    """What a run does beside training."""
+
+    print_config: bool = False
+    ignore_warnings: bool = False
+
+
+@dataclass
 class Train:
     """The whole configuration of `python -m recipes.train`."""
 
@@ -37,6 +45,7 @@ class Train:
     size: str = MISSING  # tiny, small or paper
     ranks: list[int] = field(default_factory=lambda: [4, 8, 16])  # for which `python -m recipes.plan` plans
     seed: int = 1
+    tags: list[str] = field(default_factory=list)  # words to find the run by, in summary.json and with every logger
     threads: int | None = None  # threads per process; None leaves it to torch
     ckpt_path: str | None = None  # resume from a file, or from the newest run's "last" or "best" checkpoint
     layers: Any = None  # dotted names of the model's layers, which the stages are cut from
@@ -49,6 +58,7 @@ class Train:
     trainer: Any = MISSING
     callbacks: dict[str, Any] = field(default_factory=dict)
     logger: dict[str, Any] = field(default_factory=dict)
+    extras: Extras = field(default_factory=Extras)
 
 
 def register() -> None:
@@ -83,10 +93,14 @@ def _known(path: str, node: DictConfig) -> Iterable[str] | None:
         schema = OmegaConf.get_type(node)
         return [item.name for item in fields(schema)] if is_dataclass(schema) else None
     try:
-        return arguments.parameters(node["_target_"], partial=node.get("_partial_", False))
-    except (ImportError, InstantiationException) as error:
         target = node["_target_"]
-        raise RecipeError(f"{path}_target_: {target} cannot be imported.", hint="Correct its name.") from error
+        return (
+            None if arguments.takes_any(target) else arguments.parameters(target, partial=node.get("_partial_", False))
+        )
+    except (ImportError, InstantiationException) as error:
+        raise RecipeError(
+            f"{path}_target_: {node['_target_']} cannot be imported.", hint="Correct its name."
+        ) from error
     except (ValueError, TypeError):  # builtins, and what is no callable, have no signature
         return None
 

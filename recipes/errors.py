@@ -9,6 +9,7 @@ from lightning_pipe.errors import PipeError
 # What the Trainer's and the strategy's hints mean on the command line of a recipe.
 REMEDIES = {
     "limits the norm of all gradients": "trainer.gradient_clip_val=null, or trainer.gradient_clip_algorithm=value.",
+    "No module named": "pip install '.[extras]' in the checkout has all loggers and sweepers.",
     "No supported gpu backend found": "trainer=cpu trains on processes without a GPU.",
 }
 
@@ -34,7 +35,7 @@ def sentence(error: Exception) -> str | None:
 
     # what parts of the configuration say of their arguments while they are built
     if isinstance(error, InstantiationException) and isinstance(
-        error.__cause__, (PipeError, ValueError, MisconfigurationException)
+        error.__cause__, (PipeError, ValueError, MisconfigurationException, ModuleNotFoundError)
     ):
         return _with_remedy(str(error.__cause__))
     _, mark, told = str(error).rpartition("recipes.errors.RecipeError: ")
@@ -43,4 +44,4 @@ def sentence(error: Exception) -> str | None:
 
 def _with_remedy(told: str) -> str:
     remedies = [remedy for words, remedy in REMEDIES.items() if words in told]
-    return "\n".join([told, *(f"On the command line: {remedy}" for remedy in remedies)])
+    return "\n".join([told, *(f"Here: {remedy}" for remedy in remedies)])

@@ -73,6 +73,9 @@ def test_the_papers_sizes_are_in_the_configuration(composed: Compose) -> None:
     ],
 )
 def test_every_file_composes(composed: Compose, choice: str) -> None:
+    if choice == "hparams_search=optuna":
+        reason = "make test-extras installs hydra-optuna-sweeper"
+        pytest.importorskip("hydra_plugins.hydra_optuna_sweeper", reason=reason)
     composed(choice)
 
 

@@ -100,7 +100,7 @@ def test_a_sweep_gives_every_job_its_own_number_of_processes(tmp_path: Path, mon
         pytest.param("+model.widht=3", "Did you mean model.width?", marks=pytest.mark.slow),
         ("model.width=wide", "model.width: Value 'wide'"),
         ("experiment=gpt3", "gpt2_wikitext2"),
-        pytest.param("trainer=gpu", "On the command line: trainer=cpu", marks=pytest.mark.slow),
+        pytest.param("trainer=gpu", "Here: trainer=cpu", marks=pytest.mark.slow),
     ],
 )
 def test_a_mistake_is_one_clear_message(tmp_path: Path, argument: str, words: str) -> None:
