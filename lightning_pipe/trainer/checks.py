@@ -223,8 +223,8 @@ def check_asynchronous(trainer: Any, pipeline: Pipeline, micro_batches: int | st
         raise ConfigurationError(
             f"gradient_clip_val={trainer.gradient_clip_val} limits the norm of all gradients of the model; without a "
             f"flush ({name!r}) the stages would wait for each other in every batch to find it.",
-            hint="Use gradient_clip_algorithm='value', or clip every stage by itself: override "
-            "configure_gradient_clipping and call torch.nn.utils.clip_grad_norm_(self.parameters(), …) in it.",
+            hint="Use gradient_clip_val=None, or gradient_clip_algorithm='value', or clip every stage by itself: "
+            "override configure_gradient_clipping and call torch.nn.utils.clip_grad_norm_(self.parameters(), …) in it.",
         )
     scaler = getattr(trainer.precision_plugin, "scaler", None)
     if scaler is not None:
