@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from types import ModuleType
 from typing import Any
@@ -35,6 +35,24 @@ def replaced(owner: Any, name: str, value: Any, *, gated: bool = True) -> Abstra
             the call must cost nothing more, and for one that others may pickle.
     """
     return _Replacement(owner, name, value, gated)
+
+
+@contextmanager
+def all_replaced(places: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
+    """Several of `replaced` at once, without gates: owners, names and values.
+
+    For what is replaced in every batch: an `ExitStack` costs more than the replacements do.
+    """
+    entered: list[_Replacement] = []
+    try:
+        for owner, name, value in places:
+            replacement = _Replacement(owner, name, value, gated=False)
+            replacement.__enter__()
+            entered.append(replacement)
+        yield
+    finally:
+        for replacement in reversed(entered):
+            replacement.__exit__()
 
 
 def replacements() -> list[tuple[Any, str]]:
