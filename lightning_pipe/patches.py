@@ -31,8 +31,9 @@ def replaced(owner: Any, name: str, value: Any, *, gated: bool = True) -> Abstra
         owner: a module, a class or an object; an object's attribute is set on it alone, past ``__setattr__``.
         name: the attribute.
         value: stands there meanwhile.
-        gated: whether a function is put in behind a gate. Not so for one that leads to the original by itself, where
-            the call must cost nothing more, and for one that others may pickle.
+        gated: whether a function is put in behind a gate. Not so for one that calls what it found in the attribute
+            (that may be the gate, which leads back to it), where the call must cost nothing more, and for one that
+            others may pickle.
     """
     return _Replacement(owner, name, value, gated)
 

@@ -170,7 +170,7 @@ class PipelineRun:
             trainer.strategy.meet("trainer.save_checkpoint()")
             return dump(*arguments)
 
-        self._changed.enter_context(replaced(connector, "dump_checkpoint", met))
+        self._changed.enter_context(replaced(connector, "dump_checkpoint", met, gated=False))
 
     def end(self) -> None:
         """Leave everything as it was found; the module stays divided."""
