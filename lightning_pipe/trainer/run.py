@@ -170,8 +170,7 @@ class PipelineRun:
             trainer.strategy.meet("trainer.save_checkpoint()")
             return dump(*arguments)
 
-        vars(connector)["dump_checkpoint"] = met
-        self._changed.callback(vars(connector).pop, "dump_checkpoint", None)
+        self._changed.enter_context(replaced(connector, "dump_checkpoint", met, gated=False))
 
     def end(self) -> None:
         """Leave everything as it was found; the module stays divided."""

@@ -7,6 +7,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
+from lightning_pipe.patches import replaced
 from lightning_pipe.trainer.world import World
 
 
@@ -32,8 +33,8 @@ def stopping_together(trainer: Any, world: World, *, batches: bool) -> Iterator[
         places.append((fit_loop.epoch_loop, "on_advance_end", stopping.at_the_end_of_a_batch))
     with changed:
         for owner, name, wrapper in places:
-            vars(owner)[name] = partial(wrapper, getattr(owner, name))
-            changed.callback(vars(owner).pop, name, None)
+            # Without a gate: others replace some of these as well, and a gate would lead the wrapper back to itself.
+            changed.enter_context(replaced(owner, name, partial(wrapper, getattr(owner, name)), gated=False))
         yield
 
 
