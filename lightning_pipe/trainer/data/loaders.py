@@ -28,6 +28,10 @@ class Loaders:
     def __init__(self, module: pl.LightningModule, pipeline: Pipeline, world: World, broadcast: Broadcast) -> None:
         self._module, self._pipeline, self._world, self._broadcast = module, pipeline, world, broadcast
 
+    @property
+    def _trainer(self) -> Any:
+        return self._module.trainer
+
     def loader(self, dataloader: Any) -> Any:
         """The loader that this rank iterates in the place of the user's."""
         loader = dataloader.loader if isinstance(dataloader, SharedDataLoader) else dataloader
@@ -44,7 +48,8 @@ class Loaders:
         shared = SharedDataLoader(
             loader, transport, source, self._pipeline.pipeline_members, lambda message: self._broadcast(message, source)
         )
-        if not self._have_equal_length(sized_len(shared)):
+        # Lightning repeats no sample in a prediction, so lengths differ there, and nothing waits for other replicas
+        if not self._trainer.predicting and not self._have_equal_length(sized_len(shared)):
             shared.compare_with(self._compare_replicas)
         return shared
 
@@ -58,8 +63,7 @@ class Loaders:
 
     def _compare_replicas(self, batches: int, ended: bool) -> None:
         """Raise if the data of some replicas has ended and that of others has not: these would wait for ever."""
-        trainer: Any = self._module.trainer
-        if batches - (not ended) >= _limit(trainer):
+        if batches - (not ended) >= _limit(self._trainer):
             return  # the data is longer than needed; a batch ahead may have been asked for
         members = self._world.replica_members
         if not self._world.agree(ended, unanimous=False, members=members):
