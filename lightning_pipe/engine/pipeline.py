@@ -47,6 +47,7 @@ class Pipeline(PartitionedModule):
         transport: this process's transport.
         recompute: whether forward passes run again before their backward pass; see `PartitionedModule`.
         deferred_batch_norm: let batch norm keep the statistics of whole batches, not of micro-batches.
+        before: the same module over the same ranks in an earlier run, if it is still divided.
 
     Attributes:
         elapsed: seconds of all training batches but the first.
@@ -74,8 +75,9 @@ class Pipeline(PartitionedModule):
         *,
         recompute: Recompute = "never",
         deferred_batch_norm: bool = False,
+        before: PartitionedModule | None = None,
     ) -> None:
-        super().__init__(module, layers, balance, family, transport, recompute=recompute)
+        super().__init__(module, layers, balance, family, transport, recompute=recompute, before=before)
         self.skips = SkipRoutes(module, self.layers, self.stage_layers)
         self.reductions = GradientGroups(transport)
         self.gradients_divided = False

@@ -175,7 +175,7 @@ def metrics_of(module: nn.Module, pipeline: Pipeline, replicas: Any | None) -> M
             if name.startswith(f"{path}."):
                 # the ranks that run a module are those that use its parameters
                 first = next((f"{path}.{inner}" for inner, _ in part.named_parameters()), None)
-                return pipeline.owners(first) if first and pipeline.ownership.users_known else pipeline.loss_ranks
+                return pipeline.owners(first) if first and pipeline.ownership.settled else pipeline.loss_ranks
         return pipeline.loss_ranks
 
     def gather(value: Any, ranks: tuple[int, ...]) -> list[Any]:
