@@ -10,9 +10,10 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.errors import ConfigurationError
-from lightning_pipe.trainer.broadcasts import Broadcast
+from lightning_pipe.trainer.broadcasts import BATCHES, Broadcast
 from lightning_pipe.trainer.data.shared_loader import SharedDataLoader
 from lightning_pipe.trainer.world import World
+from lightning_pipe.transport.nonblocking_broadcast import NonBlockingBroadcast
 
 
 class Loaders:
@@ -27,6 +28,13 @@ class Loaders:
 
     def __init__(self, module: pl.LightningModule, pipeline: Pipeline, world: World, broadcast: Broadcast) -> None:
         self._module, self._pipeline, self._world, self._broadcast = module, pipeline, world, broadcast
+        self._channel = NonBlockingBroadcast(pipeline.transport, ahead=2, number=BATCHES)
+
+    def send(self, obj: Any, source: int) -> Any:
+        """The object of one process, on all ranks of the pipeline; that process does not wait for the others."""
+        obj = self._channel.share(obj, source, self._pipeline.pipeline_members)
+        self._channel.end_call()
+        return obj
 
     @property
     def _trainer(self) -> Any:

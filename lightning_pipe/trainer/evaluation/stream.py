@@ -28,6 +28,7 @@ import lightning.pytorch as pl
 
 from lightning_pipe.errors import ConfigurationError
 from lightning_pipe.patches import replaced
+from lightning_pipe.trainer.broadcasts import STREAMED_BATCHES, STREAMED_REPORTS
 from lightning_pipe.trainer.evaluation.conditions import tell_that_batches_wait
 from lightning_pipe.trainer.evaluation.reads import AttributeReads, ReadState
 from lightning_pipe.trainer.evaluation.steps import EvaluationSteps, RunStep
@@ -99,8 +100,8 @@ class EvaluationStream:
         (stage,), stages = pipeline.stages_here, len(pipeline.balance)
         self._ahead = 0 if pipeline.is_loss_rank else stages - stage
         self._reads = AttributeReads(steps.user_step.attributes.tracked.modules)
-        self._batches = NonBlockingBroadcast(pipeline.transport, stages + 2, number=1)
-        self._reports = NonBlockingBroadcast(pipeline.transport, stages + 2, number=2)
+        self._batches = NonBlockingBroadcast(pipeline.transport, stages + 2, STREAMED_BATCHES)
+        self._reports = NonBlockingBroadcast(pipeline.transport, stages + 2, STREAMED_REPORTS)
         self._queue: deque[_Fetched] = deque()
         self._current: _Fetched | None = None
         self._end: Exception | None = None
