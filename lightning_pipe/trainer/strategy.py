@@ -73,7 +73,8 @@ class PipeStrategy(ModuleStrategy):
         balance: ``"parameters"``; ``"time"`` or ``"memory"`` as measured in the first batch of an earlier run of the
             same module (the first run is balanced by parameters); a list such as ``[2, 3, 2]`` (layers per stage), or a
             function of a layer: its cost.
-        recompute: which micro-batches stages compute again from their input: ``"never"``, ``"always"``, ``"except_last"``.
+        recompute: whether stages keep only their input and compute the rest again before their backward pass:
+            ``"never"``, ``"always"``, or ``"except_last"`` micro-batch.
         deferred_batch_norm: let batch norm keep the statistics of whole batches rather than of micro-batches.
         reproducible_rng: random numbers depend on seed, step, micro-batch and layer only. ``True`` is the only choice.
         loss_weight: what the loss of a micro-batch counts in the batch's mean, as a function of it; ``"sum"``: losses

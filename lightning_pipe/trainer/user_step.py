@@ -144,7 +144,7 @@ class UserStep:
 
         Args:
             report: this rank's; ``None`` on a rank without the last stage.
-            broadcast: sends objects within the pipeline; by default all ranks wait for each other.
+            broadcast: sends objects within the pipeline; by default the others wait for those that report.
             send_outputs: whether ranks without the last stage get what the step returned.
         """
         reports = self._reports.share(report, broadcast, send_outputs=send_outputs)
@@ -221,7 +221,7 @@ class StepOfBatch:
         Args:
             outputs: what the pipeline returned on this rank.
             before: the attributes before the batch, from `UserStep.running`.
-            broadcast: sends objects within the pipeline; by default all ranks wait for each other.
+            broadcast: sends objects within the pipeline; by default the others wait for those that report.
             send_outputs: whether ranks without the last stage get what the step returned.
 
         Returns:
