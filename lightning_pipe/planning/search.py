@@ -120,7 +120,9 @@ def _candidates(
                 # A schedule that folds further stages onto its own gains nothing by them.
                 if stages <= len(profile.layers) and stages == ranks * _own_stages(family, ranks, stages):
                     for number in _divisors(batch):
-                        if micro_batches is None or number in micro_batches:
+                        wanted = micro_batches is None or number in micro_batches
+                        # An order that is cut short is nobody's published one, and a run would warn of it.
+                        if wanted and family.published(ranks, number) == number:
                             yield Configuration(family, ranks, replicas, stages, number, batch // number)
 
 
@@ -148,7 +150,7 @@ def _lowest_stages(family: Family) -> str:
         warnings.simplefilter("ignore")
         schedule = family.build(4, 8)
     lowest = [min(schedule.stages_of(rank)) for rank in range(4)]
-    return {(0, 1, 2, 3): "straight", (0, 1, 1, 0): "both ways"}.get(tuple(lowest), "")
+    return "straight" if lowest == [0, 1, 2, 3] else "both ways" if lowest == [0, 1, 1, 0] else ""
 
 
 @cache
@@ -229,7 +231,7 @@ class _Search:
         lowest, whole = _lowest_stages(one.family), not _halves(one.family)
         # One micro-batch passes through all stages and back; the weights' halves need not.
         back = own.backward if whole else own.backward_input
-        least = max(sum(work) / one.ranks, sum(f for f, _, _ in passes) + sum(back))  # type: ignore[arg-type]
+        least = max(sum(work) / one.ranks, sum(f for f, _, _ in passes) + sum(back))  # type: ignore[arg-type, operator]
         # A rank cannot begin before the stages below its lowest, nor be the last where they are still to come.
         per_rank = min(work) * one.stages / one.ranks
         before = [0.0]
