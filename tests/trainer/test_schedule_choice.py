@@ -29,7 +29,7 @@ CPU = torch.device("cpu")
 
 
 def store(module: nn.Module, folder: Path, *, message: float, reduce: float = 0, **conditions: str) -> CostProfile:
-    """A profile where `choose` finds it, with the latencies of messages and sums; a layer's forward is a millisecond."""
+    """A profile where `choose` finds it, with these latencies; a layer takes a millisecond forward."""
     sizes = layer_sizes(module, find_layers(module))
     times = (0.001,) * len(sizes)
     costs = SizeCosts(times, tuple(2 * each for each in times), times, (1.0,) * len(sizes), (1.0,) * len(sizes))
