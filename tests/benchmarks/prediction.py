@@ -21,11 +21,13 @@ from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.partition import find_layers
 from lightning_pipe.planning.cost_profile import CostProfile, merged
 from lightning_pipe.planning.prediction import Configuration, Predictor
+from lightning_pipe.planning.search import search
 from lightning_pipe.profiling.measure import measure_profile
 from lightning_pipe.simulate import Link
 from lightning_pipe.transport.base import Transport
 from lightning_pipe.transport.topology import Topology
 from tests.benchmarks.measure import Finding
+from tests.planning.test_search import profile as profile_of
 from tests.support import processes
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble", "chimera", "dualpipev")
@@ -146,7 +148,7 @@ class _Run:
 
 def run(quick: bool) -> list[Finding]:
     """Sleeping layers on two and four ranks, GPT-2 on two; on four ranks of two cores GPT-2 has no target."""
-    findings = []
+    findings = searches()
     for kind, ranks, target in (
         ("sleeping", 2, True),
         ("sleeping", 4, True),
@@ -156,6 +158,25 @@ def run(quick: bool) -> list[Finding]:
         options = {"kind": kind, "rounds": 3 if quick else 7}
         found = processes.run_pipeline(measure, Topology(ranks), timeout=900, group_timeout=300, **options)[0]
         findings += report(f"{kind}, {ranks} ranks", found, target=target)
+    return findings
+
+
+def searches() -> list[Finding]:
+    """How long a search takes: 64 ranks in every arrangement, 4096 ranks in pipelines of 32."""
+    findings = []
+    for ranks, batch, size, limit in ((64, 512, None, 10.0), (4096, 4096, 32, 10.0)):
+        start = time.process_time()
+        found = search(profile_of(64), ranks, batch, memory=16e9, pipeline_parallel_size=size)
+        seconds = time.process_time() - start
+        shape = "" if size is None else f" in pipelines of {size}"
+        findings.append(
+            Finding(
+                f"search, {ranks} ranks{shape}, {found.considered} configurations",
+                f"{seconds:.1f} s of processor time",
+                f"at most {limit:.0f} s",
+                seconds <= limit,
+            )
+        )
     return findings
 
 
