@@ -62,7 +62,7 @@ def _bytes(text: str) -> float:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 16GiB, 500MB or 1000000")
     number, letter, binary = match.groups()
     power = "KMGT".index(letter.upper()) + 1 if letter else 0
-    return float(number) * (1024 if binary else 1000) ** power
+    return float(number) * float((1024 if binary else 1000) ** power)
 
 
 def _search(values: argparse.Namespace, module: nn.Module) -> None:

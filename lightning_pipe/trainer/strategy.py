@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from os import PathLike
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -49,6 +51,7 @@ from lightning_pipe.trainer.frames import hide_own
 from lightning_pipe.trainer.module_strategy import ModuleStrategy
 from lightning_pipe.trainer.report import Report
 from lightning_pipe.trainer.run import PipelineRun
+from lightning_pipe.trainer.schedule_choice import AUTO, KEY, ScheduleChoice, choose, kept, same_everywhere
 from lightning_pipe.trainer.stage_division import StageDivision, conditions
 from lightning_pipe.trainer.whole_model.sharded_optimizer import ShardedOptimizers
 from lightning_pipe.trainer.whole_model.synchronized_norms import synchronize_norms
@@ -64,7 +67,8 @@ class PipeStrategy(ModuleStrategy):
     World size = ``pipeline_parallel_size`` x ``data_parallel_size``.
 
     Args:
-        schedule: a registered name, a schedule object, or the path of a CSV file.
+        schedule: a registered name, a schedule object, the path of a CSV file, or ``"auto"``: the fastest one with a
+            flush, as far as the stored profile or the layers' parameters tell.
         micro_batches: how many a batch is cut into; ``"auto"``: up to four per rank, at least one sample each.
         pipeline_parallel_size: ranks in one pipeline; ``"auto"``: all processes that there are.
         data_parallel_size: pipelines side by side, each with batches of its own; ``"auto"``: 1.
@@ -135,7 +139,7 @@ class PipeStrategy(ModuleStrategy):
         precision_plugin: Precision | None = None,
     ) -> None:
         super().__init__(
-            schedules.get(schedule),
+            schedules.get("1f1b" if schedule == AUTO else schedule),
             (pipeline_parallel_size, data_parallel_size, stages),
             process_group_backend,
             timeout,
@@ -150,6 +154,12 @@ class PipeStrategy(ModuleStrategy):
         )
         if not reproducible_rng:
             raise ConfigurationError("reproducible_rng=False is not supported.", hint="Leave it out: it costs nothing.")
+        self._auto = schedule == AUTO
+        self._choice: ScheduleChoice | None = None
+        if self._auto and stages != "auto":
+            raise ConfigurationError(
+                f'schedule="auto" chooses the stages as well, got stages={stages}.', hint="Leave out one of the two."
+            )
         if isinstance(micro_batches, int):
             self.family = self.family.for_batches_of(micro_batches)
         self._division = StageDivision(layers, balance, self.family, recompute, deferred_batch_norm, micro_batches)
@@ -163,13 +173,35 @@ class PipeStrategy(ModuleStrategy):
 
     @override
     def setup_environment(self) -> None:
+        if self._auto and self._choice is None:
+            self._choose()
         super().setup_environment()
+        if self._choice is not None:
+            same_everywhere(self._choice, self.connected.broadcast(self._choice.family.label, 0))
         module = self._module()
         fitting = module.trainer.state.fn == TrainerFn.FITTING
         check_module(module, module.trainer, fitting=fitting, ranks=self.pipeline_parallel_size)
         self._changed.enter_context(configured_without_memory(module, self._divide_built))
         # callbacks that copy the module in their `setup` must find it divided
         self._divide(later=is_overridden("setup", module) or is_overridden("configure_model", module))
+
+    def _choose(self) -> None:
+        """Choose the schedule, or keep that of the checkpoint from which the run resumes."""
+        found = kept(getattr(self._launcher, "checkpoint", None))
+        if found is None:
+            micro_batches = self._splitting.micro_batches
+            ranks = self.layout.pipeline_parallel_size
+            found = choose(self._module(), self._division.layers, ranks, micro_batches, self.root_device)
+        self._choice, self.family, self._layout = found, found.family, None
+        self._division = replace(self._division, family=self.family)
+
+    @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
+    ) -> None:
+        if self._choice is not None:
+            checkpoint[KEY] = self._choice.stored()
+        super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def _divide_built(self) -> None:
         if self.run is None:
@@ -204,6 +236,8 @@ class PipeStrategy(ModuleStrategy):
         if self.data_parallel_size == 1:  # values are those of the whole batch on all ranks already
             self._changed.enter_context(unheard(".*sync_dist=True.* when logging on epoch level.*"))
         sharded = ShardedOptimizers(pipeline, self.precision_plugin) if self._shard_optimizer else None
+        if self._choice is not None:
+            notes = (*notes, f"schedule chosen: {self._choice.reason}")
         report = Report(module, pipeline, self.layout, notes, costs)
         self.run = PipelineRun(
             module, pipeline, world, self.precision_plugin, self._splitting, report, store, sharded, self._seed
