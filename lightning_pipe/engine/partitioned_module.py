@@ -90,6 +90,11 @@ class PartitionedModule:
         return self.transport.rank in self.loss_ranks
 
     @property
+    def linear(self) -> bool:
+        """Whether every rank holds one stage of one pipe: batches then pass each rank once, in one direction."""
+        return len(self.placement) == len(set(self.placement.values())) == self.transport.topology.ranks
+
+    @property
     def loss_process(self) -> int:
         """The process that speaks for this replica: the rank with the last stage of pipe 0."""
         return self.transport.topology.process(self.transport.replica, self.loss_ranks[0])

@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import lightning.pytorch as pl
+import torch
 from torch import nn
 
 from lightning_pipe.config import BatchEquation, RunLayout
 from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.partition import places_by_stage
 from lightning_pipe.planning.make import predicted_bubble, stage_plans
-from lightning_pipe.planning.render import Plan, closing_line, plan_text
+from lightning_pipe.planning.render import Plan, closing_line, memory_line, plan_text
 from lightning_pipe.trainer.data.micro_batches import MicroBatches
+
+
+def peak_memory() -> tuple[int, int]:
+    """The most bytes that this process has had in host memory, and on its device."""
+    device = torch.cuda.max_memory_allocated() if torch.cuda.is_available() and torch.cuda.is_initialized() else 0
+    try:
+        status = Path("/proc/self/status").read_text()
+        host = next(int(line.split()[1]) << 10 for line in status.splitlines() if line.startswith("VmHWM"))
+    except (OSError, StopIteration):  # no Linux
+        host = 0
+    return host, device
 
 
 def plan_of(
@@ -91,6 +104,7 @@ class Report:
         mine = (self.pipeline.busy, self.pipeline.elapsed)
         times = transport.all_gather_object(mine, self.pipeline.pipeline_members)
         elapsed = max(elapsed for _, elapsed in times)
+        peaks = transport.all_gather_object(peak_memory(), tuple(range(transport.topology.world_size)))
         if not self._batches or not elapsed:
             return
         # a GPU computes when the host has long gone on: the host's clock shows no bubble
@@ -101,3 +115,4 @@ class Report:
         if self.module.trainer.is_global_zero:
             # not by the progress bar, which is closed by now and drops what it is given
             print(closing_line(self._batches, elapsed, samples, self._bubble, measured))
+            print(memory_line(peaks))

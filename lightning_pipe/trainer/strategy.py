@@ -73,8 +73,7 @@ class PipeStrategy(ModuleStrategy):
         balance: ``"parameters"``; ``"time"`` or ``"memory"`` as measured in the first batch of an earlier run of the
             same module (the first run is balanced by parameters); a list such as ``[2, 3, 2]`` (layers per stage), or a
             function of a layer: its cost.
-        recompute: whether stages keep only their input and compute the rest again before their backward pass:
-            ``"never"``, ``"always"``, or ``"except_last"`` micro-batch.
+        recompute: which micro-batches stages compute again from their input: ``"never"``, ``"always"``, ``"except_last"``.
         deferred_batch_norm: let batch norm keep the statistics of whole batches rather than of micro-batches.
         reproducible_rng: random numbers depend on seed, step, micro-batch and layer only. ``True`` is the only choice.
         loss_weight: what the loss of a micro-batch counts in the batch's mean, as a function of it; ``"sum"``: losses
@@ -86,6 +85,7 @@ class PipeStrategy(ModuleStrategy):
         save_distributed_checkpoint: ``False``: one ordinary Lightning ``.ckpt``; ``True``: a folder, by all ranks.
         gather_limit: the largest module, in bytes, that every rank gets whole after a run; larger ones stay divided
             until ``trainer.strategy.whole_module()``.
+        stream_evaluation: let batches of validation, test and prediction follow each other through the stages.
         process_group_backend: of torch.distributed; ``None``: NCCL on GPUs, Gloo on CPUs.
         timeout: the longest that one process waits for another.
         accelerator: set by the Trainer, as are the arguments after it.
@@ -123,6 +123,7 @@ class PipeStrategy(ModuleStrategy):
         shard_optimizer: bool = False,
         save_distributed_checkpoint: bool = False,
         gather_limit: int = GATHER_LIMIT,
+        stream_evaluation: bool = True,
         process_group_backend: str | None = None,
         timeout: timedelta = DEFAULT_TIMEOUT,
         *,
@@ -151,7 +152,7 @@ class PipeStrategy(ModuleStrategy):
         if isinstance(micro_batches, int):
             self.family = self.family.for_batches_of(micro_batches)
         self._division = StageDivision(layers, balance, self.family, recompute, deferred_batch_norm, micro_batches)
-        self._splitting = BatchSplitting(micro_batches, split_batch, loss_weight)
+        self._splitting = BatchSplitting(micro_batches, split_batch, loss_weight, stream_evaluation)
         self._names: list[str] = []
 
     def __repr__(self) -> str:
@@ -287,15 +288,15 @@ class PipeStrategy(ModuleStrategy):
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self.divided.evaluate("validation_step", args, self.precision_plugin.val_step_context)
+        return self.divided.evaluate("validation_step", args)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self.divided.evaluate("test_step", args, self.precision_plugin.test_step_context)
+        return self.divided.evaluate("test_step", args)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self.divided.evaluate("predict_step", args, self.precision_plugin.predict_step_context)
+        return self.divided.evaluate("predict_step", args)
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
