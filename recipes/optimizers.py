@@ -11,6 +11,23 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 
+def sgd(
+    parameters: Iterable[Any], lr: float, momentum: float, nesterov: bool, weight_decay: float, betas: Any, eps: Any
+) -> torch.optim.SGD:
+    """SGD in the place of the optimizer that an experiment chooses.
+
+    Args:
+        parameters: to be trained, or groups of them.
+        lr: learning rate.
+        momentum: 0 keeps no state at all.
+        nesterov: whether the momentum is Nesterov's; there is none without momentum.
+        weight_decay: of groups that say nothing else.
+        betas: of AdamW, which the experiment may have set. SGD has none.
+        eps: the same.
+    """
+    return torch.optim.SGD(parameters, lr, momentum, nesterov=nesterov and momentum > 0, weight_decay=weight_decay)
+
+
 class RMSPropTF(Optimizer):
     """RMSProp with epsilon under the root, squares that start at one, and a momentum that contains the learning rate.
 

@@ -211,13 +211,16 @@ class AdamW:
 
 @dataclass
 class SGD:
-    """Arguments of `torch.optim.SGD`."""
+    """Arguments of `recipes.optimizers.sgd`, which documents them."""
 
-    _target_: str = "torch.optim.SGD"
+    _target_: str = "recipes.optimizers.sgd"
     _partial_: bool = True
     lr: float = MISSING
     momentum: float = 0.9
     nesterov: bool = True
+    weight_decay: float = 0.0
+    betas: Any = None
+    eps: Any = None
 
 
 @dataclass
