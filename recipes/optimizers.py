@@ -12,12 +12,18 @@ from typing_extensions import override
 
 
 def sgd(
-    parameters: Iterable[Any], lr: float, momentum: float, nesterov: bool, weight_decay: float, betas: Any, eps: Any
+    params: Iterable[Any],
+    lr: float,
+    momentum: float = 0.9,
+    nesterov: bool = True,
+    weight_decay: float = 0.0,
+    betas: Any = None,
+    eps: Any = None,
 ) -> torch.optim.SGD:
     """SGD in the place of the optimizer that an experiment chooses.
 
     Args:
-        parameters: to be trained, or groups of them.
+        params: parameters or groups of them.
         lr: learning rate.
         momentum: 0 keeps no state at all.
         nesterov: whether the momentum is Nesterov's; there is none without momentum.
@@ -25,7 +31,7 @@ def sgd(
         betas: of AdamW, which the experiment may have set. SGD has none.
         eps: the same.
     """
-    return torch.optim.SGD(parameters, lr, momentum, nesterov=nesterov and momentum > 0, weight_decay=weight_decay)
+    return torch.optim.SGD(params, lr, momentum, nesterov=nesterov and momentum > 0, weight_decay=weight_decay)
 
 
 class RMSPropTF(Optimizer):
