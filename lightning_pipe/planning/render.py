@@ -12,6 +12,7 @@ from rich.text import Text
 
 from lightning_pipe.config import BatchEquation, RunLayout
 from lightning_pipe.planning.bubble import IdleShares
+from lightning_pipe.planning.memory import ProcessMemory, memory_facts
 from lightning_pipe.text import amount, memory, several
 
 _WORTH_A_WORD = 0.01
@@ -53,6 +54,7 @@ class Plan:
         ties: names of parameters held on several stages, with those stages.
         carried: what crosses the cuts besides one activation each, in words; known after the first batch.
         notes: further lines.
+        memory: what each process will need, in the order of their numbers.
     """
 
     model: str
@@ -64,6 +66,7 @@ class Plan:
     ties: tuple[tuple[str, tuple[int, ...]], ...] = ()
     carried: tuple[str, ...] = ()
     notes: tuple[str, ...] = field(default=())
+    memory: tuple[ProcessMemory, ...] = ()
 
     def __str__(self) -> str:
         return plan_text(self)
@@ -213,6 +216,7 @@ def _facts(plan: Plan) -> list[tuple[str, str]]:
     facts += [("Tied", f"{name} on stages {numbers(stages)}") for name, stages in plan.ties[:8]]
     if len(plan.ties) > 8:
         facts.append(("", f"and {len(plan.ties) - 8} more parameters on several stages"))
+    facts += memory_facts(plan.memory)
     facts += [("Carried", line) for line in plan.carried]
     facts += [("Note", line) for line in plan.notes]
     return facts

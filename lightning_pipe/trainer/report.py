@@ -14,6 +14,7 @@ from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.partition import places_by_stage
 from lightning_pipe.planning.bubble import IdleShares, Spent, idle_shares, measured_costs
 from lightning_pipe.planning.make import predicted_bubble, stage_plans
+from lightning_pipe.planning.memory import process_memories
 from lightning_pipe.planning.render import Plan, closing_line, memory_line, plan_text
 from lightning_pipe.simulate import Costs
 from lightning_pipe.trainer.data.micro_batches import MicroBatches
@@ -37,6 +38,7 @@ def plan_of(
     batch: BatchEquation | None = None,
     notes: tuple[str, ...] = (),
     costs: Costs | None = None,
+    built: int = 0,
 ) -> Plan:
     """The plan of a divided module.
 
@@ -50,6 +52,7 @@ def plan_of(
         batch: the first batch.
         notes: further lines.
         costs: of the stages, if they have been measured.
+        built: bytes that every process has built whole.
     """
     places = places_by_stage(module, pipeline.layers, pipeline.balance)
     named = [tuple(pipeline.names[number] for number in pipeline.stage_layers[stage]) for stage in range(len(places))]
@@ -63,7 +66,9 @@ def plan_of(
         stream = None if pipeline.asynchronous is None else pipeline.asynchronous.stream
         bubble = predicted_bubble(pipeline.schedule, batch.micro_batches, stream, costs)
     stages = stage_plans(named, places, pipeline.placement, pipeline.transport.topology)
-    return Plan(type(module).__name__, stages, layout, label, batch, bubble, ties, notes=notes)
+    device, topology = pipeline.transport.device, pipeline.transport.topology
+    memory = process_memories(places, pipeline.placement, topology, built=built, on_device=device.type != "cpu")
+    return Plan(type(module).__name__, stages, layout, label, batch, bubble, ties, notes=notes, memory=memory)
 
 
 @dataclass
@@ -76,6 +81,7 @@ class Report:
         layout: sizes of pipelines and replicas.
         notes: further lines of the plan.
         costs: of the stages, if they have been measured.
+        built: bytes that every process has built whole.
     """
 
     module: pl.LightningModule
@@ -83,6 +89,7 @@ class Report:
     layout: RunLayout
     notes: tuple[str, ...] = ()
     costs: Costs | None = None
+    built: int = 0
     _bubble: float | None = None
     _announced: bool = False
     _batches: int = 0
@@ -97,7 +104,7 @@ class Report:
             equation = BatchEquation(
                 sum(micro_batches.sizes), len(micro_batches.parts), self.layout.data_parallel_size, accumulation
             )
-            plan = plan_of(self.module, self.pipeline, self.layout, equation, self.notes, self.costs)
+            plan = plan_of(self.module, self.pipeline, self.layout, equation, self.notes, self.costs, self.built)
             self._bubble, self._micro_batches = plan.bubble, equation.micro_batches
             self.module.print(plan_text(plan))
             return
@@ -125,6 +132,7 @@ class Report:
         if self.module.trainer.is_global_zero:
             # not by the progress bar, which is closed by now and drops what it is given
             print(closing_line(self._batches, elapsed, samples, self._bubble, measured, idle))
+            print(memory_line(peaks))
 
     def _idle(self, spent: list[Spent], measured: float, host: float) -> IdleShares | None:
         """Where the idle time went; unknown without a flush, whose batches overlap."""
@@ -133,4 +141,3 @@ class Report:
         schedule = self.pipeline.schedule(self._micro_batches)
         costs = measured_costs(spent, schedule.stages)
         return None if costs is None else idle_shares(schedule, costs, measured, host)
-            print(memory_line(peaks))
