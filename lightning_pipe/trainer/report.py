@@ -22,7 +22,7 @@ from lightning_pipe.trainer.data.micro_batches import MicroBatches
 
 def peak_memory() -> tuple[int, int]:
     """The most bytes that this process has had in host memory, and on its device."""
-    device = torch.cuda.max_memory_allocated() if torch.cuda.is_available() and torch.cuda.is_initialized() else 0
+    device = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
     try:
         status = Path("/proc/self/status").read_text()
         host = next(int(line.split()[1]) << 10 for line in status.splitlines() if line.startswith("VmHWM"))
