@@ -228,7 +228,8 @@ class PipeStrategy(ModuleStrategy):
         world = self.connected
         of_costs = conditions(self.root_device, str(self.precision_plugin.precision))
         before = going_on(module, layers, world.transport, self.layout.stages) if before is None else before
-        pipeline, notes, store, costs = self._division.divide(module, layers, self.layout, world, of_costs, before)
+        division = self._division.divide(module, layers, self.layout, world, of_costs, before)
+        pipeline, notes, store, costs, built = division
         forget(module)
         export.install(module, pipeline, self.come)
         # loading a whole state into a divided module passes by the layers of other ranks
@@ -238,7 +239,7 @@ class PipeStrategy(ModuleStrategy):
         sharded = ShardedOptimizers(pipeline, self.precision_plugin) if self._shard_optimizer else None
         if self._choice is not None:
             notes = (*notes, f"schedule chosen: {self._choice.reason}")
-        report = Report(module, pipeline, self.layout, notes, costs)
+        report = Report(module, pipeline, self.layout, notes, costs, built)
         self.run = PipelineRun(
             module, pipeline, world, self.precision_plugin, self._splitting, report, store, sharded, self._seed
         )
