@@ -48,8 +48,8 @@ class Evaluations:
             changed.callback(self._close)
             for loop, name in loops.items() if self._may_stream else ():
                 begin = partial(self._begin, loop.on_run_start, loop, name)
-                changed.enter_context(replaced(loop, "on_run_start", begin))
-                changed.enter_context(replaced(loop, "on_run_end", partial(self._end, loop.on_run_end)))
+                changed.enter_context(replaced(loop, "on_run_start", begin, gated=False))
+                changed.enter_context(replaced(loop, "on_run_end", partial(self._end, loop.on_run_end), gated=False))
             yield
 
     def step(self, name: str, args: Sequence[Any]) -> Any:

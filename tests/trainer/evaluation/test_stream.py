@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import traceback
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning as L
 import pytest
@@ -70,6 +71,28 @@ class Evaluated(L.LightningModule):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.5)
+
+
+class Kept:
+    """Something that a step returns, of which the process knows whether anybody keeps it."""
+
+    alive: ClassVar[weakref.WeakSet[Any]] = weakref.WeakSet()
+
+    def __init__(self) -> None:
+        Kept.alive.add(self)
+
+
+class Large(Evaluated):
+    """Returns what must not stay in memory."""
+
+    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        self.model(self.embed(batch[0]))
+        most.append(len(Kept.alive))
+        return {"class": batch[1], "kept": Kept()}
+
+
+most: list[int] = []
+"""The number of outputs in memory at each step that came to its end."""
 
 
 class Counts(Evaluated):
@@ -338,7 +361,10 @@ def all_cases(process: int, devices: int | None, names: list[str], **options: An
             [{name: torch.as_tensor(value).tolist() for name, value in batch.items()} for batch in of_loader]
             for of_loader in predictions
         ]
-        found["written"] = writer.batches
+        found["written"] = list(writer.batches)
+        most.clear()
+        trainer.predict(Large().double(), [data, loader(rows=9)], return_predictions=False)
+        found["most"] = max(most, default=0)
         found["predicted_ahead"] = max(ahead, default=0)
     return found
 
@@ -360,6 +386,7 @@ def assert_same(found: dict[str, Any], plain: dict[str, Any], *, first: bool, na
         assert found["test"][0] == pytest.approx(plain["test"][0], rel=1e-9)
         assert found["predictions"] == plain["predictions"]
         assert found["written"] == plain["written"]
+        assert found["most"] <= 1  # that of the step before
 
 
 def run(ranks: int, names: list[str]) -> list[dict[str, Any]]:
