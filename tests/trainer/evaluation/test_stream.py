@@ -121,6 +121,14 @@ class Calibrates(Evaluated):
         return loss
 
 
+class Looks(Evaluated):
+    """Scales a batch by what the batch before it has logged."""
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
+        scale = float(self.trainer.callback_metrics.get("loss_step", 1.0))
+        return super().validation_step((batch[0] * scale, batch[1]), batch_idx)
+
+
 class Late(Evaluated):
     """Changes only late what it reads in all batches."""
 
@@ -262,6 +270,7 @@ CASES: dict[str, tuple[Callable[[], Evaluated], Callable[[], Any], dict[str, Any
     "calibrated": (Calibrates, loader, {}),
     "hooked": (Hooked, loader, {}),
     "moved": (Moved, loader, {}),
+    "looks": (Looks, loader, {}),
     "watched": (Watched, lambda: [loader(), loader(rows=9)], {}),
     "off": (Evaluated, loader, {}),
 }
@@ -414,10 +423,11 @@ REASONS = {
     "counted": "reads `self.seen`",
     "calibrated": "reads `self.center`",
     "hooked": "Hooked.on_validation_batch_end is called between two batches",
+    "looks": "reads `self.trainer.callback_metrics`",
     "moved": "Moved.on_after_batch_transfer is called between two batches",
     "watched": "the metric 'model.0.rows' is part of a module",
 }
-OFTEN = ["plain", "kept", "two_loaders", "counted", "hooked"]
+OFTEN = ["plain", "kept", "looks", "counted", "hooked"]
 
 
 def test_two_ranks_equal_one_device() -> None:
