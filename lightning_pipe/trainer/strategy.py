@@ -91,6 +91,7 @@ class PipeStrategy(ModuleStrategy):
         gather_limit: the largest module, in bytes, that every rank gets whole after a run; larger ones stay divided
             until ``trainer.strategy.whole_module()``.
         stream_evaluation: let batches of validation, test and prediction follow each other through the stages.
+        evaluation_micro_batches: how many micro-batches a batch of an evaluation is cut into; 1 leaves batches whole.
         process_group_backend: of torch.distributed; ``None``: NCCL on GPUs, Gloo on CPUs.
         timeout: the longest that one process waits for another.
         accelerator: set by the Trainer, as are the arguments after it.
@@ -129,6 +130,7 @@ class PipeStrategy(ModuleStrategy):
         save_distributed_checkpoint: bool = False,
         gather_limit: int = GATHER_LIMIT,
         stream_evaluation: bool = True,
+        evaluation_micro_batches: int = 1,
         process_group_backend: str | None = None,
         timeout: timedelta = DEFAULT_TIMEOUT,
         *,
@@ -163,7 +165,9 @@ class PipeStrategy(ModuleStrategy):
         if isinstance(micro_batches, int):
             self.family = self.family.for_batches_of(micro_batches)
         self._division = StageDivision(layers, balance, self.family, recompute, deferred_batch_norm, micro_batches)
-        self._splitting = BatchSplitting(micro_batches, split_batch, loss_weight, stream_evaluation)
+        self._splitting = BatchSplitting(
+            micro_batches, split_batch, loss_weight, stream_evaluation, evaluation_micro_batches
+        )
         self._names: list[str] = []
 
     def __repr__(self) -> str:
