@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--schedule", default="1f1b", metavar="NAME", help="schedule (default: %(default)s)")
     pair("--option", help="an option of the schedule, such as virtual_stages=3")
     add("--layers", action="append", metavar="NAME", help="dotted name of the layer sequence, or several")
-    add("--balance", type=_balance, default="parameters", metavar="N,N,…", help="layers of each stage")
+    add("--balance", type=_balance, default="parameters", metavar="N,N,…", help="layers of each stage, or flops")
     _add_search(parser)
 
 
@@ -95,7 +95,7 @@ def option(text: str) -> tuple[str, Any]:
 
 
 def _balance(text: str) -> list[int] | str:
-    if text == "parameters":
+    if text in ("parameters", "flops"):
         return text
     try:
         return [int(part) for part in text.split(",")]

@@ -83,6 +83,7 @@ def plan(
     named = [tuple(next(names) for _ in range(count)) for count in counts]
     held = places_by_stage(module, found, counts)
     total = sum(parameter.numel() for parameter in module.parameters())
+    by = (f"balanced by {balance}",) if isinstance(balance, str) and balance != "parameters" else ()
     return Plan(
         type(module).__name__,
         stage_plans(named, held, order.placement, topology, BYTES_PER_NUMBER),
@@ -90,7 +91,7 @@ def plan(
         family.label,
         BatchEquation(batch, number, 1, accumulation),
         bubble,
-        notes=(f"{total:,} parameters; memory is that of weights, gradients and two optimizer moments in 32 bits",),
+        notes=(f"{total:,} parameters; memory is that of weights, gradients and two optimizer moments in 32 bits", *by),
     )
 
 
