@@ -165,7 +165,9 @@ class Pipeline(PartitionedModule):
             self.reduce_gradients()
         self._commit_statistics(deferred_norms(self.module))
         self._buffer_sync.equalise()
-        if not first:  # the first batch also agrees on what travels and who holds what
+        if first:
+            self.executor.restart_clocks()
+        else:  # the first batch also agrees on what travels and who holds what
             self.elapsed += time.perf_counter() - start
             self.busy += self.executor.busy - busy
         return results

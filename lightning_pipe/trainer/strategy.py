@@ -29,6 +29,7 @@ from lightning_pipe.partition import Balance
 from lightning_pipe.patches import unheard
 from lightning_pipe.schedules import Family, Schedule
 from lightning_pipe.schedules.passes.recompute import Mode as Recompute
+from lightning_pipe.trainer import export
 from lightning_pipe.trainer.at_rest import GATHER_LIMIT, check_may_gather, forget, going_on
 from lightning_pipe.trainer.checks import (
     SEVERAL_OPTIMIZERS,
@@ -73,7 +74,8 @@ class PipeStrategy(ModuleStrategy):
             measured in the first batch of an earlier run of the same module (the first run is balanced by flops where
             there is an example, else by parameters); a list such as ``[2, 3, 2]`` (layers per stage), or a
             function of a layer: its cost.
-        recompute: which micro-batches stages compute again from their input: ``"never"``, ``"always"``, ``"except_last"``.
+        recompute: whether stages keep only their input and compute the rest again before their backward pass:
+            ``"never"``, ``"always"``, or ``"except_last"`` micro-batch.
         deferred_batch_norm: let batch norm keep the statistics of whole batches rather than of micro-batches.
         reproducible_rng: random numbers depend on seed, step, micro-batch and layer only. ``True`` is the only choice.
         loss_weight: what the loss of a micro-batch counts in the batch's mean, as a function of it; ``"sum"``: losses
@@ -195,14 +197,15 @@ class PipeStrategy(ModuleStrategy):
         world = self.connected
         of_costs = conditions(self.root_device, str(self.precision_plugin.precision))
         before = going_on(module, layers, world.transport, self.layout.stages) if before is None else before
-        pipeline, notes, store = self._division.divide(module, layers, self.layout, world, of_costs, before)
+        pipeline, notes, store, costs = self._division.divide(module, layers, self.layout, world, of_costs, before)
         forget(module)
+        export.install(module, pipeline, self.come)
         # loading a whole state into a divided module passes by the layers of other ranks
         self._changed.enter_context(unheard(".*copying from a non-meta parameter in the checkpoint to a meta.*"))
         if self.data_parallel_size == 1:  # values are those of the whole batch on all ranks already
             self._changed.enter_context(unheard(".*sync_dist=True.* when logging on epoch level.*"))
         sharded = ShardedOptimizers(pipeline, self.precision_plugin) if self._shard_optimizer else None
-        report = Report(module, pipeline, self.layout, notes)
+        report = Report(module, pipeline, self.layout, notes, costs)
         self.run = PipelineRun(
             module, pipeline, world, self.precision_plugin, self._splitting, report, store, sharded, self._seed
         )
@@ -317,9 +320,10 @@ class PipeStrategy(ModuleStrategy):
         **kwargs: Any,
     ) -> Any:
         plain, streaming = super().optimizer_step, self.divided.streaming
-        if streaming is None:
-            return plain(optimizer, closure, model, **kwargs)
-        return streaming.optimizer_step(optimizer, closure, lambda own: plain(optimizer, own, model, **kwargs))
+        with self.divided.gradients.explained(optimizer):
+            if streaming is None:
+                return plain(optimizer, closure, model, **kwargs)
+            return streaming.optimizer_step(optimizer, closure, lambda own: plain(optimizer, own, model, **kwargs))
 
     @override
     @contextmanager

@@ -9,7 +9,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-from lightning_pipe.engine.first_batch.loss_check import is_alone
+from lightning_pipe.engine.first_batch.trial_runs import is_alone
 from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.errors import CutError
 from lightning_pipe.intercept.recompute import is_recomputing
@@ -65,7 +65,9 @@ class UserStep:
         self.module, self.pipeline, self.metrics = module, pipeline, metrics
         self.log = Log(module, metrics.names)
         self.numbers = NumberRules()
-        self.checks = LossChecks(pipeline.transport.device, self.numbers, weighted=callable(loss_weight))
+        self.checks = LossChecks(
+            pipeline.transport.device, self.numbers, weighted=callable(loss_weight), replica=pipeline.transport.replica
+        )
         self.attributes = AttributeSync(module, pipeline)
         self.late_values = LateValues(self.attributes.tracked, pipeline)
         self.summed = loss_weight == "sum"
@@ -142,7 +144,7 @@ class UserStep:
 
         Args:
             report: this rank's; ``None`` on a rank without the last stage.
-            broadcast: sends objects within the pipeline; by default all ranks wait for each other.
+            broadcast: sends objects within the pipeline; by default the others wait for those that report.
             send_outputs: whether ranks without the last stage get what the step returned.
         """
         reports = self._reports.share(report, broadcast, send_outputs=send_outputs)
@@ -219,7 +221,7 @@ class StepOfBatch:
         Args:
             outputs: what the pipeline returned on this rank.
             before: the attributes before the batch, from `UserStep.running`.
-            broadcast: sends objects within the pipeline; by default all ranks wait for each other.
+            broadcast: sends objects within the pipeline; by default the others wait for those that report.
             send_outputs: whether ranks without the last stage get what the step returned.
 
         Returns:

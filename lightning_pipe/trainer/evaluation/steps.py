@@ -68,7 +68,7 @@ class EvaluationSteps:
 
         Args:
             run: what `run` returned.
-            broadcast: sends objects within the pipeline; by default all ranks wait for each other.
+            broadcast: sends objects within the pipeline; by default the others wait for those that report.
             send_outputs: whether ranks without the last stage get what the step returned.
         """
         return run.step.share(run.outputs, run.before, broadcast, send_outputs=send_outputs).get(0)
