@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     pair("--option", help="an option of the schedule, such as virtual_stages=3")
     add("--accelerator", choices=("cpu", "gpu"), default="gpu", help="where it will run (default: %(default)s)")
     add("--layers", action="append", metavar="NAME", help="dotted name of the layer sequence, or several")
-    add("--balance", type=_balance, default="parameters", metavar="N,N,…", help="layers of each stage")
+    add("--balance", type=_balance, default="parameters", metavar="N,N,…", help="layers of each stage, or flops")
     _add_search(parser)
 
 
@@ -100,7 +100,7 @@ def option(text: str) -> tuple[str, Any]:
 
 
 def _balance(text: str) -> list[int] | str:
-    if text == "parameters":
+    if text in ("parameters", "flops"):
         return text
     try:
         return [int(part) for part in text.split(",")]

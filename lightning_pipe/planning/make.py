@@ -107,6 +107,7 @@ def plan(
     named = [tuple(next(names) for _ in range(count)) for count in counts]
     held = places_by_stage(module, found, counts)
     total = sum(parameter.numel() for parameter in module.parameters())
+    by = (f"balanced by {balance}",) if isinstance(balance, str) and balance != "parameters" else ()
     plans = stage_plans(named, held, order.placement, topology, BYTES_PER_NUMBER)
     if memory is not None:
         plans = with_activations(plans, order, memory)
@@ -117,7 +118,7 @@ def plan(
         family.label,
         BatchEquation(batch, number, 1, accumulation),
         bubble,
-        notes=(f"{total:,} parameters; memory is {known}", *rank_sums(plans, topology)),
+        notes=(f"{total:,} parameters; memory is {known}", *by, *rank_sums(plans, topology)),
         memory=process_memories(
             held, order.placement, topology, number_bytes=BYTES_PER_NUMBER, on_device=accelerator == "gpu"
         ),

@@ -15,7 +15,17 @@ from lightning_pipe.config import Auto, RunLayout
 from lightning_pipe.construction import is_deferred
 from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.errors import ConfigurationError
-from lightning_pipe.partition import Balance, Layers, ProfileStore, divide, find_layers, imbalance, layer_costs
+from lightning_pipe.partition import (
+    Balance,
+    Layers,
+    ProfileStore,
+    divide,
+    find_layers,
+    has_example,
+    imbalance,
+    layer_costs,
+    layer_flops,
+)
 from lightning_pipe.schedules import Family
 from lightning_pipe.schedules.passes.recompute import Mode as Recompute
 from lightning_pipe.simulate import Costs, simulate
@@ -25,7 +35,7 @@ from lightning_pipe.trainer.world import World
 
 LARGE = 2**30
 """Parameters of so many bytes are worth a word on where they are built."""
-_NOT_MEASURED = "the layers have not been measured yet: the next run has the measurements"
+_NOT_MEASURED = "the layers have not been measured yet: this run is balanced by {}, the next run has the measurements"
 
 
 class Division(NamedTuple):
@@ -136,13 +146,13 @@ class StageDivision:
             found = (store.load(), store.signatures) if world.transport.process == 0 else (None, [])
             profile, store.signatures = world.broadcast(found, 0)
             if profile is None:
-                balance = "parameters"
+                balance = _without_measurements(module, layers)
         options: dict[str, Any] = {"recompute": self.recompute != "never"}
         if balance == "memory":
             options["in_flight"] = self._in_flight(layout)
         counts = divide(module, layers, stages, balance, profile, **options)
         costs = layer_costs(module, layers, stages, balance, profile, **options)
-        notes = [_NOT_MEASURED] if store is not None and profile is None else []
+        notes = [_NOT_MEASURED.format(balance)] if store is not None and profile is None else []
         if costs is not None:
             by = balance if isinstance(balance, str) else "the given costs"
             notes.append(f"balanced by {by}: the largest stage costs {imbalance(costs, counts):.2f} x the mean")
@@ -160,6 +170,17 @@ class StageDivision:
             schedule = self.family.build(ranks, number, stages=stages)
         peak = max(simulate(schedule).peak_activations)
         return max(1, math.ceil(peak * ranks / stages)) if schedule.synchronous else stages
+
+
+def _without_measurements(module: nn.Module, layers: Layers) -> Balance:
+    """The next best to balance by: operations where they can be counted, else parameters."""
+    if not has_example(module):
+        return "parameters"
+    try:
+        layer_flops(module, layers)
+    except ConfigurationError:  # an example that the model itself takes, and not without values
+        return "parameters"
+    return "flops"
 
 
 def how_built(size: int, ranks: int) -> tuple[str, ...]:

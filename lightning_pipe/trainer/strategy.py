@@ -74,8 +74,9 @@ class PipeStrategy(ModuleStrategy):
         data_parallel_size: pipelines side by side, each with batches of its own; ``"auto"``: 1.
         stages: number of stages; ``"auto"``: ranks x the schedule's stages per rank.
         layers: where the layers are: a dotted path or several in order, with wildcards; ``None`` finds the sequence.
-        balance: ``"parameters"``; ``"time"`` or ``"memory"`` as measured in the first batch of an earlier run of the
-            same module (the first run is balanced by parameters); a list such as ``[2, 3, 2]`` (layers per stage), or a
+        balance: ``"parameters"``; ``"flops"`` as counted on ``example_input_array``; ``"time"`` or ``"memory"`` as
+            measured in the first batch of an earlier run of the same module (the first run is balanced by flops where
+            there is an example, else by parameters); a list such as ``[2, 3, 2]`` (layers per stage), or a
             function of a layer: its cost.
         recompute: whether stages keep only their input and compute the rest again before their backward pass:
             ``"never"``, ``"always"``, or ``"except_last"`` micro-batch.
