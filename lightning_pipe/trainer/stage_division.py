@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import torch
+from torch import nn
 
 from lightning_pipe.config import Auto, RunLayout
 from lightning_pipe.construction import is_deferred
