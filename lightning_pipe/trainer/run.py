@@ -53,7 +53,7 @@ from lightning_pipe.partition import ProfileStore
 from lightning_pipe.patches import replaced
 from lightning_pipe.trainer.asynchronous.streaming import Streaming
 from lightning_pipe.trainer.batch_ends import BatchEnds
-from lightning_pipe.trainer.checks import steps_for_every_batch
+from lightning_pipe.trainer.checks import check_outside_step, steps_for_every_batch
 from lightning_pipe.trainer.data.batch_splitter import BatchSplitter, BatchSplitting, naming_suspects
 from lightning_pipe.trainer.data.loaders import Loaders
 from lightning_pipe.trainer.data.training_output import TrainingOutput
@@ -158,6 +158,7 @@ class PipelineRun:
         if fitting and self._world.layout.world_size > 1:
             ends = BatchEnds(self._world, self.pipeline, trainer) if self.streaming is None else None
             self._changed.enter_context(stopping_together(trainer, self._world, ends))
+        if self._world.layout.world_size > 1:
             self._meet_before_dumps(trainer)
 
     def _meet_before_dumps(self, trainer: Any) -> None:
@@ -166,6 +167,8 @@ class PipelineRun:
         dump = connector.dump_checkpoint
 
         def met(*arguments: Any) -> Any:
+            # within a step, the interception would take the state's tensors for the step's own
+            check_outside_step(self._world, "trainer.save_checkpoint()")
             trainer.strategy.meet("trainer.save_checkpoint()")
             return dump(*arguments)
 
