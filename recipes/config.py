@@ -104,8 +104,10 @@ def _known(path: str, node: DictConfig) -> Iterable[str] | None:
 
 def _check_duration(path: str, node: DictConfig) -> None:
     """Refuses two units: what is given comes beside the default's seconds, and the sum is hardly meant."""
+    if "_target_" not in node or node["_target_"] != "datetime.timedelta":
+        return
     units = [f"{unit!s}={value}" for unit, value in node.items() if value and not str(unit).startswith("_")]
-    if len(units) > 1 and "_target_" in node and node["_target_"] == "datetime.timedelta":
+    if len(units) > 1:
         place = path.rstrip(".")
         raise RecipeError(f"{place} would be the sum of {' and '.join(units)}.", hint=f"Set {place}.seconds alone.")
 
