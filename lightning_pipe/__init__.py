@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from lightning_pipe.construction import deferred_init
     from lightning_pipe.intercept.recompute import is_recomputing
     from lightning_pipe.parameters.deferred_batchnorm import DeferredBatchNorm
+    from lightning_pipe.parameters.loading import load_weights
     from lightning_pipe.planning.make import plan
     from lightning_pipe.simulate import Costs
     from lightning_pipe.trainer.strategy import PipeStrategy
@@ -28,6 +29,7 @@ __all__ = [
     "__version__",
     "deferred_init",
     "is_recomputing",
+    "load_weights",
     "partition",
     "plan",
     "schedules",
@@ -43,6 +45,7 @@ _HOMES = {
     "PipelineTimeline": "lightning_pipe.callbacks",
     "deferred_init": "lightning_pipe.construction",
     "is_recomputing": "lightning_pipe.intercept.recompute",
+    "load_weights": "lightning_pipe.parameters.loading",
     "plan": "lightning_pipe.planning.make",
 }
 

@@ -22,10 +22,10 @@ from typing_extensions import override
 
 from lightning_pipe import schedules
 from lightning_pipe.config import Auto
-from lightning_pipe.construction import deferred_init
+from lightning_pipe.construction import initialise_meta
 from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.errors import ConfigurationError, PartitionError
-from lightning_pipe.lightning_internals import EmptyInit, optimizers_to_device
+from lightning_pipe.lightning_internals import optimizers_to_device
 from lightning_pipe.parameters.deferred_batchnorm import DeferredBatchNorm
 from lightning_pipe.parameters.ownership import named_tensors
 from lightning_pipe.partition import Balance
@@ -44,7 +44,7 @@ from lightning_pipe.trainer.checks import (
     is_about_several_optimizers,
     warn_of_checkpoints_on_exception,
 )
-from lightning_pipe.trainer.construction import configured_without_memory
+from lightning_pipe.trainer.construction import configured_without_memory, let_go_when_loaded, settle, without_memory
 from lightning_pipe.trainer.data.batch_splitter import BatchSplitting
 from lightning_pipe.trainer.data.micro_batches import LossWeight
 from lightning_pipe.trainer.data.split_batch import SplitBatch
@@ -203,6 +203,7 @@ class PipeStrategy(ProcessStrategy):
             if later:
                 return
             raise
+        initialise_meta(module, self._seed)
         world = self.connected
         of_costs = conditions(self.root_device, str(self.precision_plugin.precision))
         pipeline, notes, store = self._division.divide(module, layers, self.layout, world, of_costs)
@@ -220,8 +221,7 @@ class PipeStrategy(ProcessStrategy):
     @override
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
-        # on the CPU, and without memory: the whole module need not fit on one device, nor into one process
-        with EmptyInit(enabled=bool(empty_init)), self.precision_plugin.tensor_init_context(), deferred_init():
+        with self.precision_plugin.tensor_init_context(), without_memory(empty=bool(empty_init)):
             yield
 
     @override
@@ -238,6 +238,7 @@ class PipeStrategy(ProcessStrategy):
             # `setup` or `configure_model` has added modules outside the layers, or compiled a container of layers
             self.divided.pipeline.restore()
             self._divide(later=False)
+        settle(self._module())
         self.model = self.precision_plugin.convert_module(self.model)
         self.model_to_device()
         self.divided.pipeline.synchronize()
@@ -366,7 +367,7 @@ class PipeStrategy(ProcessStrategy):
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        self._checkpoints().load_module(checkpoint, strict)
+        self._checkpoints().load_module(let_go_when_loaded(checkpoint, self._module()), strict)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
