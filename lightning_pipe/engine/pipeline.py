@@ -47,6 +47,7 @@ class Pipeline(PartitionedModule):
         transport: this process's transport.
         recompute: whether forward passes run again before their backward pass; see `PartitionedModule`.
         deferred_batch_norm: let batch norm keep the statistics of whole batches, not of micro-batches.
+        before: the same module over the same ranks in an earlier run, if it is still divided.
 
     Attributes:
         elapsed: seconds of all training batches but the first.
@@ -74,8 +75,9 @@ class Pipeline(PartitionedModule):
         *,
         recompute: Recompute = "never",
         deferred_batch_norm: bool = False,
+        before: PartitionedModule | None = None,
     ) -> None:
-        super().__init__(module, layers, balance, family, transport, recompute=recompute)
+        super().__init__(module, layers, balance, family, transport, recompute=recompute, before=before)
         self.skips = SkipRoutes(module, self.layers, self.stage_layers)
         self.reductions = GradientGroups(transport)
         self.gradients_divided = False
@@ -168,14 +170,30 @@ class Pipeline(PartitionedModule):
             self.busy += self.executor.busy - busy
         return results
 
-    def evaluate(self, step: StepFunction, micro_batches: Sequence[Any], *, seed: int = 0) -> dict[int, Any]:
-        """Run forward passes alone; see `train`."""
+    def evaluate(
+        self, step: StepFunction, micro_batches: Sequence[Any], *, seed: int = 0, ahead: int = 0
+    ) -> dict[int, Any]:
+        """Run forward passes alone; see `train`.
+
+        Args:
+            step: see `train`.
+            micro_batches: the slices of the batch.
+            seed: the seed of this batch's random streams.
+            ahead: how many later batches this rank may evaluate before the later ranks have come to this one. If it is
+                not 0, call `end_stream` behind the last batch.
+        """
         if self.asynchronous is not None and self.asynchronous.in_flight:
             raise ConfigurationError("Batches are in flight.", hint="Drain the pipeline before an evaluation.")
-        results = self._run(self._batch(step, micro_batches, [1.0] * len(micro_batches), seed, training=False))
+        results = self._run(self._batch(step, micro_batches, [1.0] * len(micro_batches), seed, training=False), ahead)
         # A norm that the user keeps in training mode learns in an evaluation too, as on one device.
         self._commit_statistics(norm for norm in deferred_norms(self.module) if norm.training)
         return results
+
+    def end_stream(self) -> None:
+        """End evaluations that had batches under way on several ranks. Collective over all processes."""
+        self.executor.exchange.arrive()
+        if self.synchronous and False not in self._learnt_skips:
+            self._learn_skips(training=False)
 
     def returning(self, result: Any) -> None:
         """To be called by steps when they are about to return, within what must know that a run was cut short."""
@@ -250,16 +268,17 @@ class Pipeline(PartitionedModule):
             global_ranks=self.transport.topology.pipeline_processes(self.transport.replica),
         )
 
-    def _run(self, batch: Batch) -> dict[int, Any]:
+    def _run(self, batch: Batch, ahead: int = 0) -> dict[int, Any]:
         training = batch.training
         program = self._program(len(batch.micro_batches), training)
         with self.running(batch.streams):
-            self.executor.run(program, batch)
+            self.executor.run(program, batch, ahead)
         if training and not self._checked_layers:
             ran = {action.stage for action in program if action.kind is Kind.FORWARD}
             self.check_called(ran, self.executor.stages.called)
             self._checked_layers = True
-        if self.synchronous and training not in self._learnt_skips:
+        # In a stream the ranks are at different batches: `end_stream` learns then.
+        if self.synchronous and not ahead and training not in self._learnt_skips:
             self._learn_skips(training)
         return batch.results
 

@@ -135,14 +135,17 @@ class UserStep:
                     if drawn and several and not isinstance(sys.exception(), Exception):
                         raise _drawn(drawn[0])
 
-    def exchange(self, report: StepReport | None, broadcast: Broadcast | None = None) -> list[StepReport]:
+    def exchange(
+        self, report: StepReport | None, broadcast: Broadcast | None = None, *, send_outputs: bool = True
+    ) -> list[StepReport]:
         """The reports of all ranks with the last stage, on all ranks. Collective over the pipeline.
 
         Args:
             report: this rank's; ``None`` on a rank without the last stage.
             broadcast: sends objects within the pipeline; by default all ranks wait for each other.
+            send_outputs: whether ranks without the last stage get what the step returned.
         """
-        reports = self._reports.share(report, broadcast)
+        reports = self._reports.share(report, broadcast, send_outputs=send_outputs)
         self.numbers.learn([each.seen for each in reports])
         return reports
 
@@ -203,12 +206,21 @@ class StepOfBatch:
                 common.numbers.note([*common.log.numbers(), *numbers_in(result)])
         return result
 
-    def share(self, outputs: dict[int, Any], before: Snapshot | None) -> dict[int, Any]:
+    def share(
+        self,
+        outputs: dict[int, Any],
+        before: Snapshot | None,
+        broadcast: Broadcast | None = None,
+        *,
+        send_outputs: bool = True,
+    ) -> dict[int, Any]:
         """Exchange, adopt and replay what the step of this batch did. Collective over the pipeline.
 
         Args:
             outputs: what the pipeline returned on this rank.
             before: the attributes before the batch, from `UserStep.running`.
+            broadcast: sends objects within the pipeline; by default all ranks wait for each other.
+            send_outputs: whether ranks without the last stage get what the step returned.
 
         Returns:
             What the step returned for each micro-batch, as far as this rank knows it.
@@ -217,7 +229,7 @@ class StepOfBatch:
         report = None
         if common.pipeline.is_loss_rank:
             report = self.report(outputs, common.attributes.changes(before), stop=trainer.should_stop)
-        reports = common.exchange(report)
+        reports = common.exchange(report, broadcast, send_outputs=send_outputs)
         common.attributes.adopt([each.changes for each in reports], before)
         # compares what the early runs wrote with what has just been adopted
         common.late_values.end()
