@@ -31,7 +31,7 @@ from lightning_pipe.schedules import Family
 from lightning_pipe.schedules.passes.recompute import Mode as Recompute
 from lightning_pipe.simulate import Costs, simulate
 from lightning_pipe.text import memory
-from lightning_pipe.trainer.checks import check_layers
+from lightning_pipe.trainer.checks import check_layers, check_quantized
 from lightning_pipe.trainer.world import World
 
 LARGE = 2**30
@@ -124,6 +124,7 @@ class StageDivision:
                     hint="Leave balance out, or gather the module after that run: trainer.strategy.whole_module()",
                 )
         check_layers(layers, len(counts))
+        check_quantized(module, len(counts))
         pipeline = Pipeline(
             module,
             layers,

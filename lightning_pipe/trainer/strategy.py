@@ -22,10 +22,10 @@ from typing_extensions import override
 
 from lightning_pipe import schedules
 from lightning_pipe.config import Auto
-from lightning_pipe.construction import deferred_init
+from lightning_pipe.construction import initialise_meta
 from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.errors import ConfigurationError, PartitionError
-from lightning_pipe.lightning_internals import EmptyInit, optimizers_to_device
+from lightning_pipe.lightning_internals import optimizers_to_device
 from lightning_pipe.parameters.deferred_batchnorm import DeferredBatchNorm
 from lightning_pipe.partition import Balance
 from lightning_pipe.patches import unheard
@@ -43,7 +43,7 @@ from lightning_pipe.trainer.checks import (
     is_about_several_optimizers,
     warn_of_checkpoints_on_exception,
 )
-from lightning_pipe.trainer.construction import configured_without_memory
+from lightning_pipe.trainer.construction import configured_without_memory, settle, without_memory
 from lightning_pipe.trainer.data.batch_splitter import BatchSplitting
 from lightning_pipe.trainer.data.micro_batches import LossWeight
 from lightning_pipe.trainer.data.split_batch import SplitBatch
@@ -230,6 +230,7 @@ class PipeStrategy(ModuleStrategy):
             if later:
                 return
             raise
+        initialise_meta(module, self._seed)
         world = self.connected
         of_costs = conditions(self.root_device, str(self.precision_plugin.precision))
         before = going_on(module, layers, world.transport, self.layout.stages) if before is None else before
@@ -253,8 +254,7 @@ class PipeStrategy(ModuleStrategy):
     @override
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
-        # on the CPU, and without memory: the whole module need not fit on one device, nor into one process
-        with EmptyInit(enabled=bool(empty_init)), self.precision_plugin.tensor_init_context(), deferred_init():
+        with self.precision_plugin.tensor_init_context(), without_memory(empty=bool(empty_init)):
             yield
 
     @override
@@ -270,6 +270,7 @@ class PipeStrategy(ModuleStrategy):
         elif self._names != [name for name, _ in self._module().named_parameters()] or self._layers_changed():
             # `setup` or `configure_model` has added modules outside the layers, or compiled a container of layers
             self._divide(later=False, before=self._divided_again())
+        settle(self._module())
         self.model = self.precision_plugin.convert_module(self.model)
         self.model_to_device()
         self.divided.pipeline.synchronize()
