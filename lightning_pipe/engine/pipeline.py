@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from lightning_pipe.engine.executor import Executor
 from lightning_pipe.engine.partitioned_module import PartitionedModule
 from lightning_pipe.engine.skip_routes import SkipRoutes
 from lightning_pipe.engine.stage import Stages
+from lightning_pipe.engine.turns import Turns
 from lightning_pipe.errors import ConfigurationError
 from lightning_pipe.intercept.interceptor import Interceptor
 from lightning_pipe.intercept.random_streams import RandomStreams
@@ -106,6 +107,11 @@ class Pipeline(PartitionedModule):
         )
 
     @property
+    def repeats(self) -> bool:
+        """Whether the step of the last evaluation has ended where it comes back to an earlier stage."""
+        return self._turns.needed
+
+    @property
     def in_step(self) -> bool:
         """Whether the user's step is under way on this rank: each rank runs another part of it."""
         return self._interceptor.run is not None
@@ -168,14 +174,37 @@ class Pipeline(PartitionedModule):
             self.busy += self.executor.busy - busy
         return results
 
-    def evaluate(self, step: StepFunction, micro_batches: Sequence[Any], *, seed: int = 0) -> dict[int, Any]:
-        """Run forward passes alone; see `train`."""
+    def evaluate(
+        self, step: StepFunction, micro_batches: Sequence[Any], *, seed: int = 0, turns: bool = False
+    ) -> dict[int, Any]:
+        """Run forward passes alone; see `train`.
+
+        A step that comes back to the layers of an earlier stage ends there: `repeats` tells so on the ranks with the
+        loss. It must run again with ``turns``.
+
+        Args:
+            step: as in `train`.
+            micro_batches: the slices of the batch.
+            seed: the seed of this batch's random streams.
+            turns: let the ranks take turns, so that the step may call the layers as often as it likes. One rank
+                computes at a time.
+        """
         if self.asynchronous is not None and self.asynchronous.in_flight:
             raise ConfigurationError("Batches are in flight.", hint="Drain the pipeline before an evaluation.")
-        results = self._run(self._batch(step, micro_batches, [1.0] * len(micro_batches), seed, training=False))
+        batch = self._batch(step, micro_batches, [1.0] * len(micro_batches), seed, training=False)
+        if turns:
+            with self.running(batch.streams, caches=True):
+                results = self._turns.run(batch)
+        else:
+            results = self._run(batch)
+        self._turns.needed = batch.repeats
         # A norm that the user keeps in training mode learns in an evaluation too, as on one device.
         self._commit_statistics(norm for norm in deferred_norms(self.module) if norm.training)
         return results
+
+    @cached_property
+    def _turns(self) -> Turns:
+        return Turns(self)
 
     def returning(self, result: Any) -> None:
         """To be called by steps when they are about to return, within what must know that a run was cut short."""
@@ -293,10 +322,15 @@ class Pipeline(PartitionedModule):
         return Batch(step, micro_batches, numbers, weights, streams, training, undisturbed, observers)
 
     @contextmanager
-    def running(self, streams: RandomStreams) -> Iterator[None]:
-        """Around the actions of a batch or call: calls of layers come here, random generators are put back."""
+    def running(self, streams: RandomStreams, *, caches: bool = False) -> Iterator[None]:
+        """Around the actions of a batch or call: calls of layers come here, random generators are put back.
+
+        Args:
+            streams: the batch's random streams.
+            caches: whether model caches are of use.
+        """
         try:
-            with streams.batch(), self._interceptor.installed():
+            with streams.batch(), self._interceptor.installed(caches=caches):
                 yield
         except BaseException:
             # What norms have noted of a failed batch must not count in the next one.

@@ -18,6 +18,7 @@ from lightning_pipe.intercept.torch_patches.autograd_functions import FUNCTIONS
 from lightning_pipe.intercept.torch_patches.backward_hooks import BACKWARD_HOOKS
 from lightning_pipe.intercept.torch_patches.encoders import padding_alike
 from lightning_pipe.intercept.torch_patches.inner_backward import INNER_BACKWARD
+from lightning_pipe.intercept.turns.run import TurnRun
 from lightning_pipe.patches import replaced
 from lightning_pipe.torch_internals import NormBase
 
@@ -36,7 +37,7 @@ class Interceptor:
     """
 
     def __init__(self, module: nn.Module, layers: Sequence[tuple[str, nn.Module]], *, tells: bool = True) -> None:
-        self.run: StageRun | None = None
+        self.run: StageRun | TurnRun | None = None
         self.compiled = False
         self.module = module
         self.layers = [layer for _, layer in layers]
@@ -58,8 +59,12 @@ class Interceptor:
         yield from {id(part): part for root in roots for part in root.modules()}.values()
 
     @contextmanager
-    def installed(self) -> Iterator[None]:
-        """Wrap the forwards. As instance attributes: nothing stays behind that copying or pickling could meet."""
+    def installed(self, *, caches: bool = False) -> Iterator[None]:
+        """Wrap the forwards. As instance attributes: nothing stays behind that copying or pickling could meet.
+
+        Args:
+            caches: whether model caches are of use.
+        """
         # Asked before the wrappers hide it: they take the compiled call of what they wrap away for the time.
         self.compiled = any(vars(part).get("_compiled_call_impl") is not None for part in self.module.modules())
         with ExitStack() as changed:
@@ -71,7 +76,8 @@ class Interceptor:
                 self._wrap(encoder, padding_alike(encoder, encoder.forward), changed)
             for patch in (CHECKPOINTS, FUNCTIONS, BACKWARD_HOOKS, INNER_BACKWARD):
                 changed.enter_context(patch.installed(lambda: self.run))
-            changed.enter_context(self._caches.off())
+            if not caches:
+                changed.enter_context(self._caches.off())
             yield
 
     def _wrap(self, module: nn.Module, forward: Callable[..., Any], changed: ExitStack) -> None:
@@ -86,7 +92,7 @@ class Interceptor:
         if self.run is not None:
             self.run.returning(result)
 
-    def follow(self, run: StageRun, step: Callable[[], Any]) -> Any:
+    def follow(self, run: StageRun | TurnRun, step: Callable[[], Any]) -> Any:
         """Run the user's step; its calls of layers go to ``run``."""
         self.run = run
         try:

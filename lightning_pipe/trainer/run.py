@@ -63,7 +63,7 @@ from lightning_pipe.trainer.layer_costs import LayerCosts
 from lightning_pipe.trainer.report import Report
 from lightning_pipe.trainer.seeds import Seeds
 from lightning_pipe.trainer.stopping import stopping_together
-from lightning_pipe.trainer.user_step import Context, UserStep
+from lightning_pipe.trainer.user_step import Context, StepOfBatch, UserStep
 from lightning_pipe.trainer.whole_model.finetuning import values_compared
 from lightning_pipe.trainer.whole_model.grad_scaler import loss_scale, over_stages
 from lightning_pipe.trainer.whole_model.gradient_norms import over_all_stages
@@ -220,12 +220,24 @@ class PipelineRun:
             context: entered around the step, for precision.
         """
         assert self._step is not None
+        seed = self._seeds.evaluation()
+        if name not in self._step.in_turns:
+            step, outputs = self._evaluated(name, args, context, seed, turns=False)
+            if not step.repeats:
+                return outputs.get(0)
+            self._step.take_turns(name)
+        return self._evaluated(name, args, context, seed, turns=True)[1].get(0)
+
+    def _evaluated(
+        self, name: str, args: Sequence[Any], context: Context, seed: int, *, turns: bool
+    ) -> tuple[StepOfBatch, dict[int, Any]]:
+        """The step of an evaluation batch once it has run, and what it returned; see `Pipeline.evaluate`."""
+        assert self._step is not None
         batch, *rest = args
         step = self._step.begin(name, rest, context, MicroBatches([batch], [1], [1.0]))
-        seed = self._seeds.evaluation()
-        with self._step.running() as before:
-            outputs = self.pipeline.evaluate(step, [batch], seed=seed)
-        return step.share(outputs, before).get(0)
+        with self._step.running(may_repeat=not turns) as before:
+            outputs = self.pipeline.evaluate(step, [batch], seed=seed, turns=turns)
+        return step, step.share(outputs, before, repeats=self.pipeline.repeats)
 
     @contextmanager
     def transfer(self) -> Generator[None, None, None]:

@@ -52,6 +52,7 @@ class UserStep:
         attributes: what steps change in the LightningModule.
         late_values: attributes that are changed before layers of other stages are called.
         summed: whether the losses of micro-batches are added.
+        in_turns: the evaluation steps in which the ranks take turns, because they call layers again.
     """
 
     def __init__(
@@ -71,7 +72,9 @@ class UserStep:
         self.summed = loss_weight == "sum"
         self._world = world
         self._reports = ReportExchange(pipeline)
-        # a rank that holds the last stage alone completes every run
+        self.in_turns: set[str] = set()
+        self._may_repeat = False
+        # a rank that holds the last stage alone completes every run, unless that comes back to an earlier stage
         self._ends_early = not (pipeline.is_loss_rank and len(pipeline.stages_here) == 1)
         self._warn = WarnOnce()
 
@@ -88,8 +91,13 @@ class UserStep:
         return StepOfBatch(self, name, rest, context, micro_batches)
 
     @contextmanager
-    def running(self) -> Iterator[Snapshot | None]:
-        """Around the pipeline's call of steps. Yields what `AttributeSync.changes` compares attributes with."""
+    def running(self, *, may_repeat: bool = False) -> Iterator[Snapshot | None]:
+        """Around the pipeline's call of steps. Yields what `AttributeSync.changes` compares attributes with.
+
+        Args:
+            may_repeat: whether the step may come back to the layers of an earlier stage, and end there on all ranks.
+        """
+        self._may_repeat = may_repeat
         before = self.attributes.before()
         with self.metrics.in_step(), self.log.installed():
             # most ranks leave the step early: collectives of the user's step must concern the replicas alone
@@ -111,7 +119,7 @@ class UserStep:
         """
         # recomputation runs a micro-batch again whose traces are there already
         again = is_recomputing()
-        if not self._ends_early and not again:
+        if not (self._ends_early or self._may_repeat or again):
             yield
             return
         tracked = self.attributes.tracked
@@ -134,6 +142,15 @@ class UserStep:
                     # what ends a run early is a BaseException; an error of the user's step says more than this one
                     if drawn and several and not isinstance(sys.exception(), Exception):
                         raise _drawn(drawn[0])
+
+    def take_turns(self, name: str) -> None:
+        """Let the ranks take turns in an evaluation step from now on, and say so."""
+        self.in_turns.add(name)
+        self._warn(
+            f"{name} in turns",
+            f"`{name}` comes back to layers that it has called: its batches run one after the other, and one rank "
+            "computes at a time.",
+        )
 
     def exchange(self, report: StepReport | None, broadcast: Broadcast | None = None) -> list[StepReport]:
         """The reports of all ranks with the last stage, on all ranks. Collective over the pipeline.
@@ -170,7 +187,10 @@ class StepOfBatch:
     Attributes:
         micro_batches: as given.
         check: compares the loss of the batch with those of its micro-batches; ``None`` for most batches.
+        repeats: whether the step has come back to an earlier stage, and has to run in another way.
     """
+
+    repeats = False
 
     def __init__(
         self, user_step: UserStep, name: str, rest: Sequence[Any], context: Context, micro_batches: MicroBatches
@@ -203,12 +223,13 @@ class StepOfBatch:
                 common.numbers.note([*common.log.numbers(), *numbers_in(result)])
         return result
 
-    def share(self, outputs: dict[int, Any], before: Snapshot | None) -> dict[int, Any]:
+    def share(self, outputs: dict[int, Any], before: Snapshot | None, *, repeats: bool = False) -> dict[int, Any]:
         """Exchange, adopt and replay what the step of this batch did. Collective over the pipeline.
 
         Args:
             outputs: what the pipeline returned on this rank.
             before: the attributes before the batch, from `UserStep.running`.
+            repeats: whether the step has ended here where it comes back to an earlier stage: nothing is adopted then.
 
         Returns:
             What the step returned for each micro-batch, as far as this rank knows it.
@@ -216,8 +237,13 @@ class StepOfBatch:
         common, trainer = self._user_step, self._user_step.module.trainer
         report = None
         if common.pipeline.is_loss_rank:
-            report = self.report(outputs, common.attributes.changes(before), stop=trainer.should_stop)
+            report = StepReport({}, [], [], stop=False, repeats=True)
+            if not repeats:
+                report = self.report(outputs, common.attributes.changes(before), stop=trainer.should_stop)
         reports = common.exchange(report)
+        self.repeats = any(each.repeats for each in reports)
+        if self.repeats:
+            return {}
         common.attributes.adopt([each.changes for each in reports], before)
         # compares what the early runs wrote with what has just been adopted
         common.late_values.end()
