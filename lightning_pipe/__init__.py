@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_pipe import schedules
 from lightning_pipe.trainer import registry
+from lightning_pipe.version import __version__
 
 if TYPE_CHECKING:
     from lightning_pipe import partition, simulate, skip
@@ -14,13 +15,15 @@ if TYPE_CHECKING:
     from lightning_pipe.construction import deferred_init
     from lightning_pipe.intercept.recompute import is_recomputing
     from lightning_pipe.parameters.deferred_batchnorm import DeferredBatchNorm
+    from lightning_pipe.planning.cost_profile import CostProfile
     from lightning_pipe.planning.make import plan
+    from lightning_pipe.planning.search import search
+    from lightning_pipe.profiling.make import profile
     from lightning_pipe.simulate import Costs
     from lightning_pipe.trainer.strategy import PipeStrategy
 
-__version__ = "0.1.0"
-
 __all__ = [
+    "CostProfile",
     "Costs",
     "DeferredBatchNorm",
     "PipeStrategy",
@@ -30,13 +33,16 @@ __all__ = [
     "is_recomputing",
     "partition",
     "plan",
+    "profile",
     "schedules",
+    "search",
     "simulate",
     "skip",
 ]
 
 _MODULES = ("partition", "simulate", "skip")
 _HOMES = {
+    "CostProfile": "lightning_pipe.planning.cost_profile",
     "Costs": "lightning_pipe.simulate",
     "DeferredBatchNorm": "lightning_pipe.parameters.deferred_batchnorm",
     "PipeStrategy": "lightning_pipe.trainer.strategy",
@@ -44,6 +50,8 @@ _HOMES = {
     "deferred_init": "lightning_pipe.construction",
     "is_recomputing": "lightning_pipe.intercept.recompute",
     "plan": "lightning_pipe.planning.make",
+    "profile": "lightning_pipe.profiling.make",
+    "search": "lightning_pipe.planning.search",
 }
 
 registry.install()

@@ -11,15 +11,17 @@ from collections.abc import Callable, Sequence
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, get_args
 
 from lightning_pipe import schedules
 from lightning_pipe.errors import PipeError
 from lightning_pipe.planning import command
+from lightning_pipe.profiling import command as profile_command
 from lightning_pipe.schedules import Schedule
 from lightning_pipe.schedules.dependencies import Number
 from lightning_pipe.simulate import Costs, compare, table
 from lightning_pipe.simulate.comparison import simulate_batch
+from lightning_pipe.simulate.costs import Links, Occupied
 
 _PROGRAM = "lightning-pipe"
 _COMPARE = "compare"
@@ -42,6 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     commands = parser.add_subparsers(metavar="COMMAND", required=True, title="commands")
     _add_schedule(commands.add_parser("schedule", help="draw, simulate and export a schedule"))
     command.add_arguments(commands.add_parser("plan", help="show how a module would be cut"))
+    profile_command.add_arguments(commands.add_parser("profile", help="measure what a module costs on this machine"))
     values = parser.parse_args(arguments)
     with warnings.catch_warnings():
         warnings.showwarning = _show_warning
@@ -76,6 +79,9 @@ def _add_schedule(parser: argparse.ArgumentParser) -> None:
     time("--recompute-time", help="of a repeated forward pass (default: that of a forward pass)")
     time("--send", default=0, help="of a message between ranks (default: %(default)s)")
     time("--reduce", default=0, help="to sum a stage's gradients over its copies (default: %(default)s)")
+    time("--step", default=0, help="of a stage's optimizer step (default: %(default)s)")
+    add("--occupies", choices=get_args(Occupied), default="neither", help="who is busy during a message")
+    add("--links", choices=get_args(Links), default="free", help="which messages travel one after the other")
     add("--png", metavar="PATH", help="draw a picture (.png, .svg or .pdf), or all of them into this folder")
     add("--trace", metavar="PATH", help="write a trace for https://ui.perfetto.dev")
     add("--csv", metavar="PATH", help="write the schedule in the format of torch's pipelining")
@@ -128,6 +134,9 @@ def _costs(values: argparse.Namespace) -> Costs:
         recompute=values.recompute_time,
         send=values.send,
         reduce=values.reduce,
+        step=values.step,
+        occupies=values.occupies,
+        links=values.links,
     )
 
 

@@ -12,6 +12,8 @@ VERSIONS = {"lightning": ">=2.6,<2.7", "torchmetrics": ">=1.4,<2"}
 _ASKED = "asked as Lightning's own loop does: whether it is left, so that what is in flight is drained before"
 _OWN = "replaced for the time of a run: there is no hook"
 _STEP = "an optimizer step with Lightning's hooks, of a batch that was in flight"
+_ARGUMENTS = "the arguments that the loop will pass to a step, which runs ahead of it"
+_AHEAD = f"fetches the batches of an evaluation, whose steps run ahead of the loop; {_OWN}"
 _COPY = "a copy of the module that is made before its layers are divided is refused"
 _NOT_USERS = "an attribute of Lightning's, not one that the user's step may have changed"
 
@@ -75,6 +77,22 @@ NAMES = {
         "_sigterm_notifier_fn": f"its handler for SIGTERM broadcasts from within the handler; {_OWN}",
         "_slurm_sigusr_handler_fn": f"its handler for SLURM saves from within the handler; {_OWN}",
     },
+    "lightning.pytorch.loops.fetchers": {
+        "_DataLoaderIterDataFetcher": "of a step that takes the loader's iterator: such an evaluation does not stream"
+    },
+    "lightning.pytorch.loops.evaluation_loop._EvaluationLoop": {
+        "_is_sequential": _ARGUMENTS,
+        "_build_kwargs": _ARGUMENTS,
+        "_build_step_args_from_hook_kwargs": _ARGUMENTS,
+        "_combined_loader": "the loaders, for what they have in common with those of other replicas",
+        "_data_fetcher": _AHEAD,
+    },
+    "lightning.pytorch.loops.prediction_loop._PredictionLoop": {
+        "_build_kwargs": _ARGUMENTS,
+        "_build_step_args_from_hook_kwargs": _ARGUMENTS,
+        "_combined_loader": "the loaders, for what they have in common with those of other replicas",
+        "_data_fetcher": _AHEAD,
+    },
     "lightning.pytorch.loops.fit_loop._FitLoop": {
         "_can_stop_early": _ASKED,
         "_skip_backward": "set by a callback that renews batch norm's statistics (SWA)",
@@ -120,10 +138,12 @@ from lightning.fabric.utilities.distributed import _set_num_threads_if_needed as
 from lightning.fabric.utilities.distributed import _sync_ddp_if_available as reduce_over
 from lightning.fabric.utilities.init import _EmptyInit as EmptyInit
 from lightning.fabric.utilities.optimizer import _optimizers_to_device as optimizers_to_device
+from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher as DataLoaderIterDataFetcher
 from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper as IndexBatchSampler
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher as SubprocessLauncher
 
 __all__ = [
+    "DataLoaderIterDataFetcher",
     "EmptyInit",
     "IndexBatchSampler",
     "SubprocessLauncher",

@@ -10,6 +10,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_pipe.construction.deferred import SET_DATA, THREAD, Deferred, call, real
 from lightning_pipe.construction.drawing import SCRATCH
+from lightning_pipe.construction.stored import files_unread
 from lightning_pipe.torch_internals import TorchDispatchMode, disable_current_modes
 
 
@@ -55,7 +56,7 @@ def deferred_init() -> Generator[None, None, None]:
         return
     THREAD.building = True
     try:
-        with _Assignments(), _Construction():  # type: ignore[no-untyped-call]
+        with files_unread(), _Assignments(), _Construction():  # type: ignore[no-untyped-call]
             yield
     finally:
         THREAD.building = False

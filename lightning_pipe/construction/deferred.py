@@ -12,11 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipe.construction.drawing import draw
-from lightning_pipe.construction.operators import UNPREDICTABLE, settled, written_by
+from lightning_pipe.construction.operators import UNPREDICTABLE, device_of, recordable, settled, written_by
 from lightning_pipe.construction.tape import SMALL, Cell, Constant, Operation, View, compute
 from lightning_pipe.torch_internals import DisableTorchFunctionSubclass, tree_leaves, tree_map
 
-_numbers = itertools.count()
+numbers = itertools.count()
+"""The order of all operations."""
 _AT = "_deferred_view"
 _META = "_deferred_meta"
 
@@ -129,8 +130,9 @@ def _record_if_possible(
 ) -> Any:
     """Note an operation, or carry it out."""
     written = written_by(func, args, kwargs)
-    if any(not is_deferred(tensor) for tensor in written) or not _fits(
-        func, kwargs, tensors, waiting, building=building
+    others = [tensor for tensor in tensors if not is_deferred(tensor)]
+    if any(not is_deferred(tensor) for tensor in written) or not recordable(
+        func, kwargs, tensors, others, building=building
     ):
         return _carry_out(func, args, kwargs, keep=not building)
     try:
@@ -143,28 +145,6 @@ def _record_if_possible(
     if not waiting and sum(leaf.nbytes for leaf in outcome) <= SMALL:
         return func(*args, **kwargs)
     return _record(func, args, kwargs, tensors, written, predicted)
-
-
-def _fits(
-    func: Any,
-    kwargs: Mapping[str, Any],
-    tensors: Sequence[Tensor],
-    waiting: Sequence[Tensor],
-    *,
-    building: bool,
-) -> bool:
-    """Whether an operation may be recorded."""
-    if {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(func.tags):
-        return False
-    if any(tensor.device.type == "meta" or tensor.layout is not torch.strided for tensor in tensors):
-        return False
-    if _device(kwargs, tensors).type == "meta":
-        return False
-    others = [tensor for tensor in tensors if not is_deferred(tensor)]
-    if not waiting:
-        return sum(tensor.nbytes for tensor in others) <= SMALL
-    # outside a construction a module is filled (by load_state_dict) or converted; anything else wants values
-    return building or not others or func.overloadpacket is torch.ops.aten.copy_
 
 
 def _predict(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -193,7 +173,7 @@ def _record(
     predicted: Any,
 ) -> Any:
     """Note an operation, and make the tensors that stand for its results."""
-    device = _device(kwargs, tensors)
+    device = device_of(kwargs, tensors)
     outcome = [leaf for leaf in tree_leaves(predicted) if isinstance(leaf, Tensor)]
     if not tensors:
         kwargs = settled(func, kwargs, outcome[0].dtype, device)
@@ -206,12 +186,15 @@ def _record(
         leaf.cell for leaf in tree_leaves((noted_args, noted_kwargs), is_leaf=_is_view) if _is_view(leaf)
     )
     operation = Operation(
-        number=next(_numbers),
+        number=next(numbers),
         function=func,
         args=noted_args,
         kwargs=noted_kwargs,
         reads=tuple(reads),
-        made=tuple(Cell() if cell is None else None for cell in cells),
+        made=tuple(
+            Cell(leaf.untyped_storage().nbytes()) if cell is None else None
+            for leaf, cell in zip(outcome, cells, strict=True)
+        ),
         strides=tuple(leaf.stride() for leaf in outcome),
         generator=draw(func, noted_args, noted_kwargs, device),
     )
@@ -254,13 +237,6 @@ def _noted(leaf: Any) -> Any:
 
 def _is_view(leaf: Any) -> bool:
     return isinstance(leaf, View)
-
-
-def _device(kwargs: Mapping[str, Any], tensors: Sequence[Tensor]) -> torch.device:
-    given = kwargs.get("device")
-    if given is not None:
-        return torch.device(given)
-    return next((tensor.device for tensor in tensors if tensor.ndim), torch.device("cpu"))
 
 
 def _carry_out(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *, keep: bool = True) -> Any:
@@ -322,11 +298,14 @@ def _set_data(tensor: Deferred, value: Tensor) -> None:
     vars(tensor).update({_AT: view_of(value), _META: vars(value)[_META]})
 
 
-def backed(value: Tensor) -> Deferred:
-    """A deferred tensor over memory that there is."""
-    cell = Cell(memory=value.untyped_storage())
+def backed(value: Tensor, cell: Cell | None = None) -> Deferred:
+    """A deferred tensor over memory that there is, or over a cell that will have as much."""
+    size = value.untyped_storage().nbytes()
+    if cell is None:
+        cell = Cell(memory=value.untyped_storage())
+    cell.size = size
     meta = torch.empty(0, dtype=value.dtype, device="meta").set_(
-        torch.empty(value.untyped_storage().nbytes(), dtype=torch.uint8, device="meta").untyped_storage(),
+        torch.empty(size, dtype=torch.uint8, device="meta").untyped_storage(),
         value.storage_offset(),
         value.shape,
         value.stride(),

@@ -7,14 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_pipe.construction.tape import Constant, View, compute
+from lightning_pipe.construction.tape import DRAWING, Constant, View, compute
 from lightning_pipe.torch_internals import tree_leaves, tree_map
 
 SCRATCH: dict[torch.device, torch.UntypedStorage] = {}
 """Memory that random numbers are drawn into which nobody needs yet; emptied at the end of a construction."""
-
-_VALUE_FREE = frozenset({"uniform_", "normal_", "exponential_", "random_", "geometric_", "cauchy_", "log_normal_"})
-"""Random operations in place whose draws do not depend on what the tensor held, only on its shape and strides."""
 
 
 def draw(func: Any, args: Any, kwargs: Any, device: torch.device) -> tuple[torch.Generator, Tensor] | None:
@@ -36,7 +33,7 @@ def draw(func: Any, args: Any, kwargs: Any, device: torch.device) -> tuple[torch
     if generator is None:
         generator = _default_generator(device)
     state = generator.get_state()
-    free = func.overloadpacket.__name__ in _VALUE_FREE
+    free = func.overloadpacket.__name__ in DRAWING
     memory = {} if free else compute(leaf.cell for leaf in leaves if isinstance(leaf, View))
 
     def value(leaf: Any) -> Any:

@@ -18,6 +18,7 @@ as without a tape. An operation keeps the state that its generator had, and draw
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -34,10 +35,12 @@ class Cell:
     """What a storage will be.
 
     Args:
+        size: its bytes.
         writes: the operations that write to it, in order.
         memory: the storage, once it exists; from then on operations are no longer recorded but carried out.
     """
 
+    size: int = 0
     writes: list[Operation] = field(default_factory=list)
     memory: torch.UntypedStorage | None = None
 
@@ -51,6 +54,16 @@ class View(NamedTuple):
     offset: int
     dtype: torch.dtype
     device: torch.device
+
+    def is_whole(self) -> bool:
+        """Whether it reaches every byte of its cell."""
+        span = 1
+        for stride, size in sorted(zip(self.strides, self.shape, strict=True)):
+            if size != 1:
+                if stride != span:
+                    return False
+                span *= size
+        return self.offset == 0 and span * self.dtype.itemsize == self.cell.size
 
     def over(self, memory: torch.UntypedStorage) -> Tensor:
         """The tensor, over a storage."""
@@ -96,6 +109,12 @@ class Constant(NamedTuple):
         return self.value.detach()
 
 
+DRAWING = frozenset({"uniform_", "normal_", "exponential_", "random_", "geometric_", "cauchy_", "log_normal_"})
+"""Random operations in place whose draws do not depend on what the tensor held, only on its shape and strides."""
+
+OVERWRITING = DRAWING | {"copy_", "zero_", "fill_"}
+"""Operations in place whose outcome does not depend on what the tensor held."""
+
 SMALL = 16 * 1024
 """Tensors of at most so many bytes are made at once: layer norms, biases, sizes, indices."""
 
@@ -123,6 +142,17 @@ class Operation:
     made: tuple[Cell | None, ...] = ()
     strides: tuple[tuple[int, ...], ...] = ()
     generator: tuple[torch.Generator, Tensor] | None = None
+
+    def overwrites(self, cell: Cell) -> bool:
+        """Whether a cell's value is this operation's alone, whatever it held before."""
+        target, *others = self.args or (None,)
+        name = getattr(getattr(self.function, "overloadpacket", None), "__name__", "")
+        if not isinstance(target, View) or target.cell is not cell or name not in OVERWRITING:
+            return False
+        read = (
+            leaf.cell for leaf in tree_leaves((others, self.kwargs), is_leaf=_is_recorded) if isinstance(leaf, View)
+        )
+        return cell not in read and target.is_whole()
 
     def run(self, memory: dict[Cell, torch.UntypedStorage]) -> None:
         """Carry it out.
@@ -190,20 +220,22 @@ def compute(cells: Iterable[Cell]) -> dict[Cell, torch.UntypedStorage]:
 
 
 def _needed(cells: Iterable[Cell]) -> Sequence[Operation]:
-    """The operations that the values of cells come from, in order."""
+    """The operations that the values of cells come from, in order.
+
+    Of a cell that is overwritten as a whole, what came before is left out but for the operation that makes it.
+    """
     found: set[Operation] = set()
-    looked: dict[Cell, int] = {}  # how many of a cell's writes have been taken up
     waiting: list[tuple[Cell, float]] = [(cell, float("inf")) for cell in cells]
     while waiting:
         cell, before = waiting.pop()
-        start = looked.get(cell, 0)
-        for operation in cell.writes[start:]:
-            if operation.number >= before:
-                break
-            start += 1
+        end = bisect_left(cell.writes, before, key=lambda operation: operation.number)
+        place = end - 1
+        # those before one that is found have been looked at with it
+        while place >= 0 and cell.writes[place] not in found:
+            operation = cell.writes[place]
             found.add(operation)
             waiting += [(other, operation.number) for other in operation.reads if other is not cell]
-        looked[cell] = start
+            place = 0 if place > 0 and operation.overwrites(cell) else place - 1
     return sorted(found, key=lambda operation: operation.number)
 
 

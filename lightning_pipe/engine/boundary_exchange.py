@@ -146,6 +146,7 @@ class BoundaryExchange:
     _plans: dict[_PlanKey, list[BoundaryPlan]] = field(default_factory=dict)
     _posted: dict[tuple[str, BoundaryKey], _Posted] = field(default_factory=dict)
     _sending: deque[list[Work]] = field(default_factory=deque)
+    _of_earlier: deque[list[Work]] = field(default_factory=deque)
 
     # ------------------------------------------------------------------ forward
 
@@ -229,10 +230,17 @@ class BoundaryExchange:
 
     # ------------------------------------------------------------------ bookkeeping
 
-    def end_batch(self) -> None:
-        """End a batch: wait for all sends and bring new plans into force, the same at both ends of every boundary."""
-        while self._sending:
-            self.end_call()
+    def end_batch(self, ahead: int = 0) -> None:
+        """End a batch: wait for all sends and bring new plans into force, the same at both ends of every boundary.
+
+        Args:
+            ahead: how many batches later the receivers may still have messages to take. Evaluations stream: both ends
+                make the same plans after the same batch, at different times, because messages of a lane keep their
+                order and no gradients come back.
+        """
+        self._of_earlier.append([work for works in self._sending for work in works])
+        self._sending.clear()
+        self.arrive(ahead)
         # A buffer that nobody fills would take the first message of the next batch.
         if self._posted:
             raise CommunicationError(f"internal error: {len(self._posted)} messages were posted and never used.")
@@ -240,6 +248,12 @@ class BoundaryExchange:
         # Nothing is under way, so no older micro-batch asks for an older plan, and numbers start again from 0.
         for plans in self._plans.values():
             plans[:] = [replace(plans[-1], since=0) if plans[-1].since else plans[-1]]
+
+    def arrive(self, ahead: int = 0) -> None:
+        """Wait for the sends of all batches but the last ``ahead`` ones."""
+        while len(self._of_earlier) > ahead:
+            for work in self._of_earlier.popleft():
+                work.wait()
 
     def end_call(self) -> None:
         """End a call of an asynchronous schedule: wait for the sends of the call before, and of older ones.
@@ -295,6 +309,7 @@ class BoundaryExchange:
         self.transfers.clear()
         self._posted.clear()
         self._sending.clear()
+        self._of_earlier.clear()
 
     def _send(
         self,

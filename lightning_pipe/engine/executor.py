@@ -140,14 +140,20 @@ class Executor:
         """
         self.exchange.agree([key for key in self.exchange.transfers if key.micro_batch in micro_batches], since)
 
-    def run(self, actions: Sequence[Action], batch: Batch) -> None:
-        """Run one batch from the first action to the flush."""
+    def run(self, actions: Sequence[Action], batch: Batch, ahead: int = 0) -> None:
+        """Run one batch from the first action to the flush.
+
+        Args:
+            actions: those of the batch.
+            batch: the batch.
+            ahead: how many batches later what this one has sent must have arrived; see `BoundaryExchange.end_batch`.
+        """
         self._prepare(actions)
         self._under_way.again = set(self._program.again)
         self._under_way.peak_held = 0
         with self._whole():
             self._loop(lambda micro_batch: (batch, micro_batch))
-            self.exchange.end_batch()
+            self.exchange.end_batch(ahead)
 
     def advance(self, actions: Sequence[Action], again: Container[tuple[int, int]], find: Find) -> None:
         """Run one call of an asynchronous schedule: what it leaves under way stays so.

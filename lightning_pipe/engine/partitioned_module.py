@@ -34,6 +34,7 @@ class PartitionedModule:
         transport: this process's transport.
         recompute: whether forward passes keep only their input and run again before their backward pass: ``"never"``,
             ``"always"``, or ``"except_last"`` for all but the last micro-batch of a stage.
+        before: the same module over the same ranks in an earlier run, if it is still divided.
 
     Attributes:
         names: dotted names of the layers.
@@ -58,6 +59,7 @@ class PartitionedModule:
         transport: Transport,
         *,
         recompute: Recompute = "never",
+        before: PartitionedModule | None = None,
     ) -> None:
         if sum(balance) != len(layers):
             raise PartitionError(
@@ -75,8 +77,9 @@ class PartitionedModule:
         self.stages_here = sample.stages_of(transport.rank)
         layer_ranks = [self.holders(stage) for stage, span in enumerate(self.stage_layers) for _ in span]
         ranks = transport.topology.ranks
-        self.ownership = Ownership(
-            module, self.layers, layer_ranks, transport.rank, ranks, self.loss_ranks, transport.names
+        known = None if before is None else before.ownership
+        self.ownership: Ownership = Ownership(
+            module, self.layers, layer_ranks, transport.rank, ranks, self.loss_ranks, transport.names, known
         )
 
     # ------------------------------------------------------------------ ranks and processes
@@ -85,6 +88,11 @@ class PartitionedModule:
     def is_loss_rank(self) -> bool:
         """Whether this rank computes losses."""
         return self.transport.rank in self.loss_ranks
+
+    @property
+    def linear(self) -> bool:
+        """Whether every rank holds one stage of one pipe: batches then pass each rank once, in one direction."""
+        return len(self.placement) == len(set(self.placement.values())) == self.transport.topology.ranks
 
     @property
     def loss_process(self) -> int:

@@ -48,6 +48,7 @@ class Pipeline(PartitionedModule):
         transport: this process's transport.
         recompute: whether forward passes run again before their backward pass; see `PartitionedModule`.
         deferred_batch_norm: let batch norm keep the statistics of whole batches, not of micro-batches.
+        before: the same module over the same ranks in an earlier run, if it is still divided.
 
     Attributes:
         elapsed: seconds of all training batches but the first.
@@ -75,8 +76,9 @@ class Pipeline(PartitionedModule):
         *,
         recompute: Recompute = "never",
         deferred_batch_norm: bool = False,
+        before: PartitionedModule | None = None,
     ) -> None:
-        super().__init__(module, layers, balance, family, transport, recompute=recompute)
+        super().__init__(module, layers, balance, family, transport, recompute=recompute, before=before)
         self.skips = SkipRoutes(module, self.layers, self.stage_layers)
         self.reductions = GradientGroups(transport)
         self.gradients_divided = False
@@ -175,7 +177,13 @@ class Pipeline(PartitionedModule):
         return results
 
     def evaluate(
-        self, step: StepFunction, micro_batches: Sequence[Any], *, seed: int = 0, turns: bool = False
+        self,
+        step: StepFunction,
+        micro_batches: Sequence[Any],
+        *,
+        seed: int = 0,
+        ahead: int = 0,
+        turns: bool = False,
     ) -> dict[int, Any]:
         """Run forward passes alone; see `train`.
 
@@ -183,9 +191,11 @@ class Pipeline(PartitionedModule):
         loss. It must run again with ``turns``.
 
         Args:
-            step: as in `train`.
+            step: see `train`.
             micro_batches: the slices of the batch.
             seed: the seed of this batch's random streams.
+            ahead: how many later batches this rank may evaluate before the later ranks have come to this one. If it is
+                not 0, call `end_stream` behind the last batch.
             turns: let the ranks take turns, so that the step may call the layers as often as it likes. One rank
                 computes at a time.
         """
@@ -196,7 +206,7 @@ class Pipeline(PartitionedModule):
             with self.running(batch.streams, caches=True):
                 results = self._turns.run(batch)
         else:
-            results = self._run(batch)
+            results = self._run(batch, ahead)
         self._turns.needed = batch.repeats
         # A norm that the user keeps in training mode learns in an evaluation too, as on one device.
         self._commit_statistics(norm for norm in deferred_norms(self.module) if norm.training)
@@ -205,6 +215,12 @@ class Pipeline(PartitionedModule):
     @cached_property
     def _turns(self) -> Turns:
         return Turns(self)
+
+    def end_stream(self) -> None:
+        """End evaluations that had batches under way on several ranks. Collective over all processes."""
+        self.executor.exchange.arrive()
+        if self.synchronous and False not in self._learnt_skips:
+            self._learn_skips(training=False)
 
     def returning(self, result: Any) -> None:
         """To be called by steps when they are about to return, within what must know that a run was cut short."""
@@ -279,16 +295,17 @@ class Pipeline(PartitionedModule):
             global_ranks=self.transport.topology.pipeline_processes(self.transport.replica),
         )
 
-    def _run(self, batch: Batch) -> dict[int, Any]:
+    def _run(self, batch: Batch, ahead: int = 0) -> dict[int, Any]:
         training = batch.training
         program = self._program(len(batch.micro_batches), training)
         with self.running(batch.streams):
-            self.executor.run(program, batch)
+            self.executor.run(program, batch, ahead)
         if training and not self._checked_layers:
             ran = {action.stage for action in program if action.kind is Kind.FORWARD}
             self.check_called(ran, self.executor.stages.called)
             self._checked_layers = True
-        if self.synchronous and training not in self._learnt_skips:
+        # In a stream the ranks are at different batches: `end_stream` learns then.
+        if self.synchronous and not ahead and training not in self._learnt_skips:
             self._learn_skips(training)
         return batch.results
 

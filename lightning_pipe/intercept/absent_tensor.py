@@ -47,9 +47,9 @@ _SHOWN = 3
 
 IN_HOOKS = (
     "In hooks a rank has the values of its own layers alone: read a parameter on the ranks that hold it, with "
-    "`if trainer.strategy.pipeline.holds(name)`. Call or generate after fit, when the module is whole again, or from a "
-    "checkpoint; norms of gradients and weights over all ranks come from "
-    "torch.nn.utils.get_total_norm and lightning.pytorch.utilities.grad_norm."
+    "`if trainer.strategy.pipeline.holds(name)`. Call or generate from a checkpoint, or after fit, when "
+    "trainer.strategy.whole_module() gives every rank all of it; norms of gradients and weights over all ranks come "
+    "from torch.nn.utils.get_total_norm and lightning.pytorch.utilities.grad_norm."
 )
 _ONE_DEVICE = (
     "Only tensors of one rank can follow each other: a teacher whose layers follow a student's needs one device. For "
@@ -59,6 +59,8 @@ _ONE_DEVICE = (
 
 class Home(Protocol):
     """Knows who has which value, and the tensors of the module."""
+
+    remedy: str
 
     def place(self, names: Sequence[str]) -> str:
         """Which rank this is, and which ranks have some named values, in words."""
@@ -80,11 +82,12 @@ class Origin(NamedTuple):
         shown = ", ".join(f"'{name}'" for name in self.names[:_SHOWN])
         return shown + (" and others" if len(self.names) > _SHOWN else "")
 
-    def error(self, what: str, hint: str = IN_HOOKS) -> CutError:
+    def error(self, what: str, hint: str | None = None) -> CutError:
         """The error for what needs the value."""
         known = self.names and self.home is not None
         where = self.home.place(self.names) if known and self.home is not None else "another rank has its value"
-        return CutError(f"{what}: {where}.", hint=hint)
+        remedy = IN_HOOKS if self.home is None else self.home.remedy
+        return CutError(f"{what}: {where}.", hint=hint or remedy)
 
 
 class AbsentTensor(Tensor):
@@ -127,7 +130,8 @@ class AbsentTensor(Tensor):
         raise self.origin.error(
             f"a tensor {tuple(self.shape)} {self.dtype} cannot be pickled or saved",
             hint="Use trainer.save_checkpoint(), on all ranks; what is added to a checkpoint is gathered where it is a "
-            "dictionary with the names of parameters. After fit every rank has the whole module again.",
+            "dictionary with the names of parameters. After fit, trainer.strategy.whole_module() gives every rank the "
+            "whole module.",
         )
 
     @classmethod

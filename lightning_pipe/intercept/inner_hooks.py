@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_pipe.errors import CutError
 from lightning_pipe.intercept.call_record import PLAIN, CallRecord, Passed, Seen
+from lightning_pipe.intercept.surroundings import Surroundings
 from lightning_pipe.intercept.tracker import Tracker
 from lightning_pipe.tensor_spec import TensorSpec
 from lightning_pipe.torch_internals import tree_flatten, tree_leaves, tree_unflatten
@@ -88,12 +89,23 @@ def _showing(
         calls.tracker.calls.append(_describe(calls.tracker, name, (path, number), given, arguments))
         calls.inside = False
         try:
-            with calls.tracker.resumed():
+            with _acting(calls.tracker, calls.surroundings):
                 return hook(part, *given)
         finally:
             calls.inside = True
 
     return showing
+
+
+@contextmanager
+def _acting(tracker: Tracker, surroundings: Surroundings) -> Iterator[None]:
+    """While a hook acts: it is followed, and draws the same random numbers on all stages."""
+    surroundings.inner_hook = True
+    try:
+        with surroundings.stream(-1, len(tracker.calls), 0), tracker.resumed():
+            yield
+    finally:
+        surroundings.inner_hook = False
 
 
 def _describe(tracker: Tracker, name: str, hook: tuple[str, int], given: Any, arguments: Sequence[Any]) -> CallRecord:
@@ -118,11 +130,19 @@ def _describe(tracker: Tracker, name: str, hook: tuple[str, int], given: Any, ar
     return CallRecord(f"{name}.{hook[0]}", numbers, differentiable, structure, tuple(described), hook=hook)
 
 
-def act(tracker: Tracker, module: nn.Module, args: Any, kwargs: Any, stand_for: Callable[[Any], Tensor]) -> None:
+def act(
+    tracker: Tracker,
+    surroundings: Surroundings,
+    module: nn.Module,
+    args: Any,
+    kwargs: Any,
+    stand_for: Callable[[Any], Tensor],
+) -> None:
     """Let the hooks act that did so when an earlier stage ran a layer.
 
     Args:
         tracker: that of the run.
+        surroundings: of the run.
         module: the layer or outside module.
         args: what it is given here.
         kwargs: by name.
@@ -148,5 +168,5 @@ def act(tracker: Tracker, module: nn.Module, args: Any, kwargs: Any, stand_for: 
             else:
                 leaves.append(arguments[leaf.argument] if isinstance(leaf, Passed) else leaf)
         tracker.follow(tensors, call)
-        with tracker.resumed():
+        with _acting(tracker, surroundings):
             hooks[number](part, *tree_unflatten(leaves, call.structure))

@@ -53,6 +53,7 @@ class LayerCalls:
         objects: whether other ranks can be shown what layers change in objects that they are given.
 
     Attributes:
+        surroundings: those of the run.
         inside: whether a layer or outside module runs now.
         routed: the numbers of tensors that go to another stage than the next, with that stage.
     """
@@ -70,7 +71,7 @@ class LayerCalls:
     ) -> None:
         self.tracker, self.inside, self.routed = tracker, False, dict[int, int]()
         self._others, self._routes, self._objects = not stage.all, stage.routes, objects
-        self._skips, self._surroundings, self._cache, self._profiler = skips, surroundings, cache, profiler
+        self._skips, self.surroundings, self._cache, self._profiler = skips, surroundings, cache, profiler
 
     def run(self, name: str, key: int, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call ``forward`` with the random stream of ``key``, and record what the call leaves behind."""
@@ -81,7 +82,7 @@ class LayerCalls:
         tensors = [leaf for leaf in arguments if isinstance(leaf, Tensor)]
         self.inside = True  # what a layer calls, other layers too, belongs to it
         try:
-            with tracker.paused(), self._surroundings.stream(key), stored_in(self._skips):
+            with tracker.paused(), self.surroundings.stream(key), stored_in(self._skips):
                 tracker.touch(tensors, name)
                 before, received = tracker.in_place.noted(tensors), tracker.given(tensors)
                 skips, events = dict(self._skips), len(self._skips.events)
@@ -95,7 +96,7 @@ class LayerCalls:
                     if watched
                     else None
                 )
-                hooked = cache.hooked.of(module) if self._others else ()
+                hooked = cache.hooked.of(module)
                 start = graph_nodes()
                 with shown(self, name, hooked, arguments) if hooked else _AS_IT_IS:
                     result = forward(*args, **kwargs)

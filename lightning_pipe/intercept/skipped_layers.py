@@ -13,6 +13,7 @@ from lightning_pipe.intercept.effects import Attributes, containers_in, replace_
 from lightning_pipe.intercept.inner_hooks import act
 from lightning_pipe.intercept.objects import objects_of, put_state
 from lightning_pipe.intercept.placeholder import Placeholder
+from lightning_pipe.intercept.surroundings import Surroundings
 from lightning_pipe.intercept.torch_functions import leaves_of
 from lightning_pipe.intercept.tracker import Tracker
 from lightning_pipe.skip import StepStore
@@ -25,6 +26,7 @@ class SkippedLayers:
 
     Args:
         tracker: that of the run.
+        surroundings: of the run.
         skips: what is stashed and not popped yet.
         device: where placeholders pretend to be.
 
@@ -35,8 +37,8 @@ class SkippedLayers:
         lenders: arguments whose memory a skipped layer's result may share, by the positions of call and argument.
     """
 
-    def __init__(self, tracker: Tracker, skips: StepStore, device: torch.device) -> None:
-        self._tracker, self._skips, self._device = tracker, skips, device
+    def __init__(self, tracker: Tracker, surroundings: Surroundings, skips: StepStore, device: torch.device) -> None:
+        self._tracker, self._surroundings, self._skips, self._device = tracker, surroundings, skips, device
         self.attributes = Attributes()
         self.modules: list[nn.Module] = []
         self.kept: list[tuple[Tensor, str]] = []
@@ -45,11 +47,12 @@ class SkippedLayers:
     def answer(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """The result of a call, with placeholders for its tensors."""
         tracker = self._tracker
-        # the hooks come first: where the layer runs, they acted before it ended and was recorded
-        act(tracker, module, args, kwargs, self._placeholder_for)
         arguments = leaves_of(args, kwargs)
         tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
-        call = tracker.expect(name, tracker.given(tensors))
+        given = tracker.given(tensors)
+        # the hooks come first: where the layer runs, they acted before it ended and was recorded
+        act(tracker, self._surroundings, module, args, kwargs, self._placeholder_for)
+        call = tracker.expect(name, given)
         tracker.note_read(tensors)
         self.modules.append(module)
         written: list[Tensor] = []

@@ -6,7 +6,7 @@ import importlib.util
 import sys
 import sysconfig
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Container, Iterator, Mapping
 from functools import cache
 from typing import Any, Literal, NamedTuple
 
@@ -43,6 +43,12 @@ _LIGHTNING_INTERNALS = frozenset(
 )
 _SKIPPED = _MODULE_INTERNALS | _LIGHTNING_INTERNALS
 
+
+def is_compared(name: str) -> bool:
+    """Whether snapshots compare attributes of this name."""
+    return name not in _SKIPPED
+
+
 Path = tuple[Any, ...]
 
 
@@ -67,12 +73,20 @@ class _Kept(NamedTuple):
 
 
 class Snapshot:
-    """The attributes of some modules at one time."""
+    """The attributes of some modules at one time.
 
-    def __init__(self, modules: dict[str, nn.Module]) -> None:
+    Args:
+        modules: the modules by name.
+        only: the attributes of each that count; ``None``: all.
+    """
+
+    def __init__(self, modules: Mapping[str, nn.Module], only: Mapping[str, Container[str]] | None = None) -> None:
         seen: dict[int, _Node] = {}  # one node for each object: several may refer to it, and it may hold itself
         with DisableTorchFunction():  # a step under way must not take this for calls of its own
-            self._nodes = {name: _Attributes(module, seen, skipped=_SKIPPED) for name, module in modules.items()}
+            self._nodes = {
+                name: _Attributes(module, seen, skipped=_SKIPPED, only=None if only is None else only.get(name, ()))
+                for name, module in modules.items()
+            }
 
     def undo(self) -> None:
         """Put everything back in place."""
@@ -153,13 +167,20 @@ class _Attributes(_Mapping):
 
     kind = "attribute"
 
-    def __init__(self, owner: Any, seen: dict[int, _Node], skipped: frozenset[str] = frozenset()) -> None:
-        self.skipped = skipped
+    def __init__(
+        self,
+        owner: Any,
+        seen: dict[int, _Node],
+        skipped: frozenset[str] = frozenset(),
+        only: Container[str] | None = None,
+    ) -> None:
+        self.skipped, self.only = skipped, only
         super().__init__(owner, seen)
 
     def items(self) -> Iterator[tuple[Any, Any]]:
         for name, value in vars(self.owner).items():
-            if name not in self.skipped and not isinstance(value, nn.Module):
+            wanted = self.only is None or name in self.only
+            if wanted and name not in self.skipped and not isinstance(value, nn.Module):
                 yield name, value
 
     def put(self, key: Any, value: Any) -> None:

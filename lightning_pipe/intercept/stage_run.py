@@ -47,6 +47,7 @@ from lightning_pipe.intercept.layer_calls import LayerCalls, Profiler, RunCache
 from lightning_pipe.intercept.objects import ChangedObjectError
 from lightning_pipe.intercept.outgoing import check_surroundings, crossings_of
 from lightning_pipe.intercept.parameter_use import ParameterUse
+from lightning_pipe.intercept.random_streams import passed_over
 from lightning_pipe.intercept.skipped_layers import SkippedLayers
 from lightning_pipe.intercept.stage_layers import StageLayers
 from lightning_pipe.intercept.surroundings import Surroundings
@@ -113,7 +114,7 @@ class StageRun:
         stream = self.surroundings.stream
         self.tracker = Tracker(expected, stream, parameter_use, partial=not stage.all, alone=alone)
         self.tracker.come_back = self._come_back if may_repeat and not training else None
-        self.skipped_layers = SkippedLayers(self.tracker, self.skips, device)
+        self.skipped_layers = SkippedLayers(self.tracker, self.surroundings, self.skips, device)
         self.arrival = Arrival(inbound, self.tracker, self.skipped_layers, parameter_use)
         self.layer_calls = LayerCalls(stage, self.tracker, self.skips, self.surroundings, cache, profiler)
 
@@ -139,7 +140,8 @@ class StageRun:
             raise CutError(
                 "generate() runs the layers once for every token; in a pipeline a step may run them once: "
                 f"{error.message}",
-                hint="Generate after training, when the module is whole again, from a checkpoint, or on one device.",
+                hint="Generate after training, when trainer.strategy.whole_module() gives every rank the whole module, "
+                "from a checkpoint, or on one device.",
             ) from None
         else:
             self._returned(result)
@@ -229,6 +231,7 @@ class StageRun:
 
     def _answer(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """A stage before this one runs the module, (2)."""
+        passed_over()
         with self.tracker.paused():
             return self.skipped_layers.answer(name, module, args, kwargs)
 

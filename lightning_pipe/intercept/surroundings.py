@@ -22,6 +22,7 @@ class Surroundings:
         checkpoint: the activation checkpoint.
         unit: the ``torch.autograd.Function`` that is being applied.
         hooked: the full backward hooks of modules that have begun and not ended, outermost first.
+        inner_hook: whether a forward hook on a part of a layer runs.
     """
 
     def __init__(self, isolated: Callable[..., AbstractContextManager[None]]) -> None:
@@ -29,6 +30,7 @@ class Surroundings:
         self.checkpoint: Checkpoint | None = None
         self.unit: Unit | None = None
         self.hooked: list[BackwardHook] = []
+        self.inner_hook = False
 
     @property
     def whole_unit(self) -> Unit | None:
@@ -38,10 +40,11 @@ class Surroundings:
     def stream(self, *key: int) -> AbstractContextManager[None]:
         """The random stream of ``key``; without a key that of the code around, which goes on.
 
-        A checkpoint runs its code again in the backward pass, so it notes the streams in order. The backward of a
-        Function restores the generator's state by itself: all that draws inside it draws from one stream.
+        A checkpoint runs its code again in the backward pass, so it notes the streams in order; hooks inside its layers
+        run again as parts of these. The backward of a Function restores the generator's state by itself: all that draws
+        inside it draws from one stream.
         """
-        if self.whole_unit is not None:
+        if self.whole_unit is not None or (self.inner_hook and self.checkpoint is not None):
             return nullcontext()
         if key and self.checkpoint is None:
             return self._isolated(*key)

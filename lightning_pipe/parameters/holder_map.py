@@ -136,6 +136,13 @@ class HolderMap:
                 if self._first_names.get(full) == full and full not in self._in_layers:
                     yield module_name, full
 
+    def inherit(self, before: HolderMap) -> None:
+        """Take over what an earlier division of the same module has learnt about tensors outside the layers."""
+        for name, tensor in named_tensors(self._module):
+            known = before.name_of(tensor)
+            if known is not None and self.has(name) and not self.in_layers_alone(name):
+                self._holders[name] = before.owners(known)
+
     def add_new(self) -> None:
         """Take up parameters and buffers of modules that hooks have added."""
         for name, tensor in named_tensors(self._module):

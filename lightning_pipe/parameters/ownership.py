@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipe.construction import materialize
-from lightning_pipe.errors import CutError
-from lightning_pipe.intercept.absent_tensor import AbsentTensor, Origin, exchange, is_absent
+from lightning_pipe.errors import CutError, PartitionError
+from lightning_pipe.intercept.absent_tensor import IN_HOOKS, AbsentTensor, Origin, exchange, is_absent
 from lightning_pipe.parameters.holder_map import HolderMap, named_tensors, owned_by
 
 __all__ = ["Ownership", "named_tensors", "tensors_of"]
@@ -37,9 +37,12 @@ class Ownership:
         ranks: number of ranks in the pipeline.
         loss_ranks: the ranks that compute the loss.
         rank_names: how messages name the ranks.
+        before: of an earlier run, if the module is still divided as that run has left it.
 
     Attributes:
-        users_known: whether it is known who uses the parameters outside the sequence.
+        users_known: whether a batch of this run has shown who uses the parameters outside the sequence.
+        settled: whether one of this run or of an earlier one has.
+        remedy: what messages advise whoever asks for a value of another rank.
         used: the parameters outside the sequence that this rank has used, and with a dot the modules that it has run.
         elsewhere: objects that may keep copies of parameters and buffers.
         stand_ins: while other tensors stand in for the parameters that are trained here, these by ``id``.
@@ -54,15 +57,20 @@ class Ownership:
         ranks: int,
         loss_ranks: tuple[int, ...],
         rank_names: Sequence[str],
+        before: Ownership | None = None,
     ) -> None:
         self.rank, self.rank_names = rank, rank_names
         self.users_known = False
+        self.settled: bool = before is not None and before.settled
+        self.remedy = IN_HOOKS
         self.elsewhere: Sequence[object] = (module,)
-        self.used: set[str] = set()
+        self.used: set[str] = set() if before is None else before.used
         self.stand_ins: Mapping[int, nn.Parameter] | None = None
         self._module, self._layers, self._layer_ranks = module, list(layers), list(layer_ranks)
         self._ranks_of = {name: ranks for (name, _), ranks in zip(layers, layer_ranks, strict=True)}
         self._map = HolderMap(module, layers, layer_ranks, ranks, loss_ranks)
+        if before is not None:
+            self._map.inherit(before._map)
 
     # ------------------------------------------------------------------ questions
 
@@ -188,8 +196,13 @@ class Ownership:
     def release_layers(self) -> None:
         """Free the parameters and buffers of foreign layers in place: objects and names stay, as `AbsentTensor`.
 
-        Of a module that was built without memory, this rank's tensors are made now.
+        Of a module that was built without memory, this rank's tensors are made now. What an earlier division has freed
+        stays as it is.
+
+        Raises:
+            PartitionError: it has freed what this rank is to compute with.
         """
+        self._take_over()
         _drop_weak_references(self._module)
         _drop_graphs(self._module)
         for (_, layer), ranks in zip(self._layers, self._layer_ranks, strict=True):
@@ -206,6 +219,18 @@ class Ownership:
             layer for (_, layer), ranks in zip(self._layers, self._layer_ranks, strict=True) if self.rank not in ranks
         ]
         materialize(self._module, without=foreign)
+
+    def _take_over(self) -> None:
+        """Let tensors that are absent already refer to this division."""
+        for name, tensor in named_tensors(self._module):
+            if isinstance(tensor, AbsentTensor):
+                if self._map.in_layers_alone(name) and self.holds(name):
+                    raise PartitionError(
+                        f"{self.rank_names[self.rank].capitalize()} is to compute with '{name}', and has no value of "
+                        "it: an earlier run has divided the module in another way.",
+                        hint="Call trainer.strategy.whole_module() on all ranks after that run, with its Trainer.",
+                    )
+                tensor.origin = Origin((name,), self)
 
     def _release(self, name: str, tensor: Tensor) -> None:
         # The object stays, so that optimizers, ties and hooks that refer to it go on working.
@@ -228,7 +253,7 @@ class Ownership:
         for name, parameter in self._map.outside():
             if name in used and not self.holds(name) and not isinstance(parameter, AbsentTensor):
                 self._release(name, parameter)
-        self.users_known = True
+        self.users_known = self.settled = True
 
     def agree_on_lost(self, gather: Callable[[Any], list[Any]]) -> list[str]:
         """Learn which ranks have lost what the map says they hold, and which still have it.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import ast
 import importlib
+import re
 import shutil
 import sys
 from functools import partial
@@ -15,7 +16,7 @@ from lightning_pipe.errors import ConfigurationError
 if TYPE_CHECKING:
     from torch import nn
 
-_FORM = "package.module:Name"
+FORM = "package.module:Name"
 _REMEDY = "Give the values it needs with --argument NAME=VALUE, or name a function that makes the module."
 
 
@@ -24,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = "Show how a module would be cut. It is made without weights: any size can be planned anywhere."
     parser.set_defaults(run=_run)
     add = parser.add_argument
-    add("module", metavar=_FORM, help="a LightningModule, or a function that makes one")
+    add("module", metavar=FORM, help="a LightningModule, or a function that makes one")
     pair = partial(add, type=option, action="append", default=[], metavar="NAME=VALUE")
     pair("--argument", help="an argument of the module or function, such as layers=24")
     number = partial(add, type=int, metavar="N")
@@ -36,6 +37,50 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     pair("--option", help="an option of the schedule, such as virtual_stages=3")
     add("--layers", action="append", metavar="NAME", help="dotted name of the layer sequence, or several")
     add("--balance", type=_balance, default="parameters", metavar="N,N,…", help="layers of each stage")
+    _add_search(parser)
+
+
+def _add_search(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("search", "Predict all configurations, and show the best ten.")
+    add = group.add_argument
+    add("--search", action="store_true", help="look for the fastest; --ranks counts all processes")
+    add("--profile", metavar="FILE", help="costs from `lightning-pipe profile` (default: by parameters)")
+    add("--memory", type=_bytes, metavar="SIZE", help="that each process may hold, such as 16GiB")
+    add("--pipeline-ranks", type=int, metavar="N", help="ranks of a pipeline (default: all divisors are tried)")
+    add("--schedules", metavar="NAME,…", help="to look among (default: all with a flush)")
+    add("--png", metavar="PATH", help="draw where the time of the best goes (.png, .svg or .pdf)")
+
+
+def _bytes(text: str) -> float:
+    """``16GiB``, ``500MB`` or a number of bytes."""
+    match = re.fullmatch(r"([0-9.]+)\s*(?:([KMGT])(i?)B?)?", text, re.IGNORECASE)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 16GiB, 500MB or 1000000")
+    number, letter, binary = match.groups()
+    power = "KMGT".index(letter.upper()) + 1 if letter else 0
+    return float(number) * (1024 if binary else 1000) ** power
+
+
+def _search(values: argparse.Namespace, module: nn.Module) -> None:
+    from lightning_pipe.planning.cost_profile import CostProfile
+    from lightning_pipe.planning.search import checked, search
+
+    found = search(
+        module if values.profile is None else checked(CostProfile.load(values.profile), module, values.layers),
+        values.ranks,
+        values.batch_size,
+        memory=values.memory,
+        families=None if values.schedules is None else values.schedules.split(","),
+        pipeline_parallel_size=values.pipeline_ranks,
+        layers=values.layers,
+    )
+    print(found)
+    if values.png is not None:
+        try:
+            found.plot(values.png)
+        except (OSError, ValueError) as error:
+            raise ConfigurationError(f"{values.png} cannot be written: {error}.") from error
+        print(f"wrote {values.png}")
 
 
 def option(text: str) -> tuple[str, Any]:
@@ -64,8 +109,12 @@ def _run(values: argparse.Namespace) -> None:
     from lightning_pipe.planning.make import plan
     from lightning_pipe.planning.render import plan_text
 
+    module = made_module(values.module, dict(values.argument))
+    if values.search:
+        _search(values, module)
+        return
     made = plan(
-        _made(values.module, dict(values.argument)),
+        module,
         values.ranks,
         batch=values.batch_size,
         schedule=schedules.get(values.schedule, **dict(values.option)),
@@ -77,23 +126,35 @@ def _run(values: argparse.Namespace) -> None:
     print(plan_text(made, width=shutil.get_terminal_size((100, 24)).columns))
 
 
-def _made(place: str, arguments: dict[str, Any]) -> nn.Module:
-    """The module, without values in its parameters."""
+def imported(place: str) -> Any:
+    """What a place such as ``package.module:Name`` names.
+
+    Raises:
+        ConfigurationError: it cannot be imported.
+    """
+    source, colon, name = place.partition(":")
+    if not (source and colon and name):
+        raise ConfigurationError(f"{place!r} is not of the form {FORM}.", hint="For example my_project.models:MyModel.")
+    if "" not in sys.path:
+        sys.path.insert(0, "")  # as `python -m` does
+    try:
+        return getattr(importlib.import_module(source), name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigurationError(f"{place} cannot be imported: {error}.") from error
+
+
+def made_module(place: str, arguments: dict[str, Any], device: str = "meta") -> nn.Module:
+    """The module that a place makes; by default without values in its parameters.
+
+    Raises:
+        ConfigurationError: it cannot be made, or is no module.
+    """
     import torch
     from torch import nn
 
-    source, colon, name = place.partition(":")
-    if not (source and colon and name):
-        raise ConfigurationError(
-            f"{place!r} is not of the form {_FORM}.", hint="For example my_project.models:MyModel."
-        )
-    sys.path.insert(0, "")  # as `python -m` does
+    make = imported(place)
     try:
-        make = getattr(importlib.import_module(source), name)
-    except (ImportError, AttributeError) as error:
-        raise ConfigurationError(f"{place} cannot be imported: {error}.") from error
-    try:
-        with torch.device("meta"):
+        with torch.device(device):
             module = make(**arguments)
     except Exception as error:
         raise ConfigurationError(f"{place} failed with {type(error).__name__}: {error}", hint=_REMEDY) from error

@@ -148,20 +148,34 @@ def steps_before_forwards(orders: Iterable[Iterable[Action]]) -> dict[tuple[int,
     return seen
 
 
-def live_versions(schedule: Schedule, rank: int) -> int:
-    """The most versions of a stage's weights on a rank: from the oldest still needed after a step to the newest."""
+def versions_after(schedule: Schedule, rank: int) -> dict[int, tuple[int, int]]:
+    """The versions of a stage's weights that a rank holds, from the oldest still needed to the newest.
+
+    Returns:
+        ``index of an action -> (its stage, versions held once it has run)``, for steps and backward actions.
+    """
     order = schedule.actions[rank]
     newest = Counter(action.stage for action in order if action.kind is Kind.STEP)
+    if not newest:
+        return {}
     oldest: dict[int, int] = {}
-    most = 1
-    for kind, stage, micro_batch, *_ in reversed(order):
+    found: dict[int, tuple[int, int]] = {}
+    for index, (kind, stage, micro_batch, *_) in reversed(list(enumerate(order))):
         if kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
+            found[index] = stage, newest[stage] - oldest.get(stage, newest[stage]) + 1
             version = schedule.versions.get((stage, micro_batch or 0), 0)
             oldest[stage] = min(version, oldest.get(stage, version))
         elif kind is Kind.STEP:
-            most = max(most, newest[stage] - oldest.get(stage, newest[stage]) + 1)
+            found[index] = stage, newest[stage] - oldest.get(stage, newest[stage]) + 1
             newest[stage] -= 1
-    return most
+    return found
+
+
+def live_versions(schedule: Schedule, rank: int) -> int:
+    """The most versions of a stage's weights on a rank: from the oldest still needed after a step to the newest."""
+    order = schedule.actions[rank]
+    held = versions_after(schedule, rank)
+    return max((held[index][1] for index, action in enumerate(order) if action.kind is Kind.STEP), default=1)
 
 
 NOMINAL: dict[Kind, Number] = {

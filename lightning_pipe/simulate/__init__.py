@@ -11,10 +11,25 @@ from types import ModuleType
 from lightning_pipe.schedules.ir import Schedule
 from lightning_pipe.simulate.comparison import Comparison, compare, table
 from lightning_pipe.simulate.costs import Costs
+from lightning_pipe.simulate.link import Link
+from lightning_pipe.simulate.memory import Held, Memory, memory_over_time, peak
 from lightning_pipe.simulate.simulator import simulate
 from lightning_pipe.simulate.timeline import Event, Timeline
 
-__all__ = ["Comparison", "Costs", "Event", "Timeline", "compare", "simulate", "table"]
+__all__ = [
+    "Comparison",
+    "Costs",
+    "Event",
+    "Held",
+    "Link",
+    "Memory",
+    "Timeline",
+    "compare",
+    "memory_over_time",
+    "peak",
+    "simulate",
+    "table",
+]
 
 
 class _CallableModule(ModuleType):

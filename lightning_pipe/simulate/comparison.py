@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 from lightning_pipe import schedules
 from lightning_pipe.errors import ScheduleError
@@ -17,7 +17,6 @@ from lightning_pipe.simulate.steady import ratio
 from lightning_pipe.simulate.style import time_of
 from lightning_pipe.simulate.timeline import Timeline
 
-_PER_MESSAGE = "send"
 _STEADY = 24
 """Micro-batches per rank after which a schedule without a flush repeats for sure."""
 
@@ -115,7 +114,7 @@ def _compared(
         schedule = built(micro_batches)
     except ScheduleError as error:
         return Comparison(family.label, problem=error.message)
-    own = costs if stages is not None else _of_a_share(costs, ratio(ranks, schedule.stages))
+    own = costs if stages is not None else costs.of_a_share(ratio(ranks, schedule.stages))
     timeline = simulate_batch(schedule, built, own)
     bubble = timeline.bubble_ratio if timeline.steady is None else timeline.steady
     return Comparison(family.label, schedule, timeline, bubble)
@@ -134,21 +133,6 @@ def simulate_batch(schedule: Schedule, build: Callable[[int], Schedule], costs: 
         return timeline
     run = simulate(build(max(schedule.micro_batches, _STEADY * schedule.ranks)), costs)
     return replace(timeline, steady=run.steady_bubble_ratio)
-
-
-def _of_a_share(costs: Costs, share: Number) -> Costs:
-    """The costs of a stage that is this share of a rank's part of the model; its messages are as large."""
-    scaled = {}
-    for field in fields(costs):
-        value = getattr(costs, field.name)
-        if isinstance(value, (int, float)) or hasattr(value, "numerator"):
-            scaled[field.name] = value if field.name == _PER_MESSAGE else value * share
-        elif value is not None:
-            raise ScheduleError(
-                f"Costs.{field.name} has one number per stage, but schedules have different numbers of stages.",
-                hint="Say how many stages there are, or give one number for all.",
-            )
-    return replace(costs, **scaled)
 
 
 def table(rows: Iterable[Comparison]) -> str:

@@ -1,16 +1,30 @@
-"""How long the actions of each stage take."""
+"""How long the actions of each stage take, and what they occupy meanwhile."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from fractions import Fraction
+from typing import Any, Literal, get_args
 
 from lightning_pipe.errors import ScheduleError
 from lightning_pipe.schedules.action import Action, Kind
 from lightning_pipe.schedules.dependencies import Number
 
 PerStage = Number | Sequence[Number]
+Occupied = Literal["neither", "sender", "receiver", "both"]
+Links = Literal["free", "directed", "shared"]
+
+_OF_THE_MODEL = (
+    "forward",
+    "backward",
+    "backward_input",
+    "backward_weight",
+    "recompute",
+    "reduce",
+    "step",
+)
+"""Times that a stage twice as large has twice; messages and the engine's own work are the same for any stage."""
 
 
 @dataclass(frozen=True)
@@ -27,8 +41,18 @@ class Costs:
         backward_weight: its part for the weights, ``W``; by default the rest of ``backward``.
         recompute: repeated forward pass, ``R``; by default ``forward``.
         send: time from the end of an action until its result is on another rank; per stage, that of the boundary
-            above the stage. It delays the receiver and occupies neither rank.
-        reduce: time to sum a stage's gradients over its copies. It overlaps with compute.
+            above the stage.
+        reduce: time to sum a stage's gradients over its copies, those of other replicas included.
+        step: optimizer step, after a stage's reduction; without a flush, of every ``STEP``.
+        send_backward: time of the gradient over the same boundary; by default ``send``.
+        overhead: what an executor spends on each action of a rank, sending and receiving a message included.
+        occupies: who does nothing else during a message: the ``"sender"`` until it is sent, the ``"receiver"`` from
+            when it wants it, ``"both"``, or ``"neither"``: then it only delays the receiver.
+        links: between two ranks messages travel all at once (``"free"``), one after the other in each direction
+            (``"directed"``), or one after the other in both directions together (``"shared"``).
+        overlap_reduce: reductions run beside compute, where the schedule's option ``sync`` does not put them off;
+            otherwise they begin when their ranks have nothing left to compute. Without a flush a step waits for
+            its reduction in any case.
 
     All times have one unit, which is that of the simulation's results: seconds in, seconds out.
 
@@ -47,11 +71,22 @@ class Costs:
     recompute: PerStage | None = None
     send: PerStage = 0
     reduce: PerStage = 0
+    step: PerStage = 0
+    send_backward: PerStage | None = None
+    overhead: Number = 0
+    occupies: Occupied = "neither"
+    links: Links = "free"
+    overlap_reduce: bool = True
 
     def check(self, stages: int) -> None:
         """Raise a :class:`ScheduleError` unless every sequence has one number per stage and none is negative."""
+        for name, known in (("occupies", Occupied), ("links", Links)):
+            if getattr(self, name) not in get_args(known):
+                raise ScheduleError(f"Costs.{name} is one of {get_args(known)}, got {getattr(self, name)!r}.")
         for field in fields(self):
             value = getattr(self, field.name)
+            if isinstance(value, (str, bool)):
+                continue
             if isinstance(value, Sequence) and len(value) != stages:
                 raise ScheduleError(
                     f"Costs.{field.name} has {len(value)} numbers, but the schedule has {stages} stages.",
@@ -61,13 +96,32 @@ class Costs:
                 raise ScheduleError(f"Costs.{field.name} must not be negative, got {value}.")
 
     def duration(self, action: Action) -> Number:
-        """The time of a compute action."""
+        """The time of a compute action, without the overhead."""
         return _DURATIONS[action.kind](self, action.stage)
 
     def transfer(self, action: Action) -> Number:
         """The time for the result of a forward or backward action to reach the rank of the neighbouring stage."""
-        boundary = action.stage if action.kind is Kind.FORWARD else action.stage - 1
-        return at_stage(self.send, boundary)
+        if action.kind is Kind.FORWARD:
+            return at_stage(self.send, action.stage)
+        return at_stage(self.send if self.send_backward is None else self.send_backward, action.stage - 1)
+
+    def of_a_share(self, share: Number) -> Costs:
+        """The costs of a stage that is this share of the present one; its messages are as large.
+
+        Raises:
+            ScheduleError: a cost has one number per stage.
+        """
+        scaled: dict[str, Any] = {}
+        for name in _OF_THE_MODEL:
+            value = getattr(self, name)
+            if isinstance(value, Sequence):
+                raise ScheduleError(
+                    f"Costs.{name} has one number per stage, but schedules have different numbers of stages.",
+                    hint="Say how many stages there are, or give one number for all.",
+                )
+            if value is not None:
+                scaled[name] = value * share
+        return replace(self, **scaled)
 
     def input_part(self, stage: int) -> Number:
         """The time of ``I`` at a stage."""
@@ -101,5 +155,5 @@ _DURATIONS: dict[Kind, Callable[[Costs, int], Number]] = {
     Kind.BACKWARD_INPUT: Costs.input_part,
     Kind.BACKWARD_WEIGHT: Costs.weight_part,
     Kind.RECOMPUTE: lambda costs, stage: at_stage(costs.forward if costs.recompute is None else costs.recompute, stage),
-    Kind.STEP: lambda costs, stage: 0,
+    Kind.STEP: lambda costs, stage: at_stage(costs.reduce, stage) + at_stage(costs.step, stage),
 }

@@ -213,7 +213,8 @@ class ProcessStrategy(ParallelStrategy):
         if self.signals is not None and self.signals.leaving_together:
             return False
         trainer = None if self.lightning_module is None else self.lightning_module._trainer
-        return trainer is not None and trainer.state.status == TrainerStatus.INTERRUPTED
+        # another Trainer may have taken the module since then
+        return trainer is not None and trainer.strategy is self and trainer.state.status == TrainerStatus.INTERRUPTED
 
     # ------------------------------------------------------------------ collectives
 

@@ -56,14 +56,15 @@ from lightning_pipe.trainer.broadcasts import blocking
 from lightning_pipe.trainer.checks import steps_for_every_batch
 from lightning_pipe.trainer.data.batch_splitter import BatchSplitter, BatchSplitting, naming_suspects
 from lightning_pipe.trainer.data.loaders import Loaders
-from lightning_pipe.trainer.data.micro_batches import MicroBatches
 from lightning_pipe.trainer.data.training_output import TrainingOutput
+from lightning_pipe.trainer.evaluation.evaluations import Evaluations
+from lightning_pipe.trainer.evaluation.steps import EvaluationSteps
 from lightning_pipe.trainer.gradients import Gradients
 from lightning_pipe.trainer.layer_costs import LayerCosts
 from lightning_pipe.trainer.report import Report
 from lightning_pipe.trainer.seeds import Seeds
 from lightning_pipe.trainer.stopping import stopping_together
-from lightning_pipe.trainer.user_step import Context, StepOfBatch, UserStep
+from lightning_pipe.trainer.user_step import UserStep
 from lightning_pipe.trainer.whole_model.finetuning import values_compared
 from lightning_pipe.trainer.whole_model.grad_scaler import loss_scale, over_stages
 from lightning_pipe.trainer.whole_model.gradient_norms import over_all_stages
@@ -114,11 +115,11 @@ class PipelineRun:
         self.loaders = Loaders(module, pipeline, world, self._broadcast)
         self.streaming: Streaming | None = None
         self._module, self._world, self._precision = module, world, precision
-        self._loss_weight = splitting.loss_weight
         self._splitter = BatchSplitter(module, pipeline, world, splitting)
         self._costs = LayerCosts(module, pipeline, profiles)
         self._seeds = Seeds(seed, world.transport.replica)
         self._step: UserStep | None = None
+        self._evaluations: Evaluations | None = None
         self._output: TrainingOutput | None = None
         self._changed = ExitStack()
 
@@ -142,7 +143,11 @@ class PipelineRun:
         self._changed.enter_context(replaced(self._module, "_example_input_array", None))
         # hooks may keep parameters, or copies of them, in these objects
         self.pipeline.ownership.elsewhere = [self._module, *trainer.callbacks]
-        self._step = UserStep(self._module, self.pipeline, self._world, metrics, self._loss_weight)
+        self._step = UserStep(self._module, self.pipeline, self._world, metrics, self._splitter.options.loss_weight)
+        steps = EvaluationSteps(self.pipeline, self._step, self._precision, self._seeds)
+        options = self._splitter.options
+        self._evaluations = Evaluations(self._module, self._world, steps, streams=options.stream_evaluation)
+        self._changed.enter_context(self._evaluations.installed())
         self._output = TrainingOutput(self._module, self.pipeline.transport.device, self._step.numbers.rules)
         if fitting and self.pipeline.asynchronous is not None:
             self._costs.warn_if_wanted()
@@ -172,6 +177,7 @@ class PipelineRun:
         """Leave everything as it was found; the module stays divided."""
         self._step = self._output = None
         self._changed.close()
+        self._evaluations = None
         self.streaming = None
 
     # ------------------------------------------------------------------ batches
@@ -211,33 +217,15 @@ class PipelineRun:
         self.gradients.after_batch(optimizers)
         return self._output.of(outputs, micro_batches, withheld)
 
-    def evaluate(self, name: str, args: Sequence[Any], context: Context) -> Any:
-        """An evaluation step, once over the whole batch: its code sees what it would see on one device.
+    def evaluate(self, name: str, args: Sequence[Any]) -> Any:
+        """An evaluation step, once over the whole batch.
 
         Args:
             name: the method of the LightningModule.
             args: the step's arguments; the first one is the batch, on this device.
-            context: entered around the step, for precision.
         """
-        assert self._step is not None
-        seed = self._seeds.evaluation()
-        if name not in self._step.in_turns:
-            step, outputs = self._evaluated(name, args, context, seed, turns=False)
-            if not step.repeats:
-                return outputs.get(0)
-            self._step.take_turns(name)
-        return self._evaluated(name, args, context, seed, turns=True)[1].get(0)
-
-    def _evaluated(
-        self, name: str, args: Sequence[Any], context: Context, seed: int, *, turns: bool
-    ) -> tuple[StepOfBatch, dict[int, Any]]:
-        """The step of an evaluation batch once it has run, and what it returned; see `Pipeline.evaluate`."""
-        assert self._step is not None
-        batch, *rest = args
-        step = self._step.begin(name, rest, context, MicroBatches([batch], [1], [1.0]))
-        with self._step.running(may_repeat=not turns) as before:
-            outputs = self.pipeline.evaluate(step, [batch], seed=seed, turns=turns)
-        return step, step.share(outputs, before, repeats=self.pipeline.repeats)
+        assert self._evaluations is not None
+        return self._evaluations.step(name, args)
 
     @contextmanager
     def transfer(self) -> Generator[None, None, None]:
@@ -257,4 +245,5 @@ class PipelineRun:
         if self.streaming is not None and self._module.trainer.training:
             # the rank with the last stage is calls ahead of the first stage, and must not wait for it
             return self.streaming.broadcast(obj, source)
-        return blocking(self.pipeline)(obj, source)
+        share = self._evaluations.share_batch if self._evaluations is not None else None
+        return (share or blocking(self.pipeline))(obj, source)

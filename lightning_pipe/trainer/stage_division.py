@@ -15,6 +15,7 @@ from torch import nn
 from lightning_pipe.config import Auto, RunLayout
 from lightning_pipe.construction import is_deferred
 from lightning_pipe.engine.pipeline import Pipeline
+from lightning_pipe.errors import ConfigurationError
 from lightning_pipe.partition import Balance, Layers, ProfileStore, divide, find_layers, imbalance, layer_costs
 from lightning_pipe.schedules import Family
 from lightning_pipe.schedules.passes.recompute import Mode as Recompute
@@ -71,7 +72,13 @@ class StageDivision:
         return find_layers(module, self.layers)
 
     def divide(
-        self, module: pl.LightningModule, layers: Layers, layout: RunLayout, world: World, conditions: list[str]
+        self,
+        module: pl.LightningModule,
+        layers: Layers,
+        layout: RunLayout,
+        world: World,
+        conditions: list[str],
+        before: Pipeline | None = None,
     ) -> Division:
         """Give each rank its stages, and free all other layers. Collective if the balance asks for measured costs.
 
@@ -81,10 +88,25 @@ class StageDivision:
             layout: the sizes of pipelines and replicas, and the number of stages.
             world: the processes; process 0 knows the costs.
             conditions: what the costs depend on besides the module.
+            before: the division that the module has already, which does not change any more.
+
+        Raises:
+            ConfigurationError: the balance is another one.
         """
-        counts, notes, store = self._balance(module, layers, layout, world, conditions)
+        if before is None:
+            counts, notes, store = self._balance(module, layers, layout, world, conditions)
+            notes = (*notes, *how_built(module, layout.pipeline_parallel_size))  # before most of it is gone
+        else:
+            counts, notes, store = before.balance, (), None
+            if (
+                not isinstance(self.balance, str)
+                and (asked := divide(module, layers, len(counts), self.balance)) != counts
+            ):
+                raise ConfigurationError(
+                    f"balance asks for {asked} layers in the stages; an earlier run has divided them as {counts}.",
+                    hint="Leave balance out, or gather the module after that run: trainer.strategy.whole_module()",
+                )
         check_layers(layers, len(counts))
-        notes = (*notes, *how_built(module, layout.pipeline_parallel_size))  # before most of it is gone
         pipeline = Pipeline(
             module,
             layers,
@@ -93,6 +115,7 @@ class StageDivision:
             world.transport,
             recompute=self.recompute,
             deferred_batch_norm=self.deferred_batch_norm,
+            before=before,
         )
         pipeline.partition()
         return Division(pipeline, notes, store)

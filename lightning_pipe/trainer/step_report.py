@@ -53,17 +53,20 @@ class ReportExchange:
         self._pipeline = pipeline
         self._warn = WarnOnce()
 
-    def share(self, report: StepReport | None, broadcast: Broadcast | None = None) -> list[StepReport]:
+    def share(
+        self, report: StepReport | None, broadcast: Broadcast | None = None, *, send_outputs: bool = True
+    ) -> list[StepReport]:
         """The reports of all ranks with the last stage. Collective over the pipeline.
 
         Args:
             report: this rank's report; ``None`` on a rank without the last stage.
             broadcast: sends objects within the pipeline; by default all ranks wait for each other.
+            send_outputs: whether ranks without the last stage get what the step returned.
         """
         # one process shares with nobody: there the size does not matter
         sent = report
         if report is not None and len(self._pipeline.pipeline_members) > 1:
-            sent = self._within_limit(report)
+            sent = self._within_limit(report) if send_outputs else replace(report, outputs=None)
         reports = from_ranks(self._pipeline, self._pipeline.loss_ranks, sent, broadcast)
         # hooks on this rank get the outputs whole, even those that are too large to be sent
         return reports if report is None else [report if each is sent else each for each in reports]

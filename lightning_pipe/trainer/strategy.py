@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from os import PathLike
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -15,7 +14,6 @@ from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -27,19 +25,17 @@ from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.errors import ConfigurationError, PartitionError
 from lightning_pipe.lightning_internals import EmptyInit, optimizers_to_device
 from lightning_pipe.parameters.deferred_batchnorm import DeferredBatchNorm
-from lightning_pipe.parameters.ownership import named_tensors
 from lightning_pipe.partition import Balance
 from lightning_pipe.patches import unheard
 from lightning_pipe.schedules import Family, Schedule
 from lightning_pipe.schedules.passes.recompute import Mode as Recompute
-from lightning_pipe.trainer.checkpoints.divided import Checkpoints
+from lightning_pipe.trainer.at_rest import GATHER_LIMIT, check_may_gather, forget, going_on
 from lightning_pipe.trainer.checks import (
     SEVERAL_OPTIMIZERS,
     check_asynchronous,
     check_copies,
     check_module,
     check_optimizers,
-    check_outside_step,
     check_shapes,
     is_about_several_optimizers,
     warn_of_checkpoints_on_exception,
@@ -49,7 +45,7 @@ from lightning_pipe.trainer.data.batch_splitter import BatchSplitting
 from lightning_pipe.trainer.data.micro_batches import LossWeight
 from lightning_pipe.trainer.data.split_batch import SplitBatch
 from lightning_pipe.trainer.frames import hide_own
-from lightning_pipe.trainer.process_strategy import ProcessStrategy
+from lightning_pipe.trainer.module_strategy import ModuleStrategy
 from lightning_pipe.trainer.report import Report
 from lightning_pipe.trainer.run import PipelineRun
 from lightning_pipe.trainer.stage_division import StageDivision, conditions
@@ -60,7 +56,7 @@ DEFAULT_TIMEOUT = timedelta(minutes=30)
 """As long as Lightning and torch wait: preparing data on one process counts."""
 
 
-class PipeStrategy(ProcessStrategy):
+class PipeStrategy(ModuleStrategy):
     """Trains an unmodified LightningModule as a pipeline over several processes.
 
     The layers are cut into stages, each batch into micro-batches; a schedule drives their forward and backward passes.
@@ -76,8 +72,7 @@ class PipeStrategy(ProcessStrategy):
         balance: ``"parameters"``; ``"time"`` or ``"memory"`` as measured in the first batch of an earlier run of the
             same module (the first run is balanced by parameters); a list such as ``[2, 3, 2]`` (layers per stage), or a
             function of a layer: its cost.
-        recompute: whether stages keep only their input and compute the rest again before their backward pass:
-            ``"never"``, ``"always"``, or ``"except_last"`` micro-batch.
+        recompute: which micro-batches stages compute again from their input: ``"never"``, ``"always"``, ``"except_last"``.
         deferred_batch_norm: let batch norm keep the statistics of whole batches rather than of micro-batches.
         reproducible_rng: random numbers depend on seed, step, micro-batch and layer only. ``True`` is the only choice.
         loss_weight: what the loss of a micro-batch counts in the batch's mean, as a function of it; ``"sum"``: losses
@@ -87,6 +82,9 @@ class PipeStrategy(ProcessStrategy):
         shard_optimizer: whether each of several holders of a parameter (replicas, and the copies of a stage in
             bidirectional schedules) updates and remembers only a part: ZeRO stage 1.
         save_distributed_checkpoint: ``False``: one ordinary Lightning ``.ckpt``; ``True``: a folder, by all ranks.
+        gather_limit: the largest module, in bytes, that every rank gets whole after a run; larger ones stay divided
+            until ``trainer.strategy.whole_module()``.
+        stream_evaluation: let batches of validation, test and prediction follow each other through the stages.
         process_group_backend: of torch.distributed; ``None``: NCCL on GPUs, Gloo on CPUs.
         timeout: the longest that one process waits for another.
         accelerator: set by the Trainer, as are the arguments after it.
@@ -123,6 +121,8 @@ class PipeStrategy(ProcessStrategy):
         split_batch: SplitBatch | None = None,
         shard_optimizer: bool = False,
         save_distributed_checkpoint: bool = False,
+        gather_limit: int = GATHER_LIMIT,
+        stream_evaluation: bool = True,
         process_group_backend: str | None = None,
         timeout: timedelta = DEFAULT_TIMEOUT,
         *,
@@ -142,37 +142,20 @@ class PipeStrategy(ProcessStrategy):
             cluster_environment,
             checkpoint_io,
             precision_plugin,
+            save_folder=save_distributed_checkpoint,
+            shard_optimizer=shard_optimizer,
+            gather_limit=gather_limit,
         )
         if not reproducible_rng:
             raise ConfigurationError("reproducible_rng=False is not supported.", hint="Leave it out: it costs nothing.")
         if isinstance(micro_batches, int):
             self.family = self.family.for_batches_of(micro_batches)
-        self.run: PipelineRun | None = None
         self._division = StageDivision(layers, balance, self.family, recompute, deferred_batch_norm, micro_batches)
-        self._shard_optimizer = shard_optimizer
-        self._splitting = BatchSplitting(micro_batches, split_batch, loss_weight)
-        self._save_folder = save_distributed_checkpoint
+        self._splitting = BatchSplitting(micro_batches, split_batch, loss_weight, stream_evaluation)
         self._names: list[str] = []
-        self._holders: dict[str, tuple[int, ...]] = {}
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(schedule={self.family.name!r}, micro_batches={self._splitting.micro_batches!r})"
-
-    # ------------------------------------------------------------------ facts
-
-    @property
-    def pipeline(self) -> Pipeline | None:
-        """The module over the ranks, during a run."""
-        return None if self.run is None else self.run.pipeline
-
-    @property
-    def divided(self) -> PipelineRun:
-        """The run, once the module is divided over the ranks."""
-        if self.run is None:
-            raise ConfigurationError(
-                "The module is not divided over the ranks.", hint="Ask during fit, validate, test."
-            )
-        return self.run
 
     # ------------------------------------------------------------------ the module
 
@@ -191,8 +174,13 @@ class PipeStrategy(ProcessStrategy):
             check_copies(self._module().trainer, self._module())
             self._divide(later=True)
 
-    def _divide(self, *, later: bool) -> None:
-        """Divide the layers over the ranks; with ``later``, layers may still be missing."""
+    def _divide(self, *, later: bool, before: Pipeline | None = None) -> None:
+        """Divide the layers over the ranks; with ``later``, layers may still be missing.
+
+        Args:
+            later: whether layers may still be missing.
+            before: a division that the module has already.
+        """
         module = self._module()
         every = self._layer_sync is not None
         self._changed.callback(synchronize_norms(module, self.family, self.root_device, self.connected, every=every))
@@ -205,7 +193,9 @@ class PipeStrategy(ProcessStrategy):
             raise
         world = self.connected
         of_costs = conditions(self.root_device, str(self.precision_plugin.precision))
-        pipeline, notes, store = self._division.divide(module, layers, self.layout, world, of_costs)
+        before = going_on(module, layers, world.transport, self.layout.stages) if before is None else before
+        pipeline, notes, store = self._division.divide(module, layers, self.layout, world, of_costs, before)
+        forget(module)
         # loading a whole state into a divided module passes by the layers of other ranks
         self._changed.enter_context(unheard(".*copying from a non-meta parameter in the checkpoint to a meta.*"))
         if self.data_parallel_size == 1:  # values are those of the whole batch on all ranks already
@@ -236,8 +226,7 @@ class PipeStrategy(ProcessStrategy):
             self._divide(later=False)
         elif self._names != [name for name, _ in self._module().named_parameters()] or self._layers_changed():
             # `setup` or `configure_model` has added modules outside the layers, or compiled a container of layers
-            self.divided.pipeline.restore()
-            self._divide(later=False)
+            self._divide(later=False, before=self._divided_again())
         self.model = self.precision_plugin.convert_module(self.model)
         self.model_to_device()
         self.divided.pipeline.synchronize()
@@ -250,6 +239,17 @@ class PipeStrategy(ProcessStrategy):
                 micro_batches = self._splitting.micro_batches
                 check_asynchronous(trainer, self.divided.pipeline, micro_batches, sharded=self._shard_optimizer)
         self.divided.begin()
+
+    def _divided_again(self) -> Pipeline | None:
+        """The division to go on with; if the layers are others, the module is whole again."""
+        pipeline = self.divided.pipeline
+        DeferredBatchNorm.revert(self._module())
+        layers = self._division.find_layers(self._module())
+        if [layer for _, layer in layers] == [layer for _, layer in pipeline.layers]:
+            return pipeline
+        check_may_gather(self._module(), self._gather_limit)
+        pipeline.restore()
+        return None
 
     def _layers_changed(self) -> bool:
         return [name for name, _ in self._division.find_layers(self._module())] != self.divided.pipeline.names
@@ -286,15 +286,15 @@ class PipeStrategy(ProcessStrategy):
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self.divided.evaluate("validation_step", args, self.precision_plugin.val_step_context)
+        return self.divided.evaluate("validation_step", args)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self.divided.evaluate("test_step", args, self.precision_plugin.test_step_context)
+        return self.divided.evaluate("test_step", args)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self.divided.evaluate("predict_step", args, self.precision_plugin.predict_step_context)
+        return self.divided.evaluate("predict_step", args)
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
@@ -330,49 +330,6 @@ class PipeStrategy(ProcessStrategy):
         finally:
             gradients.blocked = False
 
-    # ------------------------------------------------------------------ checkpoints
-
-    def _checkpoints(self) -> Checkpoints:
-        return Checkpoints(self._module(), self.pipeline, self.connected.transport, self._holders)
-
-    @override
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
-    ) -> None:
-        whole = self.pipeline_parallel_size == 1 and not self._save_folder and not self._shard_optimizer
-        if self._interrupted() and not whole:
-            rank_zero_warn(f"{filepath} was not written: after an error the stages cannot be gathered any more.")
-            return
-        check_outside_step(self.connected, f"trainer.save_checkpoint({str(filepath)!r})")
-        self.meet("trainer.save_checkpoint()")
-        if self._save_folder:
-            self._checkpoints().save_folder(checkpoint, filepath, self.optimizers)
-        elif self.pipeline_parallel_size > 1:
-            self._checkpoints().save_file(checkpoint, filepath, self.checkpoint_io, storage_options)
-        else:
-            super().save_checkpoint(checkpoint, filepath, storage_options)
-
-    @override
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        sharded = None if self.run is None else self.run.gradients.sharded
-        if sharded is None or self._interrupted():
-            return super().optimizer_state(optimizer)
-        return sharded.state_of(getattr(optimizer, "_optimizer", optimizer))
-
-    @override
-    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        torch.cuda.empty_cache()
-        return self._checkpoints().load(checkpoint_path, self.checkpoint_io, weights_only)
-
-    @override
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        self._checkpoints().load_module(checkpoint, strict)
-
-    @override
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        self._checkpoints().load_optimizers(checkpoint, self.optimizers)
-        optimizers_to_device(self.optimizers, self.root_device)
-
     # ------------------------------------------------------------------ end
 
     @override
@@ -383,17 +340,3 @@ class PipeStrategy(ProcessStrategy):
     def on_exception(self, exception: BaseException) -> None:
         hide_own(exception)
         super().on_exception(exception)
-
-    @override
-    def teardown(self) -> None:
-        run, self.run = self.run, None
-        try:
-            if run is not None:
-                run.end()
-                if not self._interrupted():
-                    self._holders = {name: run.pipeline.owners(name) for name, _ in named_tensors(self._module())}
-                    self._module().cpu()  # as `Strategy.teardown` will do; the whole module may not fit on this device
-                    run.pipeline.restore()
-                DeferredBatchNorm.revert(self._module())
-        finally:
-            super().teardown()

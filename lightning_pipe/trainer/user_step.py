@@ -152,14 +152,17 @@ class UserStep:
             "computes at a time.",
         )
 
-    def exchange(self, report: StepReport | None, broadcast: Broadcast | None = None) -> list[StepReport]:
+    def exchange(
+        self, report: StepReport | None, broadcast: Broadcast | None = None, *, send_outputs: bool = True
+    ) -> list[StepReport]:
         """The reports of all ranks with the last stage, on all ranks. Collective over the pipeline.
 
         Args:
             report: this rank's; ``None`` on a rank without the last stage.
             broadcast: sends objects within the pipeline; by default all ranks wait for each other.
+            send_outputs: whether ranks without the last stage get what the step returned.
         """
-        reports = self._reports.share(report, broadcast)
+        reports = self._reports.share(report, broadcast, send_outputs=send_outputs)
         self.numbers.learn([each.seen for each in reports])
         return reports
 
@@ -223,12 +226,22 @@ class StepOfBatch:
                 common.numbers.note([*common.log.numbers(), *numbers_in(result)])
         return result
 
-    def share(self, outputs: dict[int, Any], before: Snapshot | None, *, repeats: bool = False) -> dict[int, Any]:
+    def share(
+        self,
+        outputs: dict[int, Any],
+        before: Snapshot | None,
+        broadcast: Broadcast | None = None,
+        *,
+        send_outputs: bool = True,
+        repeats: bool = False,
+    ) -> dict[int, Any]:
         """Exchange, adopt and replay what the step of this batch did. Collective over the pipeline.
 
         Args:
             outputs: what the pipeline returned on this rank.
             before: the attributes before the batch, from `UserStep.running`.
+            broadcast: sends objects within the pipeline; by default all ranks wait for each other.
+            send_outputs: whether ranks without the last stage get what the step returned.
             repeats: whether the step has ended here where it comes back to an earlier stage: nothing is adopted then.
 
         Returns:
@@ -240,7 +253,7 @@ class StepOfBatch:
             report = StepReport({}, [], [], stop=False, repeats=True)
             if not repeats:
                 report = self.report(outputs, common.attributes.changes(before), stop=trainer.should_stop)
-        reports = common.exchange(report)
+        reports = common.exchange(report, broadcast, send_outputs=send_outputs)
         self.repeats = any(each.repeats for each in reports)
         if self.repeats:
             return {}

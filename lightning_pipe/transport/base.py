@@ -183,7 +183,12 @@ class Transport(ABC):
 
         Objects with different tags may overtake each other. Tensors of an accelerator arrive on the peer's device.
         """
-        return Several(*[self._send_bytes(message, peer, tag) for message in encode(obj)])
+        return self.send_object_to(obj, [peer], tag)
+
+    def send_object_to(self, obj: object, peers: Sequence[int], tag: int) -> Work:
+        """Start to send an object to several ranks of this pipeline; see `send_object`."""
+        messages = encode(obj)
+        return Several(*[self._send_bytes(message, peer, tag) for peer in peers for message in messages])
 
     def receive_object(self, peer: int, tag: int) -> Any:
         """The next object that ``peer`` sends with this tag."""

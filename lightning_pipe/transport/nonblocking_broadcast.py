@@ -1,7 +1,8 @@
 """Broadcasts within a pipeline that do not block the sender.
 
 A collective broadcast over Gloo ends at its source when all others have come to it. In an asynchronous schedule the
-last-stage rank is calls ahead of the first stage, and would wait for it in every batch.
+last-stage rank is calls ahead of the first stage, and would wait for it in every batch. In an evaluation that streams
+the first stage is batches ahead of the last one.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 from lightning_pipe.transport.base import Transport, Work
 
 # Above the tags of all micro-batches.
-_TAG = (1 << 29) - 2
+_HIGHEST = (1 << 29) - 2
 
 
 class NonBlockingBroadcast:
@@ -20,11 +21,14 @@ class NonBlockingBroadcast:
 
     Args:
         transport: this process's transport.
-        ahead: calls of ``training_step`` that the source may be ahead of its receivers.
+        ahead: calls of ``training_step``, or batches, that the source may be ahead of its receivers.
+        number: tells the broadcasts of a process apart: those with one number are received in the order in which they
+            were sent, those with different numbers in any order.
     """
 
-    def __init__(self, transport: Transport, ahead: int) -> None:
+    def __init__(self, transport: Transport, ahead: int, number: int = 0) -> None:
         self._transport = transport
+        self._tag = _HIGHEST - number
         self._ahead = ahead
         self._sent: deque[list[Work]] = deque([[]])  # of each call
 
@@ -32,13 +36,13 @@ class NonBlockingBroadcast:
         """The object of one process, on all members; the others wait for it."""
         locate = self._transport.topology.locate
         if self._transport.process != source:
-            return self._transport.receive_object(locate(source)[1], _TAG)
+            return self._transport.receive_object(locate(source)[1], self._tag)
         peers = [locate(member)[1] for member in members if member != source]
-        self._sent[-1] += [self._transport.send_object(obj, peer, _TAG) for peer in peers]
+        self._sent[-1].append(self._transport.send_object_to(obj, peers, self._tag))
         return obj
 
     def end_call(self) -> None:
-        """A call of ``training_step`` ends: what was sent more than ``ahead`` calls ago must have arrived."""
+        """A call of ``training_step``, or a batch, ends: what was sent more than ``ahead`` calls ago must have arrived."""
         self._sent.append([])
         while len(self._sent) > self._ahead + 1:
             for work in self._sent.popleft():  # without a limit a slow receiver would fill the source's memory

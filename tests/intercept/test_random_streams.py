@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import random
+from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -113,6 +116,107 @@ def test_a_checkpoint_draws_them_again(name: str) -> None:
     assert found.losses == pytest.approx(plain.losses, rel=1e-6)
     for key, value in plain.values.items():
         assert torch.allclose(found.values[key], value, rtol=1e-4, atol=1e-6)
+
+
+class DrawingLayer(nn.Linear):
+    """Draws from the generators of other libraries, an odd number of normal ones: both keep the second of a pair."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+
+    def forward(self, h: Tensor) -> Tensor:
+        noise = random.random() + random.gauss(0, 1) + np.random.rand() + np.random.randn()
+        np.random.shuffle(order := list(range(WIDTH)))
+        return super().forward(h[:, order]) * noise
+
+
+class LibraryDrawing(Drawing):
+    """Layers and the code between them draw from generators that are not torch's, normal numbers among them."""
+
+    def __init__(self, layer: type[nn.Module] = DrawingLayer) -> None:
+        super().__init__(lambda h, _: h + random.gauss(0, 1) + np.random.randn())
+        self.layers = nn.ModuleList(layer() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        loss = super().forward(x + np.random.randn())
+        return loss * np.random.randn() * random.random()
+
+
+class HookedLayer(DrawingLayer):
+    """A layer with noise of a forward hook on a part of it: one stream inside another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = nn.Tanh()
+        self.part.register_forward_hook(self.noise)
+
+    @staticmethod
+    def noise(part: nn.Module, args: Any, result: Tensor) -> Tensor:
+        return result + torch.randn_like(result) * torch.rand(WIDTH) * np.random.randn() * random.random()
+
+    def forward(self, h: Tensor) -> Tensor:
+        return self.part(super().forward(h)) * np.random.randn()  # type: ignore[no-any-return]
+
+
+class NotedLayer(HookedLayer):
+    """Notes what its hook draws; stages that skip the layer draw without its results."""
+
+    drawn: ClassVar[list[tuple[float, ...]]] = []
+
+    @staticmethod
+    def noise(part: nn.Module, args: Any, result: Tensor) -> Tensor:
+        drawn = (*torch.rand(2).tolist(), np.random.randn(), random.random())
+        if type(result) is Tensor:
+            NotedLayer.drawn.append(drawn)
+        return result + drawn[0] * torch.randn_like(result)
+
+
+@pytest.mark.parametrize("recompute", ["never", "always"])
+@pytest.mark.parametrize("layer", [DrawingLayer, HookedLayer])
+def test_draws_of_layers_from_random_and_numpy_do_not_depend_on_the_cut(layer: type[nn.Module], recompute: str) -> None:
+    model = LibraryDrawing(layer)
+    found = [
+        pipelined(model, [batch()] * 2, 2, ranks=1, stages=stages, layers="layers", recompute=recompute)
+        for stages in (1, 2, 4)
+    ]
+    for other in found[1:]:
+        assert other.losses == pytest.approx(found[0].losses, rel=1e-6)
+        for key, value in found[0].values.items():
+            assert torch.allclose(other.values[key], value, rtol=1e-4, atol=1e-6)
+
+
+def test_a_checkpoint_around_layers_repeats_their_draws_from_random_and_numpy() -> None:
+    model = LibraryDrawing()
+    model.draw = [lambda h, _: h]  # what the code between them draws, checkpoints do not repeat on one device either
+    plain = pipelined(model, [batch()] * 2, 2, ranks=1, stages=2, layers="layers")
+    model.checkpointed = True
+    found = pipelined(model, [batch()] * 2, 2, ranks=1, stages=2, layers="layers")
+    assert found.losses == pytest.approx(plain.losses, rel=1e-6)
+    for key, value in plain.values.items():
+        assert torch.allclose(found.values[key], value, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_checkpoint_around_layers_repeats_the_draws_of_hooks_inside_them(stages: int) -> None:
+    model = LibraryDrawing(NotedLayer)
+    model.checkpointed = True
+    NotedLayer.drawn.clear()
+    pipelined(model, [batch()] * 2, 2, ranks=1, stages=stages, layers="layers")
+    real = Counter(NotedLayer.drawn)  # 2 batches, 2 micro-batches, 4 layers
+    assert len(real) == 16
+    assert set(real.values()) == {2}
+
+
+def test_a_batch_leaves_the_generators_as_they_were() -> None:
+    random.seed(1)
+    np.random.seed(1)
+    random.gauss(0, 1), np.random.randn()  # half a pair each
+    states, generator = (random.getstate(), np.random.get_state()), np.random.get_bit_generator()
+    pipelined(LibraryDrawing(), [batch()], 2, ranks=1, stages=2, layers="layers")
+    assert random.getstate() == states[0]
+    assert np.random.get_bit_generator() is generator
+    for found, expected in zip(np.random.get_state(), states[1], strict=True):
+        assert np.array_equal(found, expected)
 
 
 class ByRank(nn.Module):

@@ -22,7 +22,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("__main__",),
     ("cli",),
     ("__init__", "callbacks"),
-    ("trainer",),
+    ("trainer", "profiling"),
     ("planning", "engine"),
     ("parameters",),
     ("intercept",),
@@ -31,7 +31,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("schedules", "skip", "construction"),
     ("config", "tensor_spec", "lightning_internals", "torch_internals"),
     ("text", "internals", "patches"),
-    ("errors",),
+    ("errors", "version"),
 )
 """The rooms from top to bottom. Arrows lead downwards: a room may import those of the levels below its own."""
 

@@ -32,6 +32,7 @@ from typing_extensions import override
 from lightning_pipe.intercept.layer_calls import LayerCalls, RunCache
 from lightning_pipe.intercept.parameter_use import ParameterUse
 from lightning_pipe.intercept.placeholder import Placeholder
+from lightning_pipe.intercept.random_streams import passed_over
 from lightning_pipe.intercept.skipped_layers import SkippedLayers
 from lightning_pipe.intercept.stage_layers import StageLayers
 from lightning_pipe.intercept.surroundings import Surroundings
@@ -93,7 +94,7 @@ class TurnRun:
         self.tracker = TurnTracker(mail, ranks[0], parameter_use, place, generators)
         self.skips = _FetchedSkips(self.tracker)
         self.surroundings = Surroundings(isolated)
-        self.skipped_layers = SkippedLayers(self.tracker, self.skips, device)
+        self.skipped_layers = SkippedLayers(self.tracker, self.surroundings, self.skips, device)
         everything = StageLayers(0, range(len(names) if mail.ranks == 1 else 0), names, {})
         self.layer_calls = LayerCalls(
             everything, self.tracker, self.skips, self.surroundings, cache, None, objects=True
@@ -153,6 +154,7 @@ class TurnRun:
         return self.layer_calls.run(name, key, module, forward, args, kwargs)
 
     def _answer(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        passed_over()
         with self.tracker.paused():
             return self.skipped_layers.answer(name, module, args, kwargs)
 

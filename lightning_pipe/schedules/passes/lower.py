@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Container, Iterable, Mapping
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -165,25 +165,55 @@ def _place_lane(lane: list[_Message], before: list[Slots], after: list[Slots]) -
 
 def _place_reductions(schedule: Schedule, played: list[list[Timed]], after: list[Slots]) -> None:
     """One reduction per stage and holder, when the stage's gradients are complete there, in one order for all ranks."""
-    last: dict[tuple[int, int], int] = {}
+    last = _last_gradients(played)
     complete: dict[int, Number] = {}
-    for rank, timed in enumerate(played):
-        for index, (action, _, end) in enumerate(timed):
-            if action.kind in _WEIGHT_GRADIENT:
-                last[rank, action.stage] = index + 1
-                complete[action.stage] = max(end, complete.get(action.stage, end))
+    for (rank, stage), index in last.items():
+        end = played[rank][index - 1].end
+        complete[stage] = max(end, complete.get(stage, end))
+    slots = [0] * len(played)
+    late = put_off(schedule, played)
+    for stage in reductions(late, complete):
+        for rank in schedule.holders(stage):
+            # A rank that had no micro-batch of the stage takes part all the same: its copy must not fall behind.
+            slots[rank] = max(slots[rank], len(played[rank]) if stage in late else last.get((rank, stage), 0))
+            after[rank][slots[rank]].append((complete[stage], Action(Kind.REDUCE, stage, None)))
+
+
+def _last_gradients(played: list[list[Timed]]) -> dict[tuple[int, int], int]:
+    """For each rank and stage the number of the rank's actions up to the stage's last gradient."""
+    return {
+        (rank, entry.action.stage): index + 1
+        for rank, timed in enumerate(played)
+        for index, entry in enumerate(timed)
+        if entry.action.kind in _WEIGHT_GRADIENT
+    }
+
+
+def reductions(late: Container[int], complete: Mapping[int, Number]) -> list[int]:
+    """The stages in the order of their reductions, which is the same on all ranks.
+
+    Args:
+        late: the stages whose reductions are put off to the end of the batch.
+        complete: when the gradients of each stage are complete on all its holders.
+    """
+    return [-negative for _, _, negative in sorted((stage in late, complete[stage], -stage) for stage in complete)]
+
+
+def put_off(schedule: Schedule, played: list[list[Timed]]) -> frozenset[int]:
+    """The stages whose reductions the schedule's option ``sync`` puts off to the end of the batch.
+
+    Args:
+        schedule: the schedule.
+        played: its actions at nominal times.
+    """
+    last = _last_gradients(played)
     sync = schedule.options.get("sync", "eager")
 
-    def put_off(stage: int) -> bool:
+    def late(stage: int) -> bool:
         hides = (_idle_after(played[rank], last.get((rank, stage), 0)) for rank in schedule.holders(stage))
         return sync == "lazy" or (sync == "eager_opt" and not all(hides))
 
-    slots = [0] * len(played)
-    for late, time, negative in sorted((put_off(stage), complete[stage], -stage) for stage in complete):
-        for rank in schedule.holders(-negative):
-            # A rank that had no micro-batch of the stage takes part all the same: its copy must not fall behind.
-            slots[rank] = max(slots[rank], len(played[rank]) if late else last.get((rank, -negative), 0))
-            after[rank][slots[rank]].append((time, Action(Kind.REDUCE, -negative, None)))
+    return frozenset(stage for stage in range(schedule.stages) if late(stage))
 
 
 def _place_reductions_of_steps(played: list[list[Timed]], after: list[Slots]) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path as FilePath
 from typing import Any
 
@@ -11,6 +13,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.plugins import TorchCheckpointIO
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -18,6 +21,8 @@ from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.errors import CheckpointError
 from lightning_pipe.lightning_internals import is_local_path
 from lightning_pipe.parameters.ownership import named_tensors
+from lightning_pipe.text import memory
+from lightning_pipe.trainer.at_rest import GATHER_LIMIT
 from lightning_pipe.trainer.checkpoints import file, folder
 from lightning_pipe.trainer.checkpoints.rank_entries import (
     Owners,
@@ -29,7 +34,7 @@ from lightning_pipe.trainer.checkpoints.rank_entries import (
     plain_name,
     rank_entries,
     receive_items,
-    receive_tensor,
+    receive_pieces,
     replace_tensors,
     send_items,
     send_tensors,
@@ -37,6 +42,7 @@ from lightning_pipe.trainer.checkpoints.rank_entries import (
 )
 from lightning_pipe.trainer.checkpoints.unfinished import found
 from lightning_pipe.transport.base import Transport
+from lightning_pipe.transport.objects import as_bytes
 
 Location = str | FilePath
 
@@ -95,8 +101,9 @@ class Checkpoints:
                 states["state"] = {index: states["state"][index] for index in sorted(states["state"])}
         if type(io) is TorchCheckpointIO and storage_options is None and is_local_path(path):
             os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
-            file.write(os.fspath(path), tree, self._fill)
+            file.write(os.fspath(path), tree, partial(receive_pieces, transport))
         else:
+            self._say_what_it_costs(tree, path, io)
             io.save_checkpoint(self._in_memory(tree), path, storage_options=storage_options)
 
     def save_folder(self, checkpoint: dict[str, Any], path: Location, optimizers: Sequence[Optimizer]) -> None:
@@ -129,11 +136,16 @@ class Checkpoints:
             for optimizer in optimizers
         ]
 
-    def _fill(self, leaf: Any, place: Tensor) -> None:
-        if isinstance(leaf, Pending):
-            receive_tensor(self._transport, leaf.rank, place)
-        else:
-            place.copy_(leaf)
+    def _say_what_it_costs(self, tree: dict[str, Any], path: Location, io: CheckpointIO) -> None:
+        pending: set[Pending] = set()
+        replace_tensors(tree, pending.add, Pending)
+        size = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in pending)
+        if size >= GATHER_LIMIT:
+            rank_zero_warn(
+                f"{type(io).__name__} takes {path} whole: {memory(size)} of other ranks come into rank 0's memory. "
+                "Lightning's own TorchCheckpointIO writes a local file piece by piece; "
+                "PipeStrategy(save_distributed_checkpoint=True) lets each rank write its share."
+            )
 
     def _in_memory(self, tree: dict[str, Any]) -> dict[str, Any]:
         """The whole checkpoint, for plugins that take nothing else."""
@@ -146,7 +158,10 @@ class Checkpoints:
         replace_tensors(tree, note, Pending)
         for leaf in sorted(arrived, key=lambda pending: (pending.rank, pending.number)):
             arrived[leaf] = torch.empty(leaf.shape, dtype=leaf.dtype)
-            receive_tensor(self._transport, leaf.rank, arrived[leaf])
+            rest = as_bytes(arrived[leaf])
+            for part in receive_pieces(self._transport, leaf):
+                rest[: len(part)] = part
+                rest = rest[len(part) :]
         result: dict[str, Any] = replace_tensors(tree, arrived.__getitem__, Pending)
         return result
 

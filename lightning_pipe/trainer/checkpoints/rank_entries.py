@@ -7,6 +7,7 @@ callbacks keep, and in the optimizer's state. All other entries come from the ra
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -21,7 +22,7 @@ from lightning_pipe.transport.objects import as_bytes
 
 Path = tuple[Any, ...]
 _TAG = (1 << 24) - 1
-_CHUNK = 64 << 20
+_PIECE = 16 << 20
 _PREFIXES = ("module.", "_orig_mod.")
 
 
@@ -116,9 +117,7 @@ class RankEntries:
         return value
 
     def _pending(self, tensor: Tensor, path: Path) -> Pending:
-        # tied weights share their memory, in one device's checkpoint as well
-        key = (tensor.untyped_storage()._cdata, tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
-        number = self._numbers.setdefault(key, len(self.tensors))
+        number = self._numbers.setdefault(shared_memory(tensor), len(self.tensors))
         if number == len(self.tensors):
             self.tensors.append(tensor.detach())
             self.keys.append(".".join(map(str, path)))
@@ -158,10 +157,21 @@ def send_items(mine: RankEntries, transport: Transport, writer: int) -> None:
     transport.send_object((mine.items, mine.keys), writer, _TAG).wait()
 
 
+def shared_memory(tensor: Tensor) -> tuple[Any, ...]:
+    """The same for tensors that have the same memory: tied weights do, in one device's checkpoint as well."""
+    return tensor.untyped_storage()._cdata, tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
+
+
+def pieces(tensor: Tensor) -> Iterator[Tensor]:
+    """The bytes of a tensor, in pieces that fit into any memory."""
+    if tensor.numel():
+        yield from torch.split(as_bytes(tensor.cpu()), _PIECE)
+
+
 def send_tensors(mine: RankEntries, transport: Transport, writer: int) -> None:
-    """Send the tensors that this rank contributes, one after the other, in pieces that fit into any memory."""
+    """Send the tensors that this rank contributes, one after the other."""
     for tensor in mine.tensors:
-        for part in torch.split(as_bytes(tensor.cpu()), _CHUNK):
+        for part in pieces(tensor):
             transport.send_object(part, writer, _TAG).wait()
 
 
@@ -171,10 +181,10 @@ def receive_items(transport: Transport, rank: int) -> tuple[list[tuple[Path, Any
     return items, keys
 
 
-def receive_tensor(transport: Transport, rank: int, target: Tensor) -> None:
-    """Receive the next tensor of another rank into contiguous memory, which may be that of a file."""
-    for part in torch.split(as_bytes(target), _CHUNK):
-        part.copy_(transport.receive_object(rank, _TAG))
+def receive_pieces(transport: Transport, leaf: Pending) -> Iterator[Tensor]:
+    """The bytes of the next tensor of another rank, as they come."""
+    for _ in range(0, math.prod(leaf.shape) * leaf.dtype.itemsize, _PIECE):
+        yield transport.receive_object(leaf.rank, _TAG)
 
 
 def assembled(checkpoint: dict[str, Any], items: Iterable[tuple[Path, Any]]) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from lightning_pipe.trainer.world import World
 
 @dataclass(frozen=True)
 class BatchSplitting:
-    """The strategy's options for splitting batches; see `PipeStrategy`.
+    """The strategy's options for batches; see `PipeStrategy`.
 
     Raises:
         ConfigurationError: an option has a value that is not known.
@@ -32,6 +32,7 @@ class BatchSplitting:
     micro_batches: int | Auto = "auto"
     split_batch: SplitBatch | None = None
     loss_weight: LossWeight | None = None
+    stream_evaluation: bool = True
 
     def __post_init__(self) -> None:
         if isinstance(self.loss_weight, str) and self.loss_weight != "sum":
@@ -54,7 +55,7 @@ class BatchSplitter:
     """
 
     def __init__(self, module: pl.LightningModule, pipeline: Pipeline, world: World, options: BatchSplitting) -> None:
-        self._module, self._world, self._options = module, world, options
+        self._module, self._world, self.options = module, world, options
         self._ranks = pipeline.transport.topology.ranks
         # an asynchronous schedule is made for one number of micro-batches, since its optimizer steps as often
         self._number = (
@@ -72,7 +73,7 @@ class BatchSplitter:
         Batch norm raises on a micro-batch of one sample with one value per channel, as on one device. So a short batch
         is split into fewer micro-batches where more of them would have one sample each.
         """
-        options, number = self._options, self._number
+        options, number = self.options, self._number
         norms = not self._synchronized and any(norm.training for norm in self._norms)
         full = self._batch_size or self._largest
         # a number of micro-batches that leaves one sample each in a full batch is the user's choice

@@ -60,6 +60,11 @@ class SharedDataLoader:
         vars(self)["_compare"] = compare
 
     @property
+    def compares(self) -> bool:
+        """Whether it compares with the other replicas after every batch."""
+        return self._compare is not None
+
+    @property
     def loads(self) -> bool:
         """Whether this process is the one that loads."""
         return bool(self._transport.process == self._source)

@@ -46,6 +46,7 @@ class Metrics:
         replicas: the process group of this rank's replicas; ``None`` if there is one replica.
 
     Attributes:
+        in_layers: the names of metrics in layers, and in modules outside the sequence that hold parameters.
         windows: the metrics over the last updates (`torchmetrics.aggregation.RunningMean`) that steps have updated.
     """
 
@@ -61,6 +62,7 @@ class Metrics:
         self.names = {id(part): name for name, part in module.named_modules() if isinstance(part, Metric)}
         self._metrics = [part for part in module.modules() if isinstance(part, Metric)]
         self._real = {id(part) for root in real for part in root.modules()}
+        self.in_layers = [name for metric, name in self.names.items() if metric in self._real]
         self._updaters, self._rank, self._gather, self._replicas = updaters, rank, gather, replicas
         self._in_step = False
         self._touched: dict[int, Snapshot] | None = None
@@ -173,7 +175,7 @@ def metrics_of(module: nn.Module, pipeline: Pipeline, replicas: Any | None) -> M
             if name.startswith(f"{path}."):
                 # the ranks that run a module are those that use its parameters
                 first = next((f"{path}.{inner}" for inner, _ in part.named_parameters()), None)
-                return pipeline.owners(first) if first and pipeline.ownership.users_known else pipeline.loss_ranks
+                return pipeline.owners(first) if first and pipeline.ownership.settled else pipeline.loss_ranks
         return pipeline.loss_ranks
 
     def gather(value: Any, ranks: tuple[int, ...]) -> list[Any]:

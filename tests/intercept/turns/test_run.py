@@ -240,5 +240,5 @@ def test_an_object_that_cannot_be_pickled_raises() -> None:
                 h = layer(h, memory)
             return h
 
-    with pytest.raises(CutError, match="'layers.0' changes its argument of type Memory"):
+    with pytest.raises(CutError, match=r"'layers\.0' changes its argument of type Memory"):
         evaluated(Open(), batch(5), ranks=2)

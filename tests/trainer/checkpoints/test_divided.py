@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import zipfile
 from collections import OrderedDict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.serialization import get_crc32_options, set_crc32_options
 from torch.utils._pytree import tree_leaves
 
+from lightning_pipe.errors import CheckpointError
 from lightning_pipe.trainer.checkpoints import file
-from lightning_pipe.trainer.checkpoints.rank_entries import REMOVED, Pending, assembled, plain_name
+from lightning_pipe.trainer.checkpoints.rank_entries import REMOVED, Pending, assembled, pieces, plain_name
 from tests.support import oracle
 from tests.support.checkpoint_runs import EPOCHS, in_four, in_two, run
 from tests.support.lit_modules import Lit
@@ -154,47 +158,100 @@ def test_names_with_the_prefixes_of_wrappers() -> None:
 def test_tied_weights_are_stored_once(tmp_path: Path) -> None:
     tied = Pending(1, 0, (1000,), torch.float32)
     path = tmp_path / "tied.ckpt"
-    filled: list[Any] = []
+    asked: list[Pending] = []
 
-    def fill(leaf: Any, place: torch.Tensor) -> None:
-        filled.append(leaf)
-        place.fill_(3.0)
+    def contents(leaf: Pending) -> Iterator[torch.Tensor]:
+        asked.append(leaf)
+        yield from pieces(torch.full(leaf.shape, 3.0))
 
-    file.write(str(path), {"a": tied, "b": tied, "c": torch.arange(3)}, fill)
+    file.write(str(path), {"a": tied, "b": tied, "c": torch.arange(3)}, contents)
     stored = torch.load(path)
-    assert filled == [tied]
+    assert asked == [tied]
     assert stored["a"].data_ptr() == stored["b"].data_ptr()
     assert torch.equal(stored["a"], torch.full((1000,), 3.0))
     assert torch.equal(stored["c"], torch.arange(3))
     assert path.stat().st_size < 8000
 
 
+class Hidden:
+    """Keeps a tensor that only pickling finds."""
+
+    def __init__(self) -> None:
+        self.tensor = torch.arange(7)
+
+
+@pytest.mark.parametrize("checksums", [True, False])
+def test_the_file_is_that_of_torch(checksums: bool, tmp_path: Path) -> None:
+    """Views of one memory, types, empty, sparse and hidden tensors; what is not here comes in its own order."""
+    base = torch.randn(40)
+    here: dict[str, Any] = {"base": base, "view": base[3:9], "turned": torch.randn(3, 5).t(), "none": torch.empty(0)}
+    here |= {"odd": torch.ones(3, dtype=torch.bool), "half": torch.randn(5).bfloat16(), "hidden": Hidden()}
+    here |= {
+        "sparse": torch.eye(3).to_sparse(),
+        "parameter": nn.Parameter(torch.ones(2)),
+        "meta": torch.ones(2, device="meta"),
+    }
+    there = {
+        Pending(2, 0, (3,), torch.int64): torch.arange(3),
+        Pending(1, 1, (), torch.float64): torch.tensor(4.5).double(),
+    }
+    there |= {
+        Pending(1, 0, (2, 0), torch.float32): torch.empty(2, 0),
+        Pending(1, 2, (9,), torch.float32): torch.randn(9),
+    }
+    asked: list[Pending] = []
+
+    def contents(leaf: Pending) -> Iterator[torch.Tensor]:
+        asked.append(leaf)
+        return pieces(there[leaf])
+
+    before = get_crc32_options()
+    set_crc32_options(checksums)
+    try:
+        file.write(str(tmp_path / "ours"), {"there": dict(enumerate(there)), "here": here}, contents)
+        torch.save({"there": dict(enumerate(there.values())), "here": here}, tmp_path / "theirs")
+    finally:
+        set_crc32_options(before)
+    assert asked == sorted(there, key=lambda leaf: (leaf.rank, leaf.number))
+    ours, theirs = (torch.load(tmp_path / name, weights_only=False) for name in ("ours", "theirs"))
+    assert torch.equal(ours["here"].pop("hidden").tensor, theirs["here"].pop("hidden").tensor)
+    assert ours["here"].pop("meta").is_meta
+    assert theirs["here"].pop("meta").is_meta
+    assert_same(ours, theirs)
+    assert ours["here"]["view"].data_ptr() == ours["here"]["base"].data_ptr() + 12
+    with zipfile.ZipFile(tmp_path / "ours") as one, zipfile.ZipFile(tmp_path / "theirs") as other:
+        assert [info.file_size for info in one.infolist()] == [info.file_size for info in other.infolist()]
+        assert one.testzip() is None or not checksums
+
+
 def test_tensors_are_never_in_memory_together(tmp_path: Path) -> None:
-    """Four tensors of 64 MiB come one by one; pages of the file are the kernel's to drop."""
+    """Four tensors of 64 MiB come piece by piece; nothing of the file stays in the memory of the process."""
     tree = {index: Pending(1, index, (1 << 24,), torch.float32) for index in range(4)}
-    before = anonymous_memory()
-    most = 0
+    piece = torch.empty(16 << 18)
 
-    def fill(leaf: Any, place: torch.Tensor) -> None:
-        nonlocal most
-        place.fill_(float(leaf.number))
-        most = max(most, anonymous_memory())
+    def contents(leaf: Pending) -> Iterator[torch.Tensor]:
+        for _ in range(4):
+            yield from pieces(piece.fill_(float(leaf.number)))
 
-    file.write(str(tmp_path / "large.ckpt"), tree, fill)
-    assert most - before < 32 << 20
+    Path("/proc/self/clear_refs").write_text("5")
+    before = status("VmRSS")
+    file.write(str(tmp_path / "large.ckpt"), tree, contents)
+    assert status("VmHWM") - before < 32 << 20
     assert torch.load(tmp_path / "large.ckpt", mmap=True)[3][-1] == 3
 
 
-def anonymous_memory() -> int:
-    """Bytes of this process's own memory, without mapped files."""
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon"))
+def status(name: str) -> int:
+    """Bytes of this process's memory: ``VmRSS`` now, ``VmHWM`` at most since it was last forgotten."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
     return int(line.split()[1]) << 10
 
 
 def test_no_file_appears_when_writing_fails(tmp_path: Path) -> None:
-    def fail(leaf: Any, place: torch.Tensor) -> None:
+    def fail(leaf: Any) -> Any:
         raise OSError("gone")
 
     with pytest.raises(OSError, match="gone"):
         file.write(str(tmp_path / "x.ckpt"), {"a": Pending(1, 0, (3,), torch.float32)}, fail)
+    with pytest.raises(CheckpointError, match="room for 12 bytes, and 0 came"):
+        file.write(str(tmp_path / "x.ckpt"), {"a": Pending(1, 0, (3,), torch.float32)}, lambda _: ())
     assert not list(tmp_path.iterdir())

@@ -1,0 +1,241 @@
+"""What a module costs on a machine: one readable file, measured or written by hand."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from lightning_pipe.errors import ConfigurationError
+from lightning_pipe.simulate.link import Link
+
+FORMAT = "lightning-pipe profile 1"
+"""First entry of every file; the number changes when older files cannot be read any more."""
+
+_SUFFIX = ".profile.json"
+
+
+@dataclass(frozen=True)
+class SizeCosts:
+    """The layers on micro-batches of one size; sequences have one number per layer.
+
+    Args:
+        forward: seconds.
+        backward: seconds.
+        backward_weight: seconds of its part for the weights, where the halves of a backward pass run apart.
+        saved_bytes: kept for the backward pass, without the layer's input.
+        boundary_bytes: of the activation that a layer hands to the next.
+        stage_forward: seconds that a forward pass of a stage takes besides its layers.
+        stage_backward: the same for a backward pass.
+    """
+
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+    backward_weight: tuple[float, ...]
+    saved_bytes: tuple[float, ...]
+    boundary_bytes: tuple[float, ...]
+    stage_forward: float = 0.0
+    stage_backward: float = 0.0
+
+    def mixed(self, other: SizeCosts, share: float) -> SizeCosts:
+        """This and ``share`` of the way to another; never less than nothing."""
+
+        def mix(one: Any, two: Any) -> Any:
+            if isinstance(one, tuple):
+                return tuple(mix(a, b) for a, b in zip(one, two, strict=True))
+            return max(0.0, one + share * (two - one))
+
+        return SizeCosts(*(mix(getattr(self, name), getattr(other, name)) for name in self.__dataclass_fields__))
+
+    def scaled(self, factor: float) -> SizeCosts:
+        """Larger by a factor in every respect."""
+        none = (0.0,) * len(self.forward)
+        return SizeCosts(none, none, none, none, none).mixed(self, factor)
+
+
+@dataclass(frozen=True)
+class LayerSizes:
+    """What does not depend on the micro-batch.
+
+    Args:
+        name: dotted name of the layer.
+        parameters: how many it has, with those outside the sequence that run beside it.
+        parameter_bytes: their bytes.
+    """
+
+    name: str
+    parameters: int
+    parameter_bytes: int
+
+
+@dataclass(frozen=True)
+class CostProfile:
+    """The costs of one module on one machine.
+
+    Args:
+        module: name of the module's class.
+        layers: its layers in order.
+        sizes: samples of a micro-batch -> what the layers cost then.
+        message: from one rank to another through the engine.
+        all_reduce: for `Link.all_reduce`.
+        overhead: seconds of the engine for each compute action of a rank.
+        batch: seconds of a batch besides its actions.
+        step_per_byte: seconds of an optimizer step for each byte of parameters.
+        conditions: what the figures depend on: device, threads, versions, shapes. Only those that are there count.
+
+    Example:
+        >>> costs = SizeCosts((0.01,) * 4, (0.02,) * 4, (0.01,) * 4, (1e6,) * 4, (1e5,) * 4)
+        >>> layers = tuple(LayerSizes(f"h.{i}", 1000, 4000) for i in range(4))
+        >>> CostProfile("Net", layers, {1: costs}).at(3).forward[0]
+        0.03
+    """
+
+    module: str
+    layers: tuple[LayerSizes, ...]
+    sizes: Mapping[int, SizeCosts]
+    message: Link = field(default_factory=Link)
+    all_reduce: Link = field(default_factory=Link)
+    overhead: float = 0.0
+    batch: float = 0.0
+    step_per_byte: float = 0.0
+    conditions: Mapping[str, str] = field(default_factory=dict)
+
+    def at(self, samples: int) -> SizeCosts:
+        """The costs for micro-batches of so many samples: on the line through the two nearest measured sizes.
+
+        Beyond the largest size the line goes on; with one size alone, costs are in proportion to samples.
+        """
+        known = sorted(self.sizes)
+        if samples in self.sizes:
+            return self.sizes[samples]
+        if len(known) == 1:
+            return self.sizes[known[0]].scaled(samples / known[0])
+        right = min(max(bisect_left(known, samples), 1), len(known) - 1)
+        low, high = known[right - 1], known[right]
+        return self.sizes[low].mixed(self.sizes[high], (samples - low) / (high - low))
+
+    def check(self, now: Mapping[str, str]) -> None:
+        """Refuse figures that were measured under other conditions.
+
+        Raises:
+            ConfigurationError: with every condition that differs.
+        """
+        differing = [
+            f"{name} {self.conditions[name]} in the profile, {value} now"
+            for name, value in now.items()
+            if name in self.conditions and self.conditions[name] != value
+        ]
+        if differing:
+            raise ConfigurationError(
+                f"The profile of {self.module} was measured under other conditions: {'; '.join(differing)}.",
+                hint="Measure again with `lightning-pipe profile`, or plan with it without starting the run here.",
+            )
+
+    def check_layers(self, names: Sequence[str], parameters: Sequence[int]) -> None:
+        """Refuse figures of another module.
+
+        Raises:
+            ConfigurationError: with the first layer that differs.
+        """
+        own = [(layer.name, layer.parameters) for layer in self.layers]
+        theirs = list(zip(names, parameters, strict=True))
+        if own == theirs:
+            return
+        if len(own) != len(theirs):
+            what = f"{len(own)} layers in the profile, {len(theirs)} in the module"
+        else:
+            (a, m), (b, n) = next(pair for pair in zip(own, theirs, strict=True) if pair[0] != pair[1])
+            what = f"layer {a} with {m:,} parameters in the profile, {b} with {n:,} in the module"
+        raise ConfigurationError(
+            f"The profile of {self.module} is of another module: {what}.",
+            hint="Measure this one with `lightning-pipe profile`.",
+        )
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the file, which is replaced.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        content = {"format": FORMAT, **asdict(self)}
+        content["sizes"] = {str(size): asdict(costs) for size, costs in self.sizes.items()}
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> CostProfile:
+        """Read a file.
+
+        Raises:
+            ConfigurationError: it cannot be read, or is of another format.
+        """
+        try:
+            content = json.loads(Path(path).read_text(encoding="utf-8"))
+            found = content.pop("format")
+        except (OSError, ValueError, AttributeError, KeyError, TypeError) as error:
+            raise ConfigurationError(f"{path} is no profile that can be read: {error!r}.") from error
+        if found != FORMAT:
+            raise ConfigurationError(
+                f"{path} has the format {found!r}, this version of the package reads {FORMAT!r}.",
+                hint="Measure again with `lightning-pipe profile`.",
+            )
+        try:
+            return _made(content)
+        except (KeyError, TypeError, ValueError) as error:
+            raise ConfigurationError(f"{path} is no profile that can be read: {error}.") from error
+
+
+def _made(content: dict[str, Any]) -> CostProfile:
+    layers = tuple(LayerSizes(**layer) for layer in content.pop("layers"))
+    sizes = {int(size): _size(costs, len(layers)) for size, costs in content.pop("sizes").items()}
+    if not layers or not sizes:
+        raise ValueError("it needs at least one layer and one size of micro-batches")
+    for name in ("message", "all_reduce"):
+        if name in content:
+            content[name] = Link(**content[name])
+    return CostProfile(layers=layers, sizes=sizes, **content)
+
+
+def _size(costs: dict[str, Any], layers: int) -> SizeCosts:
+    """One size; a number in the place of a list counts for every layer, so that files are easily written by hand."""
+    halves = costs.get("backward", 0)
+    weight = [each / 2 for each in halves] if isinstance(halves, list) else halves / 2
+    made: dict[str, Any] = {}
+    for name, value in {"backward_weight": weight, "saved_bytes": 0, "boundary_bytes": 0, **costs}.items():
+        if name.startswith("stage_"):
+            made[name] = float(value)
+            continue
+        numbers = tuple(map(float, value)) if isinstance(value, list) else (float(value),) * layers
+        if len(numbers) != layers or any(number < 0 for number in numbers):
+            raise ValueError(f"{name} needs {layers} numbers that are not negative, one for each layer")
+        made[name] = numbers
+    return SizeCosts(**made)
+
+
+def default_path(module: str, names: Sequence[str], parameters: Sequence[int]) -> Path:
+    """Where the profile of a module is kept: in ``$LIGHTNING_PIPE_CACHE`` or ``~/.cache/lightning_pipe``."""
+    folder = os.environ.get("LIGHTNING_PIPE_CACHE") or Path.home() / ".cache" / "lightning_pipe"
+    digest = hashlib.sha256(repr([*zip(names, parameters, strict=True)]).encode()).hexdigest()[:16]
+    return Path(folder) / f"{module}-{digest}{_SUFFIX}"
+
+
+def merged(profiles: Sequence[CostProfile]) -> CostProfile:
+    """The mean of what several processes have measured at the same time."""
+
+    def mean(values: Sequence[Any]) -> Any:
+        if isinstance(values[0], tuple):
+            return tuple(sum(each) / len(each) for each in zip(*values, strict=True))
+        return sum(values) / len(values)
+
+    names = SizeCosts.__dataclass_fields__
+    sizes = {
+        size: SizeCosts(*(mean([getattr(each.sizes[size], name) for each in profiles]) for name in names))
+        for size in profiles[0].sizes
+    }
+    numbers = {name: mean([getattr(each, name) for each in profiles]) for name in ("overhead", "step_per_byte")}
+    return replace(profiles[0], sizes=sizes, **numbers)

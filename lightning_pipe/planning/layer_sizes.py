@@ -1,0 +1,44 @@
+"""The layers of a module with their parameters, and figures that are estimated where none were measured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from lightning_pipe.partition import Layers, parameter_costs
+from lightning_pipe.planning.cost_profile import CostProfile, LayerSizes, SizeCosts
+from lightning_pipe.simulate.link import Link
+
+_FLOPS, _BANDWIDTH, _LATENCY = 1e12, 1e10, 5e-5
+"""Of an imaginary device, in FLOP/s, byte/s and seconds: only the proportion of estimated times has a meaning."""
+
+
+def layer_sizes(module: nn.Module, layers: Layers) -> tuple[LayerSizes, ...]:
+    """Name and parameters of every layer, with the parameters outside the layers that it brings to its stage."""
+    width = next((parameter.element_size() for parameter in module.parameters()), 4)
+    return tuple(
+        LayerSizes(name, number, number * width)
+        for (name, _), number in zip(layers, parameter_costs(module, layers), strict=True)
+    )
+
+
+def estimated(module: nn.Module, layers: Layers, positions: int = 1) -> CostProfile:
+    """A profile from parameters alone: two FLOP for each parameter and position forward, twice as many backward.
+
+    Right for matrix products, which is most of a transformer; an embedding's rows are looked up, so parameters of
+    modules outside the layers count for memory alone. Activations are not known, and taken for none.
+
+    Args:
+        module: the module; its parameters may be without values.
+        layers: its layer sequence.
+        positions: of a sample that each parameter is used for, such as the tokens of a sequence.
+    """
+    sizes = layer_sizes(module, layers)
+    own: Sequence[int] = [sum(parameter.numel() for parameter in layer.parameters()) for _, layer in layers]
+    forward = tuple(2.0 * number * positions / _FLOPS for number in own)
+    backward = tuple(2 * each for each in forward)
+    none = (0.0,) * len(sizes)
+    costs = SizeCosts(forward, backward, tuple(each / 2 for each in backward), none, none)
+    link = Link(_LATENCY, 1 / _BANDWIDTH)
+    return CostProfile(type(module).__name__, sizes, {1: costs}, link, link, conditions={"source": "parameters"})

@@ -1,0 +1,266 @@
+"""Time and memory of one configuration, from the costs of the layers."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import accumulate, pairwise
+from typing import Any
+
+from lightning_pipe.partition import balance
+from lightning_pipe.planning.cost_profile import CostProfile
+from lightning_pipe.schedules import Family, Schedule, with_recompute
+from lightning_pipe.schedules.passes.recompute import Mode as Recompute
+from lightning_pipe.simulate import Costs, Memory
+from lightning_pipe.simulate.compiled import Compiled
+from lightning_pipe.simulate.memory import activation_peaks
+from lightning_pipe.text import several
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """How a run is arranged; the global batch is ``samples x micro_batches x replicas``.
+
+    Args:
+        family: the schedule.
+        ranks: of one pipeline.
+        replicas: pipelines side by side.
+        stages: the module is cut into.
+        micro_batches: of one pipeline's batch.
+        samples: of one micro-batch.
+        recompute: whether activations are computed again.
+        shard_optimizer: whether holders of the same parameters divide the optimizer's state.
+    """
+
+    family: Family
+    ranks: int
+    replicas: int
+    stages: int
+    micro_batches: int
+    samples: int
+    recompute: Recompute = "never"
+    shard_optimizer: bool = False
+
+    @property
+    def label(self) -> str:
+        """``1f1b, 8 micro-batches of 4, 2 ranks x 4 replicas, recompute``."""
+        extra = [", recompute" * (self.recompute != "never"), ", sharded optimizer" * self.shard_optimizer]
+        return (
+            f"{self.family.label}, {several(self.micro_batches, 'micro-batch')} of {self.samples}, "
+            f"{several(self.ranks, 'rank')} x {several(self.replicas, 'replica')}{''.join(extra)}"
+        )
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a configuration is predicted to take.
+
+    ``compute + recompute + step + bubble + communication + reduction = seconds``.
+
+    Args:
+        configuration: what.
+        layers: layers of every stage.
+        seconds: of one optimizer step.
+        compute: the mean rank's forward and backward passes.
+        recompute: its repeated forward passes.
+        step: its optimizer step, and what a batch takes besides its actions.
+        bubble: its waits for other ranks if messages took no time.
+        communication: by how much messages make the step longer.
+        reduction: by how much sums of gradients over copies make it longer.
+        bytes: the most that a rank holds.
+    """
+
+    configuration: Configuration
+    layers: tuple[int, ...]
+    seconds: float
+    compute: float
+    recompute: float
+    step: float
+    bubble: float
+    communication: float
+    reduction: float
+    bytes: float
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The arguments of `PipeStrategy` for it."""
+        own = self.configuration
+        return {
+            "schedule": own.family,
+            "micro_batches": own.micro_batches,
+            "pipeline_parallel_size": own.ranks,
+            "data_parallel_size": own.replicas,
+            "stages": own.stages,
+            "balance": list(self.layers),
+            "recompute": own.recompute,
+            "shard_optimizer": own.shard_optimizer,
+        }
+
+
+class Predictor:
+    """Predicts configurations of one module; schedules and cuts are remembered.
+
+    Args:
+        profile: the costs of its layers.
+    """
+
+    def __init__(self, profile: CostProfile) -> None:
+        self.profile = profile
+        self._at = cache(profile.at)
+        self._cut = cache(self._divided)
+        self._schedule = cache(_built)
+        # Schedules are compared by identity here: comparing all their actions would take longer than running them.
+        self._compiled: dict[int, Compiled] = {}
+
+    def layers(self, one: Configuration) -> tuple[int, ...]:
+        """Layers of every stage, so that the slowest stage is fastest."""
+        return self._cut(one.stages, one.samples)
+
+    def costs(self, one: Configuration, layers: Sequence[int], schedule: Schedule) -> Costs:
+        """Seconds of every stage, with the engine's own work."""
+        return stage_costs(self.profile, layers, one.samples, copies_of(one, schedule))
+
+    def costs_of(self, one: Configuration, layers: Sequence[int], copies: int) -> Costs:
+        """The same where every stage has so many copies."""
+        return stage_costs(self.profile, layers, one.samples, [copies] * one.stages)
+
+    def memory(self, one: Configuration, layers: Sequence[int], schedule: Schedule) -> Memory:
+        """Bytes of every stage."""
+        return stage_memory(self.profile, layers, one.samples, copies_of(one, schedule), one.shard_optimizer)
+
+    def seconds(self, one: Configuration) -> float:
+        """Time of one optimizer step."""
+        layers = self.layers(one)
+        return self._over_time(one, lambda schedule: self.costs(one, layers, schedule)) + self.profile.batch
+
+    def peak(self, one: Configuration) -> float:
+        """The most bytes that a rank holds."""
+        layers = self.layers(one)
+        return max(self._along(one, lambda schedule: rank_bytes(schedule, self.memory(one, layers, schedule))))
+
+    def predict(self, one: Configuration) -> Prediction:
+        """Everything about one configuration."""
+        layers = self.layers(one)
+
+        def without(**nothing: Any) -> float:
+            return self._over_time(one, lambda schedule: replace(self.costs(one, layers, schedule), **nothing))
+
+        whole, unreduced, local = without(), without(reduce=0), without(reduce=0, send=0)
+        costs = self.costs(one, layers, self.schedule(one, one.ranks))
+        forward, backward, step = (sum(each) / one.ranks for each in (costs.forward, costs.backward, costs.step))  # type: ignore[arg-type]
+        recompute = forward * one.micro_batches if one.recompute != "never" else 0.0
+        compute = (forward + backward) * one.micro_batches
+        return Prediction(
+            one,
+            layers,
+            seconds=whole + self.profile.batch,
+            compute=compute,
+            recompute=recompute,
+            step=step + self.profile.batch,
+            bubble=max(0.0, local - compute - recompute - step),
+            communication=unreduced - local,
+            reduction=whole - unreduced,
+            bytes=self.peak(one),
+        )
+
+    def schedule(self, one: Configuration, micro_batches: int) -> Schedule:
+        """The schedule of a configuration for another number of micro-batches."""
+        return self._schedule(one.family, one.ranks, micro_batches, one.stages, one.recompute)
+
+    def _over_time(self, one: Configuration, costs: Callable[[Schedule], Costs]) -> float:
+        if one.family.synchronous:
+            return self._along(one, lambda schedule: [self._time(schedule, costs(schedule))])[0]
+        # Without a flush: what one batch more takes, once ranks are filled.
+        fill = -(-2 * one.ranks // one.micro_batches)
+        few, more = (self.schedule(one, (fill + number) * one.micro_batches) for number in (1, 2))
+        return self._time(more, costs(more)) - self._time(few, costs(few))
+
+    def _time(self, schedule: Schedule, costs: Costs) -> float:
+        key = id(schedule)  # kept alive by the cache of schedules
+        if key not in self._compiled:
+            self._compiled[key] = Compiled(schedule)
+        return float(self._compiled[key].time(costs))
+
+    def _along(self, one: Configuration, values: Callable[[Schedule], list[float]]) -> list[float]:
+        """Values that grow evenly with the micro-batches, once there are enough of them for the order to repeat."""
+        period = one.ranks if one.family.pipes == 1 and one.ranks % 2 == 0 else 2 * one.ranks
+        if one.micro_batches <= 5 * period or not one.family.synchronous:
+            return values(self.schedule(one, one.micro_batches))
+        few = one.micro_batches % period + 3 * period
+        first, second = (values(self.schedule(one, number)) for number in (few, few + period))
+        times = (one.micro_batches - few - period) / period
+        return [b + (b - a) * times for a, b in zip(first, second, strict=True)]
+
+    def _divided(self, stages: int, samples: int) -> tuple[int, ...]:
+        at = self._at(samples)
+        return tuple(balance([f + b for f, b in zip(at.forward, at.backward, strict=True)], stages))
+
+
+def _built(family: Family, ranks: int, micro_batches: int, stages: int, recompute: Recompute) -> Schedule:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # an order that is cut short is predicted as it is
+        return with_recompute(family.build(ranks, micro_batches, stages), recompute)
+
+
+def copies_of(one: Configuration, schedule: Schedule) -> tuple[int, ...]:
+    """For every stage how many ranks hold it, in all replicas."""
+    return tuple(one.replicas * len(schedule.holders(stage)) for stage in range(one.stages))
+
+
+def stage_costs(profile: CostProfile, layers: Sequence[int], samples: int, copies: Sequence[int]) -> Costs:
+    """Seconds of every stage.
+
+    Args:
+        profile: the costs of the layers.
+        layers: layers of every stage.
+        samples: of a micro-batch.
+        copies: ranks that hold each stage.
+    """
+    at = profile.at(samples)
+    spans = list(pairwise(accumulate(layers, initial=0)))
+
+    def sums(values: Sequence[float], beside: float = 0.0) -> list[float]:
+        return [beside + sum(values[start:end]) for start, end in spans]
+
+    weights = sums([float(layer.parameter_bytes) for layer in profile.layers])
+    forward = sums(at.forward, at.stage_forward + profile.overhead)
+    backward = sums(at.backward, at.stage_backward + profile.overhead)
+    weight = sums(at.backward_weight, at.stage_backward / 2 + profile.overhead)
+    return Costs(
+        forward,
+        backward,
+        backward_input=[max(profile.overhead, b + profile.overhead - w) for b, w in zip(backward, weight, strict=True)],
+        backward_weight=weight,
+        send=[float(profile.message.message(at.boundary_bytes[end - 1])) for _, end in spans],
+        reduce=[float(profile.all_reduce.all_reduce(w, n)) for w, n in zip(weights, copies, strict=True)],
+        step=[profile.step_per_byte * w for w in weights],
+    )
+
+
+def stage_memory(
+    profile: CostProfile, layers: Sequence[int], samples: int, copies: Sequence[int], shard_optimizer: bool = False
+) -> Memory:
+    """Bytes of every stage: weights, gradients, two optimizer moments, and activations of one micro-batch."""
+    at = profile.at(samples)
+    spans = list(pairwise(accumulate(layers, initial=0)))
+    weights = [float(sum(layer.parameter_bytes for layer in profile.layers[start:end])) for start, end in spans]
+    shares = copies if shard_optimizer else [1] * len(spans)
+    return Memory(
+        weights,
+        optimizer=[2 * w / share for w, share in zip(weights, shares, strict=True)],
+        activations=[sum(at.saved_bytes[start:end]) for start, end in spans],
+        inputs=[at.boundary_bytes[start - 1] if start else 0.0 for start, _ in spans],
+        messages=[at.boundary_bytes[end - 1] for _, end in spans],
+    )
+
+
+def rank_bytes(schedule: Schedule, memory: Memory) -> list[float]:
+    """The most that every rank holds: peaks of activations by the order of actions, and one message each way."""
+    found = []
+    for rank, activations in enumerate(activation_peaks(schedule, memory)):
+        stages = [memory.at(stage) for stage in schedule.stages_of(rank)]
+        fixed = sum(s.weights * schedule.weight_versions[rank] + s.gradients + s.optimizer for s in stages)
+        found.append(float(fixed + activations + max((s.messages + s.inputs for s in stages), default=0)))
+    return found

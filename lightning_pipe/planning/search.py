@@ -1,0 +1,267 @@
+"""`lightning_pipe.search`: which configuration is fastest, and why."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+
+from torch import nn
+
+from lightning_pipe import schedules
+from lightning_pipe.errors import ConfigurationError, ScheduleError
+from lightning_pipe.partition import find_layers
+from lightning_pipe.planning.cost_profile import CostProfile
+from lightning_pipe.planning.layer_sizes import estimated, layer_sizes
+from lightning_pipe.planning.prediction import Configuration, Predictor, stage_memory
+from lightning_pipe.planning.search_result import RuledOut, SearchResult
+from lightning_pipe.schedules import Family, Kind
+from lightning_pipe.text import memory as amount_of_memory
+
+SHOWN = 10
+_UNUSED = ("naive",)
+"""Schedules that are there to compare with: never the fastest on more than one rank."""
+
+
+def search(
+    costs: CostProfile | nn.Module,
+    ranks: int,
+    global_batch: int,
+    *,
+    memory: float | None = None,
+    families: Sequence[str | Family] | None = None,
+    pipeline_parallel_size: int | None = None,
+    stages_per_rank: Sequence[int] = (1, 2),
+    micro_batches: Sequence[int] | None = None,
+    layers: str | Sequence[str] | None = None,
+    shown: int = SHOWN,
+) -> SearchResult:
+    """Predict all configurations of a run on so many processes, and rank them.
+
+    Schedule, pipelines side by side, stages, micro-batches, recomputation and the sharding of the optimizer are tried;
+    world size and global batch stay as they are. A configuration that does not fit is tried again with a sharded
+    optimizer, then with recomputation, then with both. Configurations are simulated in the order of a lower bound of
+    their time, until no other can be among the best.
+
+    Args:
+        costs: a profile of the module, measured or written by hand; or the module: its times are then in proportion to
+            its layers' parameters.
+        ranks: processes, over all pipelines.
+        global_batch: samples of an optimizer step.
+        memory: bytes that each process may hold; ``None``: any.
+        families: schedules, by name or as objects; by default all with a flush, with their variants.
+        pipeline_parallel_size: ranks of a pipeline; ``None``: all divisors of ``ranks``.
+        stages_per_rank: how many stages a schedule may put on a rank that takes any number.
+        micro_batches: how many a batch may be cut into; ``None``: all divisors.
+        layers: dotted names of the layer sequence of a module.
+        shown: how many of the best are wanted.
+
+    Returns:
+        The best configurations; ``print`` shows a table, ``best.options`` are the arguments of `PipeStrategy`.
+
+    Raises:
+        ConfigurationError: nothing fits.
+
+    Example:
+        >>> found = search(nn.Sequential(*(nn.Linear(64, 64) for _ in range(8))), ranks=4, global_batch=32)
+        >>> found.best.configuration.replicas * found.best.configuration.ranks
+        4
+    """
+    if ranks < 1 or global_batch < 1:
+        raise ConfigurationError(f"A search needs ranks and samples, not ranks={ranks}, global_batch={global_batch}.")
+    start = time.perf_counter()
+    profile = costs if isinstance(costs, CostProfile) else _profile_of(costs, layers)
+    candidates = _candidates(
+        profile, ranks, global_batch, families, pipeline_parallel_size, stages_per_rank, micro_batches
+    )
+    return _Search(profile, memory, shown).run(list(candidates), start)
+
+
+def checked(profile: CostProfile, module: nn.Module, layers: str | Sequence[str] | None) -> CostProfile:
+    """A profile that is of this module.
+
+    Raises:
+        ConfigurationError: it is of another.
+    """
+    sizes = layer_sizes(module, find_layers(module, layers))
+    profile.check_layers([layer.name for layer in sizes], [layer.parameters for layer in sizes])
+    return profile
+
+
+def _profile_of(module: nn.Module, layers: str | Sequence[str] | None) -> CostProfile:
+    return estimated(module, find_layers(module, layers))
+
+
+def _divisors(number: int) -> list[int]:
+    return [each for each in range(1, number + 1) if number % each == 0]
+
+
+def _candidates(
+    profile: CostProfile,
+    world: int,
+    global_batch: int,
+    families: Sequence[str | Family] | None,
+    size: int | None,
+    stages_per_rank: Sequence[int],
+    micro_batches: Sequence[int] | None,
+) -> Iterator[Configuration]:
+    tried = list(_families(families))
+    for ranks in _divisors(world) if size is None else [size]:
+        replicas, rest = divmod(world, ranks)
+        if rest:
+            raise ConfigurationError(f"{world} processes cannot be divided into pipelines of {ranks} ranks.")
+        if global_batch % replicas or ranks > len(profile.layers):
+            continue
+        batch = global_batch // replicas
+        for family in tried if ranks > 1 else tried[:1]:
+            for stages in sorted({ranks * max(number, family.stages_per_rank) for number in stages_per_rank}):
+                # A schedule that folds further stages onto its own gains nothing by them.
+                if stages <= len(profile.layers) and stages == ranks * _own_stages(family, ranks, stages):
+                    for number in _divisors(batch):
+                        if micro_batches is None or number in micro_batches:
+                            yield Configuration(family, ranks, replicas, stages, number, batch // number)
+
+
+def _own_stages(family: Family, ranks: int, stages: int) -> int:
+    try:
+        return family.placed(ranks, stages)[1] // ranks
+    except ScheduleError:
+        return 0
+
+
+def _families(wanted: Sequence[str | Family] | None) -> Iterator[Family]:
+    if wanted is not None:
+        yield from (schedules.get(each) for each in wanted)
+        return
+    for name in schedules.names():
+        family = schedules.get(name)
+        if family.synchronous and name not in _UNUSED:
+            yield from family.variants()
+
+
+@cache
+def _lowest_stages(family: Family) -> str:
+    """Where the lowest stage of each rank is: that of its number, or counted from both ends; nothing if elsewhere."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        schedule = family.build(4, 8)
+    lowest = [min(schedule.stages_of(rank)) for rank in range(4)]
+    return {(0, 1, 2, 3): "straight", (0, 1, 1, 0): "both ways"}.get(tuple(lowest), "")
+
+
+@cache
+def _halves(family: Family) -> bool:
+    """Whether the family divides backward passes."""
+    return any(action.kind is Kind.BACKWARD_INPUT for order in family.build(2, 4).actions for action in order)
+
+
+@dataclass
+class _Search:
+    profile: CostProfile
+    limit: float | None
+    shown: int
+
+    def __post_init__(self) -> None:
+        self.predictor = Predictor(self.profile)
+
+    def run(self, candidates: list[Configuration], start: float) -> SearchResult:
+        """Simulate in the order of the bounds."""
+        bounded = sorted(((self.bound(one), number) for number, one in enumerate(candidates)))
+        best: list[tuple[float, int, Configuration]] = []
+        ruled_out: list[RuledOut] = []
+        simulated = 0
+        for bound, number in bounded:
+            if len(best) >= self.shown and bound >= best[self.shown - 1][0]:
+                break
+            try:
+                fitting, least = self.fitting(candidates[number])
+                if fitting is None:
+                    ruled_out.append(RuledOut(candidates[number], least))
+                    continue
+                best = sorted([*best, (self.predictor.seconds(fitting), number, fitting)])[: self.shown]
+                simulated += 1
+            except ScheduleError:
+                continue  # the family has no order for these numbers
+        if not best:
+            raise self.nothing_fits(candidates, ruled_out)
+        return SearchResult(
+            tuple(self.predictor.predict(one) for _, _, one in best),
+            tuple(sorted(ruled_out, key=lambda each: each.bytes)),
+            len(candidates),
+            simulated,
+            time.perf_counter() - start,
+            self.limit,
+        )
+
+    def fitting(self, one: Configuration) -> tuple[Configuration | None, float]:
+        """The configuration with the least that makes it fit, or ``None`` and the bytes that it needs at least."""
+        if self.limit is None:
+            return one, 0.0
+        least = float("inf")
+        for changed in _ever_smaller(one):
+            least = min(least, self.at_least(changed))
+            if self.at_least(changed) <= self.limit:
+                least = self.predictor.peak(changed)
+                if least <= self.limit:
+                    return changed, least
+        return None, least
+
+    def at_least(self, one: Configuration) -> float:
+        """Bytes that some rank holds however the schedule orders: what its stages hold all the time."""
+        layers = self.predictor.layers(one)
+        memory = stage_memory(
+            self.profile, layers, one.samples, [one.replicas * one.family.pipes] * one.stages, one.shard_optimizer
+        )
+        stages = [memory.at(stage) for stage in range(one.stages)]
+        held = sum(each.weights + each.gradients + each.optimizer for each in stages) * one.family.pipes
+        return float(held / one.ranks)
+
+    def bound(self, one: Configuration) -> float:
+        """A time that the configuration takes at least."""
+        profile, layers = self.profile, self.predictor.layers(one)
+        own = self.predictor.costs_of(one, layers, 1)
+        passes = list(zip(own.forward, own.backward, own.send, strict=True))  # type: ignore[arg-type]
+        work = [one.micro_batches * (forward + backward) for forward, backward, _ in passes]
+        if not one.family.synchronous:
+            return sum(work) / one.ranks
+        lowest, whole = _lowest_stages(one.family), not _halves(one.family)
+        # One micro-batch passes through all stages and back; the weights' halves need not.
+        back = own.backward if whole else own.backward_input
+        least = max(sum(work) / one.ranks, sum(f for f, _, _ in passes) + sum(back))  # type: ignore[arg-type]
+        # A rank cannot begin before the stages below its lowest, nor be the last where they are still to come.
+        per_rank = min(work) * one.stages / one.ranks
+        before = [0.0]
+        for forward, backward, send in passes:
+            before.append(before[-1] + forward + send + whole * (backward + send))
+        for rank in range(one.ranks):
+            stage = {"straight": rank, "both ways": min(rank, one.ranks - 1 - rank)}.get(lowest, 0)
+            own_work = work[rank] if one.stages == one.ranks and lowest == "straight" else per_rank
+            least = max(least, before[stage] + own_work)
+        return least + profile.batch
+
+    def nothing_fits(self, candidates: Sequence[Configuration], ruled_out: Iterable[RuledOut]) -> ConfigurationError:
+        """The error if no configuration is left."""
+        small = min(ruled_out, key=lambda each: each.bytes, default=None)
+        if small is None or self.limit is None:
+            return ConfigurationError(
+                f"None of {len(candidates)} configurations can be built.",
+                hint="Use fewer ranks than layers, and a global batch that the replicas divide.",
+            )
+        return ConfigurationError(
+            f"Nothing fits into {amount_of_memory(self.limit)} per rank: the smallest of {len(candidates)} "
+            f"configurations, {small.configuration.label}, needs {amount_of_memory(small.bytes)}.",
+            hint="Use more ranks, or a smaller global batch.",
+        )
+
+
+def _ever_smaller(one: Configuration) -> Iterator[Configuration]:
+    """The same in less and less memory: sharding costs nothing, recomputation a third of the time."""
+    copies = one.replicas * one.family.pipes > 1
+    yield one
+    if copies:
+        yield replace(one, shard_optimizer=True)
+    yield replace(one, recompute="always")
+    if copies:
+        yield replace(one, recompute="always", shard_optimizer=True)

@@ -1,0 +1,131 @@
+"""What a search found, as a table and a picture."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from os import PathLike
+
+from lightning_pipe.planning.prediction import Configuration, Prediction
+from lightning_pipe.text import memory, several
+
+_PARTS = ("compute", "recompute", "step", "bubble", "communication", "reduction")
+_COLOURS = ("#56B4E9", "#F0E442", "#CC79A7", "#D9D9D9", "#E69F00", "#8C8C8C")
+
+
+@dataclass(frozen=True)
+class RuledOut:
+    """A configuration that needs too much memory.
+
+    Args:
+        configuration: what.
+        bytes: that a rank needs at least, with a sharded optimizer and recomputation.
+    """
+
+    configuration: Configuration
+    bytes: float
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """The best configurations.
+
+    Args:
+        choices: the best, fastest first.
+        ruled_out: what does not fit into the memory, the smallest first.
+        considered: how many configurations there are.
+        simulated: how many of them were simulated; the bounds of the others were too high.
+        seconds: that the search took.
+        limit: bytes that a rank may hold.
+    """
+
+    choices: tuple[Prediction, ...]
+    ruled_out: tuple[RuledOut, ...]
+    considered: int
+    simulated: int
+    seconds: float
+    limit: float | None = None
+
+    @property
+    def best(self) -> Prediction:
+        """The fastest configuration."""
+        return self.choices[0]
+
+    @property
+    def reason(self) -> str:
+        """Why the best one is the best, in a sentence."""
+        first, *others = self.choices
+        if not others:
+            return f"{first.configuration.label}: nothing else fits."
+        second = others[0]
+        gain = {part: getattr(second, part) - getattr(first, part) for part in _PARTS}
+        most = max(gain, key=lambda part: gain[part])
+        faster = second.seconds / first.seconds - 1
+        why = f", most of it {most}" if gain[most] > 0.01 * first.seconds else ""
+        return (
+            f"{first.configuration.label}: {_milliseconds(first.seconds)} per step; "
+            f"next is {second.configuration.label}, {100 * faster:.1f} % slower{why}."
+        )
+
+    def __str__(self) -> str:
+        head = ("", "schedule", "ranks x replicas", "stages", "micro-batches", "time", *_PARTS, "memory")
+        rows = [head, *(_row(number, each) for number, each in enumerate(self.choices, 1))]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = [
+            "  ".join(cell.ljust(width) if index == 1 else cell.rjust(width) for index, (cell, width) in pairs)
+            for pairs in (enumerate(zip(row, widths, strict=True)) for row in rows)
+        ]
+        return "\n".join([*(line.rstrip() for line in lines), "", *self._facts()])
+
+    def _facts(self) -> list[str]:
+        facts = [
+            f"chosen: {self.reason}",
+            f"{several(self.considered, 'configuration')} considered, {self.simulated} of them simulated, "
+            f"in {self.seconds:.1f} s",
+        ]
+        if self.limit is not None:
+            out = f"{len(self.ruled_out)} of those looked at do not fit into {memory(self.limit)}"
+            if self.ruled_out:
+                small = self.ruled_out[0]
+                out += f"; the smallest of them, {small.configuration.label}, needs {memory(small.bytes)}"
+            facts.append(out)
+        return [*facts, "all figures are predicted; shares are those of the time, memory is the most on a rank"]
+
+    def plot(self, path: str | PathLike[str]) -> None:
+        """Draw where the time of each configuration goes.
+
+        Args:
+            path: the picture; its ending says the format (png, svg, pdf).
+        """
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(10, 1.2 + 0.4 * len(self.choices)), layout="constrained")
+        axes = figure.subplots()
+        names = [each.configuration.label for each in self.choices]
+        left = [0.0] * len(names)
+        for part, colour in zip(_PARTS, _COLOURS, strict=True):
+            values = [1000 * getattr(each, part) for each in self.choices]
+            axes.barh(names, values, left=left, color=colour, label=part, edgecolor="white", linewidth=0.5)
+            left = [a + b for a, b in zip(left, values, strict=True)]
+        axes.invert_yaxis()
+        axes.set_xlabel("predicted time of an optimizer step, ms")
+        figure.legend(loc="outside lower center", ncols=len(_PARTS), frameon=False)
+        figure.savefig(path)
+
+
+def _row(number: int, one: Prediction) -> tuple[str, ...]:
+    own = one.configuration
+    changes = [" +recompute" * (own.recompute != "never"), " +sharded" * own.shard_optimizer]
+    return (
+        str(number),
+        own.family.label + "".join(changes),
+        f"{own.ranks} x {own.replicas}",
+        str(own.stages),
+        f"{own.micro_batches} x {own.samples}",
+        _milliseconds(one.seconds),
+        *(f"{100 * getattr(one, part) / one.seconds:.1f} %" for part in _PARTS),
+        memory(one.bytes),
+    )
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{1000 * seconds:.4g} ms" if seconds < 1 else f"{seconds:.4g} s"

@@ -1,0 +1,1 @@
+"""Measures what a module costs on the present machine."""

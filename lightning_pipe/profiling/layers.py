@@ -1,0 +1,180 @@
+"""What the layers cost under the engine, measured stage by stage on one rank."""
+
+from __future__ import annotations
+
+import copy
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from lightning_pipe.engine.batch import BatchObserver
+from lightning_pipe.engine.layer_profiler import profiled
+from lightning_pipe.engine.pipeline import Pipeline
+from lightning_pipe.partition import find_layers
+from lightning_pipe.planning.cost_profile import SizeCosts
+from lightning_pipe.schedules import Action, Family, Kind
+from lightning_pipe.schedules.family import Orders
+from lightning_pipe.skip import SkipKey
+from lightning_pipe.torch_internals import tree_leaves
+from lightning_pipe.transport.threads import thread_world
+from lightning_pipe.transport.topology import Topology
+
+Step = Callable[[nn.Module, Any], Any]
+"""``step(module, micro_batch)`` returns the loss."""
+
+_MICRO_BATCHES = 2
+
+
+@dataclass(frozen=True)
+class _InOrder(Family):
+    """One rank that takes one micro-batch after the other, forward and backward."""
+
+    halves: bool = False
+
+    @override
+    def orders(self, ranks: int, micro_batches: int) -> Orders:
+        back = (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT) if self.halves else (Kind.BACKWARD,)
+        return [[Action(kind, 0, number) for number in range(micro_batches) for kind in (Kind.FORWARD, *back)]]
+
+
+class Measured(NamedTuple):
+    """One size of micro-batches.
+
+    Args:
+        costs: what the layers cost.
+        overhead: seconds of the engine per compute action.
+    """
+
+    costs: SizeCosts
+    overhead: float
+
+
+class _Times(NamedTuple):
+    """Medians over the rounds: per action ``(kind, stage)``, and per batch what passes besides the actions."""
+
+    actions: Mapping[tuple[Kind, int], float]
+    beside: float
+
+
+def measure_layers(
+    module: nn.Module,
+    paths: str | Sequence[str] | None,
+    step: Step,
+    part: Any,
+    device: torch.device,
+    rounds: int,
+) -> Measured:
+    """Measure on one rank how long each layer takes as a stage of its own, and all layers as one stage.
+
+    With t_i the time of layer i as a stage and T that of all as one, each stage costs o = (sum of t_i - T) / (L - 1)
+    besides its layers, and layer i costs t_i - o. So the figures give back both measurements, and what the user's
+    step does besides calling layers counts with the layer that it runs beside.
+
+    Args:
+        module: measured as a copy.
+        paths: the layers, as for `find_layers`.
+        step: the user's step.
+        part: a micro-batch.
+        device: where to measure.
+        rounds: batches; medians count.
+    """
+    own = copy.deepcopy(module).to(device)
+    layers = find_layers(own, paths)
+    count = len(layers)
+    single = _times(_pipeline(own, paths, [1] * count, device), step, own, part, rounds)
+    whole = single if count == 1 else _times(_pipeline(own, paths, [count], device), step, own, part, rounds)
+    split = _times(_pipeline(own, paths, [1] * count, device, halves=True), step, own, part, rounds)
+    saved, boundary = _bytes(_pipeline(own, paths, [count], device), step, own, part)
+
+    times: dict[Kind, tuple[float, ...]] = {}
+    per_stage: dict[Kind, float] = {}
+    for kind in (Kind.FORWARD, Kind.BACKWARD):
+        alone = [single.actions[kind, number] for number in range(count)]
+        extra = 0.0 if count == 1 else max(0.0, (sum(alone) - whole.actions[kind, 0]) / (count - 1))
+        per_stage[kind] = min(extra, *alone)
+        times[kind] = tuple(each - per_stage[kind] for each in alone)
+    weight = []
+    for number, backward in enumerate(times[Kind.BACKWARD]):
+        halves = [split.actions.get((kind, number), 0.0) for kind in (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)]
+        weight.append(backward * halves[1] / sum(halves) if sum(halves) else backward / 2)
+    actions = 2 * _MICRO_BATCHES * (count - 1)
+    overhead = max(0.0, (single.beside - whole.beside) / actions) if actions else 0.0
+    costs = SizeCosts(
+        times[Kind.FORWARD],
+        times[Kind.BACKWARD],
+        tuple(weight),
+        saved,
+        boundary,
+        per_stage[Kind.FORWARD],
+        per_stage[Kind.BACKWARD],
+    )
+    return Measured(costs, overhead)
+
+
+def _pipeline(
+    module: nn.Module,
+    paths: str | Sequence[str] | None,
+    counts: list[int],
+    device: torch.device,
+    *,
+    halves: bool = False,
+) -> Pipeline:
+    transport = thread_world(Topology(1), device=device)[0]
+    return Pipeline(module, find_layers(module, paths), counts, _InOrder(halves), transport)
+
+
+def _train(pipeline: Pipeline, step: Step, module: nn.Module, part: Any, seed: int) -> None:
+    weights = [1 / _MICRO_BATCHES] * _MICRO_BATCHES
+    pipeline.train(lambda _, each: step(module, each), [part] * _MICRO_BATCHES, weights, seed=seed)
+    module.zero_grad()
+
+
+def _times(pipeline: Pipeline, step: Step, module: nn.Module, part: Any, rounds: int) -> _Times:
+    _train(pipeline, step, module, part, 0)
+    samples: dict[tuple[Kind, int], list[float]] = defaultdict(list)
+    beside = []
+    for number in range(rounds):
+        with pipeline.recorded() as events:
+            start = time.perf_counter()
+            _train(pipeline, step, module, part, number)
+            passed = time.perf_counter() - start
+        for event in events:
+            samples[event.kind, event.stage].append(float(event.end - event.start))
+        beside.append(passed - sum(float(event.end - event.start) for event in events))
+    return _Times({key: statistics.median(each) for key, each in samples.items()}, statistics.median(beside))
+
+
+class _Inputs(BatchObserver):
+    """Bytes of the activations that each layer is called with."""
+
+    def __init__(self) -> None:
+        self.sizes: dict[int, int] = {}
+
+    @override
+    def before_layer(
+        self, name: str, key: int, forward: Callable[..., Any], args: Any, kwargs: Any, skips: Mapping[SkipKey, Any]
+    ) -> None:
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        # Positions and masks come from the batch, which every rank has.
+        crossing = [tensor for tensor in tensors if tensor.requires_grad] or tensors
+        self.sizes.setdefault(key, sum(tensor.nbytes for tensor in crossing))
+
+
+def _bytes(pipeline: Pipeline, step: Step, module: nn.Module, part: Any) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """What each layer keeps for its backward pass, and what it hands to the next."""
+    inputs = _Inputs()
+    with pipeline.observed(inputs), profiled(pipeline) as profiler:
+        _train(pipeline, step, module, part, 0)
+    found, names = profiler.gather(), pipeline.names
+    saved = [float(found.layers[name].saved_bytes) for name in names]
+    for name, before in found.beside.items():
+        saved[min(max(before - 1, 0), len(names) - 1)] += found.layers[name].saved_bytes
+    boundary = [float(inputs.sizes.get(number + 1, 0)) for number in range(len(names))]
+    return tuple(saved), tuple(boundary)

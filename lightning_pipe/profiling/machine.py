@@ -1,0 +1,112 @@
+"""What messages, reductions and the engine cost between the processes of the coming run."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from lightning_pipe import schedules
+from lightning_pipe.engine.pipeline import Pipeline
+from lightning_pipe.partition import find_layers
+from lightning_pipe.simulate.link import Link
+from lightning_pipe.transport.base import Lane, Transport
+
+_THERE, _BACK = Lane("forward"), Lane("backward")
+_SMALL, _LARGE = 1 << 10, 1 << 22
+_FEW, _MANY = 2, 8
+
+
+class Machine(NamedTuple):
+    """What `measure_machine` finds: see `CostProfile`."""
+
+    message: Link
+    all_reduce: Link
+    batch: float
+
+
+def measure_machine(transport: Transport, rounds: int, overhead: float) -> Machine:
+    """Measure with all processes of a transport. Collective; the figures are those of rank 0 everywhere.
+
+    Args:
+        transport: of one pipeline.
+        rounds: repetitions; medians count.
+        overhead: seconds of the engine per compute action, which are no part of a message.
+    """
+    if transport.topology.ranks == 1:
+        return Machine(Link(), Link(), 0.0)
+    everyone = tuple(range(transport.topology.world_size))
+    large, small = (_median(rounds, lambda size=size: _round_trip(transport, size)) / 2 for size in (_LARGE, _SMALL))
+    beta = max(0.0, (large - small) / (_LARGE - _SMALL))
+    transport.make_groups([everyone])
+    members = len(everyone)
+    many, few = (_median(rounds, lambda size=size: _all_reduce(transport, size)) for size in (_LARGE, _SMALL))
+    steps, share = Link(alpha=1).all_reduce(0, members), Link(beta=1).all_reduce(1, members)
+    reduce_beta = max(0.0, (many - few) / (_LARGE - _SMALL) / float(share))
+    latency, batch = _through_the_engine(transport, rounds, overhead)
+    found = Machine(Link(latency, beta), Link(few / float(steps), reduce_beta), batch)
+    return transport.all_gather_object(found, everyone)[0]  # type: ignore[no-any-return]
+
+
+def _median(rounds: int, sample: Callable[[], float]) -> float:
+    return statistics.median([sample() for _ in range(rounds + 2)][2:])
+
+
+def _round_trip(transport: Transport, size: int) -> float:
+    """Between the first two ranks; the others have nothing to do."""
+    out = torch.zeros(size, dtype=torch.uint8, device=transport.device)
+    into = torch.empty_like(out)
+    start = time.perf_counter()
+    if transport.rank == 0:
+        transport.send(out, 1, _THERE).wait()
+        transport.receive(into, 1, _BACK).wait()
+    elif transport.rank == 1:
+        transport.receive(into, 0, _THERE).wait()
+        transport.send(out, 0, _BACK).wait()
+    return time.perf_counter() - start
+
+
+def _all_reduce(transport: Transport, size: int) -> float:
+    everyone = tuple(range(transport.topology.world_size))
+    data = torch.zeros(size // 4, device=transport.device)
+    transport.barrier()
+    start = time.perf_counter()
+    transport.all_reduce(data, everyone).wait()
+    return time.perf_counter() - start
+
+
+def _through_the_engine(transport: Transport, rounds: int, overhead: float) -> tuple[float, float]:
+    """Seconds of a message between two stages, and of a batch besides its actions.
+
+    One micro-batch after the other passes layers that do next to nothing: 2 p actions and 2 (p - 1) messages each.
+    """
+    ranks = transport.topology.ranks
+    module = nn.Sequential(*(nn.Linear(1, 1) for _ in range(ranks))).to(transport.device)
+    family = schedules.get("naive")
+    pipeline = Pipeline(module, find_layers(module), [1] * ranks, family, transport)
+    pipeline.partition()
+    few, many = (_batches(pipeline, module, number, rounds) for number in (_FEW, _MANY))
+    per_micro_batch = (many - few) / (_MANY - _FEW)
+    latency = (per_micro_batch - 2 * ranks * overhead) / (2 * (ranks - 1))
+    return max(0.0, latency), max(0.0, few - _FEW * per_micro_batch)
+
+
+def _batches(pipeline: Pipeline, module: nn.Module, micro_batches: int, rounds: int) -> float:
+    """Median seconds of a batch without what its stages compute."""
+    transport, samples = pipeline.transport, []
+    everyone = tuple(range(transport.topology.world_size))
+    parts = [torch.ones(1, 1, device=transport.device)] * micro_batches
+    weights = [1 / micro_batches] * micro_batches
+    for number in range(rounds + 2):
+        busy = pipeline.executor.busy
+        transport.barrier()
+        start = time.perf_counter()
+        pipeline.train(lambda _, part: module(part).sum(), parts, weights, seed=number)
+        mine = (time.perf_counter() - start, pipeline.executor.busy - busy)
+        both = transport.all_gather_object(mine, everyone)
+        samples.append(max(passed for passed, _ in both) - sum(computed for _, computed in both))
+    return statistics.median(samples[2:])

@@ -1,0 +1,141 @@
+"""`lightning_pipe.profile`: what a module costs with the processes and devices of a coming run."""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_pipe.engine.containers import signature
+from lightning_pipe.errors import ConfigurationError
+from lightning_pipe.partition import find_layers
+from lightning_pipe.planning.cost_profile import CostProfile, merged
+from lightning_pipe.planning.layer_sizes import layer_sizes
+from lightning_pipe.profiling.layers import Step, measure_layers
+from lightning_pipe.profiling.machine import measure_machine
+from lightning_pipe.torch_internals import tree_leaves, tree_map
+from lightning_pipe.transport.base import Transport
+from lightning_pipe.version import __version__
+
+SIZES = (1, 2, 4, 8)
+_STEP_NUMBERS = 1 << 18
+
+
+def measure_profile(
+    transport: Transport,
+    module: nn.Module,
+    batch: Any,
+    *,
+    micro_batch_sizes: Sequence[int] | None = None,
+    layers: str | Sequence[str] | None = None,
+    step: Step | None = None,
+    rounds: int = 5,
+) -> CostProfile:
+    """Measure with the processes of a transport, all at the same time. Collective over its world.
+
+    See `lightning_pipe.profile`, which starts the processes.
+    """
+    sizes = _sizes(batch, micro_batch_sizes)
+    everyone = tuple(range(transport.topology.world_size))
+    found, overheads = {}, []
+    for size in sizes:
+        transport.barrier()
+        measured = measure_layers(module, layers, step or default_step, first(batch, size), transport.device, rounds)
+        found[size] = measured.costs
+        overheads.append(measured.overhead)
+    sequence = find_layers(module, layers)
+    own = CostProfile(
+        type(module).__name__,
+        layer_sizes(module, sequence),
+        found,
+        overhead=min(overheads),
+        step_per_byte=_step_per_byte(transport.device),
+        conditions={
+            **run_conditions(transport.device),
+            "ranks": str(transport.topology.world_size),
+            "transport": type(transport).__name__,
+            "sample": str(signature(first(batch, 1))),
+        },
+    )
+    together = merged(transport.all_gather_object(own, everyone))
+    machine = measure_machine(transport, 4 * rounds, together.overhead)
+    return replace(together, message=machine.message, all_reduce=machine.all_reduce, batch=machine.batch)
+
+
+def run_conditions(device: torch.device) -> dict[str, str]:
+    """What figures measured in this process depend on besides the module and its input."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
+    return {
+        "device": f"{device.type} ({name})",
+        "threads": str(torch.get_num_threads()),
+        "cores": str(os.cpu_count()),
+        "torch": torch.__version__,
+        "lightning_pipe": __version__,
+    }
+
+
+def default_step(module: nn.Module, part: Any) -> Any:
+    """The ``training_step`` of a LightningModule; of another module the sum of its first result."""
+    if hasattr(module, "training_step"):
+        return module.training_step(part, 0)
+    result = module(**part) if isinstance(part, dict) else module(*part) if isinstance(part, tuple) else module(part)
+    loss = getattr(result, "loss", None)
+    return loss if loss is not None else next(leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)).sum()
+
+
+def samples_in(batch: Any) -> int:
+    """The length of the batch's tensors along dimension 0.
+
+    Raises:
+        ConfigurationError: it holds no tensor.
+    """
+    for leaf in tree_leaves(batch):
+        if isinstance(leaf, Tensor) and leaf.dim():
+            return len(leaf)
+    raise ConfigurationError("The batch holds no tensor with samples along dimension 0.", hint="Give one that does.")
+
+
+def first(batch: Any, samples: int) -> Any:
+    """The first samples of a batch: of every tensor that has its length along dimension 0."""
+    number = samples_in(batch)
+
+    def cut(leaf: Any) -> Any:
+        whole = isinstance(leaf, Tensor) and leaf.dim() and len(leaf) == number
+        return leaf[:samples].clone() if whole else leaf
+
+    return tree_map(cut, batch)
+
+
+def _sizes(batch: Any, wanted: Sequence[int] | None) -> list[int]:
+    number = samples_in(batch)
+    if wanted is None:
+        return [size for size in SIZES if size <= number] or [number]
+    sizes = sorted(set(wanted))
+    if not sizes or sizes[0] < 1 or sizes[-1] > number:
+        raise ConfigurationError(
+            f"micro_batch_sizes={list(wanted)} cannot be measured with a batch of {number} samples.",
+            hint=f"Use sizes from 1 to {number}, or give a larger batch.",
+        )
+    return sizes
+
+
+def _step_per_byte(device: torch.device) -> float:
+    """Seconds that Adam takes for each byte of parameters."""
+    weight = nn.Parameter(torch.zeros(_STEP_NUMBERS, device=device))
+    weight.grad = torch.ones_like(weight)
+    optimizer = torch.optim.Adam([weight])
+    samples = []
+    for _ in range(5):
+        start = time.perf_counter()
+        optimizer.step()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        samples.append(time.perf_counter() - start)
+    return median(samples[1:]) / weight.nbytes

@@ -1,0 +1,156 @@
+"""A divided module between the runs of a Trainer: each rank keeps its share until somebody asks for all of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning_utilities.core.rank_zero import rank_zero_info
+from torch import nn
+
+from lightning_pipe.engine.pipeline import Pipeline
+from lightning_pipe.errors import ConfigurationError
+from lightning_pipe.parameters.ownership import named_tensors
+from lightning_pipe.partition import Layers
+from lightning_pipe.text import memory
+from lightning_pipe.transport.base import Transport
+
+GATHER_LIMIT = 2**30
+"""Modules of up to so many bytes are whole again on every rank after a run."""
+CALL = "trainer.strategy.whole_module()"
+_ASK = (
+    "The run is over, and each rank has kept its share of the module, which is larger than "
+    f"PipeStrategy(gather_limit=…). On all ranks: {CALL}"
+)
+_KEY = "_pipe_at_rest"
+
+
+@dataclass(eq=False)
+class AtRest:
+    """What a module that stays divided remembers in one of its attributes; copies and pickles of it do not.
+
+    Args:
+        pipeline: the module over the ranks, as the last run has left it.
+    """
+
+    pipeline: Pipeline
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> AtRest:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
+
+
+def size_of(module: nn.Module) -> int:
+    """Bytes of all parameters and buffers, wherever their values are."""
+    return sum({id(tensor): tensor.nbytes for _, tensor in named_tensors(module)}.values())
+
+
+def check_gather_limit(limit: object) -> int:
+    """The option ``gather_limit``.
+
+    Raises:
+        ConfigurationError: it is no number of bytes.
+    """
+    if not isinstance(limit, int) or isinstance(limit, bool) or limit < 0:
+        raise ConfigurationError(
+            f"gather_limit={limit!r}: a number of bytes is needed, 0 or more.",
+            hint="2**30 is one GiB; 0 leaves every module divided after a run.",
+        )
+    return limit
+
+
+def leave(module: pl.LightningModule, pipeline: Pipeline, *, gather: bool) -> None:
+    """At the end of a run: give every rank the whole module, or leave it divided. Collective over the pipeline.
+
+    Args:
+        module: the LightningModule, in host memory.
+        pipeline: the module over the ranks.
+        gather: whether every rank gets the whole module.
+    """
+    if gather:
+        pipeline.restore()
+        return
+    pipeline.agree_on_lost()  # who has copies of weights that hooks have made
+    pipeline.ownership.remedy = _ASK
+    vars(module)[_KEY] = AtRest(pipeline)
+    rank_zero_info(
+        f"{type(module).__name__} ({memory(size_of(module))}) stays divided over the ranks. {CALL}, called on all "
+        f"ranks, gives each of them the whole module."
+    )
+
+
+def resting(module: nn.Module) -> Pipeline | None:
+    """How a module is divided that no run uses; ``None`` if it is whole, or if it is a copy."""
+    found = vars(module).get(_KEY)
+    return found.pipeline if isinstance(found, AtRest) and found.pipeline.module is module else None
+
+
+def gather(module: pl.LightningModule) -> None:
+    """Give every rank the whole module, and say what it costs. Collective over the pipeline.
+
+    Args:
+        module: the LightningModule.
+    """
+    pipeline = resting(module)
+    if pipeline is None:
+        return
+    rank_zero_info(
+        f"Gathering {type(module).__name__}: {memory(size_of(module))} of host memory on each of "
+        f"{pipeline.transport.topology.world_size} processes."
+    )
+    pipeline.restore()
+    forget(module)
+
+
+def forget(module: nn.Module) -> None:
+    """The module is whole, or a run uses it."""
+    vars(module).pop(_KEY, None)
+
+
+def going_on(module: nn.Module, layers: Layers, transport: Transport, stages: int) -> Pipeline | None:
+    """The division that the next run goes on with; ``None`` if the module is whole.
+
+    Args:
+        module: the LightningModule.
+        layers: its layers now.
+        transport: this process's transport in the next run.
+        stages: stages of the next run.
+
+    Raises:
+        ConfigurationError: the next run has other processes or stages, or the module has other layers.
+    """
+    pipeline = resting(module)
+    if pipeline is None:
+        return None
+    before = pipeline.transport
+    arranged = before.topology, before.process, len(pipeline.balance)
+    same = arranged == (transport.topology, transport.process, stages)
+    if not same or [layer for _, layer in pipeline.layers] != [layer for _, layer in layers]:
+        what = "its layers are others now" if same else "this Trainer has other ranks, replicas or stages"
+        raise ConfigurationError(
+            f"{type(module).__name__} is still divided over the ranks by an earlier run, and {what}.",
+            hint=f"Gather it after that run, with its Trainer, on all ranks: {CALL}",
+        )
+    return pipeline
+
+
+def check_may_gather(module: nn.Module, limit: int) -> None:
+    """Refuse to divide a large module anew, for which every rank would need all of it.
+
+    Args:
+        module: the LightningModule.
+        limit: bytes of the largest module that every rank may hold.
+
+    Raises:
+        ConfigurationError: the module is larger.
+    """
+    if (size := size_of(module)) > limit:
+        raise ConfigurationError(
+            f"{type(module).__name__} ({memory(size)}) has got other layers since they were divided over the ranks: to "
+            "divide it anew, every process needs the whole module.",
+            hint="Build and wrap the layers in __init__ or configure_model, not in setup. Or allow it, with the memory "
+            f"for it: PipeStrategy(gather_limit={size})",
+        )

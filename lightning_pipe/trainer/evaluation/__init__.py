@@ -1,0 +1,1 @@
+"""Validation, test and prediction: batch by batch, or in a stream through the stages."""

@@ -1,0 +1,63 @@
+"""What keeps the batches of an evaluation from following each other through the stages without waiting."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.utilities.model_helpers import is_overridden
+
+from lightning_pipe.engine.pipeline import Pipeline
+from lightning_pipe.lightning_internals import DataLoaderIterDataFetcher
+from lightning_pipe.parameters.deferred_batchnorm import deferred_norms
+from lightning_pipe.trainer.data.shared_loader import SharedDataLoader
+from lightning_pipe.trainer.user_step import UserStep
+
+_TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+
+
+def reason_to_wait(module: pl.LightningModule, pipeline: Pipeline, step: UserStep, loop: Any, name: str) -> str | None:
+    """Why each batch must have passed all ranks before the next one begins; ``None`` if it need not.
+
+    Args:
+        module: the LightningModule, with its Trainer.
+        pipeline: the module over the ranks.
+        step: what its steps have in common.
+        loop: the loop of Lightning that is about to begin.
+        name: the method that evaluates a batch.
+    """
+    if name in step.in_turns:
+        return "the step comes back to layers that it has called, and one rank computes at a time"
+    return next(_reasons(module, pipeline, step, loop, name), None)
+
+
+def _reasons(module: pl.LightningModule, pipeline: Pipeline, step: UserStep, loop: Any, name: str) -> Iterator[str]:
+    trainer: Any = module.trainer
+    if isinstance(loop._data_fetcher, DataLoaderIterDataFetcher):
+        yield f"{name} takes the loader's iterator"
+    stage = name.removesuffix("_step")
+    for hook in (f"on_{stage}_batch_start", f"on_{stage}_batch_end"):
+        for owner in (module, *trainer.callbacks):
+            # it may change what the steps of later batches use, such as weights
+            if not _is_lightnings(getattr(owner, hook)):
+                yield f"{type(owner).__name__}.{hook} is called between two batches"
+    for hook in _TRANSFERS:
+        for owner in (module, trainer.datamodule):
+            if owner is not None and is_overridden(hook, owner):
+                yield f"{type(owner).__name__}.{hook} is called between two batches"
+    if step.metrics.in_layers:
+        yield f"the metric {step.metrics.in_layers[0]!r} is part of a module that earlier stages run"
+    if any(vars(part).get("_compiled_call_impl") is not None for part in step.attributes.tracked.modules.values()):
+        yield "the code around the layers is compiled, and what it reads cannot be seen"
+    if pipeline.transport.topology.replicas > 1:
+        # what the replicas do together must be in the same order on all of them
+        if any(isinstance(loader, SharedDataLoader) and loader.compares for loader in loop._combined_loader.flattened):
+            yield "the replicas' loaders may differ in length"
+        if any(norm.training for norm in deferred_norms(module)):
+            yield "batch norm is in training mode"
+
+
+def _is_lightnings(hook: Any) -> bool:
+    """Whether a hook is Lightning's own: these look at the batch and the Trainer alone."""
+    return str(getattr(hook, "__module__", "")).startswith("lightning.pytorch.")

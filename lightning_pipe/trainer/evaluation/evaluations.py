@@ -1,0 +1,101 @@
+"""The evaluations of a run: which of them stream, and their steps."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning_utilities.core.rank_zero import rank_zero_info
+
+from lightning_pipe.patches import replaced
+from lightning_pipe.trainer.evaluation.conditions import reason_to_wait
+from lightning_pipe.trainer.evaluation.steps import EvaluationSteps
+from lightning_pipe.trainer.evaluation.stream import EvaluationStream, Steadiness
+from lightning_pipe.trainer.world import World
+
+
+class Evaluations:
+    """Lets the batches of an evaluation stream through the stages, where nothing between them looks at the others.
+
+    Args:
+        module: the LightningModule, with its Trainer.
+        world: the processes.
+        steps: runs and shares steps.
+        streams: whether evaluations may stream: the strategy's option.
+    """
+
+    def __init__(self, module: pl.LightningModule, world: World, steps: EvaluationSteps, *, streams: bool) -> None:
+        self._module, self._world, self._steps = module, world, steps
+        self._may_stream = streams and steps.pipeline.linear and world.layout.pipeline_parallel_size > 1
+        self._steadiness: defaultdict[str, Steadiness] = defaultdict(Steadiness)
+        self._told: set[tuple[str, str]] = set()
+        self._stream: EvaluationStream | None = None
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Around a run: step in where Lightning's loops are about to fetch their first batch, and behind the last."""
+        trainer: Any = self._module.trainer
+        loops = {
+            trainer.fit_loop.epoch_loop.val_loop: "validation_step",
+            trainer.validate_loop: "validation_step",
+            trainer.test_loop: "test_step",
+            trainer.predict_loop: "predict_step",
+        }
+        with ExitStack() as changed:
+            changed.callback(self._close)
+            for loop, name in loops.items() if self._may_stream else ():
+                begin = partial(self._begin, loop.on_run_start, loop, name)
+                changed.enter_context(replaced(loop, "on_run_start", begin))
+                changed.enter_context(replaced(loop, "on_run_end", partial(self._end, loop.on_run_end)))
+            yield
+
+    def step(self, name: str, args: Sequence[Any]) -> Any:
+        """What the step of a batch returns.
+
+        Args:
+            name: the method of the LightningModule.
+            args: its arguments; the first one is the batch, on this device.
+        """
+        if self._stream is not None:
+            return self._stream.step(args)
+        return self._steps.share(self._steps.run(name, args))
+
+    @property
+    def share_batch(self) -> Callable[[Any, int], Any] | None:
+        """Sends what the loading process has loaded to the other ranks, while batches stream."""
+        return None if self._stream is None else self._stream.share_batch
+
+    def _begin(self, method: Callable[..., Any], loop: Any, name: str) -> None:
+        """In the place of ``on_run_start``. Collective over all processes."""
+        method()
+        reason = reason_to_wait(self._module, self._steps.pipeline, self._steps.user_step, loop, name)
+        # a callback may exist on some ranks alone
+        reasons = self._world.transport.all_gather_object(reason, self._world.everyone)
+        reason = next((each for each in reasons if each is not None), None)
+        if reason is None:
+            steadiness = self._steadiness[name]
+            self._stream = EvaluationStream(self._module, self._steps, self._world, loop, name, steadiness)
+            self._stream.begin()
+        elif (name, reason) not in self._told:
+            self._told.add((name, reason))
+            rank_zero_info(
+                f"{name}: each batch passes all ranks before the next one begins, because {reason}. Without it several "
+                "batches would be under way."
+            )
+
+    def _end(self, method: Callable[..., Any]) -> Any:
+        """In the place of ``on_run_end``. Collective over all processes."""
+        stream, self._stream = self._stream, None
+        if stream is not None:
+            stream.end()
+        return method()
+
+    def _close(self) -> None:
+        """Drop a stream whose loop has failed."""
+        stream, self._stream = self._stream, None
+        if stream is not None:
+            stream.close()

@@ -1,0 +1,106 @@
+"""The attributes of the LightningModule that a run of the step reads.
+
+A rank that evaluates a batch ahead of the others has not yet adopted what the batches before it have changed on the
+last stage. That is of no consequence unless its run of the step reads what they change.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from torch import nn
+
+from lightning_pipe.intercept.snapshot import Change, Snapshot, is_compared
+from lightning_pipe.patches import replaced
+
+_BUFFERS = "_buffers"
+_MISSING = object()
+
+Names = dict[str, set[str]]
+"""Names of attributes, by the name of their module."""
+
+
+class ReadState:
+    """What a run has read, as it was at the time of the run.
+
+    Args:
+        modules: the modules by name.
+        names: the attributes that were read.
+    """
+
+    def __init__(self, modules: Mapping[str, nn.Module], names: Names) -> None:
+        self._names = names
+        # a buffer is looked up in the dictionary of all of them
+        only = {name: {*read, _BUFFERS} if read & set(modules[name]._buffers) else read for name, read in names.items()}
+        self._snapshot = Snapshot(modules, only)
+
+    def changed(self) -> list[str]:
+        """The attributes among them that are different now, as code writes them."""
+        found = [_root(change) for change in self._snapshot.changes()]
+        return [f"self.{module}.{name}".replace("..", ".") for module, name in found if name in self._names[module]]
+
+
+class AttributeReads:
+    """Notes which attributes are read that hold data: not methods, parameters, modules and Lightning's own.
+
+    Args:
+        modules: the modules whose attributes count, by name.
+    """
+
+    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+        self._modules = modules
+        self._by_id = {id(module): (name, module) for name, module in modules.items()}
+        self._noted: set[tuple[int, str]] | None = None
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Around an evaluation: on the classes, because Python looks for ``__getattribute__`` nowhere else."""
+        with ExitStack() as changed:
+            for kind in {type(module) for module in self._modules.values()}:
+                lookup = self._noting(kind.__getattribute__)
+                changed.enter_context(replaced(kind, "__getattribute__", lookup, gated=False))
+            yield
+
+    def _noting(self, original: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
+        def __getattribute__(module: Any, name: str) -> Any:
+            if self._noted is not None:
+                self._noted.add((id(module), name))
+            return original(module, name)
+
+        return __getattribute__
+
+    @contextmanager
+    def noting(self) -> Iterator[Names]:
+        """Around a run of the step: the names are complete when the context has ended."""
+        names: Names = {}
+        noted = self._noted = set()
+        try:
+            yield names
+        finally:
+            self._noted = None
+            for ident, name in noted:
+                if ident in self._by_id and self._holds_data(self._by_id[ident][1], name):
+                    names.setdefault(self._by_id[ident][0], set()).add(name)
+
+    def state(self, names: Names) -> ReadState | None:
+        """What was read, as it is now; ``None`` if nothing was."""
+        return ReadState(self._modules, names) if names else None
+
+    @staticmethod
+    def _holds_data(module: nn.Module, name: str) -> bool:
+        """Whether an attribute, which may not exist, is neither code nor part of the module's structure."""
+        if name.startswith("__") or name in module._parameters or name in module._modules:
+            return False
+        if not is_compared(name):
+            return False
+        # a property or method reads attributes itself
+        return not hasattr(type(inspect.getattr_static(type(module), name, _MISSING)), "__get__")
+
+
+def _root(change: Change) -> tuple[str, str]:
+    """The module and the attribute of it that a change concerns."""
+    module, (_, name), *inner = change.path
+    return module, str(inner[0][1]) if name == _BUFFERS and inner else str(name)

@@ -1,0 +1,154 @@
+"""What a strategy for pipelines answers Lightning about the divided module: where it is, how it is saved and left."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_pipe.engine.pipeline import Pipeline
+from lightning_pipe.errors import ConfigurationError
+from lightning_pipe.lightning_internals import optimizers_to_device
+from lightning_pipe.parameters.deferred_batchnorm import DeferredBatchNorm
+from lightning_pipe.parameters.ownership import named_tensors
+from lightning_pipe.trainer.at_rest import CALL, check_gather_limit, gather, leave, resting, size_of
+from lightning_pipe.trainer.checkpoints.divided import Checkpoints
+from lightning_pipe.trainer.checks import check_outside_step
+from lightning_pipe.trainer.process_strategy import ProcessStrategy
+from lightning_pipe.trainer.run import PipelineRun
+
+
+class ModuleStrategy(ProcessStrategy):
+    """A strategy whose module is divided over the ranks: during a run, in checkpoints, and after a run.
+
+    Args:
+        process: the arguments of `ProcessStrategy`.
+        save_folder: whether checkpoints are folders that all ranks write.
+        shard_optimizer: whether the holders of a parameter divide its optimizer state.
+        gather_limit: bytes of the largest module that is whole again on every rank after a run.
+
+    Attributes:
+        run: the run that is under way; ``None`` between runs.
+    """
+
+    def __init__(self, *process: Any, save_folder: bool, shard_optimizer: bool, gather_limit: int) -> None:
+        super().__init__(*process)
+        self.run: PipelineRun | None = None
+        self._save_folder, self._shard_optimizer = save_folder, shard_optimizer
+        self._gather_limit = check_gather_limit(gather_limit)
+        self._holders: dict[str, tuple[int, ...]] = {}
+
+    # ------------------------------------------------------------------ facts
+
+    @property
+    def pipeline(self) -> Pipeline | None:
+        """The module over the ranks, during a run, and after it while each rank keeps its share."""
+        if self.run is not None:
+            return self.run.pipeline
+        return None if self.lightning_module is None else resting(self.lightning_module)
+
+    @property
+    def divided(self) -> PipelineRun:
+        """The run, once the module is divided over the ranks."""
+        if self.run is None:
+            raise ConfigurationError(
+                "The module is not divided over the ranks.", hint="Ask during fit, validate, test."
+            )
+        return self.run
+
+    def whole_module(self) -> pl.LightningModule:
+        """Give every rank the whole module after a run, in host memory. Collective: call it on all ranks.
+
+        Modules up to ``gather_limit`` are whole already. The next run divides the module again.
+
+        Returns:
+            The module that the Trainer has run.
+
+        Raises:
+            ConfigurationError: a run is under way, or has ended with an error.
+        """
+        if self.lightning_module is None:
+            raise ConfigurationError(f"{CALL}: the Trainer has had no module yet.", hint="Call it after fit.")
+        if self.run is not None:
+            raise ConfigurationError(
+                f"{CALL} is called during a run, which needs the module divided.",
+                hint="Call it after fit, on all ranks. A checkpoint has the whole module at any time.",
+            )
+        if self._interrupted():
+            raise ConfigurationError(
+                f"{CALL}: after an error the stages cannot be gathered any more.", hint="Load the last checkpoint."
+            )
+        self.meet(CALL)
+        gather(self.lightning_module)
+        return self.lightning_module
+
+    # ------------------------------------------------------------------ checkpoints
+
+    def _checkpoints(self) -> Checkpoints:
+        return Checkpoints(self._module(), self.pipeline, self.connected.transport, self._holders)
+
+    @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
+    ) -> None:
+        whole = self.pipeline_parallel_size == 1 and not self._save_folder and not self._shard_optimizer
+        if self._interrupted() and not whole:
+            rank_zero_warn(f"{filepath} was not written: after an error the stages cannot be gathered any more.")
+            return
+        check_outside_step(self.connected, f"trainer.save_checkpoint({str(filepath)!r})")
+        self.meet("trainer.save_checkpoint()")
+        if self._save_folder:
+            self._checkpoints().save_folder(checkpoint, filepath, self.optimizers)
+        elif self.pipeline_parallel_size > 1:
+            self._checkpoints().save_file(checkpoint, filepath, self.checkpoint_io, storage_options)
+        else:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        sharded = None if self.run is None else self.run.gradients.sharded
+        if sharded is None or self._interrupted():
+            return super().optimizer_state(optimizer)
+        return sharded.state_of(getattr(optimizer, "_optimizer", optimizer))
+
+    @override
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        torch.cuda.empty_cache()
+        return self._checkpoints().load(checkpoint_path, self.checkpoint_io, weights_only)
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        self._checkpoints().load_module(checkpoint, strict)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        self._checkpoints().load_optimizers(checkpoint, self.optimizers)
+        optimizers_to_device(self.optimizers, self.root_device)
+
+    # ------------------------------------------------------------------ end
+
+    @override
+    def teardown(self) -> None:
+        run, self.run = self.run, None
+        try:
+            if run is not None:
+                run.end()
+                if not self._interrupted():
+                    self._leave(run.pipeline)
+                DeferredBatchNorm.revert(self._module())
+        finally:
+            super().teardown()
+
+    def _leave(self, pipeline: Pipeline) -> None:
+        module = self._module()
+        self._holders = {name: pipeline.owners(name) for name, _ in named_tensors(module)}
+        module.cpu()  # as `Strategy.teardown` will do; the whole module may not fit on this device
+        small = size_of(module) <= self._gather_limit or self.pipeline_parallel_size == 1
+        # what layers change in their buffers, other ranks do not see: one of them decides
+        leave(module, pipeline, gather=self.connected.broadcast(small, 0))

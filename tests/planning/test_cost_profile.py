@@ -1,0 +1,111 @@
+"""Profiles: read, written, interpolated, and refused where they are of something else."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from lightning_pipe.errors import ConfigurationError
+from lightning_pipe.planning.cost_profile import FORMAT, CostProfile, LayerSizes, SizeCosts, merged
+from lightning_pipe.simulate import Link
+
+
+def profile(**changes: object) -> CostProfile:
+    layers = tuple(LayerSizes(f"h.{number}", 100, 400) for number in range(3))
+    sizes = {
+        2: SizeCosts((1.0, 2.0, 3.0), (2.0, 4.0, 6.0), (1.0, 2.0, 3.0), (10.0,) * 3, (4.0,) * 3, 0.5, 0.25),
+        4: SizeCosts((1.5, 3.0, 4.5), (3.0, 6.0, 9.0), (1.5, 3.0, 4.5), (20.0,) * 3, (8.0,) * 3, 0.5, 0.25),
+    }
+    options = {"message": Link(0.1, 0.01), "overhead": 0.01, "conditions": {"threads": "1", "torch": "2.9"}, **changes}
+    return CostProfile("Net", layers, sizes, **options)  # type: ignore[arg-type]
+
+
+def test_a_file_gives_back_what_was_written(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "net.json"
+    profile().save(path)
+    assert CostProfile.load(path) == profile()
+    assert json.loads(path.read_text())["format"] == FORMAT
+
+
+def test_sizes_between_and_beyond_the_measured_ones() -> None:
+    assert profile().at(3).forward == (1.25, 2.5, 3.75)
+    assert profile().at(3).saved_bytes == (15.0, 15.0, 15.0)
+    assert profile().at(6).forward == (2.0, 4.0, 6.0)
+    assert profile().at(6).stage_forward == 0.5
+    assert profile().at(1).forward == (0.75, 1.5, 2.25)
+    one = CostProfile("Net", profile().layers, {2: profile().sizes[2]})
+    assert one.at(4).forward == (2.0, 4.0, 6.0)
+
+
+def test_other_conditions_are_refused_with_what_differs() -> None:
+    profile().check({"threads": "1", "torch": "2.9", "ranks": "8"})
+    with pytest.raises(ConfigurationError, match=r"threads 1 in the profile, 4 now; torch 2\.9 in the"):
+        profile().check({"threads": "4", "torch": "2.10"})
+
+
+@pytest.mark.parametrize(
+    ("names", "parameters", "message"),
+    [
+        (["h.0", "h.1"], [100, 100], "3 layers in the profile, 2 in the module"),
+        (["h.0", "x", "h.2"], [100] * 3, "layer h.1 with 100 parameters in the profile, x with 100 in the module"),
+        (
+            ["h.0", "h.1", "h.2"],
+            [100, 100, 7],
+            "layer h.2 with 100 parameters in the profile, h.2 with 7",
+        ),
+    ],
+)
+def test_another_module_is_refused(names: list[str], parameters: list[int], message: str) -> None:
+    profile().check_layers(["h.0", "h.1", "h.2"], [100] * 3)
+    with pytest.raises(ConfigurationError, match=message):
+        profile().check_layers(names, parameters)
+
+
+def test_a_profile_by_hand_needs_little(tmp_path: Path) -> None:
+    """A number counts for every layer, and what is not said costs nothing."""
+    path = tmp_path / "paper.json"
+    layers = [{"name": f"h.{number}", "parameters": 12, "parameter_bytes": 48} for number in range(2)]
+    content: dict[str, object] = {"format": FORMAT, "module": "Bert", "layers": layers}
+    content["sizes"] = {"1": {"forward": 0.01, "backward": 0.02}}
+    path.write_text(json.dumps(content))
+    found = CostProfile.load(path)
+    assert found.at(2).forward == (0.02, 0.02)
+    assert found.at(1).backward_weight == (0.01, 0.01)
+    assert found.message == Link()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("no json", "is no profile that can be read"),
+        ("[]", "is no profile that can be read"),
+        ('{"format": "lightning-pipe profile 0"}', "has the format 'lightning-pipe profile 0'"),
+        (json.dumps({"format": FORMAT, "module": "Net", "layers": [], "sizes": {}}), "at least one layer"),
+        (
+            json.dumps(
+                {
+                    "format": FORMAT,
+                    "module": "Net",
+                    "layers": [{"name": "a", "parameters": 1, "parameter_bytes": 4}],
+                    "sizes": {"1": {"forward": [1, 2], "backward": 1}},
+                }
+            ),
+            "forward needs 1 numbers",
+        ),
+    ],
+)
+def test_files_that_cannot_be_read(tmp_path: Path, content: str, message: str) -> None:
+    path = tmp_path / "x.json"
+    path.write_text(content)
+    with pytest.raises(ConfigurationError, match=message):
+        CostProfile.load(path)
+
+
+def test_processes_are_averaged() -> None:
+    other = CostProfile("Net", profile().layers, {2: profile().sizes[4], 4: profile().sizes[2]}, overhead=0.03)
+    both = merged([profile(), other])
+    assert both.sizes[2].forward == (1.25, 2.5, 3.75)
+    assert both.overhead == 0.02
+    assert both.message == profile().message

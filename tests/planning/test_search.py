@@ -1,0 +1,150 @@
+"""The search against trying everything, and what it says about itself."""
+
+from __future__ import annotations
+
+import warnings
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import lightning_pipe
+from lightning_pipe import schedules
+from lightning_pipe.errors import ConfigurationError
+from lightning_pipe.planning.cost_profile import CostProfile, LayerSizes, SizeCosts
+from lightning_pipe.planning.prediction import Configuration, Predictor, rank_bytes
+from lightning_pipe.planning.search import _candidates, _Search, search
+from lightning_pipe.simulate import Link, memory_over_time, peak, simulate
+
+MIB = 2**20
+
+
+def profile(layers: int = 16, *, slow_first: float = 1.0, message: float = 2e-5) -> CostProfile:
+    """A transformer whose first layer may be slower than the others."""
+
+    def costs(samples: int) -> SizeCosts:
+        forward = tuple(0.001 * (samples + 0.5) * (slow_first if layer == 0 else 1) for layer in range(layers))
+        backward = tuple(2 * each for each in forward)
+        saved, message = (10.0 * MIB * samples,) * layers, (1.0 * MIB * samples,) * layers
+        return SizeCosts(forward, backward, forward, saved, message, 1e-4, 1e-4)
+
+    sizes = {samples: costs(samples) for samples in (1, 8)}
+    names = tuple(LayerSizes(f"h.{layer}", 3 * MIB, 12 * MIB) for layer in range(layers))
+    return CostProfile("Net", names, sizes, Link(message, 1e-10), Link(message, 1e-10), 2e-5, 1e-3, 1e-11)
+
+
+def test_the_best_are_those_of_trying_everything() -> None:
+    for costs, limit in ((profile(), None), (profile(slow_first=2.5, message=2e-3), None), (profile(), 400.0 * MIB)):
+        engine = _Search(costs, limit, 10)
+        times = []
+        for one in _candidates(costs, 8, 32, None, None, (1, 2), None):
+            fitting, _ = engine.fitting(one)
+            if fitting is not None:
+                times.append(engine.predictor.seconds(fitting))
+        found = search(costs, 8, 32, memory=limit)
+        assert [choice.seconds for choice in found.choices] == pytest.approx(sorted(times)[:10])
+        assert found.considered >= len(times)
+        assert limit is not None or found.simulated < len(times)
+
+
+def test_no_bound_is_above_the_time() -> None:
+    for costs in (profile(), profile(slow_first=3, message=5e-3)):
+        engine = _Search(costs, None, 10)
+        for one in _candidates(costs, 4, 24, [*schedules.names()], None, (1, 2), None):
+            assert engine.bound(one) <= engine.predictor.seconds(one) * (1 + 1e-9), one.label
+
+
+def test_parts_add_up_and_agree_with_the_simulator() -> None:
+    for choice in search(profile(), 4, 16).choices:
+        parts = (choice.compute, choice.recompute, choice.step, choice.bubble, choice.communication, choice.reduction)
+        assert sum(parts) == pytest.approx(choice.seconds, rel=0.02)
+        assert all(part >= 0 for part in parts)
+        predictor, one = Predictor(profile()), choice.configuration
+        schedule = predictor.schedule(one, one.micro_batches)
+        timeline = simulate(schedule, predictor.costs(one, choice.layers, schedule))
+        assert timeline.makespan + 1e-3 == pytest.approx(choice.seconds)
+
+
+def test_many_micro_batches_are_predicted_from_few() -> None:
+    """Orders repeat: what is predicted for many micro-batches is the simulation of all of them."""
+    predictor = Predictor(profile())
+    for name, number in product(("gpipe", "1f1b", "zero_bubble", "chimera", "gems", "dualpipe"), (64, 67)):
+        one = Configuration(schedules.get(name), 4, 1, 4, number, 1)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            schedule = one.family.build(4, number, 4)
+        layers = predictor.layers(one)
+        exact = simulate(schedule, predictor.costs(one, layers, schedule)).makespan + 1e-3
+        assert predictor.seconds(one) == pytest.approx(exact, rel=2e-3)
+        assert predictor.peak(one) == pytest.approx(max(rank_bytes(schedule, predictor.memory(one, layers, schedule))))
+
+
+def test_memory_is_that_of_the_simulator_and_a_message_each_way() -> None:
+    predictor = Predictor(profile())
+    for name, recompute in product(("gpipe", "1f1b", "interleaved", "chimera"), ("never", "always")):
+        family = schedules.get(name)
+        one = Configuration(family, 4, 1, 4 * family.stages_per_rank, 8, 2, recompute)  # type: ignore[arg-type]
+        schedule = predictor.schedule(one, 8)
+        memory = predictor.memory(one, predictor.layers(one), schedule)
+        simulated = max(float(peak(points).total) for points in memory_over_time(schedule, memory))
+        assert simulated <= predictor.peak(one) <= simulated + 4 * 2 * MIB
+
+
+def test_memory_limits_shard_and_recompute_and_rule_out() -> None:
+    free = search(profile(), 4, 32, families=["1f1b"], pipeline_parallel_size=2)
+    assert free.best.configuration.recompute == "never"
+    assert not free.ruled_out
+    tight = search(profile(), 4, 32, families=["1f1b"], pipeline_parallel_size=2, memory=0.9 * free.best.bytes)
+    assert all(choice.bytes <= 0.9 * free.best.bytes for choice in tight.choices)
+    tightest = search(profile(), 4, 32, families=["gpipe"], pipeline_parallel_size=2, memory=390.0 * MIB)
+    assert tightest.best.configuration.recompute == "always"
+    assert tightest.best.configuration.shard_optimizer
+    assert tightest.best.recompute > 0
+    assert tightest.ruled_out
+    with pytest.raises(ConfigurationError, match=r"Nothing fits into 1 MiB per rank: the smallest of .* needs"):
+        search(profile(), 4, 32, memory=1.0 * MIB)
+
+
+def test_world_and_global_batch_stay_fixed() -> None:
+    for choice in search(profile(), 8, 48).choices:
+        one = choice.configuration
+        assert one.ranks * one.replicas == 8
+        assert one.samples * one.micro_batches * one.replicas == 48
+        assert sum(choice.layers) == 16
+        assert one.family.synchronous
+
+
+def test_schedules_without_a_flush_only_if_named() -> None:
+    found = search(profile(), 4, 32, families=["1f1b", "pipedream_2bw"], pipeline_parallel_size=4)
+    assert found.best.configuration.family.name == "pipedream_2bw"
+
+
+def test_it_explains_itself(tmp_path: Path) -> None:
+    found = search(profile(), 4, 32, memory=800.0 * MIB)
+    text = str(found)
+    assert text.count("\n") > 10
+    for word in ("compute", "bubble", "communication", "reduction", "recompute", "chosen:", "do not fit into 800 MiB"):
+        assert word in text
+    assert found.best.configuration.label in text
+    path = tmp_path / "search.png"
+    found.plot(path)
+    assert path.stat().st_size > 1000
+
+
+def test_a_large_search_looks_at_few() -> None:
+    found = search(profile(64), 4096, 4096, pipeline_parallel_size=32, families=["gpipe", "1f1b", "chimera"], shown=3)
+    assert found.best.configuration.replicas == 128
+    assert found.simulated < found.considered
+
+
+def test_a_module_is_searched_by_its_parameters() -> None:
+    with torch.device("meta"):
+        net = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
+    found = lightning_pipe.search(net, 4, 16)
+    assert set(found.best.options) >= {"schedule", "micro_batches", "balance"}
+    with pytest.raises(ConfigurationError, match="cannot be divided into pipelines of 3"):
+        search(net, 4, 16, pipeline_parallel_size=3)
+    with pytest.raises(ConfigurationError, match="needs ranks and samples"):
+        search(net, 0, 16)

@@ -1,0 +1,118 @@
+"""Measuring: layers that sleep, in this process and in several."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lightning_pipe
+from lightning_pipe.cli import main
+from lightning_pipe.errors import ConfigurationError
+from lightning_pipe.planning.cost_profile import CostProfile
+from lightning_pipe.profiling.measure import first, measure_profile, run_conditions
+from lightning_pipe.transport.threads import run_threads, thread_world
+from lightning_pipe.transport.topology import Topology
+
+
+class _Sleep(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
+        ctx.seconds = seconds
+        time.sleep(seconds * len(x))
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        time.sleep(2 * ctx.seconds * len(gradients[0]))
+        return gradients[0], None
+
+
+class Sleeper(nn.Module):
+    """Sleeps for each sample, twice as long backward."""
+
+    def __init__(self, seconds: float = 0.01) -> None:
+        super().__init__()
+        self.scale, self.seconds = nn.Parameter(torch.ones(1)), seconds
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = _Sleep.apply(x * self.scale, self.seconds)
+        return out
+
+
+def sleepers(seconds: float = 0.01) -> nn.Sequential:
+    """The second of three layers is twice as slow; also what the command line makes."""
+    return nn.Sequential(Sleeper(seconds), Sleeper(2 * seconds), Sleeper(seconds))
+
+
+def batch() -> Tensor:
+    return torch.ones(4, 8)
+
+
+def test_layers_are_measured_by_size() -> None:
+    found = lightning_pipe.profile(sleepers(), batch(), micro_batch_sizes=[1, 2], rounds=2)
+    for size, costs in found.sizes.items():
+        for layer, slow in enumerate((1, 2, 1)):
+            # a sleep is never shorter than asked for; the upper limit is for a busy machine
+            assert 0.009 * size * slow <= costs.forward[layer] + costs.stage_forward < 0.05 * size * slow + 0.05
+            assert 0.018 * size * slow <= costs.backward[layer] + costs.stage_backward < 0.1 * size * slow + 0.05
+        assert costs.boundary_bytes == (32.0 * size, 32.0 * size, 0.0)
+        assert all(saved >= 32 * size for saved in costs.saved_bytes)
+    assert [(layer.name, layer.parameters) for layer in found.layers] == [("0", 1), ("1", 1), ("2", 1)]
+    assert found.conditions["threads"] == str(torch.get_num_threads())
+    found.check(run_conditions(torch.device("cpu")))
+
+
+def test_ranks_measure_messages_together() -> None:
+    net = sleepers(0.001)
+    options = {"micro_batch_sizes": [1], "rounds": 1}
+    found = run_threads(thread_world(Topology(2)), lambda each: measure_profile(each, net, batch(), **options))
+    assert found[0] == found[1]
+    assert found[0].message.alpha > 0
+    assert found[0].all_reduce.alpha > 0
+    assert found[0].conditions["ranks"] == "2"
+
+
+def test_the_module_is_left_alone() -> None:
+    net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+    lightning_pipe.profile(net, torch.randn(4, 4), micro_batch_sizes=[2], rounds=1)
+    assert all(bool((before[name] == value).all()) for name, value in net.state_dict().items())
+    assert all(parameter.grad is None for parameter in net.parameters())
+
+
+def test_micro_batches_are_cut_along_the_samples() -> None:
+    whole = {"x": torch.arange(6).reshape(3, 2), "mask": torch.ones(2, 2), "flag": True}
+    part = first(whole, 2)
+    assert part["x"].tolist() == [[0, 1], [2, 3]]
+    assert part["mask"].shape == (2, 2)
+    with pytest.raises(ConfigurationError, match=r"\[8\] cannot be measured with a batch of 3 samples"):
+        lightning_pipe.profile(sleepers(), whole, micro_batch_sizes=[8])
+    with pytest.raises(ConfigurationError, match="holds no tensor"):
+        lightning_pipe.profile(sleepers(), {"flag": True})
+
+
+def test_what_cannot_be_sent_to_processes_is_refused() -> None:
+    net = sleepers()
+    net.register_forward_hook(lambda *_: None)
+    with pytest.raises(ConfigurationError, match="cannot be sent to other processes"):
+        lightning_pipe.profile(net, batch(), ranks=2)
+
+
+@pytest.mark.timeout(120)
+def test_from_the_command_line_to_a_search(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two processes measure; the file is planned with, and refused for another module."""
+    path, place = tmp_path / "sleepers.json", "tests.profiling.test_measure:sleepers"
+    options = ["--batch", "tests.profiling.test_measure:batch", "--sizes", "1", "--rounds", "1", "--timeout", "100"]
+    main(["profile", place, "--argument", "seconds=0.001", "--ranks", "2", *options, "--output", str(path)])
+    assert f"measured 3 layers of Sequential on micro-batches of 1 samples: {path}" in capsys.readouterr().out
+    assert CostProfile.load(path).message.alpha > 0
+    main(["plan", place, "--search", "--profile", str(path), "--ranks", "2", "--batch-size", "8", "--memory", "1MB"])
+    assert "chosen:" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main(["plan", "torch.nn:Sequential", "--search", "--profile", str(path), "--ranks", "2"])
+    assert "error" in capsys.readouterr().err

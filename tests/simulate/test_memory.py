@@ -1,0 +1,63 @@
+"""Memory over time against the counters of activations and versions, and against the published formulas."""
+
+from __future__ import annotations
+
+import pytest
+
+from lightning_pipe import schedules
+from lightning_pipe.schedules import GPipe, OneFOneB, with_recompute
+from lightning_pipe.simulate import Costs, Memory, memory_over_time, peak, simulate
+from lightning_pipe.simulate.closed_forms import gpipe_memory, pipedream_2bw_memory
+
+
+@pytest.mark.parametrize("name", schedules.names())
+def test_peaks_are_those_of_the_counters(name: str) -> None:
+    schedule = schedules.get(name).build(4, 8)
+    held = [peak(points) for points in memory_over_time(schedule, Memory(weights=10, activations=1, optimizer=7))]
+    stages = [len(schedule.stages_of(rank)) for rank in range(4)]
+    assert tuple(point.activations for point in held) == simulate(schedule).peak_activations
+    versions = [max(p.weights for p in points) for points in memory_over_time(schedule, Memory(weights=10))]
+    assert versions == [10 * n * v for n, v in zip(stages, schedule.weight_versions, strict=True)]
+    assert [point.optimizer for point in held] == [7 * n for n in stages]
+
+
+def test_everything_is_let_go_at_the_end() -> None:
+    schedule = OneFOneB().build(4, 8)
+    memory = Memory(weights=10, gradients=5, optimizer=3, activations=2, messages=1)
+    for points in memory_over_time(schedule, memory, Costs(1, 2, send=1)):
+        assert points[0].total == 13
+        assert points[-1].activations == points[-1].messages == 0
+        assert points[-1].gradients == 5
+        assert all(value >= 0 for point in points for value in point)
+
+
+def test_messages_on_their_way_are_held_at_both_ends() -> None:
+    memory = Memory(messages=[6, 0])
+    sender, receiver = memory_over_time(GPipe().build(2, 1), memory, Costs(1, 1, send=4))
+    # the activation leaves at 1 and is there at 5, the gradient leaves at 7 and is there at 11
+    assert [(point.time, point.messages) for point in sender] == [(0, 0), (1, 6), (5, 0), (7, 6), (11, 0)]
+    assert [(point.time, point.messages) for point in receiver if point.time < 6][-2:] == [(1, 6), (5, 0)]
+
+
+def test_recomputation_keeps_inputs() -> None:
+    """GPipe and PipeDream-2BW with recomputation, ICML'21, section 3: exact but for the stage's own input.
+
+    The formulas count the input of the micro-batch that is being recomputed twice.
+    """
+    memory = Memory(weights=20, gradients=0, optimizer=0, activations=10, inputs=3)
+    schedule = with_recompute(GPipe().build(4, 8), "always")
+    first = peak(memory_over_time(schedule, memory)[0])
+    assert first.total == gpipe_memory(4 * 20, 4 * 10, 3, stages=4, micro_batches=8) - 3
+    schedule = with_recompute(schedules.get("pipedream_2bw").build(4, 24), "always")
+    first = peak(memory_over_time(schedule, memory)[0])
+    assert first.total == pipedream_2bw_memory(4 * 20, 4 * 10, 3, stages=4) - 3
+
+
+def test_split_backward_may_drop_a_part_early() -> None:
+    schedule = schedules.get("zero_bubble").build(4, 8)
+    whole, part = (
+        [peak(points).activations for points in memory_over_time(schedule, Memory(activations=4, after_input=rest))]
+        for rest in (None, 1)
+    )
+    assert all(less <= all_of_it for less, all_of_it in zip(part, whole, strict=True))
+    assert sum(part) < sum(whole)
