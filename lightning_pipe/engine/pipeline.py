@@ -18,6 +18,7 @@ from lightning_pipe.engine.connections import connect
 from lightning_pipe.engine.containers import signature
 from lightning_pipe.engine.executor import Executor
 from lightning_pipe.engine.partitioned_module import PartitionedModule
+from lightning_pipe.engine.passes import Passes
 from lightning_pipe.engine.skip_routes import SkipRoutes
 from lightning_pipe.engine.stage import Stages
 from lightning_pipe.engine.turns import Turns
@@ -48,6 +49,7 @@ class Pipeline(PartitionedModule):
         transport: this process's transport.
         recompute: whether forward passes run again before their backward pass; see `PartitionedModule`.
         deferred_batch_norm: let batch norm keep the statistics of whole batches, not of micro-batches.
+        passes: how often a training step runs the layers; see `Passes`.
         before: the same module over the same ranks in an earlier run, if it is still divided.
 
     Attributes:
@@ -76,9 +78,10 @@ class Pipeline(PartitionedModule):
         *,
         recompute: Recompute = "never",
         deferred_batch_norm: bool = False,
+        passes: int = 1,
         before: PartitionedModule | None = None,
     ) -> None:
-        super().__init__(module, layers, balance, family, transport, recompute=recompute, before=before)
+        super().__init__(module, layers, balance, family, transport, recompute=recompute, passes=passes, before=before)
         self.skips = SkipRoutes(module, self.layers, self.stage_layers)
         self.reductions = GradientGroups(transport)
         self.gradients_divided = False
@@ -104,9 +107,21 @@ class Pipeline(PartitionedModule):
         if deferred_batch_norm and self.synchronous:
             DeferredBatchNorm.convert(module)
         connect(self, self.skips.ends)
+        _ = self._passes  # prepares its channels, at the same time everywhere
         self.asynchronous = (
             None if self.synchronous else AsynchronousPipeline(self, deferred_batch_norm=deferred_batch_norm)
         )
+
+    @cached_property
+    def _passes(self) -> Passes | None:
+        """Runs training steps of several passes over several stages."""
+        several = self.passes > 1 and len(self.stage_layers) > 1
+        return Passes(self, self.passes, self.executor) if several else None
+
+    @property
+    def training_executor(self) -> Executor:
+        """That of training batches."""
+        return self.executor if self._passes is None else self._passes.executor
 
     @property
     def repeats(self) -> bool:
@@ -156,7 +171,7 @@ class Pipeline(PartitionedModule):
         self.gradients_divided = False
         self.reductions.overlapped = reduce
         # Nothing is reduced while the first batch runs: who holds what outside the layers is known at its end.
-        first, start, busy = not self.ownership.users_known, time.perf_counter(), self.executor.busy
+        first, start, busy = not self.ownership.users_known, time.perf_counter(), self.training_executor.busy
         if first:
             self._buffer_sync.begin()
         results = self._run(self._batch(step, micro_batches, weights, seed, training=True, check=check))
@@ -173,7 +188,7 @@ class Pipeline(PartitionedModule):
         self._buffer_sync.equalise()
         if not first:  # the first batch also agrees on what travels and who holds what
             self.elapsed += time.perf_counter() - start
-            self.busy += self.executor.busy - busy
+            self.busy += self.training_executor.busy - busy
         return results
 
     def evaluate(
@@ -277,11 +292,11 @@ class Pipeline(PartitionedModule):
     def recorded(self) -> Iterator[list[Event]]:
         """Note when the actions of this rank compute, for `timeline`."""
         events: list[Event] = []
-        self.executor.events = events
+        self.executor.events = self.training_executor.events = events
         try:
             yield events
         finally:
-            self.executor.events = None
+            self.executor.events = self.training_executor.events = None
 
     def timeline(self, events: Sequence[Event], title: str | None = None) -> Timeline:
         """The measured timeline of the whole pipeline. Collective over it; right for the ranks of one host."""
@@ -297,15 +312,18 @@ class Pipeline(PartitionedModule):
 
     def _run(self, batch: Batch, ahead: int = 0) -> dict[int, Any]:
         training = batch.training
-        program = self._program(len(batch.micro_batches), training)
+        executor, program = self.executor, self._program(len(batch.micro_batches), training)
+        if training:
+            executor = self.training_executor
         with self.running(batch.streams):
-            self.executor.run(program, batch, ahead)
+            executor.run(program, batch, ahead)
         if training and not self._checked_layers:
             ran = {action.stage for action in program if action.kind is Kind.FORWARD}
-            self.check_called(ran, self.executor.stages.called)
+            self.check_called(ran, executor.stages.called)
             self._checked_layers = True
         # In a stream the ranks are at different batches: `end_stream` learns then.
-        if self.synchronous and not ahead and training not in self._learnt_skips:
+        # Skip connections of several passes go from stage to stage.
+        if self.synchronous and executor is self.executor and not ahead and training not in self._learnt_skips:
             self._learn_skips(training)
         return batch.results
 
@@ -355,6 +373,8 @@ class Pipeline(PartitionedModule):
             raise
 
     def _lowered(self, micro_batches: int, training: bool) -> tuple[Action, ...]:
+        if training and self._passes is not None:
+            return self._passes.program(micro_batches)
         schedule = self.schedule(micro_batches)
         order = schedule if training else forward_only(schedule, micro_batches)
         return lower(order, self.skips.ends)[self.transport.rank]

@@ -168,7 +168,7 @@ class Stages:
         with forward_pass(stage):
             result = self.interceptor.follow(run, lambda: batch.step(micro_batch, inputs))
         batch.repeats |= run.repeats
-        self.called |= run.called
+        self.called.update(run.called)
         if run.called:
             self.skipped[stage] = run.skips.events
         saved = Saved(run.arrival.incoming, received, {}, None, run.tracker.used, run.whole)

@@ -16,12 +16,20 @@ class StageLayers(NamedTuple):
         layers: the numbers of its layers.
         names: the dotted names of all layers of the sequence.
         routes: the skip connections that leave this stage for another stage than the next, with that stage.
+        stage_of: for a step of several passes, which count as stages and layers of their own one after the other: the
+            stage of each layer in one pass. Otherwise empty.
     """
 
     stage: int
     layers: range
     names: Sequence[str]
     routes: Mapping[SkipKey, int]
+    stage_of: Sequence[int] = ()
+
+    @property
+    def in_one_pass(self) -> int:
+        """The number of layers in one pass."""
+        return len(self.stage_of) or len(self.names)
 
     @property
     def all(self) -> bool:

@@ -82,7 +82,7 @@ class StageRun:
         may_repeat: whether the step may come back to an earlier stage, where this run then ends.
 
     Attributes:
-        called: the layers that have been called.
+        called: how often the layers have been called that this stage runs.
         repeats: whether the step has come back to an earlier stage.
         crossings: what leaves, by the stage that receives it.
         whole: whether its backward pass cannot be divided into halves.
@@ -103,9 +103,10 @@ class StageRun:
         may_repeat: bool = False,
     ) -> None:
         self.stage, self.training, self._parameter_use = stage, training, parameter_use
-        self.called: set[int] = set()
+        self.called = Counter[int]()
         self.repeats, self._may_repeat = False, may_repeat
         self._calls_of = Counter[int]()
+        self._at = 0, 0
         self.crossings: dict[int, Crossing] = {}
         self.whole = False
         self.skips = StepStore()
@@ -190,12 +191,14 @@ class StageRun:
 
     def call_layer(self, number: int, layer: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """A layer of the sequence is called."""
-        name, own = self.stage.names[number], self.stage.layers
+        name, own, count = self.stage.names[number], self.stage.layers, self.stage.in_one_pass
         if self.tracker.waiting and self.tracker.expects(AGAIN):
             self._come_back(name)
         # every call draws from a stream of its own, whichever stage makes it
-        key = number + len(self.stage.names) * self._calls_of[number]
+        key = number + count * self._calls_of[number]
         self._calls_of[number] += 1
+        if self.stage.stage_of:
+            number = self._number_in_pass(number)
         if self.tracker.waiting and number < own.start:
             return self._answer(name, layer, args, kwargs)
         self.arrive()
@@ -203,10 +206,24 @@ class StageRun:
             self._cut(layer)
         if number < own.start:
             self._come_back(name)
-        self.called.add(number)
+        self.called[number % count] += 1
         # the backward of a Function computes the gradients of the layers that it calls at one go
         self.whole |= self.surroundings.whole_unit is not None
         return self._run(name, key, layer, forward, args, kwargs)
+
+    def _number_in_pass(self, number: int) -> int:
+        """The number of a layer that is called now among those of all passes; one that is one too many is an error."""
+        stage = self.stage.stage_of[number]
+        self._at = self._at[0] + (stage < self._at[1]), stage
+        number += self._at[0] * len(self.stage.stage_of)
+        if number >= len(self.stage.names):
+            passes = len(self.stage.names) // len(self.stage.stage_of)
+            raise CutError(
+                f"layer '{self.stage.names[number % len(self.stage.stage_of)]}' is called in one pass more than the "
+                f"{passes} that were asked for.",
+                hint="Use PipeStrategy(passes=...) with the largest number of passes of a training step.",
+            )
+        return number
 
     def call_module(
         self, name: str, key: int, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
@@ -251,8 +268,8 @@ class StageRun:
         if not self._may_repeat:
             raise CutError(
                 f"layer '{name}' is called a second time, or out of order, in one step.",
-                hint="A step may run the layer sequence once, in order (siamese networks call it several times); name "
-                "another sequence with layers=... or use one device.",
+                hint="For a training step that comes back to earlier layers n - 1 times (siamese networks, recursion) use "
+                "PipeStrategy(passes=n); or name another sequence with layers=... .",
             )
         self.repeats = True
         if self.tracker.waiting:

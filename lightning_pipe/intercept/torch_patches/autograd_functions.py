@@ -53,7 +53,7 @@ class Unit:
     def __init__(self, name: str, run: StageRun | TurnRun, differentiable: bool) -> None:
         self.name, self.differentiable = name, differentiable
         self.calls, self.following = len(run.tracker.calls), run.tracker.numbers.following
-        self._layers = len(run.called)
+        self._layers = run.called.total()
         self._versions = self._count(run)
 
     @staticmethod
@@ -63,7 +63,7 @@ class Unit:
 
     def check_whole(self, run: StageRun | TurnRun, layer: str) -> None:
         """Raise if the cut before ``layer``, which the Function calls, cannot lie before the Function."""
-        if len(run.called) > self._layers:
+        if run.called.total() > self._layers:
             raise CutError(
                 f"the cut before layer '{layer}' lies inside the torch.autograd.Function '{self.name}': its backward "
                 "needs all layers that it calls on one stage.",

@@ -66,7 +66,7 @@ class TurnRun:
         cache: what earlier runs have kept.
 
     Attributes:
-        called: the layers that have been called.
+        called: how often the layers have been called that this rank runs.
     """
 
     training = False
@@ -88,7 +88,7 @@ class TurnRun:
     ) -> None:
         self._names, self._ranks, self._last, self._place = names, ranks, last, place
         self._parameter_use = parameter_use
-        self.called: set[int] = set()
+        self.called = Counter[int]()
         self._calls_of = Counter[int]()
         self._ended = False
         self.tracker = TurnTracker(mail, ranks[0], parameter_use, place, generators)
@@ -137,7 +137,7 @@ class TurnRun:
         self.tracker.pass_to(self._ranks[number], leaves_of(args, kwargs))
         if self.tracker.waiting:
             return self._answer(self._names[number], layer, args, kwargs)
-        self.called.add(number)
+        self.called[number] += 1
         return self.layer_calls.run(self._names[number], key, layer, forward, args, kwargs)
 
     def call_module(
