@@ -6,7 +6,7 @@
 
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
-.PHONY: help train test test-all test-versions check format bench docs pictures clean
+.PHONY: help train test test-all test-extras test-versions check format bench docs pictures clean
 
 ARGS ?=
 # The first of these that is Python 3.11 to 3.13 and can make virtual environments.
@@ -30,6 +30,9 @@ test: .venv/ready  ## run the fast tests (under ten minutes on two cores)
 
 test-all: .venv/ready  ## run every test, the long sweeps too (hours on two cores)
 	@$(PYTEST) $(ARGS)
+
+test-extras: .venv/extras-ready  ## install loggers, sweepers and launchers, and run the tests that need them
+	@$(RUN) -m pytest tests/recipes/test_extras.py $(ARGS)
 
 test-versions:  ## run the fast tests on the oldest and newest releases of Python, torch, Lightning (hours)
 	@OMP_NUM_THREADS=1 $(PYTHON) tests/versions.py $(ARGS)
@@ -63,6 +66,11 @@ clean:  ## remove .venv, caches and the outputs of runs
 	@echo "Setting up .venv with $$($(PYTHON) -V) and the versions in constraints.txt (once; a few minutes) ..."
 	@$(PYTHON) -m venv .venv
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+# What `logger=wandb`, `hparams_search=optuna` and the like need beyond that: their tests are skipped without.
+.venv/extras-ready: .venv/ready
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt --editable '.[extras]'
 	@touch $@
 
 # What the documentation needs beyond that: the tests do without.

@@ -1,4 +1,4 @@
-"""The command line: ``lightning-pipe schedule …`` draws, simulates and exports, ``lightning-pipe plan …`` plans."""
+"""The command line: ``lightning-pipe schedule`` draws, simulates and exports, ``plan`` plans, ``consolidate`` joins."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from lightning_pipe.schedules.dependencies import Number
 from lightning_pipe.simulate import Costs, compare, table
 from lightning_pipe.simulate.comparison import simulate_batch
 from lightning_pipe.simulate.costs import Links, Occupied
+from lightning_pipe.text import memory, several
 
 _PROGRAM = "lightning-pipe"
 _COMPARE = "compare"
@@ -45,6 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     _add_schedule(commands.add_parser("schedule", help="draw, simulate and export a schedule"))
     command.add_arguments(commands.add_parser("plan", help="show how a module would be cut"))
     profile_command.add_arguments(commands.add_parser("profile", help="measure what a module costs on this machine"))
+    _add_consolidate(commands.add_parser("consolidate", help="write an ordinary checkpoint from a folder of shards"))
     values = parser.parse_args(arguments)
     with warnings.catch_warnings():
         warnings.showwarning = _show_warning
@@ -108,6 +110,24 @@ def _schedule(values: argparse.Namespace) -> None:
     for path, write in writers.items():
         if path is not None:
             _write(path, write)
+
+
+def _add_consolidate(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Write an ordinary .ckpt from a folder of shards, with one tensor in memory at a time."
+    parser.set_defaults(run=_consolidate)
+    add = parser.add_argument
+    add("folder", help="of PipeStrategy(save_distributed_checkpoint=True), or of save_pretrained")
+    add("file", nargs="?", help="the checkpoint (default: beside the folder)")
+    add("--prefix", default="", help="put before the names in a folder of save_pretrained, such as model.")
+
+
+def _consolidate(values: argparse.Namespace) -> None:
+    # torch takes seconds, and drawing schedules needs none
+    from lightning_pipe.trainer.checkpoints.consolidate import consolidate, default_target
+
+    target = values.file or default_target(values.folder)
+    tensors = consolidate(values.folder, target, values.prefix)
+    print(f"wrote {target}: {several(tensors, 'tensor')}, {memory(os.path.getsize(target))}")
 
 
 def _compare(values: argparse.Namespace) -> None:

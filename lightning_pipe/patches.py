@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from types import ModuleType
 from typing import Any
@@ -31,10 +31,29 @@ def replaced(owner: Any, name: str, value: Any, *, gated: bool = True) -> Abstra
         owner: a module, a class or an object; an object's attribute is set on it alone, past ``__setattr__``.
         name: the attribute.
         value: stands there meanwhile.
-        gated: whether a function is put in behind a gate. Not so for one that leads to the original by itself, where
-            the call must cost nothing more, and for one that others may pickle.
+        gated: whether a function is put in behind a gate. Not so for one that calls what it found in the attribute
+            (that may be the gate, which leads back to it), where the call must cost nothing more, and for one that
+            others may pickle.
     """
     return _Replacement(owner, name, value, gated)
+
+
+@contextmanager
+def all_replaced(places: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
+    """Several of `replaced` at once, without gates: owners, names and values.
+
+    For what is replaced in every batch: an `ExitStack` costs more than the replacements do.
+    """
+    entered: list[_Replacement] = []
+    try:
+        for owner, name, value in places:
+            replacement = _Replacement(owner, name, value, gated=False)
+            replacement.__enter__()
+            entered.append(replacement)
+        yield
+    finally:
+        for replacement in reversed(entered):
+            replacement.__exit__()
 
 
 def replacements() -> list[tuple[Any, str]]:

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import difflib
-import inspect
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
-from hydra.utils import get_object
+from hydra.errors import InstantiationException
 from omegaconf import MISSING, DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
-from recipes import schemas
+from recipes import arguments
 from recipes.errors import RecipeError
 
 CONF = Path(__file__).resolve().parents[1] / "conf"
@@ -30,49 +30,11 @@ class Paths:
 
 
 @dataclass
-class Pipe:
-    """Arguments of `lightning_pipe.PipeStrategy`, which documents them; numbers may also be the word "auto"."""
+class Extras:
+    """What a run does beside training."""
 
-    _target_: str = "lightning_pipe.PipeStrategy"
-    schedule: Any = MISSING
-    micro_batches: Any = "auto"
-    pipeline_parallel_size: Any = "auto"
-    data_parallel_size: Any = "auto"
-    stages: Any = "auto"
-    layers: Any = None
-    balance: Any = "parameters"
-    recompute: str = "never"
-    deferred_batch_norm: bool = True
-    save_distributed_checkpoint: bool = False
-
-
-@dataclass
-class Trainer:
-    """Arguments of `lightning.Trainer`; strategy, callbacks and loggers come from groups of their own."""
-
-    _target_: str = "lightning.Trainer"
-    accelerator: str = "auto"
-    devices: Any = 1
-    num_nodes: int = 1
-    precision: str = "32-true"
-    max_epochs: int | None = None
-    max_steps: int = -1
-    max_time: str | None = None
-    limit_train_batches: Any = None
-    limit_val_batches: Any = None
-    limit_test_batches: Any = None
-    val_check_interval: Any = None
-    check_val_every_n_epoch: int | None = 1
-    num_sanity_val_steps: int | None = None
-    accumulate_grad_batches: int = 1
-    gradient_clip_val: float | None = None
-    overfit_batches: Any = 0.0
-    fast_dev_run: Any = False
-    detect_anomaly: bool = False
-    log_every_n_steps: int | None = None
-    inference_mode: bool = False  # a metric reset under inference mode cannot be updated by a later fit
-    enable_progress_bar: bool = True
-    enable_model_summary: bool = False
+    print_config: bool = False
+    ignore_warnings: bool = False
 
 
 @dataclass
@@ -83,31 +45,26 @@ class Train:
     size: str = MISSING  # tiny, small or paper
     ranks: list[int] = field(default_factory=lambda: [4, 8, 16])  # for which `python -m recipes.plan` plans
     seed: int = 1
+    tags: list[str] = field(default_factory=list)  # words to find the run by, in summary.json and with every logger
     threads: int | None = None  # threads per process; None leaves it to torch
     ckpt_path: str | None = None  # resume from a file, or from the newest run's "last" or "best" checkpoint
+    layers: Any = None  # dotted names of the model's layers, which the stages are cut from
     paths: Paths = field(default_factory=Paths)
     data: Any = MISSING
     model: Any = MISSING
     optim: Any = MISSING
     scheduler: Any = None
     pipe: Any = None
-    trainer: Trainer = field(default_factory=Trainer)
+    trainer: Any = MISSING
     callbacks: dict[str, Any] = field(default_factory=dict)
     logger: dict[str, Any] = field(default_factory=dict)
-
-
-SCHEMAS: dict[tuple[str, str], type] = {
-    ("schema", "train"): Train,
-    ("schema/pipe", "strategy"): Pipe,
-    **schemas.SCHEMAS,
-}
+    extras: Extras = field(default_factory=Extras)
 
 
 def register() -> None:
     """Makes the schemas known to Hydra; may be called again."""
-    store = ConfigStore.instance()
-    for (group, name), schema in SCHEMAS.items():
-        store.store(group=group, name=name, node=schema)
+    ConfigStore.instance().store(group="schema", name="train", node=Train)
+    arguments.register()
 
 
 def check(config: DictConfig) -> None:
@@ -120,20 +77,56 @@ def check(config: DictConfig) -> None:
         RecipeError: names the keys, unknown ones with the nearest known one.
     """
     for path, node in _nodes("", config):
-        schema = OmegaConf.get_type(node)
-        if is_dataclass(schema):
-            known = {item.name for item in fields(schema)}
-        elif "_target_" in node:
-            parameters = inspect.signature(get_object(node["_target_"])).parameters.values()
-            if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-                continue
-            known = {parameter.name for parameter in parameters}
-        else:
-            continue
-        for key in map(str, node):
-            if key not in known and not re.fullmatch("_[a-z]+_", key):
-                raise unknown_key(f"{path}{key}", known)
+        known = _known(path, node)
+        if known is not None:
+            for key in map(str, node):
+                if key not in known and not re.fullmatch("_[a-z]+_", key):
+                    raise unknown_key(f"{path}{key}", known, _taken(node))
+            _check_words(path, node)
+        _check_duration(path, node)
     _check_that_model_fits_data(config)
+
+
+def _known(path: str, node: DictConfig) -> Iterable[str] | None:
+    """The keys of a node; ``None`` where any key is one."""
+    if "_target_" not in node:
+        schema = OmegaConf.get_type(node)
+        return [item.name for item in fields(schema)] if is_dataclass(schema) else None
+    try:
+        target = node["_target_"]
+        return (
+            None if arguments.takes_any(target) else arguments.parameters(target, partial=node.get("_partial_", False))
+        )
+    except (ImportError, InstantiationException) as error:
+        raise RecipeError(
+            f"{path}_target_: {node['_target_']} cannot be imported.", hint="Correct its name."
+        ) from error
+    except (ValueError, TypeError):  # builtins, and what is no callable, have no signature
+        return None
+
+
+def _check_duration(path: str, node: DictConfig) -> None:
+    """Refuses two units: what is given comes beside the default's seconds, and the sum is hardly meant."""
+    units = [f"{unit!s}={value}" for unit, value in node.items() if value and not str(unit).startswith("_")]
+    if node.get("_target_") == "datetime.timedelta" and len(units) > 1:
+        place = path.rstrip(".")
+        raise RecipeError(f"{place} would be the sum of {' and '.join(units)}.", hint=f"Set {place}.seconds alone.")
+
+
+def _taken(node: Any) -> dict[str, str]:
+    return arguments.taken(node["_target_"]) if isinstance(node, DictConfig) and "_target_" in node else {}
+
+
+def _check_words(path: str, node: DictConfig) -> None:
+    """Refuses a word that an argument's `Literal` does not have."""
+    if "_target_" not in node:
+        return
+    for key, hint in arguments.types_of(node["_target_"]).items():
+        known = None if key not in node or OmegaConf.is_missing(node, key) else arguments.words(hint)
+        if known and isinstance(node[key], str) and node[key] not in known:
+            near = difflib.get_close_matches(node[key], known, n=1)
+            question = f"Did you mean {near[0]}? " if near else ""
+            raise RecipeError(f"{path}{key}={node[key]} is unknown.", hint=f"{question}There are {', '.join(known)}.")
 
 
 def require_experiment(config: DictConfig) -> None:
@@ -183,12 +176,13 @@ def _nodes(path: str, node: Any) -> Iterator[tuple[str, DictConfig]]:
             yield from _nodes(f"{path}{key}.", node[key])
 
 
-def unknown_key(path: str, known: Iterable[str]) -> RecipeError:
+def unknown_key(path: str, known: Iterable[str], taken: Mapping[str, str] | None = None) -> RecipeError:
     """Builds the error for a key that nothing reads.
 
     Args:
         path: the key with its groups, such as "model.widht".
         known: the keys that exist at that place.
+        taken: arguments that are no keys, with what chooses them.
 
     Example:
         >>> print(unknown_key("model.widht", ["layers", "width"]))
@@ -198,8 +192,15 @@ def unknown_key(path: str, known: Iterable[str]) -> RecipeError:
     choices = sorted(key for key in known if not key.startswith("_"))
     group, _, key = path.rpartition(".")
     near = difflib.get_close_matches(key, choices, n=1)
-    question = f"Did you mean {group}{'.' if group else ''}{near[0]}? " if near else ""
-    return RecipeError(f"The configuration has no key {path}.", hint=f"{question}Known there: {', '.join(choices)}.")
+    ways = [f"Did you mean {group}{'.' if group else ''}{near[0]}?"] if near else []
+    if taken and key in taken:
+        hint = f"{taken[key]} chooses it."
+    elif not choices and (CONF / group).is_dir():
+        hint = f"Choose another one than {group}=none."
+    else:
+        ways = [f"{group}={key} adds it."] if group and (CONF / group / f"{key}.yaml").exists() else ways
+        hint = " ".join([*ways, f"Known there: {', '.join(choices)}."])
+    return RecipeError(f"The configuration has no key {path}.", hint=hint)
 
 
 def explain(error: BaseException) -> RecipeError:
@@ -208,12 +209,15 @@ def explain(error: BaseException) -> RecipeError:
     Args:
         error: what Hydra raised while it composed the configuration.
     """
-    text = f"{error}\n{error.__cause__ or ''}"
-    key, schema = re.search(r"full_key: (\S+)", text), re.search(r"object_type=(\w+)", text)
-    known = {kind.__name__: kind for kind in [*SCHEMAS.values(), Paths, Trainer]}
-    if re.search(r"Key '\S+' not in", text) and key and schema and schema[1] in known:
-        return unknown_key(key[1], [item.name for item in fields(known[schema[1]])])
-    wrong = re.search(r"Value '.*' of type .* could not be converted to \w+|.* is not .*", str(error.__cause__ or ""))
+    cause = next(
+        (one for one in (error, error.__cause__, error.__context__) if isinstance(one, OmegaConfBaseException)), None
+    )
+    key, node = getattr(cause, "full_key", None), getattr(cause, "parent_node", None)
+    if key and isinstance(node, DictConfig) and isinstance(cause, ConfigAttributeError | ConfigKeyError):
+        schema = OmegaConf.get_type(node)
+        known = [item.name for item in fields(schema)] if is_dataclass(schema) else map(str, node)
+        return unknown_key(key, known, _taken(node))
+    wrong = re.search(r"Value '.*' of type .* could not be converted to \w+|.* is not .*", str(cause or ""))
     if wrong and key:
-        return RecipeError(f"{key[1]}: {wrong[0]}.", hint="Give a value of that type.")
+        return RecipeError(f"{key}: {wrong[0]}.", hint="Give a value of that type.")
     return RecipeError(str(error).split("\nConfig search path")[0].rstrip(".") + ".")

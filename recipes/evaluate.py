@@ -1,4 +1,7 @@
-"""Evaluates what a run has trained, on one device: ``python -m recipes.evaluate FOLDER``."""
+"""Evaluates what a run has trained: ``python -m recipes.evaluate FOLDER``, on one device or on a pipeline.
+
+``pipe=1f1b trainer.devices=2`` evaluates in two stages, ``pipe=none``, which is the default, on one device.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,13 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
+from hydra import compose, initialize_config_dir
+from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from lightning_pipe.errors import PipeError
-from recipes import checkpoints, config
+from recipes import checkpoints, command_line, config
 from recipes.errors import RecipeError
 
 
@@ -24,7 +29,7 @@ def evaluate(folder: Path, which: str = "best", overrides: Sequence[str] = ()) -
     Args:
         folder: the run's.
         which: "best", "last", or the path of a checkpoint.
-        overrides: changes of its configuration, such as ``trainer.limit_val_batches=10``.
+        overrides: changes of its configuration, such as ``trainer.limit_val_batches=10`` or ``pipe=1f1b``.
 
     Returns:
         the metrics, which are also left in the folder as ``evaluation.json``.
@@ -43,16 +48,18 @@ def evaluate(folder: Path, which: str = "best", overrides: Sequence[str] = ()) -
     L.seed_everything(settings.seed, workers=True, verbose=False)
     module, data = job.make_module(settings), job.make_data(settings)
     trainer = job.make_trainer(settings, callbacks=[])
-    metrics = dict(trainer.validate(module, datamodule=data, ckpt_path=str(checkpoint), verbose=False)[0])
-    if is_overridden("test_step", module):
-        metrics |= trainer.test(module, datamodule=data, ckpt_path=str(checkpoint), verbose=False)[0]
-    result = {"checkpoint": str(checkpoint), "metrics": metrics}
-    (folder / "evaluation.json").write_text(json.dumps(result, indent=2) + "\n")
+    with command_line.threads(settings.threads):
+        metrics = dict(trainer.validate(module, datamodule=data, ckpt_path=str(checkpoint), verbose=False)[0])
+        if is_overridden("test_step", module):
+            metrics |= trainer.test(module, datamodule=data, ckpt_path=str(checkpoint), verbose=False)[0]
+    if trainer.is_global_zero:
+        result = {"checkpoint": str(checkpoint), "metrics": metrics}
+        (folder / "evaluation.json").write_text(json.dumps(result, indent=2) + "\n")
     return metrics
 
 
 def stored(folder: Path, overrides: Sequence[str] = ()) -> DictConfig:
-    """The configuration of a run, changed to one device without a pipeline.
+    """The configuration of a run, changed to one device without a pipeline unless the overrides ask for another.
 
     Args:
         folder: the run's.
@@ -61,17 +68,34 @@ def stored(folder: Path, overrides: Sequence[str] = ()) -> DictConfig:
     path = folder / "config.yaml"
     if not path.exists():
         raise RecipeError(f"{folder} has no config.yaml.", hint="Name the output folder of a training run.")
-    alone = ["trainer.devices=1", "trainer.num_nodes=1"]
+    groups = [word for word in overrides if word.split("=", 1)[0] in ("pipe", "trainer")]
+    others = [word for word in overrides if word not in groups]
     try:
-        settings = OmegaConf.merge(
-            OmegaConf.structured(config.Train), OmegaConf.load(path), OmegaConf.from_dotlist([*alone, *overrides])
-        )
-        settings.update(pipe=None, logger={}, callbacks={})  # the run's own log must not be written over
-    except OmegaConfBaseException as error:
+        settings = OmegaConf.merge(OmegaConf.structured(config.Train), OmegaConf.load(path))
+        # the run's own log must not be written over
+        settings.update(logger={}, callbacks={}, pipe=None)
+        settings.trainer.update(devices=1, num_nodes=1, enable_checkpointing=False)
+        if groups:
+            chosen = _composed(groups)
+            settings.pipe = chosen.pipe
+            settings.trainer.update({key: chosen.trainer[key] for key in PLACES})
+        settings.merge_with(OmegaConf.from_dotlist(others))
+    except (OmegaConfBaseException, HydraException) as error:
         raise config.explain(error) from error
     assert isinstance(settings, DictConfig)
     config.check(settings)
     return settings
+
+
+PLACES = ("accelerator", "devices", "num_nodes", "precision")
+
+
+def _composed(groups: Sequence[str]) -> DictConfig:
+    """What files of conf/ say, such as those of ``pipe=1f1b``."""
+    config.register()
+    with initialize_config_dir(str(config.CONF), version_base="1.3"):
+        plain = [] if any(word.startswith("pipe=") for word in groups) else ["pipe=none"]
+        return compose("train", [*plain, *groups])
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -81,12 +105,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--checkpoint", default="best", help="best (the default), last, or the path of a file")
     logging.basicConfig(format="%(message)s")
     parser.add_argument("overrides", nargs="*", help="changes such as trainer.limit_val_batches=10")
-    given = parser.parse_args(arguments)
+    given = parser.parse_intermixed_args(arguments)  # changes may stand before and after --checkpoint
     try:
         metrics = evaluate(given.folder, given.checkpoint, given.overrides)
     except PipeError as error:
         sys.exit(str(error))
-    for name, value in metrics.items():
+    for name, value in metrics.items() if command_line.rank() == 0 else ():
         print(f"{name:<24}{value:.6g}")
 
 

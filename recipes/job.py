@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+import warnings
 from pathlib import Path
 
 import lightning as L
@@ -12,31 +13,33 @@ from lightning.pytorch.callbacks import ProgressBar
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_pipe.callbacks import PipelineTimeline
-from recipes import checkpoints
+from recipes import checkpoints, facts
 from recipes.callbacks import Throughput
-from recipes.processes import Job
 from recipes.provenance import commit
 from recipes.report import Report
 
 log = logging.getLogger(__name__)
 
 
-def run(config: DictConfig, job: Job) -> Report:
+def run(config: DictConfig) -> Report:
     """Trains what the configuration describes.
 
     Args:
         config: a checked configuration.
-        job: told what starts the other processes.
     """
     started = time.perf_counter()
+    if config.extras.ignore_warnings:
+        warnings.simplefilter("ignore")
     checkpoint = checkpoints.to_resume(config.ckpt_path, Path(config.paths.output))
     L.seed_everything(config.seed, workers=True, verbose=False)
     data = make_data(config)
     module = make_module(config)
     callbacks = make_callbacks(config)
     trainer = make_trainer(config, callbacks)
-    job.launcher = trainer.strategy.launcher
     if trainer.is_global_zero:
+        for difference in checkpoints.differences(checkpoint, config):
+            log.warning("The checkpoint's run had another configuration: %s.", difference)
+        facts.tell(config, module, trainer)
         Path(config.paths.output, "config.yaml").write_text(OmegaConf.to_yaml(config, resolve=True))
 
     before = trainer.validate(module, datamodule=data, ckpt_path=checkpoint, verbose=False)[0]
@@ -51,6 +54,7 @@ def run(config: DictConfig, job: Job) -> Report:
         **_measured(callbacks),
         seconds=time.perf_counter() - started,
         commit=commit(),
+        tags=list(config.tags),
     )
     if trainer.is_global_zero:
         report.write()
@@ -75,7 +79,8 @@ def make_module(config: DictConfig) -> L.LightningModule:
 
 def make_callbacks(config: DictConfig) -> list[L.Callback]:
     """Builds the callbacks; Lightning refuses a progress bar where bars are switched off."""
-    made = [instantiate(callback) for callback in config.callbacks.values()]
+    # an experiment may set options of callbacks that callbacks=none has not
+    made = [instantiate(callback) for callback in config.callbacks.values() if "_target_" in callback]
     return [one for one in made if config.trainer.enable_progress_bar or not isinstance(one, ProgressBar)]
 
 

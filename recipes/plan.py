@@ -15,7 +15,7 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig
 
 from lightning_pipe.errors import PipeError
-from recipes import config
+from recipes import command_line, config
 from recipes.errors import RecipeError, sentence
 
 
@@ -66,8 +66,7 @@ def main() -> None:
     """Runs the command line; a mistake of the user's ends with a sentence."""
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")
     config.register()
-    given = (word.replace("+experiment=", "experiment=", 1) if word.startswith("+") else word for word in sys.argv[1:])
-    sys.argv[1:] = ["hydra=plan", *given]
+    sys.argv[1:] = ["hydra=plan", *command_line.arguments(sys.argv[1:])]
     try:
         show()
     except (ConfigCompositionException, OverrideParseException) as error:

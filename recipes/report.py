@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -22,6 +22,7 @@ class Report:
         predicted_bubble: the schedule's own, with equal stages.
         seconds: from start to end.
         commit: of the code.
+        tags: words to find the run by.
     """
 
     recipe: str
@@ -33,6 +34,7 @@ class Report:
     predicted_bubble: float | None
     seconds: float
     commit: str
+    tags: Sequence[str] = ()
 
     def write(self) -> None:
         """Writes ``summary.json`` into the run's folder."""

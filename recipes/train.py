@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import shutil
 import sys
+from pathlib import Path
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -12,7 +15,7 @@ from hydra.errors import ConfigCompositionException, OverrideParseException
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from recipes import config, processes
+from recipes import command_line, config
 from recipes.errors import RecipeError, sentence
 
 log = logging.getLogger(__name__)
@@ -20,32 +23,59 @@ log = logging.getLogger(__name__)
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="train")
 def train(settings: DictConfig) -> float:
-    """One job; a sweep calls it once for each. Returns what is to be minimised."""
+    """One job; a sweep calls it once for each. Returns the validation loss, which is to be minimised."""
     try:
         return run(settings)
     except Exception as error:
         told = sentence(error)
         if HydraConfig.get().mode is RunMode.MULTIRUN:  # goes on, and its table tells which jobs have failed
             log.error("%s", told or "This job has failed.", exc_info=told is None)
-            return float("nan")
+            return float("inf")  # no optimizer of hyper-parameters stops at it, as it would at nan
         if told is None:
             raise
-        sys.exit(told if processes.rank() == 0 or isinstance(error, RecipeError) else 1)
+        if command_line.rank() == 0:
+            forget(Path(HydraConfig.get().runtime.output_dir))
+        sys.exit(told if command_line.rank() == 0 or isinstance(error, RecipeError) else 1)
+
+
+def check_sweep(settings: DictConfig) -> None:
+    """Refuses Lightning's own launcher in a sweep: it gives each process the command line of all jobs (2.6).
+
+    Args:
+        settings: a checked configuration.
+    """
+    if settings.pipe is None and settings.trainer.devices not in (1, "auto", [0]):
+        raise RecipeError(
+            f"pipe=none with trainer.devices={settings.trainer.devices} cannot be part of a sweep.",
+            hint="pipe=1f1b pipe.pipeline_parallel_size=1 pipe.data_parallel_size=2 trains replicas without stages.",
+        )
+
+
+def forget(output: Path) -> None:
+    """Removes the folder of a run that has written nothing but what Hydra writes before it begins.
+
+    Args:
+        output: the run's folder.
+    """
+    if {path.name for path in output.glob("*")} <= {".hydra"}:
+        shutil.rmtree(output, ignore_errors=True)
+        with contextlib.suppress(OSError):  # other runs are there
+            output.parent.rmdir()
 
 
 def run(settings: DictConfig) -> float:
     """Checks a configuration and trains what it describes."""
     config.require_experiment(settings)
     config.check(settings)
-    from recipes import (
-        console,
-        job,
-    )  # imports torch and the rest, which a mistake in the configuration need not wait for
+    from lightning_pipe.trainer.launcher import ScriptLauncher
+    from recipes import console, job
 
+    ScriptLauncher.forget_finished_job()  # in a sweep, and before anything asks the environment for its processes
     console.tidy()
-    hydra_config = HydraConfig.get()
-    with processes.job(hydra_config.overrides.task, hydra_config.runtime.output_dir, settings.threads) as current:
-        report = job.run(settings, current)
+    if HydraConfig.get().mode is RunMode.MULTIRUN:
+        check_sweep(settings)
+    with command_line.threads(settings.threads):
+        report = job.run(settings)
     return report.after.get("val_loss", float("nan"))
 
 
@@ -53,11 +83,13 @@ def main() -> None:
     """Runs the command line; a mistake of the user's ends with a sentence, anything else with its traceback."""
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")
     config.register()
-    processes.from_command_line()
     try:
+        command_line.read()
         train()
     except (ConfigCompositionException, OverrideParseException) as error:
         sys.exit(str(config.explain(error)))
+    except RecipeError as error:
+        sys.exit(str(error))
 
 
 if __name__ == "__main__":

@@ -82,7 +82,7 @@ def test_all_schedules_are_compared(tmp_path: Path, capsys: pytest.CaptureFixtur
         (["schedule", "1f1b", "--forward", "1,2"], "Costs.forward has 2 numbers, but the schedule has 4 stages"),
         (["schedule", "1f1b", "--backward", "-1"], "Costs.backward must not be negative, got -1"),
         (["schedule", "gpipe", "--option", "chunks"], "'chunks' is not of the form NAME=VALUE"),
-        (["schedule", "gpipe", "--option", "chunks=2"], "does not take these options"),
+        (["schedule", "gpipe", "--option", "chunks=2"], "has no option 'chunks'"),
         (["schedule", "gpipe", "--stages", "3"], "needs at least 4 stages"),
         (["schedule", "nothing.csv"], "nothing.csv cannot be read: No such file or directory"),
         (["schedule", "gpipe", "--csv", "/nowhere/x.csv"], "/nowhere/x.csv cannot be written: No such file"),

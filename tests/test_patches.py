@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
-from lightning_pipe.patches import replaced, replacements, unheard
+from lightning_pipe.patches import all_replaced, replaced, replacements, unheard
 
 
 class Owner:
@@ -50,6 +50,19 @@ def test_an_error_inside_changes_nothing_about_that() -> None:
         fail()
     assert vars(owner) == {}
     assert owner.method() == "original"
+
+
+def test_an_error_between_several_puts_back_the_first_of_them() -> None:
+    owner = SimpleNamespace(value=1)
+
+    def places() -> Iterator[tuple[Any, str, Any]]:
+        yield owner, "value", 2
+        raise KeyError("later")
+
+    with pytest.raises(KeyError, match="later"), all_replaced(places()):
+        pass
+    assert owner.value == 1
+    assert not replacements()
 
 
 def test_contexts_may_overlap_in_any_order() -> None:

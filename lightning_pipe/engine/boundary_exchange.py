@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Container, Hashable, Iterable
+from collections.abc import Callable, Container, Hashable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -17,6 +17,8 @@ from lightning_pipe.transport.base import IncomingParts, Lane, Transport, Work
 from lightning_pipe.transport.message_layout import MessageLayout, mask_words, to_bits, to_words
 
 _AGREED, _CHANGED = 0, 1
+_KIND_BITS = 1
+"""Bits of a control word that say which of the two it is; above them are requests."""
 _CONTROL = {"forward": 1, "backward": 2}
 """The channels of control words that have messages of their own; that of whole crossings is 0."""
 _STAGES = 1024
@@ -138,11 +140,16 @@ class BoundaryExchange:
 
     Args:
         transport: the rank's transport.
+        requests: bits that go along with every forward message and are added to those of its receiver: so the rank
+            with the last stage learns what others ask for, without a message of its own.
+        asking: what this rank asks for at the time of a message.
     """
 
     transport: Transport
     transfers: dict[BoundaryKey, Transfer] = field(default_factory=dict)
     sent_bytes: int = 0
+    requests: int = 0
+    asking: Callable[[], int] = int
     _plans: dict[_PlanKey, list[BoundaryPlan]] = field(default_factory=dict)
     _posted: dict[tuple[str, BoundaryKey], _Posted] = field(default_factory=dict)
     _sending: deque[list[Work]] = field(default_factory=deque)
@@ -152,19 +159,20 @@ class BoundaryExchange:
 
     def send(self, key: BoundaryKey, peer: int, signature: Hashable, crossing: Crossing) -> None:
         """Start to send what leaves a stage."""
-        plan = self._plan(key, signature)
+        plan, requests = self._plan(key, signature), self.requests | self.asking()
         numbers = {entry.number: tensor for entry, tensor in zip(crossing.path.entries, crossing.tensors, strict=True)}
         lane = Lane("forward", key.pipe)
         if plan is not None:
             agreed = _fits(plan, crossing.path)
             tensors = [numbers[n] if agreed else None for n in plan.message.numbers]
-            self._send(plan.message.layout, [_AGREED if agreed else _CHANGED], tensors, peer, lane, key)
+            word = (_AGREED if agreed else _CHANGED) | requests << _KIND_BITS
+            self._send(plan.message.layout, [word], tensors, peer, lane, key)
             if agreed:
                 self.transfers[key] = Transfer(signature, plan.message)
                 return
         # The receiver knows neither sizes nor path yet: all of it goes as one object, by way of the host.
         values = [tensor.detach().cpu() for tensor in crossing.tensors]
-        self._under_way(key, self.transport.send_object((crossing.path, values), peer, _tag(key, 0)))
+        self._under_way(key, self.transport.send_object((crossing.path, values, requests), peer, _tag(key, 0)))
         self.transfers[key] = Transfer(signature, _everything(crossing.path))
 
     def expect(self, key: BoundaryKey, peer: int, signature: Hashable) -> None:
@@ -178,9 +186,11 @@ class BoundaryExchange:
         posted = self._posted.pop(("forward", key), None)
         if posted is not None and posted.plan is not None:
             control, tensors = posted.parts.wait()
-            if control[0] == _AGREED:
+            self.requests |= control[0] >> _KIND_BITS
+            if not control[0] & _CHANGED:
                 return self._arrived(key, signature, posted.plan.message, tensors)
-        path, values = self.transport.receive_object(peer, _tag(key, 0))
+        path, values, requests = self.transport.receive_object(peer, _tag(key, 0))
+        self.requests |= requests
         return self._arrived(key, signature, _everything(path), [value.to(self.transport.device) for value in values])
 
     def _arrived(

@@ -77,6 +77,8 @@ class Executor:
         reduce: called with a stage when its gradients are complete on this rank.
         position: the action under way, for reports about failures.
         busy: seconds spent computing so far.
+        waited: seconds spent waiting for messages since `restart_clocks`.
+        spent: for each kind of action and stage the seconds and the number of its actions since `restart_clocks`.
         events: where to note when each action computed, in seconds of the host's monotonic clock; ``None``: nowhere.
     """
 
@@ -87,6 +89,8 @@ class Executor:
     reduce: Callable[[int], None]
     position: Action | None = None
     busy: float = 0.0
+    waited: float = 0.0
+    spent: dict[tuple[Kind, int], tuple[float, int]] = field(default_factory=dict)
     events: list[Event] | None = None
     _find: Find = field(init=False)
     _program: Program = _NOTHING
@@ -211,10 +215,17 @@ class Executor:
         self.exchange.reset()
         self._under_way.clear()
 
+    def restart_clocks(self) -> None:
+        """Begin anew to add up what actions and waiting take: the first batch is no measure."""
+        self.waited = 0.0
+        self.spent.clear()
+
     def _note(self, action: Action, start: float) -> None:
         """Note when an action has computed; waiting for its input was not part of it."""
         end = time.perf_counter()
         self.busy += end - start
+        seconds, number = self.spent.get(action[:2], (0.0, 0))
+        self.spent[action[:2]] = seconds + end - start, number + 1
         if self.events is not None:
             kind, stage, micro_batch, pipe, *_ = action
             self.events.append(Event(self.rank, kind, stage, micro_batch, pipe, start, end))
@@ -250,8 +261,9 @@ class Executor:
             key = BoundaryKey(here.pipe, stage, here.micro_batch, here.stage)
             received = self._under_way.inbound.pop(key, None)
             if received is None:
-                peer = self.placement[here.pipe, stage]
+                peer, start = self.placement[here.pipe, stage], time.perf_counter()
                 received = self.exchange.receive(key, peer, self._signature(here.micro_batch))
+                self.waited += time.perf_counter() - start
             if len(earlier) > 1:
                 self._under_way.arrived.setdefault(here, {})[stage] = frozenset(received[1])
             inbound = received if inbound is None else joined(inbound, received)
@@ -272,7 +284,9 @@ class Executor:
             key = BoundaryKey(*here, to)
             received = self._under_way.gradients.pop(key, None)
             if received is None:
+                start = time.perf_counter()
                 received = self.exchange.receive_gradients(key, self.placement[here.pipe, to])
+                self.waited += time.perf_counter() - start
             # A tensor leaves for one later stage alone, so no number comes back twice.
             gradients |= received[0]
             used |= received[1]

@@ -93,6 +93,11 @@ class PartitionedModule:
         return self.transport.rank in self.loss_ranks
 
     @property
+    def ends_early(self) -> bool:
+        """Whether some runs of a training step end early on this rank: all but those of the last stage and pass."""
+        return not (self.is_loss_rank and len(self.stages_here) == 1 and (self.passes == 1 or len(self.balance) == 1))
+
+    @property
     def linear(self) -> bool:
         """Whether every rank holds one stage of one pipe: batches then pass each rank once, in one direction."""
         return len(self.placement) == len(set(self.placement.values())) == self.transport.topology.ranks

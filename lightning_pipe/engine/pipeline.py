@@ -124,11 +124,6 @@ class Pipeline(PartitionedModule):
         return self.executor if self._passes is None else self._passes.executor
 
     @property
-    def repeats(self) -> bool:
-        """Whether the step of the last evaluation has ended where it comes back to an earlier stage."""
-        return self._turns.needed
-
-    @property
     def in_step(self) -> bool:
         """Whether the user's step is under way on this rank: each rank runs another part of it."""
         return self._interceptor.run is not None
@@ -186,7 +181,9 @@ class Pipeline(PartitionedModule):
             self.reduce_gradients()
         self._commit_statistics(deferred_norms(self.module))
         self._buffer_sync.equalise()
-        if not first:  # the first batch also agrees on what travels and who holds what
+        if first:
+            self.executor.restart_clocks()
+        else:  # the first batch also agrees on what travels and who holds what
             self.elapsed += time.perf_counter() - start
             self.busy += self.training_executor.busy - busy
         return results
@@ -202,8 +199,7 @@ class Pipeline(PartitionedModule):
     ) -> dict[int, Any]:
         """Run forward passes alone; see `train`.
 
-        A step that comes back to the layers of an earlier stage ends there: `repeats` tells so on the ranks with the
-        loss. It must run again with ``turns``.
+        A step that comes back to layers of an earlier stage ends there, as `Turns.needed` tells: it must run with ``turns``.
 
         Args:
             step: see `train`.
@@ -211,24 +207,24 @@ class Pipeline(PartitionedModule):
             seed: the seed of this batch's random streams.
             ahead: how many later batches this rank may evaluate before the later ranks have come to this one. If it is
                 not 0, call `end_stream` behind the last batch.
-            turns: let the ranks take turns, so that the step may call the layers as often as it likes. One rank
-                computes at a time.
+            turns: let the ranks take turns, one computing at a time, so that the step may call layers again.
         """
         if self.asynchronous is not None and self.asynchronous.in_flight:
             raise ConfigurationError("Batches are in flight.", hint="Drain the pipeline before an evaluation.")
         batch = self._batch(step, micro_batches, [1.0] * len(micro_batches), seed, training=False)
         if turns:
             with self.running(batch.streams, caches=True):
-                results = self._turns.run(batch)
+                results = self.turns.run(batch)
         else:
             results = self._run(batch, ahead)
-        self._turns.needed = batch.repeats
+        self.turns.needed = batch.repeats
         # A norm that the user keeps in training mode learns in an evaluation too, as on one device.
         self._commit_statistics(norm for norm in deferred_norms(self.module) if norm.training)
         return results
 
     @cached_property
-    def _turns(self) -> Turns:
+    def turns(self) -> Turns:
+        """Runs evaluation steps that come back to layers of an earlier stage; knows whether the last one did so."""
         return Turns(self)
 
     def end_stream(self) -> None:
@@ -312,9 +308,8 @@ class Pipeline(PartitionedModule):
 
     def _run(self, batch: Batch, ahead: int = 0) -> dict[int, Any]:
         training = batch.training
-        executor, program = self.executor, self._program(len(batch.micro_batches), training)
-        if training:
-            executor = self.training_executor
+        program = self._program(len(batch.micro_batches), training)
+        executor = self.training_executor if training else self.executor
         with self.running(batch.streams):
             executor.run(program, batch, ahead)
         if training and not self._checked_layers:

@@ -58,6 +58,11 @@ class Saved:
         pairs = zip(self.inbound, self.inbox.gradients, strict=True)
         return {number: gradient for number, gradient in pairs if gradient is not None}
 
+    def release(self) -> None:
+        """Let go of the graph, whose backward pass has run: freeing it is a part of the stage's time."""
+        self.inbox = self.loss = self.split = None
+        self.outbound.clear()
+
 
 @dataclass
 class Kept:
@@ -139,9 +144,9 @@ class Stages:
             )
         return saved
 
-    def trial(self, stage: int, micro_batch: int, batch: Batch, inbound: Inbound | None) -> Tensor:
-        """The loss of a run that nothing else is to come of."""
-        return loss_of(self._run(stage, micro_batch, batch, inbound)[2])
+    def trial(self, stage: int, micro_batch: int, batch: Batch, inbound: Inbound | None) -> tuple[Crossings, Any]:
+        """A run that nothing else is to come of: what would leave, and what the step returned."""
+        return self._run(stage, micro_batch, batch, inbound)[1:]
 
     def _run(self, stage: int, micro_batch: int, batch: Batch, inbound: Inbound | None) -> tuple[Saved, Crossings, Any]:
         layers = self.layers[stage]
@@ -199,6 +204,7 @@ class Stages:
         if results:
             torch.autograd.backward(results, arrived)
         returned = saved.returned()
+        saved.release()
         return returned, frozenset(saved.used | used | returned.keys())
 
     def backward_input(
@@ -217,6 +223,7 @@ class Stages:
         """The gradients of the weights."""
         if saved.split is not None:
             saved.split.weight_half()
+        saved.release()
 
 
 def _observe(stages: Stages, stage: int, micro_batch: int, batch: Batch, inbound: Inbound | None) -> None:

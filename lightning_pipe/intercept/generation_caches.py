@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
 
-from lightning_pipe.patches import replaced
+from lightning_pipe.patches import all_replaced
 
 
 class Caches:
@@ -32,7 +32,5 @@ class Caches:
         if switched and not self._told:
             self._told = True
             warnings.warn("Model caches (use_cache) are switched off while steps run in a pipeline.", stacklevel=2)
-        with ExitStack() as changed:
-            for configuration in switched:
-                changed.enter_context(replaced(configuration, "use_cache", False))
+        with all_replaced((configuration, "use_cache", False) for configuration in switched):
             yield

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from lightning_pipe.intercept.torch_patches.backward_hooks import BACKWARD_HOOKS
 from lightning_pipe.intercept.torch_patches.encoders import padding_alike
 from lightning_pipe.intercept.torch_patches.inner_backward import INNER_BACKWARD
 from lightning_pipe.intercept.turns.run import TurnRun
-from lightning_pipe.patches import replaced
+from lightning_pipe.patches import all_replaced
 from lightning_pipe.torch_internals import NormBase
 
 
@@ -67,25 +67,24 @@ class Interceptor:
         """
         # Asked before the wrappers hide it: they take the compiled call of what they wrap away for the time.
         self.compiled = any(vars(part).get("_compiled_call_impl") is not None for part in self.module.modules())
-        with ExitStack() as changed:
-            for number, layer in enumerate(self.layers):
-                self._wrap(layer, self._layer_forward(number, layer), changed)
-            for key, (name, outside) in enumerate(self._outside):
-                self._wrap(outside, self._module_forward(name, key, outside), changed)
-            for encoder in self._encoders:
-                self._wrap(encoder, padding_alike(encoder, encoder.forward), changed)
-            for patch in (CHECKPOINTS, FUNCTIONS, BACKWARD_HOOKS, INNER_BACKWARD):
-                changed.enter_context(patch.installed(lambda: self.run))
-            if not caches:
-                changed.enter_context(self._caches.off())
+        with (
+            all_replaced(self._wrappers()),
+            CHECKPOINTS.installed(lambda: self.run),
+            FUNCTIONS.installed(lambda: self.run),
+            BACKWARD_HOOKS.installed(lambda: self.run),
+            INNER_BACKWARD.installed(lambda: self.run),
+            nullcontext() if caches else self._caches.off(),
+        ):
             yield
 
-    def _wrap(self, module: nn.Module, forward: Callable[..., Any], changed: ExitStack) -> None:
-        # Compiled code would follow the wrapper into the engine: that of the module is called by the wrapper instead,
-        # that around the module is interrupted.
-        for name, value in (("forward", _uncompiled(forward)), ("_compiled_call_impl", None)):
-            if value is not None or vars(module).get(name) is not None:
-                changed.enter_context(replaced(module, name, value, gated=False))
+    def _wrappers(self) -> Iterator[tuple[nn.Module, str, Any]]:
+        """What stands in modules while steps run, each in place before the next is asked for."""
+        for number, layer in enumerate(self.layers):
+            yield from _wrapped(layer, self._layer_forward(number, layer))
+        for key, (name, outside) in enumerate(self._outside):
+            yield from _wrapped(outside, self._module_forward(name, key, outside))
+        for encoder in self._encoders:
+            yield from _wrapped(encoder, padding_alike(encoder, encoder.forward))
 
     def returning(self, result: Any) -> None:
         """The step is about to return, if it is under way; see `StageRun.returning`."""
@@ -126,6 +125,14 @@ class Interceptor:
             return run.call_module(name, key, module, forward, args, kwargs)
 
         return wrapper
+
+
+def _wrapped(module: nn.Module, forward: Callable[..., Any]) -> Iterator[tuple[nn.Module, str, Any]]:
+    # Compiled code would follow the wrapper into the engine: that of the module is called by the wrapper instead,
+    # that around the module is interrupted.
+    yield module, "forward", _uncompiled(forward)
+    if vars(module).get("_compiled_call_impl") is not None:
+        yield module, "_compiled_call_impl", None
 
 
 def _uncompiled(forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -17,6 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+_numpy: Any = np.random  # its types leave out how generators are exchanged (numpy 2.4)
+
 
 def mix(*parts: int) -> int:
     """A seed derived from integers, the same in every process (hashes of integer tuples are not salted).
@@ -69,7 +71,7 @@ def passed_over() -> None:
     numpy makes normal numbers in pairs and keeps the second one with the generator in place, until another is put
     there (numpy 2.4).
     """
-    np.random.set_bit_generator(np.random.get_bit_generator())
+    _numpy.set_bit_generator(_numpy.get_bit_generator())
 
 
 class _Isolated:
@@ -84,10 +86,10 @@ class _Isolated:
         self._states, self._python, self._numpy = (
             _states(self._generators),
             random.getstate(),
-            np.random.get_bit_generator(),
+            _numpy.get_bit_generator(),
         )
         self._own = _spare.pop() if _spare else np.random.MT19937()
-        np.random.set_bit_generator(self._own)
+        _numpy.set_bit_generator(self._own)
         _seed_all(self._generators, self._seed)
 
     def __exit__(
@@ -95,7 +97,7 @@ class _Isolated:
     ) -> None:
         _restore(self._generators, self._states)
         random.setstate(self._python)
-        np.random.set_bit_generator(self._numpy)
+        _numpy.set_bit_generator(self._numpy)
         _spare.append(self._own)
 
 

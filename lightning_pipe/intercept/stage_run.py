@@ -268,8 +268,8 @@ class StageRun:
         if not self._may_repeat:
             raise CutError(
                 f"layer '{name}' is called a second time, or out of order, in one step.",
-                hint="For a training step that comes back to earlier layers n - 1 times (siamese networks, recursion) use "
-                "PipeStrategy(passes=n); or name another sequence with layers=... .",
+                hint="A training step with n passes over the layers (siamese networks, recursion) needs "
+                "PipeStrategy(passes=n). Or name another sequence with layers=... .",
             )
         self.repeats = True
         if self.tracker.waiting:

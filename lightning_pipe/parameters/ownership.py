@@ -136,11 +136,7 @@ class Ownership:
         if name is None or name in self.used:
             return
         if is_absent(parameter) and self.holds(name):
-            raise Origin((name,), self).error(
-                f"'{name}' is used on rank {self.rank} and follows parameters of other ranks",
-                "Only tensors of one rank can follow each other: a teacher whose layers follow a student's needs one "
-                "device. For averaged weights use Lightning's callback EMAWeightAveraging.",
-            )
+            raise self._follows_others(name)
         if not self.holds(name):
             raise CutError(
                 f"'{name}' is used on {self.rank_names[self.rank]}, but held by {self.holders_in_words(name)}"
@@ -150,6 +146,24 @@ class Ownership:
             )
         if not self._map.in_layers_alone(name):
             self.used.add(name)
+
+    def check_data(self) -> None:
+        """Raise if a parameter that this rank holds was assigned data without values.
+
+        Raises:
+            CutError: names it.
+        """
+        for name, parameter in self._module.named_parameters():
+            if is_absent(parameter) and self.holds(name):
+                raise self._follows_others(name)
+
+    def _follows_others(self, name: str) -> CutError:
+        return Origin((name,), self).error(
+            f"'{name}' is used on rank {self.rank} and follows parameters of other ranks",
+            "Only tensors of one rank can follow each other: change parameters one by one, not through one vector of "
+            "all of them; a teacher whose layers follow a student's needs one device. For averaged weights use "
+            "Lightning's callback EMAWeightAveraging.",
+        )
 
     def holds_all(self, parameters: Iterable[nn.Parameter]) -> bool:
         """Whether this rank holds some parameters, as far as the module owns them."""

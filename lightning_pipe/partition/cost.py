@@ -136,7 +136,7 @@ def _too_few_layers(module: nn.Module, layers: Layers, stages: int) -> Partition
     if finer is not None and len(find_layers(module, finer)) < stages:
         finer = None
     longer = longer_sequences(module, stages)
-    ways = [f"use stages={len(layers)} or fewer, on as many devices of a pipeline at most"] if len(layers) > 1 else []
+    ways = [f"use stages={len(layers)} or fewer on {len(layers)} ranks or fewer"] if len(layers) > 1 else []
     if finer is not None:
         ways.append(f'cut inside the layers if they run one after the other: layers="{finer}"')
     elif longer:

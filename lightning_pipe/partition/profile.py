@@ -9,6 +9,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -83,6 +84,22 @@ class Profile:
         for name, before in self.beside.items():
             costs[min(max(before - 1, 0), len(costs) - 1)] += cost(name)
         return costs
+
+    def stage_times(self, names: Sequence[str], counts: Sequence[int]) -> tuple[list[float], list[float]]:
+        """Seconds of every stage's forward and backward pass; modules outside count with the layer they run beside.
+
+        Args:
+            names: the layers in order.
+            counts: layers of every stage.
+        """
+        forward = [self.layers[name].forward for name in names]
+        backward = [self.layers[name].backward for name in names]
+        for name, before in self.beside.items():
+            place = min(max(before - 1, 0), len(names) - 1)
+            forward[place] += self.layers[name].forward
+            backward[place] += self.layers[name].backward
+        ends = list(pairwise(accumulate(counts, initial=0)))
+        return [sum(forward[start:end]) for start, end in ends], [sum(backward[start:end]) for start, end in ends]
 
     def covers(self, names: Sequence[str]) -> bool:
         """Whether every layer has been measured."""

@@ -44,7 +44,11 @@ def _add_search(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("search", "Predict all configurations, and show the best ten.")
     add = group.add_argument
     add("--search", action="store_true", help="look for the fastest; --ranks counts all processes")
-    add("--profile", metavar="FILE", help="costs from `lightning-pipe profile` (default: by parameters)")
+    add(
+        "--profile",
+        metavar="FILE",
+        help="costs from `lightning-pipe profile` (a search goes by parameters without)",
+    )
     add("--memory", type=_bytes, metavar="SIZE", help="that each process may hold, such as 16GiB")
     add("--pipeline-ranks", type=int, metavar="N", help="ranks of a pipeline (default: all divisors are tried)")
     add("--schedules", metavar="NAME,…", help="to look among (default: all with a flush)")
@@ -106,6 +110,7 @@ def _balance(text: str) -> list[int] | str:
 def _run(values: argparse.Namespace) -> None:
     # torch and lightning take seconds, and drawing schedules needs neither
     from lightning_pipe import schedules
+    from lightning_pipe.planning.cost_profile import CostProfile
     from lightning_pipe.planning.make import plan
     from lightning_pipe.planning.render import plan_text
 
@@ -122,6 +127,7 @@ def _run(values: argparse.Namespace) -> None:
         micro_batches="auto" if values.micro_batches is None else values.micro_batches,
         layers=values.layers,
         balance=values.balance,
+        profile=None if values.profile is None else CostProfile.load(values.profile),
     )
     print(plan_text(made, width=shutil.get_terminal_size((100, 24)).columns))
 

@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from dataclasses import replace
+from functools import cache
 
 from torch import nn
 
 from lightning_pipe import schedules
 from lightning_pipe.config import Auto, BatchEquation, RunLayout, micro_batch_count
 from lightning_pipe.errors import ConfigurationError
-from lightning_pipe.partition import Balance, ParameterPlace, divide, find_layers, places_by_stage
+from lightning_pipe.partition import Balance, Layers, ParameterPlace, divide, find_layers, places_by_stage
 from lightning_pipe.partition.profile import OPTIMIZER_FACTOR
+from lightning_pipe.planning.cost_profile import CostProfile
+from lightning_pipe.planning.layer_sizes import layer_sizes
+from lightning_pipe.planning.prediction import stage_costs, stage_memory
 from lightning_pipe.planning.render import Plan, StagePlan
-from lightning_pipe.schedules import Family, Schedule, Stream
+from lightning_pipe.schedules import Family, Schedule, Stream, with_recompute
 from lightning_pipe.schedules.action import Placement
-from lightning_pipe.simulate import Costs, simulate
+from lightning_pipe.schedules.dependencies import Number
+from lightning_pipe.schedules.passes.recompute import Mode as Recompute
+from lightning_pipe.simulate import Costs, Memory, simulate
+from lightning_pipe.simulate.memory import activation_peaks
+from lightning_pipe.text import memory as memory_text
 from lightning_pipe.transport.topology import Topology
 
 BYTES_PER_NUMBER = 4
@@ -32,6 +40,8 @@ def plan(
     layers: str | Sequence[str] | None = None,
     balance: Balance = "parameters",
     accumulation: int = 1,
+    recompute: Recompute = "never",
+    profile: CostProfile | None = None,
 ) -> Plan:
     """The plan of one pipeline: which stage holds which layers, on which rank, with how much memory and idle time.
 
@@ -47,6 +57,8 @@ def plan(
         layers: dotted names of the layer sequence.
         balance: what the stages are to have the same of.
         accumulation: batches in an optimizer step.
+        recompute: as for `PipeStrategy`.
+        profile: measured costs of the layers: then memory counts activations, and the bubble is that of these stages.
 
     Returns:
         The plan. ``print`` shows what a run prints before its first batch; ``plan.stages`` has for every stage its
@@ -72,25 +84,36 @@ def plan(
     family = schedules.get(schedule)
     stages = family.placed(ranks, None if stages == "auto" else stages)[1]
     found = find_layers(module, layers)
+    count = micro_batch_count(batch, ranks, micro_batches)
     counts = divide(module, found, stages, balance)
-    build = cache(partial(family.build, ranks, stages=stages))
-    order = build(micro_batch_count(batch, ranks, micro_batches))
+    build = cache(lambda number: with_recompute(family.build(ranks, number, stages=stages), recompute))
+    order = build(count)
     flow = None if order.synchronous else schedules.stream(family, ranks, stages)
     number = order.micro_batches if flow is None else flow.micro_batches
-    bubble = predicted_bubble(build, number, flow)
+    costs, memory, known = None, None, "that of weights, gradients and two optimizer moments in 32 bits"
+    if profile is not None:
+        profile.check_layers(*layers_of(module, found))
+        samples = -(-batch // count)
+        copies = [len(order.holders(stage)) for stage in range(stages)]
+        costs, memory = stage_costs(profile, counts, samples, copies), stage_memory(profile, counts, samples, copies)
+        known = "the most that a rank holds for a stage: weights, gradients, two optimizer moments, and activations"
+    bubble = predicted_bubble(build, number, flow, costs)
     topology = Topology.for_schedule(ranks, loss_rank=order.placement[0, stages - 1])
     names = iter(name for name, _ in found)
     named = [tuple(next(names) for _ in range(count)) for count in counts]
     held = places_by_stage(module, found, counts)
     total = sum(parameter.numel() for parameter in module.parameters())
+    plans = stage_plans(named, held, order.placement, topology, BYTES_PER_NUMBER)
+    if memory is not None:
+        plans = with_activations(plans, order, memory)
     return Plan(
         type(module).__name__,
-        stage_plans(named, held, order.placement, topology, BYTES_PER_NUMBER),
+        plans,
         RunLayout(ranks, 1, stages),
         family.label,
         BatchEquation(batch, number, 1, accumulation),
         bubble,
-        notes=(f"{total:,} parameters; memory is that of weights, gradients and two optimizer moments in 32 bits",),
+        notes=(f"{total:,} parameters; memory is {known}", *rank_sums(plans, topology)),
     )
 
 
@@ -131,15 +154,55 @@ def stage_plans(
     return tuple(plans)
 
 
-def predicted_bubble(build: Callable[[int], Schedule], micro_batches: int, flow: Stream | None) -> float:
-    """The bubble ratio of equal stages; without a flush that of the steady state.
+def with_activations(plans: Sequence[StagePlan], schedule: Schedule, memory: Memory) -> tuple[StagePlan, ...]:
+    """The stages with the most activations that a rank holds for each of them, over all ranks that hold it."""
+    sizes = [memory.at(stage) for stage in range(schedule.stages)]
+    held = [0.0] * schedule.stages
+    for stage in range(schedule.stages):
+        only = replace(memory, activations=_one(sizes[stage].activations, stage, schedule.stages))
+        only = replace(only, inputs=_one(sizes[stage].inputs, stage, schedule.stages))
+        held[stage] = float(max(activation_peaks(schedule, only)))
+    return tuple(replace(plan, bytes=plan.bytes + round(held[plan.stage])) for plan in plans)
+
+
+def _one(value: Number, stage: int, stages: int) -> list[Number]:
+    return [value if other == stage else 0 for other in range(stages)]
+
+
+def rank_sums(plans: Sequence[StagePlan], topology: Topology) -> tuple[str, ...]:
+    """What the ranks hold together, in a line, where one of them has several stages."""
+    sums: dict[int, int] = {}
+    several = False
+    for plan in plans:
+        for rank in plan.ranks:
+            if topology.locate(rank)[0] == 0:
+                several = several or rank in sums
+                sums[rank] = sums.get(rank, 0) + plan.bytes
+    if not several:
+        return ()
+    amounts = (f"rank {rank} {memory_text(size)}" for rank, size in sorted(sums.items()))
+    return (f"memory of each rank: {', '.join(amounts)}",)
+
+
+def layers_of(module: nn.Module, layers: Layers) -> tuple[list[str], list[int]]:
+    """Names and parameters of the layers, as profiles have them."""
+    sizes = layer_sizes(module, layers)
+    return [layer.name for layer in sizes], [layer.parameters for layer in sizes]
+
+
+def predicted_bubble(
+    build: Callable[[int], Schedule], micro_batches: int, flow: Stream | None, costs: Costs | None = None
+) -> float:
+    """The bubble ratio; without a flush that of the steady state.
 
     Args:
         build: makes the schedule for a number of micro-batches.
         micro_batches: of one batch.
         flow: the calls of a schedule without a flush.
+        costs: times of the stages; without them all stages are taken for equal. Steps and reductions are no part.
     """
+    costs = Costs() if costs is None else replace(costs, reduce=0, step=0)
     if flow is None:
-        return float(simulate(build(micro_batches), Costs()).bubble_ratio)
+        return float(simulate(build(micro_batches), costs).bubble_ratio)
     batches = 20 * flow.period + 2 * len(flow.calls)
-    return float(simulate(build(batches * flow.micro_batches), Costs()).steady_bubble_ratio)
+    return float(simulate(build(batches * flow.micro_batches), costs).steady_bubble_ratio)

@@ -11,7 +11,11 @@ from rich.table import Table
 from rich.text import Text
 
 from lightning_pipe.config import BatchEquation, RunLayout
+from lightning_pipe.planning.bubble import IdleShares
 from lightning_pipe.text import amount, memory, several
+
+_WORTH_A_WORD = 0.01
+"""Difference of measured and predicted bubble that is explained."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +118,12 @@ def plan_text(plan: Plan, width: int = 110) -> str:
 
 
 def closing_line(
-    batches: int, seconds: float, samples: int, predicted_bubble: float | None, measured_bubble: float | None
+    batches: int,
+    seconds: float,
+    samples: int,
+    predicted_bubble: float | None,
+    measured_bubble: float | None,
+    idle: IdleShares | None = None,
 ) -> str:
     """The line at the end: measured next to predicted.
 
@@ -124,6 +133,7 @@ def closing_line(
         samples: samples in them, over all pipelines.
         predicted_bubble: as in the plan.
         measured_bubble: idle share of the ranks' time, if it was measured.
+        idle: what it consists of; said where measured and predicted bubble differ by more than a hundredth.
 
     Returns:
         One line.
@@ -138,7 +148,11 @@ def closing_line(
         for name, value in (("measured", measured_bubble), ("predicted", predicted_bubble))
         if value is not None
     ]
-    return f"Pipeline: {several(batches, 'batch')}, {speed}" + (f"; bubble {', '.join(bubbles)}" if bubbles else "")
+    line = f"Pipeline: {several(batches, 'batch')}, {speed}" + (f"; bubble {', '.join(bubbles)}" if bubbles else "")
+    if idle is None or measured_bubble is None or predicted_bubble is None:
+        return line
+    differ = abs(measured_bubble - predicted_bubble) > _WORTH_A_WORD
+    return line + (f"; measured are {idle}" if differ else "")
 
 
 def layer_names(layers: Sequence[str]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from os import PathLike, fspath
@@ -76,11 +77,17 @@ def get(schedule: str | PathLike[str] | Family | Schedule, **options: object) ->
         return Fixed(read_csv(Path(name)))
     factory = _families.get(name) or _families.get(name.lower())
     if factory is None:
-        near = difflib.get_close_matches(name.lower(), _families, n=1, cutoff=0.4)
+        near = difflib.get_close_matches(name.lower(), _families, n=1)
         raise ScheduleError(
             f"There is no schedule {name!r}; known are {', '.join(map(repr, _families))}.",
             hint=f"Did you mean {near[0]!r}?" if near else "Use one of these, or the path of a .csv file.",
         )
+    known = inspect.signature(factory).parameters
+    unknown = next((option for option in options if option not in known), None)
+    if unknown is not None and not any(one.kind is one.VAR_KEYWORD for one in known.values()):
+        near = difflib.get_close_matches(unknown, known, n=1)
+        hint = f"{f'Did you mean {near[0]}? ' if near else ''}It has {', '.join(known) or 'no options'}."
+        raise ScheduleError(f"Schedule {name!r} has no option {unknown!r}.", hint=hint)
     try:
         return factory(**options)
     except TypeError as error:

@@ -14,6 +14,7 @@ from lightning_pipe.errors import ConfigurationError
 from lightning_pipe.parameters.ownership import named_tensors
 from lightning_pipe.partition import Layers
 from lightning_pipe.text import memory
+from lightning_pipe.trainer import export
 from lightning_pipe.transport.base import Transport
 
 GATHER_LIMIT = 2**30
@@ -72,6 +73,7 @@ def leave(module: pl.LightningModule, pipeline: Pipeline, *, gather: bool) -> No
     """
     if gather:
         pipeline.restore()
+        export.remove(module)
         return
     pipeline.agree_on_lost()  # who has copies of weights that hooks have made
     pipeline.ownership.remedy = _ASK
@@ -102,6 +104,7 @@ def gather(module: pl.LightningModule) -> None:
         f"{pipeline.transport.topology.world_size} processes."
     )
     pipeline.restore()
+    export.remove(module)
     forget(module)
 
 

@@ -7,6 +7,9 @@ from typing import Any
 
 from lightning_pipe.engine.pipeline import Pipeline
 
+STREAMED_BATCHES, STREAMED_REPORTS, BATCHES, REPORTS, ENDS = range(1, 6)
+"""The numbers of broadcasts in which the source does not wait for the others; see `NonBlockingBroadcast`."""
+
 Broadcast = Callable[[Any, int], Any]
 """Takes an object and the process whose object counts; returns that object on all ranks of the pipeline."""
 

@@ -72,7 +72,7 @@ def check_module(module: pl.LightningModule, trainer: Any, *, fitting: bool, ran
 
 
 def check_shapes(module: pl.LightningModule) -> None:
-    """Refuse parameters whose shapes only the first batch will tell.
+    """Refuse parameters whose shapes only the first batch will tell, and modules that nobody can take apart.
 
     Raises:
         PartitionError: there is one.
@@ -82,6 +82,13 @@ def check_shapes(module: pl.LightningModule) -> None:
         raise PartitionError(
             f"'{name}' has no shape yet (it belongs to a lazy module): a rank without its layer would never learn it.",
             hint="Give the layer its sizes, or run the module once on an example batch before the Trainer gets it.",
+        )
+    scripted = next((name for name, part in module.named_modules() if isinstance(part, torch.jit.ScriptModule)), None)
+    if scripted is not None:
+        raise PartitionError(
+            f"'{scripted}' is a module of TorchScript, whose parameters and calls cannot be given to other ranks.",
+            hint="Train the module itself, and call torch.jit.script() after fit; scripted functions work. For speed, "
+            "compile layers: layer.compile() in setup.",
         )
 
 
@@ -216,8 +223,8 @@ def check_asynchronous(trainer: Any, pipeline: Pipeline, micro_batches: int | st
         raise ConfigurationError(
             f"gradient_clip_val={trainer.gradient_clip_val} limits the norm of all gradients of the model; without a "
             f"flush ({name!r}) the stages would wait for each other in every batch to find it.",
-            hint="Use gradient_clip_algorithm='value', or clip every stage by itself: override "
-            "configure_gradient_clipping and call torch.nn.utils.clip_grad_norm_(self.parameters(), …) in it.",
+            hint="Use gradient_clip_val=None, or gradient_clip_algorithm='value', or clip every stage by itself: "
+            "override configure_gradient_clipping and call torch.nn.utils.clip_grad_norm_(self.parameters(), …) in it.",
         )
     scaler = getattr(trainer.precision_plugin, "scaler", None)
     if scaler is not None:

@@ -26,6 +26,7 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 from lightning_pipe.errors import CommunicationError, ConfigurationError
 from lightning_pipe.lightning_internals import connect_processes
 from lightning_pipe.transport.failures import joined_threads
+from lightning_pipe.transport.failures.clock import Clock
 from lightning_pipe.transport.failures.store_client import StoreClient, StoreSilentError
 
 RUN = "LIGHTNING_PIPE_RUN"
@@ -92,8 +93,9 @@ def no_longer_than(timeout: timedelta, what: str) -> Generator[None, None, None]
     done = threading.Event()
 
     def watch() -> None:
-        for _ in range(int(timeout.total_seconds()) + _SLACK):
-            if done.wait(1.0):
+        clock = Clock(timeout.total_seconds() + _SLACK)
+        while not clock.is_over():
+            if done.wait(0.5):
                 return
         print(f"{what} took longer than {timeout.total_seconds():g} s: another process stands still.", flush=True)
         joined_threads.leave(1)
@@ -118,14 +120,13 @@ class _Meeting:
 
     def __init__(self, process: int, size: int, timeout: timedelta, check: Callable[[], None]) -> None:
         self.process, self.size, self.timeout, self._check = process, size, timeout, check
-        self._ticks = timeout.total_seconds() / _GLANCE
+        self._clock = Clock(timeout.total_seconds())
 
     def wait_a_moment(self) -> bool:
         """Whether there is time left; does not count that for which this process is suspended."""
         self._check()
         time.sleep(_GLANCE)
-        self._ticks -= 1
-        return self._ticks > 0
+        return not self._clock.is_over()
 
     def wait_for_all(self, store: Store) -> None:
         """Return when all processes have come to the store and know that they can reach each other."""

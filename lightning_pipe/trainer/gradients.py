@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from traceback import walk_tb
 from typing import Any
 
 import lightning.pytorch as pl
@@ -15,6 +16,11 @@ from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.parameters.mixing import Mixing
 from lightning_pipe.trainer.whole_model.foreign_gradients import ForeignGradients
 from lightning_pipe.trainer.whole_model.sharded_optimizer import ShardedOptimizers
+
+_NO_GRADIENTS = (
+    "In an optimizer's step the parameters of other ranks have no gradient, like frozen ones: weight.grad is None. "
+    "Optimizers of torch leave such parameters out: `if weight.grad is None: continue`."
+)
 
 
 class Gradients:
@@ -55,6 +61,23 @@ class Gradients:
         """Leave hooks and optimizers as they were found."""
         self._changed.close()
         self._foreign = None
+
+    @contextmanager
+    def explained(self, optimizer: Optimizer) -> Iterator[None]:
+        """Around a step of the optimizer: say what pipelines have to do with an error in it.
+
+        Raises:
+            CutError: a parameter of this rank has been given data that comes from other ranks.
+        """
+        try:
+            yield
+        except (RuntimeError, TypeError, AttributeError) as error:
+            if any(frame.f_code.co_name == "closure" for frame, _ in walk_tb(error.__traceback__)):
+                raise  # from the training step
+            self._pipeline.ownership.check_data()
+            if any(weight.grad is None for group in optimizer.param_groups for weight in group["params"]):
+                error.add_note(_NO_GRADIENTS)
+            raise
 
     @property
     def reduced_at_once(self) -> bool:

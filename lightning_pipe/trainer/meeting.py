@@ -17,12 +17,11 @@ from typing import Any
 
 from lightning_pipe.errors import CollectiveError, PipeError
 from lightning_pipe.transport.failures.board import FailureBoard
+from lightning_pipe.transport.failures.clock import Clock
 from lightning_pipe.transport.failures.store_client import StoreSilentError
 
 _SOON, _LATE = 0.0005, 0.02
 """Seconds between two looks at the store, at first and later on."""
-_MOST = 1.0
-"""Seconds that count between two looks at a clock: a longer time is one for which the process was suspended."""
 _PAUSE = 1.5
 """Seconds between two status queries: a watchdog answers once a second."""
 _QUERIES = 4
@@ -126,20 +125,6 @@ def caller() -> str:
 def _alone(text: str) -> CollectiveError:
     hint = "Call it on all processes, outside of `if trainer.is_global_zero:` and the like."
     return CollectiveError(f"{text[0].upper()}{text[1:]}", hint=hint)
-
-
-class Clock:
-    """Whether some seconds are over; those for which this process is suspended (Ctrl-Z) do not count."""
-
-    def __init__(self, seconds: float) -> None:
-        self._left, self._looked = seconds, time.monotonic()
-
-    def is_over(self) -> bool:
-        """Look; often."""
-        now = time.monotonic()
-        self._left -= min(now - self._looked, _MOST)
-        self._looked = now
-        return self._left < 0
 
 
 class _StatusQuery:

@@ -80,13 +80,25 @@ class ModuleStrategy(ProcessStrategy):
                 f"{CALL} is called during a run, which needs the module divided.",
                 hint="Call it after fit, on all ranks. A checkpoint has the whole module at any time.",
             )
-        if self._interrupted():
-            raise ConfigurationError(
-                f"{CALL}: after an error the stages cannot be gathered any more.", hint="Load the last checkpoint."
-            )
-        self.meet(CALL)
+        self.come(CALL)
         gather(self.lightning_module)
         return self.lightning_module
+
+    def come(self, call: str) -> None:
+        """Wait until all processes are about to do what needs all of them.
+
+        Args:
+            call: what is called, as users write it.
+
+        Raises:
+            ConfigurationError: a step runs, or the run has ended with an error.
+        """
+        if self._interrupted():
+            raise ConfigurationError(
+                f"{call}: after an error the stages cannot be gathered any more.", hint="Load the last checkpoint."
+            )
+        check_outside_step(self.connected, call)
+        self.meet(call)
 
     # ------------------------------------------------------------------ checkpoints
 

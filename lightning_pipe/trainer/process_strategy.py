@@ -24,10 +24,10 @@ from lightning_pipe.config import Auto, RunLayout
 from lightning_pipe.errors import CommunicationError, ConfigurationError
 from lightning_pipe.schedules import Family
 from lightning_pipe.trainer.children import end_with_parent
+from lightning_pipe.trainer.failure_reporter import report_once
 from lightning_pipe.trainer.launcher import ScriptLauncher, check_interactive
 from lightning_pipe.trainer.meeting import Meetings
 from lightning_pipe.trainer.signals import Signals
-from lightning_pipe.trainer.telling import tell_once
 from lightning_pipe.trainer.world import World, arrange, check_world_size
 from lightning_pipe.transport.failures import joined_threads
 
@@ -185,7 +185,7 @@ class ProcessStrategy(ParallelStrategy):
             exception.__traceback__, exception.__cause__, exception.__suppress_context__ = None, None, True
         if board is not None:
             board.completed(exception)
-            tell_once(exception, board, started=ScriptLauncher._started is not None)
+            report_once(exception, board, started=ScriptLauncher._started is not None)
 
     def finish(self) -> None:
         """End a run on all processes: an error of one of them after the last batch is one of all."""

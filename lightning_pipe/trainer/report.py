@@ -10,8 +10,10 @@ from torch import nn
 from lightning_pipe.config import BatchEquation, RunLayout
 from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.partition import places_by_stage
+from lightning_pipe.planning.bubble import IdleShares, Spent, idle_shares, measured_costs
 from lightning_pipe.planning.make import predicted_bubble, stage_plans
 from lightning_pipe.planning.render import Plan, closing_line, plan_text
+from lightning_pipe.simulate import Costs
 from lightning_pipe.trainer.data.micro_batches import MicroBatches
 
 
@@ -21,6 +23,7 @@ def plan_of(
     layout: RunLayout,
     batch: BatchEquation | None = None,
     notes: tuple[str, ...] = (),
+    costs: Costs | None = None,
 ) -> Plan:
     """The plan of a divided module.
 
@@ -33,6 +36,7 @@ def plan_of(
         layout: sizes of pipelines and replicas.
         batch: the first batch.
         notes: further lines.
+        costs: of the stages, if they have been measured.
     """
     places = places_by_stage(module, pipeline.layers, pipeline.balance)
     named = [tuple(pipeline.names[number] for number in pipeline.stage_layers[stage]) for stage in range(len(places))]
@@ -44,7 +48,7 @@ def plan_of(
     label, bubble = pipeline.family.label, None
     if batch is not None:
         stream = None if pipeline.asynchronous is None else pipeline.asynchronous.stream
-        bubble = predicted_bubble(pipeline.schedule, batch.micro_batches, stream)
+        bubble = predicted_bubble(pipeline.schedule, batch.micro_batches, stream, costs)
     stages = stage_plans(named, places, pipeline.placement, pipeline.transport.topology)
     return Plan(type(module).__name__, stages, layout, label, batch, bubble, ties, notes=notes)
 
@@ -58,16 +62,19 @@ class Report:
         pipeline: the module over the ranks.
         layout: sizes of pipelines and replicas.
         notes: further lines of the plan.
+        costs: of the stages, if they have been measured.
     """
 
     module: pl.LightningModule
     pipeline: Pipeline
     layout: RunLayout
     notes: tuple[str, ...] = ()
+    costs: Costs | None = None
     _bubble: float | None = None
     _announced: bool = False
     _batches: int = 0
     _samples: int = 0
+    _micro_batches: int = 0
 
     def batch(self, micro_batches: MicroBatches) -> None:
         """Note a training batch; the first one completes the plan, which is printed."""
@@ -77,8 +84,8 @@ class Report:
             equation = BatchEquation(
                 sum(micro_batches.sizes), len(micro_batches.parts), self.layout.data_parallel_size, accumulation
             )
-            plan = plan_of(self.module, self.pipeline, self.layout, equation, self.notes)
-            self._bubble = plan.bubble
+            plan = plan_of(self.module, self.pipeline, self.layout, equation, self.notes, self.costs)
+            self._bubble, self._micro_batches = plan.bubble, equation.micro_batches
             self.module.print(plan_text(plan))
             return
         # in the first batch the ranks also agree on what they send: its time is no measure
@@ -88,16 +95,27 @@ class Report:
     def end(self) -> None:
         """Print what was measured. Collective over the pipeline."""
         transport = self.pipeline.transport
-        mine = (self.pipeline.busy, self.pipeline.elapsed)
+        executor = self.pipeline.executor
+        mine = (self.pipeline.busy, self.pipeline.elapsed, executor.waited, executor.spent)
         times = transport.all_gather_object(mine, self.pipeline.pipeline_members)
-        elapsed = max(elapsed for _, elapsed in times)
+        elapsed = max(elapsed for _, elapsed, *_ in times)
         if not self._batches or not elapsed:
             return
         # a GPU computes when the host has long gone on: the host's clock shows no bubble
         measured = (
-            1 - sum(busy for busy, _ in times) / (elapsed * len(times)) if transport.device.type == "cpu" else None
+            1 - sum(busy for busy, *_ in times) / (elapsed * len(times)) if transport.device.type == "cpu" else None
         )
+        host = sum(passed - busy - waited for busy, passed, waited, _ in times) / (elapsed * len(times))
+        idle = None if measured is None else self._idle([spent for *_, spent in times], measured, host)
         samples = self._samples * self.layout.data_parallel_size
         if self.module.trainer.is_global_zero:
             # not by the progress bar, which is closed by now and drops what it is given
-            print(closing_line(self._batches, elapsed, samples, self._bubble, measured))
+            print(closing_line(self._batches, elapsed, samples, self._bubble, measured, idle))
+
+    def _idle(self, spent: list[Spent], measured: float, host: float) -> IdleShares | None:
+        """Where the idle time went; unknown without a flush, whose batches overlap."""
+        if self.pipeline.asynchronous is not None or not self._micro_batches:
+            return None
+        schedule = self.pipeline.schedule(self._micro_batches)
+        costs = measured_costs(spent, schedule.stages)
+        return None if costs is None else idle_shares(schedule, costs, measured, host)

@@ -52,7 +52,7 @@ from lightning_pipe.intercept.random_streams import RandomStreams
 from lightning_pipe.partition import ProfileStore
 from lightning_pipe.patches import replaced
 from lightning_pipe.trainer.asynchronous.streaming import Streaming
-from lightning_pipe.trainer.broadcasts import blocking
+from lightning_pipe.trainer.batch_ends import BatchEnds
 from lightning_pipe.trainer.checks import steps_for_every_batch
 from lightning_pipe.trainer.data.batch_splitter import BatchSplitter, BatchSplitting, naming_suspects
 from lightning_pipe.trainer.data.loaders import Loaders
@@ -157,8 +157,8 @@ class PipelineRun:
             self.streaming.begin()
             self._changed.callback(self.streaming.end)
         if fitting and self._world.layout.world_size > 1:
-            together = stopping_together(trainer, self._world, batches=self.streaming is None)
-            self._changed.enter_context(together)
+            ends = BatchEnds(self._world, self.pipeline, trainer) if self.streaming is None else None
+            self._changed.enter_context(stopping_together(trainer, self._world, ends))
             self._meet_before_dumps(trainer)
 
     def _meet_before_dumps(self, trainer: Any) -> None:
@@ -170,8 +170,7 @@ class PipelineRun:
             trainer.strategy.meet("trainer.save_checkpoint()")
             return dump(*arguments)
 
-        vars(connector)["dump_checkpoint"] = met
-        self._changed.callback(vars(connector).pop, "dump_checkpoint", None)
+        self._changed.enter_context(replaced(connector, "dump_checkpoint", met, gated=False))
 
     def end(self) -> None:
         """Leave everything as it was found; the module stays divided."""
@@ -246,4 +245,4 @@ class PipelineRun:
             # the rank with the last stage is calls ahead of the first stage, and must not wait for it
             return self.streaming.broadcast(obj, source)
         share = self._evaluations.share_batch if self._evaluations is not None else None
-        return (share or blocking(self.pipeline))(obj, source)
+        return (share or self.loaders.send)(obj, source)

@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-import torch
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_pipe.patches import replaced
@@ -42,6 +41,8 @@ class Signals:
         self._parent = os.getppid()
         self.asked = [False, False]
         """Whether this process was asked to end, and to save and be requeued."""
+        self.told = [False, False]
+        """What all processes were found to be asked at the end of the last batch."""
         self.leaving_together = False
         """Whether all processes end after the same batch, so that what all must do can still be done."""
 
@@ -54,7 +55,7 @@ class Signals:
         with (
             replaced(self._connector, "_sigterm_notifier_fn", self._on_termination),
             replaced(self._connector, "_slurm_sigusr_handler_fn", self._on_requeue),
-            replaced(self._trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", self._agree),
+            replaced(self._trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", self._act_as_told),
         ):
             yield
 
@@ -81,11 +82,10 @@ class Signals:
         if self._world.agree(self.asked[0], unanimous=False):
             raise SIGTERMException
 
-    def _agree(self) -> None:
-        asked = torch.tensor(self.asked, dtype=torch.int64)
-        self._world.transport.all_reduce(asked, self._world.everyone, "max").wait()
-        self.leaving_together = bool(asked[0])
-        self.act(asked.bool().tolist())
+    def _act_as_told(self) -> None:
+        told, self.told = self.told, [False, False]
+        self.leaving_together = told[0]
+        self.act(told)
 
     def _on_termination(self, number: int, _: FrameType | None) -> None:
         launcher = self._trainer.strategy.launcher

@@ -19,7 +19,7 @@ from lightning_pipe.errors import ConfigurationError
 from lightning_pipe.partition import Balance, Layers, ProfileStore, divide, find_layers, imbalance, layer_costs
 from lightning_pipe.schedules import Family
 from lightning_pipe.schedules.passes.recompute import Mode as Recompute
-from lightning_pipe.simulate import simulate
+from lightning_pipe.simulate import Costs, simulate
 from lightning_pipe.text import memory
 from lightning_pipe.trainer.checks import check_layers
 from lightning_pipe.trainer.world import World
@@ -36,11 +36,13 @@ class Division(NamedTuple):
         pipeline: the module over the ranks.
         notes: lines about the division for the plan.
         store: where to put costs that are wanted and not known yet; ``None``: none are.
+        costs: of the stages, if they have been measured.
     """
 
     pipeline: Pipeline
     notes: tuple[str, ...]
     store: ProfileStore | None
+    costs: Costs | None
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,7 @@ class StageDivision:
         recompute: when forward passes run again.
         deferred_batch_norm: whether batch norm keeps the statistics of whole batches.
         micro_batches: how many micro-batches a batch is split into.
+        passes: how often a training step runs the layers.
     """
 
     layers: str | Sequence[str] | None
@@ -62,6 +65,7 @@ class StageDivision:
     recompute: Recompute
     deferred_batch_norm: bool
     micro_batches: int | Auto
+    passes: int = 1
 
     def find_layers(self, module: pl.LightningModule) -> Layers:
         """The layer sequence of a module.
@@ -94,10 +98,10 @@ class StageDivision:
             ConfigurationError: the balance is another one.
         """
         if before is None:
-            counts, notes, store = self._balance(module, layers, layout, world, conditions)
+            counts, notes, store, costs = self._balance(module, layers, layout, world, conditions)
             notes = (*notes, *how_built(module, layout.pipeline_parallel_size))  # before most of it is gone
         else:
-            counts, notes, store = before.balance, (), None
+            counts, notes, store, costs = before.balance, (), None, None
             if (
                 not isinstance(self.balance, str)
                 and (asked := divide(module, layers, len(counts), self.balance)) != counts
@@ -115,15 +119,16 @@ class StageDivision:
             world.transport,
             recompute=self.recompute,
             deferred_batch_norm=self.deferred_batch_norm,
+            passes=self.passes,
             before=before,
         )
         pipeline.partition()
-        return Division(pipeline, notes, store)
+        return Division(pipeline, notes, store, costs)
 
     def _balance(
         self, module: pl.LightningModule, layers: Layers, layout: RunLayout, world: World, conditions: list[str]
-    ) -> tuple[list[int], tuple[str, ...], ProfileStore | None]:
-        """The number of layers of each stage, the same on all processes, with notes and store of the `Division`."""
+    ) -> tuple[list[int], tuple[str, ...], ProfileStore | None, Costs | None]:
+        """The layers of each stage, the same on all processes, with notes, store and costs of the `Division`."""
         balance, stages, store, profile = self.balance, layout.stages, None, None
         if isinstance(balance, str) and balance in ("time", "memory"):
             store = ProfileStore(module, layers, conditions)
@@ -140,7 +145,8 @@ class StageDivision:
         if costs is not None:
             by = balance if isinstance(balance, str) else "the given costs"
             notes.append(f"balanced by {by}: the largest stage costs {imbalance(costs, counts):.2f} x the mean")
-        return counts, tuple(notes), store
+        times = None if profile is None else profile.stage_times([name for name, _ in layers], counts)
+        return counts, tuple(notes), store, None if times is None else Costs(*times)
 
     def _in_flight(self, layout: RunLayout) -> int:
         """The most micro-batches of which a stage holds the activations at the same time."""

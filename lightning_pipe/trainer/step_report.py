@@ -12,10 +12,11 @@ from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.intercept.snapshot import Change
 from lightning_pipe.text import memory
 from lightning_pipe.torch_internals import tree_leaves
-from lightning_pipe.trainer.broadcasts import Broadcast, from_ranks
+from lightning_pipe.trainer.broadcasts import REPORTS, Broadcast, from_ranks
 from lightning_pipe.trainer.data.joining import Comparison
 from lightning_pipe.trainer.warn_once import WarnOnce
 from lightning_pipe.trainer.whole_model.logging import Merged
+from lightning_pipe.transport.nonblocking_broadcast import NonBlockingBroadcast
 
 OUTPUT_LIMIT = 64 << 20
 """Bytes up to which the outputs of a step are sent to the ranks without the last stage."""
@@ -51,6 +52,7 @@ class ReportExchange:
 
     def __init__(self, pipeline: Pipeline) -> None:
         self._pipeline = pipeline
+        self._channel = NonBlockingBroadcast(pipeline.transport, ahead=2, number=REPORTS)
         self._warn = WarnOnce()
 
     def share(
@@ -60,16 +62,20 @@ class ReportExchange:
 
         Args:
             report: this rank's report; ``None`` on a rank without the last stage.
-            broadcast: sends objects within the pipeline; by default all ranks wait for each other.
+            broadcast: sends objects within the pipeline; by default the others wait for those that report.
             send_outputs: whether ranks without the last stage get what the step returned.
         """
         # one process shares with nobody: there the size does not matter
         sent = report
         if report is not None and len(self._pipeline.pipeline_members) > 1:
             sent = self._within_limit(report) if send_outputs else replace(report, outputs=None)
-        reports = from_ranks(self._pipeline, self._pipeline.loss_ranks, sent, broadcast)
+        reports = from_ranks(self._pipeline, self._pipeline.loss_ranks, sent, broadcast or self._send)
+        self._channel.end_call()
         # hooks on this rank get the outputs whole, even those that are too large to be sent
         return reports if report is None else [report if each is sent else each for each in reports]
+
+    def _send(self, report: Any, source: int) -> Any:
+        return self._channel.share(report, source, self._pipeline.pipeline_members)
 
     def _within_limit(self, report: StepReport) -> StepReport:
         size = sum(leaf.nbytes for leaf in tree_leaves(report.outputs) if isinstance(leaf, Tensor))

@@ -29,6 +29,7 @@ from lightning_pipe.partition import Balance
 from lightning_pipe.patches import unheard
 from lightning_pipe.schedules import Family, Schedule
 from lightning_pipe.schedules.passes.recompute import Mode as Recompute
+from lightning_pipe.trainer import export
 from lightning_pipe.trainer.at_rest import GATHER_LIMIT, check_may_gather, forget, going_on
 from lightning_pipe.trainer.checks import (
     SEVERAL_OPTIMIZERS,
@@ -72,7 +73,8 @@ class PipeStrategy(ModuleStrategy):
         balance: ``"parameters"``; ``"time"`` or ``"memory"`` as measured in the first batch of an earlier run of the
             same module (the first run is balanced by parameters); a list such as ``[2, 3, 2]`` (layers per stage), or a
             function of a layer: its cost.
-        recompute: which micro-batches stages compute again from their input: ``"never"``, ``"always"``, ``"except_last"``.
+        recompute: whether stages keep only their input and compute the rest again before their backward pass:
+            ``"never"``, ``"always"``, or ``"except_last"`` micro-batch.
         deferred_batch_norm: let batch norm keep the statistics of whole batches rather than of micro-batches.
         reproducible_rng: random numbers depend on seed, step, micro-batch and layer only. ``True`` is the only choice.
         loss_weight: what the loss of a micro-batch counts in the batch's mean, as a function of it; ``"sum"``: losses
@@ -85,6 +87,8 @@ class PipeStrategy(ModuleStrategy):
         gather_limit: the largest module, in bytes, that every rank gets whole after a run; larger ones stay divided
             until ``trainer.strategy.whole_module()``.
         stream_evaluation: let batches of validation, test and prediction follow each other through the stages.
+        passes: how often a training step runs the layers, each pass from the first to the last: 2 for siamese networks.
+            Evaluation steps need no such number.
         process_group_backend: of torch.distributed; ``None``: NCCL on GPUs, Gloo on CPUs.
         timeout: the longest that one process waits for another.
         accelerator: set by the Trainer, as are the arguments after it.
@@ -123,6 +127,7 @@ class PipeStrategy(ModuleStrategy):
         save_distributed_checkpoint: bool = False,
         gather_limit: int = GATHER_LIMIT,
         stream_evaluation: bool = True,
+        passes: int = 1,
         process_group_backend: str | None = None,
         timeout: timedelta = DEFAULT_TIMEOUT,
         *,
@@ -148,9 +153,13 @@ class PipeStrategy(ModuleStrategy):
         )
         if not reproducible_rng:
             raise ConfigurationError("reproducible_rng=False is not supported.", hint="Leave it out: it costs nothing.")
+        if passes < 1:
+            raise ConfigurationError(f"passes={passes}: a training step runs its layers at least once.")
         if isinstance(micro_batches, int):
             self.family = self.family.for_batches_of(micro_batches)
-        self._division = StageDivision(layers, balance, self.family, recompute, deferred_batch_norm, micro_batches)
+        self._division = StageDivision(
+            layers, balance, self.family, recompute, deferred_batch_norm, micro_batches, passes
+        )
         self._splitting = BatchSplitting(micro_batches, split_batch, loss_weight, stream_evaluation)
         self._names: list[str] = []
 
@@ -194,14 +203,15 @@ class PipeStrategy(ModuleStrategy):
         world = self.connected
         of_costs = conditions(self.root_device, str(self.precision_plugin.precision))
         before = going_on(module, layers, world.transport, self.layout.stages) if before is None else before
-        pipeline, notes, store = self._division.divide(module, layers, self.layout, world, of_costs, before)
+        pipeline, notes, store, costs = self._division.divide(module, layers, self.layout, world, of_costs, before)
         forget(module)
+        export.install(module, pipeline, self.come)
         # loading a whole state into a divided module passes by the layers of other ranks
         self._changed.enter_context(unheard(".*copying from a non-meta parameter in the checkpoint to a meta.*"))
         if self.data_parallel_size == 1:  # values are those of the whole batch on all ranks already
             self._changed.enter_context(unheard(".*sync_dist=True.* when logging on epoch level.*"))
         sharded = ShardedOptimizers(pipeline, self.precision_plugin) if self._shard_optimizer else None
-        report = Report(module, pipeline, self.layout, notes)
+        report = Report(module, pipeline, self.layout, notes, costs)
         self.run = PipelineRun(
             module, pipeline, world, self.precision_plugin, self._splitting, report, store, sharded, self._seed
         )
@@ -316,9 +326,10 @@ class PipeStrategy(ModuleStrategy):
         **kwargs: Any,
     ) -> Any:
         plain, streaming = super().optimizer_step, self.divided.streaming
-        if streaming is None:
-            return plain(optimizer, closure, model, **kwargs)
-        return streaming.optimizer_step(optimizer, closure, lambda own: plain(optimizer, own, model, **kwargs))
+        with self.divided.gradients.explained(optimizer):
+            if streaming is None:
+                return plain(optimizer, closure, model, **kwargs)
+            return streaming.optimizer_step(optimizer, closure, lambda own: plain(optimizer, own, model, **kwargs))
 
     @override
     @contextmanager

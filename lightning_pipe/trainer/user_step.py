@@ -9,7 +9,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-from lightning_pipe.engine.first_batch.loss_check import is_alone
+from lightning_pipe.engine.first_batch.trial_runs import is_alone
 from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.errors import CutError
 from lightning_pipe.intercept.recompute import is_recomputing
@@ -66,7 +66,9 @@ class UserStep:
         self.module, self.pipeline, self.metrics = module, pipeline, metrics
         self.log = Log(module, metrics.names)
         self.numbers = NumberRules()
-        self.checks = LossChecks(pipeline.transport.device, self.numbers, weighted=callable(loss_weight))
+        self.checks = LossChecks(
+            pipeline.transport.device, self.numbers, weighted=callable(loss_weight), replica=pipeline.transport.replica
+        )
         self.attributes = AttributeSync(module, pipeline)
         self.late_values = LateValues(self.attributes.tracked, pipeline)
         self.summed = loss_weight == "sum"
@@ -75,7 +77,7 @@ class UserStep:
         self.in_turns: set[str] = set()
         self._may_repeat = False
         # a rank that holds the last stage alone completes every run, unless that comes back to an earlier stage
-        self._ends_early = not (pipeline.is_loss_rank and len(pipeline.stages_here) == 1)
+        self._ends_early = pipeline.ends_early
         self._warn = WarnOnce()
 
     def begin(self, name: str, rest: Sequence[Any], context: Context, micro_batches: MicroBatches) -> StepOfBatch:
@@ -138,7 +140,7 @@ class UserStep:
                     kept.undo()
                     for states in metrics.values():
                         states.undo()
-                    several = index > 0 or again or len(self.pipeline.stages_here) > 1
+                    several = index > 0 or again or len(self.pipeline.stages_here) > 1 or self.pipeline.passes > 1
                     # what ends a run early is a BaseException; an error of the user's step says more than this one
                     if drawn and several and not isinstance(sys.exception(), Exception):
                         raise _drawn(drawn[0])
@@ -159,7 +161,7 @@ class UserStep:
 
         Args:
             report: this rank's; ``None`` on a rank without the last stage.
-            broadcast: sends objects within the pipeline; by default all ranks wait for each other.
+            broadcast: sends objects within the pipeline; by default the others wait for those that report.
             send_outputs: whether ranks without the last stage get what the step returned.
         """
         reports = self._reports.share(report, broadcast, send_outputs=send_outputs)
@@ -240,7 +242,7 @@ class StepOfBatch:
         Args:
             outputs: what the pipeline returned on this rank.
             before: the attributes before the batch, from `UserStep.running`.
-            broadcast: sends objects within the pipeline; by default all ranks wait for each other.
+            broadcast: sends objects within the pipeline; by default the others wait for those that report.
             send_outputs: whether ranks without the last stage get what the step returned.
             repeats: whether the step has ended here where it comes back to an earlier stage: nothing is adopted then.
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from lightning_pipe.config import Auto, RunLayout, layout
-from lightning_pipe.engine.first_batch.loss_check import is_alone
+from lightning_pipe.engine.first_batch.trial_runs import is_alone
 from lightning_pipe.errors import CommunicationError, ConfigurationError, PipeError
 from lightning_pipe.lightning_internals import all_gather_over, default_backend, reduce_over
 from lightning_pipe.schedules import Family

@@ -42,7 +42,7 @@ class NonBlockingBroadcast:
         return obj
 
     def end_call(self) -> None:
-        """A call of ``training_step``, or a batch, ends: what was sent more than ``ahead`` calls ago must have arrived."""
+        """A call of ``training_step``, or a batch, ends: what was sent ``ahead`` calls before it must have arrived."""
         self._sent.append([])
         while len(self._sent) > self._ahead + 1:
             for work in self._sent.popleft():  # without a limit a slow receiver would fill the source's memory

@@ -4,32 +4,43 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import TypeVar
 
 import lightning as L
 
 from recipes.data.sources import hub_answers
+from recipes.errors import RecipeError
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 
-def choose(source: str, files: str | None, name: str, stand_in: tuple[str, str]) -> str:
+def choose(source: str, files: str | None, name: str, default: str, stand_in: tuple[str, str]) -> str:
     """Returns the source if it is named. "auto" takes local files if given, else the hub where it answers.
 
     Args:
         source: "auto" or the name of a source.
         files: folder with local files.
-        name: data set on the hub.
+        name: data set on the hub, or a folder.
+        default: the name where none is given: only it may be replaced.
         stand_in: the source to take where neither is there, and what it is, for the log.
+
+    Raises:
+        RecipeError: the data set that was named is not there, and no other one is meant.
     """
     if source != "auto":
         return source
-    if files:
+    if files is not None or Path(name).expanduser().is_dir():
         return "files"
     if hub_answers(name):
         return "hub"
+    if name != default:
+        raise RecipeError(
+            f"data.name={name} is no folder, and the hub does not answer for it.",
+            hint=f"Name local files (data.files=FOLDER), or take {stand_in[1]} (data.source={stand_in[0]}).",
+        )
     log.info(
         "The hub does not answer, so %s is replaced by %s (data.files=FOLDER names local files).", name, stand_in[1]
     )

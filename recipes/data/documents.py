@@ -12,11 +12,12 @@ from typing import Any
 
 from datasets import load_dataset
 
-from recipes.data import sources
+from recipes.data import files, sources
 from recipes.errors import RecipeError
 
 Document = list[str]
-HELD_OUT = 200  # one article of so many is for validation
+SPLITS = ("train", "validation")
+READERS = (".txt", ".jsonl", ".jsonl.gz", ".parquet")
 SENTENCE_END = re.compile(r"(?<=[.!?])\s+(?=[A-Z0-9\"'(])")
 
 
@@ -53,40 +54,64 @@ def standard_library(folder: Path | None = None) -> Documents:
 
 
 def local_files(folder: Path) -> Documents:
-    """Reads text files with one sentence on a line and an empty line between documents.
+    """Reads text files (``.txt``), JSON lines (``.jsonl``, ``.jsonl.gz``) and Parquet files, the last two by "text".
 
     Args:
-        folder: holds ``train*.txt`` and ``valid*.txt``.
+        folder: holds ``train*`` and ``valid*``; else one document of two hundred in all files is for validation. Files
+            may be at any depth, as in a dump of Wikipedia. A single file will do.
     """
-    if not folder.is_dir():
-        raise RecipeError(f"There is no folder {folder}.", hint="data.files names the folder that holds the text.")
-    digest = hashlib.sha256()
-    splits = {}
-    for split, prefix in (("train", "train"), ("validation", "valid")):
-        files = sorted(folder.glob(f"{prefix}*.txt"))
-        if not files:
-            raise RecipeError(f"{folder} has no {prefix}*.txt.", hint="Both splits are needed: train*.txt, valid*.txt.")
-        for file in files:
-            with file.open("rb") as content:
-                digest.update(file.name.encode() + hashlib.file_digest(content, "sha256").digest())
-        splits[split] = partial(_paragraphs, files)
-        if next(splits[split](), None) is None:
+    every = files.below(folder, READERS)
+    if not every:
+        raise RecipeError(
+            f"{folder} has no file ending in {', '.join(READERS)}.", hint="Name the folder that has them."
+        )
+    train, valid = ([file for file in every if file.name.startswith(start)] for start in ("train", "valid"))
+    if valid and not train:
+        raise RecipeError(f"{folder} has no train*.", hint="Both splits are needed: train* and valid*, or neither.")
+    if valid:
+        splits: dict[str, Callable[[], Iterator[Document]]] = {
+            "train": partial(_documents, train, cut=False),
+            "validation": partial(_documents, valid, cut=False),
+        }
+    else:
+        whole = partial(_documents, every, cut=True)
+        splits = {split: partial(files.share, whole, validation=split == "validation") for split in SPLITS}
+    for split, read in splits.items():
+        if next(read(), None) is None:
             raise RecipeError(f"The {split} split of {folder} is empty.", hint="Check the files' contents.")
-    return Documents(f"the files in {folder}", splits, digest.hexdigest())
+    return Documents(f"the files in {folder}", splits, files.fingerprint(every))
 
 
-def _paragraphs(files: Iterable[Path]) -> Iterator[Document]:
-    for file in files:
-        document: Document = []
-        with file.open(encoding="utf-8") as lines:
-            for line in lines:
-                if line.strip():
-                    document.append(line.strip())
-                elif document:
-                    yield document
-                    document = []
-        if document:
+def _documents(places: Iterable[Path], *, cut: bool) -> Iterator[Document]:
+    """The documents of all files; with ``cut``, the lines of text files are cut into sentences."""
+    for file in places:
+        if file.suffix == ".txt":
+            for document in _paragraphs(file):
+                yield sentences_of("\n".join(document)) if cut else document
+            continue
+        json = (_text(file, row) for row in files.json_rows(file))
+        rows = files.parquet_rows(file, "text") if file.suffix == ".parquet" else json
+        for text in rows:
+            if sentences := sentences_of(text or ""):
+                yield sentences
+
+
+def _text(file: Path, row: Mapping[str, Any]) -> str:
+    if "text" not in row:
+        raise RecipeError(f"An object in {file} has the keys {', '.join(row)}; text is needed.", hint="Rename the key.")
+    return str(row["text"])
+
+
+def _paragraphs(file: Path) -> Iterator[Document]:
+    document: Document = []
+    for line in files.lines(file):
+        if line.strip():
+            document.append(line.strip())
+        elif document:
             yield document
+            document = []
+    if document:
+        yield document
 
 
 def hub(name: str, configuration: str, documents: int | None) -> Documents:
@@ -103,7 +128,7 @@ def hub(name: str, configuration: str, documents: int | None) -> Documents:
         for index, row in enumerate(rows):
             if index == documents:
                 return
-            if (index % HELD_OUT == 0) == validation and (sentences := sentences_of(row["text"])):
+            if (index % files.HELD_OUT == 0) == validation and (sentences := sentences_of(row["text"])):
                 yield sentences
 
     fingerprint = hashlib.sha256(f"{name} {configuration} {documents}".encode()).hexdigest()
@@ -121,20 +146,18 @@ def sentences_of(text: str) -> Document:
     return [sentence.strip() for line in text.splitlines() for sentence in SENTENCE_END.split(line) if sentence.strip()]
 
 
-def read(source: str, files: str | None, name: str, configuration: str, documents: int | None = None) -> Documents:
+def read(source: str, given: str | None, name: str, configuration: str, documents: int | None = None) -> Documents:
     """Reads the documents from a source.
 
     Args:
         source: "hub", "files" or "standard_library".
-        files: folder with local files.
+        given: folder with local files.
         name: data set on the hub.
         configuration: its configuration there.
         documents: how many to take from the hub; None takes all.
     """
     if source == "files":
-        if files is None:
-            raise RecipeError("data.source=files needs a folder.", hint="Add data.files=FOLDER.")
-        return local_files(Path(files).expanduser())
+        return local_files(files.chosen(given, name))
     if source == "hub":
         return hub(name, configuration, documents)
     if source == "standard_library":

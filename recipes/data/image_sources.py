@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import tarfile
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from datasets import Dataset, Features, Image, load_dataset
 
+from recipes.data.files import chosen
 from recipes.errors import RecipeError
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp")
 VALIDATION_EVERY = 5
+WITHIN = "::"  # between the path of a shard and the place of an image in it
 
 
 @dataclass(frozen=True)
@@ -55,33 +58,79 @@ def digits() -> Images:
 
 
 def local_folder(folder: Path) -> Images:
-    """Reads a folder with one subfolder per class below ``train`` and below ``validation`` (or ``val``, ``valid``).
+    """Reads images in one subfolder per class, or in shards as webdataset writes them (``NAME.jpg`` with ``NAME.cls``).
 
     Args:
-        folder: as the ImageNet archives are usually unpacked.
+        folder: has ``train`` and ``validation`` (or ``val``, ``valid``), as the ImageNet archives are usually unpacked;
+            or classes or shards alone: then every fifth image is for validation.
     """
     if not folder.is_dir():
         raise RecipeError(f"There is no folder {folder}.", hint="data.files names the folder that holds the images.")
-    places = {"train": _first(folder, ("train",)), "validation": _first(folder, ("validation", "val", "valid"))}
-    names = {split: sorted(path.name for path in place.iterdir() if path.is_dir()) for split, place in places.items()}
-    classes = names["train"]
-    if unknown := sorted(set(names["validation"]) - set(classes)):
+    if (folder / "train").is_dir():
+        places = {"train": folder / "train", "validation": _first(folder, ("validation", "val", "valid"))}
+        found = {split: _images(place) for split, place in places.items()}
+    else:
+        every = _images(folder)
+        held = {"train": False, "validation": True}
+        found = {
+            split: [one for index, one in enumerate(every) if (index % VALIDATION_EVERY == 0) == of_validation]
+            for split, of_validation in held.items()
+        }
+        places = dict.fromkeys(found, folder)
+    for split, images in found.items():
+        if not images:
+            raise RecipeError(
+                f"{places[split]} has no images.",
+                hint=f"Put them into one subfolder for every class, as {', '.join(SUFFIXES)}, or into shards (*.tar).",
+            )
+    names = sorted({name for _, name in found["train"]}, key=_order)
+    if unknown := sorted({name for _, name in found["validation"]} - set(names)):
         raise RecipeError(
             f"{places['validation']} has the class {unknown[0]}, which {places['train']} has not.",
-            hint="Both splits need the same subfolders, one for every class.",
+            hint="Both splits need the same classes.",
         )
-    features = Features({"image": Image(), "label": _class_label(classes)})
-    splits = {}
-    for split, place in places.items():
-        files = [(path, path.parent.name) for path in sorted(place.glob("*/*")) if path.suffix.lower() in SUFFIXES]
-        if not files:
-            raise RecipeError(
-                f"{place} has no images.",
-                hint=f"Put them into one subfolder for every class, as {', '.join(SUFFIXES)}.",
-            )
-        columns = {"image": [str(path) for path, _ in files], "label": [classes.index(name) for _, name in files]}
-        splits[split] = Dataset.from_dict(columns, features=features)
-    return Images(f"the images in {folder}", _undecoded(splits), len(classes))
+    features = Features({"image": Image(), "label": _class_label(names)})
+    numbers = {name: number for number, name in enumerate(names)}
+    splits = {
+        split: Dataset.from_dict(
+            {"image": [path for path, _ in images], "label": [numbers[name] for _, name in images]}, features=features
+        )
+        for split, images in found.items()
+    }
+    return Images(f"the images in {folder}", _undecoded(splits), len(names))
+
+
+def _order(name: str) -> tuple[int, str]:
+    """Numbers by their size, other names by the alphabet."""
+    return (len(name), name) if name.isdigit() else (0, name)
+
+
+def _images(place: Path) -> list[tuple[str, str]]:
+    """For each image where it is, and the name of its class."""
+    shards = sorted(place.glob("*.tar"))
+    if shards:
+        return [pair for shard in shards for pair in tar_images(shard)]
+    files = (path for path in sorted(place.glob("*/*")) if path.suffix.lower() in SUFFIXES)
+    return [(str(path), path.parent.name) for path in files]
+
+
+def tar_images(shard: Path) -> Iterator[tuple[str, str]]:
+    """The images of a shard, which stay in it: each by the shard's path and the place of its bytes.
+
+    Args:
+        shard: has for every image a file with the same name that ends in ``.cls``, with the class.
+    """
+    with tarfile.open(shard, "r:") as archive:  # not compressed: images are read at their places
+        members = {member.name: member for member in archive if member.isfile()}
+        for name, member in members.items():
+            stem, dot, suffix = name.rpartition(".")
+            if f"{dot}{suffix}".lower() not in SUFFIXES:
+                continue
+            if f"{stem}.cls" not in members:
+                raise RecipeError(f"{shard} has {name}, and no {stem}.cls.", hint="Every image needs its class there.")
+            told = archive.extractfile(members[f"{stem}.cls"])
+            assert told is not None
+            yield f"{shard}{WITHIN}{member.offset_data}+{member.size}", told.read().decode().strip()
 
 
 def _first(folder: Path, names: tuple[str, ...]) -> Path:
@@ -129,9 +178,7 @@ def read(source: str, files: str | None, name: str) -> Images:
         name: data set on the hub.
     """
     if source == "files":
-        if files is None:
-            raise RecipeError("data.source=files needs a folder.", hint="Add data.files=FOLDER.")
-        return local_folder(Path(files).expanduser())
+        return local_folder(chosen(files, name))
     if source == "hub":
         return hub(name)
     if source == "digits":

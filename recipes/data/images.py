@@ -28,6 +28,7 @@ from recipes.errors import RecipeError
 
 log = logging.getLogger(__name__)
 
+NAME = "ILSVRC/imagenet-1k"
 STAND_IN = ("digits", "scikit-learn's handwritten digits")
 Transform = Callable[[Image.Image, np.random.Generator], Tensor]
 
@@ -70,11 +71,22 @@ def decoded(image: Mapping[str, Any]) -> Image.Image:
     """
     path, content = image.get("path"), image.get("bytes")
     try:
+        if content is None and path is not None and image_sources.WITHIN in path:
+            content = _within(path)
         return Image.open(path if content is None else io.BytesIO(content)).convert("RGB")  # type: ignore[arg-type]
     except (OSError, UnidentifiedImageError, SyntaxError) as error:
         raise RecipeError(
             f"The image {path or '(without a name)'} cannot be read: {error}.", hint="Replace it, or take it away."
         ) from error
+
+
+def _within(path: str) -> bytes:
+    """The bytes of an image in a shard."""
+    shard, _, place = path.rpartition(image_sources.WITHIN)
+    offset, size = map(int, place.split("+"))
+    with open(shard, "rb") as file:
+        file.seek(offset)
+        return file.read(size)
 
 
 class ImageFolder(ResumableData):
@@ -83,7 +95,7 @@ class ImageFolder(ResumableData):
     Args:
         source: "auto", "hub", "files" or "digits"; "auto" takes ``files`` where they are given, else the hub where it
             answers, else the digits.
-        files: folder with subfolders ``train`` and ``validation``, each with one subfolder for every class.
+        files: folder with subfolders ``train`` and ``validation``, each with one subfolder for every class; or shards.
         name: data set on the hub.
         image_size: side of the images in pixels: the papers use 224 to 480.
         crop_area: smallest and largest share of a training image that is cut out and enlarged.
@@ -102,7 +114,7 @@ class ImageFolder(ResumableData):
         *,
         source: str = "auto",
         files: str | None = None,
-        name: str = "ILSVRC/imagenet-1k",
+        name: str = NAME,
         image_size: int = 224,
         crop_area: tuple[float, float] = (0.05, 1.0),
         flip: bool = True,
@@ -124,7 +136,7 @@ class ImageFolder(ResumableData):
     def prepare_data(self) -> None:
         """Runs in one process on every machine: downloads what the others will find in the cache."""
         if not self._prepared and self.source in ("auto", "hub"):
-            self.source = choose(self.source, self.files, self.dataset, STAND_IN)
+            self.source = choose(self.source, self.files, self.dataset, NAME, STAND_IN)
             if self.source == "hub":
                 image_sources.hub(self.dataset)
         self._prepared = True
@@ -134,9 +146,10 @@ class ImageFolder(ResumableData):
         """Reads the list of images; they themselves are read when they are needed."""
         if self.images is not None:
             return
-        self.source = agreed(self.trainer, lambda: choose(self.source, self.files, self.dataset, STAND_IN))
+        self.source = agreed(self.trainer, lambda: choose(self.source, self.files, self.dataset, NAME, STAND_IN))
         images = image_sources.read(self.source, self.files, self.dataset)
-        if images.classes > self.classes:
+        # the digits may stand for a data set with more classes
+        if images.classes > self.classes or (self.source != STAND_IN[0] and images.classes != self.classes):
             raise RecipeError(
                 f"There are {images.classes} classes of images, the model is built for {self.classes}.",
                 hint=f"Set data.classes={images.classes}.",

@@ -6,29 +6,19 @@ import ast
 import hashlib
 import json
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 from datasets import load_dataset
 
-from recipes.data import sources
+from recipes.data import files, parallel_files, sources
+from recipes.data.parallel_files import Pair, Read
 from recipes.errors import RecipeError
 
 LONGEST_SOURCE = 400  # characters of a definition: its beginning says most about it
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
-
-
-class Pair(NamedTuple):
-    """A text and its translation."""
-
-    source: str
-    target: str
-
-
-Read = Callable[[], Iterator[Pair]]
 
 
 @dataclass(frozen=True)
@@ -100,42 +90,16 @@ def _pair(node: Definition, docstring: str) -> Pair | None:
 
 
 def local_files(folder: Path, pairs: Sequence[str]) -> Parallel:
-    """Reads text files as OPUS offers them: ``train.de-en.de`` beside ``train.de-en.en``, line by line.
+    """Reads pairs in the formats of `recipes.data.parallel_files`.
 
     Args:
-        folder: holds them, and ``valid.*`` as well.
+        folder: holds them.
         pairs: such as "de-en": from German, to English.
     """
-    if not folder.is_dir():
-        raise RecipeError(f"There is no folder {folder}.", hint="data.files names the folder that holds the texts.")
-    digest = hashlib.sha256()
-    splits: dict[str, dict[str, Read]] = {}
-    for split, prefix in (("train", "train"), ("validation", "valid")):
-        splits[split] = {}
-        for pair in pairs:
-            files = [folder / f"{prefix}.{pair}.{language}" for language in _languages(pair)]
-            for file in files:
-                if not file.is_file():
-                    raise RecipeError(f"There is no file {file}.", hint=f"{pair} needs it for the {split} split.")
-                with file.open("rb") as content:
-                    digest.update(file.name.encode() + hashlib.file_digest(content, "sha256").digest())
-            counts = [sum(1 for _ in file.open("rb")) for file in files]
-            if not any(counts):
-                raise RecipeError(f"{files[0]} is empty.", hint=f"The {split} split needs pairs of {pair}.")
-            if counts[0] != counts[1]:
-                raise RecipeError(
-                    f"{files[0]} has {counts[0]} lines and {files[1]} has {counts[1]}.",
-                    hint="They must have as many: every line is translated by the same one.",
-                )
-            splits[split][pair] = partial(_lines, *files)
-    return Parallel(f"the files in {folder}", splits, digest.hexdigest())
-
-
-def _lines(source: Path, target: Path) -> Iterator[Pair]:
-    with source.open(encoding="utf-8") as sources, target.open(encoding="utf-8") as targets:
-        for one, other in zip(sources, targets, strict=True):
-            if one.strip() and other.strip():
-                yield Pair(one.strip(), other.strip())
+    found = {pair: parallel_files.find(folder, *_languages(pair)) for pair in pairs}
+    splits = {split: {pair: one.splits[split] for pair, one in found.items()} for split in ("train", "validation")}
+    used = [file for one in found.values() for file in one.files]
+    return Parallel(f"the files in {folder}", splits, files.fingerprint(used))
 
 
 def hub(name: str, pairs: Sequence[str]) -> Parallel:
@@ -165,19 +129,17 @@ def _languages(pair: str) -> tuple[str, str]:
     return source, target
 
 
-def read(source: str, files: str | None, name: str, pairs: Sequence[str]) -> Parallel:
+def read(source: str, given: str | None, name: str, pairs: Sequence[str]) -> Parallel:
     """Reads the pairs from a source.
 
     Args:
         source: "hub", "files" or "docstrings".
-        files: folder with local files.
+        given: folder with local files.
         name: data set on the hub.
         pairs: such as "de-en"; docstrings have their own.
     """
     if source == "files":
-        if files is None:
-            raise RecipeError("data.source=files needs a folder.", hint="Add data.files=FOLDER.")
-        return local_files(Path(files).expanduser(), pairs)
+        return local_files(files.chosen(given, name), pairs)
     if source == "hub":
         return hub(name, pairs)
     if source == "docstrings":

@@ -28,6 +28,7 @@ from recipes.errors import RecipeError
 
 log = logging.getLogger(__name__)
 
+NAME = "wikimedia/wikipedia"
 STAND_IN = ("standard_library", "Python's standard library")
 SPECIAL = {"pad": "[PAD]", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]"}
 AROUND = 3  # [CLS] A [SEP] B [SEP]
@@ -202,7 +203,7 @@ class MaskedPairs(Prepared):
         *,
         source: str = "auto",
         files: str | None = None,
-        name: str = "wikimedia/wikipedia",
+        name: str = NAME,
         configuration: str = "20231101.en",
         documents: int | None = None,
         vocabulary: int = 30522,
@@ -223,7 +224,7 @@ class MaskedPairs(Prepared):
 
     @override
     def prepare(self) -> Path:
-        source = choose(self.source, self.files, self.dataset, STAND_IN)
+        source = choose(self.source, self.files, self.dataset, NAME, STAND_IN)
         text = documents.read(source, self.files, self.dataset, self.configuration, self.documents)
         settings = (self.vocabulary, self.tokenizer, self.length)
         folder = kept(self.cache, [text.fingerprint, *settings], text.title, partial(tokenise, text, *settings))

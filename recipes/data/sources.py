@@ -12,6 +12,7 @@ from pathlib import Path
 
 from datasets import Dataset, DatasetDict, load_dataset
 
+from recipes.data.files import chosen
 from recipes.errors import RecipeError
 
 log = logging.getLogger(__name__)
@@ -165,9 +166,7 @@ def read(source: str, files: str | None, name: str, configuration: str) -> Corpu
         configuration: its configuration there.
     """
     if source == "files":
-        if files is None:
-            raise RecipeError("data.source=files needs a folder.", hint="Add data.files=FOLDER.")
-        return local_files(Path(files).expanduser())
+        return local_files(chosen(files, name))
     if source == "hub":
         return hub(name, configuration)
     if source == "standard_library":

@@ -20,6 +20,7 @@ from recipes.data.tokens import Tokenised, opened, tokenise
 
 log = logging.getLogger(__name__)
 
+NAME = "Salesforce/wikitext"
 STAND_IN = ("standard_library", "Python's standard library")
 
 
@@ -68,7 +69,7 @@ class TextBlocks(Prepared):
         *,
         source: str = "auto",
         files: str | None = None,
-        name: str = "Salesforce/wikitext",
+        name: str = NAME,
         configuration: str = "wikitext-2-raw-v1",
         vocabulary: int = 2048,
         tokenizer: str | None = None,
@@ -87,7 +88,7 @@ class TextBlocks(Prepared):
 
     @override
     def prepare(self) -> Path:
-        source = choose(self.source, self.files, self.hub[0], STAND_IN)
+        source = choose(self.source, self.files, self.hub[0], NAME, STAND_IN)
         corpus = sources.read(source, self.files, *self.hub)
         tokenised = tokenise(corpus, self.vocabulary, self.tokenizer, self.block_length, self.cache)
         log.info(

@@ -21,7 +21,8 @@ from typing_extensions import override
 from recipes.data import parallel, vocabulary
 from recipes.data.choice import choose
 from recipes.data.loading import Draw, draw_of
-from recipes.data.parallel import Pair, Parallel
+from recipes.data.parallel import Parallel
+from recipes.data.parallel_files import Pair
 from recipes.data.prepared import Prepared
 from recipes.data.store import Sequences, kept, write_sequences
 from recipes.data.vocabulary import Vocabulary
@@ -29,6 +30,7 @@ from recipes.errors import RecipeError
 
 log = logging.getLogger(__name__)
 
+NAME = "Helsinki-NLP/opus-100"
 STAND_IN = ("docstrings", "definitions and docstrings of Python's standard library")
 SPECIAL = {"pad": "<pad>", "bos": "<s>", "eos": "</s>"}
 FOR_VOCABULARY = 500_000  # pairs of every language that a new tokeniser is trained on
@@ -161,7 +163,7 @@ class ParallelText(Prepared):
         *,
         source: str = "auto",
         files: str | None = None,
-        name: str = "Helsinki-NLP/opus-100",
+        name: str = NAME,
         pairs: Sequence[str] = ("de-en", "fr-en"),
         temperature: float = 5.0,
         vocabulary: int = 64_000,
@@ -183,7 +185,7 @@ class ParallelText(Prepared):
 
     @override
     def prepare(self) -> Path:
-        source = choose(self.source, self.files, self.dataset, STAND_IN)
+        source = choose(self.source, self.files, self.dataset, NAME, STAND_IN)
         texts = parallel.read(source, self.files, self.dataset, self.pairs)
         settings = (self.vocabulary, self.tokenizer)
         folder = kept(self.cache, [texts.fingerprint, *settings], texts.title, partial(tokenise, texts, *settings))

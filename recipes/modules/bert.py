@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch.nn.functional as F
 from torch import Tensor
 from torchmetrics.classification import BinaryAccuracy, MulticlassAccuracy
@@ -13,44 +15,34 @@ from recipes.modules.trained import Trained, check_length
 from recipes.optim import MakeOptimizer, MakeScheduler
 
 
-class BERT(Trained):
+class BERT(Trained, network=bert):
     """BERT in pre-training.
 
     The loss of a pair's masked tokens is their mean, that of a batch the mean over pairs: so it is the same however
     a batch is divided.
 
     Args:
-        vocabulary: number of tokens.
-        positions: longest sample.
-        width: hidden size.
-        layers: number of Transformer blocks.
-        heads: attention heads.
-        dropout: probability of every dropout.
         weight_decay: on matrices only.
         optimizer: makes the optimizer from parameter groups; needed for training only.
         scheduler: makes the learning rate schedule from the optimizer and the number of steps; None keeps it constant.
+        network: arguments of `recipes.models.bert`.
     """
 
     def __init__(
         self,
         *,
-        vocabulary: int = 30522,
-        positions: int = 512,
-        width: int = 1024,
-        layers: int = 48,
-        heads: int = 16,
-        dropout: float = 0.1,
         weight_decay: float = 0.01,
         optimizer: MakeOptimizer | None = None,
         scheduler: MakeScheduler | None = None,
+        **network: Any,
     ) -> None:
         super().__init__(weight_decay, optimizer, scheduler)
         self.save_hyperparameters(ignore=["optimizer", "scheduler"])
-        self.positions = positions
-        self.model = bert(
-            vocabulary=vocabulary, positions=positions, width=width, layers=layers, heads=heads, dropout=dropout
+        self.model = bert(**network)
+        self.positions = self.model.config.max_position_embeddings
+        self.val_masked_accuracy = MulticlassAccuracy(
+            self.model.config.vocab_size, average="micro", ignore_index=IGNORED
         )
-        self.val_masked_accuracy = MulticlassAccuracy(vocabulary, average="micro", ignore_index=IGNORED)
         self.val_next_accuracy = BinaryAccuracy()
 
     def losses(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -21,24 +21,23 @@ class Perplexity(MeanMetric):
 
 
 class LanguageModel(Trained):
-    """A language model on blocks of equal length.
+    """A language model on blocks of equal length; subclasses say how long a block may be.
 
     Args:
-        positions: longest block.
         weight_decay: on matrices only.
         optimizer: makes the optimizer from parameter groups; needed for training only.
         scheduler: makes the learning rate schedule from the optimizer and the number of steps; None keeps it constant.
     """
 
+    positions: int
+
     def __init__(
         self,
-        positions: int,
         weight_decay: float,
         optimizer: MakeOptimizer | None,
         scheduler: MakeScheduler | None,
     ) -> None:
         super().__init__(weight_decay, optimizer, scheduler)
-        self.positions = positions
         self.val_perplexity = Perplexity()
 
     @abstractmethod

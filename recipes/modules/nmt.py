@@ -2,71 +2,50 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torchmetrics.text import SacreBLEUScore
 from typing_extensions import override
 
-from recipes.models import nmt_transformer
+from recipes.models import NMTTransformer
 from recipes.modules.trained import Trained, check_length
 from recipes.optim import MakeOptimizer, MakeScheduler
 
 PAD = 0
 
 
-class Translator(Trained):
+class Translator(Trained, network=NMTTransformer):
     """T(L, H, A) with label smoothing.
 
     Batches are those of `recipes.data.translation.Collate`: their loss is that per token of the whole batch, however
     the batch is divided.
 
     Args:
-        layers: of the encoder, and as many of the decoder: the L.
-        inner: of the feed-forward layers: the H.
-        heads: attention heads: the A.
-        vocabulary: number of tokens.
-        width: of the states.
-        head_size: width of a head.
         positions: longest source and target.
-        dropout: probability of every dropout.
-        logit_limit: logits are clipped to plus or minus this value while training; None leaves them alone.
         label_smoothing: share of the target that is spread over the vocabulary.
         weight_decay: on matrices only.
         optimizer: makes the optimizer from parameter groups; needed for training only.
         scheduler: makes the learning rate schedule from the optimizer and the number of steps; None keeps it constant.
+        network: arguments of `recipes.models.NMTTransformer`.
     """
 
     def __init__(
         self,
         *,
-        layers: int = 6,
-        inner: int = 8192,
-        heads: int = 16,
-        vocabulary: int = 64_000,
-        width: int = 1024,
-        head_size: int = 64,
         positions: int = 1024,
-        dropout: float = 0.1,
-        logit_limit: float | None = None,
         label_smoothing: float = 0.1,
         weight_decay: float = 0.0,
         optimizer: MakeOptimizer | None = None,
         scheduler: MakeScheduler | None = None,
+        **network: Any,
     ) -> None:
         super().__init__(weight_decay, optimizer, scheduler)
         self.save_hyperparameters(ignore=["optimizer", "scheduler"])
         self.positions, self.label_smoothing = positions, label_smoothing
-        self.model = nmt_transformer(
-            layers,
-            inner,
-            heads,
-            vocabulary=vocabulary,
-            width=width,
-            head_size=head_size,
-            dropout=dropout,
-            logit_limit=logit_limit,
-        )
+        self.model = NMTTransformer(**network)
         self.test_bleu = SacreBLEUScore()
 
     def logits(self, batch: dict[str, Tensor]) -> Tensor:

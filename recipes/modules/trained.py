@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import lightning as L
-from torch import Tensor
+from torch import Tensor, nn
 from typing_extensions import override
 
 from recipes.errors import RecipeError
@@ -18,11 +20,19 @@ printed = logging.getLogger("recipes.printed")  # goes into the log file only
 class Trained(L.LightningModule):
     """A LightningModule with an optimizer that spares biases and norms from weight decay.
 
+    A subclass that hands ``**network`` on to what makes its network names that: ``class GPT2(Trained, network=gpt2)``.
+    The network's arguments are then part of its signature, so each is written at one place, and configured by it.
+
     Args:
         weight_decay: on matrices and convolutions only.
         optimizer: makes the optimizer from parameter groups; needed for training only.
         scheduler: makes the learning rate schedule from the optimizer and the number of steps; None keeps it constant.
     """
+
+    def __init_subclass__(cls, network: Callable[..., nn.Module] | None = None, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if network is not None or "__init__" in vars(cls):  # a signature of its own, not that of its base
+            cls.__signature__ = _joined(cls.__init__, network)  # type: ignore[attr-defined]
 
     def __init__(
         self,
@@ -66,3 +76,17 @@ def check_length(tokens: Tensor, positions: int) -> None:
             f"A sequence has {tokens.shape[1]} tokens, the model has {positions} positions.",
             hint=f"Set model.positions={tokens.shape[1]}, or make the samples shorter.",
         )
+
+
+def _joined(constructor: Callable[..., None], network: Callable[..., nn.Module] | None) -> inspect.Signature:
+    """The signature of a constructor with the arguments of the network in the place of its ``**network``."""
+    own = {name: one for name, one in _evaluated(constructor).items() if name != "self"}
+    if network is None:
+        return inspect.Signature(list(own.values()))
+    passed = {name: one for name, one in _evaluated(network).items() if name not in own}
+    listed = [one for one in (*passed.values(), *own.values()) if one.kind is not one.VAR_KEYWORD]
+    return inspect.Signature([one.replace(kind=one.KEYWORD_ONLY) for one in listed])
+
+
+def _evaluated(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(function, eval_str=True).parameters

@@ -18,9 +18,11 @@ BENCHMARKS = {
     "bubble": "bubble of the running engine, with layers that sleep",
     "families": "bubble of every synchronous schedule, with layers that sleep, and the gain of Chimera",
     "asynchronous": "bubble of the schedules without a flush under a Trainer, with layers that sleep",
+    "prediction": "predicted step times of twelve configurations against measured ones, and the choice among them",
     "gpipe": "recomputation, its early start, and a balance by measured time",
     "against_torch": "samples per second over torch.distributed.pipelining's",
     "construction": "peak host memory of processes that build and divide a large GPT-2",
+    "memory": "peak host memory of processes that train, save, export and resume a large GPT-2",
     "accumulation": "one stage with m micro-batches over the plain Trainer with accumulate_grad_batches=m",
 }
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from tests.benchmarks.bubble import FORWARD, SleepingLayer
+from tests.benchmarks.bubble import SleepingLayer
 from tests.benchmarks.measure import Finding
 from tests.support import processes
 

@@ -10,7 +10,7 @@ import torch
 
 from lightning_pipe.errors import CutError
 from tests.support import oracle
-from tests.support.equality_sweep import Point, evaluated, expected, pipelined
+from tests.support.equality_sweep import Point, evaluated, expected, pipelined, streamed
 from tests.support.model_zoo import Entry
 from tests.support.random_programs import entry
 
@@ -105,3 +105,40 @@ def test_random_programs_in_evaluation(changes: bool) -> None:
 @pytest.mark.parametrize("start", range(2000, 3000, CHUNK))
 def test_many_random_programs_in_evaluation(start: int, changes: bool) -> None:
     check_evaluation(range(start, start + CHUNK), changes)
+
+
+BATCHES = 7
+
+
+def check_streams(seeds: range, changes: bool) -> None:
+    outcomes: Counter[str] = Counter()
+    for seed in seeds:
+        model, ranks, context = entry(seed, changes), 2 + seed % 3, (torch.no_grad, torch.inference_mode)[seed % 2]
+        with torch.no_grad():
+            try:
+                module = model.build()
+                truth = [float(module.loss(batch)) for batch in model.batches(BATCHES)]
+            except RuntimeError:  # changes of expanded tensors
+                continue
+        try:
+            found = streamed(model, ranks, BATCHES, context)
+        except CutError as error:
+            if "shares" not in str(error):
+                raise
+            outcomes["refused"] += 1
+            continue
+        assert found == pytest.approx(truth, rel=1e-9, abs=1e-9), f"{model} on {ranks} ranks"
+        outcomes["equal"] += 1
+    assert outcomes["equal"] >= 0.7 * outcomes.total(), outcomes
+
+
+@pytest.mark.parametrize("changes", [False, True], ids=["pure", "in_place"])
+def test_random_programs_in_streams(changes: bool) -> None:
+    check_streams(range(12), changes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", [False, True], ids=["pure", "in_place"])
+@pytest.mark.parametrize("start", range(3000, 4000, CHUNK))
+def test_many_random_programs_in_streams(start: int, changes: bool) -> None:
+    check_streams(range(start, start + CHUNK), changes)

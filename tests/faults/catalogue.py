@@ -82,11 +82,12 @@ def _fault(kind: str, phase: str, process: int, processes: int = 2) -> Fault:
     if kind == "raise":
         return Fault(kind, phase, process, processes, codes=(1,) if own else None, options=options)
     if kind == "sys_exit":
-        if own and phase == "writing":  # the checkpoint's error names the file beside the reason
-            return Fault(kind, phase, process, processes, told="SystemExit: 3", codes=(1,), options=options)
-        # Python prints nothing about it: before the processes are connected, only the exit code tells
-        told = "" if own else "SystemExit: 3|has ended with code 3"
-        return Fault(kind, phase, process, processes, told=told, codes=(3,) if own else None, options=options)
+        # Python prints nothing about it: before the processes are connected, only the exit code tells. While a
+        # checkpoint is written, the checkpoint's error names the file beside the reason.
+        told, codes = ("", (3,)) if own else ("SystemExit: 3|has ended with code 3", None)
+        if own and phase == "writing":
+            told, codes = "SystemExit: 3", (1,)
+        return Fault(kind, phase, process, processes, told=told, codes=codes, options=options)
     if kind == "kill":
         return Fault(kind, phase, process, processes, told=_DEAD, once=False, codes=(-9,) if own else None,
                      options=options)  # fmt: skip

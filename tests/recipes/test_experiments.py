@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -29,7 +28,7 @@ def test_every_experiment_runs_and_can_be_evaluated(recipe: str, tmp_path: Path)
     out.mkdir()
     further = ["debug=fast", "pipe=none", "trainer.devices=1", "trainer.enable_progress_bar=false"]
     settings = compose_recipe(recipe, write_data(tmp_path), tmp_path, further)
-    report = job.run(settings, SimpleNamespace(launcher=None))  # type: ignore[arg-type]
+    report = job.run(settings)
     assert report.recipe == recipe
     assert set(report.before) == set(report.after) > {"val_loss"}
     log = (out / "metrics.csv").read_bytes()

@@ -7,8 +7,13 @@ import torch
 from torch import nn
 
 from recipes.averaging import MovingAverage
+from recipes.learning_rate_schedules import (
+    inverse_square_root,
+    warmup_exponential,
+    warmup_linear,
+    warmup_milestones,
+)
 from recipes.optimizers import RMSPropTF
-from recipes.schedules import inverse_square_root, warmup_exponential, warmup_linear, warmup_milestones
 
 
 def rates(schedule: torch.optim.lr_scheduler.LambdaLR, steps: int) -> list[float]:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from omegaconf import DictConfig
 
+from lightning_pipe.partition import find_layers
 from recipes import job
 from recipes.errors import RecipeError
 from recipes.plan import plans
@@ -82,11 +83,36 @@ def test_without_a_flush_there_is_no_bubble(composed: Compose, pipe: str, micro_
     assert "predicted bubble 0.0 %" in text
 
 
+TOO_FEW_LAYERS = {("nmt_multilingual", "tiny", 8): 6, ("transformer_wikitext103", "tiny", 8): 6}
+
+
+@pytest.mark.parametrize("size", ["tiny", "small"])  # the papers' sizes are planned above
+@pytest.mark.parametrize("experiment", sorted(PARAMETERS))
+def test_every_size_is_planned(composed: Compose, experiment: str, size: str) -> None:
+    texts = list(plans(composed(f"experiment={experiment}", f"size={size}", "ranks=[2,4,8]")))
+    for ranks, text in zip((2, 4, 8), texts, strict=True):
+        layers = TOO_FEW_LAYERS.get((experiment, size, ranks))
+        if layers is None:
+            assert f"{ranks} ranks in a pipeline" in text
+        else:
+            assert f"Use stages={layers} or fewer on {layers} ranks or fewer" in text
+
+
+@pytest.mark.parametrize("experiment", sorted(PARAMETERS))
+def test_the_named_layers_are_those_that_are_found_where_the_choice_is_clear(
+    composed: Compose, experiment: str
+) -> None:
+    settings = composed(f"experiment={experiment}", "size=paper")
+    with torch.device("meta"):
+        module = job.make_module(settings)
+    assert find_layers(module, settings.pipe.layers) == find_layers(module)
+
+
 def test_too_many_ranks_are_told_in_a_sentence(composed: Compose) -> None:
     fits, too_many = plans(composed("experiment=amoebanet_imagenet", "ranks=[4,16]"))
     assert "Pipeline of AmoebaNetClassifier" in fits
     assert too_many.startswith("16 ranks: 9 layers")
-    assert "Use stages=9 or fewer" in too_many
+    assert "Use stages=9 or fewer on 9 ranks or fewer" in too_many
 
 
 def test_without_a_schedule_there_is_no_plan(composed: Compose) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from recipes import processes
+from recipes import command_line
 from tests.recipes.conftest import ROOT, write_text
 from tests.support.processes import free_port
 
@@ -32,7 +32,7 @@ SMALL = [
 
 def run(tmp_path: Path, *arguments: str, seconds: float = 200) -> subprocess.CompletedProcess[str]:
     """Runs `python -m recipes.train` on small local text; no process of it outlives the test."""
-    environment = {name: value for name, value in os.environ.items() if name not in processes.RANK_VARIABLES}
+    environment = {name: value for name, value in os.environ.items() if name not in command_line.RANK_VARIABLES}
     environment |= {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hf"), "OMP_NUM_THREADS": "1"}
     text = [f"data.files={write_text(tmp_path / 'wiki')}", f"paths.data={tmp_path / 'data'}"]
     command = [sys.executable, "-m", "recipes.train", *arguments, *text]
@@ -100,6 +100,7 @@ def test_a_sweep_gives_every_job_its_own_number_of_processes(tmp_path: Path, mon
         pytest.param("+model.widht=3", "Did you mean model.width?", marks=pytest.mark.slow),
         ("model.width=wide", "model.width: Value 'wide'"),
         ("experiment=gpt3", "gpt2_wikitext2"),
+        pytest.param("trainer=gpu", "Here: trainer=cpu", marks=pytest.mark.slow),
     ],
 )
 def test_a_mistake_is_one_clear_message(tmp_path: Path, argument: str, words: str) -> None:
@@ -107,3 +108,4 @@ def test_a_mistake_is_one_clear_message(tmp_path: Path, argument: str, words: st
     assert done.returncode == 1
     assert words in done.stderr
     assert "Traceback" not in done.stderr
+    assert not (tmp_path / "out").exists()

@@ -128,6 +128,29 @@ def evaluated(entry: Entry, point: Point, context: Callable[[], AbstractContextM
     return [losses[place] for place in sorted(losses)]
 
 
+def streamed(entry: Entry, ranks: int, number: int, context: Callable[[], AbstractContextManager[Any]]) -> list[float]:
+    """The losses of a number of batches that follow each other through one stage on each rank."""
+    world = thread_world(Topology.for_schedule(ranks, 1), timeout=timedelta(seconds=20))
+    modules = [entry.build() for _ in world]
+    losses: dict[int, float] = {}
+
+    def body(transport: ThreadTransport) -> None:
+        module = modules[transport.process]
+        layers = find_layers(module, entry.layers)
+        pipeline = Pipeline(module, layers, divide(module, layers, ranks), schedules.get("gpipe"), transport)
+        pipeline.partition()
+        assert pipeline.linear
+        with context():
+            for index, batch in enumerate(entry.batches(number)):
+                # no rank waits for a later one: the first has run all batches when the last begins, if it is fast
+                results = pipeline.evaluate(lambda _, part: module.loss(part), [batch], ahead=number)
+                losses.update((index, float(loss)) for loss in results.values())
+        pipeline.end_stream()
+
+    run_threads(world, body, timeout=60)
+    return [losses[index] for index in range(number)]
+
+
 def _rank(entry: Entry, module: Module, point: Point, transport: ThreadTransport) -> Trace:
     layers = find_layers(module, entry.layers)
     balance = divide(module, layers, point.stages)

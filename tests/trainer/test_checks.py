@@ -250,6 +250,29 @@ def test_layers_without_shapes_are_refused() -> None:
         fit(Lazy())
 
 
+@torch.jit.script
+def scripted_tanh(x: Tensor) -> Tensor:
+    return torch.tanh(x) * 2
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+def test_scripted_layers_are_refused_and_scripted_functions_are_not() -> None:
+    class Scripted(Lit):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model[0] = torch.jit.script(self.model[0])
+
+    class Function(Lit):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(scripted_tanh(x))
+
+    with pytest.raises(PartitionError, match=r"(?s)'model\.0' is a module of TorchScript.*after fit"):
+        fit(Scripted())
+    module = Function()
+    fit(module)
+    torch.jit.script(module.model)
+
+
 class Noisy(Lit):
     """Adds noise from a generator of its own in front of the layers."""
 

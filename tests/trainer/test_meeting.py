@@ -141,13 +141,6 @@ def test_a_silent_store_is_no_fault_before_the_timeout(monkeypatch: pytest.Monke
     assert not any(silent.values())
 
 
-def test_a_clock_does_not_count_suspensions(monkeypatch: pytest.MonkeyPatch) -> None:
-    times = iter([0.0, 0.9, 600.0, 600.5, 602.0])
-    monkeypatch.setattr(time, "monotonic", lambda: next(times))
-    clock = meeting.Clock(3.0)
-    assert [clock.is_over() for _ in range(4)] == [False, False, False, True]
-
-
 def test_the_line_of_the_user() -> None:
     line = meeting.caller()
     assert "test_meeting.py:" in line

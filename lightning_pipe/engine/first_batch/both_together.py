@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -26,16 +27,23 @@ def readings(received: Sequence[Inbound | None], sizes: Sequence[int]) -> list[I
     """
     found = []
     for last in (False, True):
-        for views, free in ((None, False), (True, False), (False, False), (False, True)):
+        for reading in _readings(last=last):
             try:
-                found.append(_inbound(received, sizes, _Reading(views, last, free)))
+                found.append(_inbound(received, sizes, reading))
             except UnlikeError:
                 continue
-            if views is None or free:
+            if reading.views is None or reading.free:
                 break
     if not found:
         raise UnlikeError
     return found
+
+
+def joinings(one: Tensor, other: Tensor, sizes: Sequence[int]) -> Iterator[Tensor]:
+    """What a tensor of two micro-batches would be for both together, in all ways that it may be meant."""
+    for reading in (*_readings(last=False), *_readings(last=True)):
+        with suppress(UnlikeError):
+            yield _value(one, other, sizes, reading)
 
 
 class _Reading(NamedTuple):
@@ -49,6 +57,11 @@ class _Reading(NamedTuple):
     views: bool | None
     last: bool
     free: bool
+
+
+def _readings(*, last: bool) -> Iterator[_Reading]:
+    for views, free in ((None, False), (True, False), (False, False), (False, True)):
+        yield _Reading(views, last, free)
 
 
 def _inbound(received: Sequence[Inbound | None], sizes: Sequence[int], reading: _Reading) -> Inbound | None:

@@ -8,51 +8,29 @@ received for two micro-batches, puts it together, runs the user's step on that, 
 from __future__ import annotations
 
 import math
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from typing_extensions import override
 
 from lightning_pipe.engine.batch import Batch, BatchObserver, Inbound
 from lightning_pipe.engine.first_batch.both_together import UnlikeError, readings
+from lightning_pipe.engine.first_batch.mixing import MixingCheck
+from lightning_pipe.engine.first_batch.trial_runs import TrialRuns, leaving_no_trace
+from lightning_pipe.engine.stage import Stages, loss_of
 from lightning_pipe.errors import CutError
-from lightning_pipe.intercept.recompute import recomputing
-from lightning_pipe.intercept.snapshot import Snapshot
-from lightning_pipe.torch_internals import DropoutNd, NormBase
-
-if TYPE_CHECKING:
-    from lightning_pipe.engine.stage import Stages
 
 _ROUNDING = {torch.float64: 1e-9, torch.float32: 2e-5, torch.float16: 5e-4, torch.bfloat16: 2e-3}
 """How far losses may differ that are equal but for rounding, relative to 1 + their size."""
 _REDUCED = 5e-4
 """The same for float32 on devices that multiply matrices with fewer bits."""
-_SEEDS = 8
-
-_local = threading.local()
 
 
 class _RandomError(Exception):
     """The loss differs from run to run."""
-
-
-def is_alone() -> bool:
-    """Whether the code that asks runs for a check: other replicas may not, so it must not wait for them."""
-    return getattr(_local, "alone", False)
-
-
-@contextmanager
-def _alone() -> Iterator[None]:
-    _local.alone = True
-    try:
-        yield
-    finally:
-        _local.alone = False
 
 
 @dataclass
@@ -72,6 +50,7 @@ class LossCheck(BatchObserver):
         summed: whether the loss of both is expected to be the sum of their losses, not the mean.
         values: the numbers that the last run logged or returned, by name, to be compared in the same way.
         pairs: how many pairs are compared at most.
+        mixing: looks at the stages before the last one; ``None``: nobody does.
 
     Attributes:
         differs: the numbers of two micro-batches, what their losses make, and the loss of both together, if these are
@@ -90,6 +69,7 @@ class LossCheck(BatchObserver):
     summed: bool = False
     values: Callable[[], dict[Any, float]] = dict
     pairs: int = 3
+    mixing: MixingCheck | None = None
     differs: tuple[tuple[int, int], float, float] | None = None
     agreed: bool = False
     reason: str | None = None
@@ -101,7 +81,11 @@ class LossCheck(BatchObserver):
     @override
     def before_stage(self, stages: Stages, stage: int, micro_batch: int, batch: Batch, inbound: Inbound | None) -> None:
         """A micro-batch comes to a stage; with every second one on the last stage the check is made."""
-        if not stages.layers[stage].last or self._tried >= self.pairs or stages.interceptor.compiled:
+        if stages.interceptor.compiled:
+            return
+        if not stages.layers[stage].last and self.mixing is not None:
+            self.mixing.before_stage(stages, stage, micro_batch, batch, inbound)
+        if not stages.layers[stage].last or self._tried >= self.pairs:
             return
         # the step may change in place what it receives
         self._seen[micro_batch] = inbound and (inbound[0], inbound[0].copies(inbound[1]))
@@ -109,9 +93,9 @@ class LossCheck(BatchObserver):
             return
         self._tried += 1
         pair = (min(self._seen), max(self._seen))
-        with _alone(), recomputing(), torch.no_grad(), _attributes(stages), stages.buffers.restored():
+        with leaving_no_trace(stages):
             try:
-                self._compare(_Runs(stages, stage, batch), pair)
+                self._compare(TrialRuns(stages, stage, batch), pair)
             except UnlikeError:
                 self.reason = "layers get tensors of which two micro-batches' cannot be put together"
             except _RandomError:
@@ -125,7 +109,7 @@ class LossCheck(BatchObserver):
             self._tried = self.pairs
         self._seen.clear()
 
-    def _compare(self, runs: _Runs, pair: tuple[int, int]) -> None:
+    def _compare(self, runs: TrialRuns, pair: tuple[int, int]) -> None:
         """Compare two micro-batches with both together."""
         sizes, shares = [self.sizes[index] for index in pair], [self.amounts[index] for index in pair]
         received = [self._seen[index] for index in pair]
@@ -160,9 +144,12 @@ class LossCheck(BatchObserver):
                 # a step that leaves layers out at random asks whether the module is in training
                 self._compare(replace(runs, whole=True), pair)
                 return
-            if runs.are_random(pair[0], parts[0], received[0], one, self.rounding):
+            if runs.are_random(pair[0], parts[0], received[0], lambda _, result: self._agrees(result, one)):
                 raise _RandomError
             self.differs = (pair, expected, together[0])
+
+    def _agrees(self, result: Any, loss: float) -> bool:
+        return close(float(loss_of(result)), loss, self.rounding)
 
     def _note(self, share: float, one: dict[Any, float], other: dict[Any, float], both: dict[Any, float]) -> None:
         for name in [name for name in one if name in other and name in both]:
@@ -180,101 +167,3 @@ class LossCheck(BatchObserver):
 def close(one: float, other: float, rounding: float) -> bool:
     """Whether two numbers differ by rounding alone."""
     return abs(one - other) <= rounding * (1 + abs(other))
-
-
-@dataclass
-class _Runs:
-    """Runs of the step on the last stage of which nothing is to come.
-
-    ``whole``: not only what computes is as in an evaluation there, but the whole module. ``drew``: whether a run has
-    drawn random numbers there.
-    """
-
-    stages: Stages
-    stage: int
-    batch: Batch
-    whole: bool = False
-    drew: bool = False
-
-    def loss(self, index: int, part: Any, inbound: Inbound | None, seed: int | None = None) -> Tensor:
-        """The loss of a run.
-
-        Args:
-            index: the micro-batch that it draws the random numbers of: up to the stage's layers it goes the same way.
-            part: the micro-batch.
-            inbound: what the stage receives for it.
-            seed: from the stage's first layer on, the micro-batch that it draws the random numbers of.
-        """
-        trial = replace(self.batch, micro_batches=[part] * (index + 1), training=False, results={})
-        marks: list[Any] = []
-
-        def begin() -> None:
-            if seed is not None:
-                trial.streams.seed_user_code(seed)
-            marks.append(trial.streams.state())
-
-        with _not_random(self.stages, self.stage, begin, whole=self.whole):
-            loss = self.stages.trial(self.stage, index, trial, inbound)
-        self.drew |= not marks or marks[-1] != trial.streams.state()
-        return loss
-
-    def are_random(self, index: int, part: Any, inbound: Inbound | None, loss: float, rounding: float) -> bool:
-        """Whether a loss is another one with other random numbers: from the start, or from this stage's layers on.
-
-        A layer that is left out with a small probability shows in some runs alone.
-        """
-        first = len(self.batch.micro_batches)
-        for seed in range(first, first + _SEEDS):
-            if not close(float(self.loss(index, part, inbound, seed)), loss, rounding):
-                return True
-            try:
-                if not close(float(self.loss(seed, part, inbound)), loss, rounding):
-                    return True
-            except Exception:  # it takes another way to this stage
-                return True
-        return False
-
-
-@contextmanager
-def _attributes(stages: Stages) -> Iterator[None]:
-    """What computes has the same attributes as before afterwards."""
-    kept = Snapshot({str(number): part for number, part in enumerate(stages.interceptor.computing())})
-    try:
-        yield
-    finally:
-        kept.undo()
-
-
-@contextmanager
-def _not_random(stages: Stages, stage: int, then: Callable[[], None], *, whole: bool = False) -> Iterator[None]:
-    """What the stage computes is as in an evaluation; up to there the step must go the way that it has gone.
-
-    Args:
-        stages: the stages of this rank.
-        stage: the one that runs.
-        then: called where the stage's layers begin.
-        whole: whether all of the module is, and not only what computes.
-    """
-    module, layers = stages.interceptor.module, stages.interceptor.layers
-    quiet: list[nn.Module] = [part for part in module.modules() if whole or isinstance(part, DropoutNd | NormBase)]
-    quiet += stages.interceptor.computing()
-    before = [part.training for part in quiet]
-
-    def silence() -> None:
-        for part in quiet:
-            part.training = False
-
-    def begin(*_: Any) -> None:
-        silence()
-        then()
-
-    start = stages.layers[stage].layers.start
-    hook = layers[start].register_forward_pre_hook(begin)
-    try:
-        if start == 0:
-            silence()
-        yield
-    finally:
-        hook.remove()
-        for part, training in zip(quiet, before, strict=True):
-            part.training = training

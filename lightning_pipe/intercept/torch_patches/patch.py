@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from lightning_pipe.patches import replaced
+from lightning_pipe.patches import all_replaced
 
 if TYPE_CHECKING:
     from lightning_pipe.intercept.stage_run import StageRun
@@ -38,9 +38,7 @@ class Patch:
     def installed(self, current: Callable[[], StageRun | TurnRun | None]) -> Iterator[None]:
         """While the context lasts, replacements that this thread calls ask ``current`` which stage runs."""
         before = getattr(self._local, "current", None)
-        with ExitStack() as changed:
-            for owner, name, replacement in self._places:
-                changed.enter_context(replaced(owner, name, replacement, gated=False))
+        with all_replaced(self._places):
             self._local.current = current
             try:
                 yield

@@ -33,7 +33,7 @@ from lightning_pipe.trainer.checkpoints.rank_entries import (
 from lightning_pipe.trainer.checkpoints.unfinished import beside, naming, reason, replacing
 from lightning_pipe.transport.base import Transport
 
-_REST = "meta.pt"
+REST = "meta.pt"
 _COMPLETE = ".metadata"
 """The file that torch writes last."""
 
@@ -41,7 +41,7 @@ _COMPLETE = ".metadata"
 def is_folder(path: str) -> bool:
     """Whether the path is such a checkpoint, or an incomplete one."""
     return os.path.isdir(path) and any(
-        name in (_REST, _COMPLETE) or name.endswith(".distcp") for name in os.listdir(path)
+        name in (REST, _COMPLETE) or name.endswith(".distcp") for name in os.listdir(path)
     )
 
 
@@ -73,7 +73,7 @@ def save(
             others = [rank for rank in range(transport.topology.ranks) if rank != writer]
             entries_of_ranks = [(mine.items, mine.keys), *(receive_items(transport, rank) for rank in others)]
             with naming(path, unfinished):
-                _write_rest(os.path.join(unfinished, _REST), checkpoint, entries_of_ranks, parameter_names)
+                _write_rest(os.path.join(unfinished, REST), checkpoint, entries_of_ranks, parameter_names)
         tensors = dict(zip(mine.keys, mine.tensors, strict=True)) if first else {}
         with _naming_errors(transport, path, "written"):
             save_tensors(tensors, checkpoint_id=unfinished, no_dist=not _distributed())
@@ -97,13 +97,7 @@ def load(
     Returns:
         The checkpoint; tensors that are not needed are on the meta device.
     """
-    missing = [name for name in (_REST, _COMPLETE) if not os.path.isfile(os.path.join(path, name))]
-    if missing:
-        raise CheckpointError(
-            f"The folder {path} is no complete checkpoint: it has no {' and no '.join(missing)}.",
-            hint="The run that wrote it ended before it was done. Resume from another checkpoint.",
-        )
-    rest = file.read(os.path.join(path, _REST), weights_only)
+    rest = read_rest(path, weights_only)
     tensors: dict[str, Tensor] = {}
     entries: list[tuple[Path, Any]] = [(tuple(at), value) for at, value in rest["values"]]
     for at, key in rest["tensors"]:
@@ -114,6 +108,22 @@ def load(
     with _naming_errors(transport, path, "read"):
         load_tensors(tensors, checkpoint_id=path, no_dist=not _distributed())
     return assembled(rest["checkpoint"], entries)
+
+
+def read_rest(path: str, weights_only: bool | None) -> dict[str, Any]:
+    """What is no tensor in a folder, and the paths of the tensors.
+
+    Raises:
+        CheckpointError: the folder is not complete.
+    """
+    missing = [name for name in (REST, _COMPLETE) if not os.path.isfile(os.path.join(path, name))]
+    if missing:
+        raise CheckpointError(
+            f"The folder {path} is no complete checkpoint: it has no {' and no '.join(missing)}.",
+            hint="The run that wrote it ended before it was done. Resume from another checkpoint.",
+        )
+    rest: dict[str, Any] = file.read(os.path.join(path, REST), weights_only)
+    return rest
 
 
 def _write_rest(

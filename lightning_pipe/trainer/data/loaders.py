@@ -10,9 +10,10 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.errors import ConfigurationError
-from lightning_pipe.trainer.broadcasts import Broadcast
+from lightning_pipe.trainer.broadcasts import BATCHES, Broadcast
 from lightning_pipe.trainer.data.shared_loader import SharedDataLoader
 from lightning_pipe.trainer.world import World
+from lightning_pipe.transport.nonblocking_broadcast import NonBlockingBroadcast
 
 
 class Loaders:
@@ -27,6 +28,17 @@ class Loaders:
 
     def __init__(self, module: pl.LightningModule, pipeline: Pipeline, world: World, broadcast: Broadcast) -> None:
         self._module, self._pipeline, self._world, self._broadcast = module, pipeline, world, broadcast
+        self._channel = NonBlockingBroadcast(pipeline.transport, ahead=2, number=BATCHES)
+
+    def send(self, obj: Any, source: int) -> Any:
+        """The object of one process, on all ranks of the pipeline; that process does not wait for the others."""
+        obj = self._channel.share(obj, source, self._pipeline.pipeline_members)
+        self._channel.end_call()
+        return obj
+
+    @property
+    def _trainer(self) -> Any:
+        return self._module.trainer
 
     def loader(self, dataloader: Any) -> Any:
         """The loader that this rank iterates in the place of the user's."""
@@ -44,7 +56,8 @@ class Loaders:
         shared = SharedDataLoader(
             loader, transport, source, self._pipeline.pipeline_members, lambda message: self._broadcast(message, source)
         )
-        if not self._have_equal_length(sized_len(shared)):
+        # Lightning repeats no sample in a prediction, so lengths differ there, and nothing waits for other replicas
+        if not self._trainer.predicting and not self._have_equal_length(sized_len(shared)):
             shared.compare_with(self._compare_replicas)
         return shared
 
@@ -58,8 +71,7 @@ class Loaders:
 
     def _compare_replicas(self, batches: int, ended: bool) -> None:
         """Raise if the data of some replicas has ended and that of others has not: these would wait for ever."""
-        trainer: Any = self._module.trainer
-        if batches - (not ended) >= _limit(trainer):
+        if batches - (not ended) >= _limit(self._trainer):
             return  # the data is longer than needed; a batch ahead may have been asked for
         members = self._world.replica_members
         if not self._world.agree(ended, unanimous=False, members=members):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
@@ -9,8 +10,10 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_pipe.engine.first_batch.loss_check import LossCheck
+from lightning_pipe.engine.first_batch.mixing import MixingCheck
 from lightning_pipe.trainer.data.micro_batches import MicroBatches
 from lightning_pipe.trainer.data.number_rules import NumberRules
+from lightning_pipe.trainer.data.suspects import WHOLE
 from lightning_pipe.trainer.warn_once import WarnOnce
 
 _CHECKED = frozenset((0, 1, 3, 7, 15, 31))
@@ -23,13 +26,14 @@ class LossChecks:
     Args:
         device: where the step computes.
         numbers: notes the numbers that a run of the step logs and returns.
-        weighted: whether the user's function says what a micro-batch counts: nothing is warned about then.
+        weighted: whether the user's function says what a micro-batch counts: nothing is said about the loss then.
+        replica: the number of this pipeline among those side by side.
     """
 
-    def __init__(self, device: torch.device, numbers: NumberRules, *, weighted: bool) -> None:
-        self._device, self._numbers, self._weighted = device, numbers, weighted
+    def __init__(self, device: torch.device, numbers: NumberRules, *, weighted: bool, replica: int = 0) -> None:
+        self._device, self._numbers, self._weighted, self._replica = device, numbers, weighted, replica
         self._batches = 0
-        self._has_warned = False
+        self._has_warned = self._told_mixing = False
         self._warn = WarnOnce()
 
     def begin(
@@ -57,7 +61,14 @@ class LossChecks:
             micro_batches.summed,
             self._numbers.values,
             pairs=3 if number == 0 else 1,
+            mixing=MixingCheck(micro_batches.sizes, micro_batches.together, self._tell_mixing) if number == 0 else None,
         )
+
+    def _tell_mixing(self, first: str, last: str, one: int, other: int) -> None:
+        if self._replica == 0 and not self._told_mixing:
+            self._told_mixing = True
+            # not by rank_zero_warn: process 0 need not have the stage
+            warnings.warn(_mixing(first, last, one, other), stacklevel=2)
 
     def end(self, check: LossCheck | None) -> None:
         """Warn if the loss of the batch is not what the losses of its micro-batches make, or could not be compared.
@@ -74,6 +85,18 @@ class LossChecks:
             rank_zero_warn(_no_sum(sizes, expected, both) if check.summed else _no_mean(sizes, expected, both))
         elif check.reason is not None and not check.agreed:
             self._warn("unchecked", _unchecked(check.reason, summed=check.summed))
+
+
+def _mixing(first: str, last: str, one: int, other: int) -> str:
+    """The warning for layers before the last stage, by their names, that do not keep samples apart."""
+    layers = f"'{first}'" if first == last else f"'{first}' to '{last}'"
+    return (
+        f"What {layers}, and the code before them, make of a sample depends on the other samples in its micro-batch: "
+        f"for micro-batches of {one} and {other} samples it is not what it is for the same samples together (without "
+        "dropout). Gradients differ accordingly from those of one device. Samples that do not lie along the first "
+        f"dimension need PipeStrategy(split_batch=…). {WHOLE} Layers that compare samples with each other need "
+        "micro_batches=1."
+    )
 
 
 def _no_mean(sizes: Sequence[int], mean: float, both: float) -> str:

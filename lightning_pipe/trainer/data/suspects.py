@@ -16,10 +16,11 @@ from torch import Tensor
 from lightning_pipe.engine.containers import children
 from lightning_pipe.errors import ConfigurationError
 
-_REMEDY = (
+WHOLE = (
     "What belongs to all samples goes whole to every micro-batch if its first dimension has length 1 (mask[None]), or "
-    "if it is a buffer of the module. Or say how to split: PipeStrategy(split_batch=lambda batch, m: […])."
+    "if it is a buffer of the module."
 )
+_REMEDY = f"{WHOLE} Or say how to split: PipeStrategy(split_batch=lambda batch, m: […])."
 _BATCHES = 6
 _LEAST = 4
 

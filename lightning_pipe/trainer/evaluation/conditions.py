@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,7 +15,19 @@ from lightning_pipe.parameters.deferred_batchnorm import deferred_norms
 from lightning_pipe.trainer.data.shared_loader import SharedDataLoader
 from lightning_pipe.trainer.user_step import UserStep
 
+# Lightning shows what its own loggers are told; that of this package has no handler.
+_log = logging.getLogger("lightning.pytorch.lightning_pipe")
 _TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+
+
+def tell_that_batches_wait(name: str, reason: str) -> None:
+    """Say that an evaluation does not stream.
+
+    Args:
+        name: the method that evaluates a batch.
+        reason: in words that follow "because".
+    """
+    _log.info(f"{name}: each batch passes all ranks before the next one begins, because {reason}.")
 
 
 def reason_to_wait(module: pl.LightningModule, pipeline: Pipeline, step: UserStep, loop: Any, name: str) -> str | None:
@@ -29,33 +42,37 @@ def reason_to_wait(module: pl.LightningModule, pipeline: Pipeline, step: UserSte
     """
     if name in step.in_turns:
         return "the step comes back to layers that it has called, and one rank computes at a time"
-    return next(_reasons(module, pipeline, step, loop, name), None)
-
-
-def _reasons(module: pl.LightningModule, pipeline: Pipeline, step: UserStep, loop: Any, name: str) -> Iterator[str]:
-    trainer: Any = module.trainer
     if isinstance(loop._data_fetcher, DataLoaderIterDataFetcher):
-        yield f"{name} takes the loader's iterator"
+        return f"{name} takes the loader's iterator"
+    for hook in _hooks_between(module, name):
+        # it may change what the steps of later batches use, such as weights
+        return f"{hook} is called between two batches"
+    for metric in step.metrics.in_layers:
+        return f"the metric {metric!r} is part of a module that earlier stages run"
+    if any(vars(part).get("_compiled_call_impl") is not None for part in step.attributes.tracked.modules.values()):
+        return "the code around the layers is compiled, and what it reads cannot be seen"
+    return _what_replicas_do(module, loop) if pipeline.transport.topology.replicas > 1 else None
+
+
+def _what_replicas_do(module: pl.LightningModule, loop: Any) -> str | None:
+    """What the replicas do together for every batch, which must be in the same order on all of them."""
+    if any(isinstance(loader, SharedDataLoader) and loader.compares for loader in loop._combined_loader.flattened):
+        return "the replicas' loaders may differ in length"
+    return "batch norm is in training mode" if any(norm.training for norm in deferred_norms(module)) else None
+
+
+def _hooks_between(module: pl.LightningModule, name: str) -> Iterator[str]:
+    """The hooks that are called for every batch and are not Lightning's own."""
+    trainer: Any = module.trainer
     stage = name.removesuffix("_step")
     for hook in (f"on_{stage}_batch_start", f"on_{stage}_batch_end"):
         for owner in (module, *trainer.callbacks):
-            # it may change what the steps of later batches use, such as weights
             if not _is_lightnings(getattr(owner, hook)):
-                yield f"{type(owner).__name__}.{hook} is called between two batches"
+                yield f"{type(owner).__name__}.{hook}"
     for hook in _TRANSFERS:
         for owner in (module, trainer.datamodule):
             if owner is not None and is_overridden(hook, owner):
-                yield f"{type(owner).__name__}.{hook} is called between two batches"
-    if step.metrics.in_layers:
-        yield f"the metric {step.metrics.in_layers[0]!r} is part of a module that earlier stages run"
-    if any(vars(part).get("_compiled_call_impl") is not None for part in step.attributes.tracked.modules.values()):
-        yield "the code around the layers is compiled, and what it reads cannot be seen"
-    if pipeline.transport.topology.replicas > 1:
-        # what the replicas do together must be in the same order on all of them
-        if any(isinstance(loader, SharedDataLoader) and loader.compares for loader in loop._combined_loader.flattened):
-            yield "the replicas' loaders may differ in length"
-        if any(norm.training for norm in deferred_norms(module)):
-            yield "batch norm is in training mode"
+                yield f"{type(owner).__name__}.{hook}"
 
 
 def _is_lightnings(hook: Any) -> bool:

@@ -9,10 +9,9 @@ from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_pipe.patches import replaced
-from lightning_pipe.trainer.evaluation.conditions import reason_to_wait
+from lightning_pipe.trainer.evaluation.conditions import reason_to_wait, tell_that_batches_wait
 from lightning_pipe.trainer.evaluation.steps import EvaluationSteps
 from lightning_pipe.trainer.evaluation.stream import EvaluationStream, Steadiness
 from lightning_pipe.trainer.world import World
@@ -82,10 +81,8 @@ class Evaluations:
             self._stream.begin()
         elif (name, reason) not in self._told:
             self._told.add((name, reason))
-            rank_zero_info(
-                f"{name}: each batch passes all ranks before the next one begins, because {reason}. Without it several "
-                "batches would be under way."
-            )
+            if self._world.transport.process == 0:
+                tell_that_batches_wait(name, reason)
 
     def _end(self, method: Callable[..., Any]) -> Any:
         """In the place of ``on_run_end``. Collective over all processes."""

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import lightning.pytorch as pl
 from torch import nn
 
 from lightning_pipe.intercept.snapshot import Change, Snapshot, is_compared
@@ -65,12 +66,12 @@ class AttributeReads:
             yield
 
     def _noting(self, original: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
-        def __getattribute__(module: Any, name: str) -> Any:
+        def lookup(module: Any, name: str) -> Any:
             if self._noted is not None:
                 self._noted.add((id(module), name))
             return original(module, name)
 
-        return __getattribute__
+        return lookup
 
     @contextmanager
     def noting(self) -> Iterator[Names]:
@@ -94,7 +95,7 @@ class AttributeReads:
         """Whether an attribute, which may not exist, is neither code nor part of the module's structure."""
         if name.startswith("__") or name in module._parameters or name in module._modules:
             return False
-        if not is_compared(name):
+        if not is_compared(name) or hasattr(pl.LightningModule, name):
             return False
         # a property or method reads attributes itself
         return not hasattr(type(inspect.getattr_static(type(module), name, _MISSING)), "__get__")

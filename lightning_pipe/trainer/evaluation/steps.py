@@ -74,14 +74,14 @@ class EvaluationSteps:
         step = self.user_step.begin(name, rest, self._contexts[name], MicroBatches([batch], [1], [1.0]))
         with self.user_step.running(may_repeat=not turns) as before:
             outputs = self.pipeline.evaluate(step, [batch], seed=seed, ahead=ahead, turns=turns)
-        return RunStep(step, outputs, before, self.pipeline.repeats, name, args, seed)
+        return RunStep(step, outputs, before, self.pipeline.turns.needed, name, args, seed)
 
     def share(self, run: RunStep, broadcast: Broadcast | None = None, *, send_outputs: bool = True) -> Any:
         """What the step returned, after its traces have been made on this rank. Collective over the pipeline.
 
         Args:
             run: what `run` returned.
-            broadcast: sends objects within the pipeline; by default all ranks wait for each other.
+            broadcast: sends objects within the pipeline; by default the others wait for those that report.
             send_outputs: whether ranks without the last stage get what the step returned.
         """
         shared = run.step.share(run.outputs, run.before, broadcast, send_outputs=send_outputs, repeats=run.repeats)

@@ -18,7 +18,6 @@ no batch ahead from then on.
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -29,6 +28,8 @@ import lightning.pytorch as pl
 
 from lightning_pipe.errors import ConfigurationError
 from lightning_pipe.patches import replaced
+from lightning_pipe.trainer.broadcasts import STREAMED_BATCHES, STREAMED_REPORTS
+from lightning_pipe.trainer.evaluation.conditions import tell_that_batches_wait
 from lightning_pipe.trainer.evaluation.reads import AttributeReads, ReadState
 from lightning_pipe.trainer.evaluation.steps import EvaluationSteps, RunStep
 from lightning_pipe.trainer.world import World
@@ -37,7 +38,6 @@ from lightning_pipe.transport.nonblocking_broadcast import NonBlockingBroadcast
 _NOT_YET = object()
 _LEAST = 2
 """Batches that the rank before the last one may be ahead."""
-_log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -100,8 +100,8 @@ class EvaluationStream:
         (stage,), stages = pipeline.stages_here, len(pipeline.balance)
         self._ahead = 0 if pipeline.is_loss_rank else stages - stage
         self._reads = AttributeReads(steps.user_step.attributes.tracked.modules)
-        self._batches = NonBlockingBroadcast(pipeline.transport, stages + 2, number=1)
-        self._reports = NonBlockingBroadcast(pipeline.transport, stages + 2, number=2)
+        self._batches = NonBlockingBroadcast(pipeline.transport, stages + 2, STREAMED_BATCHES)
+        self._reports = NonBlockingBroadcast(pipeline.transport, stages + 2, STREAMED_REPORTS)
         self._queue: deque[_Fetched] = deque()
         self._current: _Fetched | None = None
         self._end: Exception | None = None
@@ -232,7 +232,8 @@ class EvaluationStream:
 
     @property
     def _replicas(self) -> bool:
-        return self._world.layout.data_parallel_size > 1
+        """Whether this rank does something together with its counterparts in other replicas; predictions do not."""
+        return self._world.layout.data_parallel_size > 1 and self._name != "predict_step"
 
     def _look_back(self) -> None:
         """After the first batch: see whether it has changed what its step read before it left this rank."""
@@ -248,10 +249,8 @@ class EvaluationStream:
             known.steady = self._world.agree(known.steady, unanimous=True, members=self._world.replica_members)
         if changed and self._ahead == _LEAST and self._steps.pipeline.transport.replica == 0:
             # the rank before the last one runs, and reads, all that the ranks before it do
-            _log.info(
-                f"{self._name}: each batch passes all ranks before the next one begins, because the step reads "
-                f"`{changed[0]}` before it calls the layers of other stages, and changes it."
-            )
+            reason = f"the step reads `{changed[0]}` before it calls the layers of other stages, and changes it"
+            tell_that_batches_wait(self._name, reason)
 
     # ------------------------------------------------------------------ batches
 

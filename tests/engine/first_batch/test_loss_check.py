@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from lightning_pipe import PipeStrategy
 from lightning_pipe.config import RunLayout
-from lightning_pipe.engine.first_batch.loss_check import is_alone
+from lightning_pipe.engine.first_batch.trial_runs import is_alone
 from lightning_pipe.trainer.world import World
 from tests.support import oracle
 from tests.support.model_zoo import ZOO

@@ -149,7 +149,7 @@ def evaluated(net: Twice, data: Any, context: Any = torch.inference_mode, **run:
                 found.extend(first.values())
                 return
             assert not first
-            assert pipeline.repeats or not pipeline.is_loss_rank
+            assert pipeline.turns.needed or not pipeline.is_loss_rank
             found.extend(pipeline.evaluate(lambda _, part: module.several(**part), [data], turns=True).values())
 
     def frozen(parameters: Any, lr: float) -> Any:

@@ -112,6 +112,7 @@ def test_validation_sees_the_middle() -> None:
         ({"files": "{tmp}/other"}, "has the class n09"),
         ({"source": "internet"}, "data.source=internet is unknown"),
         ({"files": "{tmp}/good", "classes": 1}, "2 classes of images, the model is built for 1"),
+        ({"files": "{tmp}/good", "classes": 10}, "2 classes of images, the model is built for 10"),
     ],
 )
 def test_bad_folders_are_told_in_a_sentence(tmp_path: Path, settings: dict[str, Any], words: str) -> None:

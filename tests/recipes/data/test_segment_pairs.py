@@ -151,7 +151,7 @@ def test_lines_of_the_standard_library_are_sentences(tmp_path: Path) -> None:
     [
         ({"source": "files"}, "needs a folder"),
         ({"files": "{tmp}/nowhere"}, "no folder"),
-        ({"files": "{tmp}/empty"}, r"no train\*.txt"),
+        ({"files": "{tmp}/empty"}, r"no file ending in \.txt, \.jsonl"),
         ({"files": "{tmp}/blank"}, "split of .* is empty"),
         ({"source": "internet"}, "data.source=internet is unknown"),
         ({"files": "{tmp}/good", "vocabulary": 100}, "the model is built for 100"),

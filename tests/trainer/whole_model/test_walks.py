@@ -441,12 +441,35 @@ class Mixed(Walks):
         self.mean = sum(weight.detach().mean() for weight in self.parameters()) * 0.1
 
 
+class Vector(Walks):
+    """Changes all weights through one vector."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        vector = nn.utils.parameters_to_vector(self.parameters()).detach()
+        nn.utils.vector_to_parameters(vector * 0.99, self.parameters())
+
+
+class Trusting(Walks):
+    """An optimizer that takes it that every parameter has a gradient."""
+
+    class Plain(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            loss = closure()
+            for weight in self.param_groups[0]["params"]:
+                weight.data.add_(weight.grad.mul(-0.1))
+            return loss
+
+    def configure_optimizers(self) -> Any:
+        return self.Plain(self.parameters(), lr=0.1)
+
+
 REFUSED: dict[str, tuple[type[Walks], str]] = {
     "joins": (Joins, "Normalised.step joins numbers of several parameters: 'stack' at "),
     "sums": (SumsNorms, "lightning.pytorch.utilities.grad_norm"),
     "histograms": (Histograms, "'numpy' needs a value that is not here: Rank "),
     "unnamed": (Unnamed, "checkpoint['averages'][0] comes from parameters of other ranks"),
     "mixed": (Mixed, "No rank has the value of 'mean'"),
+    "vector": (Vector, "not through one vector of all of them"),
     "distils": (Distils, "a teacher whose layers follow a student's needs one device"),
 }
 
@@ -461,3 +484,13 @@ def test_what_only_one_device_can_do(name: str, folder: Path) -> None:
     for outcome in ended:
         assert isinstance(outcome.error, PipeError)
         assert REFUSED[name][1] in str(outcome.error)
+
+
+def test_an_optimizer_that_misses_gradients_is_told_why(folder: Path) -> None:
+    for outcome in outcomes(trusting, 2, timeout=40, group_timeout=None, folder=folder):
+        assert isinstance(outcome.error, AttributeError)
+        assert "parameters of other ranks have no gradient" in "".join(outcome.error.__notes__)
+
+
+def trusting(process: int, folder: Path) -> None:
+    fit(Trusting, 2, folder)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 from torch.distributed import HashStore
 
-from lightning_pipe.trainer import telling
+from lightning_pipe.trainer import failure_reporter
 from lightning_pipe.transport.failures.board import FailureBoard
 from lightning_pipe.transport.threads import thread_world
 from lightning_pipe.transport.topology import Topology
@@ -79,12 +79,12 @@ def test_an_error_of_ones_own_keeps_what_failed_first(boards: list[FailureBoard]
 def test_a_child_prints_nothing_if_another_one_tells(
     boards: list[FailureBoard], told: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(telling, "is_child", lambda: True)
-    monkeypatch.setattr(telling, "_PATIENCE", 0.1)
+    monkeypatch.setattr(failure_reporter, "is_child", lambda: True)
+    monkeypatch.setattr(failure_reporter, "_PATIENCE", 0.1)
     monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
     if told:
         assert boards[0].becomes_reporter()
     error = ValueError("the reason")
-    telling.tell_once(error, boards[1], started=False)
+    failure_reporter.report_once(error, boards[1], started=False)
     sys.excepthook(ValueError, error, None)
     assert ("the reason" in capsys.readouterr().err) is not told

@@ -15,7 +15,7 @@ _PATIENCE = 15.0
 """Seconds that a child leaves to process 0, whose hooks for exceptions may be slow."""
 
 
-def tell_once(error: BaseException, board: FailureBoard, *, started: bool) -> None:
+def report_once(error: BaseException, board: FailureBoard, *, started: bool) -> None:
     """Let this process end without printing its error if another one prints the reason.
 
     Processes that something else than Lightning has started have outputs of their own: each prints its error.

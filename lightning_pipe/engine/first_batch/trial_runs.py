@@ -1,0 +1,154 @@
+"""Runs of the step for one stage of which nothing is to come: they only tell what the step computes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_pipe.engine.batch import Batch, Inbound
+from lightning_pipe.engine.stage import Crossings, Stages, loss_of
+from lightning_pipe.intercept.recompute import recomputing
+from lightning_pipe.intercept.snapshot import Snapshot
+from lightning_pipe.torch_internals import DropoutNd, NormBase
+
+_SEEDS = 8
+"""With how many other random numbers a run is repeated that may depend on them."""
+
+_local = threading.local()
+
+
+def is_alone() -> bool:
+    """Whether the code that asks runs for a check: other replicas may not, so it must not wait for them."""
+    return getattr(_local, "alone", False)
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    _local.alone = True
+    try:
+        yield
+    finally:
+        _local.alone = False
+
+
+@dataclass
+class TrialRuns:
+    """Runs of the step for one stage, in which what the stage computes is as in an evaluation.
+
+    ``whole``: not only what computes is as in an evaluation there, but the whole module. ``drew``: whether a run has
+    drawn random numbers there.
+    """
+
+    stages: Stages
+    stage: int
+    batch: Batch
+    whole: bool = False
+    drew: bool = False
+
+    def run(self, index: int, part: Any, inbound: Inbound | None, seed: int | None = None) -> tuple[Crossings, Any]:
+        """Run the step. Returns what leaves the stage, by the stage that receives it, and what the step returned.
+
+        Args:
+            index: the micro-batch that it draws the random numbers of: up to the stage's layers it goes the same way.
+            part: the micro-batch.
+            inbound: what the stage receives for it.
+            seed: from the stage's first layer on, the micro-batch that it draws the random numbers of.
+        """
+        trial = replace(self.batch, micro_batches=[part] * (index + 1), training=False, results={})
+        marks: list[Any] = []
+
+        def begin() -> None:
+            if seed is not None:
+                trial.streams.seed_user_code(seed)
+            marks.append(trial.streams.state())
+
+        with _not_random(self.stages, self.stage, begin, whole=self.whole):
+            found = self.stages.trial(self.stage, index, trial, inbound)
+        self.drew |= not marks or marks[-1] != trial.streams.state()
+        return found
+
+    def loss(self, index: int, part: Any, inbound: Inbound | None) -> Tensor:
+        """The loss of a run on the last stage; the arguments are those of `run`."""
+        return loss_of(self.run(index, part, inbound)[1])
+
+    def are_random(
+        self, index: int, part: Any, inbound: Inbound | None, same: Callable[[Crossings, Any], bool]
+    ) -> bool:
+        """Whether a run is another one with other random numbers: from the start, or from this stage's layers on.
+
+        A layer that is left out with a small probability shows in some runs alone.
+
+        Args:
+            index: as for `run`.
+            part: the micro-batch.
+            inbound: what the stage receives for it.
+            same: whether what a run returns is what it returned before.
+        """
+        first = len(self.batch.micro_batches)
+        for seed in range(first, first + _SEEDS):
+            if not same(*self.run(index, part, inbound, seed)):
+                return True
+            try:
+                if not same(*self.run(seed, part, inbound)):
+                    return True
+            except Exception:  # it takes another way to this stage
+                return True
+        return False
+
+
+@contextmanager
+def leaving_no_trace(stages: Stages) -> Iterator[None]:
+    """Around trial runs: what the step changes is put back."""
+    with _alone(), recomputing(), torch.no_grad(), _attributes(stages), stages.buffers.restored():
+        yield
+
+
+@contextmanager
+def _attributes(stages: Stages) -> Iterator[None]:
+    """What computes has the same attributes as before afterwards."""
+    kept = Snapshot({str(number): part for number, part in enumerate(stages.interceptor.computing())})
+    try:
+        yield
+    finally:
+        kept.undo()
+
+
+@contextmanager
+def _not_random(stages: Stages, stage: int, then: Callable[[], None], *, whole: bool = False) -> Iterator[None]:
+    """What the stage computes is as in an evaluation; up to there the step must go the way that it has gone.
+
+    Args:
+        stages: the stages of this rank.
+        stage: the one that runs.
+        then: called where the stage's layers begin.
+        whole: whether all of the module is, and not only what computes.
+    """
+    module, layers = stages.interceptor.module, stages.interceptor.layers
+    quiet: list[nn.Module] = [part for part in module.modules() if whole or isinstance(part, DropoutNd | NormBase)]
+    quiet += stages.interceptor.computing()
+    before = [part.training for part in quiet]
+
+    def silence() -> None:
+        for part in quiet:
+            part.training = False
+
+    def begin(*_: Any) -> None:
+        silence()
+        then()
+
+    start = stages.layers[stage].layers.start
+    hook = layers[start].register_forward_pre_hook(begin)
+    try:
+        if start == 0:
+            silence()
+        yield
+    finally:
+        hook.remove()
+        for part, training in zip(quiet, before, strict=True):
+            part.training = training

@@ -1,0 +1,101 @@
+"""What Hydra reads in each process of a job.
+
+The strategy starts the other processes of a job with the job's own overrides and the first one's folder. Where
+something else starts them (torchrun, SLURM), every process reads the whole command line, and only the first one may
+write.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from recipes.errors import RecipeError
+
+RANK_VARIABLES = ("RANK", "SLURM_PROCID", "LOCAL_RANK")
+CONF = Path(__file__).resolve().parents[1] / "conf"
+
+
+def rank() -> int:
+    """The number of this process in its job as the launcher has told it: 0 where nothing has been said."""
+    return next((int(os.environ[name]) for name in RANK_VARIABLES if name in os.environ), 0)
+
+
+def arguments(command_line: Sequence[str]) -> list[str]:
+    """What Hydra shall read in this process.
+
+    Args:
+        command_line: what this process was started with, without the program's name.
+
+    Returns:
+        on the first process of a job the command line; on the others the same without any output of their own.
+
+    Example:
+        >>> arguments(["+experiment=e", "+trainer.profiler=simple", "-m"])
+        ['experiment=e', '++trainer.profiler=simple', '-m']
+    """
+    given = [_added(word) for word in command_line]
+    if rank() == 0:
+        return given
+    quiet = ["hydra.output_subdir=null", "hydra.job_logging.root.level=WARNING"]
+    if not any(word.startswith("hydra.run.dir=") for word in given):  # rank 0's folder is not known here
+        quiet += ["hydra.run.dir=.", "hydra.sweep.dir=.", "hydra.sweep.subdir=."]
+        quiet += ["hydra.job_logging.root.handlers=[console]"]
+    return [*given, *quiet]
+
+
+def _added(word: str) -> str:
+    """``+key`` adds a key. All keys are there already, and so are the groups: it means the same as without the plus."""
+    key = re.match(r"\+([\w/]+(?:@[\w.]+)?|[\w.]+)=", word)
+    if key is None:
+        return word
+    return word[1:] if (CONF / key[1]).is_dir() else f"+{word}" if "@" not in key[1] else word
+
+
+@contextlib.contextmanager
+def threads(number: int | None) -> Iterator[None]:
+    """Sets the threads of this process and of those that it starts.
+
+    Args:
+        number: for each process; ``None`` leaves it to torch.
+    """
+    import torch
+
+    before = os.environ.get("OMP_NUM_THREADS")
+    if number is not None:
+        os.environ["OMP_NUM_THREADS"] = str(number)  # Lightning's launcher would set another number
+        torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        os.environ.pop("OMP_NUM_THREADS", None)
+        if before is not None:
+            os.environ["OMP_NUM_THREADS"] = before
+
+
+def read() -> None:
+    """Replaces this process's command line by `arguments`, and reads ``.env`` into its environment."""
+    sys.argv[1:] = arguments(sys.argv[1:])
+    load_environment()
+
+
+def load_environment() -> None:
+    """Sets the variables in ``.env`` (of the working folder or of the repository) that are not set yet.
+
+    Raises:
+        RecipeError: there is such a file, and python-dotenv, which reads it, is not installed.
+    """
+    file = next((folder / ".env" for folder in (Path.cwd(), CONF.parent) if (folder / ".env").is_file()), None)
+    if file is None:
+        return
+    try:
+        from dotenv import load_dotenv
+    except ModuleNotFoundError:
+        raise RecipeError(
+            f"python-dotenv reads {file}, and is not installed.", hint="pip install python-dotenv"
+        ) from None
+    load_dotenv(file)

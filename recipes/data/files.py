@@ -1,0 +1,101 @@
+"""Local files: what they are called, what they hold, and whether they have changed."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, TextIO, TypeVar
+
+from recipes.errors import RecipeError
+
+HELD_OUT = 200  # one document or pair of so many is for validation where files do not say
+LARGE = 2**26  # bytes above which a file's time stands for its contents
+
+T = TypeVar("T")
+
+
+def place(given: str) -> Path:
+    """A file or folder that the configuration names.
+
+    Raises:
+        RecipeError: there is none.
+    """
+    found = Path(given).expanduser()
+    if not given.strip() or not found.exists():
+        raise RecipeError(f"There is no folder {given!r}.", hint="data.files names a folder or a file that exists.")
+    return found
+
+
+def chosen(files: str | None, name: str) -> Path:
+    """The local files: those that ``files`` names, else ``name`` where it is a folder."""
+    if files is None and not Path(name).expanduser().is_dir():
+        raise RecipeError("data.source=files needs a folder.", hint="Add data.files=FOLDER.")
+    return place(name if files is None else files)
+
+
+def below(folder: Path, suffixes: Iterable[str]) -> list[Path]:
+    """The files with one of these suffixes, at any depth; a file itself if it is one."""
+    every = [folder] if folder.is_file() else sorted(path for path in folder.rglob("*") if path.is_file())
+    return [path for path in every if path.name.endswith(tuple(suffixes))]
+
+
+def fingerprint(files: Iterable[Path]) -> str:
+    """Changes whenever one of the files does."""
+    digest = hashlib.sha256()
+    for file in files:
+        digest.update(file.name.encode())
+        status = file.stat()
+        if status.st_size > LARGE:
+            digest.update(f"{status.st_size} {status.st_mtime_ns}".encode())
+            continue
+        with file.open("rb") as content:
+            digest.update(hashlib.file_digest(content, "sha256").digest())
+    return digest.hexdigest()
+
+
+def lines(file: Path) -> Iterator[str]:
+    """The lines of a text file, which may be compressed by gzip, without their ends."""
+    opened: TextIO
+    with gzip.open(file, "rt", encoding="utf-8") if file.suffix == ".gz" else file.open(encoding="utf-8") as opened:
+        for line in opened:
+            yield line.rstrip("\n")
+
+
+def json_rows(file: Path) -> Iterator[dict[str, Any]]:
+    """One object on every line."""
+    for number, line in enumerate(lines(file), 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise RecipeError(f"Line {number} of {file} is no JSON: {error}.", hint="One object on a line.") from error
+        if not isinstance(row, dict):
+            raise RecipeError(f"Line {number} of {file} is no JSON object.", hint='Such as {"text": "…"}.')
+        yield row
+
+
+def parquet_rows(file: Path, column: str) -> Iterator[Any]:
+    """One column, read piece by piece."""
+    from pyarrow.parquet import ParquetFile
+
+    opened = ParquetFile(file)
+    if column not in opened.schema_arrow.names:
+        names = ", ".join(opened.schema_arrow.names)
+        raise RecipeError(f"{file} has the columns {names}; {column!r} is needed.", hint="Rename the column.")
+    for batch in opened.iter_batches(columns=[column]):
+        yield from batch.column(0).to_pylist()
+
+
+def share(read: Callable[[], Iterator[T]], *, validation: bool) -> Iterator[T]:
+    """One of two hundred for validation, the others for training.
+
+    Example:
+        >>> numbers = lambda: iter(range(401))
+        >>> list(share(numbers, validation=True)), len(list(share(numbers, validation=False)))
+        ([0, 200, 400], 398)
+    """
+    return (one for index, one in enumerate(read()) if (index % HELD_OUT == 0) == validation)

@@ -1,0 +1,196 @@
+"""Samples that depend on each other before the last stage are noticed in the first batch, others never."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.engine.first_batch.test_loss_check import (
+    Batches,
+    Chosen,
+    Contrastive,
+    LayerDrop,
+    MeanOfCopies,
+    MeanOfSamples,
+    MeanOfViews,
+    Picky,
+    Random,
+    Routed,
+    SeldomDrop,
+    SumOfTokens,
+    TimeFirst,
+    Tokens,
+    Views,
+    fit,
+)
+from tests.support.model_zoo import ZOO
+from tests.support.processes import run_trainers
+
+MESSAGE = "depends on the other samples"
+LENGTH, WIDTH, CLASSES = 6, 4, 3
+
+
+class Mixing(L.LightningModule):
+    """Has its samples, or its time, along the first dimension; the last stage keeps them apart."""
+
+    def __init__(self, dtype: torch.dtype = torch.float64) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.recurrent = nn.GRU(WIDTH, WIDTH)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.head = nn.Linear(WIDTH, CLASSES)
+        self.to(dtype)
+
+    def before(self, batch: dict[str, Tensor]) -> Tensor:
+        return batch["x"]
+
+    def between(self, x: Tensor) -> Tensor:
+        return x
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        x = self.before(batch)
+        for number, layer in enumerate(self.layers):
+            x = torch.tanh(layer(self.between(x) if number == 1 else x))
+        return F.cross_entropy(self.head(x).flatten(0, 1), batch["y"].flatten())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class TimeBeforeSamples(Mixing):
+    """As ``nn.GRU`` has it by default, with as many steps as samples."""
+
+    def before(self, batch: dict[str, Tensor]) -> Tensor:
+        return self.recurrent(batch["x"])[0]  # type: ignore[no-any-return]
+
+
+class Centred(Mixing):
+    """Takes the mean over the samples away, between layers of the first stage."""
+
+    def between(self, x: Tensor) -> Tensor:
+        return x - x.mean(0)
+
+
+class Neighbours(Mixing):
+    """Mixes each sample with the next one."""
+
+    def before(self, batch: dict[str, Tensor]) -> Tensor:
+        return 0.5 * batch["x"] + 0.5 * batch["x"].roll(1, 0)
+
+
+def batch(dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(LENGTH, LENGTH, WIDTH, generator=generator, dtype=dtype)
+    return {"x": x, "y": torch.randint(CLASSES, (LENGTH, LENGTH), generator=generator)}
+
+
+@pytest.mark.parametrize("module", [TimeBeforeSamples, Centred, Neighbours])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"stages": 4, "schedule": "gpipe", "recompute": "always"},
+        {"micro_batches": 6},
+        {"loss_weight": lambda part: 2.0},
+        {"micro_batches": 2, "stages": 2, "schedule": "pipedream_2bw"},
+    ],
+    ids=str,
+)
+def test_samples_that_depend_on_each_other_are_told_once(module: type[Mixing], options: dict[str, Any]) -> None:
+    if module is Centred and options.get("stages") == 4:
+        options = {**options, "stages": 2}
+    for dtype in (torch.float64, torch.float32):
+        (told,) = fit(module(dtype), [batch(dtype)] * 2, layers="layers", message=MESSAGE, **options)
+        assert "'layers.0'" in told
+        assert "split_batch" in told
+
+
+def test_what_is_advised_works() -> None:
+    split = {"split_batch": lambda batch, m: [{k: v[:, i::m] for k, v in batch.items()} for i in range(m)]}
+    assert fit(TimeBeforeSamples(), [batch()], layers="layers", message="samples", **split) == []
+    assert fit(Centred(), [batch()], layers="layers", message=MESSAGE, micro_batches=1) == []
+
+
+class Noise(Mixing):
+    """Is random outside layers, whether it trains or not."""
+
+    def before(self, batch: dict[str, Tensor]) -> Tensor:
+        return F.dropout(batch["x"], 0.5) + torch.randn_like(batch["x"])
+
+
+class Seldom(Mixing):
+    """Leaves a layer of the first stage out at random."""
+
+    def before(self, batch: dict[str, Tensor]) -> Tensor:
+        return batch["x"] * (torch.rand(()) < 0.1)
+
+
+class Statistics(Mixing):
+    """Keeps means over the samples for later, which are no samples."""
+
+    def between(self, x: Tensor) -> Tensor:
+        self.mean = x.mean()
+        return x
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) + 0.0 * self.mean
+
+
+@pytest.mark.parametrize("module", [Mixing, Noise, Seldom, Statistics])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_no_false_alarms(module: type[Mixing], dtype: torch.dtype) -> None:
+    for micro_batches in (2, 4, 6):
+        options = {"layers": "layers", "message": MESSAGE, "micro_batches": micro_batches}
+        assert fit(module(dtype), [batch(dtype)] * 2, **options) == []
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        Chosen,
+        Contrastive,
+        LayerDrop,
+        MeanOfCopies,
+        MeanOfSamples,
+        MeanOfViews,
+        Picky,
+        Random,
+        Routed,
+        SeldomDrop,
+        SumOfTokens,
+        TimeFirst,
+        Views,
+    ],
+)
+@pytest.mark.parametrize("options", [{}, {"stages": 4}, {"micro_batches": 6}], ids=str)
+def test_no_false_alarms_with_other_losses(loss: type[Tokens], options: dict[str, Any]) -> None:
+    assert fit(loss(early=0.2), Batches().batches, layers="layers", message=MESSAGE, **options) == []
+
+
+@pytest.mark.parametrize("name", ["mlp", "gpt2", "bert", "llama", "t5"])
+def test_no_false_alarms_with_real_models(name: str) -> None:
+    entry = ZOO[name]
+    for dtype in (torch.float64, torch.float32):
+        module, batches = entry.build().to(dtype), entry.batches(1)
+        if dtype is torch.float32:
+            batches = [_single(each) for each in batches]
+        assert fit(module, batches, layers=entry.layers, message=MESSAGE) == []
+
+
+def _single(batch: Any) -> Any:
+    return torch.utils._pytree.tree_map(
+        lambda leaf: leaf.float() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf, batch
+    )
+
+
+def on_two_ranks(process: int) -> list[str]:
+    return fit(TimeBeforeSamples(), [batch()], devices=2, layers="layers", message=MESSAGE)
+
+
+def test_the_rank_with_the_stage_tells() -> None:
+    assert sorted(map(len, run_trainers(on_two_ranks, 2, timeout=60))) == [0, 1]

@@ -1,0 +1,56 @@
+"""What a stage keeps of a micro-batch, and when it lets go of it."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_pipe import schedules
+from lightning_pipe.engine.pipeline import Pipeline
+from lightning_pipe.engine.stage import Saved
+from lightning_pipe.partition import find_layers
+from lightning_pipe.transport.threads import thread_world
+from lightning_pipe.transport.topology import Topology
+
+PARTS = [torch.ones(1, 2)] * 3
+
+
+def of_two_stages(schedule: str) -> tuple[Pipeline, nn.Module]:
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    transport = thread_world(Topology(1))[0]
+    return Pipeline(module, find_layers(module), [1, 1], schedules.get(schedule), transport), module
+
+
+def test_a_batch_leaves_nothing_for_the_garbage_collector() -> None:
+    """Graphs with activations are freed when their backward pass is done, not at some later time."""
+    pipeline, module = of_two_stages("1f1b")
+    for _ in range(2):
+        pipeline.train(lambda _, part: module(part).sum(), PARTS, [1.0] * 3)
+    gc.collect()
+    gc.disable()
+    try:
+        pipeline.train(lambda _, part: module(part).sum(), PARTS, [1.0] * 3)
+        assert gc.collect() == 0
+    finally:
+        gc.enable()
+
+
+def test_a_backward_pass_frees_its_graph_itself(monkeypatch: Any) -> None:
+    """So that it counts as the stage's time: the caller still has what the forward pass left."""
+    pipeline, module = of_two_stages("1f1b")
+    stages = pipeline.executor.stages
+    backward = stages.backward
+    left: list[tuple[int, Tensor | None]] = []
+
+    def noting(saved: Saved, gradients: Mapping[int, Tensor], used: frozenset[int]) -> Any:
+        result = backward(saved, gradients, used)
+        left.append((len(saved.outbound), saved.loss))
+        return result
+
+    monkeypatch.setattr(stages, "backward", noting)
+    pipeline.train(lambda _, part: module(part).sum(), PARTS, [1.0] * 3)
+    assert left == [(0, None)] * 6

@@ -1,0 +1,159 @@
+"""The formats in which people have their data, and what is never replaced by something else."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from recipes.data import choice, documents, image_sources, parallel
+from recipes.data.images import decoded
+from recipes.data.parallel_files import Pair
+from recipes.errors import RecipeError
+
+TEXTS = [f"Rain fell on day {number}. Nobody came to town {number}." for number in range(5)]
+PAIRS = [(f"Satz {number}", f"Sentence {number}") for number in range(4)]
+
+
+def write_documents(folder: Path, kind: str) -> Path:
+    from datasets import Dataset
+
+    folder.mkdir(parents=True)
+    rows = [json.dumps({"id": number, "text": text}) for number, text in enumerate(TEXTS)]
+    if kind == "parquet":  # as the dump has it, below the folder of its configuration
+        (folder / "20231101.en").mkdir()
+        Dataset.from_dict({"title": TEXTS, "text": TEXTS}).to_parquet(folder / "20231101.en" / "train-00000.parquet")
+    elif kind == "jsonl":
+        (folder / "wiki.jsonl").write_text("\n".join(rows) + "\n")
+    elif kind == "jsonl.gz":
+        with gzip.open(folder / "wiki.jsonl.gz", "wt") as file:
+            file.write("\n".join(rows))
+    else:
+        (folder / "book.txt").write_text("\n\n".join(TEXTS))
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["parquet", "jsonl", "jsonl.gz", "txt"])
+def test_documents_come_in_every_format(tmp_path: Path, kind: str) -> None:
+    folder = write_documents(tmp_path / "wiki", kind)
+    found = documents.local_files(folder)
+    expected = [documents.sentences_of(text) for text in TEXTS]
+    assert list(found.splits["validation"]()) == expected[:1]
+    assert list(found.splits["train"]()) == expected[1:]
+    (file,) = (path for path in folder.rglob("*") if path.is_file())
+    assert list(documents.local_files(file).splits["train"]()) == expected[1:]
+
+
+def test_documents_without_text_are_told_with_their_file(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"body": "x"}\n')
+    with pytest.raises(RecipeError, match=r"a\.jsonl has the keys body"):
+        documents.local_files(tmp_path)
+    (tmp_path / "a.jsonl").write_text("no object\n")
+    with pytest.raises(RecipeError, match=r"Line 1 of .*a\.jsonl is no JSON"):
+        documents.local_files(tmp_path)
+
+
+def write_pairs(folder: Path, kind: str) -> Path:
+    folder.mkdir()
+    german, english = ("\n".join(side) + "\n" for side in zip(*PAIRS, strict=True))
+    if kind == "moses":
+        (folder / "Books.de-en.de").write_text(german)
+        (folder / "Books.de-en.en").write_text(english)
+    elif kind == "opus":
+        with zipfile.ZipFile(folder / "de-en.txt.zip", "w") as archive:
+            archive.writestr("README", "from OPUS")
+            archive.writestr("Books.de-en.de", german)
+            archive.writestr("Books.de-en.en", english)
+    elif kind == "tsv":
+        (folder / "corpus.de-en.tsv").write_text("".join(f"{one}\t{other}\n" for one, other in PAIRS))
+    elif kind == "reversed tsv":
+        (folder / "corpus.en-de.tsv").write_text("".join(f"{other}\t{one}\n" for one, other in PAIRS))
+    else:
+        rows = [{"translation": {"de": one, "en": other}} for one, other in PAIRS]
+        rows[0] = rows[0]["translation"]  # type: ignore[assignment]
+        (folder / "de-en.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["moses", "opus", "tsv", "reversed tsv", "jsonl"])
+def test_pairs_come_in_every_format(tmp_path: Path, kind: str) -> None:
+    found = parallel.local_files(write_pairs(tmp_path / "pairs", kind), ["de-en"])
+    assert list(found.splits["validation"]["de-en"]()) == [Pair(*PAIRS[0])]
+    assert list(found.splits["train"]["de-en"]()) == [Pair(*pair) for pair in PAIRS[1:]]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("x.de-en.tsv", "one column\n", "Line 1 of .* has one column"),
+        ("de-en.jsonl", '{"fr": "x", "en": "y"}\n', "keys fr, en; de and en are needed"),
+        ("x.fr-en.tsv", "a\tb\n", r"no file .*train\.de-en\.de\.\nHint: .*archives of OPUS"),
+    ],
+)
+def test_pairs_that_cannot_be_read_are_told(tmp_path: Path, name: str, text: str, words: str) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(RecipeError, match=words):
+        list(parallel.local_files(tmp_path, ["de-en"]).splits["train"]["de-en"]())
+
+
+def picture(colour: int) -> bytes:
+    content = io.BytesIO()
+    Image.new("RGB", (4, 4), (colour, 0, 0)).save(content, "PNG")
+    return content.getvalue()
+
+
+def write_shard(path: Path, classes: list[int]) -> Path:
+    with tarfile.open(path, "w") as archive:
+        for number, label in enumerate(classes):
+            for name, content in ((f"{number:04}.png", picture(number)), (f"{number:04}.cls", str(label).encode())):
+                member = tarfile.TarInfo(name)
+                member.size = len(content)
+                archive.addfile(member, io.BytesIO(content))
+    return path
+
+
+def test_images_are_read_from_shards(tmp_path: Path) -> None:
+    write_shard(tmp_path / "shard-000.tar", [0, 10, 2])
+    write_shard(tmp_path / "shard-001.tar", [0, 10, 2])
+    found = image_sources.local_folder(tmp_path)
+    assert found.classes == 3
+    train, validation = found.splits["train"], found.splits["validation"]
+    assert (len(train), len(validation)) == (4, 2)
+    assert train["label"] == [2, 1, 0, 2]  # the classes 10, 2, 0, 10 in the order of their numbers
+    assert [decoded(row["image"]).getpixel((0, 0)) for row in train] == [(n, 0, 0) for n in (1, 2, 0, 1)]
+
+
+def test_a_shard_without_classes_is_told(tmp_path: Path) -> None:
+    with tarfile.open(tmp_path / "a.tar", "w") as archive:
+        archive.addfile(tarfile.TarInfo("x.png"), io.BytesIO())
+    with pytest.raises(RecipeError, match=r"a\.tar has x\.png, and no x\.cls"):
+        image_sources.local_folder(tmp_path)
+
+
+def test_a_folder_of_classes_needs_no_splits(tmp_path: Path) -> None:
+    for name in ("cat", "dog"):
+        (tmp_path / name).mkdir()
+        for number in range(5):
+            (tmp_path / name / f"{number}.png").write_bytes(picture(number))
+    found = image_sources.local_folder(tmp_path)
+    assert (found.classes, len(found.splits["train"]), len(found.splits["validation"])) == (2, 8, 2)
+
+
+def test_only_the_default_is_replaced(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(choice, "hub_answers", lambda name: False)
+    stand_in = ("digits", "handwritten digits")
+    assert choice.choose("auto", None, "default/name", "default/name", stand_in) == "digits"
+    with pytest.raises(RecipeError, match=r"data\.name=my/own is no folder.*\n.*data\.source=digits"):
+        choice.choose("auto", None, "my/own", "default/name", stand_in)
+    assert choice.choose("auto", None, str(tmp_path), "default/name", stand_in) == "files"
+    assert choice.choose("auto", "", "default/name", "default/name", stand_in) == "files"
+    with pytest.raises(RecipeError, match="no folder ''"):
+        documents.read("files", "", "default/name", "")
+    write_documents(tmp_path / "wiki", "txt")
+    assert "the files in" in documents.read("files", None, str(tmp_path / "wiki"), "").title

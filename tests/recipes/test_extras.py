@@ -1,0 +1,75 @@
+"""Loggers, sweepers and launchers of the extras; `make test-extras` installs them and runs all of these tests."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from recipes import job
+from tests.recipes.test_train import SMALL, run
+from tests.support.recipe_curves import compose_recipe, write_data
+
+PLAIN = ["pipe=none", "trainer.devices=1", "debug=fast", "trainer.enable_progress_bar=false"]
+NEEDS = {"csv": None, "tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow"}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("logger", NEEDS)
+def test_a_logger_gets_the_configuration(logger: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if NEEDS[logger]:
+        pytest.importorskip(NEEDS[logger], reason=f"make test-extras installs {NEEDS[logger]}")
+    out = tmp_path / "out"
+    out.mkdir()
+    further = [
+        *PLAIN,
+        f"logger={logger}",
+        "tags=[first]",
+        *(["logger.wandb.offline=true"] if logger == "wandb" else []),
+    ]
+    job.run(compose_recipe("gpt2_wikitext2", write_data(tmp_path), tmp_path, further))
+    assert json.loads((out / "summary.json").read_text())["tags"] == ["first"]
+    if logger == "csv":
+        told = yaml.unsafe_load((out / "hparams.yaml").read_text())
+        assert told["config"]["optim"]["_target_"] == "torch.optim.AdamW"
+        assert told["parameters"] > 10_000
+    elif logger == "tensorboard":
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+        events = EventAccumulator(str(out / "tensorboard"))
+        events.Reload()
+        assert "val_loss" in events.Tags()["scalars"]
+        assert "AdamW" in (out / "tensorboard" / "hparams.yaml").read_text()
+    elif logger == "wandb":
+        assert list(out.glob("wandb/offline-run-*/run-*.wandb"))
+    else:
+        from mlflow import MlflowClient
+
+        client = MlflowClient(f"sqlite:///{out}/mlflow.db")
+        (experiment,) = [one for one in client.search_experiments() if one.name == "gpt2_wikitext2"]
+        (done,) = client.search_runs([experiment.experiment_id])
+        assert done.data.params["config/optim/_target_"] == "torch.optim.AdamW"
+        assert "val_loss" in done.data.metrics
+
+
+@pytest.mark.timeout(400)
+def test_optuna_chooses_what_a_sweep_tries(tmp_path: Path) -> None:
+    pytest.importorskip("hydra_plugins.hydra_optuna_sweeper", reason="make test-extras installs hydra-optuna-sweeper")
+    further = ["hparams_search=optuna", "hydra.sweeper.n_trials=2", "pipe=none", "trainer.devices=1", "debug=fast"]
+    done = run(tmp_path, *SMALL, *further, f"hydra.sweep.dir={tmp_path / 'sweep'}", seconds=350)
+    assert done.returncode == 0, done.stdout + done.stderr
+    best = yaml.safe_load((tmp_path / "sweep" / "optimization_results.yaml").read_text())
+    assert 1e-4 <= best["best_params"]["optim.lr"] <= 1e-2
+
+
+@pytest.mark.timeout(400)
+def test_submitit_runs_the_jobs_of_a_sweep(tmp_path: Path) -> None:
+    reason = "make test-extras installs hydra-submitit-launcher"
+    pytest.importorskip("hydra_plugins.hydra_submitit_launcher", reason=reason)
+    further = ["hydra/launcher=submitit_local", "seed=1,2", "pipe=none", "trainer.devices=1", "debug=fast"]
+    done = run(tmp_path, "-m", *SMALL, *further, f"hydra.sweep.dir={tmp_path / 'sweep'}", seconds=350)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for number in range(2):
+        assert json.loads((tmp_path / "sweep" / str(number) / "summary.json").read_text())["after"]["val_loss"] > 0
