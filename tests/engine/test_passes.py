@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -121,6 +122,66 @@ def test_contrast_with_batch_norm_equals_one_device() -> None:
         weights = {name: value for name, value in expected.values.items() if "running" not in name}
         weights = {name: value for name, value in weights.items() if "tracked" not in name}
         assert_close({name: found.values[name] for name in weights}, weights, 1e-9)
+
+
+class Pairs(nn.Module):
+    """Two texts through one BERT."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        sizes = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 4, "num_attention_heads": 2}
+        self.net = transformers.BertModel(transformers.BertConfig(vocab_size=31, **QUIET, **sizes))
+
+    def forward(self, one: Tensor, other: Tensor, y: Tensor) -> Any:
+        left, right = (self.net(input_ids=ids).last_hidden_state.mean(1) for ids in (one, other))
+        return F.cosine_embedding_loss(left, right, y, margin=0.5)
+
+
+class Albert(nn.Module):
+    """Groups of layers that have several depths in common."""
+
+    def __init__(self, **options: int) -> None:
+        super().__init__()
+        sizes = {"hidden_size": 8, "intermediate_size": 16, "num_attention_heads": 2, "embedding_size": 4}
+        config = transformers.AlbertConfig(vocab_size=31, **QUIET, **sizes, **options)  # type: ignore[arg-type]
+        self.net = transformers.AlbertForMaskedLM(config)
+
+    def forward(self, ids: Tensor) -> Any:
+        return self.net(input_ids=ids, labels=ids).loss
+
+
+QUIET = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+SCHEDULES = [
+    {"ranks": ranks, "schedule": schedule}
+    for ranks in (2, 4)
+    for schedule in ("gpipe", "1f1b", "interleaved")
+    if (ranks, schedule) != (4, "interleaved")  # four layers
+]
+SOME = [SCHEDULES[1], SCHEDULES[3]]
+
+
+def ids() -> Tensor:
+    return torch.randint(1, 31, (4, 5))
+
+
+@pytest.mark.parametrize("run", SOME + [pytest.param(each, marks=pytest.mark.slow) for each in SCHEDULES[::2]])
+def test_two_texts_through_one_bert_equal_one_device(run: dict[str, Any]) -> None:
+    data = [{"one": ids(), "other": ids(), "y": torch.tensor([1.0, -1.0, 1.0, -1.0])} for _ in range(2)]
+    assert_same(Pairs(), data, 2, passes=2, layers="net.encoder.layer", **run)
+
+
+@pytest.mark.parametrize("run", SOME + [pytest.param(each, marks=pytest.mark.slow) for each in SCHEDULES[::2]])
+def test_albert_with_several_layers_in_its_group_equals_one_device(run: dict[str, Any]) -> None:
+    model = Albert(num_hidden_layers=3, inner_group_num=4)
+    layers = "net.albert.encoder.albert_layer_groups.0.albert_layers"
+    assert_same(model, [{"ids": ids()} for _ in range(2)], 2, passes=3, layers=layers, **run)
+
+
+@pytest.mark.parametrize("run", SOME + [pytest.param(each, marks=pytest.mark.slow) for each in SCHEDULES[::2]])
+def test_albert_with_several_groups_equals_one_device(run: dict[str, Any]) -> None:
+    model = Albert(num_hidden_layers=8, num_hidden_groups=4)  # each group twice in a row
+    layers = "net.albert.encoder.albert_layer_groups"
+    assert_same(model, [{"ids": ids()} for _ in range(2)], 2, layers=layers, **run)
 
 
 @pytest.mark.parametrize("schedule", ["zero_bubble", "chimera", "pipedream"])
