@@ -199,7 +199,7 @@ class Pipeline(PartitionedModule):
     ) -> dict[int, Any]:
         """Run forward passes alone; see `train`.
 
-        A step that comes back to layers of an earlier stage ends there, as `Turns.needed` tells: it must run with ``turns``.
+        A step that comes back to layers of an earlier stage ends there, as `Turns.needed` tells: it needs ``turns``.
 
         Args:
             step: see `train`.

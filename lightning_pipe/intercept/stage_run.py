@@ -49,7 +49,7 @@ from lightning_pipe.intercept.outgoing import check_surroundings, crossings_of
 from lightning_pipe.intercept.parameter_use import ParameterUse
 from lightning_pipe.intercept.random_streams import passed_over
 from lightning_pipe.intercept.skipped_layers import SkippedLayers
-from lightning_pipe.intercept.stage_layers import StageLayers
+from lightning_pipe.intercept.stage_layers import CallNumbers, StageLayers
 from lightning_pipe.intercept.surroundings import Surroundings
 from lightning_pipe.intercept.torch_patches.autograd_functions import check_not_hidden
 from lightning_pipe.intercept.tracker import Tracker
@@ -105,8 +105,7 @@ class StageRun:
         self.stage, self.training, self._parameter_use = stage, training, parameter_use
         self.called = Counter[int]()
         self.repeats, self._may_repeat = False, may_repeat
-        self._calls_of = Counter[int]()
-        self._at = 0, 0
+        self._numbers = CallNumbers(stage)
         self.crossings: dict[int, Crossing] = {}
         self.whole = False
         self.skips = StepStore()
@@ -191,14 +190,10 @@ class StageRun:
 
     def call_layer(self, number: int, layer: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """A layer of the sequence is called."""
-        name, own, count = self.stage.names[number], self.stage.layers, self.stage.in_one_pass
+        name, own = self.stage.names[number], self.stage.layers
         if self.tracker.waiting and self.tracker.expects(AGAIN):
             self._come_back(name)
-        # every call draws from a stream of its own, whichever stage makes it
-        key = number + count * self._calls_of[number]
-        self._calls_of[number] += 1
-        if self.stage.stage_of:
-            number = self._number_in_pass(number)
+        number, key = self._numbers.next(number)
         if self.tracker.waiting and number < own.start:
             return self._answer(name, layer, args, kwargs)
         self.arrive()
@@ -206,24 +201,10 @@ class StageRun:
             self._cut(layer)
         if number < own.start:
             self._come_back(name)
-        self.called[number % count] += 1
+        self.called[number % self.stage.in_one_pass] += 1
         # the backward of a Function computes the gradients of the layers that it calls at one go
         self.whole |= self.surroundings.whole_unit is not None
         return self._run(name, key, layer, forward, args, kwargs)
-
-    def _number_in_pass(self, number: int) -> int:
-        """The number of a layer that is called now among those of all passes; one that is one too many is an error."""
-        stage = self.stage.stage_of[number]
-        self._at = self._at[0] + (stage < self._at[1]), stage
-        number += self._at[0] * len(self.stage.stage_of)
-        if number >= len(self.stage.names):
-            passes = len(self.stage.names) // len(self.stage.stage_of)
-            raise CutError(
-                f"layer '{self.stage.names[number % len(self.stage.stage_of)]}' is called in one pass more than the "
-                f"{passes} that were asked for.",
-                hint="Use PipeStrategy(passes=...) with the largest number of passes of a training step.",
-            )
-        return number
 
     def call_module(
         self, name: str, key: int, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
