@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import torch
-from torch import nn
 
 from lightning_pipe.config import Auto, RunLayout
 from lightning_pipe.construction import is_deferred
@@ -37,12 +36,14 @@ class Division(NamedTuple):
         notes: lines about the division for the plan.
         store: where to put costs that are wanted and not known yet; ``None``: none are.
         costs: of the stages, if they have been measured.
+        built: bytes of parameters that every process has built whole.
     """
 
     pipeline: Pipeline
     notes: tuple[str, ...]
     store: ProfileStore | None
     costs: Costs | None
+    built: int = 0
 
 
 @dataclass(frozen=True)
@@ -97,9 +98,12 @@ class StageDivision:
         Raises:
             ConfigurationError: the balance is another one.
         """
+        built = 0
         if before is None:
             counts, notes, store, costs = self._balance(module, layers, layout, world, conditions)
-            notes = (*notes, *how_built(module, layout.pipeline_parallel_size))  # before most of it is gone
+            # before most of it is gone
+            built = sum(parameter.nbytes for parameter in module.parameters() if not is_deferred(parameter))
+            notes = (*notes, *how_built(built, layout.pipeline_parallel_size))
         else:
             counts, notes, store, costs = before.balance, (), None, None
             if (
@@ -123,7 +127,7 @@ class StageDivision:
             before=before,
         )
         pipeline.partition()
-        return Division(pipeline, notes, store, costs)
+        return Division(pipeline, notes, store, costs, built)
 
     def _balance(
         self, module: pl.LightningModule, layers: Layers, layout: RunLayout, world: World, conditions: list[str]
@@ -161,9 +165,8 @@ class StageDivision:
         return max(1, math.ceil(peak * ranks / stages)) if schedule.synchronous else stages
 
 
-def how_built(module: nn.Module, ranks: int) -> tuple[str, ...]:
+def how_built(size: int, ranks: int) -> tuple[str, ...]:
     """What the user is to know of a large module that every process has built whole."""
-    size = sum(parameter.nbytes for parameter in module.parameters() if not is_deferred(parameter))
     if ranks == 1 or size < LARGE:
         return ()
     return (
