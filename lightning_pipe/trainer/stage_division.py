@@ -68,6 +68,7 @@ class StageDivision:
         recompute: when forward passes run again.
         deferred_batch_norm: whether batch norm keeps the statistics of whole batches.
         micro_batches: how many micro-batches a batch is split into.
+        passes: how often a training step runs the layers.
     """
 
     layers: str | Sequence[str] | None
@@ -76,6 +77,7 @@ class StageDivision:
     recompute: Recompute
     deferred_batch_norm: bool
     micro_batches: int | Auto
+    passes: int = 1
 
     def find_layers(self, module: pl.LightningModule) -> Layers:
         """The layer sequence of a module.
@@ -133,6 +135,7 @@ class StageDivision:
             world.transport,
             recompute=self.recompute,
             deferred_batch_norm=self.deferred_batch_norm,
+            passes=self.passes,
             before=before,
         )
         pipeline.partition()

@@ -93,6 +93,8 @@ class PipeStrategy(ModuleStrategy):
             until ``trainer.strategy.whole_module()``.
         stream_evaluation: let batches of validation, test and prediction follow each other through the stages.
         evaluation_micro_batches: how many micro-batches a batch of an evaluation is cut into; 1 leaves batches whole.
+        passes: how often a training step runs the layers, each pass from the first to the last: 2 for siamese networks.
+            Evaluation steps need no such number.
         process_group_backend: of torch.distributed; ``None``: NCCL on GPUs, Gloo on CPUs.
         timeout: the longest that one process waits for another.
         accelerator: set by the Trainer, as are the arguments after it.
@@ -132,6 +134,7 @@ class PipeStrategy(ModuleStrategy):
         gather_limit: int = GATHER_LIMIT,
         stream_evaluation: bool = True,
         evaluation_micro_batches: int = 1,
+        passes: int = 1,
         process_group_backend: str | None = None,
         timeout: timedelta = DEFAULT_TIMEOUT,
         *,
@@ -157,15 +160,23 @@ class PipeStrategy(ModuleStrategy):
         )
         if not reproducible_rng:
             raise ConfigurationError("reproducible_rng=False is not supported.", hint="Leave it out: it costs nothing.")
+        if passes < 1:
+            raise ConfigurationError(f"passes={passes}: a training step runs its layers at least once.")
         self._auto = schedule == AUTO
         self._choice: ScheduleChoice | None = None
+        if self._auto and passes > 1:
+            raise ConfigurationError(
+                'schedule="auto" chooses for one pass.', hint='Use "gpipe", "1f1b", "interleaved".'
+            )
         if self._auto and stages != "auto":
             raise ConfigurationError(
                 f'schedule="auto" chooses the stages as well, got stages={stages}.', hint="Leave out one of the two."
             )
         if isinstance(micro_batches, int):
             self.family = self.family.for_batches_of(micro_batches)
-        self._division = StageDivision(layers, balance, self.family, recompute, deferred_batch_norm, micro_batches)
+        self._division = StageDivision(
+            layers, balance, self.family, recompute, deferred_batch_norm, micro_batches, passes
+        )
         self._splitting = BatchSplitting(
             micro_batches, split_batch, loss_weight, stream_evaluation, evaluation_micro_batches
         )

@@ -26,11 +26,19 @@ class RunStep(NamedTuple):
         step: the step.
         outputs: what the pipeline returned on this rank.
         before: the attributes before it, from `UserStep.running`.
+        repeats: whether it has ended here where it comes back to layers of an earlier stage.
+        name: the method of the LightningModule.
+        args: its arguments.
+        seed: of the batch's random streams.
     """
 
     step: StepOfBatch
     outputs: dict[int, Any]
     before: Snapshot | None
+    repeats: bool
+    name: str
+    args: Sequence[Any]
+    seed: int
 
 
 class EvaluationSteps:
@@ -65,12 +73,16 @@ class EvaluationSteps:
             args: its arguments; the first one is the batch, on this device.
             ahead: how many later batches this rank may run before the later ranks have come to this one.
         """
+        # in a stream this rank may have begun with later batches before it learns that the step needs turns
+        turns = name in self.user_step.in_turns and not ahead
+        return self._run(name, args, self._seeds.evaluation(), ahead, turns=turns)
+
+    def _run(self, name: str, args: Sequence[Any], seed: int, ahead: int, *, turns: bool) -> RunStep:
         batch, *rest = args
         step = self.user_step.begin(name, rest, self._contexts[name], self._cut(batch))
-        seed = self._seeds.evaluation()
-        with self.user_step.running() as before:
-            outputs = self.pipeline.evaluate(step, step.micro_batches.parts, seed=seed, ahead=ahead)
-            return RunStep(step, outputs, before)
+        with self.user_step.running(may_repeat=not turns) as before:
+            outputs = self.pipeline.evaluate(step, step.micro_batches.parts, seed=seed, ahead=ahead, turns=turns)
+        return RunStep(step, outputs, before, self.pipeline.turns.needed, name, args, seed)
 
     def _cut(self, batch: Any) -> MicroBatches:
         options, number = self.options, self.options.evaluation_micro_batches
@@ -87,7 +99,12 @@ class EvaluationSteps:
             broadcast: sends objects within the pipeline; by default the others wait for those that report.
             send_outputs: whether ranks without the last stage get what the step returned.
         """
-        outputs = run.step.share(run.outputs, run.before, broadcast, send_outputs=send_outputs)
+        outputs = run.step.share(run.outputs, run.before, broadcast, send_outputs=send_outputs, repeats=run.repeats)
+        if run.step.repeats:
+            self.user_step.take_turns(run.name)
+            # all ranks have come to this batch: here they run it together, whatever they have begun of later ones
+            run = self._run(run.name, run.args, run.seed, 0, turns=True)
+            outputs = run.step.share(run.outputs, run.before, broadcast, send_outputs=send_outputs)
         parts = run.step.micro_batches
         if len(parts.parts) == 1 or not outputs:
             return outputs.get(0)
