@@ -23,7 +23,7 @@ def test_the_version_has_one_source() -> None:
     assert re.fullmatch(r"\d+\.\d+\.\d+", lightning_pipe.__version__)
     project = (ROOT / "pyproject.toml").read_text()
     assert 'dynamic = ["version"]' in project
-    assert 'path = "lightning_pipe/__init__.py"' in project
+    assert 'path = "lightning_pipe/version.py"' in project
     assert f"## {lightning_pipe.__version__}\n" in (ROOT / "CHANGELOG.md").read_text()
 
 
