@@ -144,9 +144,8 @@ class PipelineRun:
         # hooks may keep parameters, or copies of them, in these objects
         self.pipeline.ownership.elsewhere = [self._module, *trainer.callbacks]
         self._step = UserStep(self._module, self.pipeline, self._world, metrics, self._splitter.options.loss_weight)
-        steps = EvaluationSteps(self.pipeline, self._step, self._precision, self._seeds)
-        options = self._splitter.options
-        self._evaluations = Evaluations(self._module, self._world, steps, streams=options.stream_evaluation)
+        steps = EvaluationSteps(self.pipeline, self._step, self._precision, self._seeds, self._splitter.options)
+        self._evaluations = Evaluations(self._module, self._world, steps)
         self._changed.enter_context(self._evaluations.installed())
         self._output = TrainingOutput(self._module, self.pipeline.transport.device, self._step.numbers.rules)
         if fitting and self.pipeline.asynchronous is not None:

@@ -74,8 +74,9 @@ class PipeStrategy(ModuleStrategy):
         data_parallel_size: pipelines side by side, each with batches of its own; ``"auto"``: 1.
         stages: number of stages; ``"auto"``: ranks x the schedule's stages per rank.
         layers: where the layers are: a dotted path or several in order, with wildcards; ``None`` finds the sequence.
-        balance: ``"parameters"``; ``"time"`` or ``"memory"`` as measured in the first batch of an earlier run of the
-            same module (the first run is balanced by parameters); a list such as ``[2, 3, 2]`` (layers per stage), or a
+        balance: ``"parameters"``; ``"flops"`` as counted on ``example_input_array``; ``"time"`` or ``"memory"`` as
+            measured in the first batch of an earlier run of the same module (the first run is balanced by flops where
+            there is an example, else by parameters); a list such as ``[2, 3, 2]`` (layers per stage), or a
             function of a layer: its cost.
         recompute: whether stages keep only their input and compute the rest again before their backward pass:
             ``"never"``, ``"always"``, or ``"except_last"`` micro-batch.
@@ -91,6 +92,7 @@ class PipeStrategy(ModuleStrategy):
         gather_limit: the largest module, in bytes, that every rank gets whole after a run; larger ones stay divided
             until ``trainer.strategy.whole_module()``.
         stream_evaluation: let batches of validation, test and prediction follow each other through the stages.
+        evaluation_micro_batches: how many micro-batches a batch of an evaluation is cut into; 1 leaves batches whole.
         process_group_backend: of torch.distributed; ``None``: NCCL on GPUs, Gloo on CPUs.
         timeout: the longest that one process waits for another.
         accelerator: set by the Trainer, as are the arguments after it.
@@ -129,6 +131,7 @@ class PipeStrategy(ModuleStrategy):
         save_distributed_checkpoint: bool = False,
         gather_limit: int = GATHER_LIMIT,
         stream_evaluation: bool = True,
+        evaluation_micro_batches: int = 1,
         process_group_backend: str | None = None,
         timeout: timedelta = DEFAULT_TIMEOUT,
         *,
@@ -163,7 +166,9 @@ class PipeStrategy(ModuleStrategy):
         if isinstance(micro_batches, int):
             self.family = self.family.for_batches_of(micro_batches)
         self._division = StageDivision(layers, balance, self.family, recompute, deferred_batch_norm, micro_batches)
-        self._splitting = BatchSplitting(micro_batches, split_batch, loss_weight, stream_evaluation)
+        self._splitting = BatchSplitting(
+            micro_batches, split_batch, loss_weight, stream_evaluation, evaluation_micro_batches
+        )
         self._names: list[str] = []
 
     def __repr__(self) -> str:
@@ -228,7 +233,8 @@ class PipeStrategy(ModuleStrategy):
         world = self.connected
         of_costs = conditions(self.root_device, str(self.precision_plugin.precision))
         before = going_on(module, layers, world.transport, self.layout.stages) if before is None else before
-        pipeline, notes, store, costs = self._division.divide(module, layers, self.layout, world, of_costs, before)
+        division = self._division.divide(module, layers, self.layout, world, of_costs, before)
+        pipeline, notes, store, costs, built = division
         forget(module)
         export.install(module, pipeline, self.come)
         # loading a whole state into a divided module passes by the layers of other ranks
@@ -238,7 +244,7 @@ class PipeStrategy(ModuleStrategy):
         sharded = ShardedOptimizers(pipeline, self.precision_plugin) if self._shard_optimizer else None
         if self._choice is not None:
             notes = (*notes, f"schedule chosen: {self._choice.reason}")
-        report = Report(module, pipeline, self.layout, notes, costs)
+        report = Report(module, pipeline, self.layout, notes, costs, built)
         self.run = PipelineRun(
             module, pipeline, world, self.precision_plugin, self._splitting, report, store, sharded, self._seed
         )

@@ -95,7 +95,9 @@ def _fault(kind: str, phase: str, process: int, processes: int = 2) -> Fault:
         return Fault(kind, phase, process, processes, told=_DEAD, once=False, codes=(7,) if own else None,
                      options=options)  # fmt: skip
     if kind == "term":
-        return Fault(kind, phase, process, processes, told="SIGTERM", codes=(143,) if own else None, options=options)
+        # the traceback of another process names the exception and the line that raised it
+        return Fault(kind, phase, process, processes, told="SIGTERM", once=own, codes=(143,) if own else None,
+                     options=options)  # fmt: skip
     if kind in ("stop", "hang", "lock"):
         return Fault(kind, phase, process, processes, told=_HANG, once=False, within=50.0, timeout=10.0,
                      options=options)  # fmt: skip

@@ -63,6 +63,7 @@ class _Fetched:
         batch: the batch on this device.
         run: its step, if this rank has run it.
         state: what that run has read.
+        early: whether it was run before the batch before it was at its end.
     """
 
     item: tuple[Any, int, int]
@@ -70,6 +71,7 @@ class _Fetched:
     batch: Any = _NOT_YET
     run: RunStep | None = None
     state: ReadState | None = None
+    early: bool = False
 
 
 class EvaluationStream:
@@ -184,7 +186,7 @@ class EvaluationStream:
         assert current is not None
         if current.run is None:
             current.run = self._steps.run(self._name, args, self._limit)
-        elif current.state is not None and (changed := current.state.changed()):
+        elif current.early and current.state is not None and (changed := current.state.changed()):
             raise _read_too_early(self._name, args, changed[0])
         output = self._steps.share(current.run, self._share_report, send_outputs=self._outputs_are_kept)
         self._reports.end_call()
@@ -215,7 +217,7 @@ class EvaluationStream:
                 self._transfer(fetched)
                 with self._as_if_at(position, fetched), self._reads.noting() as names:
                     fetched.run = self._steps.run(self._name, self._arguments(fetched), self._limit)
-                fetched.state = self._reads.state(names)
+                fetched.state, fetched.early = self._reads.state(names), position > 0
 
     @property
     def _lead(self) -> int:
