@@ -115,7 +115,7 @@ def _version(tensor: Tensor) -> tuple[int, int]:
     if tensor.is_meta or tensor.device.type != "cpu":
         return tensor._version, 0
     data = tensor.detach().contiguous().view(-1).view(torch.uint8)
-    return tensor._version, zlib.crc32(memoryview(data.numpy()))
+    return tensor._version, zlib.crc32(data.numpy().data)
 
 
 DRAWING = frozenset({"uniform_", "normal_", "exponential_", "random_", "geometric_", "cauchy_", "log_normal_"})
