@@ -11,12 +11,13 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from lightning_pipe.engine.batch import Batch, Inbound
+from lightning_pipe.engine.batch import Batch
 from lightning_pipe.engine.boundary_exchange import BoundaryExchange, BoundaryKey
 from lightning_pipe.engine.skip_routes import SkipRoutes
 from lightning_pipe.engine.stage import Crossings, Stages
 from lightning_pipe.engine.under_way import Returned, StageKey, UnderWay
 from lightning_pipe.errors import CutError
+from lightning_pipe.intercept.arrival import Inbound
 from lightning_pipe.intercept.call_record import Crossing, RunRecord
 from lightning_pipe.schedules import Action, Kind
 from lightning_pipe.simulate import Event
