@@ -272,6 +272,7 @@ class Executor:
 
     def _recompute(self, action: Action, here: StageKey) -> None:
         batch, index = self._find(here.micro_batch)
+        # or it would grow with every call of an asynchronous schedule
         self._under_way.again.discard(here)
         start = time.perf_counter()
         with batch.using(index):
@@ -298,6 +299,7 @@ class Executor:
             if action.kind is Kind.BACKWARD:
                 returned = self.stages.backward(self._under_way.saved.pop(here), gradients, used)
             else:
+                # the graph stays for BACKWARD_WEIGHT
                 returned = self.stages.backward_input(self._under_way.saved[here], gradients, used)
         self._note(action, start)
         arrived = self._under_way.arrived.pop(here, None)
