@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_pipe.engine.containers import fresh
 from lightning_pipe.errors import ConfigurationError
-from lightning_pipe.intercept.call_record import RunRecord
+from lightning_pipe.intercept.arrival import Inbound
 from lightning_pipe.intercept.random_streams import RandomStreams
 from lightning_pipe.skip import SkipKey
 from lightning_pipe.torch_internals import tree_map
@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from lightning_pipe.engine.stage import Stages
 
 StepFunction = Callable[[int, Any], Any]
-Inbound = tuple[RunRecord, dict[int, Tensor]]
-"""What a stage receives: the path of the earlier stages, and the tensors by number."""
 
 _AS_THEY_ARE = nullcontext()
 

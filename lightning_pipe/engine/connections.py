@@ -22,6 +22,7 @@ def connect(division: PartitionedModule, skips: Sequence[tuple[int, int]]) -> No
     groups = [topology.members(replica, range(topology.ranks)) for replica in range(topology.replicas)]
     groups += [tuple(sorted(topology.replica_processes(rank))) for rank in range(topology.ranks)]
     groups += [topology.holders(owners) for owners in division.owner_sets()]
+    # Without repetitions, and in this order: processes make groups together, one after the other.
     transport.make_groups(list(dict.fromkeys(groups)))
     # An evaluation may send on other channels than training.
     sample = division.sample_schedule()

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_pipe.engine.batch import Batch, Inbound
+from lightning_pipe.engine.batch import Batch
 from lightning_pipe.engine.split_backward import SplitBackward
 from lightning_pipe.errors import ConfigurationError, CutError
+from lightning_pipe.intercept.arrival import Inbound
 from lightning_pipe.intercept.call_record import CallRecord, Crossing
 from lightning_pipe.intercept.incoming import Incoming
 from lightning_pipe.intercept.interceptor import Interceptor

@@ -61,6 +61,7 @@ class Value(NamedTuple):
         return pickle.loads(self.data)
 
 
+# A tuple: the sender at a boundary compares the records of a whole step for every micro-batch.
 class CallRecord(NamedTuple):
     """One recorded call outside layers, or of one layer or outside module.
 

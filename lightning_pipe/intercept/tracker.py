@@ -201,6 +201,8 @@ class Tracker(TorchFunctionMode):
     def note_read(self, tensors: Sequence[Tensor]) -> None:
         """Note what an earlier stage reads. Leaves of the graph are kept: derivatives by them go on there."""
         for tensor in tensors:
+            # Others by ``id`` alone. Another tensor may get the same one later, and no harm is done:
+            # `InPlace.check_not_read` asks for the module's own tensors only, and these live on.
             self._read_before[id(tensor)] = tensor if tensor.requires_grad and tensor.grad_fn is None else None
 
     def is_leaf_before(self, tensor: Any) -> bool:
@@ -208,6 +210,7 @@ class Tracker(TorchFunctionMode):
         return self._read_before.get(id(tensor)) is tensor
 
     def _made_inside(self, node: Any) -> bool:
+        # Autograd counts the nodes that a thread makes (torch 2.13), so those of a layer lie between two counts.
         made = node._sequence_nr()
         return any(start <= made < end for start, end in self.spans)
 
@@ -330,6 +333,7 @@ class Tracker(TorchFunctionMode):
         """Within `paused`: torch calls are recorded."""
         off, self._off = self._off, 0
         try:
+            # Silenced by a count, the mode is still on torch's stack; otherwise `_Paused` has taken it off.
             with nullcontext() if off else self:
                 yield
         finally:
@@ -373,6 +377,8 @@ class _Paused:
     def __enter__(self) -> None:
         self._popped = current_function_mode() is self._tracker  # type: ignore[no-untyped-call]
         if self._popped:
+            # A mode on the stack sends each torch call of a layer through Python. One that the user has put on top of
+            # this one must not be taken off, so it costs that much there.
             pop_function_mode()
         else:
             self._tracker._off += 1

@@ -30,6 +30,7 @@ SEVERAL_OPTIMIZERS = ConfigurationError(
     "configure_optimizers returned several optimizers; a pipeline works with one.",
     hint="Use one optimizer with several parameter groups.",
 )
+# Entries of parameter groups by which optimizers of other packages clip by themselves, as LAMB does.
 _OWN_CLIPPING = ("max_grad_norm", "clip_grad_norm", "grad_clip_norm")
 
 
@@ -61,6 +62,7 @@ def check_module(module: pl.LightningModule, trainer: Any, *, fitting: bool, ran
             "The BatchSizeFinder tries sizes until memory runs out, which happens on one rank alone.",
             hint="Find the batch size by hand; memory grows with the size of a micro-batch.",
         )
+    # By name: whether there is one is no reason to import torch's sharding.
     sharded = sorted(
         {type(p).__name__ for p in module.parameters() if type(p).__name__ in ("DTensor", "FlatParameter")}
     )
