@@ -52,6 +52,7 @@ class Batch:
         using: ``using(micro_batch)`` is entered around computations, to put the weights that they use in place.
         results: what the step returned for each micro-batch, detached, where the loss is.
         constant: the micro-batches whose loss depends on nothing that is trained.
+        repeats: whether a run of the step has ended where it comes back to an earlier stage.
     """
 
     step: StepFunction
@@ -66,6 +67,7 @@ class Batch:
     using: Callable[[int], AbstractContextManager[None]] = lambda _: _AS_THEY_ARE
     results: dict[int, Any] = field(default_factory=dict)
     constant: set[int] = field(default_factory=set)
+    repeats: bool = False
 
     def keep(self, micro_batch: int, loss: Tensor | None, result: Any) -> None:
         """Keep what the step returned.

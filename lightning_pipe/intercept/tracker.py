@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from lightning_pipe.errors import CutError
-from lightning_pipe.intercept.call_record import CallRecord, Value
+from lightning_pipe.intercept.call_record import AGAIN, CallRecord, Value
 from lightning_pipe.intercept.in_place import InPlace
 from lightning_pipe.intercept.lineage import Lineage
 from lightning_pipe.intercept.numbers import NO_VIEWS, SAME_PATH, Numbers
@@ -64,7 +64,12 @@ class Tracker(TorchFunctionMode):
         parameter_use: the module's parameters and buffers outside layers.
         partial: whether other stages run some of the layers.
         alone: whether no other micro-batch is under way.
+
+    Attributes:
+        come_back: called where the step comes back to an earlier stage other than by a layer, if it may.
     """
+
+    come_back: Callable[[str], None] | None = None
 
     def __init__(
         self,
@@ -104,6 +109,8 @@ class Tracker(TorchFunctionMode):
     def expect(self, name: str, given: int = 0) -> CallRecord:
         """The call the previous stage made here; raises unless it was ``name``, with the same of the batch."""
         position = len(self.calls)
+        if self.come_back is not None and self.expects(AGAIN):
+            self.come_back(name)
         if self.expects(name):
             call = self._expected[position]
             if call.given != given and not is_recomputing():
@@ -162,6 +169,8 @@ class Tracker(TorchFunctionMode):
         """
         for position, tensor in enumerate(tensors):
             if type(tensor) is not Tensor and isinstance(tensor, nn.Parameter):
+                if self.come_back is not None and not self._parameter_use.holds_all([tensor]):
+                    self.come_back(name)
                 self._parameter_use.use(tensor)
             known = self.numbers.of(tensor)
             if isinstance(tensor, Placeholder):

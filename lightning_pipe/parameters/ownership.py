@@ -165,6 +165,15 @@ class Ownership:
             "Lightning's callback EMAWeightAveraging.",
         )
 
+    def holds_all(self, parameters: Iterable[nn.Parameter]) -> bool:
+        """Whether this rank holds some parameters, as far as the module owns them."""
+        return all(name is None or self.holds(name) for name in map(self._map.name_of, parameters))
+
+    def ranks_with(self, tensors: Iterable[Tensor]) -> tuple[int, ...] | None:
+        """The ranks that hold all of some parameters and buffers; ``None`` if the module owns none of them."""
+        owners = [set(self.owners(name)) for name in map(self._map.name_of, tensors) if name is not None]
+        return tuple(sorted(set.intersection(*owners))) if owners else None
+
     def holders_in_words(self, name: str) -> str:
         """How messages name the ranks that hold a parameter."""
         return ", ".join(self.rank_names[rank] for rank in self.owners(name))

@@ -94,6 +94,23 @@ def check_shapes(module: pl.LightningModule) -> None:
         )
 
 
+def check_quantized(module: nn.Module, stages: int) -> None:
+    """Refuse models that Transformers has quantised: their weights are objects of other libraries.
+
+    Raises:
+        ConfigurationError: there is one.
+    """
+    for name, part in module.named_modules() if stages > 1 else ():
+        quantizer = getattr(part, "hf_quantizer", None)
+        if quantizer is not None:
+            method = quantizer.quantization_config.quant_method
+            raise ConfigurationError(
+                f"'{name}' ({type(part).__name__}) is quantised by {getattr(method, 'value', method)}: such weights "
+                "cannot be divided over stages.",
+                hint="Load it without quantization_config, in dtype=torch.bfloat16: each rank holds its share alone.",
+            )
+
+
 def check_layers(layers: Sequence[tuple[str, nn.Module]], stages: int) -> None:
     """Refuse layers that change themselves before they are called, which ranks without them cannot follow.
 
