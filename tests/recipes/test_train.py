@@ -79,6 +79,7 @@ def test_two_processes_train_and_one_device_goes_on(tmp_path: Path) -> None:
     assert second["after"]["val_loss"] < second["before"]["val_loss"]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_sweep_gives_every_job_its_own_number_of_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # all jobs meet at the same address when the user has chosen it
