@@ -30,6 +30,7 @@ COVERED = {
     "python -m tests.faults": "tests/faults/test_faults.py::test_a_run_with_a_fault_ends_as_it_should",
     "python -m recipes.train": "tests/recipes/test_docs.py::test_the_commands_compose",
     "python -m recipes.plan": "tests/recipes/test_docs.py::test_the_commands_compose",
+    "python -m recipes.reproduce": "tests/recipes/reproduce/test_reproduce.py::test_the_command",
 }
 """Commands by their beginning, and the test that runs them or composes their configuration."""
 
