@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from lightning_pipe.construction import deferred_init
     from lightning_pipe.intercept.recompute import is_recomputing
     from lightning_pipe.parameters.deferred_batchnorm import DeferredBatchNorm
+    from lightning_pipe.parameters.loading import load_weights
     from lightning_pipe.planning.cost_profile import CostProfile
     from lightning_pipe.planning.make import plan
     from lightning_pipe.planning.search import search
@@ -31,6 +32,7 @@ __all__ = [
     "__version__",
     "deferred_init",
     "is_recomputing",
+    "load_weights",
     "partition",
     "plan",
     "profile",
@@ -49,6 +51,7 @@ _HOMES = {
     "PipelineTimeline": "lightning_pipe.callbacks",
     "deferred_init": "lightning_pipe.construction",
     "is_recomputing": "lightning_pipe.intercept.recompute",
+    "load_weights": "lightning_pipe.parameters.loading",
     "plan": "lightning_pipe.planning.make",
     "profile": "lightning_pipe.profiling.make",
     "search": "lightning_pipe.planning.search",

@@ -29,7 +29,6 @@ NAMES = {
         "_set_num_threads_if_needed": "as in the launcher's method that is overridden",
         "_sync_ddp_if_available": "reduces over the replicas, as Lightning's strategies do",
     },
-    "lightning.fabric.utilities.init": {"_EmptyInit": "Trainer.init_module(empty_init=True)"},
     "lightning.fabric.utilities.optimizer": {"_optimizers_to_device": "as Lightning's strategies do in setup"},
     "lightning.pytorch.overrides.distributed": {
         "_IndexBatchSamplerWrapper": "keeps the indices of batches while predicting, for ranks that do not load too"
@@ -136,7 +135,6 @@ from lightning.fabric.utilities.distributed import _get_default_process_group_ba
 from lightning.fabric.utilities.distributed import _init_dist_connection as connect_processes
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed as set_threads
 from lightning.fabric.utilities.distributed import _sync_ddp_if_available as reduce_over
-from lightning.fabric.utilities.init import _EmptyInit as EmptyInit
 from lightning.fabric.utilities.optimizer import _optimizers_to_device as optimizers_to_device
 from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher as DataLoaderIterDataFetcher
 from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper as IndexBatchSampler
@@ -144,7 +142,6 @@ from lightning.pytorch.strategies.launchers.subprocess_script import _Subprocess
 
 __all__ = [
     "DataLoaderIterDataFetcher",
-    "EmptyInit",
     "IndexBatchSampler",
     "SubprocessLauncher",
     "all_gather_over",

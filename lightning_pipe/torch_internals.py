@@ -53,6 +53,7 @@ NAMES = {
     "torch._C._autograd": {"_get_sequence_nr": "which nodes of the graph a layer has made"},
     "torch._C._functorch": {"is_functorch_wrapped_tensor": "such a tensor has no memory to ask for"},
     "torch.overrides": {"_get_current_function_mode": "whether the tracker is on top of the stack"},
+    "torch.ops.aten": {"_to_copy": "what needs values when it is on another device"},
     "torch._ops.OpOverload": {"_schema": "which arguments an operation changes in place"},
     "torch.autograd": {"_engine_run_backward": f"behind torch.autograd.grad and every backward; {_OWN}"},
     "torch.autograd.forward_ad": {"_current_level": "nothing goes over a cut inside forward-mode differentiation"},
@@ -77,6 +78,7 @@ NAMES = {
         "_NormBase": "the base of all norms with running statistics",
     },
     "torch.nn.modules.batchnorm._BatchNorm": {"_check_input_dim": "as its own forward begins"},
+    "torch.nn.MultiheadAttention": {"_reset_parameters": "initialises it, as reset_parameters does other modules"},
     "torch.nn.modules.dropout": {"_DropoutNd": "the base of all dropouts"},
     "torch.nn.modules.rnn.RNNBase": {
         "_flat_weight_refs": "weak references, with which tensors cannot be swapped",
@@ -100,7 +102,10 @@ NAMES = {
 }
 """The names, by owner, each with what it is used for."""
 
-LATE = {"torch._dynamo.eval_frame.OptimizedModule": {"_orig_mod": "the module that torch.compile was given"}}
+LATE = {
+    "torch._dynamo.eval_frame.OptimizedModule": {"_orig_mod": "the module that torch.compile was given"},
+    "transformers.modeling_utils.PreTrainedModel": {"_init_weights": "initialises one of its modules"},
+}
 """As `NAMES`, in modules that take seconds to import: they are looked for by tests alone."""
 
 check(VERSIONS, NAMES)

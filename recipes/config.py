@@ -49,6 +49,7 @@ class Train:
     threads: int | None = None  # threads per process; None leaves it to torch
     ckpt_path: str | None = None  # resume from a file, or from the newest run's "last" or "best" checkpoint
     layers: Any = None  # dotted names of the model's layers, which the stages are cut from
+    balance: Any = "parameters"  # what stages get equal amounts of, for this model
     paths: Paths = field(default_factory=Paths)
     data: Any = MISSING
     model: Any = MISSING
@@ -92,23 +93,21 @@ def _known(path: str, node: DictConfig) -> Iterable[str] | None:
     if "_target_" not in node:
         schema = OmegaConf.get_type(node)
         return [item.name for item in fields(schema)] if is_dataclass(schema) else None
+    target, partial = node["_target_"], "_partial_" in node and node["_partial_"]
     try:
-        target = node["_target_"]
-        return (
-            None if arguments.takes_any(target) else arguments.parameters(target, partial=node.get("_partial_", False))
-        )
+        return None if arguments.takes_any(target) else arguments.parameters(target, partial=partial)
     except (ImportError, InstantiationException) as error:
-        raise RecipeError(
-            f"{path}_target_: {node['_target_']} cannot be imported.", hint="Correct its name."
-        ) from error
+        raise RecipeError(f"{path}_target_: {target} cannot be imported.", hint="Correct its name.") from error
     except (ValueError, TypeError):  # builtins, and what is no callable, have no signature
         return None
 
 
 def _check_duration(path: str, node: DictConfig) -> None:
     """Refuses two units: what is given comes beside the default's seconds, and the sum is hardly meant."""
+    if "_target_" not in node or node["_target_"] != "datetime.timedelta":
+        return
     units = [f"{unit!s}={value}" for unit, value in node.items() if value and not str(unit).startswith("_")]
-    if node.get("_target_") == "datetime.timedelta" and len(units) > 1:
+    if len(units) > 1:
         place = path.rstrip(".")
         raise RecipeError(f"{place} would be the sum of {' and '.join(units)}.", hint=f"Set {place}.seconds alone.")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 
 import lightning as L
@@ -12,6 +13,7 @@ from hydra.utils import instantiate
 from lightning.pytorch.callbacks import ProgressBar
 from omegaconf import DictConfig, OmegaConf
 
+from lightning_pipe import deferred_init
 from lightning_pipe.callbacks import PipelineTimeline
 from recipes import checkpoints, facts
 from recipes.callbacks import Throughput
@@ -33,7 +35,8 @@ def run(config: DictConfig) -> Report:
     checkpoint = checkpoints.to_resume(config.ckpt_path, Path(config.paths.output))
     L.seed_everything(config.seed, workers=True, verbose=False)
     data = make_data(config)
-    module = make_module(config)
+    with deferred_init() if config.pipe is not None else nullcontext():  # each process makes its own layers alone
+        module = make_module(config)
     callbacks = make_callbacks(config)
     trainer = make_trainer(config, callbacks)
     if trainer.is_global_zero:

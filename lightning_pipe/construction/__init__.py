@@ -2,14 +2,24 @@
 
 from lightning_pipe.construction.context import deferred_init, paused
 from lightning_pipe.construction.deferred import Deferred, attributes_of, is_deferred
+from lightning_pipe.construction.meta import initialise_meta, place_meta
 from lightning_pipe.construction.module import deferred_tensors, materialize
+from lightning_pipe.construction.stored import read_out, safetensors_file, unread, unread_tensor
+from lightning_pipe.construction.unset import check_all_set
 
 __all__ = [
     "Deferred",
     "attributes_of",
+    "check_all_set",
     "deferred_init",
     "deferred_tensors",
+    "initialise_meta",
     "is_deferred",
     "materialize",
     "paused",
+    "place_meta",
+    "read_out",
+    "safetensors_file",
+    "unread",
+    "unread_tensor",
 ]

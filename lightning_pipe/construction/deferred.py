@@ -134,7 +134,7 @@ def _record_if_possible(
     if any(not is_deferred(tensor) for tensor in written) or not recordable(
         func, kwargs, tensors, others, building=building
     ):
-        return _carry_out(func, args, kwargs, keep=not building)
+        return _carry_out(func, args, kwargs, keep=not building and func.overloadpacket is not torch.ops.aten.copy_)
     try:
         predicted = _predict(func, args, kwargs)
     except UNPREDICTABLE:
@@ -298,7 +298,7 @@ def _set_data(tensor: Deferred, value: Tensor) -> None:
     vars(tensor).update({_AT: view_of(value), _META: vars(value)[_META]})
 
 
-def backed(value: Tensor, cell: Cell | None = None) -> Deferred:
+def backed(value: Tensor, cell: Cell | None = None, device: torch.device | None = None) -> Deferred:
     """A deferred tensor over memory that there is, or over a cell that will have as much."""
     size = value.untyped_storage().nbytes()
     if cell is None:
@@ -310,7 +310,7 @@ def backed(value: Tensor, cell: Cell | None = None) -> Deferred:
         value.shape,
         value.stride(),
     )
-    where = (tuple(value.shape), value.stride(), int(value.storage_offset()), value.dtype, value.device)
+    where = (tuple(value.shape), value.stride(), int(value.storage_offset()), value.dtype, device or value.device)
     return Deferred.at(View(cell, *where), meta)
 
 

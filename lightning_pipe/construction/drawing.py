@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import random
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,6 +16,32 @@ from lightning_pipe.torch_internals import tree_leaves, tree_map
 
 SCRATCH: dict[torch.device, torch.UntypedStorage] = {}
 """Memory that random numbers are drawn into which nobody needs yet; emptied at the end of a construction."""
+
+
+class _Seeds(threading.local):
+    """The seeds of the operations that a thread records next; ``None``: they draw from the generators there are."""
+
+    next: Iterator[int] | None = None
+
+
+_SEEDS = _Seeds()
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """While the context lasts, random numbers depend on a seed alone, and other code's do not on what happens here.
+
+    Operations that are recorded have seeds of their own: nothing has to be drawn to know what the next one draws.
+    """
+    state = torch.get_rng_state()
+    source = random.Random(seed)
+    _SEEDS.next = iter(lambda: source.getrandbits(63), None)
+    torch.default_generator.manual_seed(source.getrandbits(63))
+    try:
+        yield
+    finally:
+        _SEEDS.next = None
+        torch.set_rng_state(state)
 
 
 def draw(func: Any, args: Any, kwargs: Any, device: torch.device) -> tuple[torch.Generator, Tensor] | None:
@@ -31,6 +61,8 @@ def draw(func: Any, args: Any, kwargs: Any, device: torch.device) -> tuple[torch
     leaves = tree_leaves((args, kwargs), is_leaf=_is_noted)
     generator = next((leaf for leaf in leaves if isinstance(leaf, torch.Generator)), None)
     if generator is None:
+        if _SEEDS.next is not None:
+            return _default_generator(device), torch.Generator(device).manual_seed(next(_SEEDS.next)).get_state()
         generator = _default_generator(device)
     state = generator.get_state()
     free = func.overloadpacket.__name__ in DRAWING

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from lightning_pipe.construction.deferred import Deferred, real_like
+from lightning_pipe.construction.unset import is_unset
 
 
 def deferred_tensors(module: nn.Module, without: Iterable[nn.Module] = ()) -> Iterator[Deferred]:
@@ -44,6 +45,8 @@ def deferred_tensors(module: nn.Module, without: Iterable[nn.Module] = ()) -> It
 def materialize(module: nn.Module, without: Iterable[nn.Module] = ()) -> None:
     """Turn deferred tensors into ordinary ones, in place: everybody who refers to one has the ordinary one afterwards.
 
+    Those stay that were on the meta device and have no values yet.
+
     Args:
         module: the module.
         without: parts of it whose tensors stay as they are, unless others have them too.
@@ -56,7 +59,7 @@ def materialize(module: nn.Module, without: Iterable[nn.Module] = ()) -> None:
         >>> type(layer.weight).__name__
         'Parameter'
     """
-    waiting = list(deferred_tensors(module, without))
+    waiting = [tensor for tensor in deferred_tensors(module, without) if not is_unset(tensor)]
     with without_weak_references(module):
         for tensor in waiting:  # one after the other: what one is computed from is gone before the next
             torch.utils.swap_tensors(tensor, real_like(tensor))  # type: ignore[no-untyped-call]

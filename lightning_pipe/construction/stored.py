@@ -25,6 +25,9 @@ from lightning_pipe.construction.deferred import THREAD, backed, numbers
 from lightning_pipe.construction.tape import SMALL, Cell, Operation
 from lightning_pipe.patches import replaced
 
+_PAGE_OUT = 21
+"""``MADV_PAGEOUT`` of Linux, which changes no value: what is not in a file, or was changed, stays in memory."""
+
 _FORMATS = ("pt", "torch", "pytorch")
 
 
@@ -109,13 +112,18 @@ def _cell(read: Callable[..., Tensor], *args: Any) -> Cell:
 
 
 def _taken_out(mapped: torch.UntypedStorage) -> Tensor:
-    """The bytes of a part of a mapped file; its pages no longer count as this process's afterwards."""
-    data = torch.empty(0, dtype=torch.uint8).set_(mapped)
-    copied = data.clone()
-    if sys.platform == "linux":  # elsewhere pages of mapped files are not kept either where memory is short
-        first, end = -(-data.data_ptr() // mmap.PAGESIZE), (data.data_ptr() + data.nbytes) // mmap.PAGESIZE
-        where, size = first * mmap.PAGESIZE, max(end - first, 0) * mmap.PAGESIZE
-        ctypes.CDLL(None).madvise(ctypes.c_void_p(where), ctypes.c_size_t(size), mmap.MADV_DONTNEED)
+    """The bytes of a part of a mapped file."""
+    return read_out(torch.empty(0, dtype=torch.uint8).set_(mapped))
+
+
+def read_out(mapped: Tensor) -> Tensor:
+    """A copy of a tensor in a mapped file, whose pages no longer count as this process's afterwards."""
+    copied = mapped.clone()
+    if sys.platform == "linux" and mapped.device.type == "cpu":  # the system forgets pages when memory is short
+        start = mapped.data_ptr()
+        first, end = -(-start // mmap.PAGESIZE), (start + mapped.nbytes) // mmap.PAGESIZE
+        where, size = ctypes.c_void_p(first * mmap.PAGESIZE), ctypes.c_size_t(max(end - first, 0) * mmap.PAGESIZE)
+        ctypes.CDLL(None).madvise(where, size, _PAGE_OUT)
     return copied
 
 
@@ -127,6 +135,15 @@ def _open(safe_open: Callable[..., Any], filename: Any, framework: str, *args: A
     if not THREAD.building or framework not in _FORMATS:
         return opened
     return _Safetensors(opened, functools.partial(safe_open, os.fspath(filename), framework))
+
+
+def safetensors_file(path: os.PathLike[str]) -> Any:
+    """A file of safetensors whose tensors are read when they are needed."""
+    from safetensors import safe_open
+
+    again = functools.partial(safe_open, os.fspath(path), "pt")
+    opened: Any = again()
+    return opened if isinstance(opened, _Safetensors) else _Safetensors(opened, again)
 
 
 class _Safetensors:
@@ -184,3 +201,20 @@ def _read(again: Callable[[], Any], name: str) -> Tensor:
     with again() as file:
         tensor: Tensor = file.get_tensor(name)
         return tensor.reshape(-1).view(torch.uint8).clone()
+
+
+def unread_tensor(like: Tensor, read: Callable[[Tensor], object]) -> Tensor:
+    """Stand for a tensor that lies elsewhere.
+
+    Args:
+        like: one of its shape and dtype, without memory.
+        read: puts the value into a tensor.
+    """
+    like = like.contiguous()
+    return backed(like, _cell(_bytes, read, tuple(like.shape), like.dtype), torch.device("cpu"))
+
+
+def _bytes(read: Callable[[Tensor], object], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    value = torch.empty(shape, dtype=dtype)
+    read(value)
+    return value.reshape(-1).view(torch.uint8)

@@ -18,6 +18,7 @@ as without a tape. An operation keeps the state that its generator had, and draw
 
 from __future__ import annotations
 
+import zlib
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -76,7 +77,7 @@ class Constant(NamedTuple):
     """A tensor with a value that an operation reads. What is small is copied; other code may change it later."""
 
     value: Tensor
-    version: int | None
+    version: tuple[int, int] | None
 
     @classmethod
     def of(cls, tensor: Tensor) -> Constant:
@@ -87,7 +88,7 @@ class Constant(NamedTuple):
         if tensor.nbytes <= SMALL or tensor.is_inference() or known or not tensor.untyped_storage().resizable():
             return cls.copied(tensor)
         # itself: another one made here, below autograd, would not share its count of changes
-        return cls(tensor, tensor._version)
+        return cls(tensor, _version(tensor))
 
     @classmethod
     def copied(cls, tensor: Tensor) -> Constant:
@@ -100,13 +101,21 @@ class Constant(NamedTuple):
         Raises:
             CutError: it has been changed in place since.
         """
-        if self.version is not None and self.value._version != self.version:
+        if self.version is not None and _version(self.value) != self.version:
             raise CutError(
                 f"a tensor {tuple(self.value.shape)} from which the module was to be initialised has been changed in "
                 "place since.",
                 hint="Copy it before you pass it: module.weight.data.copy_(tensor.clone()).",
             )
         return self.value.detach()
+
+
+def _version(tensor: Tensor) -> tuple[int, int]:
+    """What differs once a tensor has been changed: by torch, or by NumPy, of which torch hears nothing."""
+    if tensor.is_meta or tensor.device.type != "cpu":
+        return tensor._version, 0
+    data = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    return tensor._version, zlib.crc32(data.numpy().data)
 
 
 DRAWING = frozenset({"uniform_", "normal_", "exponential_", "random_", "geometric_", "cauchy_", "log_normal_"})

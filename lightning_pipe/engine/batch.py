@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_pipe.engine.containers import fresh
 from lightning_pipe.errors import ConfigurationError
-from lightning_pipe.intercept.call_record import RunRecord
+from lightning_pipe.intercept.arrival import Inbound
 from lightning_pipe.intercept.random_streams import RandomStreams
 from lightning_pipe.skip import SkipKey
 from lightning_pipe.torch_internals import tree_map
@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from lightning_pipe.engine.stage import Stages
 
 StepFunction = Callable[[int, Any], Any]
-Inbound = tuple[RunRecord, dict[int, Tensor]]
-"""What a stage receives: the path of the earlier stages, and the tensors by number."""
 
 _AS_THEY_ARE = nullcontext()
 
@@ -54,6 +52,7 @@ class Batch:
         using: ``using(micro_batch)`` is entered around computations, to put the weights that they use in place.
         results: what the step returned for each micro-batch, detached, where the loss is.
         constant: the micro-batches whose loss depends on nothing that is trained.
+        repeats: whether a run of the step has ended where it comes back to an earlier stage.
     """
 
     step: StepFunction
@@ -68,6 +67,7 @@ class Batch:
     using: Callable[[int], AbstractContextManager[None]] = lambda _: _AS_THEY_ARE
     results: dict[int, Any] = field(default_factory=dict)
     constant: set[int] = field(default_factory=set)
+    repeats: bool = False
 
     def keep(self, micro_batch: int, loss: Tensor | None, result: Any) -> None:
         """Keep what the step returned.

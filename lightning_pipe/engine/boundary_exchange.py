@@ -1,4 +1,16 @@
-"""Sends what crosses stage boundaries: everything the first time, afterwards only the tensors that are used."""
+"""Sends what crosses stage boundaries: everything the first time, afterwards only the tensors that are used.
+
+One hop of a micro-batch from stage s to stage s + 1 and back::
+
+    first time    FORWARD    path and all live tensors, one object  --->   learns path and sizes
+                  BACKWARD   <---  which tensors were used | their gradients
+    end of batch             both ends make the same `BoundaryPlan` of what was used
+    from then on  FORWARD    _AGREED  | tensors that are used       --->   into a buffer that was posted before
+                  or         _CHANGED | nothing of use, and then everything as in the first time
+                  BACKWARD   <---  as above
+
+The transport draws how one of these messages travels: `lightning_pipe.transport.shared_memory`.
+"""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from lightning_pipe.engine.partitioned_module import PartitionedModule
 from lightning_pipe.schedules import Action, Kind, forward_only, lower
-from lightning_pipe.transport.base import Channel, Direction, Lane
+from lightning_pipe.transport.base import Channel, Direction, Lane, Transport
 
 _DIRECTIONS: dict[Kind, Direction] = {Kind.SEND_FORWARD: "forward", Kind.SEND_BACKWARD: "backward"}
 
@@ -22,11 +22,22 @@ def connect(division: PartitionedModule, skips: Sequence[tuple[int, int]]) -> No
     groups = [topology.members(replica, range(topology.ranks)) for replica in range(topology.replicas)]
     groups += [tuple(sorted(topology.replica_processes(rank))) for rank in range(topology.ranks)]
     groups += [topology.holders(owners) for owners in division.owner_sets()]
+    # Without repetitions, and in this order: processes make groups together, one after the other.
     transport.make_groups(list(dict.fromkeys(groups)))
     # An evaluation may send on other channels than training.
     sample = division.sample_schedule()
+    connect_program(transport, lower(sample, skips), lower(forward_only(sample, 1), skips))
+
+
+def connect_program(transport: Transport, *programs: Sequence[Sequence[Action]]) -> None:
+    """Prepare the channels of some programs. Collective.
+
+    Args:
+        transport: the rank's transport.
+        programs: for each rank its lowered actions.
+    """
     channels: dict[Channel, None] = {}
-    for program in (lower(sample, skips), lower(forward_only(sample, 1), skips)):
+    for program in programs:
         for rank, actions in enumerate(program):
             channels |= {channel: None for action in actions if (channel := _channel(rank, action)) is not None}
     transport.connect(channels)

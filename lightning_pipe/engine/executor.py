@@ -11,12 +11,13 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from lightning_pipe.engine.batch import Batch, Inbound
+from lightning_pipe.engine.batch import Batch
 from lightning_pipe.engine.boundary_exchange import BoundaryExchange, BoundaryKey
 from lightning_pipe.engine.skip_routes import SkipRoutes
 from lightning_pipe.engine.stage import Crossings, Stages
 from lightning_pipe.engine.under_way import Returned, StageKey, UnderWay
 from lightning_pipe.errors import CutError
+from lightning_pipe.intercept.arrival import Inbound
 from lightning_pipe.intercept.call_record import Crossing, RunRecord
 from lightning_pipe.schedules import Action, Kind
 from lightning_pipe.simulate import Event
@@ -271,6 +272,7 @@ class Executor:
 
     def _recompute(self, action: Action, here: StageKey) -> None:
         batch, index = self._find(here.micro_batch)
+        # or it would grow with every call of an asynchronous schedule
         self._under_way.again.discard(here)
         start = time.perf_counter()
         with batch.using(index):
@@ -297,6 +299,7 @@ class Executor:
             if action.kind is Kind.BACKWARD:
                 returned = self.stages.backward(self._under_way.saved.pop(here), gradients, used)
             else:
+                # the graph stays for BACKWARD_WEIGHT
                 returned = self.stages.backward_input(self._under_way.saved[here], gradients, used)
         self._note(action, start)
         arrived = self._under_way.arrived.pop(here, None)

@@ -34,6 +34,7 @@ class PartitionedModule:
         transport: this process's transport.
         recompute: whether forward passes keep only their input and run again before their backward pass: ``"never"``,
             ``"always"``, or ``"except_last"`` for all but the last micro-batch of a stage.
+        passes: how often a training step runs the layers.
         before: the same module over the same ranks in an earlier run, if it is still divided.
 
     Attributes:
@@ -59,6 +60,7 @@ class PartitionedModule:
         transport: Transport,
         *,
         recompute: Recompute = "never",
+        passes: int = 1,
         before: PartitionedModule | None = None,
     ) -> None:
         if sum(balance) != len(layers):
@@ -71,6 +73,7 @@ class PartitionedModule:
         self.names = [name for name, _ in layers]
         self.stage_layers = [range(start, stop) for start, stop in pairwise([0, *accumulate(balance)])]
         sample = self.sample_schedule()
+        self.passes = passes
         self.synchronous = sample.synchronous
         self.placement = dict(sample.placement)
         self.loss_ranks = sample.loss_ranks
@@ -88,6 +91,11 @@ class PartitionedModule:
     def is_loss_rank(self) -> bool:
         """Whether this rank computes losses."""
         return self.transport.rank in self.loss_ranks
+
+    @property
+    def ends_early(self) -> bool:
+        """Whether some runs of a training step end early on this rank: all but those of the last stage and pass."""
+        return not (self.is_loss_rank and len(self.stages_here) == 1 and (self.passes == 1 or len(self.balance) == 1))
 
     @property
     def linear(self) -> bool:
@@ -234,7 +242,7 @@ class PartitionedModule:
             stages: the stages that this rank has run.
             called: the layers that it has called.
         """
-        mine = {number for stage in stages for number in self.stage_layers[stage]}
+        mine = {number for stage in stages for number in self.stage_layers[stage % len(self.stage_layers)]}
         missing = sorted(mine - called)
         if missing:
             raise PartitionError(

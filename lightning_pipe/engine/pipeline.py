@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -18,8 +18,10 @@ from lightning_pipe.engine.connections import connect
 from lightning_pipe.engine.containers import signature
 from lightning_pipe.engine.executor import Executor
 from lightning_pipe.engine.partitioned_module import PartitionedModule
+from lightning_pipe.engine.passes import Passes
 from lightning_pipe.engine.skip_routes import SkipRoutes
 from lightning_pipe.engine.stage import Stages
+from lightning_pipe.engine.turns import Turns
 from lightning_pipe.errors import ConfigurationError
 from lightning_pipe.intercept.interceptor import Interceptor
 from lightning_pipe.intercept.random_streams import RandomStreams
@@ -47,6 +49,7 @@ class Pipeline(PartitionedModule):
         transport: this process's transport.
         recompute: whether forward passes run again before their backward pass; see `PartitionedModule`.
         deferred_batch_norm: let batch norm keep the statistics of whole batches, not of micro-batches.
+        passes: how often a training step runs the layers; see `Passes`.
         before: the same module over the same ranks in an earlier run, if it is still divided.
 
     Attributes:
@@ -75,9 +78,10 @@ class Pipeline(PartitionedModule):
         *,
         recompute: Recompute = "never",
         deferred_batch_norm: bool = False,
+        passes: int = 1,
         before: PartitionedModule | None = None,
     ) -> None:
-        super().__init__(module, layers, balance, family, transport, recompute=recompute, before=before)
+        super().__init__(module, layers, balance, family, transport, recompute=recompute, passes=passes, before=before)
         self.skips = SkipRoutes(module, self.layers, self.stage_layers)
         self.reductions = GradientGroups(transport)
         self.gradients_divided = False
@@ -103,9 +107,21 @@ class Pipeline(PartitionedModule):
         if deferred_batch_norm and self.synchronous:
             DeferredBatchNorm.convert(module)
         connect(self, self.skips.ends)
+        _ = self._passes  # prepares its channels, at the same time everywhere
         self.asynchronous = (
             None if self.synchronous else AsynchronousPipeline(self, deferred_batch_norm=deferred_batch_norm)
         )
+
+    @cached_property
+    def _passes(self) -> Passes | None:
+        """Runs training steps of several passes over several stages."""
+        several = self.passes > 1 and len(self.stage_layers) > 1
+        return Passes(self, self.passes, self.executor) if several else None
+
+    @property
+    def training_executor(self) -> Executor:
+        """That of training batches."""
+        return self.executor if self._passes is None else self._passes.executor
 
     @property
     def in_step(self) -> bool:
@@ -150,7 +166,7 @@ class Pipeline(PartitionedModule):
         self.gradients_divided = False
         self.reductions.overlapped = reduce
         # Nothing is reduced while the first batch runs: who holds what outside the layers is known at its end.
-        first, start, busy = not self.ownership.users_known, time.perf_counter(), self.executor.busy
+        first, start, busy = not self.ownership.users_known, time.perf_counter(), self.training_executor.busy
         if first:
             self._buffer_sync.begin()
         results = self._run(self._batch(step, micro_batches, weights, seed, training=True, check=check))
@@ -169,13 +185,21 @@ class Pipeline(PartitionedModule):
             self.executor.restart_clocks()
         else:  # the first batch also agrees on what travels and who holds what
             self.elapsed += time.perf_counter() - start
-            self.busy += self.executor.busy - busy
+            self.busy += self.training_executor.busy - busy
         return results
 
     def evaluate(
-        self, step: StepFunction, micro_batches: Sequence[Any], *, seed: int = 0, ahead: int = 0
+        self,
+        step: StepFunction,
+        micro_batches: Sequence[Any],
+        *,
+        seed: int = 0,
+        ahead: int = 0,
+        turns: bool = False,
     ) -> dict[int, Any]:
         """Run forward passes alone; see `train`.
+
+        A step that comes back to layers of an earlier stage ends there, as `Turns.needed` tells: it needs ``turns``.
 
         Args:
             step: see `train`.
@@ -183,13 +207,25 @@ class Pipeline(PartitionedModule):
             seed: the seed of this batch's random streams.
             ahead: how many later batches this rank may evaluate before the later ranks have come to this one. If it is
                 not 0, call `end_stream` behind the last batch.
+            turns: let the ranks take turns, one computing at a time, so that the step may call layers again.
         """
         if self.asynchronous is not None and self.asynchronous.in_flight:
             raise ConfigurationError("Batches are in flight.", hint="Drain the pipeline before an evaluation.")
-        results = self._run(self._batch(step, micro_batches, [1.0] * len(micro_batches), seed, training=False), ahead)
+        batch = self._batch(step, micro_batches, [1.0] * len(micro_batches), seed, training=False)
+        if turns:
+            with self.running(batch.streams, caches=True):
+                results = self.turns.run(batch)
+        else:
+            results = self._run(batch, ahead)
+        self.turns.needed = batch.repeats
         # A norm that the user keeps in training mode learns in an evaluation too, as on one device.
         self._commit_statistics(norm for norm in deferred_norms(self.module) if norm.training)
         return results
+
+    @cached_property
+    def turns(self) -> Turns:
+        """Runs evaluation steps that come back to layers of an earlier stage; knows whether the last one did so."""
+        return Turns(self)
 
     def end_stream(self) -> None:
         """End evaluations that had batches under way on several ranks. Collective over all processes."""
@@ -252,11 +288,11 @@ class Pipeline(PartitionedModule):
     def recorded(self) -> Iterator[list[Event]]:
         """Note when the actions of this rank compute, for `timeline`."""
         events: list[Event] = []
-        self.executor.events = events
+        self.executor.events = self.training_executor.events = events
         try:
             yield events
         finally:
-            self.executor.events = None
+            self.executor.events = self.training_executor.events = None
 
     def timeline(self, events: Sequence[Event], title: str | None = None) -> Timeline:
         """The measured timeline of the whole pipeline. Collective over it; right for the ranks of one host."""
@@ -273,14 +309,16 @@ class Pipeline(PartitionedModule):
     def _run(self, batch: Batch, ahead: int = 0) -> dict[int, Any]:
         training = batch.training
         program = self._program(len(batch.micro_batches), training)
+        executor = self.training_executor if training else self.executor
         with self.running(batch.streams):
-            self.executor.run(program, batch, ahead)
+            executor.run(program, batch, ahead)
         if training and not self._checked_layers:
             ran = {action.stage for action in program if action.kind is Kind.FORWARD}
-            self.check_called(ran, self.executor.stages.called)
+            self.check_called(ran, executor.stages.called)
             self._checked_layers = True
         # In a stream the ranks are at different batches: `end_stream` learns then.
-        if self.synchronous and not ahead and training not in self._learnt_skips:
+        # Skip connections of several passes go from stage to stage.
+        if self.synchronous and executor is self.executor and not ahead and training not in self._learnt_skips:
             self._learn_skips(training)
         return batch.results
 
@@ -314,10 +352,15 @@ class Pipeline(PartitionedModule):
         return Batch(step, micro_batches, numbers, weights, streams, training, undisturbed, observers)
 
     @contextmanager
-    def running(self, streams: RandomStreams) -> Iterator[None]:
-        """Around the actions of a batch or call: calls of layers come here, random generators are put back."""
+    def running(self, streams: RandomStreams, *, caches: bool = False) -> Iterator[None]:
+        """Around the actions of a batch or call: calls of layers come here, random generators are put back.
+
+        Args:
+            streams: the batch's random streams.
+            caches: whether model caches are of use.
+        """
         try:
-            with streams.batch(), self._interceptor.installed():
+            with streams.batch(), self._interceptor.installed(caches=caches):
                 yield
         except BaseException:
             # What norms have noted of a failed batch must not count in the next one.
@@ -325,6 +368,8 @@ class Pipeline(PartitionedModule):
             raise
 
     def _lowered(self, micro_batches: int, training: bool) -> tuple[Action, ...]:
+        if training and self._passes is not None:
+            return self._passes.program(micro_batches)
         schedule = self.schedule(micro_batches)
         order = schedule if training else forward_only(schedule, micro_batches)
         return lower(order, self.skips.ends)[self.transport.rank]

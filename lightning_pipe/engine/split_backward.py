@@ -51,12 +51,14 @@ class SplitBackward:
         if self.entry is None:
             return
         graph = _Graph.of([_node_of(result) for result in self.results], _node_of(self.entry))
+        # A junction runs in both halves, and with it would the user's hooks.
         self.whole = self.whole or graph.indivisible or any(_has_hooks(junction.node) for junction in graph.junctions)
         if self.whole:
             torch.autograd.backward(self.results, self.gradients)
             return
         self._junctions = graph.junctions
         self._apart = [_node_of(result) not in graph.towards_entry for result in self.results]
+        # nothing leads to the input: the second half does all
         if all(self._apart):
             return
         hooks = [junction.node.register_prehook(_keep(junction)) for junction in self._junctions]
@@ -115,6 +117,7 @@ class _Graph:
 
 def _postorder(roots: Sequence[Node]) -> list[Node]:
     """All nodes, every one after those it leads to."""
+    # Without recursion: a graph may be deeper than Python's stack of calls.
     order: list[Node] = []
     seen: set[Node] = set()
     stack: list[tuple[Node, bool]] = [(root, False) for root in roots]
@@ -163,6 +166,7 @@ def _finish(junction: _Junction, *, exclusive: bool) -> None:
     if junction.gradients is None or all(gradient is None for gradient in junction.gradients):
         return
     if exclusive:
+        # `AccumulateGrad` nodes alone have a variable
         weights = [node.variable for node in _leaves(junction) if hasattr(node, "variable")]
         if weights:
             edges = [GradientEdge(junction.node, i) for i, g in enumerate(junction.gradients) if g is not None]

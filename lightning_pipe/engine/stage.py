@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_pipe.engine.batch import Batch, Inbound
+from lightning_pipe.engine.batch import Batch
 from lightning_pipe.engine.split_backward import SplitBackward
 from lightning_pipe.errors import ConfigurationError, CutError
+from lightning_pipe.intercept.arrival import Inbound
 from lightning_pipe.intercept.call_record import CallRecord, Crossing
 from lightning_pipe.intercept.incoming import Incoming
 from lightning_pipe.intercept.interceptor import Interceptor
@@ -110,7 +111,7 @@ class Stages:
         """Run the step for one stage. Returns what backward needs and, by receiving stage, what leaves."""
         _observe(self, stage, micro_batch, batch, inbound)
         saved, crossings, result = self._run(stage, micro_batch, batch, inbound)
-        if not crossings:
+        if not (crossings or batch.repeats):
             batch.keep(micro_batch, saved.loss, result)
         return saved, crossings
 
@@ -160,6 +161,7 @@ class Stages:
             profiler=batch.before_layer if batch.training and batch.observers else None,
             training=batch.training,
             alone=batch.undisturbed,
+            may_repeat=not batch.training,
         )
         # A tensor that the path names but that was not sent has no value here, and gets no gradient.
         received = (
@@ -171,7 +173,8 @@ class Stages:
         run.tracker.lineage.begin(tree_leaves(inputs))
         with forward_pass(stage):
             result = self.interceptor.follow(run, lambda: batch.step(micro_batch, inputs))
-        self.called |= run.called
+        batch.repeats |= run.repeats
+        self.called.update(run.called)
         if run.called:
             self.skipped[stage] = run.skips.events
         saved = Saved(run.arrival.incoming, received, {}, None, run.tracker.used, run.whole)

@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from lightning_pipe.engine.batch import Inbound
 from lightning_pipe.engine.boundary_exchange import BoundaryKey
 from lightning_pipe.engine.stage import Kept, Saved
+from lightning_pipe.intercept.arrival import Inbound
 from lightning_pipe.intercept.call_record import Crossing
 
 Returned = tuple[dict[int, Tensor], frozenset[int]]

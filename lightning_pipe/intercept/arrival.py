@@ -63,6 +63,7 @@ class Arrival:
                 [entry.requires_grad for entry in entries],
                 skips=any(call.stashed for call in path.calls),
             )
+            # behind the node of `Incoming`: what it makes of the received tensors is older than this stage's own graph
             self._begin = graph_nodes()
             self._fill(entries, self.incoming)
             for number, name in self._skipped.missing(values):

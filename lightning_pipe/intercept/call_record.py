@@ -18,6 +18,10 @@ from lightning_pipe.tensor_spec import TensorSpec
 warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)` is deprecated", category=FutureWarning)
 
 
+AGAIN = "a layer of an earlier stage again"
+"""The name of the last call of a step that comes back to an earlier stage."""
+
+
 class Passed(NamedTuple):
     """A result that is one of the call's own arguments, the same object."""
 
@@ -57,6 +61,7 @@ class Value(NamedTuple):
         return pickle.loads(self.data)
 
 
+# A tuple: the sender at a boundary compares the records of a whole step for every micro-batch.
 class CallRecord(NamedTuple):
     """One recorded call outside layers, or of one layer or outside module.
 
@@ -77,6 +82,7 @@ class CallRecord(NamedTuple):
         lent: for layers and modules, the arguments whose memory a result shares, and which every stage has for itself.
         given: what it is given of the batch; see `Lineage`.
         hook: for a forward hook on a part of a layer, the path from the layer to the part and the hook's number there.
+        drawn: for a function that has drawn random numbers where ranks take turns, the states of the generators then.
     """
 
     name: str
@@ -92,6 +98,7 @@ class CallRecord(NamedTuple):
     lent: tuple[int, ...] = ()
     given: int = 0
     hook: tuple[str, int] | None = None
+    drawn: tuple[bytes, ...] = ()
 
 
 class LiveTensor(NamedTuple):

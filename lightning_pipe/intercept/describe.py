@@ -101,6 +101,9 @@ def _describe(
     if watch is not None:
         effects += watch.effects(leaves, tracker.numbers.derived)
         leaves += [leaf for _, own in effects for leaf in own]
+        # of an object's tensors most are those that the other ranks know
+        held = [tracker.numbers.of(leaf) for effect, own in effects if effect.object is not None for leaf in own]
+        tracker.shown.update(number for number in held if number is not None)
     # reversed: of an object that is given twice the first position counts
     position_of = {id(argument): position for position, argument in reversed([*enumerate(arguments)])}
     described, new = _described(tracker, name, leaves, position_of)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from lightning_pipe.errors import CutError
+from lightning_pipe.intercept.objects import ChangedObjectError, ObjectStates, is_opaque
 from lightning_pipe.intercept.tensor_state import memory_of, same_objects, version_of
 from lightning_pipe.torch_internals import tree_flatten, tree_leaves
 
@@ -32,6 +32,7 @@ class Effect(NamedTuple):
         path: for an attribute, the dotted path from the layer to the module that keeps it.
         attribute: its name.
         in_place: whether the attribute is the tensor that it was, and has changed or is what a result is a view of.
+        object: for a changed object, its number among those that the arguments lead to; its state is ``structure``.
     """
 
     size: int
@@ -40,6 +41,7 @@ class Effect(NamedTuple):
     path: str = ""
     attribute: str = ""
     in_place: bool = False
+    object: int | None = None
 
 
 class Watch:
@@ -51,16 +53,25 @@ class Watch:
         arguments: the positional ones, then the keywords' values.
         leaves: their leaves.
         seeks: whether to look for attributes.
+        objects: whether other ranks can be shown what changes in objects among the arguments.
     """
 
     def __init__(
-        self, name: str, module: nn.Module, arguments: Sequence[Any], leaves: Sequence[Any], seeks: bool
+        self,
+        name: str,
+        module: nn.Module,
+        arguments: Sequence[Any],
+        leaves: Sequence[Any],
+        seeks: bool,
+        *,
+        objects: bool = False,
     ) -> None:
         self._name, self._module = name, module
         self.containers = list(containers_in(arguments))
         self._contents = [_contents(container) for container in self.containers]
         # what such objects hold cannot be described, so a change in them is an error
-        self._opaque = [(leaf, list(_fingerprint(leaf))) for leaf in leaves if _is_opaque(leaf)]
+        self._opaque = [] if objects else [(leaf, list(_fingerprint(leaf))) for leaf in leaves if is_opaque(leaf)]
+        self._objects = ObjectStates(leaves) if objects else None
         self._attributes = {key: _State(tree_leaves(value)) for key, value in _attributes(module)} if seeks else None
 
     def attributes(self) -> Iterator[Tensor]:
@@ -76,11 +87,11 @@ class Watch:
             derived: whether a tensor comes from a layer or a parameter; other stages know of such a change by itself.
 
         Raises:
-            CutError: an argument of another kind has changed.
+            ChangedObjectError: an argument of another kind has changed.
         """
         for leaf, before in self._opaque:
             if before != list(_fingerprint(leaf)):
-                raise CutError(
+                raise ChangedObjectError(
                     f"'{self._name}' changes its argument of type {type(leaf).__qualname__}, which other stages cannot "
                     "see.",
                     hint="Return what changes, or pass it in a list or dictionary; switch caches off.",
@@ -89,6 +100,8 @@ class Watch:
             if not same_objects(_contents(container), contents):
                 leaves, structure = tree_flatten(container)
                 yield Effect(len(leaves), structure, container=number), leaves
+        for number, state, tensors in () if self._objects is None else self._objects.changes(self._name):
+            yield Effect(len(tensors), state, object=number), list(tensors)
         if self._attributes is not None:
             yield from self._attribute_effects(self._attributes, results, derived)
 
@@ -203,10 +216,6 @@ def replace_contents(container: Any, value: Any) -> None:
 
 def _contents(container: Any) -> list[Any]:
     return [part for item in container.items() for part in item] if isinstance(container, dict) else list(container)
-
-
-def _is_opaque(leaf: Any) -> bool:
-    return hasattr(leaf, "__dict__") and not isinstance(leaf, (Tensor, nn.Module, type)) and not callable(leaf)
 
 
 def _fingerprint(value: Any, depth: int = 6) -> Iterator[Any]:

@@ -87,6 +87,7 @@ class InPlace:
     def _note_lent(self, tensor: Tensor, lender: tuple[int, int]) -> None:
         """Note that ``tensor`` shares the memory of an argument that every stage has for itself."""
         memory = tensor.untyped_storage()
+        # Of several arguments with this memory the last one stands for all.
         self._lent[memory._cdata] = (memory, lender)  # kept, so that no other storage gets its address
 
     def lender_of(self, tensor: Tensor) -> tuple[int, int] | None:
@@ -116,6 +117,7 @@ class InPlace:
                     f"'{name}' changes '{owned}' in place before this stage's layers, with values of an earlier stage.",
                     hint=f"Change '{owned}' after the last layer, or inside a layer.",
                 )
+        # Taken before the tensors are swapped: what then still refers to a storage is a view that keeps the old value.
         memories = [tensor.untyped_storage() for tensor in known]
         for tensor in known:
             self._numbers.replace(tensor, Placeholder.of(TensorSpec.of(tensor), tensor.device))

@@ -72,6 +72,8 @@ def shown(calls: LayerCalls, name: str, parts: Parts, arguments: Sequence[Any]) 
     before = [(part, part._forward_hooks) for _, part in parts]
     for path, part in parts:
         hooks = enumerate(part._forward_hooks.items())
+        # A new dictionary: the handles of the hooks refer to the old one, from which a hook may remove itself. The keys
+        # stay: by them torch knows which hooks take keyword arguments and which are always called (torch 2.13).
         part._forward_hooks = OrderedDict(
             (key, _showing(calls, name, path, number, hook, arguments)) for number, (key, hook) in hooks
         )
@@ -87,6 +89,7 @@ def _showing(
 ) -> Callable[..., Any]:
     def showing(part: nn.Module, *given: Any) -> Any:
         calls.tracker.calls.append(_describe(calls.tracker, name, (path, number), given, arguments))
+        # What a hook does counts as code outside layers: stages that skip the layer let it do the same.
         calls.inside = False
         try:
             with _acting(calls.tracker, calls.surroundings):
@@ -102,6 +105,8 @@ def _acting(tracker: Tracker, surroundings: Surroundings) -> Iterator[None]:
     """While a hook acts: it is followed, and draws the same random numbers on all stages."""
     surroundings.inner_hook = True
     try:
+        # All stages have appended the hook's call by now, so they agree on the position. The last number tells this
+        # stream from the one of a torch function at the same position; see `Tracker._run`.
         with surroundings.stream(-1, len(tracker.calls), 0), tracker.resumed():
             yield
     finally:
@@ -148,6 +153,7 @@ def act(
         kwargs: by name.
         stand_for: makes, or finds, what stands for a tensor with a description.
     """
+    # Each hook that acted has a call of its own in front of the layer's, in the order in which they acted.
     while (call := tracker.following_hook()) is not None:
         assert call.hook is not None
         path, number = call.hook

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from lightning_pipe.intercept.torch_patches.autograd_functions import FUNCTIONS
 from lightning_pipe.intercept.torch_patches.backward_hooks import BACKWARD_HOOKS
 from lightning_pipe.intercept.torch_patches.encoders import padding_alike
 from lightning_pipe.intercept.torch_patches.inner_backward import INNER_BACKWARD
+from lightning_pipe.intercept.turns.run import TurnRun
 from lightning_pipe.patches import all_replaced
 from lightning_pipe.torch_internals import NormBase
 
@@ -36,7 +37,7 @@ class Interceptor:
     """
 
     def __init__(self, module: nn.Module, layers: Sequence[tuple[str, nn.Module]], *, tells: bool = True) -> None:
-        self.run: StageRun | None = None
+        self.run: StageRun | TurnRun | None = None
         self.compiled = False
         self.module = module
         self.layers = [layer for _, layer in layers]
@@ -58,8 +59,12 @@ class Interceptor:
         yield from {id(part): part for root in roots for part in root.modules()}.values()
 
     @contextmanager
-    def installed(self) -> Iterator[None]:
-        """Wrap the forwards. As instance attributes: nothing stays behind that copying or pickling could meet."""
+    def installed(self, *, caches: bool = False) -> Iterator[None]:
+        """Wrap the forwards. As instance attributes: nothing stays behind that copying or pickling could meet.
+
+        Args:
+            caches: whether model caches are of use.
+        """
         # Asked before the wrappers hide it: they take the compiled call of what they wrap away for the time.
         self.compiled = any(vars(part).get("_compiled_call_impl") is not None for part in self.module.modules())
         with (
@@ -68,7 +73,7 @@ class Interceptor:
             FUNCTIONS.installed(lambda: self.run),
             BACKWARD_HOOKS.installed(lambda: self.run),
             INNER_BACKWARD.installed(lambda: self.run),
-            self._caches.off(),
+            nullcontext() if caches else self._caches.off(),
         ):
             yield
 
@@ -86,7 +91,7 @@ class Interceptor:
         if self.run is not None:
             self.run.returning(result)
 
-    def follow(self, run: StageRun, step: Callable[[], Any]) -> Any:
+    def follow(self, run: StageRun | TurnRun, step: Callable[[], Any]) -> Any:
         """Run the user's step; its calls of layers go to ``run``."""
         self.run = run
         try:

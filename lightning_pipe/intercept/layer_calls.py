@@ -50,6 +50,7 @@ class LayerCalls:
         surroundings: gives the random streams.
         cache: what earlier runs have kept.
         profiler: measures layers as they are called; ``None``: no measurement.
+        objects: whether other ranks can be shown what layers change in objects that they are given.
 
     Attributes:
         surroundings: those of the run.
@@ -65,9 +66,11 @@ class LayerCalls:
         surroundings: Surroundings,
         cache: RunCache,
         profiler: Profiler | None,
+        *,
+        objects: bool = False,
     ) -> None:
         self.tracker, self.inside, self.routed = tracker, False, dict[int, int]()
-        self._others, self._routes = not stage.all, stage.routes
+        self._others, self._routes, self._objects = not stage.all, stage.routes, objects
         self._skips, self.surroundings, self._cache, self._profiler = skips, surroundings, cache, profiler
 
     def run(self, name: str, key: int, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -88,7 +91,11 @@ class LayerCalls:
                 seeks = self._others and cache.attributes.seeks(name, module)
                 # With the layers on one stage nobody needs a record: code behind them sees what they leave behind.
                 watched = seeks or (self._others and not plain)
-                watch = self._watch(Watch(name, module, given, arguments, seeks)) if watched else None
+                watch = (
+                    self._watch(Watch(name, module, given, arguments, seeks, objects=self._objects))
+                    if watched
+                    else None
+                )
                 hooked = cache.hooked.of(module)
                 start = graph_nodes()
                 with shown(self, name, hooked, arguments) if hooked else _AS_IT_IS:

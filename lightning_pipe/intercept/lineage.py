@@ -27,6 +27,7 @@ class Lineage:
     """
 
     def __init__(self) -> None:
+        # a tensor may outlive a run as an attribute: the mark of an earlier run does not count
         self._token = next(_tokens)
         # by id, since ranks that are threads may be given the same objects
         self._batch: dict[int, tuple[Tensor, int]] = {}
@@ -40,6 +41,7 @@ class Lineage:
 
     def draw(self, name: str) -> None:
         """A function of that name draws from the stream of the code around."""
+        # ranks that have drawn different functions are at different places of the stream from here on
         self._draws = mix(self._draws, _number(name))
 
     def numbers(self, tensors: Iterable[Tensor]) -> list[int]:
@@ -72,4 +74,5 @@ class Lineage:
 
 @cache
 def _number(name: str) -> int:
+    # not ``hash``, which differs between processes for the same string
     return zlib.crc32(name.encode())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Protocol
 
 from torch import Tensor, nn
@@ -12,6 +13,9 @@ class ParameterUse(Protocol):
 
     def use(self, parameter: nn.Parameter) -> None:
         """Note that this stage uses ``parameter`` for real; raises if this rank does not hold it."""
+
+    def holds_all(self, parameters: Iterable[nn.Parameter]) -> bool:
+        """Whether this rank may use some parameters."""
 
     def run(self, module: str) -> None:
         """Note that this stage runs an outside module."""

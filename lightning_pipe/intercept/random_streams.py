@@ -121,6 +121,11 @@ class RandomStreams:
             index = torch.cuda.current_device() if device.index is None else device.index
             self._generators.append(torch.cuda.default_generators[index])
 
+    @property
+    def generators(self) -> tuple[torch.Generator, ...]:
+        """The generators of torch that code outside layers draws from."""
+        return tuple(self._generators)
+
     def isolated(self, micro_batch: int, *key: int) -> _Isolated:
         """A context with the stream of ``key``; the stream outside goes on as if nothing had happened."""
         return _Isolated(self._generators, mix(self.seed, self._number(micro_batch), *key))

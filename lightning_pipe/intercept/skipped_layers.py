@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from lightning_pipe.intercept.call_record import CallRecord, Passed, Repeated, Seen
 from lightning_pipe.intercept.effects import Attributes, containers_in, replace_contents
 from lightning_pipe.intercept.inner_hooks import act
+from lightning_pipe.intercept.objects import objects_of, put_state
 from lightning_pipe.intercept.placeholder import Placeholder
 from lightning_pipe.intercept.surroundings import Surroundings
 from lightning_pipe.intercept.torch_functions import leaves_of
@@ -70,7 +71,8 @@ class SkippedLayers:
         for key in call.popped:
             del self._skips[key]
         if call.effects or call.container is not None or call.stashed:
-            return self._leave(call, module, leaves, list(containers_in((*args, *kwargs.values()))))
+            objects = objects_of(arguments) if any(effect.object is not None for effect in call.effects) else []
+            return self._leave(call, module, leaves, list(containers_in((*args, *kwargs.values()))), objects)
         return tree_unflatten(leaves, call.structure)
 
     def _placeholder_for(self, leaf: TensorSpec | Seen) -> Tensor:
@@ -98,10 +100,16 @@ class SkippedLayers:
                 leaves.append(leaf)
         return leaves, new
 
-    def _leave(self, call: CallRecord, module: nn.Module, leaves: list[Any], containers: list[Any]) -> Any:
+    def _leave(
+        self, call: CallRecord, module: nn.Module, leaves: list[Any], containers: list[Any], objects: list[Any]
+    ) -> Any:
         """Leave behind what the call does besides its result; returns that."""
         for effect in reversed(call.effects):  # their leaves lie behind those of the result, so the last ones go first
             split = len(leaves) - effect.size
+            if effect.object is not None:
+                put_state(objects[effect.object], effect.structure, leaves[split:], objects)
+                del leaves[split:]
+                continue
             value = tree_unflatten(leaves[split:], effect.structure)
             del leaves[split:]
             if effect.container is None:

@@ -24,6 +24,7 @@ _CLONED = 1 << 16
 """Tensors of up to this many elements are cloned, so that a change in place can be undone."""
 # Parameters and submodules are not looked at: a step leaves them as they are. Buffers change in forward passes.
 _MODULE_INTERNALS = frozenset(vars(nn.Module())) - {"_buffers"}
+# What the Trainer sets in a LightningModule by itself, around hooks too: none of it is a change by the step.
 _LIGHTNING_INTERNALS = frozenset(
     [
         "_trainer",
@@ -81,6 +82,7 @@ class Snapshot:
     """
 
     def __init__(self, modules: Mapping[str, nn.Module], only: Mapping[str, Container[str]] | None = None) -> None:
+        # Nodes keep their objects, so no ``id`` comes to mean another object while the snapshot lives.
         seen: dict[int, _Node] = {}  # one node for each object: several may refer to it, and it may hold itself
         with DisableTorchFunction():  # a step under way must not take this for calls of its own
             self._nodes = {
@@ -127,6 +129,7 @@ class _Mapping(_Node):
     def __init__(self, owner: dict[Any, Any], seen: dict[int, _Node]) -> None:
         seen[id(owner)] = self
         self.owner = owner
+        # By now ``seen`` has this node: what the dictionary holds may hold the dictionary.
         items = dict(self.items())
         self.kept = {key: _keep(value, seen, len(items)) for key, value in items.items()}
 
@@ -141,6 +144,7 @@ class _Mapping(_Node):
 
     def undo(self) -> Any:
         now = dict(self.items())
+        # The order of keys is not put back: a key that was deleted comes last.
         for key in now.keys() - self.kept.keys():
             self.remove(key)
         for key, (value, node) in self.kept.items():
@@ -215,6 +219,7 @@ class _List(_Node):
             if node is not None:
                 yield from node.changes_once((*path, ("item", index)), seen)
         if len(now) > old:
+            # Told apart from other changes: two ranks with the last stage append what their own micro-batches brought.
             yield Change("append", (*path, ("item", None)), now[old:])
 
 
@@ -266,6 +271,7 @@ class _Tensor(_Node):
         if type(self.owner) is not self.kind or _place(self.owner) != self.place:
             return self.kept
         with torch.no_grad():
+            # in place, for whoever else refers to the tensor or to a view of it
             self.owner[...] = self.kept
         return self.owner
 
@@ -343,5 +349,6 @@ def _is_users(kind: Any) -> bool:
     if file is None:
         found = importlib.util.find_spec(name) if module is None else None
         file = found.origin if found else None
+    # A package installed with ``pip install -e`` lies outside these folders and counts as the user's.
     libraries = {sysconfig.get_path(key) for key in ("stdlib", "platstdlib", "purelib", "platlib")}
     return file is not None and not any(file.startswith(path) for path in libraries)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from lightning_pipe.errors import CutError
 from lightning_pipe.skip import SkipKey
 
 
@@ -16,12 +18,20 @@ class StageLayers(NamedTuple):
         layers: the numbers of its layers.
         names: the dotted names of all layers of the sequence.
         routes: the skip connections that leave this stage for another stage than the next, with that stage.
+        stage_of: for a step of several passes, which count as stages and layers of their own one after the other: the
+            stage of each layer in one pass. Otherwise empty.
     """
 
     stage: int
     layers: range
     names: Sequence[str]
     routes: Mapping[SkipKey, int]
+    stage_of: Sequence[int] = ()
+
+    @property
+    def in_one_pass(self) -> int:
+        """The number of layers in one pass."""
+        return len(self.stage_of) or len(self.names)
 
     @property
     def all(self) -> bool:
@@ -42,3 +52,37 @@ class StageLayers(NamedTuple):
     def next_name(self) -> str:
         """The name of the next stage's first layer."""
         return self.names[self.layers.stop]
+
+
+class CallNumbers:
+    """Numbers the calls of layers in one run of the step.
+
+    Args:
+        stage: the layers of the stage.
+    """
+
+    def __init__(self, stage: StageLayers) -> None:
+        self._stage = stage
+        self._calls = Counter[int]()
+        self._passes, self._at = 0, 0
+
+    def next(self, layer: int) -> tuple[int, int]:
+        """The layer that is called now among those of all passes, and the key of the call's random stream.
+
+        Raises:
+            CutError: the step makes one pass too many.
+        """
+        stage, number = self._stage, layer
+        # every call draws from a stream of its own, whichever stage makes it
+        key = layer + stage.in_one_pass * self._calls[layer]
+        self._calls[layer] += 1
+        if stage.stage_of:
+            self._passes += stage.stage_of[layer] < self._at
+            self._at = stage.stage_of[layer]
+            number += self._passes * stage.in_one_pass
+        if number >= len(stage.names):
+            raise CutError(
+                f"layer '{stage.names[layer]}' is called in one pass more than the {self._passes} that were asked for.",
+                hint="Use PipeStrategy(passes=...) with the number of passes that a training step makes.",
+            )
+        return number, key

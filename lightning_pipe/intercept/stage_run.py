@@ -24,27 +24,32 @@ stages behind layer 1::
 5. Stage 0 reaches the first layer of stage 1: the numbered tensors that are still alive leave (`outgoing`), with the
    record, and the step ends by an exception that the user's code does not catch.
 6. On the last stage alone the step returns. An evaluation may leave layers out: it is cut where it returns.
+
+A layer may be called several times in a row: it belongs to one stage. A step that comes back to an earlier stage has
+several passes, and ends there on all stages (`StageRun.repeats`): another kind of run has to do it.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from traceback import walk_tb
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from lightning_pipe.errors import CutError
 from lightning_pipe.intercept.arrival import Arrival, Inbound
-from lightning_pipe.intercept.call_record import CallRecord, Crossing
+from lightning_pipe.intercept.call_record import AGAIN, CallRecord, Crossing
 from lightning_pipe.intercept.layer_calls import LayerCalls, Profiler, RunCache
+from lightning_pipe.intercept.objects import ChangedObjectError
 from lightning_pipe.intercept.outgoing import check_surroundings, crossings_of
 from lightning_pipe.intercept.parameter_use import ParameterUse
 from lightning_pipe.intercept.random_streams import passed_over
 from lightning_pipe.intercept.skipped_layers import SkippedLayers
-from lightning_pipe.intercept.stage_layers import StageLayers
+from lightning_pipe.intercept.stage_layers import CallNumbers, StageLayers
 from lightning_pipe.intercept.surroundings import Surroundings
 from lightning_pipe.intercept.torch_patches.autograd_functions import check_not_hidden
 from lightning_pipe.intercept.tracker import Tracker
@@ -74,9 +79,11 @@ class StageRun:
         profiler: measures layers as they are called; ``None``: no measurement.
         training: whether a backward pass follows; otherwise the step may leave layers out.
         alone: whether no other micro-batch is under way, which could read what this one changes.
+        may_repeat: whether the step may come back to an earlier stage, where this run then ends.
 
     Attributes:
-        called: the layers that have been called.
+        called: how often the layers have been called that this stage runs.
+        repeats: whether the step has come back to an earlier stage.
         crossings: what leaves, by the stage that receives it.
         whole: whether its backward pass cannot be divided into halves.
     """
@@ -93,9 +100,12 @@ class StageRun:
         profiler: Profiler | None = None,
         training: bool = True,
         alone: bool = False,
+        may_repeat: bool = False,
     ) -> None:
         self.stage, self.training, self._parameter_use = stage, training, parameter_use
-        self.called: set[int] = set()
+        self.called = Counter[int]()
+        self.repeats, self._may_repeat = False, may_repeat
+        self._numbers = CallNumbers(stage)
         self.crossings: dict[int, Crossing] = {}
         self.whole = False
         self.skips = StepStore()
@@ -103,6 +113,7 @@ class StageRun:
         expected = inbound[0].calls if inbound else None
         stream = self.surroundings.stream
         self.tracker = Tracker(expected, stream, parameter_use, partial=not stage.all, alone=alone)
+        self.tracker.come_back = self._come_back if may_repeat and not training else None
         self.skipped_layers = SkippedLayers(self.tracker, self.surroundings, self.skips, device)
         self.arrival = Arrival(inbound, self.tracker, self.skipped_layers, parameter_use)
         self.layer_calls = LayerCalls(stage, self.tracker, self.skips, self.surroundings, cache, profiler)
@@ -180,21 +191,20 @@ class StageRun:
     def call_layer(self, number: int, layer: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """A layer of the sequence is called."""
         name, own = self.stage.names[number], self.stage.layers
+        if self.tracker.waiting and self.tracker.expects(AGAIN):
+            self._come_back(name)
+        number, key = self._numbers.next(number)
         if self.tracker.waiting and number < own.start:
             return self._answer(name, layer, args, kwargs)
         self.arrive()
         if number >= own.stop:
             self._cut(layer)
-        if number < own.start or number in self.called:
-            raise CutError(
-                f"layer '{name}' is called a second time, or out of order, in one step.",
-                hint="A step may run the layer sequence once, in order (siamese networks call it several times); name "
-                "another sequence with layers=... or use one device.",
-            )
-        self.called.add(number)
+        if number < own.start:
+            self._come_back(name)
+        self.called[number % self.stage.in_one_pass] += 1
         # the backward of a Function computes the gradients of the layers that it calls at one go
         self.whole |= self.surroundings.whole_unit is not None
-        return self.layer_calls.run(name, number, layer, forward, args, kwargs)
+        return self._run(name, key, layer, forward, args, kwargs)
 
     def call_module(
         self, name: str, key: int, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
@@ -202,10 +212,20 @@ class StageRun:
         """A module outside the sequence that has parameters is called."""
         if self.tracker.waiting:
             return self._answer(name, module, args, kwargs)
+        if self.tracker.come_back and not self._parameter_use.holds_all(module.parameters()):
+            self._come_back(name)  # its rank runs it before its layers
         self._parameter_use.run(name)
         for parameter in module.parameters():
             self._parameter_use.use(parameter)
-        return self.layer_calls.run(name, key, module, forward, args, kwargs)
+        return self._run(name, key, module, forward, args, kwargs)
+
+    def _run(self, name: str, key: int, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        try:
+            return self.layer_calls.run(name, key, module, forward, args, kwargs)
+        except ChangedObjectError:
+            if self.tracker.come_back is None:
+                raise
+            self._come_back(name)  # a cache: of use in a step of several passes alone
 
     def _answer(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """A stage before this one runs the module, (2)."""
@@ -224,7 +244,25 @@ class StageRun:
         if self.training and self.surroundings.unit is None and incoming is not None and any(incoming.requires_grad):
             check_not_hidden(self.stage.first_name)
 
-    def _cut(self, layer: nn.Module | None = None) -> None:
+    def _come_back(self, name: str) -> NoReturn:
+        """The step calls a layer of an earlier stage: it ends here, and in the same place on all later stages."""
+        if not self._may_repeat:
+            raise CutError(
+                f"layer '{name}' is called a second time, or out of order, in one step.",
+                hint="A training step with n passes over the layers (siamese networks, recursion) needs "
+                "PipeStrategy(passes=n). Or name another sequence with layers=... .",
+            )
+        self.repeats = True
+        if self.tracker.waiting:
+            self.tracker.calls.append(CallRecord(AGAIN, (), ()))
+            self.arrive()
+        elif not self.stage.last:
+            self.tracker.calls.append(CallRecord(AGAIN, (), ()))
+        if self.stage.last:
+            raise _EndOfStage
+        self._cut()
+
+    def _cut(self, layer: nn.Module | None = None) -> NoReturn:
         """The next stage's first ``layer`` is reached, (5): collect what is alive and end the step."""
         check_surroundings(self, self.stage.next_name, layer)
         calls, following = tuple(self.tracker.calls), self.tracker.numbers.following

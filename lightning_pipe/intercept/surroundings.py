@@ -48,6 +48,7 @@ class Surroundings:
             return nullcontext()
         if key and self.checkpoint is None:
             return self._isolated(*key)
+        # Made anew by each call: the checkpoint enters it once now and once more in its second run.
         stream = partial(self._isolated, *key) if key else nullcontext
         if self.checkpoint is not None:
             self.checkpoint.streams.append(stream)

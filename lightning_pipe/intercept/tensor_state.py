@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -42,10 +43,22 @@ def version_of(value: Any) -> int | None:
 
 
 def same_values(one: Any, other: Any) -> bool:
-    """Whether two tensors, or two arrays, have the same shape and the same values."""
+    """Whether two tensors, or two arrays, have the same type, shape and values. NaN is not the same as NaN."""
+    if one.dtype != other.dtype:  # which `torch.equal` does not look at (torch 2.13)
+        return False
     if isinstance(one, Tensor):
         return torch.equal(one, other)
     return one.shape == other.shape and bool((one == other).all())
+
+
+def same_content(one: Any, other: Any) -> bool:
+    """Whether two values of any kind are equal; of tensors and arrays all elements count."""
+    if one is other:
+        return True
+    for kind in (Tensor, np.ndarray):
+        if isinstance(one, kind) or isinstance(other, kind):
+            return isinstance(one, kind) and isinstance(other, kind) and same_values(one, other)
+    return bool(one == other)
 
 
 def same_objects(one: Sequence[Any], other: Sequence[Any]) -> bool:

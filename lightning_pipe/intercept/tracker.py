@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from lightning_pipe.errors import CutError
-from lightning_pipe.intercept.call_record import CallRecord, Value
+from lightning_pipe.intercept.call_record import AGAIN, CallRecord, Value
 from lightning_pipe.intercept.in_place import InPlace
 from lightning_pipe.intercept.lineage import Lineage
 from lightning_pipe.intercept.numbers import NO_VIEWS, SAME_PATH, Numbers
@@ -64,7 +64,12 @@ class Tracker(TorchFunctionMode):
         parameter_use: the module's parameters and buffers outside layers.
         partial: whether other stages run some of the layers.
         alone: whether no other micro-batch is under way.
+
+    Attributes:
+        come_back: called where the step comes back to an earlier stage other than by a layer, if it may.
     """
+
+    come_back: Callable[[str], None] | None = None
 
     def __init__(
         self,
@@ -104,6 +109,8 @@ class Tracker(TorchFunctionMode):
     def expect(self, name: str, given: int = 0) -> CallRecord:
         """The call the previous stage made here; raises unless it was ``name``, with the same of the batch."""
         position = len(self.calls)
+        if self.come_back is not None and self.expects(AGAIN):
+            self.come_back(name)
         if self.expects(name):
             call = self._expected[position]
             if call.given != given and not is_recomputing():
@@ -162,6 +169,8 @@ class Tracker(TorchFunctionMode):
         """
         for position, tensor in enumerate(tensors):
             if type(tensor) is not Tensor and isinstance(tensor, nn.Parameter):
+                if self.come_back is not None and not self._parameter_use.holds_all([tensor]):
+                    self.come_back(name)
                 self._parameter_use.use(tensor)
             known = self.numbers.of(tensor)
             if isinstance(tensor, Placeholder):
@@ -192,6 +201,8 @@ class Tracker(TorchFunctionMode):
     def note_read(self, tensors: Sequence[Tensor]) -> None:
         """Note what an earlier stage reads. Leaves of the graph are kept: derivatives by them go on there."""
         for tensor in tensors:
+            # Others by ``id`` alone. Another tensor may get the same one later, and no harm is done:
+            # `InPlace.check_not_read` asks for the module's own tensors only, and these live on.
             self._read_before[id(tensor)] = tensor if tensor.requires_grad and tensor.grad_fn is None else None
 
     def is_leaf_before(self, tensor: Any) -> bool:
@@ -199,6 +210,7 @@ class Tracker(TorchFunctionMode):
         return self._read_before.get(id(tensor)) is tensor
 
     def _made_inside(self, node: Any) -> bool:
+        # Autograd counts the nodes that a thread makes (torch 2.13), so those of a layer lie between two counts.
         made = node._sequence_nr()
         return any(start <= made < end for start, end in self.spans)
 
@@ -321,6 +333,7 @@ class Tracker(TorchFunctionMode):
         """Within `paused`: torch calls are recorded."""
         off, self._off = self._off, 0
         try:
+            # Silenced by a count, the mode is still on torch's stack; otherwise `_Paused` has taken it off.
             with nullcontext() if off else self:
                 yield
         finally:
@@ -364,6 +377,8 @@ class _Paused:
     def __enter__(self) -> None:
         self._popped = current_function_mode() is self._tracker  # type: ignore[no-untyped-call]
         if self._popped:
+            # A mode on the stack sends each torch call of a layer through Python. One that the user has put on top of
+            # this one must not be taken off, so it costs that much there.
             pop_function_mode()
         else:
             self._tracker._off += 1

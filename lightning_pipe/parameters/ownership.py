@@ -165,6 +165,15 @@ class Ownership:
             "Lightning's callback EMAWeightAveraging.",
         )
 
+    def holds_all(self, parameters: Iterable[nn.Parameter]) -> bool:
+        """Whether this rank holds some parameters, as far as the module owns them."""
+        return all(name is None or self.holds(name) for name in map(self._map.name_of, parameters))
+
+    def ranks_with(self, tensors: Iterable[Tensor]) -> tuple[int, ...] | None:
+        """The ranks that hold all of some parameters and buffers; ``None`` if the module owns none of them."""
+        owners = [set(self.owners(name)) for name in map(self._map.name_of, tensors) if name is not None]
+        return tuple(sorted(set.intersection(*owners))) if owners else None
+
     def holders_in_words(self, name: str) -> str:
         """How messages name the ranks that hold a parameter."""
         return ", ".join(self.rank_names[rank] for rank in self.owners(name))
@@ -207,6 +216,7 @@ class Ownership:
         Raises:
             PartitionError: it has freed what this rank is to compute with.
         """
+        # Before anything is freed: the first may raise, the others let go of what cannot be swapped.
         self._take_over()
         _drop_weak_references(self._module)
         _drop_graphs(self._module)
@@ -223,6 +233,7 @@ class Ownership:
         foreign = [
             layer for (_, layer), ranks in zip(self._layers, self._layer_ranks, strict=True) if self.rank not in ranks
         ]
+        # Last: what was freed above never gets memory.
         materialize(self._module, without=foreign)
 
     def _take_over(self) -> None:
@@ -273,6 +284,7 @@ class Ownership:
         tensors = dict(named_tensors(self._module))
         absent = {name for name, tensor in tensors.items() if is_absent(tensor)}
         lost = sorted(set().union(*gather(sorted(name for name in absent if self.holds(name)))))
+        # ``lost`` is the same on all ranks, so that all of them gather or none does
         having = gather([name for name in lost if name not in absent]) if lost else []
         ranks = {name: tuple(rank for rank, names in enumerate(having) if name in names) for name in lost}
         self._map.correct({name: found for name, found in ranks.items() if found})
@@ -288,6 +300,7 @@ class Ownership:
         """
         _drop_weak_references(self._module)
         for name, tensor in list(named_tensors(self._module)):
+            # ``fetch`` is collective: nothing here may be decided by what this rank holds.
             if not self._map.has(name) or self._map.held_everywhere(name) or name in without:
                 continue
             value = fetch(name, self.owners(name), tensor)

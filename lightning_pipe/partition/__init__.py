@@ -2,6 +2,7 @@
 
 from lightning_pipe.partition.balancing import balance
 from lightning_pipe.partition.cost import Balance, divide, imbalance, layer_costs
+from lightning_pipe.partition.flops import has_example, layer_flops
 from lightning_pipe.partition.holding import ParameterPlace, parameter_costs, parameter_places, places_by_stage
 from lightning_pipe.partition.profile import LayerCost, Profile, ProfileStore
 from lightning_pipe.partition.sequence import Layers, find_layers, parameter_count
@@ -16,8 +17,10 @@ __all__ = [
     "balance",
     "divide",
     "find_layers",
+    "has_example",
     "imbalance",
     "layer_costs",
+    "layer_flops",
     "parameter_costs",
     "parameter_count",
     "parameter_places",

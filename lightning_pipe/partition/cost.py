@@ -11,12 +11,13 @@ from torch import nn
 
 from lightning_pipe.errors import ConfigurationError, PartitionError
 from lightning_pipe.partition.balancing import balance as balance_costs
+from lightning_pipe.partition.flops import layer_flops
 from lightning_pipe.partition.holding import parameter_costs
 from lightning_pipe.partition.profile import Profile
 from lightning_pipe.partition.sequence import Layers, find_layers, finer_path, longer_sequences
 from lightning_pipe.text import several
 
-Balance = Literal["parameters", "time", "memory"] | Sequence[int] | Callable[[nn.Module], float]
+Balance = Literal["parameters", "flops", "time", "memory"] | Sequence[int] | Callable[[nn.Module], float]
 
 
 def divide(
@@ -35,8 +36,8 @@ def divide(
         module: the whole module; its parameters outside the layers are charged to the stages that will hold them.
         layers: the layer sequence, from `find_layers`.
         stages: number of stages.
-        balance: ``"parameters"``, ``"time"`` or ``"memory"`` as measured, the number of layers of every stage, or the
-            cost of a layer as a function of it.
+        balance: ``"parameters"``, ``"flops"`` on the module's example, ``"time"`` or ``"memory"`` as measured, the
+            number of layers of every stage, or the cost of a layer as a function of it.
         profile: the measurements that ``"time"`` and ``"memory"`` need.
         in_flight: micro-batches whose activations a stage holds at once, for ``"memory"``; by default the stages.
         recompute: whether forward passes run twice, for ``"time"``.
@@ -78,10 +79,12 @@ def layer_costs(
         return None
     if balance == "parameters":
         return [float(cost) for cost in parameter_costs(module, layers)]
+    if balance == "flops":
+        return layer_flops(module, layers)
     if balance not in ("time", "memory"):
         raise ConfigurationError(
             f"balance={balance!r} is unknown.",
-            hint='Use "parameters", "time", "memory", a list such as [2, 3, 2], or a function of a layer.',
+            hint='Use "parameters", "flops", "time", "memory", a list such as [2, 3, 2], or a function of a layer.',
         )
     if profile is None:
         raise ConfigurationError(

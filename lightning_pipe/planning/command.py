@@ -35,8 +35,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     number("--stages", help="stages of the module (default: as many as the schedule needs)")
     add("--schedule", default="1f1b", metavar="NAME", help="schedule (default: %(default)s)")
     pair("--option", help="an option of the schedule, such as virtual_stages=3")
+    add("--accelerator", choices=("cpu", "gpu"), default="gpu", help="where it will run (default: %(default)s)")
     add("--layers", action="append", metavar="NAME", help="dotted name of the layer sequence, or several")
-    add("--balance", type=_balance, default="parameters", metavar="N,N,…", help="layers of each stage")
+    add("--balance", type=_balance, default="parameters", metavar="N,N,…", help="layers of each stage, or flops")
     _add_search(parser)
 
 
@@ -62,7 +63,7 @@ def _bytes(text: str) -> float:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 16GiB, 500MB or 1000000")
     number, letter, binary = match.groups()
     power = "KMGT".index(letter.upper()) + 1 if letter else 0
-    return float(number) * (1024 if binary else 1000) ** power
+    return float(number) * float((1024 if binary else 1000) ** power)
 
 
 def _search(values: argparse.Namespace, module: nn.Module) -> None:
@@ -99,7 +100,7 @@ def option(text: str) -> tuple[str, Any]:
 
 
 def _balance(text: str) -> list[int] | str:
-    if text == "parameters":
+    if text in ("parameters", "flops"):
         return text
     try:
         return [int(part) for part in text.split(",")]
@@ -127,6 +128,7 @@ def _run(values: argparse.Namespace) -> None:
         micro_batches="auto" if values.micro_batches is None else values.micro_batches,
         layers=values.layers,
         balance=values.balance,
+        accelerator=values.accelerator,
         profile=None if values.profile is None else CostProfile.load(values.profile),
     )
     print(plan_text(made, width=shutil.get_terminal_size((100, 24)).columns))

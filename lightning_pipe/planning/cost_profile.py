@@ -9,6 +9,7 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from lightning_pipe.errors import ConfigurationError
@@ -225,17 +226,17 @@ def default_path(module: str, names: Sequence[str], parameters: Sequence[int]) -
 
 
 def merged(profiles: Sequence[CostProfile]) -> CostProfile:
-    """The mean of what several processes have measured at the same time."""
+    """The median of what several processes have measured at the same time: one that was disturbed does not count."""
 
-    def mean(values: Sequence[Any]) -> Any:
+    def middle(values: Sequence[Any]) -> Any:
         if isinstance(values[0], tuple):
-            return tuple(sum(each) / len(each) for each in zip(*values, strict=True))
-        return sum(values) / len(values)
+            return tuple(median(each) for each in zip(*values, strict=True))
+        return median(values)
 
     names = SizeCosts.__dataclass_fields__
     sizes = {
-        size: SizeCosts(*(mean([getattr(each.sizes[size], name) for each in profiles]) for name in names))
+        size: SizeCosts(*(middle([getattr(each.sizes[size], name) for each in profiles]) for name in names))
         for size in profiles[0].sizes
     }
-    numbers = {name: mean([getattr(each, name) for each in profiles]) for name in ("overhead", "step_per_byte")}
+    numbers = {name: middle([getattr(each, name) for each in profiles]) for name in ("overhead", "step_per_byte")}
     return replace(profiles[0], sizes=sizes, **numbers)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
+from typing import Literal
 
 from torch import nn
 
@@ -15,6 +16,7 @@ from lightning_pipe.partition import Balance, Layers, ParameterPlace, divide, fi
 from lightning_pipe.partition.profile import OPTIMIZER_FACTOR
 from lightning_pipe.planning.cost_profile import CostProfile
 from lightning_pipe.planning.layer_sizes import layer_sizes
+from lightning_pipe.planning.memory import process_memories
 from lightning_pipe.planning.prediction import stage_costs, stage_memory
 from lightning_pipe.planning.render import Plan, StagePlan
 from lightning_pipe.schedules import Family, Schedule, Stream, with_recompute
@@ -42,6 +44,7 @@ def plan(
     accumulation: int = 1,
     recompute: Recompute = "never",
     profile: CostProfile | None = None,
+    accelerator: Literal["cpu", "gpu"] = "gpu",
 ) -> Plan:
     """The plan of one pipeline: which stage holds which layers, on which rank, with how much memory and idle time.
 
@@ -59,6 +62,7 @@ def plan(
         accumulation: batches in an optimizer step.
         recompute: as for `PipeStrategy`.
         profile: measured costs of the layers: then memory counts activations, and the bubble is that of these stages.
+        accelerator: where it will run: a GPU has memory of its own.
 
     Returns:
         The plan. ``print`` shows what a run prints before its first batch; ``plan.stages`` has for every stage its
@@ -103,6 +107,7 @@ def plan(
     named = [tuple(next(names) for _ in range(count)) for count in counts]
     held = places_by_stage(module, found, counts)
     total = sum(parameter.numel() for parameter in module.parameters())
+    by = (f"balanced by {balance}",) if isinstance(balance, str) and balance != "parameters" else ()
     plans = stage_plans(named, held, order.placement, topology, BYTES_PER_NUMBER)
     if memory is not None:
         plans = with_activations(plans, order, memory)
@@ -113,7 +118,10 @@ def plan(
         family.label,
         BatchEquation(batch, number, 1, accumulation),
         bubble,
-        notes=(f"{total:,} parameters; memory is {known}", *rank_sums(plans, topology)),
+        notes=(f"{total:,} parameters; memory is {known}", *by, *rank_sums(plans, topology)),
+        memory=process_memories(
+            held, order.placement, topology, number_bytes=BYTES_PER_NUMBER, on_device=accelerator == "gpu"
+        ),
     )
 
 

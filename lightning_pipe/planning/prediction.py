@@ -32,6 +32,7 @@ class Configuration:
         samples: of one micro-batch.
         recompute: whether activations are computed again.
         shard_optimizer: whether holders of the same parameters divide the optimizer's state.
+        layers: of every stage; ``None``: so that the slowest stage is fastest.
     """
 
     family: Family
@@ -42,6 +43,7 @@ class Configuration:
     samples: int
     recompute: Recompute = "never"
     shard_optimizer: bool = False
+    layers: tuple[int, ...] | None = None
 
     @property
     def label(self) -> str:
@@ -115,8 +117,8 @@ class Predictor:
         self._compiled: dict[int, Compiled] = {}
 
     def layers(self, one: Configuration) -> tuple[int, ...]:
-        """Layers of every stage, so that the slowest stage is fastest."""
-        return self._cut(one.stages, one.samples)
+        """Layers of every stage; if the configuration does not say, so that the slowest stage is fastest."""
+        return one.layers or self._cut(one.stages, one.samples)
 
     def costs(self, one: Configuration, layers: Sequence[int], schedule: Schedule) -> Costs:
         """Seconds of every stage, with the engine's own work."""

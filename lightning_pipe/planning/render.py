@@ -12,6 +12,7 @@ from rich.text import Text
 
 from lightning_pipe.config import BatchEquation, RunLayout
 from lightning_pipe.planning.bubble import IdleShares
+from lightning_pipe.planning.memory import ProcessMemory, memory_facts
 from lightning_pipe.text import amount, memory, several
 
 _WORTH_A_WORD = 0.01
@@ -53,6 +54,7 @@ class Plan:
         ties: names of parameters held on several stages, with those stages.
         carried: what crosses the cuts besides one activation each, in words; known after the first batch.
         notes: further lines.
+        memory: what each process will need, in the order of their numbers.
     """
 
     model: str
@@ -64,6 +66,7 @@ class Plan:
     ties: tuple[tuple[str, tuple[int, ...]], ...] = ()
     carried: tuple[str, ...] = ()
     notes: tuple[str, ...] = field(default=())
+    memory: tuple[ProcessMemory, ...] = ()
 
     def __str__(self) -> str:
         return plan_text(self)
@@ -155,6 +158,29 @@ def closing_line(
     return line + (f"; measured are {idle}" if differ else "")
 
 
+def memory_line(peaks: Sequence[tuple[int, int]]) -> str:
+    """The line below it: the most memory that each process has had since it started.
+
+    Args:
+        peaks: for every process its bytes in host memory, with those of libraries, and on its device; 0: not known.
+
+    Returns:
+        One line.
+
+    Example:
+        >>> memory_line([(5 << 30, 0), (3 << 30, 0)])
+        'Memory: host at most 5 GiB (rank 0), 8 GiB on all ranks: 5 GiB, 3 GiB'
+        >>> memory_line([(1 << 30, 4 << 30)] * 16)
+        'Memory: host at most 1 GiB (rank 0), 16 GiB on all ranks; device at most 4 GiB (rank 0), 64 GiB on all ranks'
+    """
+    parts = []
+    for name, values in zip(("host", "device"), zip(*peaks, strict=True), strict=True):
+        if most := max(values):
+            text = f"{name} at most {memory(most)} (rank {values.index(most)}), {memory(sum(values))} on all ranks"
+            parts.append(text + (f": {', '.join(map(memory, values))}" if 1 < len(values) <= 8 else ""))
+    return f"Memory: {'; '.join(parts) or 'not known'}"
+
+
 def layer_names(layers: Sequence[str]) -> str:
     """The first and the last name and how many there are.
 
@@ -190,6 +216,7 @@ def _facts(plan: Plan) -> list[tuple[str, str]]:
     facts += [("Tied", f"{name} on stages {numbers(stages)}") for name, stages in plan.ties[:8]]
     if len(plan.ties) > 8:
         facts.append(("", f"and {len(plan.ties) - 8} more parameters on several stages"))
+    facts += memory_facts(plan.memory)
     facts += [("Carried", line) for line in plan.carried]
     facts += [("Note", line) for line in plan.notes]
     return facts

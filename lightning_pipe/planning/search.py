@@ -16,13 +16,17 @@ from lightning_pipe.partition import find_layers
 from lightning_pipe.planning.cost_profile import CostProfile
 from lightning_pipe.planning.layer_sizes import estimated, layer_sizes
 from lightning_pipe.planning.prediction import Configuration, Predictor, stage_memory
+from lightning_pipe.planning.replicated import replicated_stages
 from lightning_pipe.planning.search_result import RuledOut, SearchResult
-from lightning_pipe.schedules import Family, Kind
+from lightning_pipe.schedules import Family, Kind, PipeDream
 from lightning_pipe.text import memory as amount_of_memory
 
 SHOWN = 10
 _UNUSED = ("naive",)
 """Schedules that are there to compare with: never the fastest on more than one rank."""
+
+_DYNAMIC = 4096
+"""Layers x ranks up to which PipeDream's dynamic program, whose time grows with their square, takes seconds."""
 
 
 def search(
@@ -108,6 +112,7 @@ def _candidates(
     micro_batches: Sequence[int] | None,
 ) -> Iterator[Configuration]:
     tried = list(_families(families))
+    asynchronous = any(isinstance(family, PipeDream) and family.replicas is None for family in tried)
     for ranks in _divisors(world) if size is None else [size]:
         replicas, rest = divmod(world, ranks)
         if rest:
@@ -115,13 +120,30 @@ def _candidates(
         if global_batch % replicas or ranks > len(profile.layers):
             continue
         batch = global_batch // replicas
+        if asynchronous and ranks > 1 and len(profile.layers) * ranks <= _DYNAMIC:
+            yield from _replicated(profile, ranks, replicas, batch, micro_batches)
         for family in tried if ranks > 1 else tried[:1]:
             for stages in sorted({ranks * max(number, family.stages_per_rank) for number in stages_per_rank}):
                 # A schedule that folds further stages onto its own gains nothing by them.
                 if stages <= len(profile.layers) and stages == ranks * _own_stages(family, ranks, stages):
                     for number in _divisors(batch):
-                        if micro_batches is None or number in micro_batches:
+                        wanted = micro_batches is None or number in micro_batches
+                        # An order that is cut short is nobody's published one, and a run would warn of it.
+                        if wanted and family.published(ranks, number) == number:
                             yield Configuration(family, ranks, replicas, stages, number, batch // number)
+
+
+def _replicated(
+    profile: CostProfile, ranks: int, replicas: int, batch: int, micro_batches: Sequence[int] | None
+) -> Iterator[Configuration]:
+    """PipeDream's own division for each size of minibatches, where it gives some stage several ranks."""
+    for number in _divisors(batch):
+        if micro_batches is None or number in micro_batches:
+            found = replicated_stages(profile, ranks, batch // number)
+            stages = len(found.layers)
+            if 1 < stages < ranks:
+                family = PipeDream(replicas=found.replicas)
+                yield Configuration(family, ranks, replicas, stages, number, batch // number, layers=found.layers)
 
 
 def _own_stages(family: Family, ranks: int, stages: int) -> int:
@@ -148,7 +170,7 @@ def _lowest_stages(family: Family) -> str:
         warnings.simplefilter("ignore")
         schedule = family.build(4, 8)
     lowest = [min(schedule.stages_of(rank)) for rank in range(4)]
-    return {(0, 1, 2, 3): "straight", (0, 1, 1, 0): "both ways"}.get(tuple(lowest), "")
+    return "straight" if lowest == [0, 1, 2, 3] else "both ways" if lowest == [0, 1, 1, 0] else ""
 
 
 @cache
@@ -229,7 +251,7 @@ class _Search:
         lowest, whole = _lowest_stages(one.family), not _halves(one.family)
         # One micro-batch passes through all stages and back; the weights' halves need not.
         back = own.backward if whole else own.backward_input
-        least = max(sum(work) / one.ranks, sum(f for f, _, _ in passes) + sum(back))  # type: ignore[arg-type]
+        least = max(sum(work) / one.ranks, sum(f for f, _, _ in passes) + sum(back))  # type: ignore[arg-type, operator]
         # A rank cannot begin before the stages below its lowest, nor be the last where they are still to come.
         per_rank = min(work) * one.stages / one.ranks
         before = [0.0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -40,11 +41,11 @@ def measure_machine(transport: Transport, rounds: int, overhead: float) -> Machi
     if transport.topology.ranks == 1:
         return Machine(Link(), Link(), 0.0)
     everyone = tuple(range(transport.topology.world_size))
-    large, small = (_median(rounds, lambda size=size: _round_trip(transport, size)) / 2 for size in (_LARGE, _SMALL))
+    large, small = (_median(rounds, partial(_round_trip, transport, size)) / 2 for size in (_LARGE, _SMALL))
     beta = max(0.0, (large - small) / (_LARGE - _SMALL))
     transport.make_groups([everyone])
     members = len(everyone)
-    many, few = (_median(rounds, lambda size=size: _all_reduce(transport, size)) for size in (_LARGE, _SMALL))
+    many, few = (_median(rounds, partial(_all_reduce, transport, size)) for size in (_LARGE, _SMALL))
     steps, share = Link(alpha=1).all_reduce(0, members), Link(beta=1).all_reduce(1, members)
     reduce_beta = max(0.0, (many - few) / (_LARGE - _SMALL) / float(share))
     latency, batch = _through_the_engine(transport, rounds, overhead)
@@ -97,7 +98,8 @@ def _through_the_engine(transport: Transport, rounds: int, overhead: float) -> t
 
 def _batches(pipeline: Pipeline, module: nn.Module, micro_batches: int, rounds: int) -> float:
     """Median seconds of a batch without what its stages compute."""
-    transport, samples = pipeline.transport, []
+    transport = pipeline.transport
+    samples: list[float] = []
     everyone = tuple(range(transport.topology.world_size))
     parts = [torch.ones(1, 1, device=transport.device)] * micro_batches
     weights = [1 / micro_batches] * micro_batches

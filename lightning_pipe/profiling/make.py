@@ -55,7 +55,7 @@ def profile(
         >>> sorted(profile(net, torch.ones(4, 8), micro_batch_sizes=[1, 4], rounds=1).sizes)
         [1, 4]
     """
-    options = {"micro_batch_sizes": micro_batch_sizes, "layers": layers, "step": step, "rounds": rounds}
+    options: dict[str, Any] = {"micro_batch_sizes": micro_batch_sizes, "layers": layers, "step": step, "rounds": rounds}
     if ranks == 1:
         return measure_profile(thread_world(Topology(1), device=torch.device(device))[0], module, batch, **options)
     return in_processes(partial(_measure, module=module, batch=batch, options=options), ranks, device, timeout)

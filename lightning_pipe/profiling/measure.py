@@ -83,8 +83,9 @@ def run_conditions(device: torch.device) -> dict[str, str]:
 
 def default_step(module: nn.Module, part: Any) -> Any:
     """The ``training_step`` of a LightningModule; of another module the sum of its first result."""
-    if hasattr(module, "training_step"):
-        return module.training_step(part, 0)
+    step: Any = getattr(module, "training_step", None)
+    if step is not None:
+        return step(part, 0)
     result = module(**part) if isinstance(part, dict) else module(*part) if isinstance(part, tuple) else module(part)
     loss = getattr(result, "loss", None)
     return loss if loss is not None else next(leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)).sum()
@@ -130,7 +131,7 @@ def _step_per_byte(device: torch.device) -> float:
     """Seconds that Adam takes for each byte of parameters."""
     weight = nn.Parameter(torch.zeros(_STEP_NUMBERS, device=device))
     weight.grad = torch.ones_like(weight)
-    optimizer = torch.optim.Adam([weight])
+    optimizer: torch.optim.Optimizer = torch.optim.Adam([weight])
     samples = []
     for _ in range(5):
         start = time.perf_counter()

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, spawn
 
 from lightning_pipe.errors import CommunicationError, ConfigurationError
 from lightning_pipe.planning.cost_profile import CostProfile
@@ -46,7 +46,7 @@ def in_processes(job: Job, ranks: int, device: str, timeout: float) -> CostProfi
                 f"The module or its batch cannot be sent to other processes: {error}.",
                 hint="Use `lightning-pipe profile package.module:Name`, whose processes make it themselves.",
             ) from error
-        context = mp.spawn(  # type: ignore[no-untyped-call]
+        context = spawn(  # type: ignore[no-untyped-call]
             partial(_child, ranks=ranks, device=device, threads=threads, folder=folder, call=call, timeout=timeout),
             nprocs=ranks,
             join=False,
@@ -57,7 +57,7 @@ def in_processes(job: Job, ranks: int, device: str, timeout: float) -> CostProfi
             while not context.join(timeout=timeout):
                 if all(process.is_alive() for process in context.processes):
                     raise CommunicationError(f"The measurement was not done within {timeout:g} s.")
-        except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
+        except (ProcessRaisedException, ProcessExitedException) as error:
             raise CommunicationError(f"A process that measured failed: {error}") from error
         finally:
             for process in context.processes:

@@ -84,7 +84,7 @@ class Compiled:
             for (stage, _), end in finished.items():
                 complete[stage] = max(end, complete.get(stage, end))
         late = self._put_off if complete else frozenset()
-        return max(*over, *(event.end for event in ends(self.schedule, costs, over, complete, late)))
+        return max([*over, *(event.end for event in ends(self.schedule, costs, over, complete, late))])
 
     def _played(self, costs: Costs) -> tuple[list[Number], dict[tuple[int, int], Number]]:
         samples = [Action(kind, stage, 0) for kind, stage in self.kinds]

@@ -30,6 +30,7 @@ SEVERAL_OPTIMIZERS = ConfigurationError(
     "configure_optimizers returned several optimizers; a pipeline works with one.",
     hint="Use one optimizer with several parameter groups.",
 )
+# Entries of parameter groups by which optimizers of other packages clip by themselves, as LAMB does.
 _OWN_CLIPPING = ("max_grad_norm", "clip_grad_norm", "grad_clip_norm")
 
 
@@ -61,6 +62,7 @@ def check_module(module: pl.LightningModule, trainer: Any, *, fitting: bool, ran
             "The BatchSizeFinder tries sizes until memory runs out, which happens on one rank alone.",
             hint="Find the batch size by hand; memory grows with the size of a micro-batch.",
         )
+    # By name: whether there is one is no reason to import torch's sharding.
     sharded = sorted(
         {type(p).__name__ for p in module.parameters() if type(p).__name__ in ("DTensor", "FlatParameter")}
     )
@@ -90,6 +92,23 @@ def check_shapes(module: pl.LightningModule) -> None:
             hint="Train the module itself, and call torch.jit.script() after fit; scripted functions work. For speed, "
             "compile layers: layer.compile() in setup.",
         )
+
+
+def check_quantized(module: nn.Module, stages: int) -> None:
+    """Refuse models that Transformers has quantised: their weights are objects of other libraries.
+
+    Raises:
+        ConfigurationError: there is one.
+    """
+    for name, part in module.named_modules() if stages > 1 else ():
+        quantizer = getattr(part, "hf_quantizer", None)
+        if quantizer is not None:
+            method = quantizer.quantization_config.quant_method
+            raise ConfigurationError(
+                f"'{name}' ({type(part).__name__}) is quantised by {getattr(method, 'value', method)}: such weights "
+                "cannot be divided over stages.",
+                hint="Load it without quantization_config, in dtype=torch.bfloat16: each rank holds its share alone.",
+            )
 
 
 def check_layers(layers: Sequence[tuple[str, nn.Module]], stages: int) -> None:

@@ -1,14 +1,17 @@
-"""The hook ``configure_model`` builds layers without memory, and has them divided at once."""
+"""Modules are built without memory, also by ``configure_model``, and get their values once they are divided."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from copy import copy
+from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from lightning_pipe.construction import deferred_init, paused
+from lightning_pipe.construction import check_all_set, deferred_init, materialize, paused, place_meta, unread
 from lightning_pipe.patches import replaced, unheard
 
 
@@ -37,3 +40,33 @@ def configured_without_memory(module: pl.LightningModule, divide: Callable[[], N
     quiet = unheard(".*WeightAveraging doesn't support sharding model layers.*")
     with quiet, replaced(module, "configure_model", configure):
         yield
+
+
+def without_memory(*, empty: bool) -> AbstractContextManager[Any]:
+    """In which a module is built: the whole one need not fit on one device, nor into one process.
+
+    Args:
+        empty: on the meta device, without the values of a constructor.
+    """
+    return torch.device("meta") if empty else deferred_init()
+
+
+def let_go_when_loaded(checkpoint: Mapping[str, Any], module: pl.LightningModule) -> dict[str, Any]:
+    """A checkpoint of which each tensor is read when it is copied into the module, and let go at once.
+
+    Args:
+        checkpoint: as it was read; its tensors lie in a mapped file.
+        module: is to be loaded; what is on the meta device could take no values.
+    """
+    place_meta(module)
+    return {**checkpoint, "state_dict": unread(copy(checkpoint["state_dict"]))}
+
+
+def settle(module: pl.LightningModule) -> None:
+    """Before the first use: everything on this rank has values and memory.
+
+    Raises:
+        CutError: nothing has initialised something that was on the meta device.
+    """
+    check_all_set(module)
+    materialize(module)

@@ -98,7 +98,7 @@ class SavePretrained:
 
     def _check(self, options: dict[str, Any]) -> None:
         refused = [name for name in ("push_to_hub", "distributed_checkpoint", "state_dict") if options.get(name)]
-        if getattr(self._model, "_hf_peft_config_loaded", False):
+        if getattr(self._model, "peft_config", None):
             refused.append("an adapter of PEFT")
         if refused:
             raise ConfigurationError(

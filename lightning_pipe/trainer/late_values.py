@@ -31,7 +31,7 @@ class LateValues:
         self._tracked = tracked
         self._replica = pipeline.transport.replica
         # without a flush the runs of several batches alternate, and no batch's own changes can be told apart
-        self._waiting = pipeline.asynchronous is None and 0 in pipeline.stages_here and _ends_early(pipeline)
+        self._waiting = pipeline.asynchronous is None and 0 in pipeline.stages_here and pipeline.ends_early
         self.looking = False
         self._early: dict[str, Any] = {}
         self._start: Snapshot | None = None
@@ -81,8 +81,3 @@ class LateValues:
         # not by rank_zero_warn: process 0 need not have the first stage
         if names and self._replica == 0:
             warnings.warn(message.format(", ".join(f"`self.{name}`" for name in names)), stacklevel=2)
-
-
-def _ends_early(pipeline: Pipeline) -> bool:
-    """Whether runs of the step end early on this rank; one that holds nothing but the last stage completes them all."""
-    return not (pipeline.is_loss_rank and len(pipeline.stages_here) == 1)

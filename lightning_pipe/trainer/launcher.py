@@ -20,6 +20,7 @@ from lightning_pipe.errors import ConfigurationError
 from lightning_pipe.lightning_internals import SubprocessLauncher, basic_command, set_threads
 from lightning_pipe.trainer.children import CHILD, Children
 from lightning_pipe.trainer.connect import RUN
+from lightning_pipe.trainer.schedule_choice import checkpoint_of
 from lightning_pipe.trainer.signals import ending_by_termination
 from lightning_pipe.transport.failures import joined_threads
 
@@ -60,6 +61,8 @@ class ScriptLauncher(SubprocessLauncher):
 
     # environment variables and process group belong to the process, and so does the memory of who has set them
     _started: _Started | None = None
+    # from which the run resumes, as it was given to the Trainer
+    checkpoint: Any = None
 
     @staticmethod
     def forget_finished_job() -> None:
@@ -122,6 +125,7 @@ class ScriptLauncher(SubprocessLauncher):
                 during.enter_context(ending_by_termination(trainer))
             if started is not None and started.children is not None:
                 during.enter_context(started.children.running())
+            self.checkpoint = checkpoint_of(function, args, kwargs)
             result = function(*args, **kwargs)
             if trainer is not None:
                 trainer.strategy.finish()

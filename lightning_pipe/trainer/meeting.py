@@ -51,6 +51,8 @@ class Meetings:
             CollectiveError: a process does something else, or waits for something else.
             CommunicationError: a process fails, or does not come in time.
         """
+        # Every process counts its own meetings, so two that are about to do different things meet under one key, where
+        # `_compare` sees the difference.
         self._count += 1
         operation = f"{what}, for which all processes must come together"
         before, self._transport.waiting = self._transport.waiting, operation
@@ -148,6 +150,7 @@ class _StatusQuery:
             asked, *state = json.loads(text) if text is not None else [None]
             if asked == f"{self._process}/{self._number}" and state[0] is not None:
                 found[process] = state
+        # A process that works may wait at the time of one query: only a state that does not change says that it stays.
         same = len(found) == len(missing) and found == self._before
         self._same, self._before = self._same + 1 if same else 0, found
         self._number += 1

@@ -20,6 +20,7 @@ from lightning_pipe.parameters.ownership import named_tensors
 from lightning_pipe.trainer.at_rest import CALL, check_gather_limit, gather, leave, resting, size_of
 from lightning_pipe.trainer.checkpoints.divided import Checkpoints
 from lightning_pipe.trainer.checks import check_outside_step
+from lightning_pipe.trainer.construction import let_go_when_loaded
 from lightning_pipe.trainer.process_strategy import ProcessStrategy
 from lightning_pipe.trainer.run import PipelineRun
 
@@ -136,7 +137,7 @@ class ModuleStrategy(ProcessStrategy):
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        self._checkpoints().load_module(checkpoint, strict)
+        self._checkpoints().load_module(let_go_when_loaded(checkpoint, self._module()), strict)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

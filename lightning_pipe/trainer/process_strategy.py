@@ -139,6 +139,8 @@ class ProcessStrategy(ParallelStrategy):
         if self.cluster_environment is not None:
             self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
             self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+        # Not by `patches.replaced`: this process keeps its number after the run, and a script that goes on after `fit`
+        # must print on process 0 alone. What Lightning (2.6) finds by itself on import is LOCAL_RANK, 0 on each node.
         vars(rank_zero_only)["rank"] = self.global_rank
 
     @override

@@ -31,6 +31,7 @@ def strategy_names() -> dict[str, dict[str, Any]]:
 
 
 def _create(**arguments: Any) -> Any:
+    # when a Trainer asks: `install` runs whenever this package is imported, which is to stay quick
     from lightning_pipe.trainer.strategy import PipeStrategy
 
     return PipeStrategy(**arguments)

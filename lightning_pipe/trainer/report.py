@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import lightning.pytorch as pl
+import torch
 from torch import nn
 
 from lightning_pipe.config import BatchEquation, RunLayout
@@ -12,9 +14,21 @@ from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.partition import places_by_stage
 from lightning_pipe.planning.bubble import IdleShares, Spent, idle_shares, measured_costs
 from lightning_pipe.planning.make import predicted_bubble, stage_plans
-from lightning_pipe.planning.render import Plan, closing_line, plan_text
+from lightning_pipe.planning.memory import process_memories
+from lightning_pipe.planning.render import Plan, closing_line, memory_line, plan_text
 from lightning_pipe.simulate import Costs
 from lightning_pipe.trainer.data.micro_batches import MicroBatches
+
+
+def peak_memory() -> tuple[int, int]:
+    """The most bytes that this process has had in host memory, and on its device."""
+    device = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
+    try:
+        status = Path("/proc/self/status").read_text()
+        host = next(int(line.split()[1]) << 10 for line in status.splitlines() if line.startswith("VmHWM"))
+    except (OSError, StopIteration):  # no Linux
+        host = 0
+    return host, device
 
 
 def plan_of(
@@ -24,6 +38,7 @@ def plan_of(
     batch: BatchEquation | None = None,
     notes: tuple[str, ...] = (),
     costs: Costs | None = None,
+    built: int = 0,
 ) -> Plan:
     """The plan of a divided module.
 
@@ -37,6 +52,7 @@ def plan_of(
         batch: the first batch.
         notes: further lines.
         costs: of the stages, if they have been measured.
+        built: bytes that every process has built whole.
     """
     places = places_by_stage(module, pipeline.layers, pipeline.balance)
     named = [tuple(pipeline.names[number] for number in pipeline.stage_layers[stage]) for stage in range(len(places))]
@@ -50,7 +66,9 @@ def plan_of(
         stream = None if pipeline.asynchronous is None else pipeline.asynchronous.stream
         bubble = predicted_bubble(pipeline.schedule, batch.micro_batches, stream, costs)
     stages = stage_plans(named, places, pipeline.placement, pipeline.transport.topology)
-    return Plan(type(module).__name__, stages, layout, label, batch, bubble, ties, notes=notes)
+    device, topology = pipeline.transport.device, pipeline.transport.topology
+    memory = process_memories(places, pipeline.placement, topology, built=built, on_device=device.type != "cpu")
+    return Plan(type(module).__name__, stages, layout, label, batch, bubble, ties, notes=notes, memory=memory)
 
 
 @dataclass
@@ -63,6 +81,7 @@ class Report:
         layout: sizes of pipelines and replicas.
         notes: further lines of the plan.
         costs: of the stages, if they have been measured.
+        built: bytes that every process has built whole.
     """
 
     module: pl.LightningModule
@@ -70,6 +89,7 @@ class Report:
     layout: RunLayout
     notes: tuple[str, ...] = ()
     costs: Costs | None = None
+    built: int = 0
     _bubble: float | None = None
     _announced: bool = False
     _batches: int = 0
@@ -84,7 +104,7 @@ class Report:
             equation = BatchEquation(
                 sum(micro_batches.sizes), len(micro_batches.parts), self.layout.data_parallel_size, accumulation
             )
-            plan = plan_of(self.module, self.pipeline, self.layout, equation, self.notes, self.costs)
+            plan = plan_of(self.module, self.pipeline, self.layout, equation, self.notes, self.costs, self.built)
             self._bubble, self._micro_batches = plan.bubble, equation.micro_batches
             self.module.print(plan_text(plan))
             return
@@ -99,6 +119,7 @@ class Report:
         mine = (self.pipeline.busy, self.pipeline.elapsed, executor.waited, executor.spent)
         times = transport.all_gather_object(mine, self.pipeline.pipeline_members)
         elapsed = max(elapsed for _, elapsed, *_ in times)
+        peaks = transport.all_gather_object(peak_memory(), tuple(range(transport.topology.world_size)))
         if not self._batches or not elapsed:
             return
         # a GPU computes when the host has long gone on: the host's clock shows no bubble
@@ -111,6 +132,7 @@ class Report:
         if self.module.trainer.is_global_zero:
             # not by the progress bar, which is closed by now and drops what it is given
             print(closing_line(self._batches, elapsed, samples, self._bubble, measured, idle))
+            print(memory_line(peaks))
 
     def _idle(self, spent: list[Spent], measured: float, host: float) -> IdleShares | None:
         """Where the idle time went; unknown without a flush, whose batches overlap."""

@@ -53,7 +53,7 @@ from lightning_pipe.partition import ProfileStore
 from lightning_pipe.patches import replaced
 from lightning_pipe.trainer.asynchronous.streaming import Streaming
 from lightning_pipe.trainer.batch_ends import BatchEnds
-from lightning_pipe.trainer.checks import steps_for_every_batch
+from lightning_pipe.trainer.checks import check_outside_step, steps_for_every_batch
 from lightning_pipe.trainer.data.batch_splitter import BatchSplitter, BatchSplitting, naming_suspects
 from lightning_pipe.trainer.data.loaders import Loaders
 from lightning_pipe.trainer.data.training_output import TrainingOutput
@@ -144,9 +144,8 @@ class PipelineRun:
         # hooks may keep parameters, or copies of them, in these objects
         self.pipeline.ownership.elsewhere = [self._module, *trainer.callbacks]
         self._step = UserStep(self._module, self.pipeline, self._world, metrics, self._splitter.options.loss_weight)
-        steps = EvaluationSteps(self.pipeline, self._step, self._precision, self._seeds)
-        options = self._splitter.options
-        self._evaluations = Evaluations(self._module, self._world, steps, streams=options.stream_evaluation)
+        steps = EvaluationSteps(self.pipeline, self._step, self._precision, self._seeds, self._splitter.options)
+        self._evaluations = Evaluations(self._module, self._world, steps)
         self._changed.enter_context(self._evaluations.installed())
         self._output = TrainingOutput(self._module, self.pipeline.transport.device, self._step.numbers.rules)
         if fitting and self.pipeline.asynchronous is not None:
@@ -159,6 +158,7 @@ class PipelineRun:
         if fitting and self._world.layout.world_size > 1:
             ends = BatchEnds(self._world, self.pipeline, trainer) if self.streaming is None else None
             self._changed.enter_context(stopping_together(trainer, self._world, ends))
+        if self._world.layout.world_size > 1:
             self._meet_before_dumps(trainer)
 
     def _meet_before_dumps(self, trainer: Any) -> None:
@@ -167,6 +167,8 @@ class PipelineRun:
         dump = connector.dump_checkpoint
 
         def met(*arguments: Any) -> Any:
+            # within a step, the interception would take the state's tensors for the step's own
+            check_outside_step(self._world, "trainer.save_checkpoint()")
             trainer.strategy.meet("trainer.save_checkpoint()")
             return dump(*arguments)
 

@@ -16,17 +16,27 @@ from lightning_pipe.config import Auto, RunLayout
 from lightning_pipe.construction import is_deferred
 from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.errors import ConfigurationError
-from lightning_pipe.partition import Balance, Layers, ProfileStore, divide, find_layers, imbalance, layer_costs
+from lightning_pipe.partition import (
+    Balance,
+    Layers,
+    ProfileStore,
+    divide,
+    find_layers,
+    has_example,
+    imbalance,
+    layer_costs,
+    layer_flops,
+)
 from lightning_pipe.schedules import Family
 from lightning_pipe.schedules.passes.recompute import Mode as Recompute
 from lightning_pipe.simulate import Costs, simulate
 from lightning_pipe.text import memory
-from lightning_pipe.trainer.checks import check_layers
+from lightning_pipe.trainer.checks import check_layers, check_quantized
 from lightning_pipe.trainer.world import World
 
 LARGE = 2**30
 """Parameters of so many bytes are worth a word on where they are built."""
-_NOT_MEASURED = "the layers have not been measured yet: the next run has the measurements"
+_NOT_MEASURED = "the layers have not been measured yet: this run is balanced by {}, the next run has the measurements"
 
 
 class Division(NamedTuple):
@@ -37,12 +47,14 @@ class Division(NamedTuple):
         notes: lines about the division for the plan.
         store: where to put costs that are wanted and not known yet; ``None``: none are.
         costs: of the stages, if they have been measured.
+        built: bytes of parameters that every process has built whole.
     """
 
     pipeline: Pipeline
     notes: tuple[str, ...]
     store: ProfileStore | None
     costs: Costs | None
+    built: int = 0
 
 
 @dataclass(frozen=True)
@@ -56,6 +68,7 @@ class StageDivision:
         recompute: when forward passes run again.
         deferred_batch_norm: whether batch norm keeps the statistics of whole batches.
         micro_batches: how many micro-batches a batch is split into.
+        passes: how often a training step runs the layers.
     """
 
     layers: str | Sequence[str] | None
@@ -64,6 +77,7 @@ class StageDivision:
     recompute: Recompute
     deferred_batch_norm: bool
     micro_batches: int | Auto
+    passes: int = 1
 
     def find_layers(self, module: pl.LightningModule) -> Layers:
         """The layer sequence of a module.
@@ -95,9 +109,12 @@ class StageDivision:
         Raises:
             ConfigurationError: the balance is another one.
         """
+        built = 0
         if before is None:
             counts, notes, store, costs = self._balance(module, layers, layout, world, conditions)
-            notes = (*notes, *how_built(module, layout.pipeline_parallel_size))  # before most of it is gone
+            # before most of it is gone
+            built = sum(parameter.nbytes for parameter in module.parameters() if not is_deferred(parameter))
+            notes = (*notes, *how_built(built, layout.pipeline_parallel_size))
         else:
             counts, notes, store, costs = before.balance, (), None, None
             if (
@@ -109,6 +126,7 @@ class StageDivision:
                     hint="Leave balance out, or gather the module after that run: trainer.strategy.whole_module()",
                 )
         check_layers(layers, len(counts))
+        check_quantized(module, len(counts))
         pipeline = Pipeline(
             module,
             layers,
@@ -117,10 +135,11 @@ class StageDivision:
             world.transport,
             recompute=self.recompute,
             deferred_batch_norm=self.deferred_batch_norm,
+            passes=self.passes,
             before=before,
         )
         pipeline.partition()
-        return Division(pipeline, notes, store, costs)
+        return Division(pipeline, notes, store, costs, built)
 
     def _balance(
         self, module: pl.LightningModule, layers: Layers, layout: RunLayout, world: World, conditions: list[str]
@@ -132,13 +151,13 @@ class StageDivision:
             found = (store.load(), store.signatures) if world.transport.process == 0 else (None, [])
             profile, store.signatures = world.broadcast(found, 0)
             if profile is None:
-                balance = "parameters"
+                balance = _without_measurements(module, layers)
         options: dict[str, Any] = {"recompute": self.recompute != "never"}
         if balance == "memory":
             options["in_flight"] = self._in_flight(layout)
         counts = divide(module, layers, stages, balance, profile, **options)
         costs = layer_costs(module, layers, stages, balance, profile, **options)
-        notes = [_NOT_MEASURED] if store is not None and profile is None else []
+        notes = [_NOT_MEASURED.format(balance)] if store is not None and profile is None else []
         if costs is not None:
             by = balance if isinstance(balance, str) else "the given costs"
             notes.append(f"balanced by {by}: the largest stage costs {imbalance(costs, counts):.2f} x the mean")
@@ -158,9 +177,19 @@ class StageDivision:
         return max(1, math.ceil(peak * ranks / stages)) if schedule.synchronous else stages
 
 
-def how_built(module: nn.Module, ranks: int) -> tuple[str, ...]:
+def _without_measurements(module: nn.Module, layers: Layers) -> Balance:
+    """The next best to balance by: operations where they can be counted, else parameters."""
+    if not has_example(module):
+        return "parameters"
+    try:
+        layer_flops(module, layers)
+    except ConfigurationError:  # an example that the model itself takes, and not without values
+        return "parameters"
+    return "flops"
+
+
+def how_built(size: int, ranks: int) -> tuple[str, ...]:
     """What the user is to know of a large module that every process has built whole."""
-    size = sum(parameter.nbytes for parameter in module.parameters() if not is_deferred(parameter))
     if ranks == 1 or size < LARGE:
         return ()
     return (

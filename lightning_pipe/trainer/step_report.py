@@ -32,6 +32,7 @@ class StepReport:
         changes: what the step changed in the attributes of the LightningModule.
         stop: whether this rank has been asked to stop the training.
         seen: numbers of this batch that were compared, from which follows how those of micro-batches join.
+        repeats: whether the step has come back to layers of an earlier stage, and ended there.
     """
 
     outputs: dict[int, Any] | None
@@ -39,6 +40,7 @@ class StepReport:
     changes: list[Change]
     stop: bool
     seen: dict[Any, Comparison] = field(default_factory=dict)
+    repeats: bool = False
 
 
 class ReportExchange:

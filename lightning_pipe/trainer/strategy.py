@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from os import PathLike
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -20,10 +22,10 @@ from typing_extensions import override
 
 from lightning_pipe import schedules
 from lightning_pipe.config import Auto
-from lightning_pipe.construction import deferred_init
+from lightning_pipe.construction import initialise_meta
 from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.errors import ConfigurationError, PartitionError
-from lightning_pipe.lightning_internals import EmptyInit, optimizers_to_device
+from lightning_pipe.lightning_internals import optimizers_to_device
 from lightning_pipe.parameters.deferred_batchnorm import DeferredBatchNorm
 from lightning_pipe.partition import Balance
 from lightning_pipe.patches import unheard
@@ -41,7 +43,7 @@ from lightning_pipe.trainer.checks import (
     is_about_several_optimizers,
     warn_of_checkpoints_on_exception,
 )
-from lightning_pipe.trainer.construction import configured_without_memory
+from lightning_pipe.trainer.construction import configured_without_memory, settle, without_memory
 from lightning_pipe.trainer.data.batch_splitter import BatchSplitting
 from lightning_pipe.trainer.data.micro_batches import LossWeight
 from lightning_pipe.trainer.data.split_batch import SplitBatch
@@ -49,6 +51,7 @@ from lightning_pipe.trainer.frames import hide_own
 from lightning_pipe.trainer.module_strategy import ModuleStrategy
 from lightning_pipe.trainer.report import Report
 from lightning_pipe.trainer.run import PipelineRun
+from lightning_pipe.trainer.schedule_choice import AUTO, KEY, ScheduleChoice, choose, kept, same_everywhere
 from lightning_pipe.trainer.stage_division import StageDivision, conditions
 from lightning_pipe.trainer.whole_model.sharded_optimizer import ShardedOptimizers
 from lightning_pipe.trainer.whole_model.synchronized_norms import synchronize_norms
@@ -64,14 +67,16 @@ class PipeStrategy(ModuleStrategy):
     World size = ``pipeline_parallel_size`` x ``data_parallel_size``.
 
     Args:
-        schedule: a registered name, a schedule object, or the path of a CSV file.
+        schedule: a registered name, a schedule object, the path of a CSV file, or ``"auto"``: the fastest one with a
+            flush, as far as the stored profile or the layers' parameters tell.
         micro_batches: how many a batch is cut into; ``"auto"``: up to four per rank, at least one sample each.
         pipeline_parallel_size: ranks in one pipeline; ``"auto"``: all processes that there are.
         data_parallel_size: pipelines side by side, each with batches of its own; ``"auto"``: 1.
         stages: number of stages; ``"auto"``: ranks x the schedule's stages per rank.
         layers: where the layers are: a dotted path or several in order, with wildcards; ``None`` finds the sequence.
-        balance: ``"parameters"``; ``"time"`` or ``"memory"`` as measured in the first batch of an earlier run of the
-            same module (the first run is balanced by parameters); a list such as ``[2, 3, 2]`` (layers per stage), or a
+        balance: ``"parameters"``; ``"flops"`` as counted on ``example_input_array``; ``"time"`` or ``"memory"`` as
+            measured in the first batch of an earlier run of the same module (the first run is balanced by flops where
+            there is an example, else by parameters); a list such as ``[2, 3, 2]`` (layers per stage), or a
             function of a layer: its cost.
         recompute: whether stages keep only their input and compute the rest again before their backward pass:
             ``"never"``, ``"always"``, or ``"except_last"`` micro-batch.
@@ -87,6 +92,9 @@ class PipeStrategy(ModuleStrategy):
         gather_limit: the largest module, in bytes, that every rank gets whole after a run; larger ones stay divided
             until ``trainer.strategy.whole_module()``.
         stream_evaluation: let batches of validation, test and prediction follow each other through the stages.
+        evaluation_micro_batches: how many micro-batches a batch of an evaluation is cut into; 1 leaves batches whole.
+        passes: how often a training step runs the layers, each pass from the first to the last: 2 for siamese networks.
+            Evaluation steps need no such number.
         process_group_backend: of torch.distributed; ``None``: NCCL on GPUs, Gloo on CPUs.
         timeout: the longest that one process waits for another.
         accelerator: set by the Trainer, as are the arguments after it.
@@ -125,6 +133,8 @@ class PipeStrategy(ModuleStrategy):
         save_distributed_checkpoint: bool = False,
         gather_limit: int = GATHER_LIMIT,
         stream_evaluation: bool = True,
+        evaluation_micro_batches: int = 1,
+        passes: int = 1,
         process_group_backend: str | None = None,
         timeout: timedelta = DEFAULT_TIMEOUT,
         *,
@@ -135,7 +145,7 @@ class PipeStrategy(ModuleStrategy):
         precision_plugin: Precision | None = None,
     ) -> None:
         super().__init__(
-            schedules.get(schedule),
+            schedules.get("1f1b" if schedule == AUTO else schedule),
             (pipeline_parallel_size, data_parallel_size, stages),
             process_group_backend,
             timeout,
@@ -150,10 +160,26 @@ class PipeStrategy(ModuleStrategy):
         )
         if not reproducible_rng:
             raise ConfigurationError("reproducible_rng=False is not supported.", hint="Leave it out: it costs nothing.")
+        if passes < 1:
+            raise ConfigurationError(f"passes={passes}: a training step runs its layers at least once.")
+        self._auto = schedule == AUTO
+        self._choice: ScheduleChoice | None = None
+        if self._auto and passes > 1:
+            raise ConfigurationError(
+                'schedule="auto" chooses for one pass.', hint='Use "gpipe", "1f1b", "interleaved".'
+            )
+        if self._auto and stages != "auto":
+            raise ConfigurationError(
+                f'schedule="auto" chooses the stages as well, got stages={stages}.', hint="Leave out one of the two."
+            )
         if isinstance(micro_batches, int):
             self.family = self.family.for_batches_of(micro_batches)
-        self._division = StageDivision(layers, balance, self.family, recompute, deferred_batch_norm, micro_batches)
-        self._splitting = BatchSplitting(micro_batches, split_batch, loss_weight, stream_evaluation)
+        self._division = StageDivision(
+            layers, balance, self.family, recompute, deferred_batch_norm, micro_batches, passes
+        )
+        self._splitting = BatchSplitting(
+            micro_batches, split_batch, loss_weight, stream_evaluation, evaluation_micro_batches
+        )
         self._names: list[str] = []
 
     def __repr__(self) -> str:
@@ -163,13 +189,35 @@ class PipeStrategy(ModuleStrategy):
 
     @override
     def setup_environment(self) -> None:
+        if self._auto and self._choice is None:
+            self._choose()
         super().setup_environment()
+        if self._choice is not None:
+            same_everywhere(self._choice, self.connected.broadcast(self._choice.family.label, 0))
         module = self._module()
         fitting = module.trainer.state.fn == TrainerFn.FITTING
         check_module(module, module.trainer, fitting=fitting, ranks=self.pipeline_parallel_size)
         self._changed.enter_context(configured_without_memory(module, self._divide_built))
         # callbacks that copy the module in their `setup` must find it divided
         self._divide(later=is_overridden("setup", module) or is_overridden("configure_model", module))
+
+    def _choose(self) -> None:
+        """Choose the schedule, or keep that of the checkpoint from which the run resumes."""
+        found = kept(getattr(self._launcher, "checkpoint", None))
+        if found is None:
+            micro_batches = self._splitting.micro_batches
+            ranks = self.layout.pipeline_parallel_size
+            found = choose(self._module(), self._division.layers, ranks, micro_batches, self.root_device)
+        self._choice, self.family, self._layout = found, found.family, None
+        self._division = replace(self._division, family=self.family)
+
+    @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
+    ) -> None:
+        if self._choice is not None:
+            checkpoint[KEY] = self._choice.stored()
+        super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def _divide_built(self) -> None:
         if self.run is None:
@@ -193,10 +241,12 @@ class PipeStrategy(ModuleStrategy):
             if later:
                 return
             raise
+        initialise_meta(module, self._seed)
         world = self.connected
         of_costs = conditions(self.root_device, str(self.precision_plugin.precision))
         before = going_on(module, layers, world.transport, self.layout.stages) if before is None else before
-        pipeline, notes, store, costs = self._division.divide(module, layers, self.layout, world, of_costs, before)
+        division = self._division.divide(module, layers, self.layout, world, of_costs, before)
+        pipeline, notes, store, costs, built = division
         forget(module)
         export.install(module, pipeline, self.come)
         # loading a whole state into a divided module passes by the layers of other ranks
@@ -204,7 +254,9 @@ class PipeStrategy(ModuleStrategy):
         if self.data_parallel_size == 1:  # values are those of the whole batch on all ranks already
             self._changed.enter_context(unheard(".*sync_dist=True.* when logging on epoch level.*"))
         sharded = ShardedOptimizers(pipeline, self.precision_plugin) if self._shard_optimizer else None
-        report = Report(module, pipeline, self.layout, notes, costs)
+        if self._choice is not None:
+            notes = (*notes, f"schedule chosen: {self._choice.reason}")
+        report = Report(module, pipeline, self.layout, notes, costs, built)
         self.run = PipelineRun(
             module, pipeline, world, self.precision_plugin, self._splitting, report, store, sharded, self._seed
         )
@@ -213,8 +265,7 @@ class PipeStrategy(ModuleStrategy):
     @override
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
-        # on the CPU, and without memory: the whole module need not fit on one device, nor into one process
-        with EmptyInit(enabled=bool(empty_init)), self.precision_plugin.tensor_init_context(), deferred_init():
+        with self.precision_plugin.tensor_init_context(), without_memory(empty=bool(empty_init)):
             yield
 
     @override
@@ -230,6 +281,7 @@ class PipeStrategy(ModuleStrategy):
         elif self._names != [name for name, _ in self._module().named_parameters()] or self._layers_changed():
             # `setup` or `configure_model` has added modules outside the layers, or compiled a container of layers
             self._divide(later=False, before=self._divided_again())
+        settle(self._module())
         self.model = self.precision_plugin.convert_module(self.model)
         self.model_to_device()
         self.divided.pipeline.synchronize()

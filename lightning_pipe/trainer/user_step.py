@@ -52,6 +52,7 @@ class UserStep:
         attributes: what steps change in the LightningModule.
         late_values: attributes that are changed before layers of other stages are called.
         summed: whether the losses of micro-batches are added.
+        in_turns: the evaluation steps in which the ranks take turns, because they call layers again.
     """
 
     def __init__(
@@ -73,8 +74,10 @@ class UserStep:
         self.summed = loss_weight == "sum"
         self._world = world
         self._reports = ReportExchange(pipeline)
-        # a rank that holds the last stage alone completes every run
-        self._ends_early = not (pipeline.is_loss_rank and len(pipeline.stages_here) == 1)
+        self.in_turns: set[str] = set()
+        self._may_repeat = False
+        # a rank that holds the last stage alone completes every run, unless that comes back to an earlier stage
+        self._ends_early = pipeline.ends_early
         self._warn = WarnOnce()
 
     def begin(self, name: str, rest: Sequence[Any], context: Context, micro_batches: MicroBatches) -> StepOfBatch:
@@ -90,8 +93,13 @@ class UserStep:
         return StepOfBatch(self, name, rest, context, micro_batches)
 
     @contextmanager
-    def running(self) -> Iterator[Snapshot | None]:
-        """Around the pipeline's call of steps. Yields what `AttributeSync.changes` compares attributes with."""
+    def running(self, *, may_repeat: bool = False) -> Iterator[Snapshot | None]:
+        """Around the pipeline's call of steps. Yields what `AttributeSync.changes` compares attributes with.
+
+        Args:
+            may_repeat: whether the step may come back to the layers of an earlier stage, and end there on all ranks.
+        """
+        self._may_repeat = may_repeat
         before = self.attributes.before()
         with self.metrics.in_step(), self.log.installed():
             # most ranks leave the step early: collectives of the user's step must concern the replicas alone
@@ -113,7 +121,7 @@ class UserStep:
         """
         # recomputation runs a micro-batch again whose traces are there already
         again = is_recomputing()
-        if not self._ends_early and not again:
+        if not (self._ends_early or self._may_repeat or again):
             yield
             return
         tracked = self.attributes.tracked
@@ -132,10 +140,19 @@ class UserStep:
                     kept.undo()
                     for states in metrics.values():
                         states.undo()
-                    several = index > 0 or again or len(self.pipeline.stages_here) > 1
+                    several = index > 0 or again or len(self.pipeline.stages_here) > 1 or self.pipeline.passes > 1
                     # what ends a run early is a BaseException; an error of the user's step says more than this one
                     if drawn and several and not isinstance(sys.exception(), Exception):
                         raise _drawn(drawn[0])
+
+    def take_turns(self, name: str) -> None:
+        """Let the ranks take turns in an evaluation step from now on, and say so."""
+        self.in_turns.add(name)
+        self._warn(
+            f"{name} in turns",
+            f"`{name}` comes back to layers that it has called: its batches run one after the other, and one rank "
+            "computes at a time.",
+        )
 
     def exchange(
         self, report: StepReport | None, broadcast: Broadcast | None = None, *, send_outputs: bool = True
@@ -175,7 +192,10 @@ class StepOfBatch:
     Attributes:
         micro_batches: as given.
         check: compares the loss of the batch with those of its micro-batches; ``None`` for most batches.
+        repeats: whether the step has come back to an earlier stage, and has to run in another way.
     """
+
+    repeats = False
 
     def __init__(
         self, user_step: UserStep, name: str, rest: Sequence[Any], context: Context, micro_batches: MicroBatches
@@ -215,6 +235,7 @@ class StepOfBatch:
         broadcast: Broadcast | None = None,
         *,
         send_outputs: bool = True,
+        repeats: bool = False,
     ) -> dict[int, Any]:
         """Exchange, adopt and replay what the step of this batch did. Collective over the pipeline.
 
@@ -223,6 +244,7 @@ class StepOfBatch:
             before: the attributes before the batch, from `UserStep.running`.
             broadcast: sends objects within the pipeline; by default the others wait for those that report.
             send_outputs: whether ranks without the last stage get what the step returned.
+            repeats: whether the step has ended here where it comes back to an earlier stage: nothing is adopted then.
 
         Returns:
             What the step returned for each micro-batch, as far as this rank knows it.
@@ -230,8 +252,13 @@ class StepOfBatch:
         common, trainer = self._user_step, self._user_step.module.trainer
         report = None
         if common.pipeline.is_loss_rank:
-            report = self.report(outputs, common.attributes.changes(before), stop=trainer.should_stop)
+            report = StepReport({}, [], [], stop=False, repeats=True)
+            if not repeats:
+                report = self.report(outputs, common.attributes.changes(before), stop=trainer.should_stop)
         reports = common.exchange(report, broadcast, send_outputs=send_outputs)
+        self.repeats = any(each.repeats for each in reports)
+        if self.repeats:
+            return {}
         common.attributes.adopt([each.changes for each in reports], before)
         # compares what the early runs wrote with what has just been adopted
         common.late_values.end()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 from typing_extensions import override
 
@@ -69,6 +70,7 @@ class AmoebaNetClassifier(Classifier):
             norm_momentum=norm_momentum,
             auxiliary_for=image_size if auxiliary_weight else None,
         )
+        self.example_input_array = torch.zeros(1, 3, image_size, image_size)
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torchmetrics.classification import BinaryAccuracy, MulticlassAccuracy
@@ -40,6 +41,7 @@ class BERT(Trained, network=bert):
         self.save_hyperparameters(ignore=["optimizer", "scheduler"])
         self.model = bert(**network)
         self.positions = self.model.config.max_position_embeddings
+        self.example_input_array = {"input_ids": torch.zeros(1, self.positions, dtype=torch.long)}
         self.val_masked_accuracy = MulticlassAccuracy(
             self.model.config.vocab_size, average="micro", ignore_index=IGNORED
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 from typing_extensions import override
@@ -37,6 +38,7 @@ class TransformerLM(LanguageModel, network=GPipeTransformer):
         self.save_hyperparameters(ignore=["optimizer", "scheduler"])
         self.model = GPipeTransformer(**network)
         self.positions = positions
+        self.example_input_array = torch.zeros(1, positions, dtype=torch.long)
 
     @override
     def loss(self, batch: dict[str, Tensor]) -> Tensor:

@@ -46,6 +46,8 @@ class Translator(Trained, network=NMTTransformer):
         self.save_hyperparameters(ignore=["optimizer", "scheduler"])
         self.positions, self.label_smoothing = positions, label_smoothing
         self.model = NMTTransformer(**network)
+        tokens = torch.zeros(1, positions, dtype=torch.long)
+        self.example_input_array = (tokens, tokens, tokens == 0)
         self.test_bleu = SacreBLEUScore()
 
     def logits(self, batch: dict[str, Tensor]) -> Tensor:

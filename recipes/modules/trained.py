@@ -29,6 +29,8 @@ class Trained(L.LightningModule):
         scheduler: makes the learning rate schedule from the optimizer and the number of steps; None keeps it constant.
     """
 
+    model: Any  # the network
+
     def __init_subclass__(cls, network: Callable[..., nn.Module] | None = None, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if network is not None or "__init__" in vars(cls):  # a signature of its own, not that of its base
@@ -43,6 +45,11 @@ class Trained(L.LightningModule):
         super().__init__()
         self.weight_decay = weight_decay
         self.make_optimizer, self.make_scheduler = optimizer, scheduler
+
+    @override
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the network: on what `example_input_array` is an example of, where a module has one."""
+        return self.model(*args, **kwargs)
 
     @override
     def configure_optimizers(self) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torchmetrics.image import PeakSignalNoiseRatio
@@ -21,6 +22,7 @@ class Denoiser(Trained):
         convolutions: in each cell: the B.
         channels: of the first cell: the C.
         depth: how often the image is halved.
+        image_size: side of the images, for counting operations.
         weight_decay: on convolutions only.
         optimizer: makes the optimizer from parameter groups; needed for training only.
         scheduler: makes the learning rate schedule from the optimizer and the number of steps; None keeps it constant.
@@ -32,6 +34,7 @@ class Denoiser(Trained):
         convolutions: int = 5,
         channels: int = 64,
         depth: int = 5,
+        image_size: int = 192,
         weight_decay: float = 0.0,
         optimizer: MakeOptimizer | None = None,
         scheduler: MakeScheduler | None = None,
@@ -39,6 +42,7 @@ class Denoiser(Trained):
         super().__init__(weight_decay, optimizer, scheduler)
         self.save_hyperparameters(ignore=["optimizer", "scheduler"])
         self.model = unet(convolutions, channels, depth=depth)
+        self.example_input_array = torch.zeros(1, 3, image_size, image_size)
         self.val_psnr = PeakSignalNoiseRatio(data_range=2.0)  # decibels, for values from -1 to 1
 
     @override

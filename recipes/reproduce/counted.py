@@ -132,15 +132,12 @@ def torchgpipe_amoebanet(tolerance: str, memory: str) -> Result:
 
 
 def torchgpipe_unet(tolerance: str) -> Result:
-    """The table of U-Net's memory: parameters; its memory includes activations on the authors' GPUs."""
+    """The parameters in the table of U-Net's memory."""
     rows = []
-    for model, count, gib in published("torchgpipe", "U-Net memory"):
+    for model, count, _ in published("torchgpipe", "U-Net memory"):
         convolutions, channels = map(int, model.split(","))
         found = parameters(lambda convolutions=convolutions, channels=channels: unet(convolutions, channels))  # type: ignore[misc]
         rows.append(Row(f"parameters: U-Net({model})", count, found, Tolerance(tolerance)))
-        rows.append(
-            Row(f"memory: U-Net({model})", gib, None, None, "GiB", note="not possible here: activations on the GPU")
-        )
     return Result.of(rows)
 
 

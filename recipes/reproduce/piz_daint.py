@@ -115,7 +115,11 @@ def figure13(
             )
             note = "the paper's model is within 10 %; the error of the fit comes on top"
             measured = figure["measured"][label]
-            rows.append(Row(f"measured: {what}", measured, found, Tolerance(measured_tolerance), unit, note=note))
+            rows.append(
+                Row(
+                    f"measured: {what}", measured, found, Tolerance(measured_tolerance), unit, in_sample=True, note=note
+                )
+            )
     return Result.of(rows)
 
 

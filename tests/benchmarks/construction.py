@@ -1,8 +1,9 @@
-"""Peak host memory of each process that builds and divides a GPT-2: whole, and without memory for foreign layers."""
+"""Peak host memory of each process that builds or loads a GPT-2 and divides it, against what it holds."""
 
 from __future__ import annotations
 
 import gc
+import tempfile
 import warnings
 from contextlib import nullcontext
 from pathlib import Path
@@ -27,12 +28,9 @@ ALLOWED = 150 * MB
 class Lit(L.LightningModule):
     """A GPT-2 trained without momentum."""
 
-    def __init__(self, layers: int, width: int) -> None:
+    def __init__(self, layers: int, width: int, files: Path | None = None) -> None:
         super().__init__()
-        config = GPT2Config(
-            n_layer=layers, n_embd=width, n_head=16, n_positions=LENGTH, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
-        )
-        self.model = GPT2LMHeadModel(config)
+        self.model = model(layers, width) if files is None else GPT2LMHeadModel.from_pretrained(files)
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         loss: Tensor = self.model(input_ids=batch, labels=batch).loss
@@ -40,6 +38,15 @@ class Lit(L.LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+def model(layers: int, width: int) -> GPT2LMHeadModel:
+    """Without dropout."""
+    return GPT2LMHeadModel(
+        GPT2Config(
+            n_layer=layers, n_embd=width, n_head=16, n_positions=LENGTH, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
+        )
+    )
 
 
 class Peaks(L.Callback):
@@ -70,42 +77,66 @@ def reset() -> int:
     return peak()
 
 
+WAYS = {"plain": (2,), "init_module": (2, 4), "from_pretrained": (1, 2, 4), "ckpt_path": (2, 4)}
+"""How the weights come into being, and on how many ranks that is measured."""
+
+
 def run(quick: bool) -> list[Finding]:
-    """On two ranks, with about 1.5 GB of weights."""
+    """With about 1.5 GB of weights."""
     size = {"layers": 4, "width": 512} if quick else {"layers": 26, "width": 1024}
     found = []
-    for deferred in (False, True):
-        ends = processes.run_trainers(measure, 2, timeout=500, deferred=deferred, **size)
-        for rank, (built, held, largest) in enumerate(ends):
-            limit = 1.15 * held + largest + ALLOWED
-            found.append(
-                Finding(
-                    f"{'init_module' if deferred else 'plain'}, rank {rank}: peak up to the first batch",
-                    f"{built / MB:.0f} MB for {held / MB:.0f} MB held",
-                    f"at most {limit / MB:.0f} MB" if deferred else "",
-                    built <= limit if deferred else None,
+    with tempfile.TemporaryDirectory() as folder:
+        processes.run_trainers(write, 1, timeout=500, folder=Path(folder), **size)
+        for way, numbers in WAYS.items():
+            for ranks in numbers[:2] if quick else numbers:
+                ends = processes.run_trainers(
+                    measure, ranks, timeout=500, ranks=ranks, way=way, folder=Path(folder), **size
                 )
-            )
+                for rank, (built, held, largest) in enumerate(ends):
+                    limit = 1.15 * held + largest + ALLOWED
+                    found.append(
+                        Finding(
+                            f"{way}, rank {rank} of {ranks}: peak up to the first batch",
+                            f"{built / MB:.0f} MB for {held / MB:.0f} MB held",
+                            "" if way == "plain" else f"at most {limit / MB:.0f} MB",
+                            None if way == "plain" else built <= limit,
+                        )
+                    )
     return found
 
 
-def measure(process: int, deferred: bool, **size: Any) -> tuple[int, int, int]:
+def write(process: int, folder: Path, **size: int) -> None:
+    """Files to read: of Hugging Face with an index, and a checkpoint of Lightning's."""
+    quiet()
+    module = Lit(**size)
+    module.model.save_pretrained(folder / "files", max_shard_size="500MB")
+    trainer = L.Trainer(accelerator="cpu", devices=1, max_steps=1, **QUIET)
+    trainer.fit(module, data())
+    trainer.save_checkpoint(folder / "x.ckpt")
+
+
+def data() -> DataLoader[Any]:
+    """Two batches of tokens."""
+    return DataLoader(torch.zeros(8, LENGTH, dtype=torch.int64), batch_size=4)
+
+
+def measure(process: int, ranks: int, way: str, folder: Path, **size: Any) -> tuple[int, int, int]:
     """Build and divide; the peak, what is held afterwards, and the largest parameter of it."""
     quiet()
     warnings.filterwarnings("ignore")
     peaks = Peaks(0)
     trainer = L.Trainer(
         accelerator="cpu",
-        devices=2,
+        devices=ranks,
         strategy=PipeStrategy(micro_batches=2, layers="model.transformer.h"),
-        max_steps=1,
+        max_steps=2,
         callbacks=[peaks],
         **QUIET,
     )
-    Lit(1, 64)  # what the libraries import and allocate only now
+    model(1, 64)  # what the libraries import and allocate only now
     L.seed_everything(1, verbose=False)
     peaks.start = reset()
-    with trainer.init_module() if deferred else nullcontext():
-        module = Lit(**size)
-    trainer.fit(module, DataLoader(torch.zeros(4, LENGTH, dtype=torch.int64), batch_size=4))
+    with nullcontext() if way == "plain" else trainer.init_module(empty_init=way == "ckpt_path"):
+        module = Lit(**size, files=folder / "files" if way == "from_pretrained" else None)
+    trainer.fit(module, data(), ckpt_path=folder / "x.ckpt" if way == "ckpt_path" else None, weights_only=False)
     return peaks.built, peaks.held, peaks.largest

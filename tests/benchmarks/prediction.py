@@ -19,11 +19,15 @@ from torch import Tensor, nn
 from lightning_pipe import schedules
 from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.partition import find_layers
+from lightning_pipe.planning.cost_profile import CostProfile, merged
 from lightning_pipe.planning.prediction import Configuration, Predictor
+from lightning_pipe.planning.search import search
 from lightning_pipe.profiling.measure import measure_profile
+from lightning_pipe.simulate import Link
 from lightning_pipe.transport.base import Transport
 from lightning_pipe.transport.topology import Topology
 from tests.benchmarks.measure import Finding
+from tests.planning.test_search import profile as profile_of
 from tests.support import processes
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble", "chimera", "dualpipev")
@@ -77,8 +81,8 @@ def transformer() -> tuple[nn.Module, Any, Callable[[nn.Module, Any], Any]]:
     from recipes.models.gpt2 import gpt2
 
     torch.manual_seed(0)
-    model = gpt2(vocabulary=1000, positions=64, width=192, layers=LAYERS, heads=4)
-    tokens = torch.randint(1000, (BATCH, 64))
+    model = gpt2(vocabulary=1000, positions=32, width=128, layers=LAYERS, heads=4)
+    tokens = torch.randint(1000, (BATCH, 32))
     return model, tokens, lambda module, part: module(input_ids=part, labels=part).loss
 
 
@@ -87,29 +91,44 @@ def measure(transport: Transport, kind: str, rounds: int) -> list[Found]:
     warnings.simplefilter("ignore")
     make = {"sleeping": sleeping, "transformer": transformer}[kind]
     module, batch, step = make()
-    profile = measure_profile(transport, module, batch, micro_batch_sizes=CALIBRATED, step=step, rounds=rounds)
-    predictor = Predictor(replace(profile, step_per_byte=0.0))  # there is no optimizer here
-    runs = [_Run(transport, predictor, name, number, make) for number in MICRO_BATCHES for name in SCHEDULES]
+    options = {"micro_batch_sizes": CALIBRATED, "step": step, "rounds": rounds}
+    profiles = [measure_profile(transport, module, batch, **options)]
+    runs = [_Run(transport, name, number, make) for number in MICRO_BATCHES for name in SCHEDULES]
     for _ in range(2):  # the first batches agree on what travels and who holds what
         for each in runs:
             each.batch()
-    for each in (*runs,) * rounds:
-        each.measured.append(each.batch())
+    # In turns with the calibration, so that what drifts on a busy machine meets both alike.
+    for number in range(rounds):
+        for each in runs:
+            each.measured.append(each.batch())
+        if number in (rounds // 2, rounds - 1):
+            profiles.append(measure_profile(transport, module, batch, **options))
+    predictor = Predictor(together(profiles))
     return [Found(each.one.label, predictor.seconds(each.one), each.measured) for each in runs]
+
+
+def together(profiles: list[CostProfile]) -> CostProfile:
+    """The median of several calibrations; there is no optimizer."""
+
+    def median(link: str) -> Link:
+        links = [getattr(profile, link) for profile in profiles]
+        return Link(statistics.median([each.alpha for each in links]), statistics.median([each.beta for each in links]))
+
+    batch = statistics.median([profile.batch for profile in profiles])
+    links = {"message": median("message"), "all_reduce": median("all_reduce")}
+    return replace(merged(profiles), step_per_byte=0.0, batch=batch, **links)
 
 
 class _Run:
     """One configuration at work."""
 
-    def __init__(
-        self, transport: Transport, predictor: Predictor, name: str, number: int, make: Callable[[], Any]
-    ) -> None:
+    def __init__(self, transport: Transport, name: str, number: int, make: Callable[[], Any]) -> None:
         family, ranks = schedules.get(name), transport.topology.ranks
         stages = ranks * family.stages_per_rank
-        self.one = Configuration(family, ranks, 1, stages, number, BATCH // number)
+        counts = (LAYERS // stages,) * stages
+        self.one = Configuration(family, ranks, 1, stages, number, BATCH // number, layers=counts)
         self.module, batch, self.step = make()
-        counts = predictor.layers(self.one)
-        self.pipeline = Pipeline(self.module, find_layers(self.module), counts, family, transport)
+        self.pipeline = Pipeline(self.module, find_layers(self.module), list(counts), family, transport)
         self.pipeline.partition()
         self.parts = list(batch.chunk(number))
         self.measured: list[float] = []
@@ -129,7 +148,7 @@ class _Run:
 
 def run(quick: bool) -> list[Finding]:
     """Sleeping layers on two and four ranks, GPT-2 on two; on four ranks of two cores GPT-2 has no target."""
-    findings = []
+    findings = searches()
     for kind, ranks, target in (
         ("sleeping", 2, True),
         ("sleeping", 4, True),
@@ -139,6 +158,25 @@ def run(quick: bool) -> list[Finding]:
         options = {"kind": kind, "rounds": 3 if quick else 7}
         found = processes.run_pipeline(measure, Topology(ranks), timeout=900, group_timeout=300, **options)[0]
         findings += report(f"{kind}, {ranks} ranks", found, target=target)
+    return findings
+
+
+def searches() -> list[Finding]:
+    """How long a search takes: 64 ranks in every arrangement, 4096 ranks in pipelines of 32."""
+    findings = []
+    for ranks, batch, size, limit in ((64, 512, None, 10.0), (4096, 4096, 32, 10.0)):
+        start = time.process_time()
+        found = search(profile_of(64), ranks, batch, memory=16e9, pipeline_parallel_size=size)
+        seconds = time.process_time() - start
+        shape = "" if size is None else f" in pipelines of {size}"
+        findings.append(
+            Finding(
+                f"search, {ranks} ranks{shape}, {found.considered} configurations",
+                f"{seconds:.1f} s of processor time",
+                f"at most {limit:.0f} s",
+                seconds <= limit,
+            )
+        )
     return findings
 
 

@@ -95,7 +95,9 @@ def _fault(kind: str, phase: str, process: int, processes: int = 2) -> Fault:
         return Fault(kind, phase, process, processes, told=_DEAD, once=False, codes=(7,) if own else None,
                      options=options)  # fmt: skip
     if kind == "term":
-        return Fault(kind, phase, process, processes, told="SIGTERM", codes=(143,) if own else None, options=options)
+        # the traceback of another process names the exception and the line that raised it
+        return Fault(kind, phase, process, processes, told="SIGTERM", once=own, codes=(143,) if own else None,
+                     options=options)  # fmt: skip
     if kind in ("stop", "hang", "lock"):
         return Fault(kind, phase, process, processes, told=_HANG, once=False, within=50.0, timeout=10.0,
                      options=options)  # fmt: skip
@@ -147,7 +149,9 @@ def _second(kinds: tuple[str, ...] = ("slow", "hang", "raise", "kill")) -> Itera
     """One process raises, and something happens to another one while it hears of it."""
     for first in (0, 1):
         for kind in kinds:
-            yield Fault(kind, "exception", 1 - first, options={"first": first}, within=35.0, timeout=20.0)
+            # two processes raise in the same words: each reason is told
+            once = kind != "raise"
+            yield Fault(kind, "exception", 1 - first, once=once, options={"first": first}, within=35.0, timeout=20.0)
     # one process is busy, so that it hears late of the error of the other
     for where in ("busy_step", "busy_hook", "busy_worker", "busy_folder"):
         phase = "batch_start" if where == "busy_hook" else "middle"

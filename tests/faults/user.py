@@ -180,7 +180,7 @@ def main(folder: Path, options: dict[str, Any]) -> None:
     if options.get("folder"):
         wrap(FileSystemWriter, "write_data", injection, phases)
     else:
-        wrap(file, "_fill", injection, (f"{phase}_file" for phase in phases))
+        wrap(file._Archive, "close", injection, (f"{phase}_file" for phase in phases))
     calls: list[L.Callback] = [Hears(), ModelCheckpoint(folder / "saved", "{epoch}", save_last=True)]
     if kind == "on_exception_checkpoint":
         calls.append(OnExceptionCheckpoint(str(folder)))

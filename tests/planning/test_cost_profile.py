@@ -103,7 +103,7 @@ def test_files_that_cannot_be_read(tmp_path: Path, content: str, message: str) -
         CostProfile.load(path)
 
 
-def test_processes_are_averaged() -> None:
+def test_the_median_of_processes_counts() -> None:
     other = CostProfile("Net", profile().layers, {2: profile().sizes[4], 4: profile().sizes[2]}, overhead=0.03)
     both = merged([profile(), other])
     assert both.sizes[2].forward == (1.25, 2.5, 3.75)

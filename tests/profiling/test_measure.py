@@ -72,7 +72,7 @@ def test_ranks_measure_messages_together() -> None:
     options = {"micro_batch_sizes": [1], "rounds": 1}
     found = run_threads(thread_world(Topology(2)), lambda each: measure_profile(each, net, batch(), **options))
     assert found[0] == found[1]
-    assert found[0].message.alpha > 0
+    assert found[0].message.alpha >= 0  # the engine's part is taken off, on a busy machine all of it
     assert found[0].all_reduce.alpha > 0
     assert found[0].conditions["ranks"] == "2"
 

@@ -162,7 +162,10 @@ def test_a_model_that_its_data_do_not_fit_is_refused(
         ("data.batch_size=null", "data.batch_size: field 'data.batch_size' is not Optional"),
         ("model=gpt3", "Could not find 'model/gpt3'"),
         ("experiment=gpt", "gpt2_wikitext2"),
-        ("callbacks.early_stopping.patience=3", "The configuration has no key callbacks.early_stopping.\nHint: Known"),
+        (
+            "callbacks.early_stopping.patience=3",
+            "callbacks.early_stopping.\nHint: callbacks=early_stopping adds it.",
+        ),
     ],
 )
 def test_a_wrong_value_is_explained(composed: Compose, override: str, words: str) -> None:

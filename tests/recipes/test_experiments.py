@@ -11,6 +11,7 @@ import pytest
 from recipes import checkpoints, job
 from recipes.errors import RecipeError
 from recipes.evaluate import evaluate, main, stored
+from tests.support.processes import run_trainers
 from tests.support.recipe_curves import RECIPES, compose_recipe, write_data
 
 
@@ -41,6 +42,24 @@ def test_every_experiment_runs_and_can_be_evaluated(recipe: str, tmp_path: Path)
     assert (out / "metrics.csv").read_bytes() == log
 
 
+def evaluated(process: int, folder: Path) -> dict[str, float]:
+    """The metrics of a run's last checkpoint, in two stages."""
+    return evaluate(folder, "last", ["pipe=1f1b", "trainer=cpu", "trainer.limit_test_batches=1"])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("recipe", ["gpt2_wikitext2", "nmt_multilingual"])
+def test_a_pipeline_evaluates_as_one_device(recipe: str, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    further = ["debug=fast", "pipe=none", "trainer.devices=1", "trainer.enable_progress_bar=false"]
+    job.run(compose_recipe(recipe, write_data(tmp_path), tmp_path, further))
+    alone = evaluate(tmp_path / "out", "last", ["trainer.limit_test_batches=1"])
+    for metrics in run_trainers(evaluated, 2, timeout=200, folder=tmp_path / "out"):
+        assert metrics == pytest.approx(alone, rel=1e-5)
+
+
 def test_what_cannot_be_evaluated_is_told_in_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(RecipeError, match=r"has no config\.yaml"):
         stored(tmp_path)
@@ -50,6 +69,10 @@ def test_what_cannot_be_evaluated_is_told_in_a_sentence(tmp_path: Path, capsys: 
     (tmp_path / "config.yaml").write_text(OmegaConf.to_yaml(settings, resolve=True))
     assert stored(tmp_path, ["data.batch_size=3"]).data.batch_size == 3
     assert stored(tmp_path).pipe is None
+    divided = stored(tmp_path, ["pipe=chimera", "trainer.devices=4", "data.batch_size=5"])
+    assert (divided.pipe.layers, divided.trainer.devices, divided.data.batch_size) == ("model.transformer.h", 4, 5)
+    with pytest.raises(RecipeError, match="Could not find 'pipe/2f2b'"):
+        stored(tmp_path, ["pipe=2f2b"])
     with pytest.raises(RecipeError, match=r"no key model\.widht"):
         stored(tmp_path, ["model.widht=3"])
     with pytest.raises(RecipeError, match=r"no key trainer\.devcies"):

@@ -152,3 +152,7 @@ def test_a_compiled_schedule_takes_the_time_of_its_simulation(name: str) -> None
             Costs(3, 5, send=2, reduce=4, occupies="sender", links="shared", overhead=1),
         ):
             assert Compiled(schedule).time(costs) == simulate(schedule, costs).makespan
+
+
+def test_one_rank_without_steps_is_timed() -> None:
+    assert Compiled(GPipe().build(1, 3)).time(Costs(1, 2)) == 9

@@ -76,6 +76,7 @@ def pipelined(
     between: Callable[[Pipeline, nn.Module], None] | None = None,
     call: Callable[[nn.Module, Any], Any] = lambda module, part: module(**part),
     seed: int = 0,
+    **more: Any,
 ) -> Outcome:
     """Train over ``ranks`` threads; ``between(pipeline, module)`` runs on every rank after each batch."""
     family = schedules.get(schedule)
@@ -87,7 +88,7 @@ def pipelined(
         module = copy.deepcopy(model)
         sequence = find_layers(module, layers)
         even = [len(sequence) // total + (stage < len(sequence) % total) for stage in range(total)]
-        pipeline = Pipeline(module, sequence, balance or even, family, transport, recompute=recompute)
+        pipeline = Pipeline(module, sequence, balance or even, family, transport, recompute=recompute, **more)
         pipeline.partition()
         outcome, optim = Outcome(), optimizer(module.parameters(), lr=0.1)
         for number, batch in enumerate(batches):

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
 from lightning.pytorch import callbacks
+from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -17,8 +19,11 @@ import lightning_pipe
 from lightning_pipe import PipeStrategy
 from lightning_pipe.construction import deferred as recording
 from lightning_pipe.construction import is_deferred
+from lightning_pipe.errors import ConfigurationError
 from lightning_pipe.intercept.absent_tensor import AbsentTensor
 from lightning_pipe.parameters.ownership import named_tensors
+from lightning_pipe.patches import replaced
+from lightning_pipe.trainer.checks import check_quantized
 from tests.support import oracle
 from tests.support.processes import run_trainers
 from tests.support.trainer_runs import QUIET, quiet
@@ -165,6 +170,44 @@ def test_values_are_those_of_one_device(devices: int, ways: Sequence[str]) -> No
             for name, weight in each["weights"].items():
                 torch.testing.assert_close(weight, expected["weights"][name], rtol=1e-4, atol=1e-5)
         assert seen == set(expected["values"])
+
+
+class Replaced(nn.Linear):
+    """What a precision plugin puts in the place of linear layers, as those for low precision do."""
+
+
+class Replacing(Precision):
+    def tensor_init_context(self) -> AbstractContextManager[None]:
+        return replaced(nn, "Linear", Replaced)
+
+
+def test_a_precision_that_replaces_classes() -> None:
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=1,
+        strategy=PipeStrategy(layers="layers"),
+        plugins=[Replacing()],
+        max_epochs=1,
+        **QUIET,
+    )
+    torch.manual_seed(5)
+    with trainer.init_module():
+        module = Lit()
+    assert type(module.head) is Replaced
+    assert is_deferred(module.layers[0].one.weight)
+    trainer.fit(module, DataLoader(torch.arange(24 * 8).remainder(100).view(24, 8), batch_size=8))
+    expected = fit(0, None, "plain")["weights"]
+    for name, weight in oracle.state_of(module).items():
+        torch.testing.assert_close(weight, expected[name], rtol=1e-4, atol=1e-5)
+
+
+def test_quantised_models_are_refused_by_name() -> None:
+    module = Lit()
+    config = SimpleNamespace(quant_method="bitsandbytes")
+    module.layers[2].hf_quantizer = SimpleNamespace(quantization_config=config)
+    with pytest.raises(ConfigurationError, match=r"'layers\.2' \(Block\) is quantised by bitsandbytes"):
+        check_quantized(module, 2)
+    check_quantized(module, 1)
 
 
 def test_a_plain_trainer_on_a_module_without_memory() -> None:

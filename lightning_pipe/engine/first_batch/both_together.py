@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_pipe.engine.batch import Inbound
+from lightning_pipe.intercept.arrival import Inbound
 from lightning_pipe.intercept.call_record import CallRecord, RunRecord
 from lightning_pipe.tensor_spec import TensorSpec
 

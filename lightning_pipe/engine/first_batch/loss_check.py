@@ -16,12 +16,13 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_pipe.engine.batch import Batch, BatchObserver, Inbound
+from lightning_pipe.engine.batch import Batch, BatchObserver
 from lightning_pipe.engine.first_batch.both_together import UnlikeError, readings
 from lightning_pipe.engine.first_batch.mixing import MixingCheck
 from lightning_pipe.engine.first_batch.trial_runs import TrialRuns, leaving_no_trace
 from lightning_pipe.engine.stage import Stages, loss_of
 from lightning_pipe.errors import CutError
+from lightning_pipe.intercept.arrival import Inbound
 
 _ROUNDING = {torch.float64: 1e-9, torch.float32: 2e-5, torch.float16: 5e-4, torch.bfloat16: 2e-3}
 """How far losses may differ that are equal but for rounding, relative to 1 + their size."""

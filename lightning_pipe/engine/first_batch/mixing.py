@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_pipe.engine.batch import Batch, BatchObserver, Inbound
+from lightning_pipe.engine.batch import Batch, BatchObserver
 from lightning_pipe.engine.first_batch.both_together import joinings, readings
 from lightning_pipe.engine.first_batch.trial_runs import TrialRuns, leaving_no_trace
 from lightning_pipe.engine.stage import Crossings, Stages
+from lightning_pipe.intercept.arrival import Inbound
 
 _ROUNDING = {torch.float64: 1e-7, torch.float32: 5e-3, torch.float16: 0.05, torch.bfloat16: 0.2}
 """How far tensors may differ that are equal but for rounding, relative to their norm: it adds up over layers."""

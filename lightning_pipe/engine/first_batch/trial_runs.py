@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_pipe.engine.batch import Batch, Inbound
+from lightning_pipe.engine.batch import Batch
 from lightning_pipe.engine.stage import Crossings, Stages, loss_of
+from lightning_pipe.intercept.arrival import Inbound
 from lightning_pipe.intercept.recompute import recomputing
 from lightning_pipe.intercept.snapshot import Snapshot
 from lightning_pipe.torch_internals import DropoutNd, NormBase

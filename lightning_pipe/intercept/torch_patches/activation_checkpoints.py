@@ -23,6 +23,7 @@ from lightning_pipe.intercept.torch_patches.patch import Patch
 
 if TYPE_CHECKING:
     from lightning_pipe.intercept.stage_run import StageRun
+    from lightning_pipe.intercept.turns.run import TurnRun
 
 # The two things that ``torch.utils.checkpoint.checkpoint`` looks up when it is called, giving its function first: users
 # have imported it before. The second has a new name in torch 2.15, where the older one leads to it.
@@ -49,7 +50,7 @@ class Checkpoint:
         self.reentrant, self.begin = reentrant, begin
         self.streams: list[Stream] = []
 
-    def first(self, run: StageRun, function: Callable[..., Any]) -> Callable[..., Any]:
+    def first(self, run: StageRun | TurnRun, function: Callable[..., Any]) -> Callable[..., Any]:
         """The function for the first time and for later ones."""
 
         def called(*args: Any, **kwargs: Any) -> Any:
@@ -61,7 +62,7 @@ class Checkpoint:
         return called
 
     @contextmanager
-    def noted(self, run: StageRun) -> Iterator[None]:
+    def noted(self, run: StageRun | TurnRun) -> Iterator[None]:
         """Around the first time."""
         if run.surroundings.checkpoint is not None:
             raise CutError(

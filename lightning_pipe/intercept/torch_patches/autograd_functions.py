@@ -28,6 +28,7 @@ from lightning_pipe.intercept.torch_patches.patch import Patch
 
 if TYPE_CHECKING:
     from lightning_pipe.intercept.stage_run import StageRun
+    from lightning_pipe.intercept.turns.run import TurnRun
 
 _original = vars(Function)["apply"]
 _ONE_STAGE = (
@@ -49,20 +50,20 @@ class Unit:
         following: the number that the next new tensor would have got.
     """
 
-    def __init__(self, name: str, run: StageRun, differentiable: bool) -> None:
+    def __init__(self, name: str, run: StageRun | TurnRun, differentiable: bool) -> None:
         self.name, self.differentiable = name, differentiable
         self.calls, self.following = len(run.tracker.calls), run.tracker.numbers.following
-        self._layers = len(run.called)
+        self._layers = run.called.total()
         self._versions = self._count(run)
 
     @staticmethod
-    def _count(run: StageRun) -> dict[int, int | None]:
+    def _count(run: StageRun | TurnRun) -> dict[int, int | None]:
         with run.tracker.paused():
             return {number: version_of(tensor) for number, tensor in run.tracker.numbers.alive()}
 
-    def check_whole(self, run: StageRun, layer: str) -> None:
+    def check_whole(self, run: StageRun | TurnRun, layer: str) -> None:
         """Raise if the cut before ``layer``, which the Function calls, cannot lie before the Function."""
-        if len(run.called) > self._layers:
+        if run.called.total() > self._layers:
             raise CutError(
                 f"the cut before layer '{layer}' lies inside the torch.autograd.Function '{self.name}': its backward "
                 "needs all layers that it calls on one stage.",
@@ -112,7 +113,7 @@ def _apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
     return run_again(apply, args, kwargs) if run is None else _surround(run, cls.__name__, apply, args, kwargs)
 
 
-def _surround(run: StageRun, name: str, apply: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def _surround(run: StageRun | TurnRun, name: str, apply: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Apply a Function that may surround layers."""
     tracker = run.tracker
     derived = any(isinstance(leaf, Tensor) and tracker.numbers.derived(leaf) for leaf in leaves_of(args, kwargs))
@@ -131,7 +132,7 @@ def _surround(run: StageRun, name: str, apply: Callable[..., Any], args: Any, kw
 
 
 @contextmanager
-def _as_unit(run: StageRun, name: str, derived: bool) -> Iterator[None]:
+def _as_unit(run: StageRun | TurnRun, name: str, derived: bool) -> Iterator[None]:
     if run.surroundings.unit is not None:  # it belongs to the one around it
         yield
         return

@@ -24,7 +24,17 @@ _original = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
 
 def _run_backward(outputs: Sequence[Tensor | GradientEdge], *args: Any, **kwargs: Any) -> Any:
     run = INNER_BACKWARD.run
-    if run is not None and (incoming := run.arrival.incoming) is not None and any(incoming.requires_grad):
+    if run is not None and run.arrival is None and not run.inside:
+        raise CutError(
+            "a backward pass runs in an evaluation step that calls the layers several times, on several ranks.",
+            hint="Take derivatives inside one layer, or use one device.",
+        )
+    if (
+        run is not None
+        and run.arrival is not None
+        and (incoming := run.arrival.incoming) is not None
+        and any(incoming.requires_grad)
+    ):
         inputs = args[3]
         # ``backward()`` has no inputs: it goes wherever the graph leads.
         targets = [edge_of(each) for each in inputs if run.arrival.is_older(each)] if inputs else [(None, 0)]

@@ -11,6 +11,7 @@ from lightning_pipe.patches import all_replaced
 
 if TYPE_CHECKING:
     from lightning_pipe.intercept.stage_run import StageRun
+    from lightning_pipe.intercept.turns.run import TurnRun
 
 
 class Patch:
@@ -28,13 +29,13 @@ class Patch:
         self._local = threading.local()
 
     @property
-    def run(self) -> StageRun | None:
+    def run(self) -> StageRun | TurnRun | None:
         """The stage that runs in this thread, if any."""
-        current: Callable[[], StageRun | None] | None = getattr(self._local, "current", None)
+        current: Callable[[], StageRun | TurnRun | None] | None = getattr(self._local, "current", None)
         return None if current is None else current()
 
     @contextmanager
-    def installed(self, current: Callable[[], StageRun | None]) -> Iterator[None]:
+    def installed(self, current: Callable[[], StageRun | TurnRun | None]) -> Iterator[None]:
         """While the context lasts, replacements that this thread calls ask ``current`` which stage runs."""
         before = getattr(self._local, "current", None)
         with all_replaced(self._places):

@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
+
+from lightning_pipe.intercept.tensor_state import same_content
 
 Settings = list[dict[str, Any]]
 """For each parameter group everything but its parameters."""
@@ -21,6 +22,7 @@ class Hyperparameters:
     as a counter that the optimizer keeps there, is left alone.
 
     Example:
+        >>> import torch
         >>> optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
         >>> settings = Hyperparameters()
         >>> settings.note(0, optimizer)
@@ -46,7 +48,7 @@ class Hyperparameters:
         """The settings now; also notes which entries have been changed since the last step or look."""
         now = _settings(optimizer)
         for number, (group, before) in enumerate(zip(now, self._last or now, strict=False)):
-            self._changing |= {(number, key) for key in group if not _same(group[key], before.get(key))}
+            self._changing |= {(number, key) for key in group if not same_content(group[key], before.get(key))}
         self._last = now
         return now
 
@@ -80,9 +82,3 @@ def _settings(optimizer: Optimizer) -> Settings:
         {k: v.clone() if isinstance(v, Tensor) else v for k, v in group.items() if k != "params"}
         for group in optimizer.param_groups
     ]
-
-
-def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return torch.equal(one, other)
-    return bool(one is other or one == other)

@@ -17,6 +17,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_pipe.construction import read_out
 from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.errors import CheckpointError
 from lightning_pipe.lightning_internals import is_local_path
@@ -204,7 +205,7 @@ class Checkpoints:
         for optimizer, state, known in zip(optimizers, checkpoint["optimizer_states"], names, strict=False):
             kept = {i: s for i, s in state["state"].items() if not isinstance(i, int) or self._holds(known[i])}
             # cloned: they must not hang on the file, which may be replaced
-            own = {i: replace_tensors(each, torch.clone) for i, each in kept.items()}
+            own = {i: replace_tensors(each, read_out) for i, each in kept.items()}
             optimizer.load_state_dict({**state, "state": own})
 
     def _holds(self, name: str | None) -> bool:

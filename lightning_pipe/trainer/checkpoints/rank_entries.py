@@ -169,10 +169,14 @@ def pieces(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def send_tensors(mine: RankEntries, transport: Transport, writer: int) -> None:
-    """Send the tensors that this rank contributes, one after the other."""
+    """Send the tensors that this rank contributes, one after the other.
+
+    Each piece waits until the one before has arrived: what is sent lies in memory until then.
+    """
     for tensor in mine.tensors:
         for part in pieces(tensor):
             transport.send_object(part, writer, _TAG).wait()
+            transport.receive_object(writer, _TAG)
 
 
 def receive_items(transport: Transport, rank: int) -> tuple[list[tuple[Path, Any]], list[str]]:
@@ -184,7 +188,9 @@ def receive_items(transport: Transport, rank: int) -> tuple[list[tuple[Path, Any
 def receive_pieces(transport: Transport, leaf: Pending) -> Iterator[Tensor]:
     """The bytes of the next tensor of another rank, as they come."""
     for _ in range(0, math.prod(leaf.shape) * leaf.dtype.itemsize, _PIECE):
-        yield transport.receive_object(leaf.rank, _TAG)
+        part = transport.receive_object(leaf.rank, _TAG)
+        transport.send_object(None, leaf.rank, _TAG).wait()
+        yield part
 
 
 def assembled(checkpoint: dict[str, Any], items: Iterable[tuple[Path, Any]]) -> dict[str, Any]:

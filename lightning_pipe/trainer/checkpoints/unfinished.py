@@ -54,6 +54,7 @@ def replacing(path: str, *, folder: bool = False) -> Iterator[str]:
 
 def exchange(new: str, path: str) -> None:
     """Put a complete checkpoint into its place, in one step; what was there is removed."""
+    # The system replaces a file in one step, but no folder that has something in it.
     if not os.path.isdir(new) and not os.path.isdir(path):
         os.replace(new, path)
     elif not os.path.lexists(path):
@@ -131,6 +132,7 @@ def _made(unfinished: str, *, folder: bool) -> int:
 
 def _sweep(folder: str) -> None:
     """Remove what runs have left that were killed while they wrote."""
+    # The lock of a process goes with it, however it ends: what can be locked is nobody's any more.
     for entry in Path(folder).glob(f"{_PREFIX}*{_SUFFIX}"):
         with suppress(OSError):
             lock = os.open(entry, os.O_RDONLY)
@@ -144,6 +146,7 @@ def _sweep(folder: str) -> None:
 def _exchanged(one: str, other: str) -> bool:
     """Exchange two names in one step, where the system can."""
     try:
+        # Python (3.11) has no function for it, and not every C library has.
         renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
     except (AttributeError, OSError):
         return False

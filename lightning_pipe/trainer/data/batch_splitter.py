@@ -33,8 +33,14 @@ class BatchSplitting:
     split_batch: SplitBatch | None = None
     loss_weight: LossWeight | None = None
     stream_evaluation: bool = True
+    evaluation_micro_batches: int = 1
 
     def __post_init__(self) -> None:
+        if self.evaluation_micro_batches < 1:
+            raise ConfigurationError(
+                f"evaluation_micro_batches={self.evaluation_micro_batches}: a batch has at least one.",
+                hint="Use 1, which runs batches whole, or a number of parts that fit.",
+            )
         if isinstance(self.loss_weight, str) and self.loss_weight != "sum":
             raise ConfigurationError(
                 f"loss_weight={self.loss_weight!r} is not known.",

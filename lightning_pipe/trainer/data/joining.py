@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from lightning_pipe.engine.first_batch.loss_check import close
+from lightning_pipe.intercept.tensor_state import same_content
 
 Seen = tuple[float, float, float, float]
 """A number of one micro-batch, of another one, of both together, and the share of the first."""
@@ -227,8 +228,6 @@ def _is_float(value: Any) -> bool:
 
 
 def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor):
-        return one.shape == other.shape and torch.equal(one, other)
-    if isinstance(one, np.ndarray):
-        return np.array_equal(one, other)
-    return one is other or (isinstance(one, str | bytes | int | float | np.generic) and bool(one == other))
+    # Lists and tuples that are equal may hold an entry for each sample, and other objects may compare as they like.
+    single = isinstance(one, Tensor | np.ndarray | str | bytes | int | float | np.generic)
+    return one is other or (single and same_content(one, other))

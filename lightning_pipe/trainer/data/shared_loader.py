@@ -18,6 +18,7 @@ import torch
 from lightning.fabric.utilities.data import sized_len
 
 from lightning_pipe.errors import CommunicationError
+from lightning_pipe.intercept.tensor_state import same_content
 from lightning_pipe.lightning_internals import IndexBatchSampler
 from lightning_pipe.trainer.frames import hide_own
 from lightning_pipe.transport.base import Transport
@@ -152,7 +153,7 @@ class _Sending:
                 self._shared.share(("error", text, None, None))
         elif self.message is not None:
             after = _random_states()
-            changed = {name: state for name, state in after.items() if not _equal(state, self._before.get(name))}
+            changed = {name: state for name, state in after.items() if not _same_state(state, self._before.get(name))}
             self._shared.share((*self.message, changed))
 
 
@@ -205,10 +206,8 @@ def _set_random_states(states: dict[str, Any]) -> None:
         np.random.set_state(states["numpy"])
 
 
-def _equal(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor):
-        return torch.equal(one, other)
-    if not isinstance(other, tuple) or len(one) != len(other):
-        return False
-    pairs = zip(one, other, strict=True)
-    return all(a is b or bool((a == b).all() if hasattr(a, "all") else a == b) for a, b in pairs)
+def _same_state(one: Any, other: Any) -> bool:
+    # numpy's state is a tuple with an array in it, of which ``==`` cannot say whether it is equal
+    if isinstance(one, tuple) and isinstance(other, tuple):
+        return len(one) == len(other) and all(map(same_content, one, other))
+    return same_content(one, other)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lightning_pipe.engine.containers import children
 from lightning_pipe.errors import ConfigurationError
+from lightning_pipe.intercept.tensor_state import same_values
 
 WHOLE = (
     "What belongs to all samples goes whole to every micro-batch if its first dimension has length 1 (mask[None]), or "
@@ -82,7 +83,7 @@ class Suspects:
 
     def _recurring(self, found: Mapping[str, Tensor]) -> list[str]:
         before, self._before = self._before, dict(found)
-        same = {path for path, tensor in found.items() if path in before and _equal(tensor, before[path])}
+        same = {path for path, tensor in found.items() if path in before and same_values(tensor, before[path])}
         if not before or same == found.keys():
             return []  # the same batch came again
         self._same = {path: self._same.get(path, 0) + 1 for path in same}
@@ -135,7 +136,3 @@ def _is_causal(tensor: Tensor) -> bool:
         if bool((one == one[0]).all() & (other == other[0]).all() & (one[0] != other[0])):
             return True
     return False
-
-
-def _equal(one: Tensor, other: Tensor) -> bool:
-    return one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other)

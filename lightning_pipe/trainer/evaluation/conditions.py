@@ -40,6 +40,8 @@ def reason_to_wait(module: pl.LightningModule, pipeline: Pipeline, step: UserSte
         loop: the loop of Lightning that is about to begin.
         name: the method that evaluates a batch.
     """
+    if name in step.in_turns:
+        return "the step comes back to layers that it has called, and one rank computes at a time"
     if isinstance(loop._data_fetcher, DataLoaderIterDataFetcher):
         return f"{name} takes the loader's iterator"
     for hook in _hooks_between(module, name):

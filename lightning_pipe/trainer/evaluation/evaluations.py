@@ -24,12 +24,17 @@ class Evaluations:
         module: the LightningModule, with its Trainer.
         world: the processes.
         steps: runs and shares steps.
-        streams: whether evaluations may stream: the strategy's option.
     """
 
-    def __init__(self, module: pl.LightningModule, world: World, steps: EvaluationSteps, *, streams: bool) -> None:
+    def __init__(self, module: pl.LightningModule, world: World, steps: EvaluationSteps) -> None:
         self._module, self._world, self._steps = module, world, steps
-        self._may_stream = streams and steps.pipeline.linear and world.layout.pipeline_parallel_size > 1
+        self._may_stream = (
+            steps.options.stream_evaluation
+            # the micro-batches of a batch follow each other instead
+            and steps.options.evaluation_micro_batches == 1
+            and steps.pipeline.linear
+            and world.layout.pipeline_parallel_size > 1
+        )
         self._steadiness: defaultdict[str, Steadiness] = defaultdict(Steadiness)
         self._told: set[tuple[str, str]] = set()
         self._stream: EvaluationStream | None = None
@@ -48,8 +53,8 @@ class Evaluations:
             changed.callback(self._close)
             for loop, name in loops.items() if self._may_stream else ():
                 begin = partial(self._begin, loop.on_run_start, loop, name)
-                changed.enter_context(replaced(loop, "on_run_start", begin))
-                changed.enter_context(replaced(loop, "on_run_end", partial(self._end, loop.on_run_end)))
+                changed.enter_context(replaced(loop, "on_run_start", begin, gated=False))
+                changed.enter_context(replaced(loop, "on_run_end", partial(self._end, loop.on_run_end), gated=False))
             yield
 
     def step(self, name: str, args: Sequence[Any]) -> Any:

@@ -18,6 +18,10 @@ from lightning_pipe.intercept.snapshot import Change, Snapshot, is_compared
 from lightning_pipe.patches import replaced
 
 _BUFFERS = "_buffers"
+_LOGGED = ("callback_metrics", "logged_metrics", "progress_bar_metrics")
+"""What the Trainer says of the values that steps have logged: every batch changes it."""
+_TRAINER, _OF_TRAINER = "<trainer>", -1
+"""In the places of a module's name and of its ``id``."""
 _MISSING = object()
 
 Names = dict[str, set[str]]
@@ -34,14 +38,20 @@ class ReadState:
 
     def __init__(self, modules: Mapping[str, nn.Module], names: Names) -> None:
         self._names = names
+        self._logged = [f"self.trainer.{name}" for name in sorted(names.get(_TRAINER, ()))]
         # a buffer is looked up in the dictionary of all of them
-        only = {name: {*read, _BUFFERS} if read & set(modules[name]._buffers) else read for name, read in names.items()}
+        only = {
+            name: {*names[name], _BUFFERS} if names[name] & set(module._buffers) else names[name]
+            for name, module in modules.items()
+            if name in names
+        }
         self._snapshot = Snapshot(modules, only)
 
     def changed(self) -> list[str]:
         """The attributes among them that are different now, as code writes them."""
         found = [_root(change) for change in self._snapshot.changes()]
-        return [f"self.{module}.{name}".replace("..", ".") for module, name in found if name in self._names[module]]
+        read = [f"self.{module}.{name}".replace("..", ".") for module, name in found if name in self._names[module]]
+        return read + self._logged
 
 
 class AttributeReads:
@@ -63,7 +73,19 @@ class AttributeReads:
             for kind in {type(module) for module in self._modules.values()}:
                 lookup = self._noting(kind.__getattribute__)
                 changed.enter_context(replaced(kind, "__getattribute__", lookup, gated=False))
+            for name in _LOGGED:
+                changed.enter_context(replaced(pl.Trainer, name, self._noting_logged(name), gated=False))
             yield
+
+    def _noting_logged(self, name: str) -> property:
+        original: property = vars(pl.Trainer)[name]
+
+        def read(trainer: pl.Trainer) -> Any:
+            if self._noted is not None:
+                self._noted.add((_OF_TRAINER, name))
+            return original.__get__(trainer)
+
+        return property(read)
 
     def _noting(self, original: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
         def lookup(module: Any, name: str) -> Any:
@@ -83,7 +105,9 @@ class AttributeReads:
         finally:
             self._noted = None
             for ident, name in noted:
-                if ident in self._by_id and self._holds_data(self._by_id[ident][1], name):
+                if ident == _OF_TRAINER:
+                    names.setdefault(_TRAINER, set()).add(name)
+                elif ident in self._by_id and self._holds_data(self._by_id[ident][1], name):
                     names.setdefault(self._by_id[ident][0], set()).add(name)
 
     def state(self, names: Names) -> ReadState | None:

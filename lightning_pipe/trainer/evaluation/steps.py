@@ -9,9 +9,12 @@ from typing import Any, NamedTuple
 from lightning.pytorch.plugins.precision import Precision
 
 from lightning_pipe.engine.pipeline import Pipeline
+from lightning_pipe.errors import ConfigurationError
 from lightning_pipe.intercept.snapshot import Snapshot
 from lightning_pipe.trainer.broadcasts import Broadcast
-from lightning_pipe.trainer.data.micro_batches import MicroBatches
+from lightning_pipe.trainer.data.batch_splitter import BatchSplitting
+from lightning_pipe.trainer.data.joining import join
+from lightning_pipe.trainer.data.micro_batches import MicroBatches, divide_batch
 from lightning_pipe.trainer.seeds import Seeds
 from lightning_pipe.trainer.user_step import StepOfBatch, UserStep
 
@@ -23,25 +26,38 @@ class RunStep(NamedTuple):
         step: the step.
         outputs: what the pipeline returned on this rank.
         before: the attributes before it, from `UserStep.running`.
+        repeats: whether it has ended here where it comes back to layers of an earlier stage.
+        name: the method of the LightningModule.
+        args: its arguments.
+        seed: of the batch's random streams.
     """
 
     step: StepOfBatch
     outputs: dict[int, Any]
     before: Snapshot | None
+    repeats: bool
+    name: str
+    args: Sequence[Any]
+    seed: int
 
 
 class EvaluationSteps:
     """Runs evaluation steps once over the whole batch: their code sees what it would see on one device.
+
+    Batches that do not fit are cut into micro-batches, if the user asks for it.
 
     Args:
         pipeline: the module over the ranks.
         user_step: what the steps of all batches have in common.
         precision: the Trainer's precision plugin.
         seeds: of the random streams.
+        options: the strategy's options for batches.
     """
 
-    def __init__(self, pipeline: Pipeline, user_step: UserStep, precision: Precision, seeds: Seeds) -> None:
-        self.pipeline, self.user_step = pipeline, user_step
+    def __init__(
+        self, pipeline: Pipeline, user_step: UserStep, precision: Precision, seeds: Seeds, options: BatchSplitting
+    ) -> None:
+        self.pipeline, self.user_step, self.options = pipeline, user_step, options
         self._seeds = seeds
         self._contexts: dict[str, Callable[[], AbstractContextManager[None]]] = {
             "validation_step": precision.val_step_context,
@@ -57,11 +73,23 @@ class EvaluationSteps:
             args: its arguments; the first one is the batch, on this device.
             ahead: how many later batches this rank may run before the later ranks have come to this one.
         """
+        # in a stream this rank may have begun with later batches before it learns that the step needs turns
+        turns = name in self.user_step.in_turns and not ahead
+        return self._run(name, args, self._seeds.evaluation(), ahead, turns=turns)
+
+    def _run(self, name: str, args: Sequence[Any], seed: int, ahead: int, *, turns: bool) -> RunStep:
         batch, *rest = args
-        step = self.user_step.begin(name, rest, self._contexts[name], MicroBatches([batch], [1], [1.0]))
-        seed = self._seeds.evaluation()
-        with self.user_step.running() as before:
-            return RunStep(step, self.pipeline.evaluate(step, [batch], seed=seed, ahead=ahead), before)
+        step = self.user_step.begin(name, rest, self._contexts[name], self._cut(batch))
+        with self.user_step.running(may_repeat=not turns) as before:
+            outputs = self.pipeline.evaluate(step, step.micro_batches.parts, seed=seed, ahead=ahead, turns=turns)
+        return RunStep(step, outputs, before, self.pipeline.turns.needed, name, args, seed)
+
+    def _cut(self, batch: Any) -> MicroBatches:
+        options, number = self.options, self.options.evaluation_micro_batches
+        if number == 1:
+            return MicroBatches([batch], [1], [1.0])
+        ranks = self.pipeline.transport.topology.ranks
+        return divide_batch(batch, ranks, number, options.split_batch, options.loss_weight)
 
     def share(self, run: RunStep, broadcast: Broadcast | None = None, *, send_outputs: bool = True) -> Any:
         """What the step returned, after its traces have been made on this rank. Collective over the pipeline.
@@ -71,4 +99,22 @@ class EvaluationSteps:
             broadcast: sends objects within the pipeline; by default the others wait for those that report.
             send_outputs: whether ranks without the last stage get what the step returned.
         """
-        return run.step.share(run.outputs, run.before, broadcast, send_outputs=send_outputs).get(0)
+        outputs = run.step.share(run.outputs, run.before, broadcast, send_outputs=send_outputs, repeats=run.repeats)
+        if run.step.repeats:
+            self.user_step.take_turns(run.name)
+            # all ranks have come to this batch: here they run it together, whatever they have begun of later ones
+            run = self._run(run.name, run.args, run.seed, 0, turns=True)
+            outputs = run.step.share(run.outputs, run.before, broadcast, send_outputs=send_outputs)
+        parts = run.step.micro_batches
+        if len(parts.parts) == 1 or not outputs:
+            return outputs.get(0)
+        return join(outputs, parts.sizes, parts.shares, {}, _unclear)
+
+
+def _unclear(place: str) -> None:
+    raise ConfigurationError(
+        f"The step returns outputs{place}, of which it is not known how the values of micro-batches make that of the "
+        "batch.",
+        hint="Return tensors or lists with one entry for each sample, or means over samples; or leave out "
+        "evaluation_micro_batches.",
+    )

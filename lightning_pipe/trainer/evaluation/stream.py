@@ -63,6 +63,7 @@ class _Fetched:
         batch: the batch on this device.
         run: its step, if this rank has run it.
         state: what that run has read.
+        early: whether it was run before the batch before it was at its end.
     """
 
     item: tuple[Any, int, int]
@@ -70,6 +71,7 @@ class _Fetched:
     batch: Any = _NOT_YET
     run: RunStep | None = None
     state: ReadState | None = None
+    early: bool = False
 
 
 class EvaluationStream:
@@ -184,12 +186,19 @@ class EvaluationStream:
         assert current is not None
         if current.run is None:
             current.run = self._steps.run(self._name, args, self._limit)
-        elif current.state is not None and (changed := current.state.changed()):
+        elif (
+            current.early and current.state is not None and not self._in_turns and (changed := current.state.changed())
+        ):
             raise _read_too_early(self._name, args, changed[0])
         output = self._steps.share(current.run, self._share_report, send_outputs=self._outputs_are_kept)
         self._reports.end_call()
         current.run = None
         return output
+
+    @property
+    def _in_turns(self) -> bool:
+        """Whether steps run again when all ranks have come to their batch."""
+        return self._name in self._steps.user_step.in_turns
 
     @property
     def _limit(self) -> int:
@@ -215,12 +224,12 @@ class EvaluationStream:
                 self._transfer(fetched)
                 with self._as_if_at(position, fetched), self._reads.noting() as names:
                     fetched.run = self._steps.run(self._name, self._arguments(fetched), self._limit)
-                fetched.state = self._reads.state(names)
+                fetched.state, fetched.early = self._reads.state(names), position > 0
 
     @property
     def _lead(self) -> int:
         """The last place in the queue up to which steps may be run; -1: they run when the loop comes to them."""
-        if not self._ahead or not self._steadiness.steady:
+        if not self._ahead or not self._steadiness.steady or self._in_turns:
             return -1
         first = not self._steadiness.known and (self._replicas or any(fetched.state for fetched in self._queue))
         return 0 if first else self._ahead

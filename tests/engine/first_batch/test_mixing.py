@@ -99,7 +99,7 @@ def batch(dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
         {"loss_weight": lambda part: 2.0},
         {"micro_batches": 2, "stages": 2, "schedule": "pipedream_2bw"},
     ],
-    ids=str,
+    ids=["default", "four-stages", "six-micro-batches", "weighted", "no-flush"],
 )
 def test_samples_that_depend_on_each_other_are_told_once(module: type[Mixing], options: dict[str, Any]) -> None:
     if module is Centred and options.get("stages") == 4:

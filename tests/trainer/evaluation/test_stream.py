@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import traceback
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning as L
 import pytest
@@ -72,6 +73,28 @@ class Evaluated(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.5)
 
 
+class Kept:
+    """Something that a step returns, of which the process knows whether anybody keeps it."""
+
+    alive: ClassVar[weakref.WeakSet[Any]] = weakref.WeakSet()
+
+    def __init__(self) -> None:
+        Kept.alive.add(self)
+
+
+class Large(Evaluated):
+    """Returns what must not stay in memory."""
+
+    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        self.model(self.embed(batch[0]))
+        most.append(len(Kept.alive))
+        return {"class": batch[1], "kept": Kept()}
+
+
+most: list[int] = []
+"""The number of outputs in memory at each step that came to its end."""
+
+
 class Counts(Evaluated):
     """What the step computes before the layers depends on what earlier batches have left in an attribute."""
 
@@ -96,6 +119,14 @@ class Calibrates(Evaluated):
         loss = super().validation_step((batch[0] - self.center, batch[1]), batch_idx)
         self.center += 0.1 * loss
         return loss
+
+
+class Looks(Evaluated):
+    """Scales a batch by what the batch before it has logged."""
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
+        scale = float(self.trainer.callback_metrics.get("loss_step", 1.0))
+        return super().validation_step((batch[0] * scale, batch[1]), batch_idx)
 
 
 class Late(Evaluated):
@@ -239,6 +270,7 @@ CASES: dict[str, tuple[Callable[[], Evaluated], Callable[[], Any], dict[str, Any
     "calibrated": (Calibrates, loader, {}),
     "hooked": (Hooked, loader, {}),
     "moved": (Moved, loader, {}),
+    "looks": (Looks, loader, {}),
     "watched": (Watched, lambda: [loader(), loader(rows=9)], {}),
     "off": (Evaluated, loader, {}),
 }
@@ -338,7 +370,10 @@ def all_cases(process: int, devices: int | None, names: list[str], **options: An
             [{name: torch.as_tensor(value).tolist() for name, value in batch.items()} for batch in of_loader]
             for of_loader in predictions
         ]
-        found["written"] = writer.batches
+        found["written"] = list(writer.batches)
+        most.clear()
+        trainer.predict(Large().double(), [data, loader(rows=9)], return_predictions=False)
+        found["most"] = max(most, default=0)
         found["predicted_ahead"] = max(ahead, default=0)
     return found
 
@@ -360,6 +395,7 @@ def assert_same(found: dict[str, Any], plain: dict[str, Any], *, first: bool, na
         assert found["test"][0] == pytest.approx(plain["test"][0], rel=1e-9)
         assert found["predictions"] == plain["predictions"]
         assert found["written"] == plain["written"]
+        assert found["most"] <= 1  # that of the step before
 
 
 def run(ranks: int, names: list[str]) -> list[dict[str, Any]]:
@@ -387,10 +423,11 @@ REASONS = {
     "counted": "reads `self.seen`",
     "calibrated": "reads `self.center`",
     "hooked": "Hooked.on_validation_batch_end is called between two batches",
+    "looks": "reads `self.trainer.callback_metrics`",
     "moved": "Moved.on_after_batch_transfer is called between two batches",
     "watched": "the metric 'model.0.rows' is part of a module",
 }
-OFTEN = ["plain", "kept", "two_loaders", "counted", "hooked"]
+OFTEN = ["plain", "kept", "looks", "counted", "hooked"]
 
 
 def test_two_ranks_equal_one_device() -> None:

@@ -1,0 +1,112 @@
+"""Runs evaluation steps that call the layers several times: one rank computes at a time."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from lightning_pipe.engine.batch import Batch
+from lightning_pipe.errors import CutError
+from lightning_pipe.intercept.turns.run import TurnRun
+from lightning_pipe.parameters.deferred_batchnorm import forward_pass
+from lightning_pipe.torch_internals import tree_leaves
+from lightning_pipe.transport.base import Transport, Work
+
+if TYPE_CHECKING:
+    from lightning_pipe.engine.pipeline import Pipeline
+
+_TAG = (1 << 29) - 3
+
+
+class Turns:
+    """Runs steps over a pipeline whose ranks take turns.
+
+    Args:
+        pipeline: the module over the ranks.
+
+    Attributes:
+        needed: whether a step has ended where it comes back to an earlier stage.
+    """
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        self.needed = False
+        self._pipeline = pipeline
+        self._ranks = [pipeline.placement[0, stage] for stage, span in enumerate(pipeline.stage_layers) for _ in span]
+        self._places: dict[Any, int] = {}
+
+    def run(self, batch: Batch) -> dict[int, Any]:
+        """Run the step for all micro-batches; returns what it returned, on the rank with the loss of pipe 0."""
+        for micro_batch in range(len(batch.micro_batches)):
+            self._run(batch, micro_batch)
+        return batch.results
+
+    def _run(self, batch: Batch, micro_batch: int) -> None:
+        pipeline, mail = self._pipeline, _Mail(self._pipeline.transport)
+        stages, last = pipeline.executor.stages, pipeline.loss_ranks[0]
+        run = TurnRun(
+            pipeline.names,
+            self._ranks,
+            last,
+            mail,
+            self._place,
+            lambda *key: batch.streams.isolated(micro_batch, *key),
+            batch.streams.generators,
+            pipeline.ownership,
+            stages.device,
+            stages.interceptor.cache,
+        )
+        inputs = batch.slice(micro_batch)
+        batch.streams.seed_user_code(micro_batch)
+        run.tracker.lineage.begin(tree_leaves(inputs))
+        with forward_pass(0):
+            result = stages.interceptor.follow(run, lambda: batch.step(micro_batch, inputs))
+        mail.wait()
+        if mail.rank == last:
+            batch.keep(micro_batch, None, result)
+
+    def _place(self, name: str, tensors: Iterable[Tensor], holder: int) -> int:
+        """The rank that runs code with some parameters and buffers: always the same one, as long as it holds them."""
+        found = list(tensors)
+        owners = self._pipeline.ownership.ranks_with(found)
+        if owners is None:
+            return holder
+        if not owners:
+            raise CutError(
+                f"'{name or 'a function'}' needs parameters that no rank holds together.",
+                hint="Use each of them where its layer runs.",
+            )
+        key = name or tuple(map(id, found))
+        if self._places.get(key) not in owners:
+            self._places[key] = holder if holder in owners else owners[0]
+        return self._places[key]
+
+
+class _Mail:
+    """Brings objects to the other ranks of the pipeline.
+
+    Args:
+        transport: this process's transport.
+    """
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        self.rank, self.ranks = transport.rank, transport.topology.ranks
+        self._sending: dict[int, list[Work]] = defaultdict(list)
+
+    def send(self, obj: Any, rank: int) -> None:
+        """Start to send an object."""
+        self._sending[rank].append(self._transport.send_object(obj, rank, _TAG))
+
+    def receive(self, rank: int) -> Any:
+        """The next object that a rank sends."""
+        return self._transport.receive_object(rank, _TAG)
+
+    def wait(self) -> None:
+        """Wait for all that is being sent."""
+        for works in self._sending.values():
+            for work in works:
+                work.wait()
+        self._sending.clear()

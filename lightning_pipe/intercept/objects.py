@@ -1,0 +1,179 @@
+"""Objects that layers change, such as the key-value caches of Hugging Face's models.
+
+Such an object is an argument of every layer, and each layer changes a part of it. The rank that runs the layer
+describes the parts that have changed; the other ranks put them into their own object, with placeholders for the
+tensors. So the keys and values of a layer stay on its rank, and the code between layers finds lengths everywhere.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_pipe.errors import CutError
+from lightning_pipe.intercept.tensor_state import version_of
+
+_DEPTH = 6
+_PLAIN = (bool, int, float, str, bytes)
+_UNSEEN = "Return what changes, or pass it in a list or dictionary of tensors, numbers and strings."
+
+
+class ChangedObjectError(CutError):
+    """A layer has changed an object that other stages would have to see."""
+
+
+class ObjectStates:
+    """The objects that a call is given, with all that they refer to, and what tells whether they change.
+
+    Args:
+        leaves: the leaves of the call's arguments.
+    """
+
+    def __init__(self, leaves: Sequence[Any]) -> None:
+        self.objects = list(_objects(leaves))
+        self._before = [_content(each) for each in self.objects]
+
+    def changes(self, name: str) -> Iterator[tuple[int, bytes, list[Tensor]]]:
+        """The number, the new state and the tensors of each object that has changed.
+
+        Args:
+            name: the layer that has been called, for messages.
+
+        Raises:
+            CutError: a state cannot be pickled.
+        """
+        known = {id(each): number for number, each in enumerate(self.objects)}
+        for number, each in enumerate(self.objects):
+            if _same(_content(each), self._before[number]):
+                continue
+            file = io.BytesIO()
+            pickler = _Pickler(file, known)
+            try:
+                pickler.dump(vars(each))
+            except (pickle.PicklingError, TypeError, AttributeError) as error:
+                raise CutError(
+                    f"'{name}' changes its argument of type {type(each).__qualname__}, which other stages cannot see: "
+                    f"{error}",
+                    hint=_UNSEEN,
+                ) from error
+            yield number, file.getvalue(), pickler.tensors
+
+
+def put_state(target: Any, state: bytes, tensors: Sequence[Any], objects: Sequence[Any]) -> None:
+    """Let an object be in another state.
+
+    Args:
+        target: the object.
+        state: what `ObjectStates.changes` made of it on another rank.
+        tensors: what stands for the tensors.
+        objects: what the arguments of the call here lead to, as `objects_of` lists them.
+    """
+    new: Mapping[str, Any] = _Unpickler(state, tensors, objects).load()
+    attributes = vars(target)
+    merged = {name: _merged(attributes.get(name), value) for name, value in new.items()}
+    attributes.clear()
+    attributes.update(merged)
+
+
+def objects_of(leaves: Sequence[Any]) -> list[Any]:
+    """The objects that the leaves of a call's arguments lead to, in an order that is the same on all ranks."""
+    return list(_objects(leaves))
+
+
+def _merged(old: Any, new: Any) -> Any:
+    """The new value; in the old list or dictionary if it was one, to which others may refer."""
+    if type(old) is not type(new):
+        return new
+    if isinstance(old, list):
+        old[:] = new
+        return old
+    if isinstance(old, dict):
+        old.clear()
+        old.update(new)
+        return old
+    return new
+
+
+def _objects(values: Sequence[Any]) -> Iterator[Any]:
+    seen: set[int] = set()
+    pending = [*reversed(values)]
+    while pending:
+        value = pending.pop()
+        if isinstance(value, (list, tuple)):
+            pending += reversed(value)
+        elif isinstance(value, dict):
+            pending += reversed(value.values())
+        elif is_opaque(value) and id(value) not in seen:
+            seen.add(id(value))
+            yield value
+            pending += reversed(vars(value).values())
+
+
+def is_opaque(leaf: Any) -> bool:
+    """Whether a leaf is an object with attributes of its own, in which something may change."""
+    return hasattr(leaf, "__dict__") and not isinstance(leaf, (Tensor, nn.Module, type)) and not callable(leaf)
+
+
+Content = list[tuple[Any, int | None]]
+"""Names and values of attributes, with the versions of tensors. The values are held, so that no id comes again."""
+
+
+def _content(value: Any) -> Content:
+    """The object's own attributes and containers, not those of objects in it."""
+    found: Content = []
+    for name, attribute in vars(value).items():
+        found.append((name, None))
+        _collect(attribute, found, _DEPTH)
+    return found
+
+
+def _collect(value: Any, found: Content, depth: int) -> None:
+    if depth and isinstance(value, (list, tuple)):
+        found.append((len(value), None))
+        for item in value:
+            _collect(item, found, depth - 1)
+    elif depth and isinstance(value, dict):
+        for key, item in value.items():
+            found.append((key, None))
+            _collect(item, found, depth - 1)
+    else:
+        found.append((value, version_of(value)))
+
+
+def _same(one: Content, other: Content) -> bool:
+    return len(one) == len(other) and all(
+        version == now and (a is b or (isinstance(a, _PLAIN) and type(a) is type(b) and a == b))
+        for (a, version), (b, now) in zip(one, other, strict=True)
+    )
+
+
+class _Pickler(pickle.Pickler):
+    """Leaves out tensors, and objects that the other ranks have."""
+
+    def __init__(self, file: io.BytesIO, known: Mapping[int, int]) -> None:
+        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
+        self._known = known
+        self.tensors: list[Tensor] = []
+
+    def persistent_id(self, obj: Any) -> tuple[bool, int] | None:
+        if isinstance(obj, Tensor):
+            self.tensors.append(obj)
+            return True, len(self.tensors) - 1
+        number = self._known.get(id(obj))
+        return None if number is None else (False, number)
+
+
+class _Unpickler(pickle.Unpickler):
+    """Puts in tensors and objects of this rank."""
+
+    def __init__(self, data: bytes, tensors: Sequence[Any], objects: Sequence[Any]) -> None:
+        super().__init__(io.BytesIO(data))
+        self._tensors, self._objects = tensors, objects
+
+    def persistent_load(self, pid: Any) -> Any:
+        is_tensor, number = pid
+        return self._tensors[number] if is_tensor else self._objects[number]

@@ -1,0 +1,174 @@
+"""One run of an evaluation step by ranks that take turns.
+
+A step may run the layers several times: a loop that generates tokens, test-time augmentation, a teacher and a student
+with layers in common. Each rank runs it once, from the beginning to the end. Two ranks, and a loop over two tokens::
+
+    def validation_step(self, batch):           rank 0: layers 0 and 1      rank 1: layers 2 and 3
+        for _ in range(2):
+            h = self.embed(tokens)              computes                    waits; follows with placeholders
+            h = self.layers[0](h)               computes                      "
+            h = self.layers[1](h)               computes                      "
+            h = self.layers[2](h)               tells what it did, waits    gets h; computes
+            h = self.layers[3](h)                 "                         computes
+            tokens = sample(self.head(h))       follows with placeholders   computes
+                                                gets tokens: its turn       tells what it did, waits
+        return tokens                           ends                        returns
+
+What the code reads from a tensor (whether all sequences have ended), and the state of the random generators after it
+has drawn from them, come with what a rank tells. Key-value caches stay on the ranks of their layers.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from lightning_pipe.intercept.layer_calls import LayerCalls, RunCache
+from lightning_pipe.intercept.parameter_use import ParameterUse
+from lightning_pipe.intercept.placeholder import Placeholder
+from lightning_pipe.intercept.random_streams import passed_over
+from lightning_pipe.intercept.skipped_layers import SkippedLayers
+from lightning_pipe.intercept.stage_layers import StageLayers
+from lightning_pipe.intercept.surroundings import Surroundings
+from lightning_pipe.intercept.torch_functions import leaves_of
+from lightning_pipe.intercept.turns.messages import Mail
+from lightning_pipe.intercept.turns.tracker import TurnTracker
+from lightning_pipe.skip import SkipKey, StepStore
+from lightning_pipe.torch_internals import tree_leaves
+
+Place = Callable[[str, Iterable[Tensor], int], int]
+"""The rank that runs code with some parameters and buffers: of a name, with them, if the turn is with that rank."""
+
+
+class _EndOfRun(BaseException):
+    """Ends the user's step on the ranks that do not return its result."""
+
+
+class TurnRun:
+    """One run of an evaluation step on one rank; see above.
+
+    Args:
+        names: the layers.
+        ranks: by layer, the rank that runs it.
+        last: the rank whose result counts.
+        mail: reaches the other ranks.
+        place: the rank on which code outside layers runs.
+        isolated: gives a context with the random stream of a key.
+        generators: of the random numbers that all ranks draw alike.
+        parameter_use: the module's parameters and buffers outside layers.
+        device: the device that placeholders report.
+        cache: what earlier runs have kept.
+
+    Attributes:
+        called: how often the layers have been called that this rank runs.
+    """
+
+    training = False
+    whole = False
+    arrival = None
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        ranks: Sequence[int],
+        last: int,
+        mail: Mail,
+        place: Place,
+        isolated: Callable[..., AbstractContextManager[None]],
+        generators: Sequence[torch.Generator],
+        parameter_use: ParameterUse,
+        device: torch.device,
+        cache: RunCache,
+    ) -> None:
+        self._names, self._ranks, self._last, self._place = names, ranks, last, place
+        self._parameter_use = parameter_use
+        self.called = Counter[int]()
+        self._calls_of = Counter[int]()
+        self._ended = False
+        self.tracker = TurnTracker(mail, ranks[0], parameter_use, place, generators)
+        self.skips = _FetchedSkips(self.tracker)
+        self.surroundings = Surroundings(isolated)
+        self.skipped_layers = SkippedLayers(self.tracker, self.surroundings, self.skips, device)
+        everything = StageLayers(0, range(len(names) if mail.ranks == 1 else 0), names, {})
+        self.layer_calls = LayerCalls(
+            everything, self.tracker, self.skips, self.surroundings, cache, None, objects=True
+        )
+
+    @property
+    def inside(self) -> bool:
+        """Whether a layer or outside module runs now."""
+        return self.layer_calls.inside
+
+    def run(self, step: Callable[[], Any]) -> Any:
+        """Run the step. Returns what it returned on the rank whose result counts, ``None`` elsewhere."""
+        result = None
+        try:
+            with self.tracker:
+                result = step()
+                self.returning(result)
+        except _EndOfRun:
+            return None
+        finally:
+            self.skipped_layers.attributes.restore()
+        self.skips.check_empty()
+        return result
+
+    def returning(self, result: Any) -> None:
+        """The step is about to return ``result``; to be called where its contexts can still be told that it ended."""
+        if self._ended:
+            return
+        self._ended = True
+        if not self.tracker.finish(self._last, tree_leaves(result)):
+            raise _EndOfRun
+
+    def arrive(self) -> None:
+        """Nothing is filled before it is needed."""
+
+    def call_layer(self, number: int, layer: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """A layer of the sequence is called."""
+        key = number + len(self._names) * self._calls_of[number]
+        self._calls_of[number] += 1
+        self.tracker.pass_to(self._ranks[number], leaves_of(args, kwargs))
+        if self.tracker.waiting:
+            return self._answer(self._names[number], layer, args, kwargs)
+        self.called[number] += 1
+        return self.layer_calls.run(self._names[number], key, layer, forward, args, kwargs)
+
+    def call_module(
+        self, name: str, key: int, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
+        """A module outside the sequence that has parameters is called."""
+        held = [*module.parameters(), *module.buffers()]
+        self.tracker.pass_to(self._place(name, held, self.tracker.turn.holder), leaves_of(args, kwargs))
+        if self.tracker.waiting:
+            return self._answer(name, module, args, kwargs)
+        self._parameter_use.run(name)
+        for parameter in module.parameters():
+            self._parameter_use.use(parameter)
+        return self.layer_calls.run(name, key, module, forward, args, kwargs)
+
+    def _answer(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        passed_over()
+        with self.tracker.paused():
+            return self.skipped_layers.answer(name, module, args, kwargs)
+
+
+class _FetchedSkips(StepStore):
+    """What layers have stashed: a value that another rank has is fetched when it is popped."""
+
+    def __init__(self, tracker: TurnTracker) -> None:
+        super().__init__()
+        self._tracker = tracker
+
+    @override
+    def end(self, key: SkipKey) -> Tensor | None:
+        tensor = super().end(key)
+        if isinstance(tensor, Placeholder):
+            self._tracker.touch([tensor], key.name)
+        return tensor

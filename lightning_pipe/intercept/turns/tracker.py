@@ -1,0 +1,323 @@
+"""Follows the user's code where the ranks take turns: one of them computes, the others follow its calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_pipe.errors import CutError
+from lightning_pipe.intercept.call_record import CallRecord
+from lightning_pipe.intercept.numbers import SAME_PATH, Numbers
+from lightning_pipe.intercept.parameter_use import ParameterUse
+from lightning_pipe.intercept.placeholder import Placeholder
+from lightning_pipe.intercept.tensor_state import TensorState, counted, has_changed, state_of
+from lightning_pipe.intercept.torch_functions import METADATA, draws, function_name, leaves_of
+from lightning_pipe.intercept.tracker import Tracker
+from lightning_pipe.intercept.turns.messages import Mail, Sent, Turn, Wanted
+from lightning_pipe.tensor_spec import TensorSpec
+from lightning_pipe.torch_internals import storage_uses, tree_flatten
+
+
+class TurnTracker(Tracker):
+    """A mode around one run of the user's step by ranks that take turns.
+
+    The rank with the turn computes what comes from layers and parameters. It records its calls, and tells them to all
+    others at the end of its turn. These follow them with placeholders, as a stage of `Tracker` does that waits, and
+    learn what the code has read from tensors. The turn passes on where a layer of another rank is called, or code needs
+    a parameter of another rank: all ranks see that by themselves, since they run the same code.
+
+    Values that the next layer is given go with the turn. Any other value is asked for when it is needed; the ranks
+    without the turn answer while they wait.
+
+    Args:
+        mail: reaches the other ranks.
+        first: the rank that has the first turn.
+        parameter_use: the module's parameters and buffers outside layers.
+        place: the rank on which code with some parameters and buffers runs, of a name.
+        generators: of the random numbers that all ranks draw alike.
+    """
+
+    def __init__(
+        self,
+        mail: Mail,
+        first: int,
+        parameter_use: ParameterUse,
+        place: Callable[[str, Iterable[Tensor], int], int],
+        generators: Sequence[torch.Generator],
+    ) -> None:
+        super().__init__(None, _around, parameter_use, partial=mail.ranks > 1, alone=True)
+        self._mail, self._place, self._generators = mail, place, generators
+        self.turn = _Turns(first, mail.rank)
+        self.waiting = not self.turn.mine
+
+    # ------------------------------------------------------------------ the turn
+
+    def pass_to(self, rank: int, given: Iterable[Any] = ()) -> None:
+        """Let another rank go on.
+
+        Args:
+            rank: it has the turn from here on.
+            given: it will need the tensors among these.
+        """
+        turn = self.turn
+        if rank == turn.holder:
+            return
+        with self.paused():
+            values: dict[int, Sent] = {}
+            if turn.mine:
+                turn.check(self.calls, self.numbers)
+                self._tell(rank, given)
+            else:
+                values = self.learn()
+            turn.end(rank, self.calls)
+            self.waiting = not turn.mine
+            if turn.mine:
+                self._fill(values)
+
+    def _tell(self, rank: int, given: Iterable[Any]) -> None:
+        """Tell all others what this rank has done in its turn."""
+        numbers = {number for each in given if isinstance(each, Tensor) and (number := self._real(each)) is not None}
+        known = self.turn.known.setdefault(rank, set())
+        calls = tuple(self.calls[self.turn.begin :])
+        for peer in self._others():
+            values = self._values(sorted(numbers - known)) if peer == rank else {}
+            self._mail.send(Turn(calls, values), peer)
+        known |= numbers
+
+    def learn(self) -> dict[int, Sent]:
+        """Learn what the rank with the turn has done, until it ends its turn; returns the values that came along."""
+        values = self._ask()
+        if len(self.calls) != len(self._expected):
+            raise CutError(
+                f"this rank has followed {len(self.calls)} calls outside its layers, rank {self.turn.holder} has made "
+                f"{len(self._expected)}.",
+                hint=SAME_PATH,
+            )
+        return values
+
+    def _ask(self) -> dict[int, Sent]:
+        """Wait for what the rank with the turn tells, and answer what it asks."""
+        turn = self.turn
+        while turn.told is None:
+            with self.paused():
+                message = self._mail.receive(turn.holder)
+                if isinstance(message, Wanted):
+                    self._mail.send(self._values(message.numbers), turn.holder)
+                else:
+                    turn.told = message
+                    self._expected = (*self.calls, *message.calls)
+        return turn.told.values
+
+    def finish(self, rank: int, result: Iterable[Any]) -> bool:
+        """The step is about to return: ``rank`` gets all values that are left; returns whether it is this one."""
+        self.pass_to(rank, result)
+        with self.paused():
+            if not self.turn.mine:
+                self.learn()
+                return False
+            self._fetch([tensor for _, tensor in self.numbers.alive() if isinstance(tensor, Placeholder)])
+            self.turn.check(self.calls, self.numbers)
+            calls = tuple(self.calls[self.turn.begin :])
+            for peer in self._others():
+                self._mail.send(Turn(calls, {}), peer)
+        return True
+
+    def _others(self) -> list[int]:
+        return [rank for rank in range(self._mail.ranks) if rank != self._mail.rank]
+
+    # ------------------------------------------------------------------ values
+
+    def _real(self, tensor: Tensor) -> int | None:
+        """The number of a tensor whose value is here."""
+        return None if isinstance(tensor, (Placeholder, nn.Parameter)) else self.numbers.of(tensor)
+
+    def _values(self, numbers: Iterable[int]) -> dict[int, Sent]:
+        """The values of some tensors, to be sent."""
+        found: dict[int, Sent] = {}
+        for number in numbers:
+            tensor = self.numbers.find(number)
+            if tensor is None or isinstance(tensor, Placeholder):
+                raise CutError(
+                    f"tensor {number} is needed by another rank, and is not kept on this one, which has computed it.",
+                    hint="Keep the tensor itself rather than something made of it in another way on each rank.",
+                )
+            if type(tensor) is not Tensor or tensor.is_nested or tensor.layout is not torch.strided:
+                raise CutError(
+                    f"a {type(tensor).__qualname__} with {tensor.layout} is needed by another rank: only torch.Tensor "
+                    "with torch.strided travels.",
+                    hint="Use x.as_subclass(torch.Tensor), x.to_dense() or a padded tensor with its lengths.",
+                )
+            spec = TensorSpec.of(tensor)
+            shared = spec.overlaps or bool(storage_uses(tensor.untyped_storage()._cdata) > 2)
+            self.turn.lent[number] = state_of(tensor)
+            found[number] = Sent(spec, tensor.detach(), shared)
+        return found
+
+    def _fetch(self, tensors: Iterable[Tensor]) -> None:
+        """Get the values of placeholders from the ranks that have computed them."""
+        wanted: dict[int, list[int]] = {}
+        for tensor in tensors:
+            number = self.numbers.of(tensor)
+            home = None if number is None or number in self.numbers.unfilled else self.turn.homes.get(number)
+            if number is not None and home is not None and number not in wanted.setdefault(home, []):
+                wanted[home].append(number)
+        for home, numbers in wanted.items():
+            self._mail.send(Wanted(tuple(numbers)), home)
+            self._fill(self._mail.receive(home))
+
+    def _fill(self, values: dict[int, Sent]) -> None:
+        for number, (spec, value, shared) in values.items():
+            if isinstance(self.numbers.find(number), Placeholder):
+                self.numbers.fill(number, counted(spec.lay_out(value)))
+                filled = self.numbers.find(number)
+                if shared and filled is not None:
+                    self.turn.copied[number] = state_of(filled)
+
+    # ------------------------------------------------------------------ the tracker's own questions
+
+    def touch(self, tensors: list[Tensor], name: str, new: bool = False) -> None:
+        """Note that real code uses ``tensors``; values that are elsewhere are fetched."""
+        if any(isinstance(tensor, Placeholder) for tensor in tensors):
+            with self.paused():
+                self._fetch([tensor for tensor in tensors if isinstance(tensor, Placeholder)])
+        super().touch(tensors, name, new)
+
+    def expects(self, name: str) -> bool:
+        """Whether the call that the rank with the turn made here was ``name``."""
+        if self.waiting:
+            self._ask()
+        return super().expects(name)
+
+    def following_hook(self) -> CallRecord | None:
+        """The call that the rank with the turn made here if it is that of a forward hook on a part of a layer."""
+        if self.waiting:
+            self._ask()
+        return super().following_hook()
+
+    @property
+    def complete(self) -> bool:
+        """A rank that waits never knows that the turn comes to it before a layer of its own is called."""
+        return False
+
+    # ------------------------------------------------------------------ the mode
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Record or follow one torch call outside layers, on the rank that has the parameters in it."""
+        if not self._off and self._partial:
+            leaves = leaves_of(args, kwargs or {})
+            parameters = [leaf for leaf in leaves if type(leaf) is not Tensor and isinstance(leaf, nn.Parameter)]
+            if parameters and function_name(func) not in METADATA:
+                self.pass_to(self._place("", parameters, self.turn.holder), leaves)
+        return super().__torch_function__(func, types, args, kwargs)
+
+    def _run(self, name: str, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], plain: list[Tensor]) -> Any:
+        if not self._partial:
+            return super()._run(name, func, args, kwargs, tensors, plain)
+        own = kwargs.get("generator")
+        before = self._states(own) if (random := draws(func, name)) else ()
+        result = super()._run(name, func, args, kwargs, tensors, plain)
+        self.calls[-1] = _described(self.calls[-1], result, tensors)
+        if random and (after := self._states(own)) != before:  # the other ranks go on with the same numbers
+            self.calls[-1] = self.calls[-1]._replace(drawn=after)
+        return result
+
+    def _answer(self, name: str, func: Any, args: Any, kwargs: Any, plain: list[Tensor]) -> Any:
+        result = super()._answer(name, func, args, kwargs, plain)
+        if drawn := self.calls[-1].drawn:
+            generators = self._all_generators(kwargs.get("generator"))
+            for generator, state in zip(generators, drawn, strict=True):
+                generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+        return result
+
+    def _states(self, own: torch.Generator | None) -> tuple[bytes, ...]:
+        return tuple(bytes(each.get_state().numpy().tobytes()) for each in self._all_generators(own))
+
+    def _all_generators(self, own: torch.Generator | None) -> list[torch.Generator]:
+        return [*self._generators, *([] if own is None else [own])]
+
+
+def _described(call: CallRecord, result: Any, given: Sequence[Tensor]) -> CallRecord:
+    """The call with what it returns, if that is new: so the other ranks need not find out shapes by themselves."""
+    if call.structure is not None or not call.numbers:
+        return call
+    leaves, structure = tree_flatten(result)
+    new = [leaf for leaf in leaves if isinstance(leaf, Tensor) and all(leaf is not tensor for tensor in given)]
+    if len(new) < len(leaves) or len(new) != len(call.numbers):
+        return call
+    return call._replace(structure=structure, leaves=tuple(map(TensorSpec.of, new)))
+
+
+class _Turns:
+    """Whose turn it is, and who has which value.
+
+    Args:
+        holder: the rank that has the first turn.
+        rank: this rank.
+
+    Attributes:
+        holder: the rank that has the turn.
+        begin: the number of calls before the turn.
+        told: what the rank with the turn has told; ``None`` as long as it has not.
+        homes: by number, the rank that has computed a tensor.
+        known: by rank, the numbers of the values that it got with its turn.
+        lent: by number, the state of a tensor here when others got its value.
+        copied: by number, the state of a value as it came here, if its memory belongs to another tensor as well.
+    """
+
+    def __init__(self, holder: int, rank: int) -> None:
+        self.holder, self._rank = holder, rank
+        self.begin = 0
+        self.told: Turn | None = None
+        self.homes: dict[int, int] = {}
+        self.known: dict[int, set[int]] = {}
+        self.lent: dict[int, TensorState] = {}
+        self.copied: dict[int, TensorState] = {}
+
+    @property
+    def mine(self) -> bool:
+        """Whether this rank has the turn."""
+        return self.holder == self._rank
+
+    def check(self, calls: Sequence[CallRecord], numbers: Numbers) -> None:
+        """At the end of this rank's turn: raise if a tensor has changed of which other ranks have an old value.
+
+        They know of a call that changes the tensor itself, and not of one that changes another one with its memory.
+        """
+        for number in _left_by(calls[self.begin :]):
+            self.lent.pop(number, None)
+            for known in self.known.values():
+                known.discard(number)
+        for table in (self.lent, self.copied):
+            for number, state in list(table.items()):
+                tensor = numbers.find(number)
+                if tensor is None or isinstance(tensor, Placeholder):
+                    del table[number]
+                elif has_changed(tensor, state):
+                    raise CutError(
+                        f"tensor {number}, {tuple(tensor.shape)}, is changed in place, another tensor shares its "
+                        "memory, and they have been on different ranks.",
+                        hint="Use the out-of-place form, or .clone() one of them.",
+                    )
+
+    def end(self, rank: int, calls: Sequence[CallRecord]) -> None:
+        """The turn is over and another rank has the next one."""
+        for number in _left_by(calls[self.begin :]):
+            self.homes[number] = self.holder
+            if not self.mine:
+                self.copied.pop(number, None)
+                self.lent.pop(number, None)
+        self.holder, self.begin, self.told = rank, len(calls), None
+
+
+def _left_by(calls: Sequence[CallRecord]) -> Iterator[int]:
+    """The numbers of the tensors that calls have made or changed."""
+    return (number for call in calls for number in call.numbers)
+
+
+def _around(*_: int) -> AbstractContextManager[None]:
+    """Code outside layers draws from the stream of the step: all ranks go on with the state that it has then."""
+    return nullcontext()

@@ -1,0 +1,109 @@
+"""How much the layers of a module compute, counted on an example of its input without a single number."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from lightning_pipe.errors import ConfigurationError
+from lightning_pipe.partition.sequence import Layers
+from lightning_pipe.torch_internals import tree_map
+
+_REMEDY = 'Use balance="parameters", or pass the costs as a function: balance=lambda layer: …'
+
+
+def has_example(module: nn.Module) -> bool:
+    """Whether the module says what its input looks like: Lightning's ``example_input_array``."""
+    return getattr(module, "example_input_array", None) is not None
+
+
+def layer_flops(module: nn.Module, layers: Layers) -> list[float]:
+    """Floating-point operations of every layer in one forward pass on the module's example.
+
+    Matrix products, convolutions and attention count. What is computed between two layers counts with the first of
+    them, what comes before all layers with the first one. Backward passes take twice as long everywhere.
+
+    Args:
+        module: with an ``example_input_array``, which its ``forward`` takes.
+        layers: the layer sequence.
+
+    Raises:
+        ConfigurationError: there is no example, or nothing can be counted with it.
+    """
+    if not has_example(module):
+        raise ConfigurationError(
+            'balance="flops" needs an example of the input, and the module has none.',
+            hint=f"Set self.example_input_array to what forward takes. {_REMEDY}",
+        )
+    args, kwargs = _called_with(tree_map(_empty, module.example_input_array))
+    state = {name: _empty(tensor) for name, tensor in (*module.named_parameters(), *module.named_buffers())}
+    counter = _Counter(FlopCounterMode(display=False), len(layers))
+    training = {part: part.training for part in module.modules()}
+    try:
+        with ExitStack() as during:
+            for number, (_, layer) in enumerate(layers):
+                during.callback(layer.register_forward_pre_hook(counter.before(number)).remove)
+            during.enter_context(torch.no_grad())
+            during.enter_context(counter.mode)
+            module.eval()
+            torch.func.functional_call(module, state, args, kwargs)
+    except Exception as error:
+        raise ConfigurationError(
+            f"The operations of {type(module).__name__} cannot be counted on its example: "
+            f"{type(error).__name__}: {error}",
+            hint=_REMEDY,
+        ) from error
+    finally:
+        for part, was in training.items():
+            part.training = was
+    counter.finish()
+    if not any(counter.costs):
+        raise ConfigurationError(
+            f"No operations of {type(module).__name__} were counted: its forward calls none of its layers.",
+            hint=_REMEDY,
+        )
+    return counter.costs
+
+
+class _Counter:
+    """Gives the operations since the last layer began to that layer.
+
+    Args:
+        mode: counts.
+        layers: their number.
+    """
+
+    def __init__(self, mode: FlopCounterMode, layers: int) -> None:
+        self.mode, self.costs = mode, [0.0] * layers
+        self._current, self._counted = 0, 0
+
+    def before(self, layer: int) -> Callable[..., None]:
+        """A hook for the time before a layer runs."""
+
+        def begin(*_: Any) -> None:
+            self.finish()
+            self._current = layer
+
+        return begin
+
+    def finish(self) -> None:
+        """Give what has been counted to the layer that ran."""
+        total = self.mode.get_total_flops()
+        self.costs[self._current] += total - self._counted
+        self._counted = total
+
+
+def _empty(leaf: Any) -> Any:
+    return torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") if isinstance(leaf, Tensor) else leaf
+
+
+def _called_with(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments of ``forward``, as Lightning passes an example on."""
+    if isinstance(example, Mapping):
+        return (), dict(example)
+    return (example if isinstance(example, tuple) else (example,)), {}

@@ -1,0 +1,104 @@
+"""How much memory each process will need beside that of libraries, data and activations."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lightning_pipe.partition import ParameterPlace
+from lightning_pipe.partition.profile import OPTIMIZER_FACTOR
+from lightning_pipe.schedules.action import Placement
+from lightning_pipe.text import memory
+from lightning_pipe.transport.topology import Topology
+
+PIECES = 64 << 20
+"""What a process needs to send or to write a checkpoint, beside its share: a few pieces of 16 MiB."""
+_SHOWN = 8
+
+
+@dataclass(frozen=True)
+class ProcessMemory:
+    """Bytes that one process needs.
+
+    Args:
+        process: its global rank.
+        build: in host memory, while the module is built and divided.
+        step: in the memory of its device from the first optimizer step on.
+        saving: in host memory, while a checkpoint of one file is written.
+        on_device: whether the device has memory of its own; otherwise it is the host's.
+    """
+
+    process: int
+    build: int
+    step: int
+    saving: int
+    on_device: bool
+
+
+def process_memories(
+    held: Sequence[Sequence[ParameterPlace]],
+    placement: Placement,
+    topology: Topology,
+    *,
+    number_bytes: int | None = None,
+    built: int = 0,
+    on_device: bool = False,
+) -> tuple[ProcessMemory, ...]:
+    """The memory of every process, in the order of their numbers.
+
+    Args:
+        held: for every stage the parameters that it holds.
+        placement: which rank computes a stage.
+        topology: which process is which rank.
+        number_bytes: bytes of a number; ``None``: as in each parameter.
+        built: bytes that every process has built whole; 0: each makes its own parameters alone.
+        on_device: whether devices have memory of their own.
+    """
+
+    def size(one: ParameterPlace) -> int:
+        return one.size * (number_bytes or one.parameter.element_size())
+
+    everywhere = {one.name: one for own in held for one in own if one.beside}  # until a batch shows who uses them
+    found = []
+    for process in range(topology.replicas * topology.ranks):
+        rank = topology.locate(process)[1]
+        stages = {stage for (_, stage), place in placement.items() if place == rank}
+        own = {one.name: one for stage in stages for one in held[stage]}
+        share = sum(map(size, own.values()))
+        trained = sum(size(one) for one in own.values() if one.parameter.requires_grad)
+        step = int(share + (OPTIMIZER_FACTOR - 1) * trained)
+        largest = max(map(size, own.values()), default=0)
+        build = max(built, sum(map(size, {**own, **everywhere}.values())) + largest)
+        saving = PIECES + (largest if on_device else step)
+        found.append(ProcessMemory(process, build, step, saving, on_device))
+    return tuple(found)
+
+
+def memory_facts(processes: Sequence[ProcessMemory]) -> list[tuple[str, str]]:
+    """Lines of the plan.
+
+    Args:
+        processes: of all processes; of many the largest values alone are shown.
+
+    Example:
+        >>> for name, line in memory_facts([ProcessMemory(0, 2 << 30, 8 << 30, 1 << 20, True)]):
+        ...     print(f"{name}: {line}")
+        Host: rank 0: 2 GiB to build, 1 MiB while saving
+        Device: rank 0: 8 GiB from the first step on
+    """
+    if not processes:
+        return []
+    rows = [(f"rank {one.process}", one.build, one.step, one.saving) for one in processes]
+    if len(rows) > _SHOWN:
+        most = (max(row[column] for row in rows) for column in (1, 2, 3))
+        rows = [(f"the most of {len(rows)} ranks", *most)]  # type: ignore[list-item]
+    if not processes[0].on_device:
+        lines = [
+            f"{who}: {memory(build)} to build, {memory(step)} from the first step on, {memory(saving)} while saving"
+            for who, build, step, saving in rows
+        ]
+        return [("Host", lines[0]), *(("", line) for line in lines[1:])]
+    host = [f"{who}: {memory(build)} to build, {memory(saving)} while saving" for who, build, _, saving in rows]
+    device = [f"{who}: {memory(step)} from the first step on" for who, _, step, _ in rows]
+    names = ["Host", *[""] * (len(rows) - 1), "Device", *[""] * (len(rows) - 1)]
+    return list(zip(names, host + device, strict=True))

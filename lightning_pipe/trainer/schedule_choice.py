@@ -1,0 +1,127 @@
+"""``schedule="auto"``: chosen before the processes connect, from a stored profile or the layers' parameters."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_pipe import schedules
+from lightning_pipe.config import MICRO_BATCHES_PER_RANK, Auto
+from lightning_pipe.errors import ConfigurationError, PartitionError
+from lightning_pipe.partition import find_layers
+from lightning_pipe.planning.cost_profile import CostProfile, default_path
+from lightning_pipe.planning.layer_sizes import estimated, layer_sizes
+from lightning_pipe.planning.search import search
+from lightning_pipe.profiling.measure import run_conditions
+from lightning_pipe.schedules import Family
+
+AUTO = "auto"
+KEY = "lightning_pipe_schedule"
+"""Where a checkpoint has the choice."""
+
+
+@dataclass(frozen=True)
+class ScheduleChoice:
+    """A schedule and why.
+
+    Args:
+        family: the schedule.
+        reason: for the plan.
+    """
+
+    family: Family
+    reason: str
+
+    def stored(self) -> dict[str, Any]:
+        """For a checkpoint."""
+        return {"name": self.family.name, "options": self.family.options()}
+
+
+def choose(
+    module: nn.Module,
+    layers: str | Sequence[str] | None,
+    ranks: int,
+    micro_batches: int | Auto,
+    device: torch.device,
+) -> ScheduleChoice:
+    """The fastest schedule with a flush for one pipeline of so many ranks, as far as it can be told before a run.
+
+    The size of the batch is not known yet: micro-batches are as many as ``micro_batches="auto"`` makes of a large
+    batch, and as small as those that were measured. What sizes there are, replicas and the batch stay as they are.
+
+    Args:
+        module: the module, whose profile may be stored.
+        layers: where its layers are.
+        ranks: of a pipeline.
+        micro_batches: as the user wants them.
+        device: of this process.
+
+    Raises:
+        ConfigurationError: the layers are not there yet.
+    """
+    try:
+        sequence = find_layers(module, layers)
+    except PartitionError as error:
+        raise ConfigurationError(
+            f'schedule="auto" looks at the layers before the run, and they cannot be found: {error}',
+            hint='Name a schedule such as "1f1b", or build the layers in __init__.',
+        ) from error
+    if ranks == 1:
+        return ScheduleChoice(schedules.get("1f1b"), "one rank waits for nobody")
+    sizes = layer_sizes(module, sequence)
+    path = default_path(type(module).__name__, [layer.name for layer in sizes], [layer.parameters for layer in sizes])
+    profile, source = estimated(module, sequence), "the layers' parameters; `lightning-pipe profile` measures them"
+    if path.exists():
+        stored = CostProfile.load(path)
+        try:
+            stored.check({**run_conditions(device), "ranks": str(ranks)})
+            profile, source = stored, str(path)
+        except ConfigurationError as error:
+            source = f"the layers' parameters, because {error.message[0].lower()}{error.message[1:-1]}"
+    number = MICRO_BATCHES_PER_RANK * ranks if micro_batches == "auto" else micro_batches
+    found = search(
+        profile,
+        ranks,
+        number * min(profile.sizes),
+        pipeline_parallel_size=ranks,
+        micro_batches=[number],
+        shown=2,
+    )
+    return ScheduleChoice(found.best.configuration.family, f"{found.reason} By {source}")
+
+
+def kept(path: object) -> ScheduleChoice | None:
+    """The choice that a checkpoint has stored; ``None`` if it has none, or is no file of this machine."""
+    if not isinstance(path, str | Path) or not Path(path).is_file():
+        return None
+    found = torch.load(path, map_location="cpu", mmap=True, weights_only=False).get(KEY)
+    if not isinstance(found, Mapping):
+        return None
+    return ScheduleChoice(schedules.get(found["name"], **found["options"]), f"kept from {path}")
+
+
+def checkpoint_of(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The ``ckpt_path`` among the arguments with which the Trainer starts a run; ``None`` if there is none."""
+    try:
+        return inspect.signature(function).bind(*args, **kwargs).arguments.get("ckpt_path")
+    except TypeError:
+        return None
+
+
+def same_everywhere(choice: ScheduleChoice, of_rank_0: str) -> None:
+    """Every process has looked for itself: refuse to go on if what it found is not what rank 0 has found.
+
+    Raises:
+        ConfigurationError: with both.
+    """
+    if choice.family.label != of_rank_0:
+        raise ConfigurationError(
+            f'schedule="auto": rank 0 chooses {of_rank_0}, this rank {choice.family.label}: their profiles differ.',
+            hint="Give all machines the same profile, or name the schedule.",
+        )

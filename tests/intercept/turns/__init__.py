@@ -1,0 +1,1 @@
+"""Tests of runs in which the ranks take turns."""

@@ -1,0 +1,244 @@
+"""Evaluation steps that call the layers several times: what one device computes, to the last bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lightning_pipe.errors import CutError
+from lightning_pipe.skip import put, take
+from tests.support.engine_runs import pipelined
+from tests.support.small_net import WIDTH, Block, Net, batch, batches
+
+pytestmark = pytest.mark.usefixtures("float64")
+
+
+class Twice(Net):
+    """Trains with one pass; `several` does what an evaluation step does."""
+
+    def one(self, h: Tensor, x: Tensor) -> Tensor:
+        return self.head(self.body(self.embed(h), x))  # type: ignore[no-any-return]
+
+    def several(self, x: Tensor, y: Tensor) -> Any:
+        return F.mse_loss(self.one(x, x), self.one(x.flip(1), x)) + F.mse_loss(self.one(x, x), y)
+
+
+class Loops(Twice):
+    """Each pass goes on with what the one before gave, until a value says that it is enough."""
+
+    def several(self, x: Tensor, y: Tensor) -> Any:
+        found, h, count = [], x, 0
+        tokens = torch.zeros(len(x), 9)
+        while True:
+            out = self.one(h, x)
+            tokens[:, count] = out.squeeze(1)
+            found.append(out)
+            h, count = h * out + tokens[:, :WIDTH], count + 1
+            if count > 2 or out.sum().item() > 1e3:
+                break
+        return {"out": torch.cat(found, 1), "tokens": tokens, "count": count, "text": f"{found[0].mean():.3f}"}
+
+
+class InARow(Twice):
+    """Every layer is called three times before the next one."""
+
+    def body(self, h: Tensor, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            h = layer(layer(layer(h)))
+        return h
+
+
+class BackAndForth(Twice):
+    """Comes back to layers in an order of its own, leaves some out, and ends on an early one."""
+
+    def several(self, x: Tensor, y: Tensor) -> Any:
+        h = self.embed(x)
+        for number in (3, 0, 2, 0, 0, 3, 1):
+            h = self.layers[number](h) + h.mean()
+        return self.layers[0](h)
+
+
+class Memory:
+    """An object that the layers fill, as a key-value cache."""
+
+    def __init__(self) -> None:
+        self.entries: list[Entry] = []
+        self.seen: dict[int, bool] = {}
+
+    def length(self) -> int:
+        return self.entries[0].rows.shape[0] if self.entries else 0
+
+
+class Entry:
+    """What one layer keeps."""
+
+    rows: Tensor
+
+
+class Remembering(Block):
+    number = 0
+
+    def forward(self, x: Tensor, memory: Memory | None = None) -> Tensor:
+        x = super().forward(x)
+        if memory is None:
+            return x
+        while len(memory.entries) <= self.number:
+            memory.entries.append(Entry())
+        entry = memory.entries[self.number]
+        entry.rows = torch.cat([entry.rows, x]) if memory.seen.get(self.number) else x
+        memory.seen[self.number] = True
+        return x + entry.rows.mean(0)
+
+
+class Remembers(Twice):
+    """The layers keep what they have seen in an object, whose length the code between them reads."""
+
+    block = Remembering
+
+    def __init__(self) -> None:
+        super().__init__()
+        for number, layer in enumerate(self.layers):
+            layer.number = number
+
+    def several(self, x: Tensor, y: Tensor) -> Any:
+        memory, h = Memory(), self.embed(x)
+        for _ in range(3):
+            for layer in self.layers:
+                h = layer(h * (1 + memory.length()), memory)
+        return torch.cat([entry.rows for entry in memory.entries] + [h])
+
+
+class Stashing(Block):
+    first = last = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.first:
+            put("early", x * 2)
+        y = super().forward(x)
+        if self.last:
+            early = take("early")
+            assert early is not None
+            y = y + early
+        return y
+
+
+class Stashes(Twice):
+    block = Stashing
+
+    def __init__(self) -> None:
+        super().__init__()
+        first, last = self.layers[0], self.layers[3]
+        first.first = last.last = True
+
+
+RUNS = [{"ranks": 2}, {"ranks": 4, "schedule": "gpipe"}, {"ranks": 2, "schedule": "interleaved"}, {"ranks": 1}]
+
+
+def evaluated(net: Twice, data: Any, context: Any = torch.inference_mode, **run: Any) -> list[Any]:
+    """What the steps of several passes return over a pipeline that is trained with one."""
+    found: list[Any] = []
+
+    def evaluate(pipeline: Any, module: Any) -> None:
+        with context():
+            first = pipeline.evaluate(lambda _, part: module.several(**part), [data])
+            if pipeline.transport.topology.ranks == 1:
+                found.extend(first.values())
+                return
+            assert not first
+            assert pipeline.turns.needed or not pipeline.is_loss_rank
+            found.extend(pipeline.evaluate(lambda _, part: module.several(**part), [data], turns=True).values())
+
+    def frozen(parameters: Any, lr: float) -> Any:
+        return torch.optim.SGD(parameters, lr=0.0)
+
+    pipelined(net, batches(2), 2, between=evaluate, optimizer=frozen, layers="layers", **run)
+    assert len(found) == 2
+    return found
+
+
+def assert_equal(found: Any, expected: Any) -> None:
+    if isinstance(expected, dict):
+        for key, value in expected.items():
+            assert_equal(found[key], value)
+    elif isinstance(expected, Tensor):
+        assert torch.equal(found, expected)
+    else:
+        assert found == expected
+
+
+@pytest.mark.parametrize("run", RUNS, ids=lambda run: "-".join(map(str, run.values())))
+@pytest.mark.parametrize("model", [Twice, Loops, InARow, BackAndForth, Remembers, Stashes])
+def test_several_passes_give_what_one_device_gives(model: type[Twice], run: dict[str, Any]) -> None:
+    net, data = model(), batch(5)
+    for found in evaluated(net, data, **run):
+        with torch.inference_mode():
+            assert_equal(found, net.several(**data))
+
+
+class Shares(Twice):
+    """A view of a tensor is on another rank when the tensor changes in place."""
+
+    def several(self, x: Tensor, y: Tensor) -> Any:
+        h = self.layers[3](self.embed(x))  # on the last rank, after the embedding on the first one
+        part = h[:, :3]
+        g = self.layers[0](torch.cat([part, part], 1))  # the first rank asks for it
+        g = self.layers[0](g + h)
+        h = self.layers[3](h)
+        return g, part, h
+
+
+@pytest.mark.parametrize("context", [torch.inference_mode, torch.no_grad])
+def test_views_travel_by_value(context: Any) -> None:
+    net, data = Shares(), batch(5)
+    for found in evaluated(net, data, context, ranks=2):
+        with torch.no_grad():
+            for one, other in zip(found, net.several(**data), strict=True):
+                assert torch.equal(one, other)
+
+
+class LentView(Twice):
+    """The first rank has the value of a view, and the last one then changes what it is a view of."""
+
+    def several(self, x: Tensor, y: Tensor) -> Any:
+        h = self.layers[3](x) * 1.0
+        part = h[0]
+        g = self.layers[0](x * 2.0)
+        g = g + part  # on the first rank
+        g = self.layers[3](g)
+        h.mul_(2.0)
+        return self.layers[0](g) + part
+
+
+@pytest.mark.parametrize("context", [torch.inference_mode, torch.no_grad])
+def test_a_change_in_place_that_another_rank_would_not_see_raises(context: Any) -> None:
+    with pytest.raises(CutError, match="is changed in place, another tensor shares its memory"):
+        evaluated(LentView(), batch(5), context, ranks=2)
+
+
+class Derives(Twice):
+    def several(self, x: Tensor, y: Tensor) -> Any:
+        with torch.enable_grad():
+            x = x.clone().requires_grad_()
+            return torch.autograd.grad((self.one(x, x) + self.one(x, x)).sum(), x)[0]
+
+
+def test_a_derivative_over_several_passes_raises() -> None:
+    with pytest.raises(CutError, match="a backward pass"):
+        evaluated(Derives(), batch(5), torch.no_grad, ranks=2)
+
+
+def test_an_object_that_cannot_be_pickled_raises() -> None:
+    class Open(Remembers):
+        def several(self, x: Tensor, y: Tensor) -> Any:
+            memory, h = Memory(), self.embed(x)
+            memory.seen[9] = lambda: True  # type: ignore[assignment]
+            for layer in self.layers:
+                h = layer(h, memory)
+            return h
+
+    with pytest.raises(CutError, match=r"'layers\.0' changes its argument of type Memory"):
+        evaluated(Open(), batch(5), ranks=2)

@@ -1,0 +1,96 @@
+"""``generate()`` in evaluation steps: the tokens of one device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import transformers as T
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_pipe import PipeStrategy
+from tests.support.processes import outcomes
+
+COMMON = {"vocab_size": 61, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+LAYERS = {"gpt2": "net.transformer.h", "llama": "net.model.layers", "t5": ["net.encoder.block", "net.decoder.block"]}
+VARIANTS = [(sample, cache) for sample in (False, True) for cache in (True, False)]
+
+
+def network(kind: str) -> Any:
+    if kind == "gpt2":
+        return T.GPT2LMHeadModel(T.GPT2Config(n_positions=32, n_embd=16, n_layer=4, n_head=2, **COMMON))
+    if kind == "llama":
+        sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 4, "num_attention_heads": 2}
+        return T.LlamaForCausalLM(T.LlamaConfig(num_key_value_heads=1, max_position_embeddings=32, **sizes, **COMMON))
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 2}
+    return T.T5ForConditionalGeneration(T.T5Config(decoder_start_token_id=0, **sizes, **COMMON))
+
+
+class Generates(L.LightningModule):
+    """Trains with one pass, and generates in evaluation steps."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.net, self.lengths = network(kind), list[int]()
+        for parameter in self.net.parameters():
+            nn.init.normal_(parameter, std=0.4)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.net(input_ids=batch, labels=batch).loss  # type: ignore[no-any-return]
+
+    def generated(self, batch: Tensor) -> list[Tensor]:
+        found = []
+        for sample, cache in VARIANTS:
+            torch.manual_seed(5)
+            options = {"do_sample": True, "temperature": 1.5, "top_k": 20} if sample else {"do_sample": False}
+            mask = torch.ones_like(batch)
+            options |= {"attention_mask": mask, "use_cache": cache, "max_new_tokens": 4}
+            found.append(self.net.generate(input_ids=batch, **options))
+        return found
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        tokens = self.generated(batch)
+        self.lengths.append(len(tokens[0][0].tolist()))
+        self.log("sum", float(sum(each.sum().item() for each in tokens)), batch_size=len(batch))
+
+    def predict_step(self, batch: Tensor, batch_idx: int) -> list[Tensor]:
+        return self.generated(batch)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+def generate(process: int, kind: str, devices: int, fits: bool = False, plain: bool = False) -> Any:
+    """What validation logs and keeps, and what prediction returns."""
+    rows = torch.randint(3, 61, (2, 5), generator=torch.Generator().manual_seed(1))
+    data, module = DataLoader(rows, batch_size=2), Generates(kind)
+    options: Any = {} if plain else {"strategy": PipeStrategy(layers=LAYERS[kind], micro_batches=2)}
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer = L.Trainer(
+        accelerator="cpu", devices=devices, enable_model_summary=False, max_epochs=1, **quiet, **options
+    )
+    if fits:  # from its first batch on the ranks hold what they use
+        trainer.fit(module, data, data)
+    trainer.validate(module, data, verbose=False)
+    logged = float(trainer.callback_metrics["sum"])
+    predicted = trainer.predict(module, data)
+    return logged, module.lengths, [[each.tolist() for each in batch] for batch in predicted or ()]
+
+
+FAST = [("gpt2", 2, True)]
+SLOW = [(kind, ranks, fits) for kind in LAYERS for ranks in (2, 4) for fits in (False, True)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks", "fits"), FAST + [pytest.param(*case, marks=pytest.mark.slow) for case in SLOW if case not in FAST]
+)
+def test_the_tokens_are_those_of_one_device(kind: str, ranks: int, fits: bool) -> None:
+    expected = generate(0, kind, 1, fits, plain=True)
+    assert expected[2][0][0] != expected[2][0][2]  # sampling makes a difference
+    for each in outcomes(generate, ranks, timeout=60, kind=kind, devices=ranks, fits=fits):
+        assert each.error is None, each.error
+        assert each.value == expected

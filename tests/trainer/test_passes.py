@@ -1,0 +1,65 @@
+"""Training steps of several passes under a Trainer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_pipe import PipeStrategy
+from tests.support.processes import outcomes
+
+
+class Siamese(L.LightningModule):
+    """Two views of a sample in training; three in validation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(4)))
+        self.head = nn.Linear(4, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        one, other = self.head(self.layers(x)), self.head(self.layers(x.flip(1)))
+        loss = F.mse_loss(one, y) + F.mse_loss(one, other)
+        self.log("train", loss, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        views = [self.head(self.layers(x.roll(shift, 1))) for shift in range(3)]  # test-time augmentation
+        self.log("val", F.mse_loss(torch.stack(views).mean(0), y))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), lr=0.05)
+
+
+def fit(process: int, devices: int, plain: bool = False) -> dict[str, Any]:
+    """What is logged, and the weights in the end."""
+    x = torch.randn(12, 4, generator=torch.Generator().manual_seed(1))
+    data = TensorDataset(x, x.sum(1, keepdim=True))
+    options: Any = {} if plain else {"strategy": PipeStrategy(passes=2, micro_batches=2, layers="layers")}
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer = L.Trainer(
+        accelerator="cpu", devices=devices, max_epochs=2, enable_model_summary=False, **quiet, **options
+    )
+    module = Siamese()
+    trainer.fit(module, DataLoader(data, batch_size=4), DataLoader(data, batch_size=4))
+    logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    weights = {name: value.tolist() for name, value in module.state_dict().items()}
+    return {"logged": logged, "weights": weights}
+
+
+def test_two_passes_log_and_learn_what_one_device_does() -> None:
+    expected = fit(0, 1, plain=True)
+    for each in outcomes(fit, 2, timeout=60, devices=2):
+        assert each.error is None, each.error
+        assert each.value["logged"] == pytest.approx(expected["logged"], rel=1e-5)
+        for name, value in expected["weights"].items():
+            torch.testing.assert_close(torch.tensor(each.value["weights"][name]), torch.tensor(value))
