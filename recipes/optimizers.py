@@ -13,7 +13,7 @@ from typing_extensions import override
 
 def sgd(
     params: Iterable[Any],
-    lr: float,
+    lr: float = 0.1,
     momentum: float = 0.9,
     nesterov: bool = True,
     weight_decay: float = 0.0,

@@ -93,8 +93,9 @@ class Snapshot:
     def undo(self) -> None:
         """Put everything back in place."""
         with DisableTorchFunction():
+            done: dict[int, Any] = {}
             for node in self._nodes.values():
-                node.undo()
+                node.undo_once(done)
 
     def changes(self) -> list[Change]:
         """What has become different since."""
@@ -106,9 +107,18 @@ class Snapshot:
 class _Node:
     """Something whose content can change: remembers the content."""
 
-    def undo(self) -> Any:
+    owner: Any
+
+    def undo(self, done: dict[int, Any]) -> Any:
         """Put the content back; returns the object to hold in the place of the present one."""
         raise NotImplementedError
+
+    def undo_once(self, done: dict[int, Any]) -> Any:
+        """Put the content back unless that is done, or under way: what it holds may hold it."""
+        if id(self) not in done:
+            done[id(self)] = self.owner
+            done[id(self)] = self.undo(done)
+        return done[id(self)]
 
     def changes(self, path: Path, seen: set[int]) -> Iterator[Change]:
         """The differences from the content remembered."""
@@ -142,13 +152,13 @@ class _Mapping(_Node):
     def remove(self, key: Any) -> None:
         del self.owner[key]
 
-    def undo(self) -> Any:
+    def undo(self, done: dict[int, Any]) -> Any:
         now = dict(self.items())
         # The order of keys is not put back: a key that was deleted comes last.
         for key in now.keys() - self.kept.keys():
             self.remove(key)
         for key, (value, node) in self.kept.items():
-            before = value if node is None else node.undo()
+            before = value if node is None else node.undo_once(done)
             if key not in now or now[key] is not before:
                 self.put(key, before)
         return self.owner
@@ -202,8 +212,8 @@ class _List(_Node):
         self.owner = owner
         self.kept = [_keep(value, seen, len(owner)) for value in owner]
 
-    def undo(self) -> Any:
-        before = [value if node is None else node.undo() for value, node in self.kept]
+    def undo(self, done: dict[int, Any]) -> Any:
+        before = [value if node is None else node.undo_once(done) for value, node in self.kept]
         if not same_objects(before, self.owner):
             self.owner.clear()
             self.owner.extend(before)
@@ -230,7 +240,7 @@ class _Set(_Node):
         seen[id(owner)] = self
         self.owner, self.kept = owner, set(owner)
 
-    def undo(self) -> Any:
+    def undo(self, done: dict[int, Any]) -> Any:
         if self.owner != self.kept:
             self.owner.clear()
             self.owner.update(self.kept)
@@ -258,7 +268,7 @@ class _Tensor(_Node):
             return True
         return self.version is None and self.kept is not None and not same_values(self.owner, self.kept)
 
-    def undo(self) -> Any:
+    def undo(self, done: dict[int, Any]) -> Any:
         if not self._changed():
             return self.owner
         if self.kept is None:

@@ -22,7 +22,8 @@ from lightning_pipe.parameters.ownership import named_tensors
 from tests.support import oracle
 from tests.support.lit_modules import Data, Lit
 from tests.support.processes import run_trainers
-from tests.support.trainer_runs import QUIET, HeadInSetup, quiet
+from tests.support.trainer_runs import QUIET, quiet
+from tests.support.user_modules import HeadInSetup
 
 LINE = "trainer.strategy.whole_module()"
 

@@ -24,7 +24,8 @@ from lightning_pipe.trainer.whole_model.synchronized_norms import synchronize_no
 from tests.support import processes
 from tests.support.lit_modules import Data, Lit, dataset
 from tests.support.processes import Outcome, outcomes
-from tests.support.trainer_runs import QUIET, BuiltInSetup, quiet
+from tests.support.trainer_runs import QUIET, quiet
+from tests.support.user_modules import BuiltInSetup
 
 
 class Manual(Lit):

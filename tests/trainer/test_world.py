@@ -16,7 +16,8 @@ from torch.utils.data import DataLoader, DistributedSampler
 from tests.support import oracle
 from tests.support.lit_modules import Data, Lit, dataset
 from tests.support.processes import run_trainers
-from tests.support.trainer_runs import QUIET, OwnSGD, Single, quiet
+from tests.support.trainer_runs import QUIET, quiet
+from tests.support.user_modules import OwnSGD, Single
 
 SIZES = ([8, 8, 8], [8, 4, 4])
 """Samples of the batches of two replicas."""

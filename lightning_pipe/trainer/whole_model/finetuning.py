@@ -12,6 +12,7 @@ from lightning.pytorch.callbacks import BaseFinetuning
 from torch import Tensor, nn
 
 from lightning_pipe.engine.pipeline import Pipeline
+from lightning_pipe.patches import replaced
 
 
 @contextmanager
@@ -24,8 +25,7 @@ def values_compared(pipeline: Pipeline) -> Iterator[None]:
     Args:
         pipeline: knows who has which value.
     """
-    kind: Any = BaseFinetuning
-    before = vars(kind)["filter_on_optimizer"]
+    before = vars(BaseFinetuning)["filter_on_optimizer"]
 
     def filter_on_optimizer(optimizer: Any, params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
         digests = _digests(pipeline)
@@ -41,11 +41,8 @@ def values_compared(pipeline: Pipeline) -> Iterator[None]:
         chosen = {id(tensor) for tensor in kept}
         return [parameter for parameter in given if id(value(parameter)) in chosen]
 
-    kind.filter_on_optimizer = staticmethod(filter_on_optimizer)
-    try:
+    with replaced(BaseFinetuning, "filter_on_optimizer", staticmethod(filter_on_optimizer), gated=False):
         yield
-    finally:
-        kind.filter_on_optimizer = before
 
 
 class _Known:

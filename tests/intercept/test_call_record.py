@@ -1,0 +1,36 @@
+"""What a path says about the tensors that travel with it."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from lightning_pipe.intercept.call_record import LiveTensor, RunRecord, Value
+from lightning_pipe.tensor_spec import TensorSpec
+
+
+def record(*tensors: torch.Tensor) -> RunRecord:
+    entries = tuple(LiveTensor(n, TensorSpec.of(tensor), False, False) for n, tensor in enumerate(tensors))
+    return RunRecord((), entries)
+
+
+def test_values_are_equal_as_bytes() -> None:
+    assert Value.of(math.nan) == Value.of(math.nan)
+    assert Value.of(1) != Value.of(1.0)
+    assert Value.of([1, "a"]).value == [1, "a"]
+
+
+def test_single_elements_are_told() -> None:
+    assert record(torch.ones(()), torch.ones(2), torch.ones(1, 1)).single_numbers == {0, 2}
+
+
+def test_copies_have_the_strides_of_what_was_expanded() -> None:
+    expanded = torch.ones(1, 3).expand(2, 3)
+    copy = record(expanded).copies({0: expanded})[0]
+    assert copy.stride() == expanded.stride() == (0, 1)
+    assert copy.data_ptr() != expanded.data_ptr()
+
+
+def test_tensors_that_have_not_travelled_are_left_out() -> None:
+    assert list(record(torch.ones(2), torch.ones(3)).laid_out({1: torch.ones(3)})) == [1]

@@ -1,0 +1,106 @@
+"""What became of the attributes of modules, and the way back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from lightning_pipe.errors import CutError
+from lightning_pipe.intercept.snapshot import Snapshot
+
+
+class Holder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.number, self.text, self.items, self.table = 1, "a", [1, [2]], {"k": [1]}
+        self.names, self.array, self.tensor = {"x"}, np.ones(2), torch.ones(2)
+        self.register_buffer("mean", torch.zeros(2))
+
+
+def content(module: nn.Module) -> str:
+    return repr(sorted(vars(module).items()))
+
+
+def _set(name: str, value: Any) -> Callable[[Any], None]:
+    return lambda module: setattr(module, name, value)
+
+
+CHANGES: list[tuple[str, str, Callable[[Any], Any]]] = [
+    ("set", "number", _set("number", 2)),
+    ("set", "new", _set("new", [1])),
+    ("delete", "text", lambda module: delattr(module, "text")),
+    ("append", "items", lambda module: module.items.append(3)),
+    ("append", "items", lambda module: module.items[1].append(3)),
+    ("set", "items", lambda module: module.items.insert(0, 3)),
+    ("append", "table", lambda module: module.table["k"].append(3)),
+    ("delete", "table", lambda module: module.table.clear()),
+    ("set", "names", lambda module: module.names.add("y")),
+    ("set", "array", lambda module: module.array.__iadd__(1)),
+    ("set", "tensor", lambda module: module.tensor.add_(1)),
+    ("set", "_buffers", lambda module: module.mean.add_(1)),
+]
+
+
+@pytest.mark.parametrize(("kind", "name", "change"), CHANGES)
+def test_a_change_is_found_and_undone(kind: str, name: str, change: Callable[[Any], Any]) -> None:
+    module = Holder()
+    before, content_before = Snapshot({"part": module}), content(module)
+    assert before.changes() == []
+    change(module)
+    (found,) = before.changes()
+    assert (found.kind, found.path[:2]) == (kind, ("part", ("attribute", name)))
+    assert content(module) != content_before
+    before.undo()
+    assert content(module) == content_before
+
+
+def test_growth_is_told() -> None:
+    module = Holder()
+    before = Snapshot({"": module})
+    module.number = 4
+    module.tensor.add_(2)
+    grown = {change.path[1][1]: change.delta for change in before.changes()}
+    assert grown["number"] == 3
+    assert grown["tensor"].tolist() == [2.0, 2.0]
+
+
+def test_containers_that_hold_themselves_end() -> None:
+    module = Holder()
+    module.table["self"] = module.table
+    before = Snapshot({"": module})
+    module.table["more"] = 1
+    assert len(before.changes()) == 1
+    before.undo()
+    assert set(module.table) == {"k", "self"}
+
+
+def test_what_two_names_share_is_put_back_for_both() -> None:
+    module = Holder()
+    module.alias = module.items
+    before = Snapshot({"": module})
+    module.items.append(3)
+    module.alias = None
+    before.undo()
+    assert module.alias is module.items
+    assert module.items == [1, [2]]
+
+
+def test_only_named_attributes_count() -> None:
+    module = Holder()
+    before = Snapshot({"": module}, only={"": {"text"}})
+    module.number = 2
+    assert before.changes() == []
+
+
+def test_a_large_tensor_cannot_be_put_back() -> None:
+    module = Holder()
+    module.tensor = torch.zeros(1 << 17)
+    before = Snapshot({"": module})
+    module.tensor.add_(1)
+    with pytest.raises(CutError, match="changed in place"):
+        before.undo()

@@ -1,0 +1,28 @@
+"""Patches of torch ask for the run of their own thread."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+from lightning_pipe.intercept.torch_patches.patch import Patch
+
+
+def test_a_thread_sees_its_own_run_alone() -> None:
+    owner, own = SimpleNamespace(attribute=1), object()
+    patch = Patch((owner, "attribute", 2))
+    seen: list[Any] = []
+    run: Any = own
+    with patch.installed(lambda: run):
+        other = threading.Thread(target=lambda: seen.append(patch.run))
+        other.start()
+        other.join(10)
+        assert patch.run is own
+        assert owner.attribute == 2
+        with patch.installed(lambda: None):
+            assert patch.run is None
+        assert patch.run is own
+    assert seen == [None]
+    assert patch.run is None
+    assert owner.attribute == 1

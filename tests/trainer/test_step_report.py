@@ -1,0 +1,18 @@
+"""What ranks learn of a step from the ranks with the last stage."""
+
+from __future__ import annotations
+
+import torch
+
+from lightning_pipe.trainer.step_report import StepReport, has_loss, known_outputs
+
+
+def test_outputs_of_several_ranks_come_together() -> None:
+    one, other = StepReport({0: "a", 2: "c"}, [], [], False), StepReport({1: "b"}, [], [], False)
+    assert known_outputs([one, other, StepReport(None, [], [], False)]) == {0: "a", 1: "b", 2: "c"}
+
+
+def test_only_mappings_with_a_loss_have_one() -> None:
+    assert has_loss({"loss": torch.ones(()), "n": 1})
+    assert not has_loss({"n": 1})
+    assert not has_loss(torch.ones(()))
