@@ -33,6 +33,7 @@ COVERED = {
     "lightning-pipe consolidate": "tests/trainer/checkpoints/test_consolidate.py::test_a_folder_of_all_ranks",
     "python -m recipes.train": "tests/recipes/test_docs.py::test_the_commands_compose",
     "python -m recipes.plan": "tests/recipes/test_docs.py::test_the_commands_compose",
+    "python -m recipes.reproduce": "tests/recipes/reproduce/test_reproduce.py::test_the_command",
 }
 """Commands by their beginning, and the test that runs them or composes their configuration."""
 

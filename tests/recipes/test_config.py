@@ -62,13 +62,13 @@ def test_the_papers_sizes_are_in_the_configuration(composed: Compose) -> None:
     assert (translator.layers, translator.inner, translator.heads) == (64, 16384, 32)
 
 
-# Experiments and schedules are composed above.
+# Experiments and schedules are composed above; what is reproduced is not trained.
 @pytest.mark.parametrize(
     "choice",
     [
         f"{group.name}={name}"
         for group in sorted(CONF.iterdir())
-        if group.is_dir() and group.name not in ("experiment", "pipe")
+        if group.is_dir() and group.name not in ("experiment", "pipe", "reproduce")
         for name in names(group.name)
     ],
 )
@@ -83,7 +83,8 @@ def test_every_file_composes(composed: Compose, choice: str) -> None:
 def test_every_file_opens_with_the_command_that_runs_it(path: Path) -> None:
     head = re.match(r"(#.*\n)+", path.read_text())
     assert head is not None
-    assert "python -m recipes.train experiment=" in head[0].replace(" -m experiment", " experiment")
+    command = f"recipes.reproduce {path.stem}" if path.parent.name == "reproduce" else "recipes.train experiment="
+    assert f"python -m {command}" in head[0].replace(" -m experiment", " experiment")
 
 
 def test_an_experiment_must_be_chosen(composed: Compose) -> None:

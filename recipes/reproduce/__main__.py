@@ -1,0 +1,86 @@
+"""The command line: ``python -m recipes.reproduce list``, a name, or ``all``."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import sys
+import time
+from collections.abc import Sequence
+from datetime import date
+from pathlib import Path
+
+from recipes.errors import RecipeError
+from recipes.reproduce import experiments
+from recipes.reproduce.page import page
+from recipes.reproduce.report import Outcome, as_json, table
+from recipes.reproduce.results import Result
+
+OUTPUT = Path("outputs/reproduce")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs the command line; a mistake of the user's ends with a sentence."""
+    parser = argparse.ArgumentParser(prog="python -m recipes.reproduce", description=__doc__)
+    parser.add_argument("name", help="an experiment, list, or all")
+    parser.add_argument("overrides", nargs="*", help="of the experiment's file in conf/reproduce: run.depths=[4]")
+    parser.add_argument("--full", action="store_true", help="also what takes long")
+    parser.add_argument("--output", type=Path, default=OUTPUT, help="folder for the page and the JSON")
+    given = parser.parse_args(arguments)
+    try:
+        if given.name == "list":
+            print(listing())
+            return
+        chosen = experiments.names() if given.name == "all" else [given.name]
+        start = time.monotonic()
+        outcomes = [outcome(name, given.overrides, full=given.full or given.name != "all") for name in chosen]
+    except RecipeError as error:
+        sys.exit(str(error))
+    print(table(outcomes))
+    print(f"\n{time.monotonic() - start:.0f} s; {write(outcomes, given.output, given.name)}")
+
+
+def listing() -> str:
+    """All experiments with how each is reproduced."""
+    loaded = [experiments.load(name) for name in experiments.names()]
+    widths = [
+        max(len(text) for text in column) for column in zip(*((one.name, one.place) for one in loaded), strict=True)
+    ]
+    return "\n".join(
+        f"{one.name.ljust(widths[0])}  {one.place.ljust(widths[1])}  {one.how}"
+        f"{', with --full' if one.long else ''}{f': {one.why}' if one.run is None else f': {one.title}'}"
+        for one in loaded
+    )
+
+
+def outcome(name: str, overrides: Sequence[str] = (), *, full: bool) -> Outcome:
+    """Runs an experiment, unless it takes long and ``full`` is not given."""
+    experiment = experiments.load(name, overrides)
+    if experiment.long and not full:
+        return Outcome(experiment, Result.of([]), not_run=f"python -m recipes.reproduce {name} runs it.")
+    print(f"{name} …", file=sys.stderr, flush=True)
+    return Outcome(experiment, experiment.reproduce())
+
+
+def write(outcomes: Sequence[Outcome], folder: Path, name: str) -> str:
+    """Writes the page and the JSON, and says where they are."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{name}.json").write_text(as_json(outcomes))
+    path = folder / f"{name}.html"
+    path.write_text(page(outcomes, about()))
+    return f"page {path}, data {folder / f'{name}.json'}"
+
+
+def about() -> str:
+    """Machine, date and versions."""
+    import torch
+
+    return (
+        f"{date.today().isoformat()}; {os.cpu_count()} cores {platform.machine()}; Python {platform.python_version()}, "
+        f"torch {torch.__version__}. Simulated and counted values do not depend on the machine."
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,241 @@
+"""Bubble ratios, weights and activations: published formulas beside the simulator, exactly."""
+
+from __future__ import annotations
+
+import ast
+import operator
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+
+from lightning_pipe.schedules import (
+    GEMS,
+    Chimera,
+    DualPipe,
+    Family,
+    GPipe,
+    Interleaved,
+    OneFOneB,
+    PipeDream,
+    PipeDream2BW,
+    Schedule,
+    ZeroBubble,
+)
+from lightning_pipe.simulate import Costs, simulate
+from lightning_pipe.simulate.closed_forms import chimera_critical_path, chimera_time
+from recipes.reproduce.published import published
+from recipes.reproduce.results import Result, Row, Tolerance
+
+EXACT = Tolerance("exact")
+EQUAL = Costs(forward=1, backward=1)
+SCHEMES: dict[str, Family] = {
+    "PipeDream": PipeDream(),
+    "2BW": PipeDream2BW(),
+    "GPipe": GPipe(),
+    "GEMS": GEMS(),
+    "DAPPLE": OneFOneB(),
+    "Chimera": Chimera(),
+}
+"""The schemes of Chimera's Table 2; DAPPLE is the paper's name for 1F1B with a flush."""
+
+_OPERATORS: dict[type, Callable[[Fraction, Fraction], Fraction]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
+
+
+def value(formula: str, **letters: int) -> Fraction:
+    """The value of a published formula; a number before a letter multiplies it.
+
+    Example:
+        >>> value("(D-2)/(2N+D-2)", D=4, N=4)
+        Fraction(1, 5)
+    """
+    spaced = "".join(
+        f"*{each}" if index and (each.isalpha() or each == "(") and formula[index - 1].isalnum() else each
+        for index, each in enumerate(formula)
+    )
+    return _evaluate(ast.parse(spaced, mode="eval").body, letters)
+
+
+def _evaluate(node: ast.expr, letters: dict[str, int]) -> Fraction:
+    if isinstance(node, ast.BinOp):
+        return _OPERATORS[type(node.op)](_evaluate(node.left, letters), _evaluate(node.right, letters))
+    if isinstance(node, ast.Name):
+        return Fraction(letters[node.id])
+    assert isinstance(node, ast.Constant)
+    return Fraction(str(node.value))
+
+
+def bubble(schedule: Schedule, costs: Costs = EQUAL) -> Fraction:
+    """Of a batch; without a flush, of the steady state."""
+    timeline = simulate(schedule, costs)
+    return Fraction(timeline.bubble_ratio if schedule.synchronous else timeline.steady_bubble_ratio)
+
+
+def interval(values: Sequence[int]) -> tuple[Fraction, Fraction]:
+    """The smallest and the largest."""
+    return Fraction(min(values)), Fraction(max(values))
+
+
+def weights(schedule: Schedule) -> list[int]:
+    """For every rank the versions and copies of stages that it holds."""
+    return [len(schedule.stages_of(rank)) * schedule.weight_versions[rank] for rank in range(schedule.ranks)]
+
+
+def chimera_table2(depths: Sequence[int], multiples: Sequence[int], gems_tolerance: str) -> Result:
+    """All rows of Table 2 for forward and backward passes of one length.
+
+    Args:
+        depths: D.
+        multiples: N / D.
+        gems_tolerance: for the row that the paper gives with an "about".
+    """
+    rows = []
+    for scheme, row in published("chimera", "Table 2").items():
+        for depth in depths:
+            rows += _table2(scheme, row, depth, multiples, Tolerance(gems_tolerance))
+    return Result.of(rows)
+
+
+def _table2(scheme: str, row: dict[str, str], depth: int, multiples: Sequence[int], gems: Tolerance) -> list[Row]:
+    family = SCHEMES[scheme]
+    # What has no flush or is published as a limit is simulated long enough to show it.
+    numbers = [depth * each for each in multiples] if scheme not in ("GEMS", "PipeDream", "2BW") else [64 * depth]
+    built = [family.build(depth, number) for number in numbers]
+    # The limit of GEMS is that of backward passes which take two forward passes.
+    costs = Costs() if scheme == "GEMS" else EQUAL
+    place = f"{scheme}, D={depth}, N={', '.join(map(str, numbers))}"
+    note = (
+        f"{row['bubble']}; the limit of many micro-batches, backward = 2 forward" if scheme == "GEMS" else row["bubble"]
+    )
+    return [
+        Row(
+            f"bubble: {place}",
+            tuple(value(row["bubble"], D=depth, N=number) for number in numbers),
+            tuple(float(bubble(one, costs)) if scheme == "GEMS" else bubble(one, costs) for one in built),
+            gems if scheme == "GEMS" else EXACT,
+            note=note,
+        ),
+        Row(
+            f"weights, least and most on a worker, in stages: {place}",
+            tuple(value(each, D=depth) for each in row["weights"]),
+            interval(weights(built[0])),
+            EXACT,
+        ),
+        Row(
+            f"activations, least and most on a worker, in micro-batches: {place}",
+            tuple(value(each, D=depth, N=numbers[0]) for each in row["activations"]),
+            interval(simulate(built[0], EQUAL).peak_activations),
+            EXACT,
+        ),
+    ]
+
+
+def chimera_table3(depths: Sequence[int], multiples: Sequence[int]) -> Result:
+    """Table 3: 2f pipelines for every f that divides D / 2."""
+    formulas, rows = published("chimera", "Table 3"), []
+    for depth in depths:
+        for half in (each for each in range(1, depth // 2 + 1) if depth // 2 % each == 0):
+            numbers = [depth * each for each in multiples]
+            built = [Chimera(pipes=2 * half).build(depth, number) for number in numbers]
+            letters = {"D": depth, "f": half}
+            place = f"D={depth}, {2 * half} pipelines"
+            rows += [
+                Row(
+                    f"bubble: {place}, N={', '.join(map(str, numbers))}",
+                    tuple(value(formulas["bubble"], N=number, **letters) for number in numbers),
+                    tuple(map(bubble, built)),
+                    EXACT,
+                    note=formulas["bubble"],
+                ),
+                Row(
+                    f"weights and activations, least and most on a worker: {place}",
+                    (
+                        value(formulas["weights"], **letters),
+                        *(value(each, **letters) for each in formulas["activations"]),
+                    ),
+                    (interval(weights(built[0]))[1], *interval(simulate(built[0], EQUAL).peak_activations)),
+                    EXACT,
+                ),
+            ]
+    return Result.of(rows)
+
+
+def chimera_figure1(tolerances: dict[str, str]) -> Result:
+    """The plotted bubbles of GPT-2 on 2048 nodes, with a mini-batch of 2048."""
+    plotted = published("chimera", "Figure 1")["bubble"]
+    rows = []
+    for label, depth in (("DAPPLE", 16), ("Chimera", 32), ("GPipe", 8), ("GEMS", 8)):
+        # Micro-batches of one sequence on 2048 nodes: as many for each worker as there are stages.
+        if label == "GEMS":
+            found, note = bubble(GEMS().build(depth, 64 * depth), Costs()), "the limit of many micro-batches"
+        else:
+            found, note = bubble(SCHEMES[label].build(depth, depth)), "slots of one length, N = D"
+        rows.append(
+            Row(
+                f"{label}, D={depth}",
+                plotted[f"{label}(D{depth})"],
+                float(100 * found),
+                Tolerance(tolerances[label]),
+                "%",
+                note=note,
+            )
+        )
+    real = float(100 * bubble(Chimera().build(32, 32), Costs()))
+    rows.append(
+        Row("Chimera, D=32, backward = 2 forward", None, real, unit="%", note="the figure assumes slots of one length")
+    )
+    return Result.of(rows)
+
+
+def chimera_figure6() -> Result:
+    """The critical path of six stages and six micro-batches, and the bubble with backward = 2 forward."""
+    printed = published("chimera", "Figure 6")
+    forwards, backwards = chimera_critical_path(6, 6)
+    rows = [
+        Row("forward passes on the critical path, D=N=6", printed["forwards"], forwards, EXACT),
+        Row("backward passes on the critical path, D=N=6", printed["backwards"], backwards, EXACT),
+        Row("time of an iteration by Eq. (1), F=1, B=2", printed["time"], chimera_time(6, 6, 1, 2), EXACT, "F"),
+        Row("the same, simulated", printed["time"], int(simulate(Chimera().build(6, 6)).makespan), EXACT, "F"),
+    ]
+    for depth in (4, 6, 8, 16, 32):
+        formula = value("(D-2)/(3N/2+D-2)", D=depth, N=depth)
+        found = bubble(Chimera().build(depth, depth), Costs())
+        rows.append(Row(f"bubble with backward = 2 forward, D=N={depth}", formula, found, EXACT))
+    return Result.of(rows)
+
+
+def other_formulas() -> Result:
+    """Interleaved 1F1B, zero bubble and DualPipe: the formulas of their papers."""
+    rows = []
+    for ranks, micro_batches, virtual in ((4, 8, 2), (4, 16, 4), (8, 16, 2)):
+        timeline = simulate(Interleaved(virtual).build(ranks, micro_batches))
+        ideal = sum(timeline.busy) / ranks
+        rows.append(
+            Row(
+                f"interleaved 1F1B, bubble over ideal time, p={ranks}, m={micro_batches}, v={virtual}",
+                Fraction(ranks - 1, virtual * micro_batches),
+                Fraction(timeline.makespan - ideal) / Fraction(ideal),
+                EXACT,
+                note="(p-1)/(vm): Narayanan et al., SC'21, section 2.2",
+            )
+        )
+    split = Costs(forward=10, backward=20, backward_input=11, backward_weight=9)
+    for ranks in (4, 8):
+        for family, times in ((ZeroBubble("h1"), 1), (ZeroBubble("h2"), 2)):
+            timeline = simulate(family.build(ranks, 4 * ranks), split)
+            rows.append(
+                Row(
+                    f"zero bubble H{times}, idle time in rank 0's span, p={ranks}, F=10, B=11, W=9",
+                    (ranks - 1) * (10 + 11 - times * 9),
+                    int(timeline.idle_in_span[0]),
+                    EXACT,
+                    note=f"(p-1)(F+B-{'2' if times > 1 else ''}W): Qi et al., ICLR'24, Table 2",
+                )
+            )
+    dual = simulate(DualPipe().build(8, 20))
+    peak = max(dual.peak_activations)
+    rows.append(Row("DualPipe, most activations on a rank, 8 ranks, 20 micro-batches", 9, peak, EXACT))
+    return Result.of(rows)

@@ -1,0 +1,146 @@
+"""What is counted: parameters of the published models, their stages, and the memory that follows from them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from recipes.models.amoebanet import amoebanet_b, amoebanet_d
+from recipes.models.bert import bert48
+from recipes.models.gpipe_transformer import gpipe_transformer
+from recipes.models.gpt2 import gpt2_chimera
+from recipes.models.unet import unet
+from recipes.reproduce.published import published
+from recipes.reproduce.results import Result, Row, Tolerance
+
+EXACT = Tolerance("exact")
+GIB = 2**30
+RMSPROP = 12
+"""Bytes for each parameter in GPipe's and torchgpipe's tables: the weight, its gradient, RMSProp's average."""
+
+
+def parameters(make: Callable[[], nn.Module]) -> int:
+    """Of a model that is built without weights."""
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in make().parameters())
+
+
+def transformer_parameters(layers: int) -> int:
+    """Of GPipe's Transformer-L: its blocks are alike, so that two models tell the rest."""
+    one, two = (parameters(lambda number=number: gpipe_transformer(number)) for number in (1, 2))  # type: ignore[misc]
+    return one + (layers - 1) * (two - one)
+
+
+def sizes_of_stages(model: str, depth: int) -> list[int]:
+    """Parameters of Chimera's stages: as many blocks in each, the embeddings in the first, the head in the last.
+
+    Args:
+        model: Bert-48, GPT-2, or GPT-2, 32 layers.
+        depth: D.
+    """
+    with torch.device("meta"):
+        built = bert48() if model == "Bert-48" else gpt2_chimera(64 if model == "GPT-2" else 32)
+    named = dict(built.named_parameters())
+    blocks = [name for name in named if ".layer." in name or ".h." in name]
+    first = [
+        name for name in named if name not in blocks and ("embeddings" in name or ".wte" in name or ".wpe" in name)
+    ]
+    every = sum(parameter.numel() for parameter in named.values())
+    of_blocks = sum(named[name].numel() for name in blocks)
+    of_first = sum(named[name].numel() for name in first)
+    sizes = [of_blocks // depth] * depth
+    sizes[0] += of_first
+    sizes[-1] += every - of_blocks - of_first
+    return sizes
+
+
+def chimera_table4() -> Result:
+    """The models of Chimera's evaluation, and the first stages in its performance model."""
+    makers = {"Bert-48": bert48, "GPT-2": gpt2_chimera, "GPT-2, 32 layers": lambda: gpt2_chimera(32)}
+    rows = [
+        Row(f"parameters: {model}", count, parameters(makers[model]), EXACT)
+        for model, count in published("chimera", "Table 4").items()
+    ]
+    for model, stages in published("chimera", "Performance model").items():
+        rows += [
+            Row(
+                f"parameters of stage 0: {model}, D={depth}",
+                count,
+                sizes_of_stages(model, int(depth))[0],
+                EXACT,
+                note="from the performance model of the published code",
+            )
+            for depth, count in stages.items()
+        ]
+    return Result.of(rows)
+
+
+def gpipe_table1(amoebanet: str, largest: str, transformer: str, memory: str) -> Result:
+    """Parameters and model memory of both models; the activations need the accelerators.
+
+    Args:
+        amoebanet: tolerance of AmoebaNet's parameters.
+        largest: of its largest one, printed with two digits.
+        transformer: of the Transformer's parameters.
+        memory: of the models' memory.
+    """
+    table, rows = published("gpipe", "Table 1"), []
+    for model, row in table["AmoebaNet-D"].items():
+        count = _amoebanet(model)
+        tolerance = Tolerance(largest if model == "72,512" else amoebanet)
+        rows.append(Row(f"parameters: AmoebaNet-D({model})", row["parameters"], count, tolerance))
+        note = "the printed memory is more than 12 bytes for each parameter"
+        found = count * RMSPROP / GIB
+        rows.append(
+            Row(f"model memory: AmoebaNet-D({model})", row["model"], found, Tolerance(memory), "GiB", note=note)
+        )
+    for layers, row in table["Transformer-L"].items():
+        count = transformer_parameters(int(layers))
+        swapped = layers == "3"
+        rows.append(Row(f"parameters: Transformer-{layers}", row["parameters"], count, Tolerance(transformer)))
+        rows.append(
+            Row(
+                f"model memory: Transformer-{layers}",
+                row["activations" if swapped else "model"],
+                count * RMSPROP / GIB,
+                Tolerance(memory),
+                "GiB",
+                note="printed as peak activation: the column's two values are swapped" if swapped else "",
+            )
+        )
+    return Result.of(rows)
+
+
+def gpipe_amoebanet_b(tolerance: str) -> Result:
+    """The model of GPipe's accuracies."""
+    count = parameters(lambda: amoebanet_b(18, 512, wiring="tpu"))
+    printed = published("gpipe", "Accuracy")["AmoebaNet-B(18,512)"]
+    return Result.of([Row("parameters: AmoebaNet-B(18,512)", printed, count, Tolerance(tolerance))])
+
+
+def torchgpipe_amoebanet(tolerance: str, memory: str) -> Result:
+    """The table of AmoebaNet-D's memory: parameters and model memory."""
+    rows = []
+    for model, count, gib, balance in published("torchgpipe", "AmoebaNet-D memory"):
+        found = _amoebanet(model)
+        note = f"balance {balance}"
+        rows.append(Row(f"parameters: AmoebaNet-D({model})", count, found, Tolerance(tolerance), note=note))
+        rows.append(Row(f"model memory: AmoebaNet-D({model})", gib, found * RMSPROP / GIB, Tolerance(memory), "GiB"))
+    return Result.of(rows)
+
+
+def torchgpipe_unet(tolerance: str) -> Result:
+    """The parameters in the table of U-Net's memory."""
+    rows = []
+    for model, count, _ in published("torchgpipe", "U-Net memory"):
+        convolutions, channels = map(int, model.split(","))
+        found = parameters(lambda convolutions=convolutions, channels=channels: unet(convolutions, channels))  # type: ignore[misc]
+        rows.append(Row(f"parameters: U-Net({model})", count, found, Tolerance(tolerance)))
+    return Result.of(rows)
+
+
+def _amoebanet(model: str) -> int:
+    layers, filters = map(int, model.split(","))
+    return parameters(lambda: amoebanet_d(layers, filters))

@@ -1,0 +1,156 @@
+"""What an experiment gives: rows with published and reproduced values, and pictures."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Literal
+
+from recipes.errors import RecipeError
+
+Value = int | float | Fraction | str | tuple[int | float | Fraction | str, ...]
+Verdict = Literal["reproduced", "in sample", "not reproduced", "shown", "not possible here", "not run"]
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """How far a reproduced value may be from the published one.
+
+    Args:
+        text: ``"exact"``, a share of the published value as ``"6 %"``, or an absolute one as ``"0.03"``.
+    """
+
+    text: str
+
+    def __post_init__(self) -> None:
+        if self.text != "exact" and re.fullmatch(r"\d+(\.\d+)?( %)?", self.text) is None:
+            raise RecipeError(f"{self.text!r} is no tolerance.", hint="Write exact, 6 % or 0.03.")
+
+    def holds(self, published: Value, reproduced: Value) -> bool:
+        """Whether the value is within the tolerance.
+
+        Example:
+            >>> Tolerance("6 %").holds(3.5, 3.385), Tolerance("0.03").holds(0.25, 0.2589)
+            (True, True)
+        """
+        if self.text == "exact":
+            return published == reproduced
+        if isinstance(published, tuple) and isinstance(reproduced, tuple):
+            return len(published) == len(reproduced) and all(map(self.holds, published, reproduced))
+        if isinstance(published, str | tuple) or isinstance(reproduced, str | tuple):
+            return published == reproduced
+        share = self.text.endswith("%")
+        limit = float(self.text.rstrip(" %"))
+        allowed = limit / 100 * abs(float(published)) if share else limit
+        return abs(float(reproduced) - float(published)) <= allowed * (1 + 1e-12)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One value of a paper, and what became of it.
+
+    Args:
+        what: the value, with the set-up that distinguishes it from its neighbours.
+        published: by the paper; ``None`` for what goes beyond it.
+        reproduced: here; ``None`` where there is nothing.
+        tolerance: ``None`` where the value is shown without a claim.
+        unit: of both values.
+        in_sample: constants were fitted to the published value, so that it says nothing to come near it.
+        note: a reason, or what the value rests on.
+    """
+
+    what: str
+    published: Value | None
+    reproduced: Value | None
+    tolerance: Tolerance | None = None
+    unit: str = ""
+    in_sample: bool = False
+    note: str = ""
+
+    @property
+    def verdict(self) -> Verdict:
+        """What the value is called."""
+        if self.reproduced is None:
+            return "not run"
+        if self.published is None or self.tolerance is None:
+            return "shown"
+        if not self.tolerance.holds(self.published, self.reproduced):
+            return "not reproduced"
+        return "in sample" if self.in_sample else "reproduced"
+
+    @property
+    def difference(self) -> str:
+        """Reproduced less published: in percent of the published value, or as a number where that is zero."""
+        published, reproduced = self.published, self.reproduced
+        if isinstance(published, tuple) and isinstance(reproduced, tuple) and len(published) == len(reproduced):
+            return "0" if published == reproduced else _largest(published, reproduced)
+        if published is None or reproduced is None or isinstance(published, tuple) or isinstance(reproduced, tuple):
+            return ""
+        if isinstance(published, str) or isinstance(reproduced, str):
+            return "0" if published == reproduced else ""
+        if published == reproduced:
+            return "0"
+        if not published:
+            return f"{float(reproduced):+.3g}"
+        return f"{100 * (float(reproduced) / float(published) - 1):+.1f} %"
+
+
+def _largest(published: tuple[object, ...], reproduced: tuple[object, ...]) -> str:
+    pairs = [
+        (float(one), float(other))
+        for one, other in zip(published, reproduced, strict=True)
+        if not isinstance(one, str) and not isinstance(other, str) and isinstance(one, int | float | Fraction)
+        if isinstance(other, int | float | Fraction) and one
+    ]
+    if not pairs:
+        return ""
+    return f"{max((100 * (other / one - 1) for one, other in pairs), key=abs):+.1f} %"
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A figure as SVG.
+
+    Args:
+        title: above it.
+        svg: without XML head.
+        caption: below it: axes, sources, and what is in sample.
+    """
+
+    title: str
+    svg: str
+    caption: str
+
+
+@dataclass(frozen=True)
+class Result:
+    """What an experiment gives."""
+
+    rows: tuple[Row, ...]
+    pictures: tuple[Picture, ...] = ()
+
+    @classmethod
+    def of(cls, rows: Sequence[Row], *pictures: Picture) -> Result:
+        """From any sequence of rows."""
+        return cls(tuple(rows), pictures)
+
+
+def shown(value: Value | None) -> str:
+    """A value as text.
+
+    Example:
+        >>> shown(Fraction(3, 11)), shown(669790012), shown(0.857142), shown((1, 2)), shown(None)
+        ('3/11', '669,790,012', '0.8571', '1, 2', '–')
+    """  # noqa: RUF002
+    if value is None:
+        return "–"  # noqa: RUF001
+    if isinstance(value, tuple):
+        return ", ".join(map(shown, value))
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, float):
+        return f"{value:,.1f}" if abs(value) >= 1000 else f"{value:.4g}" if math.isfinite(value) else str(value)
+    return str(value)
