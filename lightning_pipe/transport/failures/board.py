@@ -155,8 +155,10 @@ class FailureBoard:
         failure = self._failure
         if failure is None or failure.process == self.transport.process:
             return
-        # an error that all processes raise (a checkpoint could not be written) ends in the same words on all
-        if str(failure).splitlines()[-1] not in "".join(traceback.format_exception(error)):
+        # An error that all processes raise (a checkpoint could not be written, a batch not loaded) ends in the same
+        # words on all. Lines in brackets are notes on how much of a traceback is shown.
+        words = [line for line in str(failure).splitlines() if line.strip() and not line.startswith("(")]
+        if words[-1] not in "".join(traceback.format_exception(error)):
             error.add_note(str(failure))
 
     def explain(self, message: str, *, timed_out: bool = False) -> CommunicationError:
