@@ -36,6 +36,7 @@ ENVIRONMENTS = {
             "typing_extensions==4.10.0",
             "rich==13.0.0",
             "matplotlib==3.8.0",
+            "pyarrow==20.0.0",  # of datasets; later ones want a newer numpy
         ),
     ),
     "middle": Environment("python3.12", ("torch==2.13.0",)),
