@@ -47,7 +47,6 @@ from lightning_pipe.intercept.layer_calls import LayerCalls, Profiler, RunCache
 from lightning_pipe.intercept.objects import ChangedObjectError
 from lightning_pipe.intercept.outgoing import check_surroundings, crossings_of
 from lightning_pipe.intercept.parameter_use import ParameterUse
-from lightning_pipe.intercept.random_streams import passed_over
 from lightning_pipe.intercept.skipped_layers import SkippedLayers
 from lightning_pipe.intercept.stage_layers import CallNumbers, StageLayers
 from lightning_pipe.intercept.surroundings import Surroundings
@@ -195,7 +194,7 @@ class StageRun:
             self._come_back(name)
         number, key = self._numbers.next(number)
         if self.tracker.waiting and number < own.start:
-            return self._answer(name, layer, args, kwargs)
+            return self.skipped_layers.answer(name, layer, args, kwargs)  # a stage before this one runs it, (2)
         self.arrive()
         if number >= own.stop:
             self._cut(layer)
@@ -211,7 +210,7 @@ class StageRun:
     ) -> Any:
         """A module outside the sequence that has parameters is called."""
         if self.tracker.waiting:
-            return self._answer(name, module, args, kwargs)
+            return self.skipped_layers.answer(name, module, args, kwargs)  # (2)
         if self.tracker.come_back and not self._parameter_use.holds_all(module.parameters()):
             self._come_back(name)  # its rank runs it before its layers
         self._parameter_use.run(name)
@@ -226,12 +225,6 @@ class StageRun:
             if self.tracker.come_back is None:
                 raise
             self._come_back(name)  # a cache: of use in a step of several passes alone
-
-    def _answer(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """A stage before this one runs the module, (2)."""
-        passed_over()
-        with self.tracker.paused():
-            return self.skipped_layers.answer(name, module, args, kwargs)
 
     # ------------------------------------------------------------------ the two ends of a stage
 

@@ -32,7 +32,6 @@ from typing_extensions import override
 from lightning_pipe.intercept.layer_calls import LayerCalls, RunCache
 from lightning_pipe.intercept.parameter_use import ParameterUse
 from lightning_pipe.intercept.placeholder import Placeholder
-from lightning_pipe.intercept.random_streams import passed_over
 from lightning_pipe.intercept.skipped_layers import SkippedLayers
 from lightning_pipe.intercept.stage_layers import StageLayers
 from lightning_pipe.intercept.surroundings import Surroundings
@@ -136,7 +135,7 @@ class TurnRun:
         self._calls_of[number] += 1
         self.tracker.pass_to(self._ranks[number], leaves_of(args, kwargs))
         if self.tracker.waiting:
-            return self._answer(self._names[number], layer, args, kwargs)
+            return self.skipped_layers.answer(self._names[number], layer, args, kwargs)
         self.called[number] += 1
         return self.layer_calls.run(self._names[number], key, layer, forward, args, kwargs)
 
@@ -147,16 +146,11 @@ class TurnRun:
         held = [*module.parameters(), *module.buffers()]
         self.tracker.pass_to(self._place(name, held, self.tracker.turn.holder), leaves_of(args, kwargs))
         if self.tracker.waiting:
-            return self._answer(name, module, args, kwargs)
+            return self.skipped_layers.answer(name, module, args, kwargs)
         self._parameter_use.run(name)
         for parameter in module.parameters():
             self._parameter_use.use(parameter)
         return self.layer_calls.run(name, key, module, forward, args, kwargs)
-
-    def _answer(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        passed_over()
-        with self.tracker.paused():
-            return self.skipped_layers.answer(name, module, args, kwargs)
 
 
 class _FetchedSkips(StepStore):
