@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lightning_pipe.construction.drawing import draw
 from lightning_pipe.construction.operators import UNPREDICTABLE, device_of, recordable, settled, written_by
-from lightning_pipe.construction.tape import SMALL, Cell, Constant, Operation, View, compute
+from lightning_pipe.construction.tape import SMALL, Cell, Constant, Operation, View, compute, views_in
 from lightning_pipe.torch_internals import DisableTorchFunctionSubclass, tree_leaves, tree_map
 
 numbers = itertools.count()
@@ -182,9 +182,7 @@ def _record(
     }
     cells = [by_storage.get(leaf.untyped_storage()._cdata) for leaf in outcome]
     noted_args, noted_kwargs = tree_map(_noted, (tuple(args), kwargs))
-    reads = dict.fromkeys(
-        leaf.cell for leaf in tree_leaves((noted_args, noted_kwargs), is_leaf=_is_view) if _is_view(leaf)
-    )
+    reads = dict.fromkeys(view.cell for view in views_in((noted_args, noted_kwargs)))
     operation = Operation(
         number=next(numbers),
         function=func,
@@ -233,10 +231,6 @@ def _noted(leaf: Any) -> Any:
     if isinstance(leaf, Deferred):  # who reads its memory through NumPy may change it without a word to torch
         return Constant.copied(real(leaf))
     return Constant.of(leaf) if isinstance(leaf, Tensor) else leaf
-
-
-def _is_view(leaf: Any) -> bool:
-    return isinstance(leaf, View)
 
 
 def _carry_out(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *, keep: bool = True) -> Any:

@@ -158,9 +158,7 @@ class Operation:
         name = getattr(getattr(self.function, "overloadpacket", None), "__name__", "")
         if not isinstance(target, View) or target.cell is not cell or name not in OVERWRITING:
             return False
-        read = (
-            leaf.cell for leaf in tree_leaves((others, self.kwargs), is_leaf=_is_recorded) if isinstance(leaf, View)
-        )
+        read = (view.cell for view in views_in((others, self.kwargs)))
         return cell not in read and target.is_whole()
 
     def run(self, memory: dict[Cell, torch.UntypedStorage]) -> None:
@@ -246,6 +244,11 @@ def _needed(cells: Iterable[Cell]) -> Sequence[Operation]:
             waiting += [(other, operation.number) for other in operation.reads if other is not cell]
             place = 0 if place > 0 and operation.overwrites(cell) else place - 1
     return sorted(found, key=lambda operation: operation.number)
+
+
+def views_in(tree: Any) -> list[View]:
+    """The deferred tensors among the arguments of an operation."""
+    return [leaf for leaf in tree_leaves(tree, is_leaf=_is_recorded) if isinstance(leaf, View)]
 
 
 def _is_recorded(leaf: Any) -> bool:

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipe.construction.deferred import Deferred, is_deferred, numbers, view_of
-from lightning_pipe.construction.tape import Cell, Operation, View
+from lightning_pipe.construction.tape import Cell, Operation, View, views_in
 from lightning_pipe.errors import CutError
-from lightning_pipe.torch_internals import tree_leaves
 
 _SHOWN = 5
 """Names that an error lists."""
@@ -72,11 +71,7 @@ def _written(operation: Operation) -> Iterator[View]:
     for place, argument in enumerate(function._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = operation.args[place] if place < len(operation.args) else operation.kwargs.get(argument.name)
-            yield from (leaf for leaf in tree_leaves(value, is_leaf=_is_view) if isinstance(leaf, View))
-
-
-def _is_view(leaf: object) -> bool:
-    return isinstance(leaf, View)
+            yield from views_in(value)
 
 
 def check_all_set(module: nn.Module) -> None:
