@@ -26,6 +26,7 @@ from torch import nn
 from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.errors import CheckpointError, ConfigurationError
 from lightning_pipe.patches import replaced
+from lightning_pipe.trainer.checkpoints.rank_entries import receive_piece, send_piece
 from lightning_pipe.transport.base import Transport
 
 _METHOD = "save_pretrained"
@@ -216,14 +217,14 @@ def _streamed(shards: list[Shard], part: str, transport: Transport) -> list[Shar
         if transport.replica == 0:
             transport.send_object(shards, writer, _TAG).wait()
             for piece in (piece for shard in shards for piece in _pieces(shard.path)):
-                transport.send_object(piece, writer, _TAG).wait()
+                send_piece(piece, transport, writer, _TAG)
         return []
     arrived = []
     for rank in range(transport.topology.ranks):
         for number, shard in enumerate([] if rank == writer else transport.receive_object(rank, _TAG)):
             path = os.path.join(part, f"{rank}-{number}{_SUFFIX}")
             with open(path, "wb") as file:
-                while piece := transport.receive_object(rank, _TAG):
+                while piece := receive_piece(transport, rank, _TAG):
                     file.write(piece)
             arrived.append(shard._replace(path=path))
         arrived += shards if rank == writer else []
