@@ -15,6 +15,7 @@ from lightning_pipe import schedules
 from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.partition import divide, find_layers
 from lightning_pipe.schedules import Family
+from lightning_pipe.transport.base import Transport
 from lightning_pipe.transport.threads import ThreadTransport, run_threads, thread_world
 from lightning_pipe.transport.topology import Topology
 from tests.support import oracle
@@ -95,7 +96,7 @@ def pipelined(entry: Entry, point: Point) -> Trace:
     world = thread_world(topology, timeout=timedelta(seconds=20))
     # threads share the generator that initial weights are drawn from: build before they start
     modules = [entry.build() for _ in world]
-    traces = run_threads(world, lambda t: _rank(entry, modules[t.process], point, t), timeout=60)
+    traces = run_threads(world, lambda t: train_rank(entry, modules[t.process], point, t), timeout=60)
     whole = Trace(weights=traces[0].weights)
     # a rank notes its part of the loss: bidirectional schedules have two with losses
     for batch in zip(*(trace.losses for trace in traces), strict=True):
@@ -151,7 +152,8 @@ def streamed(entry: Entry, ranks: int, number: int, context: Callable[[], Abstra
     return [losses[index] for index in range(number)]
 
 
-def _rank(entry: Entry, module: Module, point: Point, transport: ThreadTransport) -> Trace:
+def train_rank(entry: Entry, module: Module, point: Point, transport: Transport) -> Trace:
+    """What one rank does; see `pipelined`."""
     layers = find_layers(module, entry.layers)
     balance = divide(module, layers, point.stages)
     pipeline = Pipeline(module, layers, balance, schedules.get(point.schedule), transport, recompute=point.recompute)
