@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 from lightning_pipe import schedules
 from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.engine.stage import Saved
+from lightning_pipe.intercept.crossing import Returned
 from lightning_pipe.partition import find_layers
 from lightning_pipe.transport.threads import thread_world
 from lightning_pipe.transport.topology import Topology
@@ -46,8 +46,8 @@ def test_a_backward_pass_frees_its_graph_itself(monkeypatch: Any) -> None:
     backward = stages.backward
     left: list[tuple[int, Tensor | None]] = []
 
-    def noting(saved: Saved, gradients: Mapping[int, Tensor], used: frozenset[int]) -> Any:
-        result = backward(saved, gradients, used)
+    def noting(saved: Saved, came: Returned) -> Any:
+        result = backward(saved, came)
         left.append((len(saved.outbound), saved.loss))
         return result
 
