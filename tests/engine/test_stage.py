@@ -28,15 +28,16 @@ def of_two_stages(schedule: str) -> tuple[Pipeline, nn.Module]:
 def test_a_batch_leaves_nothing_for_the_garbage_collector() -> None:
     """Graphs with activations are freed when their backward pass is done, not at some later time."""
     pipeline, module = of_two_stages("1f1b")
-    for _ in range(2):
-        pipeline.train(lambda _, part: module(part).sum(), PARTS, [1.0] * 3)
-    gc.collect()
+    found = []
     gc.disable()
     try:
-        pipeline.train(lambda _, part: module(part).sum(), PARTS, [1.0] * 3)
-        assert gc.collect() == 0
+        for _ in range(5):
+            pipeline.train(lambda _, part: module(part).sum(), PARTS, [1.0] * 3)
+            found.append(gc.collect())
     finally:
         gc.enable()
+    # What the tests before this one have left may be let go of meanwhile; a batch would leave something every time.
+    assert 0 in found[2:]
 
 
 def test_a_backward_pass_frees_its_graph_itself(monkeypatch: Any) -> None:
