@@ -88,6 +88,7 @@ def put_state(target: Any, state: bytes, tensors: Sequence[Any], objects: Sequen
         objects: what the arguments of the call here lead to, as `objects_of` lists them.
     """
     new: Mapping[str, Any] = _Unpickler(state, tensors, objects).load()
+    # The object stays the same one: the user's code between the layers refers to it.
     attributes = vars(target)
     merged = {name: _merged(attributes.get(name), value) for name, value in new.items()}
     attributes.clear()
@@ -115,6 +116,7 @@ def _merged(old: Any, new: Any) -> Any:
 
 def _objects(values: Sequence[Any]) -> Iterator[Any]:
     seen: set[int] = set()
+    # A stack, and what it gets is reversed: objects come in the order of arguments and attributes, as on all ranks.
     pending = [*reversed(values)]
     while pending:
         value = pending.pop()
@@ -163,6 +165,7 @@ def _collect(value: Any, found: Content, depth: int) -> None:
             found.append((key, None))
             _collect(item, found, depth - 1)
     else:
+        # What an object holds in turn is compared where the object is: `_objects` lists all of them.
         found.append((value, version_of(value)))
 
 

@@ -71,6 +71,7 @@ class TrialRuns:
 
         with _not_random(self.stages, self.stage, begin, whole=self.whole):
             found = self.stages.trial(self.stage, index, trial, inbound)
+        # Without a mark the step has not come to the stage's layers, and nothing is known of what they draw.
         self.drew |= not marks or marks[-1] != trial.streams.state()
         return found
 
@@ -91,7 +92,7 @@ class TrialRuns:
             inbound: what the stage receives for it.
             same: whether what a run returns is what it returned before.
         """
-        first = len(self.batch.micro_batches)
+        first = len(self.batch.micro_batches)  # streams that no micro-batch of the batch draws from
         for seed in range(first, first + _SEEDS):
             if not same(*self.run(index, part, inbound, seed)):
                 return True
