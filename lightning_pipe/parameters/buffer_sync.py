@@ -65,11 +65,11 @@ class BufferSync:
         gathered = self._transport.all_gather_object(changed, everyone)
         found = sorted({name for theirs in gathered for name in theirs})
         self._changing = [name for name in found if self._is_shared(name)]
-        twins = [name for name in self._changing if copies(name) > 1]
-        if twins and self._transport.process == self._members(twins[0])[0]:
+        copied = [name for name in self._changing if copies(name) > 1]
+        if copied and self._transport.process == self._members(copied[0])[0]:
             warnings.warn(
-                f"'{twins[0]}' ({len(twins)} such buffers) changes in forward passes, and the schedule keeps copies of "
-                "its layer on several ranks, each of which sees a part of the micro-batches: the copies are set to the "
+                f"'{copied[0]}' ({len(copied)} such buffers) changes in forward passes, and the schedule keeps copies "
+                "of its layer on several ranks, each of which sees a part of the micro-batches: the copies are set to the "
                 "values of the first one after every batch. On one device the buffer would see all micro-batches.",
                 stacklevel=2,
             )

@@ -110,7 +110,7 @@ _ROOMS: dict[str, dict[str, str]] = {
     },
     "trainer/evaluation": dict.fromkeys(("conditions", "evaluations", "steps"), "trainer/evaluation/test_stream"),
     "trainer/whole_model": {
-        "foreign_gradients": "trainer/whole_model/test_walks",
+        "absent_gradients": "trainer/whole_model/test_walks",
         "grad_scaler": "trainer/test_world",
         "metrics": "trainer/whole_model/test_logging",
         "synchronized_norms": "trainer/test_checks",
