@@ -69,8 +69,8 @@ class BufferSync:
         if copied and self._transport.process == self._members(copied[0])[0]:
             warnings.warn(
                 f"'{copied[0]}' ({len(copied)} such buffers) changes in forward passes, and the schedule keeps copies "
-                "of its layer on several ranks, each of which sees a part of the micro-batches: the copies are set to the "
-                "values of the first one after every batch. On one device the buffer would see all micro-batches.",
+                "of its layer on several ranks, each of which sees a part of the micro-batches: the copies are set to "
+                "the values of the first one after every batch. On one device the buffer would see all micro-batches.",
                 stacklevel=2,
             )
         elif found and micro_batches > 1 and self._transport.process == 0:
