@@ -15,6 +15,8 @@ html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_title = f"lightning-pipe {release}"
 autodoc_typehints = "none"
+# The list of a page's contents is narrow.
+toc_object_entries_show_parents = "hide"
 autodoc_member_order = "bysource"
 default_role = "code"
 # Docstrings name Python objects that have no page of their own.
