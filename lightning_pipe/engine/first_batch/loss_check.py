@@ -22,7 +22,7 @@ from lightning_pipe.engine.first_batch.mixing import MixingCheck
 from lightning_pipe.engine.first_batch.trial_runs import TrialRuns, leaving_no_trace
 from lightning_pipe.engine.stage import Stages, loss_of
 from lightning_pipe.errors import CutError
-from lightning_pipe.intercept.arrival import Inbound
+from lightning_pipe.intercept.crossing import Crossing
 
 _ROUNDING = {torch.float64: 1e-9, torch.float32: 2e-5, torch.float16: 5e-4, torch.bfloat16: 2e-3}
 """How far losses may differ that are equal but for rounding, relative to 1 + their size."""
@@ -76,11 +76,13 @@ class LossCheck(BatchObserver):
     reason: str | None = None
     compared: dict[Any, list[tuple[float, float, float, float]]] = field(default_factory=dict)
     rounding: float = 0.0
-    _seen: dict[int, Inbound | None] = field(default_factory=dict)
+    _seen: dict[int, Crossing | None] = field(default_factory=dict)
     _tried: int = 0
 
     @override
-    def before_stage(self, stages: Stages, stage: int, micro_batch: int, batch: Batch, inbound: Inbound | None) -> None:
+    def before_stage(
+        self, stages: Stages, stage: int, micro_batch: int, batch: Batch, inbound: Crossing | None
+    ) -> None:
         """A micro-batch comes to a stage; with every second one on the last stage the check is made."""
         if stages.interceptor.compiled:
             return
@@ -89,7 +91,7 @@ class LossCheck(BatchObserver):
         if not stages.layers[stage].last or self._tried >= self.pairs:
             return
         # the step may change in place what it receives
-        self._seen[micro_batch] = inbound and (inbound[0], inbound[0].copies(inbound[1]))
+        self._seen[micro_batch] = inbound and inbound.copied()
         if len(self._seen) < 2:
             return
         self._tried += 1
@@ -150,8 +152,8 @@ class LossCheck(BatchObserver):
             self.differs = (pair, expected, together[0])
 
     def _received_together(
-        self, runs: TrialRuns, received: Sequence[Inbound | None], sizes: Sequence[int], both: tuple[int, Any]
-    ) -> list[Inbound | None]:
+        self, runs: TrialRuns, received: Sequence[Crossing | None], sizes: Sequence[int], both: tuple[int, Any]
+    ) -> list[Crossing | None]:
         """What the stage would receive for both together; values without samples must not matter to the loss.
 
         A router's loss that the step only logs is such a value: nobody knows what it is for both micro-batches, but
@@ -175,7 +177,7 @@ class LossCheck(BatchObserver):
 
     def _rounding(self, stages: Stages, loss: Tensor) -> float:
         """The largest difference that rounding can make, by the coarsest numbers that take part."""
-        received = [tensor for inbound in self._seen.values() if inbound for tensor in inbound[1].values()]
+        received = [tensor for inbound in self._seen.values() if inbound for tensor in inbound.tensors.values()]
         tensors = [loss, *received, *stages.interceptor.module.parameters()]
         dtypes = {tensor.dtype for tensor in tensors if tensor.is_floating_point()} | {self.autocast or loss.dtype}
         reduced = loss.device.type != "cpu" and torch.float32 in dtypes
