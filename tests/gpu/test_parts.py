@@ -67,7 +67,7 @@ def test_runs_over_processes_can_be_built() -> None:
 
 def test_all_marked_tests_are_run() -> None:
     files = marked.files()
-    assert "tests/transport/test_transports.py" in files
+    assert "tests/transport/test_nccl.py" in files
     marks = {
         str(path.relative_to(ROOT)) for path in ROOT.glob("tests/**/*.py") if "@pytest.mark.gpu" in path.read_text()
     }
