@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from lightning_pipe.intercept.torch_functions import (
+    APPLIES,
     FACTORIES,
     RANDOM,
     changed_in_place,
@@ -79,6 +81,11 @@ def test_types_that_autocast_chooses_are_told() -> None:
         assert typed_by_autocast(X.bfloat16(), [Y])
         assert not typed_by_autocast(X * 1, [Y])
     assert not typed_by_autocast(X.bfloat16(), [Y])
+
+
+@pytest.mark.parametrize("module", APPLIES)
+def test_modules_that_apply_functions_exist(module: str) -> None:
+    assert importlib.import_module(module)
 
 
 def test_small_helpers() -> None:

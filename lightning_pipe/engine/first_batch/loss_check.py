@@ -78,6 +78,7 @@ class LossCheck(BatchObserver):
     rounding: float = 0.0
     _seen: dict[int, Crossing | None] = field(default_factory=dict)
     _tried: int = 0
+    _unknown: set[Any] = field(default_factory=set)
 
     @override
     def before_stage(
@@ -157,13 +158,17 @@ class LossCheck(BatchObserver):
         """What the stage would receive for both together; values without samples must not matter to the loss.
 
         A router's loss that the step only logs is such a value: nobody knows what it is for both micro-batches, but
-        the loss is the same with that of the one and with that of the other.
+        the loss is the same with that of the one and with that of the other. Numbers that are not are not compared.
         """
         try:
             return readings(received, sizes)
         except UnlikeError:
-            alternatives = zip(readings(received, sizes, 0), readings(received, sizes, 1), strict=True)
-            found = [one for one, other in alternatives if runs.loss(*both, one).equal(runs.loss(*both, other))]
+            found = []
+            for one, other in zip(readings(received, sizes, 0), readings(received, sizes, 1), strict=True):
+                loss, values = runs.loss(*both, one), self.values()
+                if loss.equal(runs.loss(*both, other)):
+                    found.append(one)
+                    self._unknown |= {name for name, value in self.values().items() if values.get(name) != value}
             if not found:
                 raise
             return found
@@ -172,7 +177,7 @@ class LossCheck(BatchObserver):
         return close(float(loss_of(result)), loss, self.rounding)
 
     def _note(self, share: float, one: dict[Any, float], other: dict[Any, float], both: dict[Any, float]) -> None:
-        for name in [name for name in one if name in other and name in both]:
+        for name in [name for name in one if name in other and name in both and name not in self._unknown]:
             self.compared.setdefault(name, []).append((one[name], other[name], both[name], share))
 
     def _rounding(self, stages: Stages, loss: Tensor) -> float:
