@@ -26,8 +26,7 @@ MEANINGS = {
     "in sample": "within the tolerance, but constants were fitted to it: it shows the fit, and reproduces nothing",
     "shown": "without a claim: published or reproduced value alone, or no tolerance is set",
     "not run": "takes long; runs with --full",
-    "not possible here": "needs what a small machine does not have, or has no values",
-    "not done yet": "possible, and there is no experiment for it yet",
+    "not possible here": "needs what a small machine does not have, or has no values; the reason stands beside it",
 }
 
 
