@@ -9,7 +9,7 @@ from recipes.reproduce.published import published
 from recipes.reproduce.results import Result, Row, Tolerance
 
 EXACT = Tolerance("exact")
-BLOCK = {"Bert-48": (128, 1024, 16, 48), "GPT-2, 32 layers": (632, 1280, 20, 32)}
+BLOCK = {"Bert-48": (128, 1024, 16, 48), "GPT-2": (632, 1280, 20, 64), "GPT-2, 32 layers": (632, 1280, 20, 32)}
 """Sequence, width, heads, blocks."""
 
 GB = 1e9
@@ -20,8 +20,16 @@ def activation(sequence: int, width: int, heads: int) -> int:
     return 2 * sequence * (34 * width + 5 * heads * sequence)
 
 
-def peaks(model: str, scheme: str, depth: int, batch: int) -> list[float]:
-    """For every worker its peak in GB: weights, gradients and Adam's moments all the time, and activations."""
+def peaks(model: str, scheme: str, depth: int, batch: int, micro_batches: int | None = None) -> list[float]:
+    """For every worker its peak in GB: weights, gradients and Adam's moments all the time, and activations.
+
+    Args:
+        model: a key of `BLOCK`.
+        scheme: of Chimera's Table 2.
+        depth: D.
+        batch: sequences of a micro-batch.
+        micro_batches: N; by default D. Without a flush there are always enough of them.
+    """
     sequence, width, heads, blocks = BLOCK[model]
     sizes = sizes_of_stages(model, depth)
     memory = Memory(
@@ -31,7 +39,7 @@ def peaks(model: str, scheme: str, depth: int, batch: int) -> list[float]:
         activations=activation(sequence, width, heads) * batch * blocks // depth,
     )
     family = SCHEMES[scheme]
-    schedule = family.build(depth, depth if family.synchronous else 4 * depth)
+    schedule = family.build(depth, micro_batches or depth if family.synchronous else 4 * depth)
     return [float(peak(points).total) / GB for points in memory_over_time(schedule, memory)]
 
 

@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from recipes.errors import RecipeError
 from recipes.reproduce.results import Result, Row, Tolerance
 
 MIB = 2**20
@@ -21,7 +22,7 @@ def table1(models: dict[str, dict[str, Any]], micro_batches: int) -> Result:
     """Sizes and how they grow, beside the published ones.
 
     Args:
-        models: title -> kind, limit in MiB, samples, the other arguments of `peak_bytes`, the range of its size, the
+        models: title -> kind, limit in MiB, samples, the other arguments of `peak_bytes`, for both ways the range of its size, the
             published sizes of both ways, their parameters, and tolerances.
         micro_batches: of GPipe's batch.
     """
@@ -31,7 +32,9 @@ def table1(models: dict[str, dict[str, Any]], micro_batches: int) -> Result:
         for way in (NAIVE, GPIPE):
             given = {"kind": model["kind"], "batch": model["batch"], **model["options"]}
             given["micro_batches"] = micro_batches if way == GPIPE else 0
-            found[way] = largest(cache(lambda size, given=given: measured(size=size, **given)), model)
+            found[way] = largest(
+                cache(lambda size, given=given: measured(size=size, **given)), model["limit"], *model["range"][way]
+            )
             size, _, peak = found[way]
             name = model["size"]
             rows.append(
@@ -39,7 +42,7 @@ def table1(models: dict[str, dict[str, Any]], micro_batches: int) -> Result:
                     f"{title}, {way}: largest {name} in {model['limit']} MiB",
                     model["published"][way],
                     size,
-                    note=f"peak {peak / MIB:.0f} MiB, in steps of {model['range'][2]}; the published {name} is that of "
+                    note=f"peak {peak / MIB:.0f} MiB, in steps of {model['range'][way][2]}; the published {name} is that of "
                     f"the whole limit, {model['scaled']}",
                 )
             )
@@ -57,21 +60,31 @@ def table1(models: dict[str, dict[str, Any]], micro_batches: int) -> Result:
     return Result.of(rows)
 
 
-def largest(peak: Callable[[int], tuple[int, int]], model: dict[str, Any]) -> tuple[int, int, int]:
+def largest(
+    peak: Callable[[int], tuple[int, int]], limit: float, first: int, last: int, step: int
+) -> tuple[int, int, int]:
     """The largest size whose peak is below the limit, by bisection: with its parameters and its peak.
 
     Args:
         peak: gives parameters and peak bytes of a size; larger ones need more.
-        model: has the limit in MiB, and the range (first, last, step).
+        limit: MiB.
+        first: a size that fits.
+        last: a size that does not fit.
+        step: between sizes.
+
+    Raises:
+        RecipeError: the limit is not between those of the first and the last size.
     """
-    first, last, step = model["range"]
-    limit = model["limit"] * MIB
-    low, high = first, last + step
-    if peak(low)[1] > limit:
-        raise ValueError(f"not even a size of {low} fits into {model['limit']} MiB: {peak(low)[1] / MIB:.0f} MiB")
+    low, high = first, last
     while high - low > step:
-        middle = low + (high - low) // (2 * step) * step
-        low, high = (middle, high) if peak(middle)[1] <= limit else (low, middle)
+        middle = low + max(1, (high - low) // (2 * step)) * step
+        low, high = (middle, high) if peak(middle)[1] <= limit * MIB else (low, middle)
+    if peak(low)[1] > limit * MIB or peak(high)[1] <= limit * MIB:
+        raise RecipeError(
+            f"{limit} MiB are not between a size of {low}, {peak(low)[1] / MIB:.0f} MiB, and one of {high}, "
+            f"{peak(high)[1] / MIB:.0f} MiB.",
+            hint="Set a wider range.",
+        )
     return low, *peak(low)
 
 

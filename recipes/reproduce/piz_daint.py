@@ -151,7 +151,9 @@ def figure13(
                     f"measured: {what}", measured, found, Tolerance(measured_tolerance), unit, in_sample=True, note=note
                 )
             )
-    caption = "Measured by the authors, digitised from Figure 13, and Eq. (1) with constants fitted to the modelled points."
+    caption = (
+        "Measured by the authors, digitised from Figure 13, and Eq. (1) with constants fitted to the modelled points."
+    )
     title = "Figure 13: Chimera's throughput by depth and width"
     return Result.of(rows, bars(title, measured_speeds, own, "throughput (sequences/s)", caption))
 
