@@ -22,8 +22,8 @@ def table1(models: dict[str, dict[str, Any]], micro_batches: int) -> Result:
     """Sizes and how they grow, beside the published ones.
 
     Args:
-        models: title -> kind, limit in MiB, samples, the other arguments of `peak_bytes`, for both ways the range of its size, the
-            published sizes of both ways, their parameters, and tolerances.
+        models: title -> kind, limit in MiB, samples, the other arguments of `peak_bytes`, for both ways the range of
+            its size, the published size and parameters, and the tolerance.
         micro_batches: of GPipe's batch.
     """
     rows: list[Row] = []
@@ -42,8 +42,8 @@ def table1(models: dict[str, dict[str, Any]], micro_batches: int) -> Result:
                     f"{title}, {way}: largest {name} in {model['limit']} MiB",
                     model["published"][way],
                     size,
-                    note=f"peak {peak / MIB:.0f} MiB, in steps of {model['range'][way][2]}; the published {name} is that of "
-                    f"the whole limit, {model['scaled']}",
+                    note=f"peak {peak / MIB:.0f} MiB, in steps of {model['range'][way][2]}; the published {name} is "
+                    f"that of the whole limit, {model['scaled']}",
                 )
             )
         growth = found[GPIPE][1] / found[NAIVE][1]

@@ -10,7 +10,7 @@ from recipes.reproduce.report import HEAD, Outcome, cells
 
 STYLE = """
 body { font: 15px/1.45 system-ui, sans-serif; margin: 2rem auto; max-width: 78rem; padding: 0 1rem; color: #1a1a1a; }
-h1 { font-size: 1.6rem; } h2 { font-size: 1.15rem; margin: 2.2rem 0 .2rem; }
+h1 { font-size: 1.6rem; } h2 { font-size: 1.15rem; margin: 2.2rem 0 .2rem; } h3 { font-size: .95rem; margin: .4rem 0; }
 p { margin: .2rem 0 .6rem; max-width: 60rem; } .source, figcaption, .note { color: #555; font-size: 13px; }
 table { border-collapse: collapse; width: 100%; font-size: 13px; font-variant-numeric: tabular-nums; }
 th, td { text-align: left; vertical-align: top; padding: .22rem .6rem .22rem 0; border-bottom: 1px solid #e3e3e3; }
@@ -66,7 +66,10 @@ def section(outcome: Outcome) -> str:
     if outcome.result.rows:
         parts.append(rows(outcome))
     pictures = outcome.result.pictures
-    parts += [f"<figure>{each.svg}<figcaption>{escape(each.caption)}</figcaption></figure>" for each in pictures]
+    parts += [
+        f"<figure><h3>{escape(each.title)}</h3>{each.svg}<figcaption>{escape(each.caption)}</figcaption></figure>"
+        for each in pictures
+    ]
     return "\n".join(parts)
 
 

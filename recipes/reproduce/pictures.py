@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from recipes.reproduce.results import Picture
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
@@ -30,9 +27,8 @@ def lines(
     caption: str,
     *,
     logarithmic: bool = False,
-    size: tuple[float, float] = (8.2, 4.2),
 ) -> Picture:
-    """Curves over a number: published points empty, ours filled and joined.
+    """Curves over a number; see `lines_figure`.
 
     Args:
         title: above it.
@@ -41,26 +37,55 @@ def lines(
         axes: what is along x and y, with units.
         caption: below it.
         logarithmic: x and y grow by factors.
+    """
+    return Picture(title, svg(lambda: lines_figure(published, ours, axes, logarithmic=logarithmic)), caption)
+
+
+def lines_figure(
+    published: Points,
+    ours: Points,
+    axes: tuple[str, str],
+    *,
+    logarithmic: bool = False,
+    size: tuple[float, float] = (8.2, 4.4),
+) -> Figure:
+    """Published points large and empty, ours small, filled and joined.
+
+    Args:
+        published: by label.
+        ours: by the same labels, or by others.
+        axes: what is along x and y, with units.
+        logarithmic: x and y grow by factors.
         size: inches.
     """
-    with _drawn(size) as (figure, plot, made):
-        for index, label in enumerate(dict.fromkeys([*published, *ours])):
-            style: Any = {"color": COLOURS[index % len(COLOURS)], "marker": MARKERS[index % len(MARKERS)]}
-            if label in published:
-                plot.plot(*_columns(published[label]), linestyle="none", markerfacecolor="none", markersize=9, **style)
-            if label in ours:
-                plot.plot(*_columns(ours[label]), linewidth=1.4, markersize=4.5, **style)
-            plot.plot([], [], label=label, **style)
-        if logarithmic:
-            plot.set_xscale("log", base=2)
-            plot.set_yscale("log")
-        else:
-            plot.set_ylim(bottom=0)
-        ticks = sorted({x for points in (*published.values(), *ours.values()) for x, _ in points})
-        plot.set_xticks(ticks, [f"{tick:,g}" for tick in ticks])
-        plot.minorticks_off()
-        _finish(figure, plot, axes, len(published) > 0)
-    return Picture(title, made[0], caption)
+    figure, plot = _figure(size)
+    for index, label in enumerate(dict.fromkeys([*published, *ours])):
+        style: Any = {"color": COLOURS[index % len(COLOURS)], "marker": MARKERS[index % len(MARKERS)]}
+        if label in published:
+            plot.plot(*_columns(published[label]), linestyle="none", markerfacecolor="none", markersize=9, **style)
+        if label in ours:
+            plot.plot(*_columns(ours[label]), linewidth=1.4, markersize=4.5, **style)
+        plot.plot([], [], label=label, **style)
+    every = [*published.values(), *ours.values()]
+    if logarithmic:
+        plot.set_xscale("log", base=2)
+        plot.set_yscale("log", base=2)
+        _powers(plot, [y for points in every for _, y in points])
+    else:
+        plot.set_ylim(bottom=0)
+    ticks = sorted({x for points in every for x, _ in points})
+    plot.set_xticks(ticks, [f"{tick:,g}" for tick in ticks])
+    plot.minorticks_off()
+    _finish(figure, plot, axes, published=bool(published))
+    return figure
+
+
+def _powers(plot: Axes, values: Sequence[float]) -> None:
+    """Ticks at powers of two in the place of scientific notation."""
+    from math import ceil, floor, log2
+
+    ticks = [2**power for power in range(floor(log2(min(values))), ceil(log2(max(values))) + 1)]
+    plot.set_yticks(ticks, [f"{tick:,g}" for tick in ticks])
 
 
 def bars(
@@ -82,7 +107,9 @@ def bars(
         caption: below it.
         height: inches; by default enough for the labels.
     """
-    with _drawn((8.2, height or 1.4 + 0.34 * len(ours))) as (figure, plot, made):
+
+    def draw() -> Figure:
+        figure, plot = _figure((8.2, height or 1.4 + 0.34 * len(ours)))
         places = range(len(ours))
         given = [published.get(label) or 0.0 for label in ours]
         plot.barh([place - 0.2 for place in places], given, 0.38, color="#BBBBBB", label="published")
@@ -91,8 +118,12 @@ def bars(
         plot.set_ylim(len(ours) - 0.4, -0.6)
         plot.set_xlabel(unit)
         plot.grid(axis="x", color="#E5E5E5")
+        plot.set_axisbelow(True)
+        plot.spines[["top", "right"]].set_visible(False)
         figure.legend(loc="outside lower center", ncols=2, frameon=False)
-    return Picture(title, made[0], caption)
+        return figure
+
+    return Picture(title, svg(draw), caption)
 
 
 def curves(
@@ -108,37 +139,42 @@ def curves(
         caption: below it.
         mean_of: steps that are averaged.
     """
-    with _drawn((8.2, 4.4)) as (figure, plot, made):
+
+    def draw() -> Figure:
+        figure, plot = _figure((8.2, 4.4))
         for index, (label, each) in enumerate(values.items()):
             smooth = [sum(each[at - mean_of : at]) / mean_of for at in range(mean_of, len(each) + 1)]
-            dash = "-" if index == 0 else (0, (4, 1 + 0.6 * index))
             plot.plot(
                 range(mean_of, len(each) + 1),
                 smooth,
                 label=label,
-                linewidth=3.0 if index == 0 else 1.3,
+                linewidth=3.5 if index == 0 else 1.3,
                 color="#BBBBBB" if index == 0 else COLOURS[(index - 1) % len(COLOURS)],
-                linestyle=dash,
+                linestyle="-" if index == 0 else (0, (4, 1 + 0.6 * index)),
             )
         _finish(figure, plot, (x, y), published=False)
-    return Picture(title, made[0], caption)
+        return figure
+
+    return Picture(title, svg(draw), caption)
 
 
-@contextmanager
-def _drawn(size: tuple[float, float]) -> Iterator[tuple[Figure, Axes, list[str]]]:
-    """A figure with axes; at the end its SVG is in the list."""
+def svg(draw: Callable[[], Figure]) -> str:
+    """What is drawn, as SVG without XML head, the same each time."""
     import matplotlib
-    from matplotlib.figure import Figure
 
-    made: list[str] = []
     # Text as paths looks the same everywhere, and needs no font of the reader's; the salt keeps ids the same.
     with matplotlib.rc_context({"svg.fonttype": "path", "svg.hashsalt": "recipes", "font.size": 9}):
-        figure = Figure(figsize=size, layout="constrained")
-        yield figure, figure.add_subplot(), made
         buffer = io.StringIO()
-        figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
+        draw().savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
     text = buffer.getvalue()
-    made.append(re.sub(r"<metadata>.*?</metadata>\s*", "", text[text.index("<svg") :], flags=re.DOTALL))
+    return re.sub(r"<metadata>.*?</metadata>\s*", "", text[text.index("<svg") :], flags=re.DOTALL)
+
+
+def _figure(size: tuple[float, float]) -> tuple[Figure, Axes]:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=size, layout="constrained")
+    return figure, figure.add_subplot()
 
 
 def _columns(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
@@ -149,8 +185,7 @@ def _finish(figure: Figure, plot: Axes, axes: tuple[str, str], published: bool) 
     plot.set_xlabel(axes[0])
     plot.set_ylabel(axes[1])
     plot.grid(color="#E5E5E5")
-    with suppress(AttributeError):
-        plot.spines[["top", "right"]].set_visible(False)
+    plot.spines[["top", "right"]].set_visible(False)
     if published:
         plot.plot([], [], color="#555555", marker="o", linestyle="none", markerfacecolor="none", label="published")
         plot.plot([], [], color="#555555", marker="o", markersize=4.5, label="reproduced")

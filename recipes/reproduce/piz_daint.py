@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
-from lightning_pipe.schedules import Family, Kind, Schedule
+from lightning_pipe.schedules import Family, Kind
 from lightning_pipe.simulate import Costs, Link, simulate
 from lightning_pipe.simulate.closed_forms import chimera_critical_path
 from recipes.reproduce.bubbles import SCHEMES
@@ -50,7 +51,8 @@ class Machine:
         """Of a micro-batch on one of so many stages; sending and receiving ranks wait for a message's end."""
         forward = BLOCKS[model] // depth * self.forward(model, batch)
         send = SAMPLE[model] * batch / self.p2p
-        return Costs(forward=forward, backward=(3 if recompute else 2) * forward, send=send, occupies="both")
+        backward = (3 if recompute else 2) * forward
+        return Costs(forward, backward, backward_weight=forward, send=send, occupies="both")
 
     def reductions(self, model: str, depth: int, members: int) -> list[float]:
         """Seconds of each stage's all-reduce."""
@@ -100,26 +102,25 @@ def simulated(
     whole = machine.costs(model, depth, batch, recompute=recompute)
     # A stage of a schedule with several on each rank is smaller; its messages are not.
     costs = whole.of_a_share(depth / stages)
-    if family.synchronous:
-        schedule = family.build(depth, micro_batches)
-        timeline = simulate(schedule, costs)
-        seconds = float(timeline.makespan)
-    else:
-        schedule = family.build(depth, LONG * depth)
-        timeline = simulate(schedule, costs)
-        seconds = float(timeline.makespan) * micro_batches / (LONG * depth)
-    reductions = machine.reductions(model, stages, width * _copies(schedule))
-    left = []
+    seconds, copies, unhidden = _passes(family, depth, micro_batches, costs)
+    reductions = machine.reductions(model, stages, width * copies)
+    return total / (seconds + max(sum(reductions[stage] for stage in of_rank) for of_rank in unhidden))
+
+
+@cache
+def _passes(
+    family: Family, depth: int, micro_batches: int, costs: Costs
+) -> tuple[float, int, tuple[tuple[int, ...], ...]]:
+    """Seconds of a batch's passes, ranks that hold a stage, and for every rank the stages whose sums nothing hides."""
+    number = micro_batches if family.synchronous else LONG * depth
+    schedule = family.build(depth, number)
+    timeline = simulate(schedule, costs)
+    unhidden = []
     for row in timeline.compute:
         done = {event.stage: event.end for event in row if event.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)}
         first = min(done, key=lambda stage: (done[stage], -stage)) if len(done) > 1 else None
-        left.append(sum(reductions[stage] for stage in done if stage != first))
-    return total / (seconds + max(left))
-
-
-def _copies(schedule: Schedule) -> int:
-    """Ranks of a pipeline that hold a stage."""
-    return len(schedule.holders(0))
+        unhidden.append(tuple(stage for stage in done if stage != first))
+    return float(timeline.makespan) * micro_batches / number, len(schedule.holders(0)), tuple(unhidden)
 
 
 def figure13(
