@@ -30,7 +30,7 @@ ENVIRONMENTS = {
             "torch==2.10.0",
             "lightning==2.6.0",
             "torchmetrics==1.4.0",
-            "transformers==5.0.0",
+            "transformers==5.2.0",
             "numpy==1.26.0",
             "wrapt==1.16.0",
             "typing_extensions==4.10.0",

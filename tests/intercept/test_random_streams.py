@@ -98,6 +98,18 @@ def batch() -> dict[str, Tensor]:
     return {"x": torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(1))}
 
 
+def _has_shapes_of_gamma() -> bool:
+    try:
+        torch._standard_gamma(torch.ones(1, device="meta"))
+    except NotImplementedError:
+        return False
+    return True
+
+
+if not _has_shapes_of_gamma():  # torch 2.10: refused between layers, as all that has no shape without values
+    del DRAWS["standard_gamma"]
+
+
 @pytest.mark.parametrize("name", DRAWS)
 def test_numbers_drawn_after_a_random_function_do_not_depend_on_the_cut(name: str) -> None:
     model = Drawing(DRAWS[name])

@@ -181,6 +181,46 @@ class Routed(MeanOfSamples):
         return self.head(x.index_copy(0, places, chosen).unflatten(0, ids.shape))
 
 
+class Balanced(nn.Module):
+    """Says beside its output how evenly it uses its channels, one number for all samples, as routers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.linear(x)
+        return x, x.softmax(-1).mean((0, 1)).square().sum()
+
+
+class LoggedBalance(MeanOfSamples):
+    """Logs what a layer says of all samples of a micro-batch together."""
+
+    def __init__(self, early: float = 0.0) -> None:
+        super().__init__(early)
+        self.layers[0] = Balanced().double()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x, self.balance = self.layers[0](self.embed(ids))
+        for layer in self.layers[1:]:
+            x = layer(x)
+        self.log("balance", self.balance)
+        return self.head(x)
+
+
+class LoggedBalanceOfTokens(LoggedBalance, MeanOfTokens):
+    """... and its loss is a mean over tokens that are not padding."""
+
+    loss = MeanOfTokens.loss
+
+
+class LossWithBalance(LoggedBalance):
+    """Adds it to its loss."""
+
+    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return super().loss(logits, labels) + self.balance
+
+
 class LayerDrop(MeanOfSamples):
     """Leaves layers of the last stage out at random, as some models of Hugging Face do."""
 

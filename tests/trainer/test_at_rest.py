@@ -47,7 +47,9 @@ def gathered() -> Iterator[list[str]]:
 
 def trainer_of(devices: int | None, **options: Any) -> L.Trainer:
     strategy: Any = PipeStrategy(**{"micro_batches": 1, "gather_limit": 0, **options}) if devices else "auto"
-    return L.Trainer(accelerator="cpu", devices=devices or 1, strategy=strategy, max_epochs=1, **QUIET)
+    # a metric that was reset in inference mode cannot be updated in training (torchmetrics 1.4)
+    quiet = {**QUIET, "inference_mode": False}
+    return L.Trainer(accelerator="cpu", devices=devices or 1, strategy=strategy, max_epochs=1, **quiet)
 
 
 def several_runs(devices: int | None, folder: Path, kind: type[Lit] = Lit) -> dict[str, Any]:

@@ -185,7 +185,7 @@ def test_a_precision_that_replaces_classes() -> None:
     trainer = L.Trainer(
         accelerator="cpu",
         devices=1,
-        strategy=PipeStrategy(layers="layers"),
+        strategy=PipeStrategy(layers="layers", micro_batches=1),
         plugins=[Replacing()],
         max_epochs=1,
         **QUIET,

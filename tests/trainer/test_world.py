@@ -173,7 +173,8 @@ def evaluated(process: int, devices: int | None) -> dict[str, Any]:
 
     writer = Writer()
     strategy = PipeStrategy(micro_batches=1) if devices else "auto"
-    runner = trainer(strategy, devices or 1, callbacks=[writer])
+    # a metric that was reset in inference mode cannot be updated in training (torchmetrics 1.4)
+    runner = trainer(strategy, devices or 1, callbacks=[writer], inference_mode=False)
     module, data = Lit().double(), Data()
     found: dict[str, Any] = {"before": runner.validate(module, datamodule=data, verbose=False)}
     runner.fit(module, datamodule=data)

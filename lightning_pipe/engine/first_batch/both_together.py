@@ -18,18 +18,29 @@ class UnlikeError(Exception):
     """What two micro-batches have brought cannot be put together."""
 
 
-def readings(received: Sequence[Inbound | None], sizes: Sequence[int]) -> list[Inbound | None]:
+def readings(
+    received: Sequence[Inbound | None], sizes: Sequence[int], standing: int | None = None
+) -> list[Inbound | None]:
     """What a stage would receive for two micro-batches together, in all ways that it may be meant.
 
     Of a tensor with several elements per sample, the first of all samples may come first (``torch.cat`` of two views
     of a batch), or all of the first sample (``repeat_interleave``). Where several dimensions fit, the samples may lie
     along the first or the last of them (time may come before the samples).
+
+    Args:
+        received: what it has received for each of them.
+        sizes: their samples.
+        standing: which of the two (0 or 1) gives the values that have no dimension of samples and differ, such as a
+            router's loss; ``None``: such values cannot be put together.
+
+    Raises:
+        UnlikeError: it cannot be put together.
     """
     found = []
     for last in (False, True):
         for reading in _readings(last=last):
             try:
-                found.append(_inbound(received, sizes, reading))
+                found.append(_inbound(received, sizes, reading._replace(standing=standing)))
             except UnlikeError:
                 continue
             if reading.views is None or reading.free:
@@ -51,12 +62,13 @@ class _Reading(NamedTuple):
 
     ``views=None``: every tensor has one element per sample, or is the same for both; otherwise whether the first
     elements of all samples come first. ``last``: which of several dimensions that fit is that of the samples.
-    ``free``: samples may have different numbers of elements.
+    ``free``: samples may have different numbers of elements. ``standing``: see `readings`.
     """
 
     views: bool | None
     last: bool
     free: bool
+    standing: int | None = None
 
 
 def _readings(*, last: bool) -> Iterator[_Reading]:
@@ -109,6 +121,8 @@ def _spec(one: TensorSpec, other: TensorSpec, sizes: Sequence[int], reading: _Re
 def _value(one: Tensor, other: Tensor, sizes: Sequence[int], reading: _Reading) -> Tensor:
     dimension = _dimension(one.shape, other.shape, sizes, reading)
     if dimension is None:
+        if one.shape == other.shape and reading.standing is not None and one.is_floating_point():
+            return (one, other)[reading.standing]
         if one.shape != other.shape or not torch.equal(one, other):
             raise UnlikeError
         return one

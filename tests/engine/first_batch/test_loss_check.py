@@ -28,6 +28,9 @@ from tests.support.token_losses import (
     Chosen,
     Contrastive,
     LayerDrop,
+    LoggedBalance,
+    LoggedBalanceOfTokens,
+    LossWithBalance,
     MeanOfCopies,
     MeanOfSamples,
     MeanOfTokens,
@@ -120,6 +123,7 @@ def test_samples_along_the_dimension_that_fits(time: int) -> None:
         (Random, "it is random, though dropout is off"),
         (Picky, "two micro-batches together raise ValueError: too many samples"),
         (Routed, "layers get tensors of which two micro-batches' cannot be put together"),
+        (LossWithBalance, "layers get tensors of which two micro-batches' cannot be put together"),
     ],
 )
 def test_a_check_that_cannot_be_made_says_why_once(loss: type[Tokens], reason: str) -> None:
@@ -127,6 +131,12 @@ def test_a_check_that_cannot_be_made_says_why_once(loss: type[Tokens], reason: s
     assert reason in told
     counted = fit(loss(), Batches().batches, layers="layers", message="not checked", loss_weight=lambda part: 2.0)
     assert counted == []
+
+
+def test_values_without_samples_that_are_only_logged_do_not_end_the_check() -> None:
+    batches = Batches(number=4).batches
+    assert fit(LoggedBalance(), batches, layers="layers", message="over the samples") == []
+    assert len(fit(LoggedBalanceOfTokens(), batches, layers="layers")) == 1
 
 
 def test_later_batches_are_checked_too() -> None:
