@@ -78,8 +78,8 @@ def choose(
     path = default_path(type(module).__name__, [layer.name for layer in sizes], [layer.parameters for layer in sizes])
     profile, source = estimated(module, sequence), "the layers' parameters; `lightning-pipe profile` measures them"
     if path.exists():
-        stored = CostProfile.load(path)
         try:
+            stored = CostProfile.load(path)
             stored.check({**run_conditions(device), "ranks": str(ranks)})
             profile, source = stored, str(path)
         except ConfigurationError as error:
