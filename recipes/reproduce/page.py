@@ -15,6 +15,7 @@ p { margin: .2rem 0 .6rem; max-width: 60rem; } .source, figcaption, .note { colo
 table { border-collapse: collapse; width: 100%; font-size: 13px; font-variant-numeric: tabular-nums; }
 th, td { text-align: left; vertical-align: top; padding: .22rem .6rem .22rem 0; border-bottom: 1px solid #e3e3e3; }
 th { border-bottom: 2px solid #999; } td:first-child { min-width: 14rem; }
+td:nth-child(6) { white-space: nowrap; }
 .reproduced { color: #1b6e2c; } .in-sample { color: #6b5a00; } .not-reproduced { color: #b3261e; font-weight: 600; }
 .shown, .not-run, .not-possible-here, .not-done-yet { color: #555; }
 figure { margin: 1rem 0; } figure svg { max-width: 100%; height: auto; } figcaption { max-width: 60rem; }
@@ -76,10 +77,13 @@ def section(outcome: Outcome) -> str:
 def rows(outcome: Outcome) -> str:
     """The table of one experiment."""
     lines = ["<table>", "<tr>" + "".join(f"<th>{head}</th>" for head in HEAD) + "</tr>"]
+    before = ""
     for row in outcome.result.rows:
         texts = [escape(cell) for cell in cells(row, outcome.experiment.how)]
-        if row.note:
+        # A note counts for the rows below it as well, but where a value does not come out it always stands.
+        if row.note and (row.note != before or row.verdict == "not reproduced"):
             texts[0] += f'<br><span class="note">{escape(row.note)}</span>'
+        before = row.note
         texts[5] = f'<span class="{row.verdict.replace(" ", "-")}">{texts[5]}</span>'
         lines.append("<tr>" + "".join(f"<td>{text}</td>" for text in texts) + "</tr>")
     return "\n".join([*lines, "</table>"])

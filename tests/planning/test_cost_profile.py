@@ -79,7 +79,7 @@ def test_a_profile_by_hand_needs_little(tmp_path: Path) -> None:
 
 def test_figures_of_another_version_are_refused_wherever_they_are_read(tmp_path: Path) -> None:
     replace(profile(), conditions={"lightning_pipe": "0.0.1", "torch": "1.6"}).save(tmp_path / "net.json")
-    with pytest.raises(ConfigurationError, match="lightning_pipe 0.0.1 in the profile, "):
+    with pytest.raises(ConfigurationError, match=r"lightning_pipe 0\.0\.1 in the profile, "):
         CostProfile.load(tmp_path / "net.json")
 
 
