@@ -11,8 +11,12 @@ extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 myst_heading_anchors = 3
 exclude_patterns = ["_build"]
 html_theme = "furo"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
 html_title = f"lightning-pipe {release}"
 autodoc_typehints = "none"
+# The list of a page's contents is narrow.
+toc_object_entries_show_parents = "hide"
 autodoc_member_order = "bysource"
 default_role = "code"
 # Docstrings name Python objects that have no page of their own.

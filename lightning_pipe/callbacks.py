@@ -34,7 +34,8 @@ class PipelineTimeline(pl.Callback):
 
     Example:
         >>> import lightning as L
-        >>> trainer = L.Trainer(accelerator="cpu", logger=False, callbacks=[PipelineTimeline("timeline.png", batch=50)])
+        >>> timeline = PipelineTimeline("timeline.png", batch=50)
+        >>> trainer = L.Trainer(accelerator="cpu", logger=False, callbacks=[timeline])
     """
 
     def __init__(self, path: str | PathLike[str] | None = None, batch: int = 20) -> None:

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.structure import Structure, report, room
+from tests.support.mirrors import ELSEWHERE, modules_with_tests
+from tests.support.structure import ROOT, Structure, report, room
 
 OPTIONS = {"PipeStrategy"}
 """Classes that hold the user's options, one attribute each."""
@@ -59,6 +60,16 @@ def test_a_circle_and_an_arrow_upwards_are_found(tmp_path: Path) -> None:
     structure = Structure(tmp_path)
     assert structure.circles() == [["lightning_pipe.engine.a", "lightning_pipe.trainer.b"]]
     assert structure.upward() == ["lightning_pipe.engine.a imports lightning_pipe.trainer.b"]
+
+
+def test_every_module_has_its_tests() -> None:
+    assert [module for module, tests in modules_with_tests() if tests is None] == []
+
+
+def test_the_table_of_tests_elsewhere_is_true() -> None:
+    used = {(module, tests) for module, tests in modules_with_tests()}
+    assert [pair for pair in ELSEWHERE.items() if pair not in used] == [], "modules with a mirror, or no modules"
+    assert [tests for tests in ELSEWHERE.values() if not (ROOT / "tests" / tests).exists()] == []
 
 
 def test_the_report_names_every_room(structure: Structure) -> None:

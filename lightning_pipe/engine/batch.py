@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_pipe.engine.containers import fresh
 from lightning_pipe.errors import ConfigurationError
-from lightning_pipe.intercept.arrival import Inbound
+from lightning_pipe.intercept.crossing import Crossing
 from lightning_pipe.intercept.random_streams import RandomStreams
 from lightning_pipe.skip import SkipKey
 from lightning_pipe.torch_internals import tree_map
@@ -27,7 +27,9 @@ _AS_THEY_ARE = nullcontext()
 class BatchObserver:
     """Looks at a training batch while it runs, and leaves no trace in it. This one looks at nothing."""
 
-    def before_stage(self, stages: Stages, stage: int, micro_batch: int, batch: Batch, inbound: Inbound | None) -> None:
+    def before_stage(
+        self, stages: Stages, stage: int, micro_batch: int, batch: Batch, inbound: Crossing | None
+    ) -> None:
         """A stage is about to run a micro-batch forward."""
 
     def before_layer(

@@ -23,7 +23,8 @@ from typing import NamedTuple
 from torch import Tensor
 
 from lightning_pipe.errors import CommunicationError
-from lightning_pipe.intercept.call_record import Crossing, RunRecord
+from lightning_pipe.intercept.call_record import RunRecord
+from lightning_pipe.intercept.crossing import Crossing, Returned
 from lightning_pipe.tensor_spec import TensorSpec
 from lightning_pipe.transport.base import IncomingParts, Lane, Transport, Work
 from lightning_pipe.transport.message_layout import MessageLayout, mask_words, to_bits, to_words
@@ -49,16 +50,30 @@ class BoundaryKey(NamedTuple):
 
 
 @dataclass(frozen=True)
-class BoundaryMessage:
-    """The tensors that one message carries over a boundary, and the layouts of this message and of the one back.
+class BoundaryPlan:
+    """Which tensors travel over a boundary, and how their message and the one back are laid out.
+
+    Both ends have agreed on it for the micro-batches of one signature, or it comes with a crossing that goes in full.
 
     Args:
         path: the calls and the live tensors of the sending stage.
         numbers: the tensors that travel, by number, in the order of the path's entries.
+        since: the first micro-batch that it is in force for.
     """
 
     path: RunRecord
     numbers: tuple[int, ...]
+    since: int = 0
+
+    @classmethod
+    def of(cls, path: RunRecord, numbers: Container[int], since: int) -> BoundaryPlan:
+        """The plan that lets some of the live tensors travel."""
+        return cls(path, tuple(entry.number for entry in path.entries if entry.number in numbers), since)
+
+    @classmethod
+    def full(cls, path: RunRecord) -> BoundaryPlan:
+        """The plan that lets all of them travel."""
+        return cls(path, tuple(entry.number for entry in path.entries))
 
     @cached_property
     def gradients(self) -> tuple[int, ...]:
@@ -97,46 +112,26 @@ class BoundaryMessage:
         return tuple(entry.spec for entry in self.path.entries if entry.number in wanted)
 
 
-@dataclass(frozen=True)
-class BoundaryPlan:
-    """What both ends of a boundary have agreed on for micro-batches of one signature.
-
-    Args:
-        path: the calls and the live tensors of the sending stage.
-        sent: the numbers of the tensors that travel.
-        since: the first micro-batch that it is in force for.
-    """
-
-    path: RunRecord
-    sent: frozenset[int]
-    since: int = 0
-
-    @cached_property
-    def message(self) -> BoundaryMessage:
-        """What travels."""
-        return BoundaryMessage(
-            self.path, tuple(entry.number for entry in self.path.entries if entry.number in self.sent)
-        )
-
-
 @dataclass
 class Transfer:
     """A crossing that has happened; both ends keep it until the gradients have come back.
 
     Args:
         signature: the micro-batch's signature.
-        message: what travelled.
+        plan: what travelled.
         used: the numbers that the receiver or a later stage used; known after the backward pass.
     """
 
     signature: Hashable
-    message: BoundaryMessage
+    plan: BoundaryPlan
     used: frozenset[int] | None = None
 
 
 class _Posted(NamedTuple):
+    """A buffer, and the plan by which it was posted: another may be in force by the time it is filled."""
+
     parts: IncomingParts
-    plan: BoundaryPlan | None = None
+    plan: BoundaryPlan
 
 
 @dataclass
@@ -172,83 +167,81 @@ class BoundaryExchange:
     def send(self, key: BoundaryKey, peer: int, signature: Hashable, crossing: Crossing) -> None:
         """Start to send what leaves a stage."""
         plan, requests = self._plan(key, signature), self.requests | self.asking()
-        numbers = {entry.number: tensor for entry, tensor in zip(crossing.path.entries, crossing.tensors, strict=True)}
         lane = Lane("forward", key.pipe)
         if plan is not None:
             agreed = _fits(plan, crossing.path)
-            tensors = [numbers[n] if agreed else None for n in plan.message.numbers]
+            tensors = [crossing.tensors[n] if agreed else None for n in plan.numbers]
             word = (_AGREED if agreed else _CHANGED) | requests << _KIND_BITS
-            self._send(plan.message.layout, [word], tensors, peer, lane, key)
+            self._send(plan.layout, [word], tensors, peer, lane, key)
             if agreed:
-                self.transfers[key] = Transfer(signature, plan.message)
+                self.transfers[key] = Transfer(signature, plan)
                 return
         # The receiver knows neither sizes nor path yet: all of it goes as one object, by way of the host.
-        values = [tensor.detach().cpu() for tensor in crossing.tensors]
+        values = [tensor.detach().cpu() for tensor in crossing.tensors.values()]
         self._under_way(key, self.transport.send_object((crossing.path, values, requests), peer, _tag(key, 0)))
-        self.transfers[key] = Transfer(signature, _everything(crossing.path))
+        self.transfers[key] = Transfer(signature, BoundaryPlan.full(crossing.path))
 
     def expect(self, key: BoundaryKey, peer: int, signature: Hashable) -> None:
         """Post the buffer for what will come, as soon as its size is agreed."""
         plan = self._plan(key, signature)
         if plan is not None:
-            self._post(Lane("forward", key.pipe), key, peer, plan.message.layout, plan)
+            self._post(Lane("forward", key.pipe), key, peer, plan.layout, plan)
 
-    def receive(self, key: BoundaryKey, peer: int, signature: Hashable) -> tuple[RunRecord, dict[int, Tensor]]:
-        """Wait for what the previous stage sent: the path and the tensors by number."""
+    def receive(self, key: BoundaryKey, peer: int, signature: Hashable) -> Crossing:
+        """Wait for what an earlier stage sent."""
         posted = self._posted.pop(("forward", key), None)
-        if posted is not None and posted.plan is not None:
+        if posted is not None:
             control, tensors = posted.parts.wait()
             self.requests |= control[0] >> _KIND_BITS
             if not control[0] & _CHANGED:
-                return self._arrived(key, signature, posted.plan.message, tensors)
+                return self._arrived(key, signature, posted.plan, tensors)
         path, values, requests = self.transport.receive_object(peer, _tag(key, 0))
         self.requests |= requests
-        return self._arrived(key, signature, _everything(path), [value.to(self.transport.device) for value in values])
+        tensors = [value.to(self.transport.device) for value in values]
+        return self._arrived(key, signature, BoundaryPlan.full(path), tensors)
 
-    def _arrived(
-        self, key: BoundaryKey, signature: Hashable, message: BoundaryMessage, tensors: list[Tensor]
-    ) -> tuple[RunRecord, dict[int, Tensor]]:
-        self.transfers[key] = Transfer(signature, message)
-        return message.path, message.path.laid_out(dict(zip(message.numbers, tensors, strict=True)))
+    def _arrived(self, key: BoundaryKey, signature: Hashable, plan: BoundaryPlan, tensors: list[Tensor]) -> Crossing:
+        self.transfers[key] = Transfer(signature, plan)
+        return Crossing(plan.path, dict(zip(plan.numbers, tensors, strict=True))).laid_out()
 
     # ------------------------------------------------------------------ backward
 
-    def send_gradients(self, key: BoundaryKey, peer: int, gradients: dict[int, Tensor], used: frozenset[int]) -> None:
+    def send_gradients(self, key: BoundaryKey, peer: int, returned: Returned) -> None:
         """Start to send back the gradients of what was received."""
-        transfer = self.transfers[key]
-        message = transfer.message
-        transfer.used = used if message.gradients else message.all  # as the other end has to assume
-        if not message.gradients:
+        transfer, (gradients, used) = self.transfers[key], returned
+        plan = transfer.plan
+        transfer.used = used if plan.gradients else plan.all  # as the other end has to assume
+        if not plan.gradients:
             return
-        tensors = [gradients.get(number) for number in message.gradients]
-        complete = used >= message.all and gradients.keys() >= set(message.gradients)
-        masks = message.masks if complete else message.masks_of(used, gradients)
-        self._send(message.gradient_layout, masks, tensors, peer, Lane("backward", key.pipe), key)
+        tensors = [gradients.get(number) for number in plan.gradients]
+        complete = used >= plan.all and gradients.keys() >= set(plan.gradients)
+        masks = plan.masks if complete else plan.masks_of(used, gradients)
+        self._send(plan.gradient_layout, masks, tensors, peer, Lane("backward", key.pipe), key)
 
     def expect_gradients(self, key: BoundaryKey, peer: int) -> None:
         """Post the buffer for the gradients of what was sent."""
-        message = self.transfers[key].message
-        if message.gradients:
-            self._post(Lane("backward", key.pipe), key, peer, message.gradient_layout)
+        plan = self.transfers[key].plan
+        if plan.gradients:
+            self._post(Lane("backward", key.pipe), key, peer, plan.gradient_layout, plan)
 
-    def receive_gradients(self, key: BoundaryKey, peer: int) -> tuple[dict[int, Tensor], frozenset[int]]:
+    def receive_gradients(self, key: BoundaryKey, peer: int) -> Returned:
         """Wait for the gradients, by number, and the numbers that later stages used."""
         transfer = self.transfers[key]
-        message = transfer.message
-        if not message.gradients:
-            transfer.used = message.all
-            return {}, transfer.used
+        plan = transfer.plan
+        if not plan.gradients:
+            transfer.used = plan.all
+            return Returned({}, transfer.used)
         masks, tensors = self._posted.pop(("backward", key)).parts.wait()
         # Mostly everything was used: comparing two short lists is cheaper than reading their bits.
-        if masks == message.masks:
-            transfer.used = message.all
-            return dict(zip(message.gradients, tensors, strict=True)), transfer.used
-        split = mask_words(len(message.numbers))
-        used = to_bits(masks[:split], len(message.numbers))
-        present = to_bits(masks[split:], len(message.gradients))
-        transfer.used = frozenset(n for n, flag in zip(message.numbers, used, strict=True) if flag)
-        gradients = {n: tensor for n, tensor, flag in zip(message.gradients, tensors, present, strict=True) if flag}
-        return gradients, transfer.used
+        if masks == plan.masks:
+            transfer.used = plan.all
+            return Returned(dict(zip(plan.gradients, tensors, strict=True)), transfer.used)
+        split = mask_words(len(plan.numbers))
+        used = to_bits(masks[:split], len(plan.numbers))
+        present = to_bits(masks[split:], len(plan.gradients))
+        transfer.used = frozenset(n for n, flag in zip(plan.numbers, used, strict=True) if flag)
+        gradients = {n: tensor for n, tensor, flag in zip(plan.gradients, tensors, present, strict=True) if flag}
+        return Returned(gradients, transfer.used)
 
     # ------------------------------------------------------------------ bookkeeping
 
@@ -299,16 +292,16 @@ class BoundaryExchange:
             transfer = self.transfers.pop(key)
             latest = max(latest, key.micro_batch)
             plan = self._plan(key, transfer.signature)
-            path = transfer.message.path
-            # The message was built from the plan in force, so there is nothing new to learn from it.
+            path = transfer.plan.path
+            # It went by the plan in force, so there is nothing new to learn from it.
             if plan is not None and plan.path is path:
                 continue
             boundary = (key.pipe, key.stage, key.to, transfer.signature)
-            used = transfer.message.all if transfer.used is None else transfer.used | path.single_numbers
+            used = transfer.plan.all if transfer.used is None else transfer.used | path.single_numbers
             before = fresh.get(boundary)
             if before is not None and before.path == path:
-                used |= before.sent
-            fresh[boundary] = BoundaryPlan(path, used, since)
+                used |= before.all
+            fresh[boundary] = BoundaryPlan.of(path, used, since)
         for boundary, plan in fresh.items():
             _extend(self._plans.setdefault(boundary, []), plan, latest + 1)
 
@@ -353,15 +346,9 @@ class BoundaryExchange:
             self._sending.append([])
         self._sending[calls] += works
 
-    def _post(
-        self, lane: Lane, key: BoundaryKey, peer: int, layout: MessageLayout, plan: BoundaryPlan | None = None
-    ) -> None:
+    def _post(self, lane: Lane, key: BoundaryKey, peer: int, layout: MessageLayout, plan: BoundaryPlan) -> None:
         parts = self.transport.receive_parts(layout, peer, lane, _tag(key, _CONTROL[lane.direction]))
         self._posted[lane.direction, key] = _Posted(parts, plan)
-
-
-def _everything(path: RunRecord) -> BoundaryMessage:
-    return BoundaryMessage(path, tuple(entry.number for entry in path.entries))
 
 
 def _fits(plan: BoundaryPlan, path: RunRecord) -> bool:
@@ -373,16 +360,16 @@ def _fits(plan: BoundaryPlan, path: RunRecord) -> bool:
     found = {entry.number: entry for entry in path.entries}
     if not found.keys() <= {entry.number for entry in plan.path.entries}:
         return False  # something keeps a tensor alive that nothing kept before, and may use it
-    return all(found.get(entry.number) == entry for entry in plan.path.entries if entry.number in plan.sent)
+    return all(found.get(entry.number) == entry for entry in plan.path.entries if entry.number in plan.all)
 
 
 def _extend(plans: list[BoundaryPlan], plan: BoundaryPlan, first: int) -> None:
     """Append a plan to those of a boundary; ``first`` is the first micro-batch that may still ask for one of them."""
     if plan.since and plans and plans[-1].path == plan.path:
         # transfers that were under way at the same time lead to the same plan
-        if plan.sent <= plans[-1].sent:
+        if plan.all <= plans[-1].all:
             return
-        plan = replace(plan, sent=plan.sent | plans[-1].sent)
+        plan = BoundaryPlan.of(plan.path, plan.all | plans[-1].all, plan.since)
     in_force = sum(older.since <= first for older in plans)
     plans[:] = [*plans[max(0, in_force - 1) :], plan] if plan.since else [plan]
 

@@ -15,10 +15,9 @@ from lightning_pipe.engine.batch import Batch
 from lightning_pipe.engine.boundary_exchange import BoundaryExchange, BoundaryKey
 from lightning_pipe.engine.skip_routes import SkipRoutes
 from lightning_pipe.engine.stage import Crossings, Stages
-from lightning_pipe.engine.under_way import Returned, StageKey, UnderWay
-from lightning_pipe.errors import CutError
-from lightning_pipe.intercept.arrival import Inbound
-from lightning_pipe.intercept.call_record import Crossing, RunRecord
+from lightning_pipe.engine.under_way import StageKey, UnderWay
+from lightning_pipe.intercept.call_record import RunRecord
+from lightning_pipe.intercept.crossing import Crossing, Returned
 from lightning_pipe.schedules import Action, Kind
 from lightning_pipe.simulate import Event
 
@@ -250,13 +249,13 @@ class Executor:
             crossing = crossings.get(to) or _empty(crossings)
             key = BoundaryKey(*here, to)
             if self.placement[here.pipe, to] == self.rank:
-                self._under_way.inbound[key] = hand_over(crossing)
+                self._under_way.inbound[key] = crossing.detached()  # no copy, nothing left out
             else:
                 self._under_way.crossing[key] = crossing
 
-    def _collect(self, here: StageKey) -> Inbound | None:
+    def _collect(self, here: StageKey) -> Crossing | None:
         """What earlier stages send to a stage, put together."""
-        inbound: Inbound | None = None
+        inbound: Crossing | None = None
         earlier = self._earlier[here.stage]
         for stage in earlier:
             key = BoundaryKey(here.pipe, stage, here.micro_batch, here.stage)
@@ -266,8 +265,8 @@ class Executor:
                 received = self.exchange.receive(key, peer, self._signature(here.micro_batch))
                 self.waited += time.perf_counter() - start
             if len(earlier) > 1:
-                self._under_way.arrived.setdefault(here, {})[stage] = frozenset(received[1])
-            inbound = received if inbound is None else joined(inbound, received)
+                self._under_way.arrived.setdefault(here, {})[stage] = frozenset(received.tensors)
+            inbound = received if inbound is None else inbound.joined(received)
         return inbound
 
     def _recompute(self, action: Action, here: StageKey) -> None:
@@ -290,22 +289,21 @@ class Executor:
                 received = self.exchange.receive_gradients(key, self.placement[here.pipe, to])
                 self.waited += time.perf_counter() - start
             # A tensor leaves for one later stage alone, so no number comes back twice.
-            gradients |= received[0]
-            used |= received[1]
+            gradients |= received.gradients
+            used |= received.used
         batch, index = self._find(here.micro_batch)
         start = time.perf_counter()
         # a layer that checkpoints itself runs again in its backward pass
         with batch.using(index):
             if action.kind is Kind.BACKWARD:
-                returned = self.stages.backward(self._under_way.saved.pop(here), gradients, used)
+                returned = self.stages.backward(self._under_way.saved.pop(here), Returned(gradients, used))
             else:
                 # the graph stays for BACKWARD_WEIGHT
-                returned = self.stages.backward_input(self._under_way.saved[here], gradients, used)
+                returned = self.stages.backward_input(self._under_way.saved[here], Returned(gradients, used))
         self._note(action, start)
         arrived = self._under_way.arrived.pop(here, None)
         for stage in self._earlier[here.stage]:
-            # Only what a stage has sent goes back to it: the numbers of others mean nothing to it.
-            own = returned if arrived is None else _of(returned, arrived[stage])
+            own = returned if arrived is None else returned.only(arrived[stage])
             self._under_way.gradients[BoundaryKey(here.pipe, stage, here.micro_batch, here.stage)] = own
 
     def _backward_weight(self, action: Action, here: StageKey) -> None:
@@ -324,7 +322,7 @@ class Executor:
         self.exchange.expect(key, _peer(action), self._signature(key.micro_batch))
 
     def _send_backward(self, action: Action, key: BoundaryKey) -> None:
-        self.exchange.send_gradients(key, _peer(action), *self._under_way.gradients.pop(key))
+        self.exchange.send_gradients(key, _peer(action), self._under_way.gradients.pop(key))
 
     def _receive_backward(self, action: Action, key: BoundaryKey) -> None:
         self.exchange.expect_gradients(key, _peer(action))
@@ -337,32 +335,9 @@ class Executor:
         return batch.signatures[index]
 
 
-def hand_over(crossing: Crossing) -> Inbound:
-    """A crossing between two stages of one rank: no copy, nothing left out."""
-    pairs = zip(crossing.path.entries, crossing.tensors, strict=True)
-    return crossing.path, {entry.number: tensor.detach() for entry, tensor in pairs}
-
-
 def _empty(crossings: Crossings) -> Crossing:
     """What a skip carries for a micro-batch that stashed no tensor."""
-    return Crossing(RunRecord(next(iter(crossings.values())).path.calls, ()), ())
-
-
-def joined(first: Inbound, second: Inbound) -> Inbound:
-    """What two earlier stages send to one. The later of them has made all the calls of the earlier one, and more."""
-    path, other = first[0], second[0]
-    if path.calls[: len(other.calls)] != other.calls:
-        raise CutError(
-            "the stage before this one has taken another path than the one that sends a skip connection.",
-            hint="The step must take the same path on all ranks: no decisions by rank, time, unseeded randomness or "
-            "values.",
-        )
-    return RunRecord(path.calls, path.entries + other.entries), first[1] | second[1]
-
-
-def _of(returned: Returned, numbers: frozenset[int]) -> Returned:
-    """The part of what goes back that concerns some numbers."""
-    return {number: gradient for number, gradient in returned[0].items() if number in numbers}, returned[1]
+    return Crossing(RunRecord(next(iter(crossings.values())).path.calls, ()), {})
 
 
 def _subject(action: Action) -> StageKey | BoundaryKey | None:

@@ -84,6 +84,7 @@ class Passes:
         known = executor.stages
         self.executor = Executor(
             Stages(known.interceptor, stages, known.parameter_use, known.device, known.buffers),
+            # Its plans name stages of all passes: they must not meet those of an evaluation, which has one pass.
             BoundaryExchange(pipeline.transport),
             self._placement,
             executor.rank,

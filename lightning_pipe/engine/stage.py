@@ -13,8 +13,8 @@ from torch import Tensor
 from lightning_pipe.engine.batch import Batch
 from lightning_pipe.engine.split_backward import SplitBackward
 from lightning_pipe.errors import ConfigurationError, CutError
-from lightning_pipe.intercept.arrival import Inbound
-from lightning_pipe.intercept.call_record import CallRecord, Crossing
+from lightning_pipe.intercept.call_record import CallRecord
+from lightning_pipe.intercept.crossing import Crossing, Returned
 from lightning_pipe.intercept.incoming import Incoming
 from lightning_pipe.intercept.interceptor import Interceptor
 from lightning_pipe.intercept.parameter_use import ParameterUse
@@ -72,7 +72,7 @@ class Kept:
     ``buffers`` has the former values of those that it changed.
     """
 
-    inbound: Inbound | None
+    inbound: Crossing | None
     calls: tuple[CallRecord, ...] | None
     buffers: Buffers
 
@@ -107,7 +107,7 @@ class Stages:
         """
         self.layers = [layers._replace(routes=routes.get(layers.stage, {})) for layers in self.layers]
 
-    def forward(self, stage: int, micro_batch: int, batch: Batch, inbound: Inbound | None) -> tuple[Saved, Crossings]:
+    def forward(self, stage: int, micro_batch: int, batch: Batch, inbound: Crossing | None) -> tuple[Saved, Crossings]:
         """Run the step for one stage. Returns what backward needs and, by receiving stage, what leaves."""
         _observe(self, stage, micro_batch, batch, inbound)
         saved, crossings, result = self._run(stage, micro_batch, batch, inbound)
@@ -116,21 +116,18 @@ class Stages:
         return saved, crossings
 
     def forward_again(
-        self, stage: int, micro_batch: int, batch: Batch, inbound: Inbound | None
+        self, stage: int, micro_batch: int, batch: Batch, inbound: Crossing | None
     ) -> tuple[Kept, Crossings]:
         """Run the step for one stage, to be run again by `recompute`: keep the input alone."""
         _observe(self, stage, micro_batch, batch, inbound)
         # The first run may change what it received; the second one must find it as it came.
-        copies = inbound and (inbound[0], inbound[0].copies(inbound[1]))
+        copies = inbound and inbound.copied()
         with nothing_saved(), self.buffers.noted(stage) as former:
             saved, crossings, result = self._run(stage, micro_batch, batch, copies)
         if not crossings:
             batch.keep(micro_batch, saved.loss, result)
         calls = next((crossing.path.calls for crossing in crossings.values()), None)
-        return Kept(inbound, calls, former), {
-            to: Crossing(crossing.path, tuple(tensor.detach() for tensor in crossing.tensors))
-            for to, crossing in crossings.items()
-        }
+        return Kept(inbound, calls, former), {to: crossing.detached() for to, crossing in crossings.items()}
 
     def recompute(self, stage: int, micro_batch: int, batch: Batch, kept: Kept) -> Saved:
         """Run the step again, now keeping what the backward pass needs."""
@@ -145,11 +142,13 @@ class Stages:
             )
         return saved
 
-    def trial(self, stage: int, micro_batch: int, batch: Batch, inbound: Inbound | None) -> tuple[Crossings, Any]:
+    def trial(self, stage: int, micro_batch: int, batch: Batch, inbound: Crossing | None) -> tuple[Crossings, Any]:
         """A run that nothing else is to come of: what would leave, and what the step returned."""
         return self._run(stage, micro_batch, batch, inbound)[1:]
 
-    def _run(self, stage: int, micro_batch: int, batch: Batch, inbound: Inbound | None) -> tuple[Saved, Crossings, Any]:
+    def _run(
+        self, stage: int, micro_batch: int, batch: Batch, inbound: Crossing | None
+    ) -> tuple[Saved, Crossings, Any]:
         layers = self.layers[stage]
         run = StageRun(
             layers,
@@ -164,9 +163,7 @@ class Stages:
             may_repeat=not batch.training,
         )
         # A tensor that the path names but that was not sent has no value here, and gets no gradient.
-        received = (
-            tuple(e.number for e in inbound[0].entries if e.number in inbound[1] and e.requires_grad) if inbound else ()
-        )
+        received = inbound.differentiable if inbound else ()
         inputs = batch.slice(micro_batch)
         # Every run of a micro-batch draws the same numbers, on whichever stage and for whichever time.
         batch.streams.seed_user_code(micro_batch)
@@ -183,42 +180,36 @@ class Stages:
                 saved.loss = loss_of(result) * batch.weights[micro_batch]
         elif batch.training:
             for crossing in run.crossings.values():
-                pairs = zip(crossing.path.entries, crossing.tensors, strict=True)
-                saved.outbound.update((entry.number, tensor) for entry, tensor in pairs if entry.requires_grad)
+                saved.outbound.update((number, crossing.tensors[number]) for number in crossing.differentiable)
         return saved, run.crossings, result
 
-    def backward(
-        self, saved: Saved, gradients: Mapping[int, Tensor], used: frozenset[int]
-    ) -> tuple[dict[int, Tensor], frozenset[int]]:
+    def backward(self, saved: Saved, came: Returned) -> Returned:
         """Run backward.
 
         Args:
             saved: what the forward pass left.
-            gradients: by number, the gradients of what left; empty on the last stage.
-            used: the numbers that later stages used.
+            came: what has come back from later stages; nothing on the last stage.
 
         Returns:
-            By number, the gradients of what was received, and the numbers used here or later.
+            What goes back to earlier stages: the gradients of what was received, and the numbers used here or later.
         """
-        results, arrived = _ends(saved, gradients)
+        results, arrived = _ends(saved, came.gradients)
         # Nothing to start from: no later stage used what left here, or nothing of it is trained.
         if results:
             torch.autograd.backward(results, arrived)
         returned = saved.returned()
         saved.release()
-        return returned, frozenset(saved.used | used | returned.keys())
+        return Returned(returned, frozenset(saved.used | came.used | returned.keys()))
 
-    def backward_input(
-        self, saved: Saved, gradients: Mapping[int, Tensor], used: frozenset[int]
-    ) -> tuple[dict[int, Tensor], frozenset[int]]:
+    def backward_input(self, saved: Saved, came: Returned) -> Returned:
         """The half of `backward` that the previous stage waits for; `backward_weight` does the rest."""
-        results, arrived = _ends(saved, gradients)
+        results, arrived = _ends(saved, came.gradients)
         if results:
             entry = saved.inbox.anchor if saved.inbox is not None and saved.inbound else None
             saved.split = SplitBackward(results, arrived, entry, saved.whole)
             saved.split.input_half()
         returned = saved.returned()
-        return returned, frozenset(saved.used | used | returned.keys())
+        return Returned(returned, frozenset(saved.used | came.used | returned.keys()))
 
     def backward_weight(self, saved: Saved) -> None:
         """The gradients of the weights."""
@@ -227,7 +218,7 @@ class Stages:
         saved.release()
 
 
-def _observe(stages: Stages, stage: int, micro_batch: int, batch: Batch, inbound: Inbound | None) -> None:
+def _observe(stages: Stages, stage: int, micro_batch: int, batch: Batch, inbound: Crossing | None) -> None:
     for observer in batch.observers:
         observer.before_stage(stages, stage, micro_batch, batch, inbound)
 

@@ -78,6 +78,7 @@ class Turns:
                 f"'{name or 'a function'}' needs parameters that no rank holds together.",
                 hint="Use each of them where its layer runs.",
             )
+        # A function has no name of its own: the parameters that it uses stand for it.
         key = name or tuple(map(id, found))
         if self._places.get(key) not in owners:
             self._places[key] = holder if holder in owners else owners[0]

@@ -5,15 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from torch import Tensor
-
 from lightning_pipe.engine.boundary_exchange import BoundaryKey
 from lightning_pipe.engine.stage import Kept, Saved
-from lightning_pipe.intercept.arrival import Inbound
-from lightning_pipe.intercept.call_record import Crossing
-
-Returned = tuple[dict[int, Tensor], frozenset[int]]
-"""What goes back over a boundary: gradients by number, and the numbers that were used."""
+from lightning_pipe.intercept.crossing import Crossing, Returned
 
 
 class StageKey(NamedTuple):
@@ -45,7 +39,7 @@ class UnderWay:
     kept: dict[StageKey, Kept] = field(default_factory=dict)
     saved: dict[StageKey, Saved] = field(default_factory=dict)
     arrived: dict[StageKey, dict[int, frozenset[int]]] = field(default_factory=dict)
-    inbound: dict[BoundaryKey, Inbound] = field(default_factory=dict)
+    inbound: dict[BoundaryKey, Crossing] = field(default_factory=dict)
     crossing: dict[BoundaryKey, Crossing] = field(default_factory=dict)
     gradients: dict[BoundaryKey, Returned] = field(default_factory=dict)
     peak_held: int = 0

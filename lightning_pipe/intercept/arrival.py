@@ -8,16 +8,14 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from lightning_pipe.errors import CutError
-from lightning_pipe.intercept.call_record import Crossing, LiveTensor, RunRecord
+from lightning_pipe.intercept.call_record import LiveTensor
+from lightning_pipe.intercept.crossing import Crossing
 from lightning_pipe.intercept.incoming import Incoming
 from lightning_pipe.intercept.parameter_use import ParameterUse
 from lightning_pipe.intercept.skipped_layers import SkippedLayers
 from lightning_pipe.intercept.tensor_state import TensorState, has_changed, state_of, version_of
 from lightning_pipe.intercept.tracker import Tracker
 from lightning_pipe.torch_internals import graph_nodes
-
-Inbound = tuple[RunRecord, dict[int, Tensor]]
-"""What has crossed the cut before a stage: the previous stage's path, and by number the tensors that travelled."""
 
 _NO_SHARING = "Use the out-of-place form, or .clone() one of them."
 
@@ -39,7 +37,7 @@ class Arrival:
     """
 
     def __init__(
-        self, inbound: Inbound | None, tracker: Tracker, skipped: SkippedLayers, parameter_use: ParameterUse
+        self, inbound: Crossing | None, tracker: Tracker, skipped: SkippedLayers, parameter_use: ParameterUse
     ) -> None:
         self.pending = inbound
         self._tracker, self._skipped, self._parameter_use = tracker, skipped, parameter_use
@@ -54,7 +52,7 @@ class Arrival:
         if self.pending is None:
             return
         self._tracker.arrive()
-        path, values = self.pending
+        path, values = self.pending.path, self.pending.tensors
         self.pending = None
         with self._tracker.paused():
             entries = [entry for entry in path.entries if entry.number in values]

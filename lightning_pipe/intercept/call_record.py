@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from lightning_pipe.intercept.effects import Effect
 from lightning_pipe.skip import SkipKey
@@ -128,19 +127,3 @@ class RunRecord:
     def single_numbers(self) -> frozenset[int]:
         """The numbers of the entries that have one element."""
         return frozenset(entry.number for entry in self.entries if all(size == 1 for size in entry.spec.shape))
-
-    def laid_out(self, values: dict[int, Tensor]) -> dict[int, Tensor]:
-        """The values by number, those that are there, with the strides that the tensors had."""
-        return {e.number: e.spec.lay_out(values[e.number]) for e in self.entries if e.number in values}
-
-    def copies(self, values: dict[int, Tensor]) -> dict[int, Tensor]:
-        """Copies of the values, with the same strides, which ``clone()`` alone does not give to what is expanded."""
-        return self.laid_out({number: value.clone() for number, value in values.items()})
-
-
-@dataclass(frozen=True)
-class Crossing:
-    """What leaves a stage at its cut: the path and, for each entry, the tensor itself (with its graph)."""
-
-    path: RunRecord
-    tensors: tuple[Tensor, ...]

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from lightning_pipe.intercept.objects import ChangedObjectError, ObjectStates, is_opaque
+from lightning_pipe.intercept.objects import ObjectStates
 from lightning_pipe.intercept.tensor_state import memory_of, same_objects, version_of
 from lightning_pipe.torch_internals import tree_flatten, tree_leaves
 
@@ -69,9 +69,7 @@ class Watch:
         self._name, self._module = name, module
         self.containers = list(containers_in(arguments))
         self._contents = [_contents(container) for container in self.containers]
-        # what such objects hold cannot be described, so a change in them is an error
-        self._opaque = [] if objects else [(leaf, list(_fingerprint(leaf))) for leaf in leaves if is_opaque(leaf)]
-        self._objects = ObjectStates(leaves) if objects else None
+        self._objects, self._shown = ObjectStates(leaves), objects
         self._attributes = {key: _State(tree_leaves(value)) for key, value in _attributes(module)} if seeks else None
 
     def attributes(self) -> Iterator[Tensor]:
@@ -89,18 +87,13 @@ class Watch:
         Raises:
             ChangedObjectError: an argument of another kind has changed.
         """
-        for leaf, before in self._opaque:
-            if before != list(_fingerprint(leaf)):
-                raise ChangedObjectError(
-                    f"'{self._name}' changes its argument of type {type(leaf).__qualname__}, which other stages cannot "
-                    "see.",
-                    hint="Return what changes, or pass it in a list or dictionary; switch caches off.",
-                )
+        if not self._shown:
+            self._objects.check_unchanged(self._name)
         for number, (container, contents) in enumerate(zip(self.containers, self._contents, strict=True)):
             if not same_objects(_contents(container), contents):
                 leaves, structure = tree_flatten(container)
                 yield Effect(len(leaves), structure, container=number), leaves
-        for number, state, tensors in () if self._objects is None else self._objects.changes(self._name):
+        for number, state, tensors in self._objects.changes(self._name) if self._shown else ():
             yield Effect(len(tensors), state, object=number), list(tensors)
         if self._attributes is not None:
             yield from self._attribute_effects(self._attributes, results, derived)
@@ -216,22 +209,6 @@ def replace_contents(container: Any, value: Any) -> None:
 
 def _contents(container: Any) -> list[Any]:
     return [part for item in container.items() for part in item] if isinstance(container, dict) else list(container)
-
-
-def _fingerprint(value: Any, depth: int = 6) -> Iterator[Any]:
-    """What identifies the tensors and containers that an object refers to."""
-    yield id(value)  # another object in its place is a change, too
-    if isinstance(value, Tensor):
-        yield version_of(value)
-    elif depth and isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _fingerprint(item, depth - 1)
-    elif depth and isinstance(value, dict):
-        for key, item in value.items():
-            yield key
-            yield from _fingerprint(item, depth - 1)
-    elif depth and hasattr(value, "__dict__") and not isinstance(value, (nn.Module, type)):
-        yield from _fingerprint(vars(value), depth - 1)
 
 
 def _attributes(module: nn.Module) -> Iterator[tuple[tuple[str, str], Any]]:

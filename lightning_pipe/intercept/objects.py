@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
+from types import ModuleType
 from typing import Any
 
 from torch import Tensor, nn
@@ -19,6 +20,8 @@ from lightning_pipe.intercept.tensor_state import version_of
 
 _DEPTH = 6
 _PLAIN = (bool, int, float, str, bytes)
+_CONTAINERS = (list, tuple, dict)
+_NO_OBJECTS = (Tensor, nn.Module, type, ModuleType)
 _UNSEEN = "Return what changes, or pass it in a list or dictionary of tensors, numbers and strings."
 
 
@@ -37,6 +40,17 @@ class ObjectStates:
         self.objects = list(_objects(leaves))
         self._before = [_content(each) for each in self.objects]
 
+    def _changed(self) -> Iterator[tuple[int, Any]]:
+        """The objects that have changed, with their numbers."""
+        for number, (each, before) in enumerate(zip(self.objects, self._before, strict=True)):
+            if not _same(_content(each), before):
+                yield number, each
+
+    def check_unchanged(self, name: str) -> None:
+        """Raise if the call of ``name`` has changed one of them."""
+        for _, each in self._changed():
+            raise _unseen(name, each, "Return what changes, or pass it in a list or dictionary; switch caches off.")
+
     def changes(self, name: str) -> Iterator[tuple[int, bytes, list[Tensor]]]:
         """The number, the new state and the tensors of each object that has changed.
 
@@ -44,12 +58,13 @@ class ObjectStates:
             name: the layer that has been called, for messages.
 
         Raises:
+            ChangedObjectError: one is a kind of list or dictionary, whose items are not among its attributes.
             CutError: a state cannot be pickled.
         """
         known = {id(each): number for number, each in enumerate(self.objects)}
-        for number, each in enumerate(self.objects):
-            if _same(_content(each), self._before[number]):
-                continue
+        for number, each in self._changed():
+            if isinstance(each, _CONTAINERS):
+                raise _unseen(name, each, _UNSEEN)
             file = io.BytesIO()
             pickler = _Pickler(file, known)
             try:
@@ -73,6 +88,7 @@ def put_state(target: Any, state: bytes, tensors: Sequence[Any], objects: Sequen
         objects: what the arguments of the call here lead to, as `objects_of` lists them.
     """
     new: Mapping[str, Any] = _Unpickler(state, tensors, objects).load()
+    # The object stays the same one: the user's code between the layers refers to it.
     attributes = vars(target)
     merged = {name: _merged(attributes.get(name), value) for name, value in new.items()}
     attributes.clear()
@@ -100,22 +116,28 @@ def _merged(old: Any, new: Any) -> Any:
 
 def _objects(values: Sequence[Any]) -> Iterator[Any]:
     seen: set[int] = set()
+    # A stack, and what it gets is reversed: objects come in the order of arguments and attributes, as on all ranks.
     pending = [*reversed(values)]
     while pending:
         value = pending.pop()
-        if isinstance(value, (list, tuple)):
-            pending += reversed(value)
-        elif isinstance(value, dict):
-            pending += reversed(value.values())
-        elif is_opaque(value) and id(value) not in seen:
+        if id(value) in seen:
+            continue
+        if isinstance(value, _CONTAINERS):
+            seen.add(id(value))
+            pending += reversed(_items(value))
+        if is_opaque(value):  # a class that is derived from a list or dictionary has attributes, too
             seen.add(id(value))
             yield value
             pending += reversed(vars(value).values())
 
 
+def _items(container: Any) -> list[Any]:
+    return list(container.values() if isinstance(container, dict) else container)
+
+
 def is_opaque(leaf: Any) -> bool:
     """Whether a leaf is an object with attributes of its own, in which something may change."""
-    return hasattr(leaf, "__dict__") and not isinstance(leaf, (Tensor, nn.Module, type)) and not callable(leaf)
+    return hasattr(leaf, "__dict__") and not isinstance(leaf, _NO_OBJECTS) and not callable(leaf)
 
 
 Content = list[tuple[Any, int | None]]
@@ -125,6 +147,8 @@ Content = list[tuple[Any, int | None]]
 def _content(value: Any) -> Content:
     """The object's own attributes and containers, not those of objects in it."""
     found: Content = []
+    if isinstance(value, _CONTAINERS):
+        _collect(value, found, _DEPTH)
     for name, attribute in vars(value).items():
         found.append((name, None))
         _collect(attribute, found, _DEPTH)
@@ -141,7 +165,13 @@ def _collect(value: Any, found: Content, depth: int) -> None:
             found.append((key, None))
             _collect(item, found, depth - 1)
     else:
+        # What an object holds in turn is compared where the object is: `_objects` lists all of them.
         found.append((value, version_of(value)))
+
+
+def _unseen(name: str, changed: Any, hint: str) -> ChangedObjectError:
+    kind = type(changed).__qualname__
+    return ChangedObjectError(f"'{name}' changes its argument of type {kind}, which other stages cannot see.", hint)
 
 
 def _same(one: Content, other: Content) -> bool:

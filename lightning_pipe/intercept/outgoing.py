@@ -11,7 +11,8 @@ from torch.autograd import forward_ad
 
 from lightning_pipe.errors import CutError
 from lightning_pipe.intercept.arrival import Arrival
-from lightning_pipe.intercept.call_record import CallRecord, Crossing, LiveTensor, RunRecord
+from lightning_pipe.intercept.call_record import CallRecord, LiveTensor, RunRecord
+from lightning_pipe.intercept.crossing import Crossing
 from lightning_pipe.intercept.placeholder import Placeholder
 from lightning_pipe.intercept.stage_layers import StageLayers
 from lightning_pipe.intercept.torch_patches.autograd_functions import check_not_hidden
@@ -84,7 +85,9 @@ def crossings_of(
         entry = entry_of(number, tensor, id(tensor) in shared, lender)
         leaving.setdefault(routed.get(number, next_stage), []).append((entry, tensor))
     return {
-        to: Crossing(RunRecord(calls, tuple(entry for entry, _ in pairs)), tuple(tensor for _, tensor in pairs))
+        to: Crossing(
+            RunRecord(calls, tuple(entry for entry, _ in pairs)), {entry.number: tensor for entry, tensor in pairs}
+        )
         for to, pairs in leaving.items()
     }
 

@@ -52,7 +52,7 @@ def nothing_saved() -> Iterator[None]:
     """Build graphs that know which tensors need gradients and hold none of them after `release_saved`."""
 
     def pack(tensor: Tensor) -> list[Tensor]:
-        held = [tensor]
+        held = [tensor]  # the graph keeps the list, which can be emptied while the graph lives
         _local.held.append(held)
         return held
 
@@ -103,6 +103,7 @@ class BufferGuard:
         known = self._changing.get(stage)
         before = self._now()
         states = [_state(buffer) for buffer in before]
+        # Before the first run of a stage nobody knows which buffers it changes.
         former = self._copies(range(len(before)) if known is None else known)
         yield former
         changing = set(known) if known is not None else {i for i in former if self._surely_changes(i)}
@@ -139,6 +140,7 @@ class BufferGuard:
         finally:
             for (module, name), buffer in zip(self._places, before, strict=True):
                 module._buffers[name] = buffer
+        # The run had other tensors in the place of all that are known to change: this one it reached all the same.
         for index, buffer in enumerate(before):
             if buffer is not None and has_changed(buffer, states[index]):
                 raise self._lost(index)

@@ -41,8 +41,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipe.errors import CutError
-from lightning_pipe.intercept.arrival import Arrival, Inbound
-from lightning_pipe.intercept.call_record import AGAIN, CallRecord, Crossing
+from lightning_pipe.intercept.arrival import Arrival
+from lightning_pipe.intercept.call_record import AGAIN, CallRecord
+from lightning_pipe.intercept.crossing import Crossing
 from lightning_pipe.intercept.layer_calls import LayerCalls, Profiler, RunCache
 from lightning_pipe.intercept.objects import ChangedObjectError
 from lightning_pipe.intercept.outgoing import check_surroundings, crossings_of
@@ -70,7 +71,7 @@ class StageRun:
 
     Args:
         stage: the stage's layers.
-        inbound: the previous stage's path with the tensors received for it; ``None`` on the first stage.
+        inbound: what earlier stages have sent; ``None`` on the first stage.
         isolated: gives a context with the micro-batch's random stream of a key.
         parameter_use: the module's parameters and buffers outside layers.
         device: the device that placeholders report.
@@ -90,7 +91,7 @@ class StageRun:
     def __init__(
         self,
         stage: StageLayers,
-        inbound: Inbound | None,
+        inbound: Crossing | None,
         isolated: Callable[..., AbstractContextManager[None]],
         parameter_use: ParameterUse,
         device: torch.device,
@@ -109,7 +110,7 @@ class StageRun:
         self.whole = False
         self.skips = StepStore()
         self.surroundings = Surroundings(isolated)
-        expected = inbound[0].calls if inbound else None
+        expected = inbound.path.calls if inbound else None
         stream = self.surroundings.stream
         self.tracker = Tracker(expected, stream, parameter_use, partial=not stage.all, alone=alone)
         self.tracker.come_back = self._come_back if may_repeat and not training else None

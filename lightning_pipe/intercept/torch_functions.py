@@ -164,9 +164,13 @@ def function_name(func: Any) -> str:
     return str(name)
 
 
+APPLIES = ("torch.autograd.function", f"{__package__}.torch_patches.autograd_functions")
+"""Modules that call ``apply`` of Functions, which is written in C++ from torch 2.15 on and has no frame of its own."""
+
+
 def is_autograds(caller: FrameType) -> bool:
     """Whether autograd calls a function by itself: ``view_as`` where a Function returns its argument (torch 2.13)."""
-    return caller.f_globals.get("__name__") in ("torch.autograd.function", f"{__package__}.autograd_functions")
+    return caller.f_globals.get("__name__") in APPLIES
 
 
 @cache

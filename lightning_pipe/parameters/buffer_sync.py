@@ -5,10 +5,10 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 
-import torch
 from torch import Tensor, nn
 
 from lightning_pipe.intercept.absent_tensor import AbsentTensor
+from lightning_pipe.intercept.tensor_state import TensorState, has_changed, same_content, state_of
 from lightning_pipe.torch_internals import BatchNorm
 from lightning_pipe.transport.base import Transport
 
@@ -38,12 +38,12 @@ class BufferSync:
     ) -> None:
         self._module, self._transport, self._members = module, transport, members
         self._layers = tuple(f"{name}." for name in layers)
-        self._before: dict[str, tuple[Tensor, int]] = {}
+        self._before: dict[str, tuple[Tensor, TensorState]] = {}
         self._changing: list[str] = []
 
     def begin(self) -> None:
         """Before the first batch."""
-        self._before = {name: (buffer, buffer._version) for name, buffer in self._here()}
+        self._before = {name: (buffer, state_of(buffer)) for name, buffer in self._here()}
 
     def agree(self, copies: Callable[[str], int], micro_batches: int) -> None:
         """After it. Collective.
@@ -55,9 +55,9 @@ class BufferSync:
         now = dict(self._here())
         changed = [
             name
-            for name, (buffer, version) in self._before.items()
-            # The version shows a change in place, the comparison one by assignment of another tensor.
-            if name in now and (buffer._version != version or not torch.equal(now[name], buffer))
+            for name, (buffer, state) in self._before.items()
+            # In place, or by assignment of another tensor with other values.
+            if name in now and (has_changed(buffer, state) or not same_content(now[name], buffer))
         ]
         self._before = {}
         # A rank sees the changes of its own layers alone.
@@ -65,12 +65,12 @@ class BufferSync:
         gathered = self._transport.all_gather_object(changed, everyone)
         found = sorted({name for theirs in gathered for name in theirs})
         self._changing = [name for name in found if self._is_shared(name)]
-        twins = [name for name in self._changing if copies(name) > 1]
-        if twins and self._transport.process == self._members(twins[0])[0]:
+        copied = [name for name in self._changing if copies(name) > 1]
+        if copied and self._transport.process == self._members(copied[0])[0]:
             warnings.warn(
-                f"'{twins[0]}' ({len(twins)} such buffers) changes in forward passes, and the schedule keeps copies of "
-                "its layer on several ranks, each of which sees a part of the micro-batches: the copies are set to the "
-                "values of the first one after every batch. On one device the buffer would see all micro-batches.",
+                f"'{copied[0]}' ({len(copied)} such buffers) changes in forward passes, and the schedule keeps copies "
+                "of its layer on several ranks, each of which sees a part of the micro-batches: the copies are set to "
+                "the values of the first one after every batch. On one device the buffer would see all micro-batches.",
                 stacklevel=2,
             )
         elif found and micro_batches > 1 and self._transport.process == 0:

@@ -30,7 +30,7 @@ class HeldParameter(NamedTuple):
 
 
 class GradientGroups:
-    """Sums the gradients of replicas, twins and tied parameters over a batch.
+    """Sums the gradients of replicas, of copies of a stage and of tied parameters over a batch.
 
     Parameters of one stage alone are reduced as soon as the stage is done, all others at the end of the batch.
 

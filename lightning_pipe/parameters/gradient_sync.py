@@ -1,4 +1,4 @@
-"""Sums gradients over the processes that hold the same parameters: replicas, twins, tied weights. One mechanism."""
+"""Sums gradients over the processes that hold the same parameters: replicas, copies of a stage, tied weights."""
 
 from __future__ import annotations
 

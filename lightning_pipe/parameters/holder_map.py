@@ -8,7 +8,7 @@ A module of three layers on two ranks, with code outside the layers (``self.scal
     outside the layers    scale (?)             scale (?)            everyone until the first batch, then its users
     nobody uses it        average (kept)        average              the loss ranks; the others keep their copies
 
-Schedules with several pipes, such as Chimera, compute a stage on two ranks: its layers have *twins*, one on each. Data
+Schedules with several pipes, such as Chimera, compute a stage on two ranks: its layers have *copies*, one on each. Data
 parallelism adds *replicas*: the same rank of every pipeline holds the same names. The map counts ranks of one pipeline;
 `Topology.holders` turns these into the processes of all replicas, whose gradients are summed together.
 """

@@ -1,4 +1,4 @@
-"""Where the idle time of a run went: what was measured, taken apart with the help of the simulator."""
+"""Divides the measured idle time of a run by its causes, with the simulator's help."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ _HALVES = (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
 
 
 def idle_shares(schedule: Schedule, costs: Costs, measured: float, host: float) -> IdleShares:
-    """Take a measured bubble apart.
+    """Divide a measured bubble by its causes.
 
     Args:
         schedule: of a batch.

@@ -57,7 +57,7 @@ def _add_search(parser: argparse.ArgumentParser) -> None:
 
 
 def _bytes(text: str) -> float:
-    """``16GiB``, ``500MB`` or a number of bytes."""
+    """The bytes that ``16GiB``, ``500MB`` or a plain number stand for."""
     match = re.fullmatch(r"([0-9.]+)\s*(?:([KMGT])(i?)B?)?", text, re.IGNORECASE)
     if match is None:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 16GiB, 500MB or 1000000")

@@ -45,7 +45,7 @@ class SizeCosts:
     stage_backward: float = 0.0
 
     def mixed(self, other: SizeCosts, share: float) -> SizeCosts:
-        """This and ``share`` of the way to another; never less than nothing."""
+        """The costs on the line from these (``share=0``) to another size's (``share=1``); no cost falls below zero."""
 
         def mix(one: Any, two: Any) -> Any:
             if isinstance(one, tuple):
@@ -108,7 +108,7 @@ class CostProfile:
     conditions: Mapping[str, str] = field(default_factory=dict)
 
     def at(self, samples: int) -> SizeCosts:
-        """The costs for micro-batches of so many samples: on the line through the two nearest measured sizes.
+        """The costs for micro-batches of a number of samples, on the line through the two nearest measured sizes.
 
         Beyond the largest size the line goes on; with one size alone, costs are in proportion to samples.
         """

@@ -1,4 +1,4 @@
-"""How a module would be cut, without starting processes and without a single weight."""
+"""Plans how a module would be cut, without starting processes and without reading a weight."""
 
 from __future__ import annotations
 
@@ -92,8 +92,8 @@ def plan(
     counts = divide(module, found, stages, balance)
     build = cache(lambda number: with_recompute(family.build(ranks, number, stages=stages), recompute))
     order = build(count)
-    flow = None if order.synchronous else schedules.stream(family, ranks, stages)
-    number = order.micro_batches if flow is None else flow.micro_batches
+    stream = None if order.synchronous else schedules.stream(family, ranks, stages)
+    number = order.micro_batches if stream is None else stream.micro_batches
     costs, memory, known = None, None, "that of weights, gradients and two optimizer moments in 32 bits"
     if profile is not None:
         profile.check_layers(*layers_of(module, found))
@@ -101,7 +101,7 @@ def plan(
         copies = [len(order.holders(stage)) for stage in range(stages)]
         costs, memory = stage_costs(profile, counts, samples, copies), stage_memory(profile, counts, samples, copies)
         known = "the most that a rank holds for a stage: weights, gradients, two optimizer moments, and activations"
-    bubble = predicted_bubble(build, number, flow, costs)
+    bubble = predicted_bubble(build, number, stream, costs)
     topology = Topology.for_schedule(ranks, loss_rank=order.placement[0, stages - 1])
     names = iter(name for name, _ in found)
     named = [tuple(next(names) for _ in range(count)) for count in counts]
@@ -199,18 +199,18 @@ def layers_of(module: nn.Module, layers: Layers) -> tuple[list[str], list[int]]:
 
 
 def predicted_bubble(
-    build: Callable[[int], Schedule], micro_batches: int, flow: Stream | None, costs: Costs | None = None
+    build: Callable[[int], Schedule], micro_batches: int, stream: Stream | None, costs: Costs | None = None
 ) -> float:
     """The bubble ratio; without a flush that of the steady state.
 
     Args:
         build: makes the schedule for a number of micro-batches.
         micro_batches: of one batch.
-        flow: the calls of a schedule without a flush.
+        stream: the calls of a schedule without a flush.
         costs: times of the stages; without them all stages are taken for equal. Steps and reductions are no part.
     """
     costs = Costs() if costs is None else replace(costs, reduce=0, step=0)
-    if flow is None:
+    if stream is None:
         return float(simulate(build(micro_batches), costs).bubble_ratio)
-    batches = 20 * flow.period + 2 * len(flow.calls)
-    return float(simulate(build(batches * flow.micro_batches), costs).steady_bubble_ratio)
+    batches = 20 * stream.period + 2 * len(stream.calls)
+    return float(simulate(build(batches * stream.micro_batches), costs).steady_bubble_ratio)

@@ -125,7 +125,7 @@ class Predictor:
         return stage_costs(self.profile, layers, one.samples, copies_of(one, schedule))
 
     def costs_of(self, one: Configuration, layers: Sequence[int], copies: int) -> Costs:
-        """The same where every stage has so many copies."""
+        """Seconds of every stage, given how many ranks hold it."""
         return stage_costs(self.profile, layers, one.samples, [copies] * one.stages)
 
     def memory(self, one: Configuration, layers: Sequence[int], schedule: Schedule) -> Memory:
@@ -143,7 +143,7 @@ class Predictor:
         return max(self._along(one, lambda schedule: rank_bytes(schedule, self.memory(one, layers, schedule))))
 
     def predict(self, one: Configuration) -> Prediction:
-        """Everything about one configuration."""
+        """Predict time and memory of one configuration."""
         layers = self.layers(one)
 
         def without(**nothing: Any) -> float:
@@ -207,7 +207,7 @@ def _built(family: Family, ranks: int, micro_batches: int, stages: int, recomput
 
 
 def copies_of(one: Configuration, schedule: Schedule) -> tuple[int, ...]:
-    """For every stage how many ranks hold it, in all replicas."""
+    """How many ranks of all replicas hold each stage."""
     return tuple(one.replicas * len(schedule.holders(stage)) for stage in range(one.stages))
 
 

@@ -279,7 +279,7 @@ class _Search:
 
 
 def _ever_smaller(one: Configuration) -> Iterator[Configuration]:
-    """The same in less and less memory: sharding costs nothing, recomputation a third of the time."""
+    """Variants that need less and less memory: sharding costs no time, recomputation a third."""
     copies = one.replicas * one.family.pipes > 1
     yield one
     if copies:

@@ -1,4 +1,4 @@
-"""What the layers cost under the engine, measured stage by stage on one rank."""
+"""Measures what each layer costs under the engine, stage by stage on one rank."""
 
 from __future__ import annotations
 

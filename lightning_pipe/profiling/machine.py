@@ -1,4 +1,4 @@
-"""What messages, reductions and the engine cost between the processes of the coming run."""
+"""Measures what messages, reductions and the engine cost between the processes of the coming run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`lightning_pipe.profile`: what a module costs with the processes and devices of a coming run."""
+"""Measures what a module costs with the processes and devices of a coming run; see `lightning_pipe.profile`."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ def in_processes(job: Job, ranks: int, device: str, timeout: float) -> Any:
 
 
 def _threads(ranks: int) -> int:
-    """As many as Lightning gives to each process."""
+    """The threads that Lightning gives to each process."""
     given = os.environ.get("OMP_NUM_THREADS")
     return int(given) if given and given.isdigit() else max(1, (os.cpu_count() or 1) // ranks)
 

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 _ROW_INCHES, _MARGIN_INCHES = 0.42, 1.15
 _DIGIT_INCHES = 0.085
 _FIGURE_INCHES = (8.0, 16.0)
+_FONT_POINTS, _LEAST_POINTS = 8.0, 4.0
+_DIGIT_HEIGHT = 0.8
+"""Of a digit, in font sizes, with a margin."""
 
 
 def plot(timeline: Timeline, path: str | PathLike[str]) -> None:
@@ -75,10 +78,18 @@ def _boxes(
             continue
         colour = _lighter(COLOURS[event.kind], shades[event.pipe, event.stage])
         axes.broken_barh([(start, length)], (rank - 0.42, 0.84), facecolors=colour, edgecolor="white", linewidth=0.8)
-        number = "" if event.micro_batch is None else str(event.micro_batch)
-        if len(number) * _DIGIT_INCHES < length * inches_per_time:
-            centre = start + length / 2
-            axes.text(centre, rank, number, ha="center", va="center_baseline", fontsize=8, color="#1A1A1A")
+        if event.micro_batch is not None:
+            _number(axes, (start + length / 2, rank), str(event.micro_batch), length * inches_per_time)
+
+
+def _number(axes: Axes, centre: tuple[float, float], number: str, inches: float) -> None:
+    """Write a number into a box: upright and smaller where the box is narrow, nowhere if nobody could read it."""
+    wide = len(number) * _DIGIT_INCHES < inches
+    size = _FONT_POINTS if wide else min(_FONT_POINTS, 72 * inches / _DIGIT_HEIGHT)
+    if size >= _LEAST_POINTS:
+        vertical = "center_baseline" if wide else "center"
+        angle = 0 if wide else 90
+        axes.text(*centre, number, ha="center", va=vertical, rotation=angle, fontsize=size, color="#1A1A1A")
 
 
 def _lighter(colour: str, share: float) -> str:

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.parameters.mixing import Mixing
-from lightning_pipe.trainer.whole_model.foreign_gradients import ForeignGradients
+from lightning_pipe.trainer.whole_model.absent_gradients import AbsentGradients
 from lightning_pipe.trainer.whole_model.sharded_optimizer import ShardedOptimizers
 
 _NO_GRADIENTS = (
@@ -42,7 +42,7 @@ class Gradients:
         self._module, self._pipeline = module, pipeline
         self._accumulated = False
         self._holders_known = pipeline.ownership.users_known
-        self._foreign: ForeignGradients | None = None
+        self._absent: AbsentGradients | None = None
         self._changed = ExitStack()
 
     def begin(self, optimizers: Sequence[Optimizer]) -> None:
@@ -50,8 +50,8 @@ class Gradients:
         several = len(self._pipeline.pipeline_members) > 1
         # an asynchronous schedule has gradients of different batches on different ranks
         if several and self._pipeline.asynchronous is None:
-            self._foreign = ForeignGradients(self._pipeline, optimizers)
-            self._changed.callback(self._foreign.remove)
+            self._absent = AbsentGradients(self._pipeline, optimizers)
+            self._changed.callback(self._absent.remove)
         if several or self.sharded is not None:
             names = {id(parameter): name for name, parameter in self._module.named_parameters()}
             for optimizer in optimizers:
@@ -60,7 +60,7 @@ class Gradients:
     def end(self) -> None:
         """Leave hooks and optimizers as they were found."""
         self._changed.close()
-        self._foreign = None
+        self._absent = None
 
     @contextmanager
     def explained(self, optimizer: Optimizer) -> Iterator[None]:
@@ -103,11 +103,11 @@ class Gradients:
     def after_batch(self, optimizers: Sequence[Optimizer]) -> None:
         """After the passes of a batch, before its gradients are returned to autograd."""
         self._accumulated |= self.blocked
-        # the first batch shows who uses which parameter outside the layers; it settles once in a run
+        # the first batch shows who uses which parameter outside the layers: once in a run
         if self._holders_known or not self._pipeline.ownership.users_known:
             return
         self._holders_known = True
-        self._drop_foreign_states(optimizers)
+        self._drop_absent_states(optimizers)
         if self.sharded is not None:
             self.sharded.install(optimizers)
             self._changed.callback(self.sharded.remove)
@@ -117,10 +117,10 @@ class Gradients:
         if self._accumulated and not self.blocked:
             self._pipeline.reduce_gradients()
             self._accumulated = False
-        if self._foreign is not None:
-            self._foreign.show()
+        if self._absent is not None:
+            self._absent.show()
 
-    def _drop_foreign_states(self, optimizers: Sequence[Optimizer]) -> None:
+    def _drop_absent_states(self, optimizers: Sequence[Optimizer]) -> None:
         """Forget the optimizer states of parameters that the first batch has shown to belong to other ranks."""
         held = {id(parameter) for _, parameter in self._pipeline.local_parameters()}
         for optimizer in optimizers:

@@ -1,36 +1,57 @@
-"""What two earlier stages send to one, and what stays on the rank."""
+"""The executor has a method for every action, and leaves nothing of a batch that fails."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor, nn
 
-from lightning_pipe.engine.executor import hand_over, joined
-from lightning_pipe.errors import CutError
-from lightning_pipe.intercept.call_record import CallRecord, Crossing, LiveTensor, RunRecord
-from lightning_pipe.tensor_spec import TensorSpec
+from lightning_pipe import schedules
+from lightning_pipe.engine.pipeline import Pipeline
+from lightning_pipe.engine.under_way import UnderWay
+from lightning_pipe.partition import find_layers
+from lightning_pipe.schedules import Kind
+from lightning_pipe.transport.threads import thread_world
+from lightning_pipe.transport.topology import Topology
 
-
-def path(calls: int, *numbers: int) -> RunRecord:
-    entries = tuple(LiveTensor(n, TensorSpec((2,), torch.float32), False, False) for n in numbers)
-    return RunRecord(tuple(CallRecord(f"layer{n}", (n,), (False,)) for n in range(calls)), entries)
-
-
-def test_a_skip_connection_joins_what_the_neighbour_sends() -> None:
-    near, far = torch.ones(2), torch.zeros(2)
-    found, values = joined((path(3, 2), {2: near}), (path(1, 0), {0: far}))
-    assert [entry.number for entry in found.entries] == [2, 0]
-    assert len(found.calls) == 3
-    assert values == {2: near, 0: far}
+PARTS = [torch.ones(1, 2) * n for n in range(4)]
 
 
-def test_stages_that_took_different_paths_are_refused() -> None:
-    with pytest.raises(CutError, match="another path"):
-        joined((path(1), {}), (path(3), {}))
+def pipeline() -> tuple[Pipeline, nn.Module]:
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    (transport,) = thread_world(Topology(1))
+    return Pipeline(module, find_layers(module), [1, 1], schedules.get("1f1b"), transport), module
 
 
-def test_a_stage_of_the_same_rank_gets_the_memory_without_the_graph() -> None:
-    tensor = torch.ones(2, requires_grad=True) * 2
-    _, values = hand_over(Crossing(path(1, 0), (tensor,)))
-    assert values[0].data_ptr() == tensor.data_ptr()
-    assert not values[0].requires_grad
+def test_every_kind_of_action_has_a_method() -> None:
+    steps = {Kind.STEP}  # the optimizer is the Trainer's
+    assert pipeline()[0].executor._methods.keys() == set(Kind) - steps
+
+
+def test_the_same_program_is_prepared_once() -> None:
+    pipe, module = pipeline()
+    programs = []
+    for _ in range(2):
+        pipe.train(lambda _, part: module(part).sum(), PARTS, [1.0] * 4)
+        programs.append(pipe.executor._program)
+    assert programs[0] is programs[1]
+    assert pipe.executor.position is None
+    assert pipe.executor.peak_held >= 1
+
+
+def test_a_batch_that_fails_leaves_nothing() -> None:
+    pipe, module = pipeline()
+
+    def step(number: int, part: Tensor) -> Tensor:
+        loss: Tensor = module(part).sum()
+        if number == 2:
+            raise ValueError("stop")
+        return loss
+
+    with pytest.raises(ValueError, match="stop"):
+        pipe.train(step, PARTS, [1.0] * 4)
+    under_way = pipe.executor._under_way
+    under_way.peak_held = 0
+    assert under_way == UnderWay()
+    assert pipe.executor.position is not None, "reports say where it stopped"
+    pipe.train(lambda _, part: module(part).sum(), PARTS, [1.0] * 4)

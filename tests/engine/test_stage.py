@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 from lightning_pipe import schedules
 from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.engine.stage import Saved
+from lightning_pipe.intercept.crossing import Returned
 from lightning_pipe.partition import find_layers
 from lightning_pipe.transport.threads import thread_world
 from lightning_pipe.transport.topology import Topology
@@ -28,15 +28,16 @@ def of_two_stages(schedule: str) -> tuple[Pipeline, nn.Module]:
 def test_a_batch_leaves_nothing_for_the_garbage_collector() -> None:
     """Graphs with activations are freed when their backward pass is done, not at some later time."""
     pipeline, module = of_two_stages("1f1b")
-    for _ in range(2):
-        pipeline.train(lambda _, part: module(part).sum(), PARTS, [1.0] * 3)
-    gc.collect()
+    found = []
     gc.disable()
     try:
-        pipeline.train(lambda _, part: module(part).sum(), PARTS, [1.0] * 3)
-        assert gc.collect() == 0
+        for _ in range(5):
+            pipeline.train(lambda _, part: module(part).sum(), PARTS, [1.0] * 3)
+            found.append(gc.collect())
     finally:
         gc.enable()
+    # What the tests before this one have left may be let go of meanwhile; a batch would leave something every time.
+    assert 0 in found[2:]
 
 
 def test_a_backward_pass_frees_its_graph_itself(monkeypatch: Any) -> None:
@@ -46,8 +47,8 @@ def test_a_backward_pass_frees_its_graph_itself(monkeypatch: Any) -> None:
     backward = stages.backward
     left: list[tuple[int, Tensor | None]] = []
 
-    def noting(saved: Saved, gradients: Mapping[int, Tensor], used: frozenset[int]) -> Any:
-        result = backward(saved, gradients, used)
+    def noting(saved: Saved, came: Returned) -> Any:
+        result = backward(saved, came)
         left.append((len(saved.outbound), saved.loss))
         return result
 

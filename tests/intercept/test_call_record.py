@@ -1,4 +1,4 @@
-"""What a path says about the tensors that travel with it."""
+"""What a record says about values and tensors."""
 
 from __future__ import annotations
 
@@ -23,14 +23,3 @@ def test_values_are_equal_as_bytes() -> None:
 
 def test_single_elements_are_told() -> None:
     assert record(torch.ones(()), torch.ones(2), torch.ones(1, 1)).single_numbers == {0, 2}
-
-
-def test_copies_have_the_strides_of_what_was_expanded() -> None:
-    expanded = torch.ones(1, 3).expand(2, 3)
-    copy = record(expanded).copies({0: expanded})[0]
-    assert copy.stride() == expanded.stride() == (0, 1)
-    assert copy.data_ptr() != expanded.data_ptr()
-
-
-def test_tensors_that_have_not_travelled_are_left_out() -> None:
-    assert list(record(torch.ones(2), torch.ones(3)).laid_out({1: torch.ones(3)})) == [1]

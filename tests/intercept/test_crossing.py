@@ -1,64 +1,66 @@
-"""The two ends of a cut: entries of what leaves, and how what arrives gets into autograd."""
+"""One hop over a boundary: what leaves, what comes to a later stage, and what goes back."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_pipe.errors import CutError
-from lightning_pipe.intercept.call_record import LiveTensor, RunRecord
-from lightning_pipe.intercept.incoming import Incoming
-from lightning_pipe.intercept.outgoing import check_plain, entry_of, overlapping
+from lightning_pipe.intercept.call_record import CallRecord, LiveTensor, RunRecord
+from lightning_pipe.intercept.crossing import Crossing, Returned
 from lightning_pipe.tensor_spec import TensorSpec
 
 
-def test_only_memory_that_overlaps_is_shared() -> None:
-    x = torch.zeros(6)
-    left, right, middle, other = x[:3], x[3:], x[2:4], torch.zeros(6)
-    assert overlapping([left, right, other]) == set()
-    assert overlapping([left, middle, other]) == {id(left), id(middle)}
+def crossing(calls: int, tensors: dict[int, Tensor]) -> Crossing:
+    """What leaves after some calls."""
+    entries = tuple(LiveTensor(n, TensorSpec.of(each), each.requires_grad, False) for n, each in tensors.items())
+    return Crossing(RunRecord(tuple(CallRecord(f"layer{n}", (n,), (False,)) for n in range(calls)), entries), tensors)
 
 
-def test_entries_say_what_travels() -> None:
-    x = torch.ones(2, 3, requires_grad=True)
-    assert entry_of(4, x.t(), False, None) == LiveTensor(4, TensorSpec((3, 2), torch.float32, (1, 3)), True, False)
-    assert entry_of(4, x * 1, False, (0, 1)).shared
-    windows = torch.ones(6).unfold(0, 3, 1)
-    assert entry_of(4, windows, False, None).shared
+def test_a_skip_connection_joins_what_the_neighbour_sends() -> None:
+    near, far = torch.ones(2), torch.zeros(2)
+    found = crossing(3, {2: near}).joined(crossing(1, {0: far}))
+    assert [entry.number for entry in found.path.entries] == [2, 0]
+    assert len(found.path.calls) == 3
+    assert found.tensors == {2: near, 0: far}
 
 
-@pytest.mark.parametrize("tensor", [torch.ones(2).to_sparse(), nn.Parameter(torch.ones(2))], ids=["sparse", "type"])
-def test_other_kinds_of_tensors_do_not_travel(tensor: Tensor) -> None:
-    with pytest.raises(CutError, match="crosses the cut before layer 'next'"):
-        check_plain(tensor, "next")
+def test_stages_that_took_different_paths_are_refused() -> None:
+    with pytest.raises(CutError, match="another path"):
+        crossing(1, {}).joined(crossing(3, {}))
 
 
-def test_gradients_gather_at_the_entry() -> None:
-    incoming = Incoming([torch.ones(2), torch.ones(2), torch.ones(2)], [True, False, True], skips=False)
-    first, second, third = incoming.tensors
-    assert [each.requires_grad for each in (first, second, third)] == [True, False, True]
-    first.mul_(3)  # as on one device: it is no leaf
-    (first * second).sum().backward()
-    assert [None if each is None else each.tolist() for each in incoming.gradients] == [[3, 3], None]
-    incoming.add([torch.ones(2), torch.ones(2)])
-    assert [each.tolist() for each in incoming.gradients if each is not None] == [[4, 4], [1, 1]]
+def test_a_stage_of_the_same_rank_gets_the_memory_without_the_graph() -> None:
+    leaving = crossing(1, {0: torch.ones(2, requires_grad=True) * 2, 1: torch.ones(2)})
+    arrived = leaving.detached()
+    assert arrived.tensors[0].data_ptr() == leaving.tensors[0].data_ptr()
+    assert not arrived.tensors[0].requires_grad
+    assert leaving.differentiable == arrived.differentiable == (0,)
 
 
-def test_a_hook_on_one_of_several_tensors_raises() -> None:
-    incoming = Incoming([torch.ones(2), torch.ones(2)], [True, True], skips=False)
-    first, second = incoming.tensors
-    first.register_hook(lambda gradient: gradient)
-    (first * second).sum().backward()
-    with pytest.raises(CutError, match="the hook gets a part of the gradient"):
-        incoming.check_hooks()
+def test_what_has_not_travelled_needs_no_gradient() -> None:
+    leaving = crossing(1, {0: torch.ones(2, requires_grad=True), 1: torch.ones(2, requires_grad=True)})
+    assert Crossing(leaving.path, {1: leaving.tensors[1]}).differentiable == (1,)
+
+
+def test_copies_have_the_strides_of_what_was_expanded() -> None:
+    expanded = torch.ones(1, 3).expand(2, 3)
+    copy = crossing(0, {0: expanded}).copied().tensors[0]
+    assert copy.stride() == expanded.stride() == (0, 1)
+    assert copy.data_ptr() != expanded.data_ptr()
 
 
 def test_values_get_the_strides_that_they_had() -> None:
-    spec = TensorSpec((3, 2), torch.float32, (1, 3))
-    record = RunRecord((), (LiveTensor(0, spec, False, False), LiveTensor(1, spec._replace(shape=()), False, False)))
-    value = torch.arange(6.0).reshape(3, 2)
-    laid = record.laid_out({0: value})
+    transposed = torch.arange(6.0).reshape(2, 3).t()
+    path = crossing(0, {0: transposed, 1: torch.ones(())}).path
+    laid = Crossing(path, {0: transposed.contiguous()}).laid_out().tensors
+    assert list(laid) == [0]
     assert laid[0].stride() == (1, 3)
-    assert torch.equal(laid[0], value)
-    assert record.single_numbers == {1}
+    assert torch.equal(laid[0], transposed)
+
+
+def test_gradients_go_back_to_the_stage_that_sent_the_tensors() -> None:
+    one, other = torch.ones(1), torch.zeros(1)
+    back = Returned({0: one, 1: other}, frozenset({0, 1, 2}))
+    assert back.only({1}) == Returned({1: other}, frozenset({0, 1, 2}))

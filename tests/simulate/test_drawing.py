@@ -148,6 +148,17 @@ def test_chimeras_second_pipe_is_light_in_every_row(tmp_path: Path, monkeypatch:
     assert "lighter: pipe 1" in drawn.legend
 
 
+@pytest.mark.parametrize(("name", "ranks", "micro_batches"), [("gems", 8, 16), ("interleaved", 4, 32)])
+def test_every_box_of_a_picture_has_its_number(
+    name: str, ranks: int, micro_batches: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[str] = []
+    monkeypatch.setattr(Axes, "text", lambda self, x, y, text, **_: written.append(text))
+    timeline = simulate(schedules.get(name).build(ranks, micro_batches))
+    timeline.plot(tmp_path / "x.svg")
+    assert written == [str(event.micro_batch) for row in timeline.compute for event in row]
+
+
 def test_the_title_of_a_picture_has_the_bubble_ratio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     titles = []
     monkeypatch.setattr(Axes, "set_title", lambda self, title, **_: titles.append(title))

@@ -19,7 +19,7 @@ from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.errors import CommunicationError
 from lightning_pipe.partition import find_layers
 from lightning_pipe.transport.base import Channel, Lane, Transport
-from lightning_pipe.transport.threads import ThreadTransport, run_threads, thread_world
+from lightning_pipe.transport.threads import run_threads, thread_world
 from lightning_pipe.transport.topology import Topology
 from tests.support import processes
 
@@ -364,107 +364,3 @@ def test_channels_must_be_opened_first() -> None:
 def first_rank_only(transport: Transport) -> None:
     if transport.rank == 0:
         unconnected(transport)
-
-
-class TestThreads:
-    def test_the_first_error_is_raised_and_the_others_stop(self) -> None:
-        stopped = []
-
-        def fn(transport: ThreadTransport) -> None:
-            if transport.rank == 2:
-                raise ValueError("own error")
-            try:
-                transport.barrier()
-            except CommunicationError as error:
-                stopped.append(str(error))
-                raise
-
-        start = time.monotonic()
-        with pytest.raises(ValueError, match="own error"):
-            run_threads(thread_world(Topology(4)), fn)
-        assert time.monotonic() - start < 2
-        assert len(stopped) == 3
-        assert "rank 2 failed with ValueError: own error" in stopped[0]
-
-    def test_who_comes_after_a_failure_does_not_wait(self) -> None:
-        first, second = thread_world(Topology(2))
-        first.world.fail(first.process, ValueError("own error"))
-        start = time.monotonic()
-        with pytest.raises(CommunicationError, match=r"could not receive 3 bytes .*failed with ValueError: own error"):
-            get(second, 3, first.rank, FORWARD)
-        assert time.monotonic() - start < 2
-
-    def test_a_hang_ends_with_a_report(self) -> None:
-        def fn(transport: ThreadTransport) -> None:
-            if transport.rank == 0:
-                time.sleep(1.0)
-            else:
-                get(transport, 3, 0, BACKWARD)
-
-        with pytest.raises(
-            CommunicationError, match=r"Not done within 0.3 s(.|\n)*rank 0: computes(.|\n)*rank 1: waits"
-        ):
-            run_threads(thread_world(Topology(2)), fn, timeout=0.3)
-
-    def test_sizes_that_differ_raise(self) -> None:
-        def fn(transport: ThreadTransport) -> None:
-            if transport.rank == 0:
-                transport.send(message(1, 3), 1, FORWARD).wait()
-            else:
-                get(transport, 4, 0, FORWARD)
-
-        with pytest.raises(CommunicationError, match="3 bytes were sent, 4 expected"):
-            run_threads(thread_world(Topology(2)), fn)
-
-    def test_one_process_needs_no_peer(self) -> None:
-        def fn(transport: ThreadTransport) -> tuple[float, Any]:
-            tensor = torch.ones(1)
-            transport.all_reduce(tensor, (0,)).wait()
-            transport.barrier()
-            return float(tensor), transport.all_gather_object("x", (0,))
-
-        assert run_threads(thread_world(Topology(1)), fn) == [(1.0, ["x"])]
-
-
-@pytest.mark.gpu
-class TestGpu:
-    """Both ways to move a GPU's tensors; NCCL needs one GPU per process."""
-
-    @staticmethod
-    def exchange(process: int, backend: str) -> list[list[int]]:
-        from lightning_pipe.transport.choose import open_transport
-
-        device = torch.device("cuda", process % torch.cuda.device_count())
-        torch.cuda.set_device(device)
-        torch.distributed.destroy_process_group()
-        torch.distributed.init_process_group(backend, timeout=timedelta(seconds=60))
-        transport = open_transport(Topology(2), device, timedelta(seconds=30))
-        transport.connect([Channel(0, 1, FORWARD), Channel(1, 0, BACKWARD)])
-        sizes = [(FORWARD, 5), (FORWARD, 5), (FORWARD, 5), (BACKWARD, 1 << 20)]
-        # NCCL runs what is issued in this order: forward from rank 0 to rank 1, then backward the other way.
-        mine = "forward" if transport.rank == 0 else "backward"
-        sends, received = [], []
-        for number, (lane, size) in enumerate(sizes):
-            if lane.direction == mine:
-                sends.append(transport.send(message(number, size).to(device), 1 - transport.rank, lane))
-            else:
-                data = torch.zeros(size, dtype=torch.uint8, device=device)
-                transport.receive(data, 1 - transport.rank, lane).wait()
-                received.append(data[:2].tolist())
-        for work in sends:
-            work.wait()
-        total = torch.ones(4, device=device)
-        transport.all_reduce(total, (0, 1)).wait()
-        received.append(total.tolist())
-        received.append([transport.broadcast_object(process, 1, (0, 1))])
-        transport.barrier()
-        transport.close()
-        return received
-
-    @pytest.mark.parametrize("backend", ["gloo", "nccl"])
-    def test_messages_between_gpus(self, backend: str) -> None:
-        if backend == "nccl" and torch.cuda.device_count() < 2:
-            pytest.skip("NCCL needs one GPU per process")
-        first, second = processes.run_world(self.exchange, 2, backend=backend, timeout=100)
-        assert first == [[3, 3], [2.0] * 4, [1]]
-        assert second == [[0, 0], [1, 1], [2, 2], [2.0] * 4, [1]]

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_pipe.intercept.arrival import Inbound
 from lightning_pipe.intercept.call_record import CallRecord, RunRecord
+from lightning_pipe.intercept.crossing import Crossing
 from lightning_pipe.tensor_spec import TensorSpec
 
 
@@ -19,8 +19,8 @@ class UnlikeError(Exception):
 
 
 def readings(
-    received: Sequence[Inbound | None], sizes: Sequence[int], standing: int | None = None
-) -> list[Inbound | None]:
+    received: Sequence[Crossing | None], sizes: Sequence[int], standing: int | None = None
+) -> list[Crossing | None]:
     """What a stage would receive for two micro-batches together, in all ways that it may be meant.
 
     Of a tensor with several elements per sample, the first of all samples may come first (``torch.cat`` of two views
@@ -76,18 +76,18 @@ def _readings(*, last: bool) -> Iterator[_Reading]:
         yield _Reading(views, last, free)
 
 
-def _inbound(received: Sequence[Inbound | None], sizes: Sequence[int], reading: _Reading) -> Inbound | None:
+def _inbound(received: Sequence[Crossing | None], sizes: Sequence[int], reading: _Reading) -> Crossing | None:
     first, second = received
     if first is None or second is None:
         return None
     entries = []
-    for one, other in zip(first[0].entries, second[0].entries, strict=True):
+    for one, other in zip(first.path.entries, second.path.entries, strict=True):
         _same(one._replace(spec=None), other._replace(spec=None))  # type: ignore[arg-type]
         entries.append(one._replace(spec=_spec(one.spec, other.spec, sizes, reading)))
-    pairs = zip(first[0].calls, second[0].calls, strict=True)
+    pairs = zip(first.path.calls, second.path.calls, strict=True)
     calls = tuple(_call(one, other, sizes, reading) for one, other in pairs)
-    path = RunRecord(calls, tuple(entries))
-    return path, path.laid_out({n: _value(first[1][n], second[1][n], sizes, reading) for n in first[1]})
+    values = {n: _value(tensor, second.tensors[n], sizes, reading) for n, tensor in first.tensors.items()}
+    return Crossing(RunRecord(calls, tuple(entries)), values).laid_out()
 
 
 def _call(one: CallRecord, other: CallRecord, sizes: Sequence[int], reading: _Reading) -> CallRecord:

@@ -22,7 +22,7 @@ from lightning_pipe.engine.first_batch.mixing import MixingCheck
 from lightning_pipe.engine.first_batch.trial_runs import TrialRuns, leaving_no_trace
 from lightning_pipe.engine.stage import Stages, loss_of
 from lightning_pipe.errors import CutError
-from lightning_pipe.intercept.arrival import Inbound
+from lightning_pipe.intercept.crossing import Crossing
 
 _ROUNDING = {torch.float64: 1e-9, torch.float32: 2e-5, torch.float16: 5e-4, torch.bfloat16: 2e-3}
 """How far losses may differ that are equal but for rounding, relative to 1 + their size."""
@@ -76,11 +76,14 @@ class LossCheck(BatchObserver):
     reason: str | None = None
     compared: dict[Any, list[tuple[float, float, float, float]]] = field(default_factory=dict)
     rounding: float = 0.0
-    _seen: dict[int, Inbound | None] = field(default_factory=dict)
+    _seen: dict[int, Crossing | None] = field(default_factory=dict)
     _tried: int = 0
+    _unknown: set[Any] = field(default_factory=set)
 
     @override
-    def before_stage(self, stages: Stages, stage: int, micro_batch: int, batch: Batch, inbound: Inbound | None) -> None:
+    def before_stage(
+        self, stages: Stages, stage: int, micro_batch: int, batch: Batch, inbound: Crossing | None
+    ) -> None:
         """A micro-batch comes to a stage; with every second one on the last stage the check is made."""
         if stages.interceptor.compiled:
             return
@@ -89,7 +92,7 @@ class LossCheck(BatchObserver):
         if not stages.layers[stage].last or self._tried >= self.pairs:
             return
         # the step may change in place what it receives
-        self._seen[micro_batch] = inbound and (inbound[0], inbound[0].copies(inbound[1]))
+        self._seen[micro_batch] = inbound and inbound.copied()
         if len(self._seen) < 2:
             return
         self._tried += 1
@@ -150,18 +153,22 @@ class LossCheck(BatchObserver):
             self.differs = (pair, expected, together[0])
 
     def _received_together(
-        self, runs: TrialRuns, received: Sequence[Inbound | None], sizes: Sequence[int], both: tuple[int, Any]
-    ) -> list[Inbound | None]:
+        self, runs: TrialRuns, received: Sequence[Crossing | None], sizes: Sequence[int], both: tuple[int, Any]
+    ) -> list[Crossing | None]:
         """What the stage would receive for both together; values without samples must not matter to the loss.
 
         A router's loss that the step only logs is such a value: nobody knows what it is for both micro-batches, but
-        the loss is the same with that of the one and with that of the other.
+        the loss is the same with that of the one and with that of the other. Numbers that are not are not compared.
         """
         try:
             return readings(received, sizes)
         except UnlikeError:
-            alternatives = zip(readings(received, sizes, 0), readings(received, sizes, 1), strict=True)
-            found = [one for one, other in alternatives if runs.loss(*both, one).equal(runs.loss(*both, other))]
+            found = []
+            for one, other in zip(readings(received, sizes, 0), readings(received, sizes, 1), strict=True):
+                loss, values = runs.loss(*both, one), self.values()
+                if loss.equal(runs.loss(*both, other)):
+                    found.append(one)
+                    self._unknown |= {name for name, value in self.values().items() if values.get(name) != value}
             if not found:
                 raise
             return found
@@ -170,12 +177,12 @@ class LossCheck(BatchObserver):
         return close(float(loss_of(result)), loss, self.rounding)
 
     def _note(self, share: float, one: dict[Any, float], other: dict[Any, float], both: dict[Any, float]) -> None:
-        for name in [name for name in one if name in other and name in both]:
+        for name in [name for name in one if name in other and name in both and name not in self._unknown]:
             self.compared.setdefault(name, []).append((one[name], other[name], both[name], share))
 
     def _rounding(self, stages: Stages, loss: Tensor) -> float:
         """The largest difference that rounding can make, by the coarsest numbers that take part."""
-        received = [tensor for inbound in self._seen.values() if inbound for tensor in inbound[1].values()]
+        received = [tensor for inbound in self._seen.values() if inbound for tensor in inbound.tensors.values()]
         tensors = [loss, *received, *stages.interceptor.module.parameters()]
         dtypes = {tensor.dtype for tensor in tensors if tensor.is_floating_point()} | {self.autocast or loss.dtype}
         reduced = loss.device.type != "cpu" and torch.float32 in dtypes

@@ -19,7 +19,7 @@ from lightning_pipe.engine.batch import Batch, BatchObserver
 from lightning_pipe.engine.first_batch.both_together import joinings, readings
 from lightning_pipe.engine.first_batch.trial_runs import TrialRuns, leaving_no_trace
 from lightning_pipe.engine.stage import Crossings, Stages
-from lightning_pipe.intercept.arrival import Inbound
+from lightning_pipe.intercept.crossing import Crossing
 
 _ROUNDING = {torch.float64: 1e-7, torch.float32: 5e-3, torch.float16: 0.05, torch.bfloat16: 0.2}
 """How far tensors may differ that are equal but for rounding, relative to their norm: it adds up over layers."""
@@ -41,16 +41,18 @@ class MixingCheck(BatchObserver):
     sizes: Sequence[int]
     join: Callable[[tuple[int, int]], Any]
     tell: Callable[[str, str, int, int], None]
-    _seen: dict[int, dict[int, Inbound | None]] = field(default_factory=dict)
+    _seen: dict[int, dict[int, Crossing | None]] = field(default_factory=dict)
 
     @override
-    def before_stage(self, stages: Stages, stage: int, micro_batch: int, batch: Batch, inbound: Inbound | None) -> None:
+    def before_stage(
+        self, stages: Stages, stage: int, micro_batch: int, batch: Batch, inbound: Crossing | None
+    ) -> None:
         """A micro-batch comes to a stage; with the second one the check is made."""
         seen = self._seen.setdefault(stage, {})
         if len(seen) == 2:
             return
         # the step may change in place what it receives
-        seen[micro_batch] = inbound and (inbound[0], inbound[0].copies(inbound[1]))
+        seen[micro_batch] = inbound and inbound.copied()
         if len(seen) < 2:
             return
         pair = (min(seen), max(seen))
@@ -64,7 +66,7 @@ class MixingCheck(BatchObserver):
             self.tell(layers.first_name, layers.names[layers.layers.stop - 1], *(self.sizes[index] for index in pair))
         self._seen[stage] = dict.fromkeys(pair)
 
-    def _mixes(self, runs: TrialRuns, pair: tuple[int, int], received: Sequence[Inbound | None]) -> bool:
+    def _mixes(self, runs: TrialRuns, pair: tuple[int, int], received: Sequence[Crossing | None]) -> bool:
         sizes = [self.sizes[index] for index in pair]
         parts = [runs.batch.micro_batches[index] for index in pair]
         # all with the random numbers of the first one, so that they take the same way
@@ -95,7 +97,7 @@ def _same(one: Crossings, other: Crossings) -> bool:
 
 def _tensors(left: Crossings) -> Iterator[Tensor]:
     for to in sorted(left):
-        yield from left[to].tensors
+        yield from left[to].tensors.values()
 
 
 def _close(one: Tensor, other: Tensor) -> bool:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lightning_pipe.engine.batch import Batch
 from lightning_pipe.engine.stage import Crossings, Stages, loss_of
-from lightning_pipe.intercept.arrival import Inbound
+from lightning_pipe.intercept.crossing import Crossing
 from lightning_pipe.intercept.recompute import recomputing
 from lightning_pipe.intercept.snapshot import Snapshot
 from lightning_pipe.torch_internals import DropoutNd, NormBase
@@ -52,7 +52,7 @@ class TrialRuns:
     whole: bool = False
     drew: bool = False
 
-    def run(self, index: int, part: Any, inbound: Inbound | None, seed: int | None = None) -> tuple[Crossings, Any]:
+    def run(self, index: int, part: Any, inbound: Crossing | None, seed: int | None = None) -> tuple[Crossings, Any]:
         """Run the step. Returns what leaves the stage, by the stage that receives it, and what the step returned.
 
         Args:
@@ -71,15 +71,16 @@ class TrialRuns:
 
         with _not_random(self.stages, self.stage, begin, whole=self.whole):
             found = self.stages.trial(self.stage, index, trial, inbound)
+        # Without a mark the step has not come to the stage's layers, and nothing is known of what they draw.
         self.drew |= not marks or marks[-1] != trial.streams.state()
         return found
 
-    def loss(self, index: int, part: Any, inbound: Inbound | None) -> Tensor:
+    def loss(self, index: int, part: Any, inbound: Crossing | None) -> Tensor:
         """The loss of a run on the last stage; the arguments are those of `run`."""
         return loss_of(self.run(index, part, inbound)[1])
 
     def are_random(
-        self, index: int, part: Any, inbound: Inbound | None, same: Callable[[Crossings, Any], bool]
+        self, index: int, part: Any, inbound: Crossing | None, same: Callable[[Crossings, Any], bool]
     ) -> bool:
         """Whether a run is another one with other random numbers: from the start, or from this stage's layers on.
 
@@ -91,7 +92,7 @@ class TrialRuns:
             inbound: what the stage receives for it.
             same: whether what a run returns is what it returned before.
         """
-        first = len(self.batch.micro_batches)
+        first = len(self.batch.micro_batches)  # streams that no micro-batch of the batch draws from
         for seed in range(first, first + _SEEDS):
             if not same(*self.run(index, part, inbound, seed)):
                 return True

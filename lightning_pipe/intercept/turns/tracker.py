@@ -84,6 +84,7 @@ class TurnTracker(Tracker):
         known = self.turn.known.setdefault(rank, set())
         calls = tuple(self.calls[self.turn.begin :])
         for peer in self._others():
+            # All must know what was called; values are for the rank that goes on, and it keeps them.
             values = self._values(sorted(numbers - known)) if peer == rank else {}
             self._mail.send(Turn(calls, values), peer)
         known |= numbers
@@ -152,6 +153,7 @@ class TurnTracker(Tracker):
                     hint="Use x.as_subclass(torch.Tensor), x.to_dense() or a padded tensor with its lengths.",
                 )
             spec = TensorSpec.of(tensor)
+            # 2: the tensor, and the storage object that this line makes
             shared = spec.overlaps or bool(storage_uses(tensor.untyped_storage()._cdata) > 2)
             self.turn.lent[number] = state_of(tensor)
             found[number] = Sent(spec, tensor.detach(), shared)

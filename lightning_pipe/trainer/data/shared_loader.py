@@ -25,6 +25,8 @@ from lightning_pipe.transport.base import Transport
 
 _OWN = frozenset({"loader", "_transport", "_source", "_members", "_share", "_length", "_compare"})
 
+_STATEFUL = ("state_dict", "load_state_dict")
+
 
 class SharedDataLoader:
     """A loader whose batches are the same on all ranks of a pipeline.
@@ -51,6 +53,9 @@ class SharedDataLoader:
         vars(self).update(loader=loader, _transport=transport, _source=source, _members=members, _share=share)
         vars(self)["_compare"] = None
         vars(self)["_length"] = self.share(sized_len(loader) if self.loads else None)
+        # Lightning saves the loaders that have these methods by a Protocol, which does not ask __getattr__ from Python
+        # 3.12 on.
+        vars(self).update({name: getattr(loader, name) for name in _STATEFUL if hasattr(loader, name)})
 
     def compare_with(self, compare: Callable[[int, bool], None]) -> None:
         """Compare with the other replicas after every batch: their loaders must not end earlier or later.

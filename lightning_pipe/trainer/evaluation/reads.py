@@ -1,7 +1,7 @@
 """The attributes of the LightningModule that a run of the step reads.
 
 A rank that evaluates a batch ahead of the others has not yet adopted what the batches before it have changed on the
-last stage. That is of no consequence unless its run of the step reads what they change.
+last stage. Its run is right all the same unless it reads what they have changed.
 """
 
 from __future__ import annotations

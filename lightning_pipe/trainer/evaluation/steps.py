@@ -92,7 +92,7 @@ class EvaluationSteps:
         return divide_batch(batch, ranks, number, options.split_batch, options.loss_weight)
 
     def share(self, run: RunStep, broadcast: Broadcast | None = None, *, send_outputs: bool = True) -> Any:
-        """What the step returned, after its traces have been made on this rank. Collective over the pipeline.
+        """What the step returned; what it logged and changed is made on this rank, too. Collective over the pipeline.
 
         Args:
             run: what `run` returned.

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from inspect import getattr_static
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from lightning.fabric.utilities.data import sized_len
+from lightning.fabric.utilities.types import _Stateful
 from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, TensorDataset
@@ -101,6 +103,26 @@ def test_indices_of_predictions() -> None:
     found = on_three_ranks(make, use)
     assert found[0][1] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
     assert found[0] == found[1] == found[2]
+
+
+class Resumable(list[int]):
+    """Can be gone on with in the middle."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"next": 1}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.extend(state["next"])
+
+
+def test_protocols_see_whether_the_loader_has_a_state() -> None:
+    """They look names up without ``__getattr__`` from Python 3.12 on."""
+    for make, expected in ((Resumable, True), (list, False)):
+        found = on_three_ranks(
+            lambda rank, make=make: make([1]), lambda loader: getattr_static(loader, "state_dict", 0)
+        )
+        assert [bool(each) for each in found] == [expected] * 3
+    assert on_three_ranks(lambda rank: Resumable([1]), lambda loader: isinstance(loader, _Stateful)) == [True] * 3
 
 
 def test_is_the_loader_in_everything_else() -> None:

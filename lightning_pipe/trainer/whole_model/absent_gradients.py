@@ -18,7 +18,7 @@ from lightning_pipe.intercept.absent_tensor import AbsentTensor
 from lightning_pipe.parameters.mixing import after_closure
 
 
-class ForeignGradients:
+class AbsentGradients:
     """Gradients of parameters that other ranks of a pipeline hold.
 
     The ranks ask each other which parameters get one, and again when other parameters are to be trained.
@@ -56,8 +56,8 @@ class ForeignGradients:
         pipeline, named = self._pipeline, dict(self._pipeline.module.named_parameters())
         mine = [name for name, p in named.items() if pipeline.holds(name) and p.grad is not None]
         found = pipeline.transport.all_gather_object(mine, pipeline.pipeline_members)
-        foreign = {name: named[name] for names in found for name in names if not pipeline.holds(name)}
-        self._gradients = [(p, AbsentTensor.like(p.detach())) for p in foreign.values() if isinstance(p, AbsentTensor)]
+        absent = {name: named[name] for names in found for name in names if not pipeline.holds(name)}
+        self._gradients = [(p, AbsentTensor.like(p.detach())) for p in absent.values() if isinstance(p, AbsentTensor)]
 
     def _set(self) -> None:
         for parameter, gradient in self._gradients:

@@ -1,0 +1,78 @@
+"""One boundary between two ranks: everything the first time, what is used from then on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_pipe.engine.boundary_exchange import BoundaryExchange, BoundaryKey
+from lightning_pipe.intercept.call_record import CallRecord, LiveTensor, RunRecord
+from lightning_pipe.intercept.crossing import Crossing, Returned
+from lightning_pipe.tensor_spec import TensorSpec
+from lightning_pipe.transport.base import Channel, Lane
+from lightning_pipe.transport.threads import ThreadTransport, run_threads, thread_world
+from lightning_pipe.transport.topology import Topology
+
+KEY = BoundaryKey(0, 0, 0, 1)
+
+
+def crossing(layer: str, *tensors: Tensor) -> Crossing:
+    entries = tuple(LiveTensor(n, TensorSpec.of(each), each.requires_grad, False) for n, each in enumerate(tensors))
+    return Crossing(RunRecord((CallRecord(layer, (0,), (True,)),), entries), dict(enumerate(tensors)))
+
+
+def over_a_boundary(batches: list[Crossing], used: frozenset[int]) -> list[list[Any]]:
+    """What one rank gets back, and what the other one gets, when it uses some of the tensors."""
+
+    def first(exchange: BoundaryExchange) -> list[Any]:
+        found: list[Any] = []
+        for batch in batches:
+            exchange.send(KEY, 1, "shape", batch)
+            exchange.expect_gradients(KEY, 1)
+            found.append(exchange.receive_gradients(KEY, 1))
+            exchange.end_batch()
+        return found
+
+    def second(exchange: BoundaryExchange) -> list[Any]:
+        found: list[Any] = []
+        for _ in batches:
+            exchange.expect(KEY, 0, "shape")
+            found.append(exchange.receive(KEY, 0, "shape"))
+            gradients = {number: torch.ones(2) * 3 for number in used & set(found[-1].differentiable)}
+            exchange.send_gradients(KEY, 0, Returned(gradients, used))
+            exchange.end_batch()
+        return found
+
+    bodies: list[Callable[[BoundaryExchange], list[Any]]] = [first, second]
+
+    def run(transport: ThreadTransport) -> list[Any]:
+        lanes = (Channel(0, 1, Lane("forward", 0)), Channel(1, 0, Lane("backward", 0)))
+        transport.connect(dict.fromkeys(lanes))
+        return bodies[transport.rank](BoundaryExchange(transport))
+
+    return run_threads(thread_world(Topology(2)), run)
+
+
+def test_only_tensors_that_are_used_and_single_numbers_travel_from_the_second_batch_on() -> None:
+    h, mask, loss = torch.ones(2, requires_grad=True) * 2, torch.zeros(2), torch.tensor(5.0)
+    back, came = over_a_boundary([crossing("a", h, mask, loss)] * 2, frozenset({0}))
+    assert [sorted(each.tensors) for each in came] == [[0, 1, 2], [0, 2]]
+    assert all(torch.equal(each.tensors[0], h) and not each.tensors[0].requires_grad for each in came)
+    assert [each.gradients[0].tolist() for each in back] == [[3, 3], [3, 3]]
+    assert [each.used for each in back] == [{0}, {0}]
+
+
+def test_what_takes_another_path_goes_in_full() -> None:
+    h, mask = torch.ones(2, requires_grad=True) * 2, torch.zeros(2)
+    batches = [crossing("a", h, mask), crossing("b", h, mask), crossing("b", h, mask)]
+    _, came = over_a_boundary(batches, frozenset({0}))
+    assert [each.path.calls[0].name for each in came] == ["a", "b", "b"]
+    assert [sorted(each.tensors) for each in came] == [[0, 1], [0, 1], [0]]
+
+
+def test_without_gradients_nothing_comes_back() -> None:
+    back, _ = over_a_boundary([crossing("a", torch.ones(2))], frozenset())
+    assert back == [Returned({}, frozenset({0}))]

@@ -1,0 +1,64 @@
+"""Records of calls: a call like the last one of its layer gets the same record."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_pipe.errors import CutError
+from lightning_pipe.intercept.call_record import Passed, Repeated
+from lightning_pipe.intercept.layer_calls import RunCache
+from lightning_pipe.tensor_spec import TensorSpec
+from tests.intercept.test_skipped_layers import recorded
+
+X = torch.ones(2, 3, requires_grad=True)
+
+
+class Returns(nn.Module):
+    """Returns what a function makes of its arguments."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args: Any) -> Any:
+        return self.function(*args)
+
+
+def test_the_record_of_the_last_run_is_used_again() -> None:
+    cache, layer = RunCache(), nn.Linear(3, 3)
+    # At first its attributes are searched, too.
+    calls = [recorded(layer, X, cache=cache)[1] for _ in range(6)]
+    assert calls[-1] is calls[-2]
+    narrower = recorded(layer, X[:1], cache=cache)[1]
+    assert narrower is not calls[-1]
+    assert narrower.leaves == (TensorSpec((1, 3), torch.float32),)
+
+
+def test_leaves_are_described_once() -> None:
+    def several(x: Tensor, y: Tensor) -> Any:
+        out = x * 2
+        return out, [out, y, None, 3, "text"]
+
+    leaves = recorded(Returns(several), X, torch.ones(1))[1].leaves
+    assert leaves == (TensorSpec((2, 3), torch.float32), Repeated(0), Passed(1), None, 3, "text")
+
+
+def test_a_view_of_an_argument_names_its_lender() -> None:
+    batch = torch.ones(4)
+    call = recorded(Returns(lambda x: x[:2]), batch)[1]
+    assert call.lent == (0,)
+
+
+def test_a_changed_argument_is_numbered_before_what_is_new() -> None:
+    result, call, tracker = recorded(Returns(lambda x: x.add_(1) * 2), torch.ones(2))
+    assert call.mutated == (0,)
+    assert tracker.numbers.of(result) == call.numbers[1]
+
+
+def test_what_cannot_be_shown_raises() -> None:
+    with pytest.raises(CutError, match=r"'layers\.0' returns a object, which cannot be shown"):
+        recorded(Returns(lambda x: object()), X)

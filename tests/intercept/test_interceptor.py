@@ -1,0 +1,87 @@
+"""Wrappers around layers and outside modules: where they are, and that they go."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_pipe.intercept.interceptor import Interceptor, outside_modules
+from lightning_pipe.partition import find_layers
+
+
+class Head(nn.Module):
+    """Has no forward, and holds modules that have one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(2, 1)
+        self.act = nn.ReLU()
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
+        self.layers = nn.ModuleList(nn.Linear(2, 2) for _ in range(2))
+        self.norm = nn.BatchNorm1d(2, affine=False)
+        self.head = nn.ModuleDict({"inner": Head()})
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head["inner"].out(self.norm(x))
+
+
+class Notes:
+    """A run that notes who is called, and computes nothing itself."""
+
+    def __init__(self) -> None:
+        self.called: list[Any] = []
+        self.inside = False
+
+    def run(self, step: Any) -> Any:
+        return step()
+
+    def call_layer(self, number: int, layer: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
+        self.called.append(number)
+        return forward(*args, **kwargs)
+
+    def call_module(self, name: str, key: int, module: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
+        self.called.append((name, key))
+        self.inside = True  # what it calls belongs to it
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            self.inside = False
+
+
+def test_the_largest_modules_that_hold_something_are_outside() -> None:
+    net = Net()
+    assert [name for name, _ in outside_modules(net, list(net.layers))] == ["embed", "norm", "head.inner.out"]
+
+
+def test_calls_go_to_the_run_while_the_wrappers_are_on() -> None:
+    net, x = Net(), torch.ones(3, 2)
+    interceptor, notes = Interceptor(net, find_layers(net, "layers")), Notes()
+    with interceptor.installed():
+        result = interceptor.follow(notes, lambda: net(x))  # type: ignore[arg-type]
+        assert interceptor.run is None
+    assert notes.called == [("embed", -2), 0, 1, ("norm", -3), ("head.inner.out", -4)]
+    assert torch.equal(result, net(x))
+
+
+def test_nothing_stays_behind() -> None:
+    net = Net()
+    before = pickle.dumps(net)
+    interceptor = Interceptor(net, find_layers(net, "layers"))
+    with interceptor.installed():
+        assert "forward" in vars(net.layers[0])
+    assert pickle.dumps(net) == before
+    with pytest.raises(RuntimeError), interceptor.installed():
+        net(torch.ones(3, 7))
+    assert pickle.dumps(net) == before

@@ -1,0 +1,83 @@
+"""Objects that a call changes: which ones, how they are described, and how another rank's object gets there."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_pipe.errors import CutError
+from lightning_pipe.intercept.objects import ChangedObjectError, ObjectStates, objects_of, put_state
+
+
+class Memory:
+    """What a layer may keep between calls."""
+
+    def __init__(self) -> None:
+        self.length = 0
+        self.rows: list[Tensor] = []
+        self.inner: Any = None
+
+
+class Named(dict[str, Any]):
+    """A dictionary with attributes."""
+
+
+def test_objects_are_found_once_wherever_they_are() -> None:
+    memory, inner = Memory(), Memory()
+    memory.inner = {"again": [inner, memory], "module": math}
+    round_trip: list[Any] = [memory]
+    round_trip.append(round_trip)
+    assert objects_of([1, round_trip, torch.ones(1), inner]) == [memory, inner]
+
+
+@pytest.mark.parametrize("replaced", [True, False])
+def test_what_changes_is_described_with_its_tensors(replaced: bool) -> None:
+    memory, rows = Memory(), torch.ones(2)
+    memory.rows.append(rows)
+    states = ObjectStates([memory])
+    assert list(states.changes("layer")) == []
+    states.check_unchanged("layer")
+    if replaced:
+        memory.rows[0] = rows + 1
+    else:
+        rows.add_(1)
+    memory.length = 3
+    [(number, state, tensors)] = states.changes("layer")
+    assert number == 0
+    assert tensors[0] is memory.rows[0]
+    other = Memory()
+    kept = other.rows
+    put_state(other, state, ["stands for the tensor"], [other])
+    assert other.length == 3
+    assert other.rows is kept == ["stands for the tensor"]
+    with pytest.raises(ChangedObjectError, match="'layer' changes its argument of type Memory"):
+        states.check_unchanged("layer")
+
+
+def test_an_equal_number_is_no_change() -> None:
+    memory = Memory()
+    memory.length = 10**6
+    states = ObjectStates([memory])
+    memory.length = int("1000000")
+    states.check_unchanged("layer")
+
+
+def test_a_kind_of_dictionary_cannot_be_described() -> None:
+    cache = Named(length=1)
+    states = ObjectStates([cache])
+    assert list(states.changes("layer")) == []
+    cache["length"] = 2
+    with pytest.raises(ChangedObjectError, match="'layer' changes its argument of type Named"):
+        list(states.changes("layer"))
+
+
+def test_what_cannot_be_pickled_raises() -> None:
+    memory = Memory()
+    states = ObjectStates([memory])
+    memory.inner = lambda: None
+    with pytest.raises(CutError, match="'layer' changes its argument of type Memory"):
+        list(states.changes("layer"))

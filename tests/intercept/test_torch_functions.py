@@ -1,0 +1,95 @@
+"""What torch says of its functions, and what the tables say of those in Python."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from lightning_pipe.intercept.torch_functions import (
+    APPLIES,
+    FACTORIES,
+    RANDOM,
+    changed_in_place,
+    draws,
+    function_name,
+    leaves_of,
+    results_of,
+    shaped_by_values,
+    typed_by_autocast,
+    unique,
+    values_read,
+)
+
+X, Y = torch.ones(2), torch.zeros(2)
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "kwargs", "changed"),
+    [
+        ("add", (X, Y), {}, []),
+        ("add_", (X, Y), {}, [X]),
+        ("__iadd__", (X, Y), {}, [X]),
+        ("__setitem__", (X, 0, 1.0), {}, [X]),
+        ("data.__set__", (X, Y), {}, [X]),
+        ("add", (X, X), {"out": Y}, [Y]),
+        ("relu", (X, True), {}, [X]),
+        ("relu", (X,), {"inplace": False}, []),
+        ("batch_norm", (torch.ones(1, 2), X, Y), {"training": True}, [X, Y]),
+        ("batch_norm", (torch.ones(1, 2), X, Y), {"training": False}, []),
+        ("embedding", (torch.tensor([0]), X), {"max_norm": 1.0}, [X]),
+        ("__init__", (X,), {}, []),
+    ],
+)
+def test_changes_in_place_are_known_by_name(
+    name: str, args: tuple[Any, ...], kwargs: dict[str, Any], changed: list[torch.Tensor]
+) -> None:
+    found = changed_in_place(name, args, kwargs)
+    assert list(map(id, found)) == list(map(id, changed))
+
+
+def test_what_draws_is_known() -> None:
+    assert draws(F.dropout, "dropout")
+    assert not draws(F.relu, "relu")
+    assert not draws(F.linear, "linear")
+    assert draws(lambda x: x, "of somebody else")
+    assert "bernoulli" in RANDOM
+    assert "zeros" in FACTORIES
+    assert "to" not in FACTORIES
+
+
+def test_shapes_that_depend_on_values_are_known() -> None:
+    assert shaped_by_values("__getitem__", (X, X > 0))
+    assert not shaped_by_values("__getitem__", (X, torch.tensor([0])))
+    assert shaped_by_values("nonzero", (X,))
+    assert shaped_by_values("where", (X,))
+    assert not shaped_by_values("where", (X > 0, X, Y))
+
+
+def test_numbers_that_are_read_are_kept_and_addresses_are_not() -> None:
+    _, [value] = values_read("item", 3.5)  # type: ignore[misc]
+    assert value.value == 3.5
+    assert values_read("data_ptr", 1234) is None
+    assert values_read("sin", X) is None
+
+
+def test_types_that_autocast_chooses_are_told() -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        assert typed_by_autocast(X.bfloat16(), [Y])
+        assert not typed_by_autocast(X * 1, [Y])
+    assert not typed_by_autocast(X.bfloat16(), [Y])
+
+
+@pytest.mark.parametrize("module", APPLIES)
+def test_modules_that_apply_functions_exist(module: str) -> None:
+    assert importlib.import_module(module)
+
+
+def test_small_helpers() -> None:
+    assert function_name(torch.Tensor.grad.__get__) == "grad.__get__"  # type: ignore[attr-defined]
+    assert leaves_of((X, [1, {"y": Y}]), {"z": 2}) == [X, 1, Y, 2]
+    assert list(map(id, results_of((X, 1), [Y, X]))) == [id(X), id(Y)]
+    assert list(map(id, unique([X, Y, X]))) == [id(X), id(Y)]

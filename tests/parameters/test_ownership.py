@@ -1,0 +1,95 @@
+"""Who holds which parameter, before and after the first batch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_pipe.errors import CutError, PartitionError
+from lightning_pipe.intercept.absent_tensor import is_absent
+from lightning_pipe.parameters.ownership import Ownership
+from lightning_pipe.partition import find_layers
+
+NAMES = ["rank 0", "rank 1"]
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(2, 2)
+        self.layers = nn.ModuleList(nn.Linear(2, 2) for _ in range(2))
+        self.head = nn.Linear(2, 1)
+
+
+def divided(rank: int, net: Net | None = None, layer_ranks: tuple[int, int] = (0, 1)) -> tuple[Ownership, Net]:
+    net = net or Net()
+    ranks = [(rank,) for rank in layer_ranks]
+    return Ownership(net, find_layers(net, "layers"), ranks, rank, 2, (1,), NAMES), net
+
+
+def learned(rank: int) -> tuple[Ownership, Net]:
+    ownership, net = divided(rank)
+    ownership.release_layers()
+    ownership.learn_users([{"embed.weight", "embed.bias", "embed."}, {"head.weight", "head.bias", "head."}])
+    return ownership, net
+
+
+def test_layers_belong_to_their_ranks_and_the_rest_to_all_at_first() -> None:
+    ownership, net = divided(0)
+    weight = net.layers[1].weight
+    ownership.release_layers()
+    assert ownership.owners("layers.1.weight") == (1,)
+    assert ownership.owners("embed.weight") == (0, 1)
+    assert net.layers[1].weight is weight, "optimizers refer to it"
+    assert [is_absent(parameter) for parameter in net.parameters()] == [False] * 4 + [True] * 2 + [False] * 2
+
+
+def test_after_the_first_batch_users_alone_hold_what_is_outside() -> None:
+    ownership, net = learned(0)
+    assert ownership.owners("embed.weight") == (0,)
+    assert ownership.owners("head.weight") == (1,)
+    assert is_absent(net.head.weight)
+    assert ownership.counted("embed.weight")
+    assert not ownership.counted("head.weight")
+    assert ownership.holds_all(net.embed.parameters())
+    assert ownership.ranks_with([net.embed.weight, net.head.weight]) == ()
+    assert ownership.ranks_with([torch.ones(1)]) is None
+
+
+def test_the_use_of_a_value_that_another_rank_holds_raises() -> None:
+    ownership, net = learned(0)
+    ownership.use(net.embed.weight)
+    with pytest.raises(CutError, match=r"'layers\.1\.weight' is used on rank 0, but held by rank 1\."):
+        ownership.use(net.layers[1].weight)
+    with pytest.raises(CutError, match="in the first training batch only they used it"):
+        ownership.use(net.head.weight)
+
+
+def test_every_rank_gets_every_value_again() -> None:
+    parts = [learned(0), learned(1)]
+    true = {
+        name: torch.rand_like(parts[owner][1].get_parameter(name))
+        for owner, name in ((0, "embed.weight"), (1, "head.weight"), (1, "layers.1.weight"), (0, "layers.0.weight"))
+    }
+    asked: list[list[str]] = []
+    for ownership, net in parts:
+        asked.append([])
+
+        def fetch(name: str, owners: tuple[int, ...], local: Tensor, asked: list[str] = asked[-1]) -> Tensor:
+            asked.append(name)
+            return true.get(name, torch.zeros(local.shape))
+
+        ownership.restore(fetch)
+        assert not any(map(is_absent, net.parameters()))
+        assert ownership.owners("layers.0.weight") == (0, 1)
+    assert asked[0] == asked[1], "fetching is collective"
+    assert torch.equal(parts[0][1].head.weight, true["head.weight"])
+    assert torch.equal(parts[1][1].layers[0].weight, true["layers.0.weight"])
+
+
+def test_a_division_that_needs_what_is_gone_raises() -> None:
+    _, net = learned(0)
+    ownership, _ = divided(0, net, layer_ranks=(1, 0))
+    with pytest.raises(PartitionError, match=r"is to compute with 'layers\.1\.weight', and has no value of it"):
+        ownership.release_layers()

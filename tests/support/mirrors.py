@@ -1,0 +1,147 @@
+"""Which test file has the tests of a module.
+
+The tests of ``lightning_pipe/room/module.py`` are in ``tests/room/test_module.py``. `ELSEWHERE` names the file for
+modules that are parts of something which is tested as a whole: a schedule family is compared with all others, and the
+Trainer's parts with one device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from tests.support.structure import PACKAGE, ROOT
+
+_ROOMS: dict[str, dict[str, str]] = {
+    ".": {
+        "__main__": "test_package",
+        "callbacks": "docs/test_blocks",
+        "lightning_internals": "test_internals",
+        "text": "planning/test_render",
+        "torch_internals": "test_internals",
+        "version": "test_package",
+    },
+    "construction": {
+        "context": "construction/test_deferred",
+        "drawing": "construction/test_families",
+        "module": "construction/test_deferred",
+        "operators": "construction/test_families",
+        "tape": "construction/test_deferred",
+        "unset": "construction/test_dropped_references",
+    },
+    "engine": {
+        "connections": "transport/test_transports",
+        "pipeline": "engine/test_schedules",
+        "turns": "intercept/turns/test_run",
+    },
+    "engine/first_batch": {"trial_runs": "engine/first_batch/test_loss_check"},
+    "intercept": {"parameter_use": "parameters/test_ownership"},
+    "intercept/torch_patches": {"activation_checkpoints": "intercept/test_surroundings"},
+    "intercept/turns": {"messages": "intercept/turns/test_run", "tracker": "intercept/turns/test_run"},
+    "partition": {"holding": "planning/test_memory", "profile": "partition/test_cost"},
+    "planning": {
+        "command": "test_cli",
+        "layer_sizes": "planning/test_bubble",
+        "make": "planning/test_memory",
+        "prediction": "planning/test_search",
+        "search_result": "planning/test_search",
+    },
+    "profiling": dict.fromkeys(("command", "layers", "machine", "make", "processes"), "profiling/test_measure"),
+    "schedules": {
+        "action": "schedules/test_ir",
+        "dependencies": "schedules/families/test_families",
+        "family": "schedules/test_registry",
+    },
+    "schedules/asynchronous": dict.fromkeys(("calls", "pipedream"), "schedules/asynchronous/test_stream"),
+    "schedules/families": dict.fromkeys(
+        (
+            "chimera",
+            "counting",
+            "dual_pipe",
+            "dual_pipe_v",
+            "gems",
+            "gpipe",
+            "interleaved",
+            "naive",
+            "one_f_one_b",
+            "zero_bubble",
+        ),
+        "schedules/families/test_families",
+    ),
+    "schedules/passes": {"list_scheduling": "schedules/passes/test_lower"},
+    "simulate": {
+        "chrome_trace": "simulate/test_drawing",
+        "closed_forms": "simulate/test_costs",
+        "compiled": "simulate/test_costs",
+        "discrete": "simulate/test_costs",
+        "link": "simulate/test_costs",
+        "plot": "simulate/test_drawing",
+        "steady": "simulate/test_asynchronous",
+        "style": "simulate/test_drawing",
+        "terminal": "simulate/test_drawing",
+    },
+    "trainer": {
+        "attribute_sync": "trainer/test_module_state",
+        "batch_ends": "trainer/test_stopping",
+        "broadcasts": "trainer/test_evaluation",
+        "gradients": "trainer/test_withheld_gradients",
+        "late_values": "trainer/test_checks",
+        "layer_costs": "engine/test_layer_profiler",
+        "module_strategy": "trainer/test_equality",
+        "process_strategy": "trainer/test_world",
+        "report": "trainer/test_fit",
+        "run": "trainer/test_equality",
+        "stage_division": "planning/test_replicated",
+        "strategy": "trainer/test_equality",
+        "user_step": "trainer/test_equality",
+    },
+    "trainer/asynchronous": dict.fromkeys(("draining", "training_loop"), "trainer/asynchronous/test_streaming"),
+    "trainer/checkpoints": {
+        "file": "trainer/checkpoints/test_divided",
+        "folder": "trainer/checkpoints/test_consolidate",
+        "rank_entries": "trainer/checkpoints/test_divided",
+    },
+    "trainer/data": {
+        "batch_splitter": "trainer/data/test_split_batch",
+        "loaders": "trainer/data/test_replica_data",
+        "loss_checks": "trainer/test_checks",
+        "micro_batches": "trainer/data/test_split_batch",
+        "training_output": "trainer/data/test_joining",
+    },
+    "trainer/evaluation": dict.fromkeys(("conditions", "evaluations", "steps"), "trainer/evaluation/test_stream"),
+    "trainer/whole_model": {
+        "absent_gradients": "trainer/whole_model/test_walks",
+        "grad_scaler": "trainer/test_world",
+        "metrics": "trainer/whole_model/test_logging",
+        "synchronized_norms": "trainer/test_checks",
+    },
+    "transport": {
+        "base": "transport/test_transports",
+        "choose": "transport/test_transports",
+        "gloo": "transport/test_transports",
+        "nonblocking_broadcast": "trainer/evaluation/test_stream",
+        "thread_world": "transport/test_threads",
+        "torch_distributed": "transport/test_transports",
+        "work": "transport/test_transports",
+    },
+    "transport/failures": {"store": "trainer/test_meeting", "watchdog": "transport/failures/test_board"},
+    "transport/shared_memory": {"rendezvous": "transport/shared_memory/test_peer"},
+}
+
+ELSEWHERE = {
+    str(Path(room) / f"{module}.py"): f"{tests}.py"
+    for room, modules in _ROOMS.items()
+    for module, tests in modules.items()
+}
+"""By module the file with its tests, where that is not its mirror; paths below the package and below ``tests``."""
+
+
+def modules_with_tests() -> Iterator[tuple[str, str | None]]:
+    """Every module of the package with the file that has its tests; ``None`` where there is none."""
+    for path in sorted((ROOT / PACKAGE).rglob("*.py")):
+        module = path.relative_to(ROOT / PACKAGE)
+        if module.name == "__init__.py":
+            continue
+        mirror = module.with_name(f"test_{module.name}")
+        found = str(mirror) if (ROOT / "tests" / mirror).exists() else ELSEWHERE.get(str(module))
+        yield str(module), found
