@@ -11,6 +11,8 @@ from matplotlib.patches import FancyBboxPatch
 from lightning_pipe import schedules, simulate
 from lightning_pipe.schedules import Kind
 from lightning_pipe.simulate.style import COLOURS
+from recipes.reproduce.experiments import load
+from recipes.reproduce.pictures import lines_figure
 
 FOLDER = Path(__file__).parents[1] / ".github" / "pictures"
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "chimera", "zero_bubble")
@@ -23,6 +25,19 @@ def main() -> None:
     for name in SCHEDULES:
         simulate(schedules.get(name).build(ranks=4, micro_batches=8)).plot(FOLDER / f"{name}.png")
     idea(FOLDER / "idea.png")
+    reproduced(FOLDER / "reproduced.png")
+
+
+def reproduced(path: Path) -> None:
+    """Chimera's Figure 14 beside the simulator, as ``python -m recipes.reproduce chimera_figure14`` has it."""
+    points: tuple[dict[str, list[tuple[float, float]]], ...] = ({}, {})
+    for row in load("chimera_figure14").reproduce().rows:
+        name, _, nodes = row.what.partition(", ")
+        if row.unit:
+            for of_row, value in zip(points, (row.published, row.reproduced), strict=True):
+                of_row.setdefault(name, []).append((int(nodes.split()[0]), float(str(value))))
+    axes = ("nodes with a P100 each", "Bert-48, sequences per second")
+    lines_figure(*points, axes, logarithmic=True, size=(7.4, 3.3)).savefig(path, dpi=160)
 
 
 def idea(path: Path) -> None:

@@ -8,6 +8,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
@@ -26,6 +27,17 @@ from lightning_pipe.text import memory, several
 
 _PROGRAM = "lightning-pipe"
 _COMPARE = "compare"
+_TIMES = {
+    "forward": 1,
+    "backward": 2,
+    "backward_input": None,
+    "backward_weight": None,
+    "recompute_time": None,
+    "send": 0,
+    "reduce": 0,
+    "step": 0,
+}
+"""The options that a profile takes the place of, with what they are if they are not given."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -84,6 +96,8 @@ def _add_schedule(parser: argparse.ArgumentParser) -> None:
     time("--step", default=0, help="of a stage's optimizer step (default: %(default)s)")
     add("--occupies", choices=get_args(Occupied), default="neither", help="who is busy during a message")
     add("--links", choices=get_args(Links), default="free", help="which messages travel one after the other")
+    add("--profile", metavar="FILE", help="times in seconds from `lightning-pipe profile`, in the place of the above")
+    number("--micro-batch-size", help="samples of a micro-batch, with --profile (default: the smallest measured)")
     add("--png", metavar="PATH", help="draw a picture (.png, .svg or .pdf), or all of them into this folder")
     add("--trace", metavar="PATH", help="write a trace for https://ui.perfetto.dev")
     add("--csv", metavar="PATH", help="write the schedule in the format of torch's pipelining")
@@ -100,7 +114,10 @@ def _schedule(values: argparse.Namespace) -> None:
         return schedules.with_recompute(schedule, values.recompute)
 
     schedule = build(values.micro_batches)
-    timeline = simulate_batch(schedule, build, _costs(values))
+    costs = _costs(values)
+    timeline = simulate_batch(schedule, build, costs(schedule) if callable(costs) else costs)
+    if values.profile is not None:
+        timeline = replace(timeline, unit="s", title=f"{timeline.title}, {Path(values.profile).name}")
     print(timeline)
     writers: dict[str | None, Callable[[str], None]] = {
         values.png: timeline.plot,
@@ -137,6 +154,8 @@ def _compare(values: argparse.Namespace) -> None:
     if all(row.schedule is None for row in rows):
         _fail(rows[0].problem)
     print(table(rows))
+    if values.profile is not None:
+        print(f"times: from {values.profile}, without optimizer steps and sums of gradients over copies of weights")
     if values.png is not None:
         folder = Path(values.png)
         _write(values.png, lambda _: folder.mkdir(parents=True, exist_ok=True), silent=True)
@@ -145,7 +164,11 @@ def _compare(values: argparse.Namespace) -> None:
                 _write(str(folder / (re.sub(r"\W+", "_", row.label) + ".png")), row.timeline.plot)
 
 
-def _costs(values: argparse.Namespace) -> Costs:
+def _costs(values: argparse.Namespace) -> Costs | Callable[[Schedule], Costs]:
+    if values.profile is not None:
+        return _profiled(values)
+    if values.micro_batch_size is not None:
+        _fail("--micro-batch-size says how many samples the costs of a profile are for: give --profile, too.")
     return Costs(
         forward=values.forward,
         backward=values.backward,
@@ -158,6 +181,19 @@ def _costs(values: argparse.Namespace) -> Costs:
         occupies=values.occupies,
         links=values.links,
     )
+
+
+def _profiled(values: argparse.Namespace) -> Callable[[Schedule], Costs]:
+    """The times of a profile, which leave none of the command line's to be given."""
+    # torch takes seconds, and drawing schedules without a profile needs none
+    from lightning_pipe.planning.cost_profile import CostProfile
+    from lightning_pipe.planning.prediction import schedule_costs
+
+    given = [f"--{name.replace('_', '-')}" for name, usual in _TIMES.items() if getattr(values, name) != usual]
+    if given:
+        _fail(f"--profile has all times: leave {', '.join(given)} away.")
+    profile = CostProfile.load(values.profile)
+    return schedule_costs(profile, values.micro_batch_size or min(profile.sizes))
 
 
 def _write(path: str, write: Callable[[str], None], *, silent: bool = False) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 from lightning_pipe.errors import ConfigurationError
 from lightning_pipe.simulate.link import Link
+from lightning_pipe.version import __version__
 
 FORMAT = "lightning-pipe profile 1"
 """First entry of every file; the number changes when older files cannot be read any more."""
@@ -173,7 +174,7 @@ class CostProfile:
         """Read a file.
 
         Raises:
-            ConfigurationError: it cannot be read, or is of another format.
+            ConfigurationError: it cannot be read, is of another format, or was measured by another version.
         """
         try:
             content = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -186,9 +187,12 @@ class CostProfile:
                 hint="Measure again with `lightning-pipe profile`.",
             )
         try:
-            return _made(content)
+            profile = _made(content)
         except (KeyError, TypeError, ValueError) as error:
             raise ConfigurationError(f"{path} is no profile that can be read: {error}.") from error
+        # What the engine takes for an action changes with its version, on whatever machine the file is read.
+        profile.check({"lightning_pipe": __version__})
+        return profile
 
 
 def _made(content: dict[str, Any]) -> CostProfile:

@@ -111,14 +111,14 @@ class Predictor:
     def __init__(self, profile: CostProfile) -> None:
         self.profile = profile
         self._at = cache(profile.at)
-        self._cut = cache(self._divided)
+        self.cut = cache(self._divided)
         self._schedule = cache(_built)
         # Schedules are compared by identity here: comparing all their actions would take longer than running them.
         self._compiled: dict[int, Compiled] = {}
 
     def layers(self, one: Configuration) -> tuple[int, ...]:
         """Layers of every stage; if the configuration does not say, so that the slowest stage is fastest."""
-        return one.layers or self._cut(one.stages, one.samples)
+        return one.layers or self.cut(one.stages, one.samples)
 
     def costs(self, one: Configuration, layers: Sequence[int], schedule: Schedule) -> Costs:
         """Seconds of every stage, with the engine's own work."""
@@ -239,6 +239,23 @@ def stage_costs(profile: CostProfile, layers: Sequence[int], samples: int, copie
         reduce=[float(profile.all_reduce.all_reduce(w, n)) for w, n in zip(weights, copies, strict=True)],
         step=[profile.step_per_byte * w for w in weights],
     )
+
+
+def schedule_costs(profile: CostProfile, samples: int) -> Callable[[Schedule], Costs]:
+    """A function that gives the stages' costs of any schedule, as plans have them: steps and reductions are no part.
+
+    Args:
+        profile: the costs of the layers, cut so that the slowest stage is fastest.
+        samples: of a micro-batch.
+    """
+    predictor = Predictor(profile)
+
+    def costs(schedule: Schedule) -> Costs:
+        copies = [len(schedule.holders(stage)) for stage in range(schedule.stages)]
+        own = stage_costs(profile, predictor.cut(schedule.stages, samples), samples, copies)
+        return replace(own, reduce=0, step=0)
+
+    return costs
 
 
 def stage_memory(

@@ -58,7 +58,10 @@ def profile(
     options: dict[str, Any] = {"micro_batch_sizes": micro_batch_sizes, "layers": layers, "step": step, "rounds": rounds}
     if ranks == 1:
         return measure_profile(thread_world(Topology(1), device=torch.device(device))[0], module, batch, **options)
-    return in_processes(partial(_measure, module=module, batch=batch, options=options), ranks, device, timeout)
+    measured: CostProfile = in_processes(
+        partial(_measure, module=module, batch=batch, options=options), ranks, device, timeout
+    )
+    return measured
 
 
 def _measure(transport: Transport, module: nn.Module, batch: Any, options: dict[str, Any]) -> CostProfile:

@@ -16,19 +16,18 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, spawn
 
 from lightning_pipe.errors import CommunicationError, ConfigurationError
-from lightning_pipe.planning.cost_profile import CostProfile
 from lightning_pipe.transport.base import Transport
 from lightning_pipe.transport.choose import open_transport
 from lightning_pipe.transport.topology import Topology
 
-Job = Callable[[Transport], CostProfile]
+Job = Callable[[Transport], Any]
 
 
-def in_processes(job: Job, ranks: int, device: str, timeout: float) -> CostProfile:
+def in_processes(job: Job, ranks: int, device: str, timeout: float) -> Any:
     """Call ``job(transport)`` in one process per rank of one pipeline on this machine; the result is rank 0's.
 
     Args:
-        job: picklable.
+        job: picklable, and so is what it returns.
         ranks: number of processes.
         device: ``"cpu"``, or ``"cuda"``: each process has a GPU of its own.
         timeout: seconds after which all are killed.
@@ -64,7 +63,7 @@ def in_processes(job: Job, ranks: int, device: str, timeout: float) -> CostProfi
                 if process.is_alive():
                     process.kill()
                 process.join()
-        return CostProfile.load(Path(folder) / "profile")
+        return pickle.loads((Path(folder) / "result").read_bytes())
 
 
 def _threads(ranks: int) -> int:
@@ -88,7 +87,7 @@ def _child(process: int, *, ranks: int, device: str, threads: int, folder: str, 
     job: Any = pickle.loads(call)
     found = job(transport)
     if process == 0:
-        found.save(Path(folder) / "profile")
+        (Path(folder) / "result").write_bytes(pickle.dumps(found))
     if ranks > 1:
         transport.barrier()
     transport.close()

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from lightning_pipe import schedules
-from lightning_pipe.errors import ScheduleError
+from lightning_pipe.errors import PartitionError, ScheduleError
 from lightning_pipe.schedules import Family, Kind, Schedule
 from lightning_pipe.schedules.dependencies import Number
 from lightning_pipe.schedules.passes.recompute import Mode
@@ -72,7 +72,7 @@ def compare(
     ranks: int,
     micro_batches: int,
     stages: int | None = None,
-    costs: Costs | None = None,
+    costs: Costs | Callable[[Schedule], Costs] | None = None,
     recompute: Mode = "never",
 ) -> list[Comparison]:
     """Simulate every registered schedule in its variants.
@@ -81,7 +81,8 @@ def compare(
         ranks: number of ranks.
         micro_batches: number of micro-batches.
         stages: cut the model into this many stages for all schedules; by default each schedule's own number.
-        costs: times of one stage; without ``stages``, of 1/ranks of the model, whatever the stages of a schedule.
+        costs: times of one stage; without ``stages``, of 1/ranks of the model, whatever the stages of a schedule. A
+            function gives those of each schedule in seconds, as from a profile.
         recompute: recompute activations.
 
     Returns:
@@ -102,7 +103,12 @@ def compare(
 
 
 def _compared(
-    family: Family, ranks: int, micro_batches: int, stages: int | None, costs: Costs, recompute: Mode
+    family: Family,
+    ranks: int,
+    micro_batches: int,
+    stages: int | None,
+    costs: Costs | Callable[[Schedule], Costs],
+    recompute: Mode,
 ) -> Comparison:
     def built(micro_batches: int) -> Schedule:
         with warnings.catch_warnings():
@@ -112,10 +118,14 @@ def _compared(
 
     try:
         schedule = built(micro_batches)
-    except ScheduleError as error:
+        own = costs(schedule) if callable(costs) else costs
+    except (ScheduleError, PartitionError) as error:
         return Comparison(family.label, problem=error.message)
-    own = costs if stages is not None else costs.of_a_share(ratio(ranks, schedule.stages))
+    if not callable(costs) and stages is None:
+        own = own.of_a_share(ratio(ranks, schedule.stages))
     timeline = simulate_batch(schedule, built, own)
+    if callable(costs):
+        timeline = replace(timeline, unit="s")
     bubble = timeline.bubble_ratio if timeline.steady is None else timeline.steady
     return Comparison(family.label, schedule, timeline, bubble)
 

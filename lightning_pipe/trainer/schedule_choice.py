@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +20,10 @@ from lightning_pipe.partition import find_layers
 from lightning_pipe.planning.cost_profile import CostProfile, default_path
 from lightning_pipe.planning.layer_sizes import estimated, layer_sizes
 from lightning_pipe.planning.search import search
+from lightning_pipe.planning.search_result import SearchResult
 from lightning_pipe.profiling.measure import run_conditions
 from lightning_pipe.schedules import Family
+from lightning_pipe.schedules.passes.recompute import Mode as Recompute
 
 AUTO = "auto"
 KEY = "lightning_pipe_schedule"
@@ -33,14 +37,25 @@ class ScheduleChoice:
     Args:
         family: the schedule.
         reason: for the plan.
+        recompute: whether activations are computed again.
+        shard_optimizer: whether the holders of copies of a stage divide the optimizer's state.
     """
 
     family: Family
     reason: str
+    recompute: Recompute = "never"
+    shard_optimizer: bool = False
+
+    @property
+    def label(self) -> str:
+        """What was chosen."""
+        extra = ", recompute" * (self.recompute != "never") + ", sharded optimizer" * self.shard_optimizer
+        return f"{self.family.label}{extra}"
 
     def stored(self) -> dict[str, Any]:
         """For a checkpoint."""
-        return {"name": self.family.name, "options": self.family.options()}
+        own = {"recompute": self.recompute, "shard_optimizer": self.shard_optimizer}
+        return {"name": self.family.name, "options": self.family.options(), **own}
 
 
 def choose(
@@ -49,11 +64,14 @@ def choose(
     ranks: int,
     micro_batches: int | Auto,
     device: torch.device,
+    processes: int = 1,
+    recompute: Recompute = "never",
 ) -> ScheduleChoice:
     """The fastest schedule with a flush for one pipeline of so many ranks, as far as it can be told before a run.
 
     The size of the batch is not known yet: micro-batches are as many as ``micro_batches="auto"`` makes of a large
     batch, and as small as those that were measured. What sizes there are, replicas and the batch stay as they are.
+    What does not fit by a measured profile gets a sharded optimizer, or recomputation.
 
     Args:
         module: the module, whose profile may be stored.
@@ -61,6 +79,8 @@ def choose(
         ranks: of a pipeline.
         micro_batches: as the user wants them.
         device: of this process.
+        processes: on this host.
+        recompute: as the user wants it; "never" leaves it open.
 
     Raises:
         ConfigurationError: the layers are not there yet.
@@ -73,19 +93,21 @@ def choose(
             hint='Name a schedule such as "1f1b", or build the layers in __init__.',
         ) from error
     if ranks == 1:
-        return ScheduleChoice(schedules.get("1f1b"), "one rank waits for nobody")
+        return ScheduleChoice(schedules.get("1f1b"), "one rank waits for nobody", recompute)
     sizes = layer_sizes(module, sequence)
     path = default_path(type(module).__name__, [layer.name for layer in sizes], [layer.parameters for layer in sizes])
     profile, source = estimated(module, sequence), "the layers' parameters; `lightning-pipe profile` measures them"
+    limit = None  # without a profile nothing is known of activations
     if path.exists():
-        stored = CostProfile.load(path)
         try:
+            stored = CostProfile.load(path)
             stored.check({**run_conditions(device), "ranks": str(ranks)})
-            profile, source = stored, str(path)
+            profile, source, limit = stored, str(path), memory_of_a_process(device, processes)
         except ConfigurationError as error:
             source = f"the layers' parameters, because {error.message[0].lower()}{error.message[1:-1]}"
     number = MICRO_BATCHES_PER_RANK * ranks if micro_batches == "auto" else micro_batches
-    found = search(
+    look = partial(
+        search,
         profile,
         ranks,
         number * min(profile.sizes),
@@ -93,7 +115,30 @@ def choose(
         micro_batches=[number],
         shown=2,
     )
-    return ScheduleChoice(found.best.configuration.family, f"{found.reason} By {source}")
+    try:
+        found = look(memory=limit)
+    except ConfigurationError as error:
+        # A prediction that nothing fits is no reason not to try.
+        return replace(_choice(look(), source, "always"), reason=f"{error.message} By {source}")
+    return _choice(found, source, recompute)
+
+
+def _choice(found: SearchResult, source: str, recompute: Recompute) -> ScheduleChoice:
+    own = found.best.configuration
+    chosen = own.recompute if recompute == "never" else recompute
+    return ScheduleChoice(own.family, f"{found.reason} By {source}", chosen, own.shard_optimizer)
+
+
+def memory_of_a_process(device: torch.device, processes: int) -> float:
+    """Bytes that a process may hold: its GPU's, or its part of the host's.
+
+    Args:
+        device: of the process.
+        processes: on this host.
+    """
+    if device.type == "cuda":
+        return float(torch.cuda.get_device_properties(device).total_memory)
+    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / processes)
 
 
 def kept(path: object) -> ScheduleChoice | None:
@@ -103,7 +148,10 @@ def kept(path: object) -> ScheduleChoice | None:
     found = torch.load(path, map_location="cpu", mmap=True, weights_only=False).get(KEY)
     if not isinstance(found, Mapping):
         return None
-    return ScheduleChoice(schedules.get(found["name"], **found["options"]), f"kept from {path}")
+    family = schedules.get(found["name"], **found["options"])
+    # Earlier files have the schedule alone.
+    rest = {name: found[name] for name in ("recompute", "shard_optimizer") if name in found}
+    return ScheduleChoice(family, f"kept from {path}", **rest)
 
 
 def checkpoint_of(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -120,8 +168,8 @@ def same_everywhere(choice: ScheduleChoice, of_rank_0: str) -> None:
     Raises:
         ConfigurationError: with both.
     """
-    if choice.family.label != of_rank_0:
+    if choice.label != of_rank_0:
         raise ConfigurationError(
-            f'schedule="auto": rank 0 chooses {of_rank_0}, this rank {choice.family.label}: their profiles differ.',
+            f'schedule="auto": rank 0 chooses {of_rank_0}, this rank {choice.label}: their profiles differ.',
             hint="Give all machines the same profile, or name the schedule.",
         )

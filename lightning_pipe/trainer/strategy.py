@@ -193,7 +193,7 @@ class PipeStrategy(ModuleStrategy):
             self._choose()
         super().setup_environment()
         if self._choice is not None:
-            same_everywhere(self._choice, self.connected.broadcast(self._choice.family.label, 0))
+            same_everywhere(self._choice, self.connected.broadcast(self._choice.label, 0))
         module = self._module()
         fitting = module.trainer.state.fn == TrainerFn.FITTING
         check_module(module, module.trainer, fitting=fitting, ranks=self.pipeline_parallel_size)
@@ -205,11 +205,12 @@ class PipeStrategy(ModuleStrategy):
         """Choose the schedule, or keep that of the checkpoint from which the run resumes."""
         found = kept(getattr(self._launcher, "checkpoint", None))
         if found is None:
-            micro_batches = self._splitting.micro_batches
-            ranks = self.layout.pipeline_parallel_size
-            found = choose(self._module(), self._division.layers, ranks, micro_batches, self.root_device)
+            own, ranks = self._division, self.layout.pipeline_parallel_size
+            place = (self.root_device, self.num_processes)
+            found = choose(self._module(), own.layers, ranks, own.micro_batches, *place, own.recompute)
         self._choice, self.family, self._layout = found, found.family, None
-        self._division = replace(self._division, family=self.family)
+        self._division = replace(self._division, family=self.family, recompute=found.recompute)
+        self._shard_optimizer = self._shard_optimizer or found.shard_optimizer
 
     @override
     def save_checkpoint(

@@ -16,6 +16,7 @@ from recipes.reproduce import experiments
 from recipes.reproduce.page import page
 from recipes.reproduce.report import Outcome, as_json, table
 from recipes.reproduce.results import Result
+from recipes.reproduce.stored import store, stored
 
 OUTPUT = Path("outputs/reproduce")
 
@@ -26,6 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("name", help="an experiment, list, or all")
     parser.add_argument("overrides", nargs="*", help="of the experiment's file in conf/reproduce: run.depths=[4]")
     parser.add_argument("--full", action="store_true", help="also what takes long")
+    parser.add_argument("--store", action="store_true", help="keep what takes long in recipes/reproduce/stored")
     parser.add_argument("--output", type=Path, default=OUTPUT, help="folder for the page and the JSON")
     given = parser.parse_args(arguments)
     try:
@@ -34,7 +36,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             return
         chosen = experiments.names() if given.name == "all" else [given.name]
         start = time.monotonic()
-        outcomes = [outcome(name, given.overrides, full=given.full or given.name != "all") for name in chosen]
+        full = given.full or given.name != "all"
+        outcomes = [outcome(name, given.overrides, full=full, keep=given.store) for name in chosen]
     except RecipeError as error:
         sys.exit(str(error))
     print(table(outcomes))
@@ -54,13 +57,27 @@ def listing() -> str:
     )
 
 
-def outcome(name: str, overrides: Sequence[str] = (), *, full: bool) -> Outcome:
-    """Runs an experiment, unless it takes long and ``full`` is not given."""
+def outcome(name: str, overrides: Sequence[str] = (), *, full: bool, keep: bool = False) -> Outcome:
+    """Runs an experiment; one that takes long only if ``full``, else what an earlier run has stored is shown.
+
+    Args:
+        name: of the experiment.
+        overrides: of its file.
+        full: whether to run it though it takes long.
+        keep: store what took long.
+    """
     experiment = experiments.load(name, overrides)
     if experiment.long and not full:
-        return Outcome(experiment, Result.of([]), not_run=f"python -m recipes.reproduce {name} runs it.")
+        kept = stored(name)
+        if kept is None:
+            return Outcome(experiment, Result.of([]), not_run=f"python -m recipes.reproduce {name} runs it.")
+        return Outcome(experiment, kept[0], stored=kept[1])
     print(f"{name} …", file=sys.stderr, flush=True)
-    return Outcome(experiment, experiment.reproduce())
+    start = time.monotonic()
+    result = experiment.reproduce()
+    if experiment.long and keep:
+        store(name, result, f"{machine()}; {time.monotonic() - start:.0f} s")
+    return Outcome(experiment, result)
 
 
 def write(outcomes: Sequence[Outcome], folder: Path, name: str) -> str:
@@ -73,12 +90,17 @@ def write(outcomes: Sequence[Outcome], folder: Path, name: str) -> str:
 
 
 def about() -> str:
-    """Machine, date and versions."""
+    """Machine, date and versions, and what depends on them."""
+    return f"{machine()}. Simulated and counted values do not depend on the machine."
+
+
+def machine() -> str:
+    """Date, machine and versions."""
     import torch
 
     return (
         f"{date.today().isoformat()}; {os.cpu_count()} cores {platform.machine()}; Python {platform.python_version()}, "
-        f"torch {torch.__version__}. Simulated and counted values do not depend on the machine."
+        f"torch {torch.__version__}"
     )
 
 

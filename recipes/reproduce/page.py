@@ -10,11 +10,12 @@ from recipes.reproduce.report import HEAD, Outcome, cells
 
 STYLE = """
 body { font: 15px/1.45 system-ui, sans-serif; margin: 2rem auto; max-width: 78rem; padding: 0 1rem; color: #1a1a1a; }
-h1 { font-size: 1.6rem; } h2 { font-size: 1.15rem; margin: 2.2rem 0 .2rem; }
+h1 { font-size: 1.6rem; } h2 { font-size: 1.15rem; margin: 2.2rem 0 .2rem; } h3 { font-size: .95rem; margin: .4rem 0; }
 p { margin: .2rem 0 .6rem; max-width: 60rem; } .source, figcaption, .note { color: #555; font-size: 13px; }
 table { border-collapse: collapse; width: 100%; font-size: 13px; font-variant-numeric: tabular-nums; }
 th, td { text-align: left; vertical-align: top; padding: .22rem .6rem .22rem 0; border-bottom: 1px solid #e3e3e3; }
 th { border-bottom: 2px solid #999; } td:first-child { min-width: 14rem; }
+td:nth-child(6) { white-space: nowrap; }
 .reproduced { color: #1b6e2c; } .in-sample { color: #6b5a00; } .not-reproduced { color: #b3261e; font-weight: 600; }
 .shown, .not-run, .not-possible-here, .not-done-yet { color: #555; }
 figure { margin: 1rem 0; } figure svg { max-width: 100%; height: auto; } figcaption { max-width: 60rem; }
@@ -26,8 +27,7 @@ MEANINGS = {
     "in sample": "within the tolerance, but constants were fitted to it: it shows the fit, and reproduces nothing",
     "shown": "without a claim: published or reproduced value alone, or no tolerance is set",
     "not run": "takes long; runs with --full",
-    "not possible here": "needs what a small machine does not have, or has no values",
-    "not done yet": "possible, and there is no experiment for it yet",
+    "not possible here": "needs what a small machine does not have, or has no values; the reason stands beside it",
 }
 
 
@@ -67,17 +67,23 @@ def section(outcome: Outcome) -> str:
     if outcome.result.rows:
         parts.append(rows(outcome))
     pictures = outcome.result.pictures
-    parts += [f"<figure>{each.svg}<figcaption>{escape(each.caption)}</figcaption></figure>" for each in pictures]
+    parts += [
+        f"<figure><h3>{escape(each.title)}</h3>{each.svg}<figcaption>{escape(each.caption)}</figcaption></figure>"
+        for each in pictures
+    ]
     return "\n".join(parts)
 
 
 def rows(outcome: Outcome) -> str:
     """The table of one experiment."""
     lines = ["<table>", "<tr>" + "".join(f"<th>{head}</th>" for head in HEAD) + "</tr>"]
+    before = ""
     for row in outcome.result.rows:
         texts = [escape(cell) for cell in cells(row, outcome.experiment.how)]
-        if row.note:
+        # A note counts for the rows below it as well, but where a value does not come out it always stands.
+        if row.note and (row.note != before or row.verdict == "not reproduced"):
             texts[0] += f'<br><span class="note">{escape(row.note)}</span>'
+        before = row.note
         texts[5] = f'<span class="{row.verdict.replace(" ", "-")}">{texts[5]}</span>'
         lines.append("<tr>" + "".join(f"<td>{text}</td>" for text in texts) + "</tr>")
     return "\n".join([*lines, "</table>"])

@@ -26,7 +26,7 @@ class Tolerance:
     text: str
 
     def __post_init__(self) -> None:
-        if self.text != "exact" and re.fullmatch(r"\d+(\.\d+)?( %)?", self.text) is None:
+        if self.text != "exact" and re.fullmatch(r"\d+(\.\d+)?(e-\d+)?( %)?", self.text) is None:
             raise RecipeError(f"{self.text!r} is no tolerance.", hint="Write exact, 6 % or 0.03.")
 
     def holds(self, published: Value, reproduced: Value) -> bool:
@@ -55,7 +55,7 @@ class Row:
     Args:
         what: the value, with the set-up that distinguishes it from its neighbours.
         published: by the paper; ``None`` for what goes beyond it.
-        reproduced: here; ``None`` where there is nothing.
+        reproduced: here; ``None`` where that is not possible, with the reason in ``note``.
         tolerance: ``None`` where the value is shown without a claim.
         unit: of both values.
         in_sample: constants were fitted to the published value, so that it says nothing to come near it.
@@ -74,7 +74,7 @@ class Row:
     def verdict(self) -> Verdict:
         """What the value is called."""
         if self.reproduced is None:
-            return "not run"
+            return "not possible here"
         if self.published is None or self.tolerance is None:
             return "shown"
         if not self.tolerance.holds(self.published, self.reproduced):

@@ -8,9 +8,13 @@ from functools import cache
 import torch
 from torch import Tensor, nn
 
+from lightning_pipe.partition import balance as best_cut
 from lightning_pipe.schedules import Action, GPipe, Kind
 from lightning_pipe.schedules.dependencies import Number
 from lightning_pipe.simulate import Costs, simulate
+from recipes.models.amoebanet import amoebanet_d
+from recipes.models.resnet import resnet101
+from recipes.models.unet import unet
 from recipes.reproduce.published import published
 from recipes.reproduce.results import Result, Row, Tolerance
 
@@ -104,6 +108,39 @@ def torchgpipe_amoebanet(tolerance: str) -> Result:
     return Result.of(rows)
 
 
+def torchgpipe_speed(model: str, image: int, tolerance: str, counted: str) -> Result:
+    """ResNet-101 or U-Net on P40s from counted operations, cut as they say, over one device without a pipeline.
+
+    Args:
+        model: ResNet-101 or U-Net.
+        image: side of the images.
+        tolerance: of the speeds on several devices.
+        counted: of the pipeline on one device.
+    """
+    net = resnet101() if model == "ResNet-101" else unet(5, 64)
+    layers = list(net) if isinstance(net, nn.Sequential) else list(net.layers)
+    flops, rows = operations_of(net, layers, image), []
+    whole = 3 * sum(flops)
+    note = "operations are counted: normalization and activations, which move memory and compute little, weigh nothing"
+    for devices, _, speed, _, micro_batches, _ in published("torchgpipe", f"{model} speed")["pipelines"]:
+        stages = cut(flops, best_cut(flops, devices))
+        found = whole / time_per_batch(stages, micro_batches, keep_last=True)
+        what = f"{devices} device{'s' if devices > 1 else ''}, {micro_batches} micro-batches, over the baseline"
+        rows.append(Row(what, speed, found, Tolerance(counted if devices == 1 else tolerance), note=note))
+    return Result.of(rows)
+
+
+def amoebanet_table3(tolerance: str) -> Result:
+    """AmoebaNet-D(18,128) on P100s without NVLink, M=32, by its operations and the best cut."""
+    flops, rows = operations(18, 128), []
+    times = [time_per_batch(cut(flops, best_cut(flops, ranks)), 32) for ranks in (2, 4, 8)]
+    printed = published("gpipe", "Table 3")["AmoebaNet-D(18,128)"]
+    for ranks, time, speed in zip((2, 4, 8), times, printed, strict=True):
+        note = "operations are counted, and messages are free; over PCIe they are not"
+        rows.append(Row(f"K={ranks}, M=32, over K=2", speed, times[0] / time, Tolerance(tolerance), note=note))
+    return Result.of(rows)
+
+
 def cut(times: Sequence[float], balance: Sequence[int]) -> list[float]:
     """The sums of so many consecutive layers."""
     left = iter(times)
@@ -112,25 +149,37 @@ def cut(times: Sequence[float], balance: Sequence[int]) -> list[float]:
 
 @cache
 def operations(layers: int, filters: int, image: int = 224) -> tuple[float, ...]:
-    """Giga-operations of convolutions and linear layers of each layer of AmoebaNet-D, forward, for one image."""
-    from recipes.models.amoebanet import amoebanet_d
+    """Of each layer of AmoebaNet-D, see `operations_of`."""
+    with torch.device("meta"):
+        model = amoebanet_d(layers, filters)
+    return operations_of(model, list(model.layers), image)
 
-    counted = 0.0
+
+def operations_of(net: nn.Module, layers: Sequence[nn.Module], image: int) -> tuple[float, ...]:
+    """Giga-operations of convolutions and linear layers of each layer, forward, for one image.
+
+    Args:
+        net: the network.
+        layers: its layers in order.
+        image: side of the image.
+    """
+    sums, now = [0.0] * len(layers), [0]
 
     def count(module: nn.Module, _: object, output: Tensor) -> None:
-        nonlocal counted
         weight = module.weight
         assert isinstance(weight, Tensor)
-        counted += 2 * output.numel() * weight[0].numel() / 1e9
+        sums[now[0]] += 2 * output.numel() * weight[0].numel() / 1e9
 
-    sums = []
-    with torch.device("meta"), torch.no_grad():
-        model, value = amoebanet_d(layers, filters), torch.empty(1, 3, image, image)
-        for module in model.modules():
-            if isinstance(module, nn.Conv2d | nn.Linear):
-                module.register_forward_hook(count)
-        for layer in model.layers:
-            before = counted
-            value = layer(value)
-            sums.append(counted - before)
+    def enter(layer: nn.Module, _: object) -> None:
+        now[0] = numbers[id(layer)]
+
+    net = net.to("meta")
+    numbers = {id(layer): number for number, layer in enumerate(layers)}
+    for layer in layers:
+        layer.register_forward_pre_hook(enter)
+    for module in net.modules():
+        if isinstance(module, nn.Conv2d | nn.Linear):
+            module.register_forward_hook(count)
+    with torch.no_grad():
+        net.eval()(torch.empty(1, 3, image, image, device="meta"))
     return tuple(sums)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -74,6 +75,12 @@ def test_a_profile_by_hand_needs_little(tmp_path: Path) -> None:
     assert found.at(2).forward == (0.02, 0.02)
     assert found.at(1).backward_weight == (0.01, 0.01)
     assert found.message == Link()
+
+
+def test_figures_of_another_version_are_refused_wherever_they_are_read(tmp_path: Path) -> None:
+    replace(profile(), conditions={"lightning_pipe": "0.0.1", "torch": "1.6"}).save(tmp_path / "net.json")
+    with pytest.raises(ConfigurationError, match=r"lightning_pipe 0\.0\.1 in the profile, "):
+        CostProfile.load(tmp_path / "net.json")
 
 
 @pytest.mark.parametrize(

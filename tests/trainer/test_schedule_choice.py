@@ -20,7 +20,16 @@ from lightning_pipe.planning.cost_profile import SizeCosts, default_path
 from lightning_pipe.planning.layer_sizes import layer_sizes
 from lightning_pipe.profiling.measure import run_conditions
 from lightning_pipe.simulate import Link
-from lightning_pipe.trainer.schedule_choice import KEY, ScheduleChoice, checkpoint_of, choose, kept, same_everywhere
+from lightning_pipe.trainer import schedule_choice
+from lightning_pipe.trainer.schedule_choice import (
+    KEY,
+    ScheduleChoice,
+    checkpoint_of,
+    choose,
+    kept,
+    memory_of_a_process,
+    same_everywhere,
+)
 from tests.support.lit_modules import Data, Lit
 from tests.support.processes import run_trainers
 from tests.support.trainer_runs import QUIET
@@ -28,11 +37,13 @@ from tests.support.trainer_runs import QUIET
 CPU = torch.device("cpu")
 
 
-def store(module: nn.Module, folder: Path, *, message: float, reduce: float = 0, **conditions: str) -> CostProfile:
+def store(
+    module: nn.Module, folder: Path, *, message: float, reduce: float = 0, saved: float = 1.0, **conditions: str
+) -> CostProfile:
     """A profile where `choose` finds it, with these latencies; a layer takes a millisecond forward."""
     sizes = layer_sizes(module, find_layers(module))
     times = (0.001,) * len(sizes)
-    costs = SizeCosts(times, tuple(2 * each for each in times), times, (1.0,) * len(sizes), (1.0,) * len(sizes))
+    costs = SizeCosts(times, tuple(2 * each for each in times), times, (saved,) * len(sizes), (1.0,) * len(sizes))
     profile = CostProfile(type(module).__name__, sizes, {1: costs}, Link(message), Link(reduce), conditions=conditions)
     path = default_path(profile.module, [s.name for s in sizes], [s.parameters for s in sizes])
     assert path.parent == folder
@@ -65,6 +76,29 @@ def test_the_choice_follows_the_stored_profile(cache: Path) -> None:
     assert dear.family.stages_per_rank == 1
 
 
+def test_what_does_not_fit_is_computed_again(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def chosen(memory: float, recompute: Any = "never") -> ScheduleChoice:
+        monkeypatch.setattr(schedule_choice, "memory_of_a_process", lambda *_: memory)
+        return choose(net(), None, 4, 8, CPU, recompute=recompute)
+
+    store(net(), cache, message=1e-9, saved=1e6)
+    assert chosen(1e12).recompute == "never"
+    few = chosen(5e6)
+    assert few.recompute == "always"
+    assert few.label.endswith("recompute")
+    none = chosen(1e6)
+    assert none.recompute == "always"
+    assert "Nothing fits into" in none.reason
+    assert chosen(1e12, "except_last").recompute == "except_last"
+    # Of activations only a measured profile knows.
+    store(net(), cache, message=1e-9, saved=1e6, threads="77")
+    assert chosen(5e6).recompute == "never"
+
+
+def test_the_memory_of_a_process() -> None:
+    assert memory_of_a_process(CPU, 4) == memory_of_a_process(CPU, 1) / 4 > 1e6
+
+
 def test_a_profile_of_other_conditions_is_not_used_and_that_is_said(cache: Path) -> None:
     store(net(), cache, message=1e-9, threads="77")
     reason = choose(net(), None, 4, "auto", CPU).reason
@@ -92,11 +126,13 @@ def test_the_checkpoint_is_found_among_the_arguments_of_a_run() -> None:
 def test_a_choice_is_read_from_a_checkpoint(name: str, tmp_path: Path) -> None:
     path = tmp_path / "x.ckpt"
     for family in schedules.get(name).variants():
-        torch.save({KEY: ScheduleChoice(family, "").stored()}, path)
+        torch.save({KEY: ScheduleChoice(family, "", "always", shard_optimizer=True).stored()}, path)
         found = kept(path)
         assert found is not None
-        assert found.family == family
+        assert (found.family, found.recompute, found.shard_optimizer) == (family, "always", True)
         assert str(path) in found.reason
+    torch.save({KEY: {"name": "1f1b", "options": {}}}, path)
+    assert kept(path) == ScheduleChoice(schedules.get("1f1b"), f"kept from {path}")
     torch.save({"epoch": 1}, path)
     assert kept(path) is None
     assert kept("last") is None

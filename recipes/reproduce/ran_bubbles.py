@@ -1,0 +1,98 @@
+"""Bubbles of the running engine beside the formulas: Chimera's Table 2, and the schedules that came later."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from fractions import Fraction
+
+from lightning_pipe.schedules import Family, Interleaved
+from lightning_pipe.simulate import Costs, simulate
+from recipes.reproduce.bubbles import SCHEMES, value
+from recipes.reproduce.published import published
+from recipes.reproduce.results import Result, Row, Tolerance
+from recipes.reproduce.sleeping import Case, bubbles, family_of
+
+BUSY = "measured with processes that sleep: a machine that is busy with something else wakes them late"
+
+
+def table2(ranks: Sequence[int], unit: float, batches: int, tolerances: dict[int, str]) -> Result:
+    """Table 2 measured.
+
+    Args:
+        ranks: numbers of stages, each on a process of its own.
+        unit: seconds of a forward pass; a backward pass takes as long. With GEMS half of it, and a backward pass the
+            whole; with PipeDream, whose messages nothing hides, twice as long.
+        batches: measured ones, of which the median counts.
+        tolerances: for each number of ranks, absolute.
+    """
+    rows: list[Row] = []
+    for depth in ranks:
+        cases, labels = [], []
+        for scheme, family in SCHEMES.items():
+            for number in _numbers(scheme, depth):
+                forward = {"GEMS": unit / 2, "PipeDream": 2 * unit}.get(scheme, unit)
+                cases.append(Case(family, number, forward, 2 * forward if scheme == "GEMS" else forward, batches))
+                labels.append((scheme, number))
+        found = bubbles(cases, depth)
+        rows += [_row(*label, depth, each, tolerances[depth]) for label, each in zip(labels, found, strict=True)]
+    return Result.of(rows)
+
+
+def _numbers(scheme: str, depth: int) -> list[int]:
+    if scheme == "PipeDream":
+        return [1]
+    if scheme == "2BW" or depth > 4:
+        return [depth]
+    return [2 * depth] if scheme == "GEMS" else [depth, 2 * depth]
+
+
+def _row(scheme: str, number: int, depth: int, found: float, tolerance: str) -> Row:
+    formula = published("chimera", "Table 2")[scheme]["bubble"]
+    limit = "; the limit of many micro-batches" if scheme == "GEMS" else ""
+    return Row(
+        f"{scheme}, D={depth}, N={number}",
+        float(value(formula, D=depth, N=number)),
+        found,
+        Tolerance(tolerance),
+        note=f"{formula}{limit}; {BUSY}",
+    )
+
+
+def later(ranks: int, micro_batches: int, unit: float, batches: int, names: Sequence[str], tolerance: str) -> Result:
+    """The other schedules: against the simulator, and where a formula is published, that.
+
+    Args:
+        ranks: of the pipeline.
+        micro_batches: of a batch.
+        unit: seconds of a rank's forward pass; its backward pass takes two of them, in two halves.
+        batches: measured ones, of which the median counts.
+        names: of the schedules.
+        tolerance: absolute.
+    """
+    variants = [variant for name in names for variant in family_of(name).variants()]
+    found = bubbles([Case(each, micro_batches, unit, 2 * unit, batches) for each in variants], ranks)
+    return Result.of(list(_later(variants, found, ranks, micro_batches, tolerance)))
+
+
+def _later(variants: list[Family], found: list[float], ranks: int, number: int, tolerance: str) -> Iterator[Row]:
+    costs = Costs(forward=1, backward=2, backward_input=1, backward_weight=1)
+    for family, bubble in zip(variants, found, strict=True):
+        simulated = float(simulate(family.build(ranks, number), costs).bubble_ratio)
+        formula = _formula(family, ranks, number)
+        yield Row(
+            f"{family.label}, p={ranks}, m={number}",
+            formula,
+            bubble,
+            Tolerance(tolerance),
+            note=f"simulated {simulated:.4g}; {BUSY}",
+        )
+
+
+def _formula(family: Family, ranks: int, number: int) -> float | None:
+    """Of the total time, for the schedules whose papers give one with a flush."""
+    if family.name == "naive":
+        return float(Fraction(ranks - 1, ranks))
+    if isinstance(family, Interleaved):
+        ideal = Fraction(ranks - 1, family.virtual_stages * number)
+        return float(ideal / (1 + ideal))
+    return None

@@ -1,0 +1,156 @@
+"""The bubble of the running engine: layers that sleep, in one process for each rank."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_pipe import schedules
+from lightning_pipe.engine.pipeline import Pipeline
+from lightning_pipe.partition import find_layers
+from lightning_pipe.profiling.processes import in_processes
+from lightning_pipe.schedules import Family
+from lightning_pipe.transport.base import Transport
+
+
+@dataclass(frozen=True)
+class Case:
+    """A schedule at work.
+
+    Args:
+        family: the schedule.
+        micro_batches: of a batch; without a flush, of each of the batches that follow one another.
+        forward: seconds that a rank sleeps for the forward pass of a micro-batch.
+        backward: seconds for its backward pass, which has two equal halves.
+        batches: that are measured, or, without a flush, over which the mean time is taken.
+    """
+
+    family: Family
+    micro_batches: int
+    forward: float
+    backward: float
+    batches: int
+
+
+class _Sleep(torch.autograd.Function):
+    """The identity; its backward pass sleeps as long as its forward pass was told to."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, before: float, after: float, layer: Sleeper) -> Tensor:
+        ctx.after, ctx.layer = after, layer
+        layer.sleep(before)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        ctx.layer.sleep(ctx.after)
+        return gradients[0], None, None, None
+
+
+class Sleeper(nn.Module):
+    """A layer whose compute needs no core, so that many ranks fit on few.
+
+    Args:
+        forward: seconds of its forward pass.
+        half: seconds of its backward pass for its input, and again for its weight.
+
+    Attributes:
+        slept: seconds that it has slept: a busy machine wakes it late.
+    """
+
+    def __init__(self, forward: float, half: float) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+        self.seconds, self.half, self.slept = forward, half, 0.0
+
+    def sleep(self, seconds: float) -> None:
+        """Sleeps and adds up."""
+        if seconds:
+            start = time.perf_counter()
+            time.sleep(seconds)
+            self.slept += time.perf_counter() - start
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The input, after a sleep."""
+        weight = _Sleep.apply(self.scale, 0.0, self.half, self)
+        out: Tensor = _Sleep.apply(x, self.seconds, self.half, self) * weight
+        return out
+
+
+def _slept(net: nn.Module) -> float:
+    return sum(layer.slept for layer in net.modules() if isinstance(layer, Sleeper))
+
+
+def bubbles(cases: Sequence[Case], ranks: int, timeout: float = 600) -> list[float]:
+    """The share of the ranks' time in which no layer sleeps, for each case: all of them in the same processes.
+
+    Args:
+        cases: what to measure.
+        ranks: of the pipeline, one process each.
+        timeout: seconds for all of it.
+    """
+    found: list[float] = in_processes(partial(measure, cases=cases), ranks, "cpu", timeout)
+    return found
+
+
+def measure(transport: Transport, cases: Sequence[Case]) -> list[float]:
+    """What every process does."""
+    return [(_flushed if case.family.synchronous else _streamed)(transport, case) for case in cases]
+
+
+def _pipeline(transport: Transport, case: Case) -> tuple[Pipeline, nn.Module, list[Tensor]]:
+    ranks = transport.topology.ranks
+    stages = ranks * case.family.stages_per_rank
+    share = 1 / case.family.stages_per_rank
+    net = nn.Sequential(*(Sleeper(share * case.forward, share * case.backward / 2) for _ in range(stages)))
+    pipeline = Pipeline(net, find_layers(net), [1] * stages, case.family, transport)
+    pipeline.partition()
+    return pipeline, net, [torch.ones(1, 4) for _ in range(case.micro_batches)]
+
+
+def _flushed(transport: Transport, case: Case) -> float:
+    """The median over batches, from the last rank's arrival at a barrier to the last rank's end."""
+    pipeline, net, parts = _pipeline(transport, case)
+    ranks = transport.topology.ranks
+    found = []
+    for _ in range(case.batches + 2):
+        arrived, before = time.monotonic(), _slept(net)
+        transport.barrier()
+        # The input needs a gradient, so that the first stage's backward pass has both halves.
+        pipeline.train(lambda _, part: net(part.requires_grad_()).sum(), parts, [1 / len(parts)] * len(parts))
+        # The monotonic clock is the same for all processes of a host.
+        mine = (arrived, time.monotonic(), _slept(net) - before)
+        times = transport.all_gather_object(mine, tuple(range(ranks)))
+        makespan = max(end for _, end, _ in times) - max(start for start, _, _ in times)
+        found.append(1 - sum(asleep for _, _, asleep in times) / (ranks * makespan))
+    return statistics.median(found[2:])  # the first batches agree on what travels and who holds what
+
+
+def _streamed(transport: Transport, case: Case) -> float:
+    """Once the pipeline is filled: of the first rank's time over several batches."""
+    pipeline, net, parts = _pipeline(transport, case)
+    filled = 3 * transport.topology.ranks // case.micro_batches + 3
+    start = asleep = 0.0
+    for number in range(filled + case.batches):
+        if number == filled:
+            start, asleep = time.monotonic(), _slept(net)
+        pipeline.advance(lambda _, part: net(part.requires_grad_()).sum(), parts, [1 / len(parts)] * len(parts))
+        net.zero_grad()  # in the place of a step
+    found = 1 - (_slept(net) - asleep) / (time.monotonic() - start)
+    for _ in pipeline.drain():
+        net.zero_grad()
+    return float(transport.all_gather_object(found, tuple(range(transport.topology.ranks)))[0])
+
+
+def family_of(name: str) -> Family:
+    """The schedule of a name that the papers or this package use."""
+    from recipes.reproduce.bubbles import SCHEMES
+
+    return SCHEMES[name] if name in SCHEMES else schedules.get(name)

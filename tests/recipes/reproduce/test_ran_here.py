@@ -1,0 +1,63 @@
+"""What runs on the engine, in small: update rules, batch norm, layers that sleep, curves, memory."""
+
+from __future__ import annotations
+
+import pytest
+
+from lightning_pipe import schedules
+from lightning_pipe.transport.threads import run_threads, thread_world
+from lightning_pipe.transport.topology import Topology
+from recipes.errors import RecipeError
+from recipes.reproduce import parity
+from recipes.reproduce.one_device_memory import MIB, largest, peak_bytes
+from recipes.reproduce.sleeping import Case, measure
+from recipes.reproduce.update_rules import batch_norm, rules
+
+
+def test_update_rules() -> None:
+    rows = rules(ranks=2, batches=6, tolerance="1e-12").rows
+    assert {row.verdict for row in rows} == {"reproduced"}
+    assert len(rows) > 10
+
+
+def test_batch_norm() -> None:
+    *rows, without = batch_norm(samples=6, micro_batches=[4], tolerance="1e-12").rows
+    assert {row.verdict for row in rows} == {"reproduced"}
+    assert isinstance(without.reproduced, float)
+    assert without.reproduced > 1e-3, "the statistics of micro-batches are others"
+
+
+def test_every_kind_of_schedule_sleeps() -> None:
+    """The share of time in which no layer sleeps is between nothing and all of it; how large is not tested."""
+    cases = [Case(schedules.get(name), 2, 0.002, 0.004, 1) for name in ("1f1b", "interleaved", "pipedream_2bw")]
+    found = run_threads(thread_world(Topology(2)), lambda transport: measure(transport, cases), timeout=60)
+    assert found[0] == found[1]
+    assert all(0 < bubble < 1 for bubble in found[0])
+
+
+def test_a_pipeline_trains_as_one_device() -> None:
+    small = ["model.width=4", "model.blocks=[1,1,1,1]", "data.batch_size=16"]
+    given = parity.composed(["experiment=resnet101_imagenet", "data.source=digits", "optim.lr=1e-3", *small])
+    data = parity.batches(given, 2)
+    alone = parity.train(given, data, parity.ONE_DEVICE, 2, 1)
+    for name in ("gpipe", "interleaved", "chimera"):
+        # one micro-batch, or two halves of it that batch norm treats apart
+        number = 2 if name == "chimera" else 1
+        assert parity.train(given, data, name, 2, number) == pytest.approx(alone, abs=0.3 if number > 1 else 1e-3)
+    assert len(parity.train(given, data, "pipedream", 2, 1)) == 2
+
+
+def test_the_largest_size_below_a_limit() -> None:
+    assert largest(lambda size: (size, size * MIB), 10.5, 2, 20, 1) == (10, 10, 10 * MIB)
+    assert largest(lambda size: (size, size * MIB), 10.5, 4, 20, 4) == (8, 8, 8 * MIB)
+    for range_ in ((11, 20), (2, 10)):
+        with pytest.raises(RecipeError, match="not between a size of"):
+            largest(lambda size: (size, size * MIB), 10.5, *range_, 1)
+
+
+def test_recomputation_needs_less_memory() -> None:
+    options = {"length": 64, "vocabulary": 16, "width": 64, "inner": 256, "heads": 2}
+    parameters, naive = peak_bytes("transformer", 6, 16, 0, **options)
+    same, recomputed = peak_bytes("transformer", 6, 16, 16, **options)
+    assert parameters == same > 0
+    assert naive > recomputed
