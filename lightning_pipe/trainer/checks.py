@@ -7,8 +7,10 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch import plugins
 from lightning.pytorch.callbacks import (
     BatchSizeFinder,
+    ModelPruning,
     OnExceptionCheckpoint,
     StochasticWeightAveraging,
     WeightAveraging,
@@ -29,6 +31,13 @@ from lightning_pipe.trainer.world import World
 SEVERAL_OPTIMIZERS = ConfigurationError(
     "configure_optimizers returned several optimizers; a pipeline works with one.",
     hint="Use one optimizer with several parameter groups.",
+)
+_OTHER_PRECISIONS = (
+    plugins.BitsandbytesPrecision,
+    plugins.DeepSpeedPrecision,
+    plugins.FSDPPrecision,
+    plugins.TransformerEnginePrecision,
+    plugins.XLAPrecision,
 )
 # Entries of parameter groups by which optimizers of other packages clip by themselves, as LAMB does.
 _OWN_CLIPPING = ("max_grad_norm", "clip_grad_norm", "grad_clip_norm")
@@ -61,6 +70,17 @@ def check_module(module: pl.LightningModule, trainer: Any, *, fitting: bool, ran
         raise ConfigurationError(
             "The BatchSizeFinder tries sizes until memory runs out, which happens on one rank alone.",
             hint="Find the batch size by hand; memory grows with the size of a micro-batch.",
+        )
+    if fitting and ranks > 1 and any(isinstance(callback, ModelPruning) for callback in trainer.callbacks):
+        raise ConfigurationError(
+            "ModelPruning computes masks over all weights and puts them into the layers; no rank has all of them.",
+            hint="Prune before training or after it, with torch.nn.utils.prune on the whole module.",
+        )
+    if isinstance(trainer.precision_plugin, _OTHER_PRECISIONS):
+        raise ConfigurationError(
+            f"{type(trainer.precision_plugin).__name__} does not work with a pipeline: it belongs to another strategy, "
+            "or puts other layers into the module.",
+            hint='Use precision="bf16-mixed", "16-mixed", "bf16-true", "32-true" or "64-true".',
         )
     # By name: whether there is one is no reason to import torch's sharding.
     sharded = sorted(
