@@ -105,5 +105,7 @@ def end_all() -> None:
         leave(next(iter(_forced or _failures), 1))
 
 
+# a copy of the process has none of the threads, and what stops them would close the connections of the process
+os.register_at_fork(after_in_child=_running.clear)
 # what is registered first is called last
 atexit.register(end_all)
