@@ -92,6 +92,7 @@ def test_gpt2_is_tuned_and_exported(tmp_path: Path) -> None:
     assert after(batch, labels=batch).loss < before(batch, labels=batch).loss - 0.3
 
 
+@pytest.mark.feature("Command line and Tuner", "LightningCLI", "works", "a run from a file of options ends")
 @pytest.mark.slow
 def test_cli(tmp_path: Path) -> None:
     pytest.importorskip("jsonargparse", reason="LightningCLI needs jsonargparse")

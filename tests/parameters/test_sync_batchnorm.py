@@ -24,6 +24,9 @@ from lightning_pipe.transport.topology import Topology
 from tests.support import processes
 
 MICRO_BATCHES = 3
+BATCH_NORM = pytest.mark.feature(
+    "Trainer arguments", "sync_batchnorm", "differs", "normalises over replicas; a single pipeline as BatchNorm does"
+)
 
 
 class Net(nn.Module):
@@ -114,12 +117,16 @@ def assert_as_one_device(results: list[Any], tolerance: float) -> None:
         assert not synchronized
 
 
+@BATCH_NORM
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_replicas_normalise_together(ranks: int) -> None:
     results = processes.run_pipeline(train_modelled, Topology.for_schedule(ranks, 2), recompute="always")
     assert_as_one_device(results, 1e-12)
 
 
+@BATCH_NORM
+@pytest.mark.feature("Plugins", "TorchSyncBatchNorm", "differs", "as sync_batchnorm")
+@pytest.mark.feature("Plugins", "LayerSync", "differs", "as sync_batchnorm")
 def test_a_single_pipeline_does_not_synchronize_its_stages() -> None:
     net = nn.Sequential(nn.SyncBatchNorm(3), nn.BatchNorm1d(3))
     undo = synchronize(net, None, every=True)

@@ -64,13 +64,22 @@ def fit(module: L.LightningModule, devices: int = 1, data: Any = Data, **strateg
     trainer.fit(module.double(), datamodule=data())
 
 
+def refused(feature: str) -> Any:
+    """What a module does that a pipeline cannot."""
+    return pytest.mark.feature(
+        "Optimizers and schedulers", feature, "refused", "before the first batch, with what to do"
+    )
+
+
 @pytest.mark.parametrize(
     ("module", "message"),
     [
-        (Manual, "automatic optimization with one optimizer"),
-        (FetchesItself, "training_step\\(batch, batch_idx\\)"),
-        (TwoOptimizers, "one optimizer with several parameter groups"),
-        (Lbfgs, "treats every parameter by itself"),
+        pytest.param(Manual, "automatic optimization with one optimizer", marks=refused("manual optimization")),
+        pytest.param(
+            FetchesItself, "training_step\\(batch, batch_idx\\)", marks=refused("training_step(dataloader_iter)")
+        ),
+        pytest.param(TwoOptimizers, "one optimizer with several parameter groups", marks=refused("several optimizers")),
+        pytest.param(Lbfgs, "treats every parameter by itself", marks=refused("LBFGS")),
     ],
 )
 def test_modules_that_a_pipeline_cannot_train(module: type[Lit], message: str) -> None:
@@ -95,6 +104,9 @@ def test_options_that_do_not_fit(options: dict[str, Any], kind: type[Exception],
         fit(Lit(), **options)
 
 
+@pytest.mark.feature(
+    "Optimizers and schedulers", "optimizers that clip by themselves", "refused", "names gradient_clip_val"
+)
 def test_optimizers_that_clip_by_themselves() -> None:
     parameters = [torch.nn.Parameter(torch.ones(1))]
     clipping = torch.optim.SGD([{"params": parameters, "max_grad_norm": 1.0}], lr=0.1)

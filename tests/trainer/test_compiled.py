@@ -56,6 +56,7 @@ def fit(module: L.LightningModule, strategy: Any) -> dict[str, torch.Tensor]:
     return oracle.state_of(module)
 
 
+@pytest.mark.feature("Hooks", "torch.compile of layers", "works")
 @pytest.mark.parametrize("kind", [CompiledInSetup, CompiledBefore, CompiledStep], ids=lambda kind: kind.__name__)
 def test_it_trains_as_on_one_device(kind: type[Lit]) -> None:
     torch.manual_seed(3)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tests.support import oracle
@@ -10,6 +12,55 @@ from tests.support.trainer_runs import CASES, Outcome, fit, fits
 
 RANKS = 2
 
+FLAG, CALLBACK, HOOK, DATA = "Trainer arguments", "Callbacks", "Hooks", "Data loaders"
+PRECISION, OPTIMIZER = "Precision", "Optimizers and schedulers"
+FEATURES: dict[str, list[tuple[str, str]]] = {
+    "plain": [
+        *((FLAG, name) for name in ("accelerator", "devices", "strategy", "max_epochs", "callbacks")),
+        (CALLBACK, "Callback"),
+        (PRECISION, "Precision"),
+        (DATA, "a DataLoader that shuffles and has a short last batch"),
+        (OPTIMIZER, "an optimizer with a schedule for every step"),
+        (HOOK, "self.log and torchmetrics"),
+    ],
+    "accumulated": [(FLAG, "accumulate_grad_batches")],
+    "clipped": [(FLAG, "gradient_clip_val")],
+    "clipped_by_value": [(FLAG, "gradient_clip_algorithm")],
+    "configure_model": [(HOOK, "layers built in configure_model")],
+    "setup": [(HOOK, "layers built in setup")],
+    "averaged": [(CALLBACK, "EMAWeightAveraging"), (CALLBACK, "WeightAveraging")],
+    "stochastic_averaging": [(CALLBACK, "StochasticWeightAveraging")],
+    "augmented": [(DATA, "random transforms in the data")],
+    "augmented_by_workers": [(DATA, "random transforms in workers")],
+    "two_validation_sets": [(DATA, "several loaders for validation")],
+    "combined": [(DATA, "CombinedLoader")],
+    "stream": [(DATA, "IterableDataset")],
+    "should_stop": [(HOOK, "trainer.should_stop in a step")],
+    "outputs": [(HOOK, "what a step returns")],
+    "frozen": [(OPTIMIZER, "SGD with momentum")],
+    "groups": [(OPTIMIZER, "several parameter groups")],
+    "finetuned": [(CALLBACK, "BaseFinetuning"), (OPTIMIZER, "parameters that thaw during training")],
+    "plateau": [(OPTIMIZER, "ReduceLROnPlateau")],
+    "hooks": [(HOOK, "backward, optimizer_step and tensor hooks of one's own")],
+    "collectives": [(HOOK, "collectives in steps")],
+    "early_stopping": [(CALLBACK, "EarlyStopping")],
+    "fast_dev_run": [(FLAG, "fast_dev_run")],
+    "overfit_batches": [(FLAG, "overfit_batches")],
+    "limits": [(FLAG, name) for name in ("limit_train_batches", "limit_val_batches", "num_sanity_val_steps")],
+    "validation_in_between": [(FLAG, name) for name in ("val_check_interval", "profiler", "detect_anomaly")],
+    "reloaded": [(FLAG, "reload_dataloaders_every_n_epochs")],
+    "bf16_mixed": [(PRECISION, "MixedPrecision"), (FLAG, "precision")],
+    "bf16_true": [(PRECISION, "HalfPrecision")],
+    "double": [(PRECISION, "DoublePrecision")],
+    "scaled": [(FLAG, "plugins"), (PRECISION, "MixedPrecision with a GradScaler (16-mixed)")],
+}
+
+
+def marked(name: str) -> Any:
+    """The case, with the features that it proves."""
+    marks = [pytest.mark.feature(area, feature, "works") for area, feature in FEATURES.get(name, [])]
+    return pytest.param(name, marks=marks)
+
 
 @pytest.fixture(scope="module")
 def outcomes() -> list[dict[str, Outcome]]:
@@ -17,7 +68,7 @@ def outcomes() -> list[dict[str, Outcome]]:
     return run_trainers(fits, RANKS, timeout=110, names=list(CASES), devices=RANKS)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [marked(name) for name in CASES])
 def test_equals_one_device(name: str, outcomes: list[dict[str, Outcome]]) -> None:
     plain = fit(CASES[name], devices=None)
     for process, of_process in enumerate(outcomes):

@@ -15,14 +15,20 @@ from tests.support.lit_modules import Data, Lit
 from tests.support.trainer_runs import QUIET, quiet
 
 
+def refused(kind: type[Any]) -> Any:
+    """A precision that is refused."""
+    how = "by name: it belongs to another strategy, or changes layers"
+    return pytest.param(kind, marks=pytest.mark.feature("Precision", kind.__name__, "refused", how))
+
+
 @pytest.mark.parametrize(
     "kind",
     [
-        plugins.BitsandbytesPrecision,
-        plugins.DeepSpeedPrecision,
-        plugins.FSDPPrecision,
-        plugins.TransformerEnginePrecision,
-        plugins.XLAPrecision,
+        refused(plugins.BitsandbytesPrecision),
+        refused(plugins.DeepSpeedPrecision),
+        refused(plugins.FSDPPrecision),
+        refused(plugins.TransformerEnginePrecision),
+        refused(plugins.XLAPrecision),
     ],
 )
 def test_precisions_of_other_strategies(kind: type[Any]) -> None:
@@ -36,8 +42,20 @@ def test_precisions_of_other_strategies(kind: type[Any]) -> None:
 @pytest.mark.parametrize(
     ("callback", "message"),
     [
-        (callbacks.BatchSizeFinder(), "BatchSizeFinder tries sizes until memory runs out"),
-        (callbacks.ModelPruning("l1_unstructured", amount=0.5), "ModelPruning computes masks"),
+        pytest.param(
+            callbacks.BatchSizeFinder(),
+            "BatchSizeFinder tries sizes until memory runs out",
+            marks=pytest.mark.feature(
+                "Callbacks", "BatchSizeFinder", "refused", "on several ranks: memory runs out on one of them alone"
+            ),
+        ),
+        pytest.param(
+            callbacks.ModelPruning("l1_unstructured", amount=0.5),
+            "ModelPruning computes masks",
+            marks=pytest.mark.feature(
+                "Callbacks", "ModelPruning", "refused", "on several ranks: masks need all weights, which no rank has"
+            ),
+        ),
     ],
 )
 def test_callbacks_that_need_the_whole_model_on_several_ranks(callback: L.Callback, message: str) -> None:

@@ -67,6 +67,7 @@ def terminated(process: int, signalled: int) -> int:
     return callback.batches
 
 
+@pytest.mark.feature("Hooks", "SIGTERM", "works", "all processes end after the same batch")
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("signalled", [0, 1])
 def test_all_leave_after_the_batch_in_which_one_was_asked(signalled: int) -> None:
@@ -140,6 +141,7 @@ def requeued(process: int, folder: Path) -> tuple[int, int, bool]:
     return callback.batches, saved["global_step"], commands == [["scontrol", "requeue", "7"]]
 
 
+@pytest.mark.feature("Plugins", "SLURMEnvironment that requeues", "works", "all processes save after the same batch")
 @pytest.mark.timeout(60)
 def test_a_job_to_be_requeued_is_saved_by_all_after_the_batch(tmp_path: Path) -> None:
     first, second = run_trainers(requeued, 2, timeout=50, folder=tmp_path)

@@ -80,6 +80,12 @@ def expected() -> dict[str, tuple[int, int]]:
     return found
 
 
+@pytest.mark.feature(
+    "Hooks",
+    "trainer.should_stop in a hook, on any process",
+    "differs",
+    "a request behind a stage's part of a batch holds after the next one",
+)
 @pytest.mark.parametrize("options", [{}, pytest.param({"data_parallel_size": 2}, marks=pytest.mark.slow)])
 def test_all_stop_where_one_device_would(options: dict[str, int], expected: dict[str, tuple[int, int]]) -> None:
     devices = 4 if options else 2

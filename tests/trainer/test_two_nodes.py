@@ -86,6 +86,7 @@ def fit_on_nodes(rank_order: RankOrder) -> tuple[int, int, dict[str, Any]]:
     return transport.replica, transport.rank, {name: value.tolist() for name, value in weights.items()}
 
 
+@pytest.mark.feature("Trainer arguments", "num_nodes", "works", "with torchrun")
 @pytest.mark.parametrize("rank_order", ["replicas", pytest.param("pipeline", marks=pytest.mark.slow)])
 def test_both_orders_of_ranks_train_as_one_device(rank_order: RankOrder, capfd: pytest.CaptureFixture[str]) -> None:
     found = run_nodes(fit_on_nodes, rank_order, per_node=2, timeout=50)
@@ -186,6 +187,7 @@ def fit_again(folder: str) -> tuple[int, dict[str, Any]]:
     return begun[0], {name: value.tolist() for name, value in weights.items()}
 
 
+@pytest.mark.feature("Checkpoints", 'ckpt_path="last" after a restart of torchrun', "works")
 def test_a_run_whose_worker_dies_is_resumed_from_the_last_checkpoint(tmp_path: Path) -> None:
     found = run_nodes(fit_again, str(tmp_path), restarts=1, timeout=60)
     truth = one_device()

@@ -82,6 +82,12 @@ def test_gradients_survive_being_zeroed_in_between() -> None:
     assert all(parameter.grad is not None for parameter in net.parameters())
 
 
+@pytest.mark.feature(
+    "Optimizers and schedulers",
+    "an optimizer in the backward pass (hooks of parameters)",
+    "works",
+    "once for each batch",
+)
 def test_optimizer_in_backward_steps_once() -> None:
     ours, plain = network(), network()
     for net in (ours, plain):

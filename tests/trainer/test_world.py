@@ -154,11 +154,16 @@ def test_accumulated_gradients_are_reduced_once(accumulate: int, four: list[dict
         oracle.assert_equal(found["same"][accumulate], oracle.Trace(weights=oracle.state_of(plain)))
 
 
+@pytest.mark.feature("Trainer arguments", "use_distributed_sampler", "works", "divides over replicas alone")
+@pytest.mark.feature(
+    "Data loaders", "DistributedSampler", "works", "over replicas; the ranks of a pipeline see the same batch"
+)
 def test_samples_are_divided_over_replicas_not_over_ranks(four: list[dict[str, Any]]) -> None:
     assert [found["sampler"] for found in four] == [(DistributedSampler, 2, process // 2) for process in range(4)]
     assert [found["sizes"] for found in four] == [(2, 2, process // 2) for process in range(4)]
 
 
+@pytest.mark.feature("Hooks", "self.log(sync_dist=True), self.all_gather", "works", "over replicas")
 def test_logged_values_are_reduced_over_replicas(four: list[dict[str, Any]]) -> None:
     for found in four:
         metrics = found["metrics"]
@@ -204,6 +209,8 @@ def evaluated(process: int, devices: int | None) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.feature("Callbacks", "BasePredictionWriter", "works")
+@pytest.mark.feature("Hooks", "validate, test and predict before and after fit", "works")
 def test_validate_fit_test_predict_in_turn() -> None:
     plain = evaluated(0, None)
     for found in run_trainers(evaluated, 2, timeout=60, devices=2):

@@ -108,6 +108,12 @@ def test_replicas_of_pipelines() -> None:
     assert_weights(outcomes, values)
 
 
+@pytest.mark.feature(
+    "Optimizers and schedulers",
+    "accumulation, clipping by norm and 16-mixed with asynchronous schedules",
+    "refused",
+    "each names the option",
+)
 @pytest.mark.parametrize(
     ("strategy", "trainer", "plugins", "message"),
     [

@@ -54,6 +54,8 @@ def assert_continues(found: oracle.Trace, unbroken: oracle.Trace) -> None:
     oracle.assert_equal(oracle.Trace(found.losses, found.weights, [], found.metrics), expected)
 
 
+@pytest.mark.feature("Callbacks", "ModelCheckpoint", "works")
+@pytest.mark.feature("Callbacks", "Checkpoint", "works")
 @pytest.mark.parametrize("name", ["saved", "saved_folder"])
 def test_saving_changes_nothing(name: str, four: list[Traces], plain: oracle.Trace) -> None:
     for traces in four:
@@ -66,16 +68,20 @@ def test_four_processes_continue(name: str, four: list[Traces], plain: oracle.Tr
         assert_continues(traces[name], plain)
 
 
+@pytest.mark.feature("Checkpoints", "resuming on another number of ranks, with another schedule", "works")
 @pytest.mark.parametrize("name", ["two", "folder_two"])
 def test_two_processes_continue(name: str, two: list[Traces], plain: oracle.Trace) -> None:
     for traces in two:
         assert_continues(traces[name], plain)
 
 
+@pytest.mark.feature("Checkpoints", "resuming on one plain device", "works")
 def test_one_plain_device_continues(folder: Path, four: list[Traces], plain: oracle.Trace) -> None:
     assert_continues(run(None, resume=folder / "four" / "epoch=0.ckpt"), plain)
 
 
+@pytest.mark.feature("Checkpoints", "one ordinary file of the whole model", "works")
+@pytest.mark.feature("Plugins", "TorchCheckpointIO", "works")
 @pytest.mark.parametrize("name", ["epoch=1.ckpt", "last.ckpt", "after.ckpt"])
 def test_the_file_is_that_of_one_device(name: str, folder: Path, four: list[Traces]) -> None:
     ours = torch.load(folder / "four" / name, weights_only=False)
@@ -97,11 +103,14 @@ def test_the_file_needs_nothing_of_ours(folder: Path, four: list[Traces]) -> Non
     assert not list(path.parent.glob("*.part"))
 
 
+@pytest.mark.feature("Checkpoints", "a folder of torch.distributed.checkpoint", "works", "a part by each rank")
 def test_the_folder_holds_parts_of_all_ranks(folder: Path, four: list[Traces]) -> None:
     names = {path.name for path in (folder / "parts" / "last.ckpt").iterdir()}
     assert {f"__{process}_0.distcp" for process in range(4)} < names
 
 
+@pytest.mark.feature("Plugins", "AsyncCheckpointIO", "works")
+@pytest.mark.feature("Plugins", "CheckpointIO", "works")
 def test_plugins_that_write_get_everything(folder: Path, two: list[Traces]) -> None:
     ours = torch.load(folder / "background" / "epoch=1.ckpt", weights_only=False)
     theirs = torch.load(folder / "plain" / "epoch=1.ckpt", weights_only=False)
@@ -116,6 +125,7 @@ def test_averaged_weights_come_from_their_owners(folder: Path, two: list[Traces]
         assert_same(ours[part], theirs[part])
 
 
+@pytest.mark.feature("Checkpoints", "averaged weights", "works")
 def test_averaged_weights_continue(folder: Path, two: list[Traces]) -> None:
     unbroken = run(None, averaged=True)
     for traces in two:

@@ -42,6 +42,9 @@ def test_a_single_stage_is_written(tmp_path: Path) -> None:
     assert saved["optimizer_states"][0]["state"]
 
 
+@pytest.mark.feature(
+    "Callbacks", "OnExceptionCheckpoint", "differs", "nothing is written when a rank fails; a warning says so before"
+)
 def test_what_cannot_be_gathered_is_not_written_and_said(tmp_path: Path) -> None:
     with (
         pytest.raises(ValueError, match="the reason"),

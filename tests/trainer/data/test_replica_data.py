@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import lightning as L
+import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -61,6 +62,12 @@ def limited(process: int) -> list[int | str]:
     ]
 
 
+@pytest.mark.feature(
+    "Data loaders",
+    "replicas with data of different length",
+    "refused",
+    "when the shortest has ended, with what was counted",
+)
 def test_data_of_different_length() -> None:
     found = run_trainers(limited, 4, timeout=90)
     for process, values in enumerate(found):

@@ -92,6 +92,7 @@ def test_errors_of_the_loader_reach_everyone() -> None:
     assert all(text.startswith("CommunicationError") and "KeyError: 'broken sample'" in text for text in found[1:])
 
 
+@pytest.mark.feature("Data loaders", "indices of predictions", "works")
 def test_indices_of_predictions() -> None:
     def make(process: int) -> Any:
         sampler = _IndexBatchSamplerWrapper(BatchSampler(SequentialSampler(DATA), 4, drop_last=False))

@@ -57,6 +57,7 @@ def fit(module: Normalised, samples: int, loader: Any = None, **options: Any) ->
     return [str(one.message) for one in caught if "batch norm" in str(one.message)]
 
 
+@pytest.mark.feature("Data loaders", "short batches with batch norm", "differs", "fewer micro-batches, with a warning")
 @pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble", "pipedream_2bw"])
 def test_a_short_batch_is_cut_into_fewer(schedule: str) -> None:
     options = {"schedule": schedule, "deferred_batch_norm": schedule != "pipedream_2bw"}

@@ -105,6 +105,7 @@ def go_on(name: str, folder: str, sharded: bool) -> dict[str, Any]:
     return oracle.state_of(module)
 
 
+@pytest.mark.feature("Checkpoints", "a divided optimizer's state", "works", "goes on as an undivided one")
 @pytest.mark.timeout(120)
 def test_another_layout_goes_on_from_the_file(trained: tuple[str, list[dict[str, int]]], folder: Path) -> None:
     name, _ = trained

@@ -1,0 +1,60 @@
+"""The page of features is up to date and complete, and its tests look at behaviour."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support import matrix
+from tests.support.matrix import AREAS, PAGE, VERDICTS, Claim
+
+
+@pytest.fixture(scope="module")
+def items() -> list[pytest.Item]:
+    return matrix.collected()
+
+
+@pytest.fixture(scope="module")
+def claims(items: list[pytest.Item]) -> list[Claim]:
+    return matrix.claims(items)
+
+
+def test_the_page_is_up_to_date(claims: list[Claim]) -> None:
+    assert PAGE.read_text() == matrix.page(claims), "run `python -m tests.support.matrix`"
+
+
+def test_no_cell_is_empty(claims: list[Claim]) -> None:
+    rows = [line for line in PAGE.read_text().splitlines() if line.startswith("| ") and "---" not in line]
+    assert len(rows) > 100
+    for row in rows:
+        cells = [cell.strip() for cell in row.strip("|").split("|")]
+        assert len(cells) == 4
+        assert all(cells) or cells[0] == "feature", row
+    for claim in claims:
+        assert claim.area in AREAS, claim
+        assert claim.verdict in VERDICTS, claim
+        assert claim.how or claim.verdict == "works", claim
+
+
+def test_everything_that_lightning_has_is_in_a_row(claims: list[Claim]) -> None:
+    rows = {(claim.area, name.strip("` ")) for claim in claims for name in claim.feature.split(",")}
+    missing = [f"{area}: {name}" for area, name in matrix.required() if (area, name) not in rows]
+    assert not missing, missing
+
+
+def test_marked_tests_look_at_behaviour(items: list[pytest.Item]) -> None:
+    marked = {item.function: item.nodeid for item in items if item.get_closest_marker("feature")}  # type: ignore[attr-defined]
+    assert len(marked) > 30
+    idle = [where for function, where in marked.items() if not matrix.asserts(function)]
+    assert not idle, idle
+
+
+def test_a_test_without_an_assertion_is_noticed() -> None:
+    def idle() -> None:
+        print("nothing is compared")
+
+    def compares() -> None:
+        with pytest.raises(ValueError, match="x"):
+            int("x")
+
+    assert not matrix.asserts(idle)
+    assert matrix.asserts(compares)

@@ -1,0 +1,333 @@
+"""Cases of Lightning's features that no other test has: each does something and returns what it has seen."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch import callbacks, loggers, profilers
+from lightning.pytorch.loggers.logger import Logger, rank_zero_experiment
+from lightning.pytorch.tuner import Tuner
+
+from tests.support.lit_modules import Data, Lit
+from tests.support.trainer_runs import QUIET, quiet
+
+
+class Runner:
+    """Makes Trainers on one plain device, or on a pipeline.
+
+    Args:
+        devices: processes; ``None``: one plain device.
+        folder: for files.
+    """
+
+    def __init__(self, devices: int | None, folder: Path) -> None:
+        self.devices, self.folder = devices, folder
+
+    def trainer(self, **options: Any) -> L.Trainer:
+        """A quiet Trainer of one epoch."""
+        from lightning_pipe import PipeStrategy
+
+        quiet()
+        L.seed_everything(7, verbose=False)
+        strategy = PipeStrategy(micro_batches=1) if self.devices else "auto"
+        options = {"max_epochs": 1, "default_root_dir": self.folder, **QUIET, **options}
+        return L.Trainer(accelerator="cpu", devices=self.devices or 1, strategy=strategy, **options)
+
+    def fit(self, module: L.LightningModule | None = None, **options: Any) -> L.Trainer:
+        """Train; the weights of all parts are those of the whole module afterwards."""
+        trainer = self.trainer(**options)
+        trainer.fit((Lit() if module is None else module).double(), datamodule=Data())
+        return trainer
+
+
+def weights(trainer: L.Trainer) -> dict[str, list[float]]:
+    """The trained parameters."""
+    return {name: value.flatten().tolist() for name, value in trainer.lightning_module.named_parameters()}
+
+
+# ------------------------------------------------------------------ Trainer flags
+
+
+def flags(**options: Any) -> Callable[[Runner], Any]:
+    """Trains with some arguments of the Trainer; looks at weights, counts and logged values."""
+
+    def case(runner: Runner) -> Any:
+        trainer = runner.fit(**options)
+        values = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        return trainer.global_step, trainer.current_epoch, values, weights(trainer)
+
+    return case
+
+
+class Inferring(Lit):
+    """Says in which mode it is tested."""
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        super().test_step(batch, batch_idx)
+        self.log("inference", float(torch.is_inference_mode_enabled()))
+
+
+def limited_evaluations(runner: Runner) -> Any:
+    """How many batches of each kind there are, without inference mode."""
+    trainer = runner.trainer(limit_val_batches=1, limit_test_batches=1, limit_predict_batches=1, inference_mode=False)
+    module = Inferring().double()
+    found = [trainer.validate(module, datamodule=Data(), verbose=False)]
+    found.append(trainer.test(module, datamodule=Data(), verbose=False))
+    return found, [each.tolist() for each in trainer.predict(module, datamodule=Data())]
+
+
+def root_folder(runner: Runner) -> Any:
+    """Where checkpoints are written if nothing else is said."""
+    runner.fit(enable_checkpointing=True, default_root_dir=runner.folder / "root")
+    return sorted(path.name for path in (runner.folder / "root").rglob("*.ckpt"))
+
+
+# ------------------------------------------------------------------ callbacks
+
+
+def called(runner: Runner) -> Any:
+    """How often the functions of a `LambdaCallback` are called."""
+    counts = {"on_train_batch_end": 0, "on_validation_end": 0, "on_fit_end": 0}
+
+    def count(name: str) -> Callable[..., None]:
+        def function(*_: Any) -> None:
+            counts[name] += 1
+
+        return function
+
+    runner.fit(callbacks=[callbacks.LambdaCallback(**{name: count(name) for name in counts})])
+    return counts
+
+
+def rates(runner: Runner) -> Any:
+    """What a `LearningRateMonitor` has seen."""
+    monitor = callbacks.LearningRateMonitor(logging_interval="step")
+    runner.fit(callbacks=[monitor], logger=loggers.CSVLogger(runner.folder))
+    return monitor.lrs
+
+
+def timed(runner: Runner) -> Any:
+    """A `Timer` that ends the training, and whether it has measured time."""
+    timer = callbacks.Timer("00:00:00:00", interval="step")
+    trainer = runner.fit(callbacks=[timer], max_epochs=3)
+    return trainer.global_step, timer.time_elapsed("train") > 0
+
+
+def throughput(runner: Runner) -> Any:
+    """What a `ThroughputMonitor` counts."""
+    monitor = callbacks.ThroughputMonitor(batch_size_fn=lambda batch: len(batch[0]), window_size=2)
+    runner.fit(callbacks=[monitor], logger=loggers.CSVLogger(runner.folder))
+    return {name: value for name, value in logged(runner).items() if name.endswith(("samples", "batches"))}
+
+
+def accumulation(runner: Runner) -> Any:
+    """The weights with a `GradientAccumulationScheduler`."""
+    scheduler = callbacks.GradientAccumulationScheduler({0: 1, 1: 2})
+    trainer = runner.fit(callbacks=[scheduler], max_epochs=2)
+    return trainer.global_step, weights(trainer)
+
+
+class WithBackbone(Lit):
+    """Its embedding is what `BackboneFinetuning` knows as the backbone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = self.embed
+
+    def configure_optimizers(self) -> Any:
+        trained = [value for name, value in self.named_parameters() if not name.startswith(("embed", "backbone"))]
+        return torch.optim.SGD(trained, lr=0.1)
+
+
+def backbone(runner: Runner) -> Any:
+    """The weights with a `BackboneFinetuning`."""
+    tuning = callbacks.BackboneFinetuning(unfreeze_backbone_at_epoch=1, backbone_initial_lr=0.01)
+    return weights(runner.fit(WithBackbone(), callbacks=[tuning], max_epochs=2))
+
+
+def summary(kind: type[Any]) -> Callable[[Runner], Any]:
+    """What a summary counts."""
+
+    def case(runner: Runner) -> Any:
+        seen: list[Any] = []
+
+        class Kept(kind):  # type: ignore[misc]
+            @staticmethod
+            def summarize(
+                summary_data: Any, total_parameters: int, trainable_parameters: int, *_: Any, **__: Any
+            ) -> None:
+                rows = {name: values for name, values in summary_data if name.strip() in ("Name", "Type", "Params")}
+                seen.append((total_parameters, trainable_parameters, str(rows)))
+
+        runner.fit(callbacks=[Kept(max_depth=2)], enable_model_summary=True)
+        return seen
+
+    return case
+
+
+def progress(kind: type[Any]) -> Callable[[Runner], Any]:
+    """What a progress bar shows at the end of an epoch."""
+
+    def case(runner: Runner) -> Any:
+        seen: list[Any] = []
+
+        class Kept(kind):  # type: ignore[misc]
+            def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+                super().on_train_epoch_end(trainer, pl_module)
+                shown = {k: float(v) for k, v in self.get_metrics(trainer, pl_module).items() if k != "v_num"}
+                seen.append((self.total_train_batches, shown))
+
+        runner.fit(callbacks=[Kept()], enable_progress_bar=True)
+        return seen
+
+    return case
+
+
+def spikes(runner: Runner) -> Any:
+    """What a `SpikeDetection` compares: every batch's loss."""
+    losses: list[float] = []
+
+    class Kept(callbacks.SpikeDetection):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            losses.append(float(outputs["loss"]))
+            super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+
+    runner.fit(callbacks=[Kept(rtol=100.0, exclude_batches_path=str(runner.folder / "skipped.json"))])
+    return losses
+
+
+def found_rate(runner: Runner) -> Any:
+    """What the Tuner and `LearningRateFinder` find."""
+    trainer = runner.trainer(max_epochs=2)
+    module = Lit().double()
+    finder = Tuner(trainer).lr_find(module, datamodule=Data(), num_training=6, early_stop_threshold=None)
+    assert finder is not None
+    return finder.results
+
+
+def rate_callback(runner: Runner) -> Any:
+    """The rate that `LearningRateFinder` sets, and the training after it."""
+    finder = callbacks.LearningRateFinder(num_training_steps=6, early_stop_threshold=None)
+    trainer = runner.fit(callbacks=[finder], max_epochs=2)
+    return finder.optimal_lr.results if finder.optimal_lr else None, weights(trainer)
+
+
+# ------------------------------------------------------------------ profilers and loggers
+
+
+def profiled(kind: type[Any], **options: Any) -> Callable[[Runner], Any]:
+    """The names of what a profiler has seen, and how often it saw a batch."""
+
+    def case(runner: Runner) -> Any:
+        seen: list[str] = []
+
+        class Kept(kind):  # type: ignore[misc]
+            def start(self, action_name: str) -> None:
+                seen.append(action_name)
+                super().start(action_name)
+
+        runner.fit(profiler=Kept(**options))
+        return {name: seen.count(name) for name in ("run_training_batch", "run_training_epoch")}
+
+    return case
+
+
+def logged(runner: Runner) -> dict[str, list[str]]:
+    """The columns of the CSV file that a run has written, without what is left empty; empty on other processes."""
+    files = sorted(runner.folder.rglob("metrics.csv"))
+    if not files:
+        return {}
+    with open(files[-1]) as file:
+        rows = list(csv.DictReader(file))
+    return {name: [row[name] for row in rows if row[name]] for name in rows[0]}
+
+
+def csv_file(runner: Runner) -> Any:
+    """The file of a `CSVLogger`, and its hyperparameters."""
+    runner.fit(logger=loggers.CSVLogger(runner.folder))
+    table = {name: [float(value) for value in values] for name, values in logged(runner).items()}
+    return table, [path.read_text() for path in runner.folder.rglob("hparams.yaml")]
+
+
+class OwnLogger(Logger):
+    """Keeps what it is asked to log, as every logger's experiment does: on process 0 alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: list[Any] = []
+
+    @property
+    @rank_zero_experiment
+    def experiment(self) -> list[Any]:
+        """Where values go."""
+        return self.kept
+
+    @property
+    def name(self) -> str:
+        """Of the experiment."""
+        return "own"
+
+    @property
+    def version(self) -> int:
+        """Of the experiment."""
+        return 0
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        """Keep values."""
+        self.experiment.append((step, dict(metrics)))
+
+    def log_hyperparams(self, params: Any, *_: Any, **__: Any) -> None:
+        """Keep hyperparameters."""
+        self.experiment.append(dict(params))
+
+
+def own_logger(**options: Any) -> Callable[[Runner], Any]:
+    """What a logger of one's own is asked to log."""
+
+    def case(runner: Runner) -> Any:
+        logger = OwnLogger()
+        runner.fit(logger=logger, **options)
+        return logger.kept
+
+    return case
+
+
+# ------------------------------------------------------------------ the cases
+
+CASES: dict[str, Callable[[Runner], Any]] = {
+    "max_steps": flags(max_steps=4, max_epochs=-1),
+    "max_time": flags(max_time="00:00:00:00"),
+    "min_steps": flags(min_steps=4, max_time="00:00:00:00"),
+    "min_epochs": flags(min_epochs=2, max_epochs=3, max_time="00:00:00:00"),
+    "check_val_every_n_epoch": flags(check_val_every_n_epoch=2, max_epochs=3),
+    "deterministic": flags(deterministic=True, benchmark=False),
+    "barebones": flags(barebones=True, log_every_n_steps=0),
+    "autolog": own_logger(enable_autolog_hparams=False),
+    "limits": limited_evaluations,
+    "default_root_dir": root_folder,
+    "LambdaCallback": called,
+    "LearningRateMonitor": rates,
+    "Timer": timed,
+    "ThroughputMonitor": throughput,
+    "GradientAccumulationScheduler": accumulation,
+    "BackboneFinetuning": backbone,
+    "ModelSummary": summary(callbacks.ModelSummary),
+    "RichModelSummary": summary(callbacks.RichModelSummary),
+    "TQDMProgressBar": progress(callbacks.TQDMProgressBar),
+    "RichProgressBar": progress(callbacks.RichProgressBar),
+    "SpikeDetection": spikes,
+    "LearningRateFinder": rate_callback,
+    "Tuner": found_rate,
+    "SimpleProfiler": profiled(profilers.SimpleProfiler),
+    "AdvancedProfiler": profiled(profilers.AdvancedProfiler),
+    "PyTorchProfiler": profiled(profilers.PyTorchProfiler),
+    "PassThroughProfiler": profiled(profilers.PassThroughProfiler),
+    "CSVLogger": csv_file,
+    "Logger": own_logger(log_every_n_steps=2),
+}
+"""By the name of the feature."""

@@ -1,0 +1,191 @@
+"""Features of Lightning that no other test is about: on two ranks they do what they do on one device."""
+
+from __future__ import annotations
+
+import csv
+import math
+import traceback
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+from lightning.fabric.loggers.logger import Logger as AnyLogger
+from lightning.pytorch import callbacks, loggers, plugins, profilers
+from lightning.pytorch.accelerators import CPUAccelerator
+from lightning.pytorch.tuner import Tuner
+from torch.utils.data import DataLoader
+
+from lightning_pipe import PipeStrategy
+from lightning_pipe.errors import ConfigurationError
+from tests.support.features import CASES, Runner
+from tests.support.lit_modules import Lit
+from tests.support.processes import run_trainers
+from tests.support.trainer_runs import QUIET, quiet
+
+ZERO_ALONE = {
+    *("ThroughputMonitor", "CSVLogger", "Logger", "autolog"),
+    *("default_root_dir", "ModelSummary", "RichModelSummary"),
+}
+"""What other processes than 0 do not see, as with every strategy."""
+
+SLOW = {
+    *("min_epochs", "deterministic", "barebones", "LambdaCallback", "Timer", "BackboneFinetuning"),
+    *("LearningRateFinder", "RichModelSummary", "RichProgressBar"),
+    *("AdvancedProfiler", "PassThroughProfiler", "PyTorchProfiler"),
+}
+"""Further cases of a kind of which one is fast."""
+
+FLAG, CALLBACK, PROFILER, LOGGER = "Trainer arguments", "Callbacks", "Profilers", "Loggers"
+MARKS: dict[str, list[tuple[str, ...]]] = {
+    "max_steps": [(FLAG, "max_steps", "works")],
+    "max_time": [(FLAG, "max_time", "works")],
+    "min_steps": [(FLAG, "min_steps", "works")],
+    "min_epochs": [(FLAG, "min_epochs", "works")],
+    "check_val_every_n_epoch": [(FLAG, "check_val_every_n_epoch", "works")],
+    "deterministic": [(FLAG, name, "works") for name in ("deterministic", "benchmark")],
+    "barebones": [(FLAG, "barebones", "works")],
+    "autolog": [(FLAG, "enable_autolog_hparams", "works")],
+    "limits": [(FLAG, name, "works") for name in ("limit_test_batches", "limit_predict_batches", "inference_mode")],
+    "default_root_dir": [(FLAG, name, "works") for name in ("default_root_dir", "enable_checkpointing")],
+    "LearningRateFinder": [(CALLBACK, "LearningRateFinder", "works")],
+    "Tuner": [("Command line and Tuner", "Tuner.lr_find", "works")],
+    "ModelSummary": [(CALLBACK, "ModelSummary", "works"), (FLAG, "enable_model_summary", "works")],
+    "TQDMProgressBar": [
+        (CALLBACK, "TQDMProgressBar", "works"),
+        (CALLBACK, "ProgressBar", "works"),
+        (FLAG, "enable_progress_bar", "works"),
+    ],
+    "SimpleProfiler": [(PROFILER, "SimpleProfiler", "works"), (PROFILER, "Profiler", "works")],
+    "Logger": [
+        (LOGGER, "Logger", "works"),
+        (FLAG, "logger", "works"),
+        (FLAG, "log_every_n_steps", "works"),
+    ],
+    "CSVLogger": [(LOGGER, "CSVLogger", "works")],
+    **{name: [(PROFILER, name, "works")] for name in CASES if name.endswith("Profiler") and name != "SimpleProfiler"},
+}
+
+
+def marked(name: str) -> Any:
+    marks = [pytest.mark.feature(*mark) for mark in MARKS.get(name, [(CALLBACK, name, "works")])]
+    return pytest.param(name, marks=[*marks, pytest.mark.slow] if name in SLOW else marks)
+
+
+def run_cases(process: int, devices: int, folder: Path, names: list[str]) -> dict[str, Any]:
+    """What each of some cases has seen, or the traceback of the one at which this world ended."""
+    found: dict[str, Any] = {}
+    for name in names:
+        own = folder / f"{name}-{process}"
+        own.mkdir(parents=True)
+        try:
+            found[name] = CASES[name](Runner(devices, own))
+        except BaseException:
+            found[name] = traceback.format_exc()
+            break
+    return found
+
+
+@pytest.fixture(scope="module")
+def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """All cases that were asked for, in one world."""
+    asked = {item.name for item in request.session.items if item.parent is request.node}
+    names = [name for name in CASES if f"test_equals_one_device[{name}]" in asked]
+    return run_trainers(run_cases, 2, timeout=110, devices=2, folder=tmp_path_factory.mktemp("two"), names=names)
+
+
+@pytest.mark.parametrize("name", [marked(name) for name in CASES])
+def test_equals_one_device(name: str, found: list[dict[str, Any]], tmp_path: Path) -> None:
+    plain = CASES[name](Runner(None, tmp_path))
+    assert plain, "nothing was seen"
+    for process, of_process in enumerate(found[: 1 if name in ZERO_ALONE else 2]):
+        if name not in of_process:
+            pytest.skip("an earlier case failed")
+        assert not differences(of_process[name], plain), f"process {process}: {of_process[name]}"
+
+
+def differences(found: Any, plain: Any) -> list[str]:
+    """Where two values made of lists and dictionaries differ; numbers by more than ``1e-9``."""
+    if isinstance(plain, dict) and isinstance(found, dict) and found.keys() == plain.keys():
+        return [f"{key}: {line}" for key in plain for line in differences(found[key], plain[key])]
+    if isinstance(plain, list | tuple) and isinstance(found, list | tuple) and len(found) == len(plain):
+        return [line for pair in zip(found, plain, strict=True) for line in differences(*pair)]
+    if isinstance(plain, float) and isinstance(found, float):
+        same = math.isclose(found, plain, rel_tol=1e-9, abs_tol=1e-9)
+    else:
+        same = found == plain
+    return [] if same else [f"{found!r} instead of {plain!r}"]
+
+
+# ------------------------------------------------------------------ loggers of services
+
+
+def service(name: str) -> Any:
+    how = "needs its service; process 0 alone opens it, as any logger"  # some are not in every Lightning
+    return pytest.param(name, marks=pytest.mark.feature(LOGGER, name, "not run", how))
+
+
+@pytest.mark.parametrize(
+    "name", [service(f"{name}Logger") for name in ("Comet", "Lit", "MLFlow", "TensorBoard", "Wandb")]
+)
+def test_loggers_of_services_open_their_experiment_on_process_0_alone(name: str) -> None:
+    kind = getattr(loggers, name, None)
+    if kind is None:
+        pytest.skip(f"this version of Lightning has no {name}")
+    assert issubclass(kind, AnyLogger)
+    assert hasattr(kind.experiment.fget, "__wrapped__"), "no rank_zero_experiment"
+
+
+# ------------------------------------------------------------------ refusals
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(
+            profilers.XLAProfiler,
+            marks=pytest.mark.feature(PROFILER, "XLAProfiler", "refused", "by Lightning, without torch_xla"),
+        ),
+        pytest.param(
+            plugins.XLACheckpointIO,
+            marks=pytest.mark.feature("Plugins", "XLACheckpointIO", "refused", "by Lightning, without torch_xla"),
+        ),
+    ],
+)
+def test_what_needs_a_tpu_is_refused_by_lightning(make: type[Any]) -> None:
+    with pytest.raises(ModuleNotFoundError, match="torch_xla"):
+        make()
+
+
+@pytest.mark.feature("Command line and Tuner", "Tuner.scale_batch_size", "refused", "on several ranks, as the callback")
+def test_sizes_of_batches_are_not_searched() -> None:
+    quiet()
+
+    class Watching(PipeStrategy):
+        @property
+        def pipeline_parallel_size(self) -> int:
+            return 2  # as where there are two processes
+
+    trainer = L.Trainer(accelerator="cpu", devices=1, strategy=Watching(), max_epochs=1, **QUIET)
+    with pytest.raises(ConfigurationError, match="BatchSizeFinder tries sizes until memory runs out"):
+        Tuner(trainer).scale_batch_size(Lit(), train_dataloaders=DataLoader([1]), max_trials=1)
+
+
+@pytest.mark.feature(CALLBACK, "DeviceStatsMonitor", "works", "on each process, of its own device")
+def test_statistics_of_the_device_are_logged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # the statistics of a CPU need psutil
+    monkeypatch.setattr(CPUAccelerator, "get_device_stats", lambda *_: {"device": 7.0})
+    Runner(1, tmp_path).fit(
+        callbacks=[callbacks.DeviceStatsMonitor(cpu_stats=True)], logger=loggers.CSVLogger(tmp_path)
+    )
+    (file,) = tmp_path.rglob("metrics.csv")
+    with file.open() as opened:
+        seen = {row["DeviceStatsMonitor.on_train_batch_start/device"] for row in csv.DictReader(opened)}
+    assert seen - {""} == {"7.0"}
+
+
+@pytest.mark.feature(FLAG, "model_registry", "works", "Lightning keeps the name for its own callback")
+def test_a_registry_is_passed_on(tmp_path: Path) -> None:
+    trainer = Runner(1, tmp_path).fit(model_registry="team/model")
+    assert trainer._model_registry == "team/model"  # type: ignore[attr-defined]
+    assert trainer.global_step == 6
