@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+import torch
 from torch import nn
 
 from lightning_pipe.parameters.gradient_sync import GradientSync
@@ -40,11 +41,13 @@ class GradientGroups:
     Attributes:
         shared: the parameters that other processes hold as well; empty until `form`.
         overlapped: whether a stage that is done is reduced at once; otherwise all wait for `finish`.
+        dtype: in which gradients are sent and added; see `GradientSync`.
     """
 
     def __init__(self, transport: Transport) -> None:
         self.shared: list[HolderGroup] = []
         self.overlapped = False
+        self.dtype: torch.dtype | None = None
         self._transport = transport
         self._reducer: GradientSync | None = None
 
@@ -68,9 +71,15 @@ class GradientGroups:
         ]
         self._transport.open_groups(group.members for group in self.shared)
         # Parameters of one process are reduced as well, which does nothing: every stage then has its key.
-        self._reducer = GradientSync(self._transport)
+        self._reducer = GradientSync(self._transport, dtype=self.dtype)
         for key, parameters in by_key.items():
             self._reducer.add(key, parameters, members.get(key, (self._transport.process,)))
+
+    def reduce_in(self, dtype: torch.dtype | None) -> None:
+        """Send and add gradients in this type from now on; between two batches, the same on all ranks."""
+        self.dtype = dtype
+        if self._reducer is not None:
+            self._reducer.dtype = dtype
 
     def stage_done(self, stage: int) -> None:
         """The gradients of a stage are complete on this rank."""

@@ -54,6 +54,13 @@ class GradientSync:
     Args:
         transport: moves the buckets.
         bucket_bytes: size from which on a bucket is sent; the size of all but the largest parameters' buckets.
+        dtype: in which gradients of wider types are sent and added; ``None``: each in its own. Every gradient is
+            rounded once, and so is every sum of two, in the order of the transport: threads add in the order of the
+            members, Gloo and NCCL in that of a ring or tree. In ``torch.bfloat16`` the sum of n is off by at most
+            ``n * 2**-8`` of the sum of magnitudes.
+
+    Attributes:
+        dtype: as given.
 
     Example:
         >>> from lightning_pipe.transport.threads import run_threads, thread_world
@@ -70,7 +77,10 @@ class GradientSync:
         [[2.0, 1.0], [2.0, 1.0]]
     """
 
-    def __init__(self, transport: Transport, bucket_bytes: int = BUCKET_BYTES) -> None:
+    def __init__(
+        self, transport: Transport, bucket_bytes: int = BUCKET_BYTES, dtype: torch.dtype | None = None
+    ) -> None:
+        self.dtype = dtype
         self._transport = transport
         self._bucket_bytes = bucket_bytes
         self._entries: dict[Key, _Entry] = {}
@@ -153,7 +163,7 @@ class GradientSync:
     def _fill(self, parameters: Sequence[Parameter]) -> Tensor:
         """The gradients in one buffer; the parameters let go of theirs."""
         first = parameters[0]
-        flat = torch.zeros(sum(p.numel() for p in parameters), dtype=first.dtype, device=first.device)
+        flat = torch.zeros(sum(p.numel() for p in parameters), dtype=self._sent_as(first), device=first.device)
         for parameter, view in _views(flat, parameters):
             if parameter.grad is None:
                 continue
@@ -168,6 +178,11 @@ class GradientSync:
             parameter.grad = None
         return flat
 
+    def _sent_as(self, parameter: Parameter) -> torch.dtype:
+        wider = self.dtype is not None and parameter.is_floating_point() and parameter.itemsize > self.dtype.itemsize
+        return self.dtype if wider and self.dtype is not None else parameter.dtype
+
+    @torch.no_grad()
     def _finish(self, key: Key, entry: _Entry) -> None:
         if entry.presence is not None:
             present, work = entry.presence
@@ -183,7 +198,9 @@ class GradientSync:
                             "reduction had started; it would be lost.",
                             hint="Start the reduction after the last backward pass that reaches the parameter.",
                         )
-                    parameter.grad = view if flags[index] else None
+                    same = view.dtype == parameter.dtype
+                    summed = view if same or not flags[index] else torch.empty_like(parameter).copy_(view)
+                    parameter.grad = summed if flags[index] else None
         entry.wanted, entry.presence, entry.trainable, entry.buckets = False, None, [], []
 
 

@@ -77,7 +77,7 @@ def plan_of(
         messages = scaled(
             messages_of((pipeline.in_passes or pipeline).schedule(batch.micro_batches)), batch.accumulation
         )
-        traffic = node_traffic(topology, messages, gradient_bytes(places, pipeline.placement))
+        traffic = node_traffic(topology, messages, gradient_bytes(places, pipeline.placement, _sent_size(pipeline)))
     return Plan(
         *(type(module).__name__, stages, layout, label, batch, bubble, ties),
         notes=notes,
@@ -85,6 +85,12 @@ def plan_of(
         topology=topology,
         traffic=traffic,
     )
+
+
+def _sent_size(pipeline: Pipeline) -> int | None:
+    """Bytes of a number in the sums of gradients; ``None``: as in each parameter."""
+    dtype = pipeline.reductions.dtype
+    return None if dtype is None else dtype.itemsize
 
 
 @dataclass
@@ -181,7 +187,9 @@ class Report:
             for peer, size in of_rank.items()
         }
         places = places_by_stage(self.module, self.pipeline.layers, self.pipeline.balance)
-        return node_traffic(topology, {}, gradient_bytes(places, self.pipeline.placement), edges)
+        return node_traffic(
+            topology, {}, gradient_bytes(places, self.pipeline.placement, _sent_size(self.pipeline)), edges
+        )
 
     def _idle(self, spent: list[Spent], measured: float, host: float) -> IdleShares | None:
         """Where the idle time went; unknown without a flush, whose batches overlap."""

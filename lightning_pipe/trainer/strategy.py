@@ -8,7 +8,7 @@ from dataclasses import replace
 from datetime import timedelta
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
@@ -90,6 +90,8 @@ class PipeStrategy(ModuleStrategy):
             has the batch's length.
         shard_optimizer: whether each of several holders of a parameter (replicas, and the copies of a stage in
             bidirectional schedules) updates and remembers only a part: ZeRO stage 1.
+        reduce_dtype: in which gradients are summed over the holders of a parameter: ``"bfloat16"`` halves what is sent,
+            and rounds; ``None``: each in its own type.
         save_distributed_checkpoint: ``False``: one ordinary Lightning ``.ckpt``; ``True``: a folder, by all ranks.
         gather_limit: the largest module, in bytes, that every rank gets whole after a run; larger ones stay divided
             until ``trainer.strategy.whole_module()``.
@@ -140,6 +142,7 @@ class PipeStrategy(ModuleStrategy):
         process_group_backend: str | None = None,
         timeout: timedelta = DEFAULT_TIMEOUT,
         rank_order: RankOrder = "pipeline",
+        reduce_dtype: Literal["bfloat16"] | None = None,
         *,
         accelerator: pl.accelerators.Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
@@ -164,6 +167,11 @@ class PipeStrategy(ModuleStrategy):
         )
         if not reproducible_rng:
             raise ConfigurationError("reproducible_rng=False is not supported.", hint="Leave it out: it costs nothing.")
+        if reduce_dtype not in (None, "bfloat16"):
+            raise ConfigurationError(
+                f"reduce_dtype={reduce_dtype!r} is not supported.",
+                hint='Use "bfloat16": it has the range of float32, so that sums do not overflow; or None.',
+            )
         if passes < 1:
             raise ConfigurationError(f"passes={passes}: a training step runs its layers at least once.")
         self._auto = schedule == AUTO
@@ -184,6 +192,7 @@ class PipeStrategy(ModuleStrategy):
         self._splitting = BatchSplitting(
             micro_batches, split_batch, loss_weight, stream_evaluation, evaluation_micro_batches
         )
+        self._reduce_dtype = None if reduce_dtype is None else torch.bfloat16
         self._names: list[str] = []
 
     def __repr__(self) -> str:
@@ -252,6 +261,7 @@ class PipeStrategy(ModuleStrategy):
         before = going_on(module, layers, world.transport, self.layout.stages) if before is None else before
         division = self._division.divide(module, layers, self.layout, world, of_costs, before)
         pipeline, notes, store, costs, built = division
+        pipeline.reductions.reduce_in(self._reduce_dtype)
         forget(module)
         export.install(module, pipeline, self.come)
         # loading a whole state into a divided module passes by the layers of other ranks

@@ -235,3 +235,49 @@ def test_sparse_gradients_raise() -> None:
             reducer.start(0)
 
     run_threads(thread_world(WORLD), fn)
+
+
+def test_sums_in_bfloat16_are_rounded_as_said() -> None:
+    """In the order of the members, after each addition: a closed form for threads."""
+    generator = torch.Generator().manual_seed(5)
+    gradients = torch.randn(3, 200, generator=generator)
+    whole = torch.randint(0, 9, (3,), generator=generator)  # not wider than bfloat16: sent as it is
+
+    def fn(transport: ThreadTransport) -> list[Tensor]:
+        parameters = [Parameter(torch.zeros(20, 10).t()), Parameter(torch.zeros(3, dtype=torch.float16))]
+        parameters[0].grad = gradients[transport.process].reshape(10, 20).clone()
+        parameters[1].grad = whole.half()
+        reducer = GradientSync(transport, dtype=torch.bfloat16)
+        reducer.add(0, parameters, EVERYONE)
+        reducer.finish()
+        assert all(p.grad is not None and p.grad.dtype == p.dtype and p.grad.stride() == p.stride() for p in parameters)
+        return [parameter.grad for parameter in parameters]  # type: ignore[misc]
+
+    expected = gradients[0].bfloat16()
+    for process in (1, 2):
+        expected = (expected.float() + gradients[process].bfloat16().float()).bfloat16()
+    for sums, halves in run_threads(thread_world(WORLD), fn):
+        assert torch.equal(sums.reshape(-1), expected.float())
+        assert torch.equal(halves, 3 * whole.half())
+    error = (expected.float() - gradients.sum(0)).abs()
+    assert float(error.max()) > 0  # a sum without rounding would not be this one
+    assert bool((error <= 3 * 2**-8 * gradients.abs().sum(0)).all())
+
+
+def rounded(transport: Transport) -> list[float]:
+    weight = Parameter(torch.zeros(64))
+    weight.grad = torch.linspace(-1, 1, 64) / (transport.process + 3)
+    reducer = GradientSync(transport, dtype=torch.bfloat16)
+    reducer.add(0, [weight], EVERYONE)
+    reducer.finish()
+    return weight.grad.tolist()
+
+
+def test_sums_in_bfloat16_over_gloo_keep_the_bound() -> None:
+    parts = [torch.linspace(-1, 1, 64) / (process + 3) for process in EVERYONE]
+    exact, magnitudes = torch.stack(parts).sum(0), torch.stack(parts).abs().sum(0)
+    found = [torch.tensor(values) for values in processes.run_pipeline(rounded, WORLD)]
+    assert all(torch.equal(values, found[0]) for values in found)
+    error = (found[0] - exact).abs()
+    assert bool((error <= 3 * 2**-8 * magnitudes).all())
+    assert float(error.max()) > 0

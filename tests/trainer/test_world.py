@@ -92,13 +92,28 @@ def indices(replica: int) -> list[list[int]]:
     return found
 
 
+class InSixteenBits(L.Callback):
+    """For every gradient whether it has the digits of bfloat16 alone."""
+
+    def __init__(self) -> None:
+        self.found: list[bool] = []
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        held = [value for name, value in pl_module.named_parameters() if trainer.strategy.pipeline.holds(name)]
+        self.found += [torch.equal(value.grad, value.grad.bfloat16().double()) for value in held]
+
+
 def replicas(process: int) -> dict[str, Any]:
     from lightning_pipe import PipeStrategy
 
     two = {"data_parallel_size": 2, "micro_batches": 2}
-    runner = trainer(PipeStrategy(**two), 4, use_distributed_sampler=False, limit_val_batches=0)
+    exact, rounded = InSixteenBits(), InSixteenBits()
+    runner = trainer(PipeStrategy(**two), 4, use_distributed_sampler=False, limit_val_batches=0, callbacks=[exact])
     uneven = AllSGD().double()
     runner.fit(uneven, datamodule=Uneven())
+    strategy = PipeStrategy(**two, reduce_dtype="bfloat16")
+    runner = trainer(strategy, 4, limit_val_batches=0, limit_train_batches=1, callbacks=[rounded])
+    runner.fit(AllSGD().double(), datamodule=Data())
     same: dict[int, oracle.Trace] = {}
     for schedule, accumulate in (("1f1b", 2), ("chimera", 3)):
         runner = trainer(
@@ -115,6 +130,7 @@ def replicas(process: int) -> dict[str, Any]:
     return {
         "weights": oracle.state_of(uneven),
         "same": same,
+        "rounded": (rounded.found, exact.found),
         "metrics": oracle.numbers(runner.callback_metrics),
         "sampler": (type(sampler), sampler.num_replicas, sampler.rank),
         "sizes": (strategy.pipeline_parallel_size, strategy.data_parallel_size, strategy.data_parallel_rank),
@@ -141,6 +157,13 @@ def test_replicas_with_unequal_batches_are_weighted_by_samples(four: list[dict[s
         oracle.assert_equal(
             oracle.Trace(weights={n: found["weights"][n] for n in expected}), oracle.Trace(weights=expected)
         )
+
+
+def test_sums_in_bfloat16_reach_the_optimizer(four: list[dict[str, Any]]) -> None:
+    for rounded, exact in (found["rounded"] for found in four):
+        assert rounded
+        assert all(rounded)
+        assert not any(exact)
 
 
 @pytest.mark.parametrize("accumulate", [2, 3])
