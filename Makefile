@@ -6,9 +6,10 @@
 
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
-.PHONY: help train test test-all test-extras test-versions check format bench docs pictures clean
+.PHONY: help train test test-all test-extras test-versions check format bench gpu docs pictures clean
 
 ARGS ?=
+PARTS ?=
 # The first of these that is Python 3.11 to 3.13 and can make virtual environments.
 PYTHON ?= $(shell for python in python3 python3.11 python3.12 python3.13 python; do \
 	"$$python" -c 'import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' >/dev/null 2>&1 \
@@ -48,6 +49,10 @@ format: .venv/ready  ## let ruff repair what it can
 
 bench: .venv/ready  ## measure bubbles, speed and overheads on this machine
 	@$(RUN) -m tests.benchmarks $(ARGS)
+
+# On the torch, Lightning and pytest of $(PYTHON): nothing is installed.
+gpu:  ## run what needs CUDA devices, in parts (PARTS="first" or names), and write results/gpu.json
+	@$(PYTHON) -m tests.gpu $(PARTS)
 
 docs: .venv/docs-ready  ## build the documentation into docs/_build/html, without network but for the first time
 	@$(BIN)/python -m sphinx -q -W --keep-going -b html docs docs/_build/html

@@ -18,6 +18,8 @@ from lightning_pipe.errors import ConfigurationError
 from lightning_pipe.text import several
 
 Auto = Literal["auto"]
+RankOrder = Literal["pipeline", "replicas"]
+"""Whose processes have neighbouring numbers: those of a pipeline, or those that hold the same stages."""
 
 MICRO_BATCHES_PER_RANK = 4
 """GPipe's rule: with four micro-batches per rank the bubble is negligible."""

@@ -14,7 +14,7 @@ The transport draws how one of these messages travels: `lightning_pipe.transport
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Container, Hashable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -147,6 +147,7 @@ class BoundaryExchange:
 
     Args:
         transport: the rank's transport.
+        sent: for every peer the bytes of all messages so far whose size both ends had agreed on.
         requests: bits that go along with every forward message and are added to those of its receiver: so the rank
             with the last stage learns what others ask for, without a message of its own.
         asking: what this rank asks for at the time of a message.
@@ -154,7 +155,7 @@ class BoundaryExchange:
 
     transport: Transport
     transfers: dict[BoundaryKey, Transfer] = field(default_factory=dict)
-    sent_bytes: int = 0
+    sent: Counter[int] = field(default_factory=Counter)
     requests: int = 0
     asking: Callable[[], int] = int
     _plans: dict[_PlanKey, list[BoundaryPlan]] = field(default_factory=dict)
@@ -335,7 +336,7 @@ class BoundaryExchange:
         lane: Lane,
         key: BoundaryKey,
     ) -> None:
-        self.sent_bytes += layout.size
+        self.sent[peer] += layout.size
         works = self.transport.send_parts(layout, control, tensors, peer, lane, _tag(key, _CONTROL[lane.direction]))
         self._under_way(key, *works)  # each keeps its message until it is gone
 

@@ -133,7 +133,7 @@ class Executor:
     @property
     def sent_bytes(self) -> int:
         """Bytes of all messages so far whose size both ends had agreed on."""
-        return self.exchange.sent_bytes
+        return self.exchange.sent.total()
 
     def agree_on_plans(self, micro_batches: range, since: int) -> None:
         """Make plans of what has crossed boundaries for some micro-batches, all of which have come back.

@@ -107,13 +107,13 @@ class Pipeline(PartitionedModule):
         if deferred_batch_norm and self.synchronous:
             DeferredBatchNorm.convert(module)
         connect(self, self.skips.ends)
-        _ = self._passes  # prepares its channels, at the same time everywhere
+        _ = self.in_passes  # prepares its channels, at the same time everywhere
         self.asynchronous = (
             None if self.synchronous else AsynchronousPipeline(self, deferred_batch_norm=deferred_batch_norm)
         )
 
     @cached_property
-    def _passes(self) -> Passes | None:
+    def in_passes(self) -> Passes | None:
         """Runs training steps of several passes over several stages."""
         several = self.passes > 1 and len(self.stage_layers) > 1
         return Passes(self, self.passes, self.executor) if several else None
@@ -121,7 +121,7 @@ class Pipeline(PartitionedModule):
     @property
     def training_executor(self) -> Executor:
         """That of training batches."""
-        return self.executor if self._passes is None else self._passes.executor
+        return self.executor if self.in_passes is None else self.in_passes.executor
 
     @property
     def in_step(self) -> bool:
@@ -368,8 +368,8 @@ class Pipeline(PartitionedModule):
             raise
 
     def _lowered(self, micro_batches: int, training: bool) -> tuple[Action, ...]:
-        if training and self._passes is not None:
-            return self._passes.program(micro_batches)
+        if training and self.in_passes is not None:
+            return self.in_passes.program(micro_batches)
         schedule = self.schedule(micro_batches)
         order = schedule if training else forward_only(schedule, micro_batches)
         return lower(order, self.skips.ends)[self.transport.rank]

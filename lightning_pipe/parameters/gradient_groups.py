@@ -66,6 +66,7 @@ class GradientGroups:
             for key in sorted(members)
             if len(members[key]) > 1
         ]
+        self._transport.open_groups(group.members for group in self.shared)
         # Parameters of one process are reduced as well, which does nothing: every stage then has its key.
         self._reducer = GradientSync(self._transport)
         for key, parameters in by_key.items():

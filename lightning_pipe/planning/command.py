@@ -31,6 +31,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     number = partial(add, type=int, metavar="N")
     number("--ranks", default=4, help="ranks in the pipeline (default: %(default)s)")
     number("--batch-size", default=32, help="samples in a batch (default: %(default)s)")
+    number("--replicas", default=1, help="pipelines side by side (default: %(default)s)")
+    number("--nodes", default=1, help="that the processes are on (default: %(default)s)")
+    add("--rank-order", choices=("pipeline", "replicas"), default="pipeline", help="whose ranks share a node")
     number("--micro-batches", help="micro-batches in a batch (default: as in training)")
     number("--stages", help="stages of the module (default: as many as the schedule needs)")
     add("--schedule", default="1f1b", metavar="NAME", help="schedule (default: %(default)s)")
@@ -130,6 +133,9 @@ def _run(values: argparse.Namespace) -> None:
         balance=values.balance,
         accelerator=values.accelerator,
         profile=None if values.profile is None else CostProfile.load(values.profile),
+        replicas=values.replicas,
+        nodes=values.nodes,
+        rank_order=values.rank_order,
     )
     print(plan_text(made, width=shutil.get_terminal_size((100, 24)).columns))
 

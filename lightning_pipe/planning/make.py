@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
+from itertools import accumulate
 from typing import Literal
 
 from torch import nn
 
 from lightning_pipe import schedules
-from lightning_pipe.config import Auto, BatchEquation, RunLayout, micro_batch_count
+from lightning_pipe.config import Auto, BatchEquation, RankOrder, RunLayout, micro_batch_count
 from lightning_pipe.errors import ConfigurationError
 from lightning_pipe.partition import Balance, Layers, ParameterPlace, divide, find_layers, places_by_stage
 from lightning_pipe.partition.profile import OPTIMIZER_FACTOR
@@ -19,6 +20,7 @@ from lightning_pipe.planning.layer_sizes import layer_sizes
 from lightning_pipe.planning.memory import process_memories
 from lightning_pipe.planning.prediction import stage_costs, stage_memory
 from lightning_pipe.planning.render import Plan, StagePlan
+from lightning_pipe.planning.traffic import gradient_bytes, messages_of, node_traffic, scaled
 from lightning_pipe.schedules import Family, Schedule, Stream, with_recompute
 from lightning_pipe.schedules.action import Placement
 from lightning_pipe.schedules.dependencies import Number
@@ -45,8 +47,11 @@ def plan(
     recompute: Recompute = "never",
     profile: CostProfile | None = None,
     accelerator: Literal["cpu", "gpu"] = "gpu",
+    replicas: int = 1,
+    nodes: int = 1,
+    rank_order: RankOrder = "pipeline",
 ) -> Plan:
-    """The plan of one pipeline: which stage holds which layers, on which rank, with how much memory and idle time.
+    """The plan of pipelines: which stage holds which layers, on which rank, with how much memory and idle time.
 
     No process is started and no value of a parameter is read, so a model of any size can be planned on any machine.
 
@@ -63,6 +68,9 @@ def plan(
         recompute: as for `PipeStrategy`.
         profile: measured costs of the layers: then memory counts activations, and the bubble is that of these stages.
         accelerator: where it will run: a GPU has memory of its own.
+        replicas: pipelines side by side.
+        nodes: on which the processes are, equally many on each.
+        rank_order: as for `PipeStrategy`.
 
     Returns:
         The plan. ``print`` shows what a run prints before its first batch; ``plan.stages`` has for every stage its
@@ -98,11 +106,17 @@ def plan(
     if profile is not None:
         profile.check_layers(*layers_of(module, found))
         samples = -(-batch // count)
-        copies = [len(order.holders(stage)) for stage in range(stages)]
+        copies = [replicas * len(order.holders(stage)) for stage in range(stages)]
         costs, memory = stage_costs(profile, counts, samples, copies), stage_memory(profile, counts, samples, copies)
         known = "the most that a rank holds for a stage: weights, gradients, two optimizer moments, and activations"
     bubble = predicted_bubble(build, number, stream, costs)
-    topology = Topology.for_schedule(ranks, loss_rank=order.placement[0, stages - 1])
+    if nodes < 1 or ranks * replicas % nodes:
+        raise ConfigurationError(
+            f"{ranks} ranks x {replicas} replicas = {ranks * replicas} processes cannot be divided over {nodes} nodes.",
+            hint="Lightning starts equally many processes on every node.",
+        )
+    loss_rank = order.placement[0, stages - 1]
+    topology = Topology.for_schedule(ranks, replicas, loss_rank, rank_order, ranks * replicas // nodes)
     names = iter(name for name, _ in found)
     named = [tuple(next(names) for _ in range(count)) for count in counts]
     held = places_by_stage(module, found, counts)
@@ -111,17 +125,28 @@ def plan(
     plans = stage_plans(named, held, order.placement, topology, BYTES_PER_NUMBER)
     if memory is not None:
         plans = with_activations(plans, order, memory)
+    messages = scaled(messages_of(order), accumulation)
+    at_cuts = None if profile is None else profile.at(-(-batch // count)).boundary_bytes
+    sizes = None if at_cuts is None else [at_cuts[end - 1] for end in accumulate(counts)]
+    traffic = node_traffic(
+        topology,
+        messages,
+        gradient_bytes(held, order.placement, BYTES_PER_NUMBER),
+        None if sizes is None else scaled(messages_of(order, sizes), accumulation),
+    )
     return Plan(
         type(module).__name__,
         plans,
-        RunLayout(ranks, 1, stages),
+        RunLayout(ranks, replicas, stages),
         family.label,
-        BatchEquation(batch, number, 1, accumulation),
+        BatchEquation(batch, number, replicas, accumulation),
         bubble,
         notes=(f"{total:,} parameters; memory is {known}", *by, *rank_sums(plans, topology)),
         memory=process_memories(
             held, order.placement, topology, number_bytes=BYTES_PER_NUMBER, on_device=accelerator == "gpu"
         ),
+        topology=topology,
+        traffic=traffic,
     )
 
 

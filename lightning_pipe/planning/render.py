@@ -13,7 +13,9 @@ from rich.text import Text
 from lightning_pipe.config import BatchEquation, RunLayout
 from lightning_pipe.planning.bubble import IdleShares
 from lightning_pipe.planning.memory import ProcessMemory, memory_facts
+from lightning_pipe.planning.traffic import NodeTraffic, topology_facts
 from lightning_pipe.text import amount, memory, several
+from lightning_pipe.transport.topology import Topology
 
 _WORTH_A_WORD = 0.01
 """Difference of measured and predicted bubble that is explained."""
@@ -55,6 +57,8 @@ class Plan:
         carried: what crosses the cuts besides one activation each, in words; known after the first batch.
         notes: further lines.
         memory: what each process will need, in the order of their numbers.
+        topology: which process is where; ``None``: all are on one node.
+        traffic: what a step sends between nodes, in this order of the ranks and in the other.
     """
 
     model: str
@@ -67,6 +71,8 @@ class Plan:
     carried: tuple[str, ...] = ()
     notes: tuple[str, ...] = field(default=())
     memory: tuple[ProcessMemory, ...] = ()
+    topology: Topology | None = None
+    traffic: tuple[NodeTraffic, ...] = ()
 
     def __str__(self) -> str:
         return plan_text(self)
@@ -158,6 +164,21 @@ def closing_line(
     return line + (f"; measured are {idle}" if differ else "")
 
 
+def traffic_line(traffic: Sequence[NodeTraffic]) -> str:
+    """What has crossed from node to node in a step, and what would have in the other order of the ranks.
+
+    Args:
+        traffic: with the bytes of messages that were counted; this order first.
+
+    Example:
+        >>> print(traffic_line([NodeTraffic("pipeline", 0, 2**20, 0), NodeTraffic("replicas", 16, 0, 2**18)]))
+        Between nodes: 1 MiB in a step, and 256 KiB with rank_order="replicas"
+    """
+    first, *others = (memory((each.boundaries or 0) + each.sums) for each in traffic)
+    rest = [f'{size} with rank_order="{each.rank_order}"' for size, each in zip(others, traffic[1:], strict=True)]
+    return f"Between nodes: {', and '.join([f'{first} in a step', *rest])}"
+
+
 def memory_line(peaks: Sequence[tuple[int, int]]) -> str:
     """The line below it: the most memory that each process has had since it started.
 
@@ -217,6 +238,7 @@ def _facts(plan: Plan) -> list[tuple[str, str]]:
     if len(plan.ties) > 8:
         facts.append(("", f"and {len(plan.ties) - 8} more parameters on several stages"))
     facts += memory_facts(plan.memory)
+    facts += [] if plan.topology is None else topology_facts(plan.topology, plan.traffic)
     facts += [("Carried", line) for line in plan.carried]
     facts += [("Note", line) for line in plan.notes]
     return facts

@@ -14,6 +14,7 @@ import os
 import socket
 import threading
 import time
+import uuid
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -56,16 +57,17 @@ def connect(
     """
     if dist.is_initialized():
         return
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun serves the store, with a prefix per attempt
-        connect_processes(environment, backend, timeout=timeout)
-        return
-    address = _LOOPBACK if hosts == 1 else environment.main_address
     meeting = _Meeting(environment.global_rank(), environment.world_size(), timeout, check)
-    if meeting.process == 0:
-        store = _serve(address if hosts == 1 else "", environment.main_port, meeting)
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun serves the store, one for all attempts
+        store = _find(environment.main_address, environment.main_port, meeting)
+        name = f"{_run_name()}/{meeting.attempt(store)}"
     else:
-        store = _find(address, environment.main_port, meeting)
-    store = PrefixStore(f"lightning_pipe/{_run_name()}", store)
+        address, name = _LOOPBACK if hosts == 1 else environment.main_address, _run_name()
+        if meeting.process == 0:
+            store = _serve(address if hosts == 1 else "", environment.main_port, meeting)
+        else:
+            store = _find(address, environment.main_port, meeting)
+    store = PrefixStore(f"lightning_pipe/{name}", store)
     meeting.wait_for_all(store)
     connect_processes(environment, backend, timeout=timeout, store=store)
 
@@ -128,6 +130,51 @@ class _Meeting:
         time.sleep(_GLANCE)
         return not self._clock.is_over()
 
+    def attempt(self, store: Store) -> str:
+        """A name that the processes of this attempt have in common, and no other attempt in the same store.
+
+        After a restart ``torchrun`` goes on with the store of the attempt before, with the addresses of processes that
+        have gone (torch 2.13), and its count of restarts differs between nodes: a node whose workers have not failed
+        does not count. So process 0 makes a name, and it holds for those who find themselves in process 0's list::
+
+            process 0                                  process n
+            attempt = name                             reads a name, perhaps that of the last attempt
+            waits for name/here/1, name/here/2, …      name/here/n = an identity of its own
+            name/all = the identities                  waits for name/all with its identity, or for another name
+        """
+        client, mine = StoreClient(store.clone()), uuid.uuid4().hex  # type: ignore[attr-defined]
+        try:
+            if self.process > 0:
+                return self._join_attempt(client, mine)
+            client.ask(lambda store: store.set("attempt", mine))
+            others = range(1, self.size)
+            missing = list(others)
+            while missing := [number for number in missing if not _has_come(client, number, f"{mine}/")]:
+                if not self.wait_a_moment():
+                    raise self._missing(missing)
+            come = [client.ask(lambda store, n=n: store.get(f"{mine}/here/{n}")).decode() for n in others]  # type: ignore[misc]
+            client.ask(lambda store: store.set(f"{mine}/all", " ".join(come)))
+            return mine
+        except StoreSilentError:
+            raise self._missing([0]) from None
+        finally:
+            client.close()
+
+    def _join_attempt(self, client: StoreClient, mine: str) -> str:
+        def look(store: Store) -> str | None:
+            """The name of the attempt, once process 0 has seen this process in it."""
+            if not store.check(["attempt"]):
+                return None
+            name = store.get("attempt").decode()
+            store.set(f"{name}/here/{self.process}", mine)
+            complete = store.check([f"{name}/all"]) and mine in store.get(f"{name}/all").decode().split()
+            return name if complete else None
+
+        while (name := client.ask(look)) is None:
+            if not self.wait_a_moment():
+                raise self._missing([0])
+        return name
+
     def wait_for_all(self, store: Store) -> None:
         """Return when all processes have come to the store and know that they can reach each other."""
         client = StoreClient(store.clone())  # type: ignore[attr-defined]
@@ -153,8 +200,8 @@ class _Meeting:
         )
 
 
-def _has_come(client: StoreClient, process: int) -> bool:
-    return client.ask(lambda store: bool(store.check([f"here/{process}"])))
+def _has_come(client: StoreClient, process: int, prefix: str = "") -> bool:
+    return client.ask(lambda store: bool(store.check([f"{prefix}here/{process}"])))
 
 
 def _serve(address: str, port: int, meeting: _Meeting) -> Store:

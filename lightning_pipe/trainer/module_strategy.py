@@ -1,8 +1,9 @@
-"""What a strategy for pipelines answers Lightning about the divided module: where it is, how it is saved and left."""
+"""What a strategy for pipelines answers Lightning about the divided module: what runs on it, how it is saved, left."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,43 @@ class ModuleStrategy(ProcessStrategy):
             )
         check_outside_step(self.connected, call)
         self.meet(call)
+
+    # ------------------------------------------------------------------ batches
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        return self.divided.loaders.loader(dataloader)
+
+    @override
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        with self.divided.transfer():
+            return super().batch_to_device(batch, device, dataloader_idx)
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self.divided.train(args, self.optimizers)
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self.divided.evaluate("validation_step", args)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self.divided.evaluate("test_step", args)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self.divided.evaluate("predict_step", args)
+
+    @override
+    @contextmanager
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        gradients = self.divided.gradients
+        gradients.blocked = True
+        try:
+            yield
+        finally:
+            gradients.blocked = False
 
     # ------------------------------------------------------------------ checkpoints
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 from typing_extensions import override
 
-from lightning_pipe.config import Auto, RunLayout
+from lightning_pipe.config import Auto, RankOrder, RunLayout
 from lightning_pipe.errors import CommunicationError, ConfigurationError
 from lightning_pipe.schedules import Family
 from lightning_pipe.trainer.children import end_with_parent
@@ -30,6 +30,7 @@ from lightning_pipe.trainer.meeting import Meetings
 from lightning_pipe.trainer.signals import Signals
 from lightning_pipe.trainer.world import World, arrange, check_world_size
 from lightning_pipe.transport.failures import joined_threads
+from lightning_pipe.transport.topology import check_rank_order
 
 T = TypeVar("T")
 
@@ -40,6 +41,7 @@ class ProcessStrategy(ParallelStrategy):
     Args:
         family: the schedule.
         sizes: what is asked for: ranks in one pipeline, pipelines side by side, stages.
+        rank_order: whose processes have neighbouring numbers.
         backend: of torch.distributed; ``None``: NCCL on GPUs, Gloo on CPUs.
         timeout: the longest that one process waits for another.
         accelerator: set by the Trainer, as are the arguments after it.
@@ -53,6 +55,7 @@ class ProcessStrategy(ParallelStrategy):
         self,
         family: Family,
         sizes: tuple[int | Auto, int | Auto, int | Auto],
+        rank_order: RankOrder,
         backend: str | None,
         timeout: timedelta,
         accelerator: pl.accelerators.Accelerator | None,
@@ -69,7 +72,7 @@ class ProcessStrategy(ParallelStrategy):
         self._meetings: Meetings | None = None
         self._layout: RunLayout | None = None
         self._asked, self._backend, self._timeout = sizes, backend, timeout
-        self._seed = 0
+        self._seed, self._rank_order = 0, check_rank_order(rank_order)
         self._changed = ExitStack()
 
     # ------------------------------------------------------------------ what the Trainer asks
@@ -160,6 +163,7 @@ class ProcessStrategy(ParallelStrategy):
                 self._timeout,
                 self.num_nodes,
                 ScriptLauncher.check_children,
+                self._rank_order,
             )
             ScriptLauncher.belongs_to_job(self.world)
             if self.world.board is not None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -15,7 +18,8 @@ from lightning_pipe.partition import places_by_stage
 from lightning_pipe.planning.bubble import IdleShares, Spent, idle_shares, measured_costs
 from lightning_pipe.planning.make import predicted_bubble, stage_plans
 from lightning_pipe.planning.memory import process_memories
-from lightning_pipe.planning.render import Plan, closing_line, memory_line, plan_text
+from lightning_pipe.planning.render import Plan, closing_line, memory_line, plan_text, traffic_line
+from lightning_pipe.planning.traffic import NodeTraffic, gradient_bytes, messages_of, node_traffic, scaled
 from lightning_pipe.simulate import Costs
 from lightning_pipe.trainer.data.micro_batches import MicroBatches
 
@@ -68,7 +72,19 @@ def plan_of(
     stages = stage_plans(named, places, pipeline.placement, pipeline.transport.topology)
     device, topology = pipeline.transport.device, pipeline.transport.topology
     memory = process_memories(places, pipeline.placement, topology, built=built, on_device=device.type != "cpu")
-    return Plan(type(module).__name__, stages, layout, label, batch, bubble, ties, notes=notes, memory=memory)
+    traffic: tuple[NodeTraffic, ...] = ()
+    if batch is not None:
+        messages = scaled(
+            messages_of((pipeline.in_passes or pipeline).schedule(batch.micro_batches)), batch.accumulation
+        )
+        traffic = node_traffic(topology, messages, gradient_bytes(places, pipeline.placement))
+    return Plan(
+        *(type(module).__name__, stages, layout, label, batch, bubble, ties),
+        notes=notes,
+        memory=memory,
+        topology=topology,
+        traffic=traffic,
+    )
 
 
 @dataclass
@@ -90,11 +106,12 @@ class Report:
     notes: tuple[str, ...] = ()
     costs: Costs | None = None
     built: int = 0
-    _bubble: float | None = None
     _announced: bool = False
     _batches: int = 0
     _samples: int = 0
     _micro_batches: int = 0
+    _plan: Plan | None = None
+    _sent: Counter[int] = field(default_factory=Counter)
 
     def batch(self, micro_batches: MicroBatches) -> None:
         """Note a training batch; the first one completes the plan, which is printed."""
@@ -105,19 +122,29 @@ class Report:
                 sum(micro_batches.sizes), len(micro_batches.parts), self.layout.data_parallel_size, accumulation
             )
             plan = plan_of(self.module, self.pipeline, self.layout, equation, self.notes, self.costs, self.built)
-            self._bubble, self._micro_batches = plan.bubble, equation.micro_batches
+            self._plan, self._micro_batches = plan, equation.micro_batches
             self.module.print(plan_text(plan))
             return
         # in the first batch the ranks also agree on what they send: its time is no measure
         self._batches += 1
         self._samples += sum(micro_batches.sizes)
 
+    @contextmanager
+    def counted(self) -> Generator[None, None, None]:
+        """Around a training batch: count what it sends to other stages."""
+        sent = self.pipeline.training_executor.exchange.sent
+        before = Counter(sent)
+        yield
+        if self._batches:  # in the first batch the ranks agree on what they send
+            self._sent += sent - before
+
     def end(self) -> None:
         """Print what was measured. Collective over the pipeline."""
         transport = self.pipeline.transport
         executor = self.pipeline.executor
         mine = (self.pipeline.busy, self.pipeline.elapsed, executor.waited, executor.spent)
-        times = transport.all_gather_object(mine, self.pipeline.pipeline_members)
+        gathered = transport.all_gather_object((mine, self._sent), self.pipeline.pipeline_members)
+        times = [times for times, _ in gathered]
         elapsed = max(elapsed for _, elapsed, *_ in times)
         peaks = transport.all_gather_object(peak_memory(), tuple(range(transport.topology.world_size)))
         if not self._batches or not elapsed:
@@ -131,8 +158,30 @@ class Report:
         samples = self._samples * self.layout.data_parallel_size
         if self.module.trainer.is_global_zero:
             # not by the progress bar, which is closed by now and drops what it is given
-            print(closing_line(self._batches, elapsed, samples, self._bubble, measured, idle))
+            predicted = None if self._plan is None else self._plan.bubble
+            print(closing_line(self._batches, elapsed, samples, predicted, measured, idle))
             print(memory_line(peaks))
+            if traffic := self._traffic([sent for _, sent in gathered]):
+                print(traffic_line(traffic))
+
+    def _traffic(self, sent: Sequence[Mapping[int, int]]) -> tuple[NodeTraffic, ...]:
+        """What has crossed from node to node in an optimizer step; empty on one node.
+
+        Args:
+            sent: for every process of this pipeline the bytes that it has sent to each rank.
+        """
+        topology, plan = self.pipeline.transport.topology, self._plan
+        if len(topology.nodes) == 1 or plan is None or plan.batch is None:
+            return ()
+        ranks = [topology.locate(process)[1] for process in self.pipeline.pipeline_members]
+        per_step = plan.batch.accumulation / self._batches
+        edges = {
+            (rank, peer): size * per_step
+            for rank, of_rank in zip(ranks, sent, strict=True)
+            for peer, size in of_rank.items()
+        }
+        places = places_by_stage(self.module, self.pipeline.layers, self.pipeline.balance)
+        return node_traffic(topology, {}, gradient_bytes(places, self.pipeline.placement), edges)
 
     def _idle(self, spent: list[Spent], measured: float, host: float) -> IdleShares | None:
         """Where the idle time went; unknown without a flush, whose batches overlap."""

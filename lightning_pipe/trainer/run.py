@@ -204,7 +204,7 @@ class PipelineRun:
             raise steps_for_every_batch(self.pipeline.family.name, trainer.accumulate_grad_batches)
         step = self._step.begin("training_step", rest, self._precision.train_step_context, micro_batches)
         self.report.batch(micro_batches)
-        with naming_suspects(batch, micro_batches):
+        with naming_suspects(batch, micro_batches), self.report.counted():
             if self.streaming is not None:
                 return self.streaming.train(step, weights, seed)
             reduce = self.gradients.reduced_at_once

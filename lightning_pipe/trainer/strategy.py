@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_pipe import schedules
-from lightning_pipe.config import Auto
+from lightning_pipe.config import Auto, RankOrder
 from lightning_pipe.construction import initialise_meta
 from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.errors import ConfigurationError, PartitionError
@@ -72,6 +72,8 @@ class PipeStrategy(ModuleStrategy):
         micro_batches: how many a batch is cut into; ``"auto"``: up to four per rank, at least one sample each.
         pipeline_parallel_size: ranks in one pipeline; ``"auto"``: all processes that there are.
         data_parallel_size: pipelines side by side, each with batches of its own; ``"auto"``: 1.
+        rank_order: whose ranks have neighbouring numbers, and so share a node: ``"pipeline"``, those of a pipeline, or
+            ``"replicas"``, those that hold the same stages. The plan says what each sends between nodes.
         stages: number of stages; ``"auto"``: ranks x the schedule's stages per rank.
         layers: where the layers are: a dotted path or several in order, with wildcards; ``None`` finds the sequence.
         balance: ``"parameters"``; ``"flops"`` as counted on ``example_input_array``; ``"time"`` or ``"memory"`` as
@@ -137,6 +139,7 @@ class PipeStrategy(ModuleStrategy):
         passes: int = 1,
         process_group_backend: str | None = None,
         timeout: timedelta = DEFAULT_TIMEOUT,
+        rank_order: RankOrder = "pipeline",
         *,
         accelerator: pl.accelerators.Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
@@ -147,6 +150,7 @@ class PipeStrategy(ModuleStrategy):
         super().__init__(
             schedules.get("1f1b" if schedule == AUTO else schedule),
             (pipeline_parallel_size, data_parallel_size, stages),
+            rank_order,
             process_group_backend,
             timeout,
             accelerator,
@@ -328,31 +332,6 @@ class PipeStrategy(ModuleStrategy):
     # ------------------------------------------------------------------ batches
 
     @override
-    def process_dataloader(self, dataloader: object) -> object:
-        return self.divided.loaders.loader(dataloader)
-
-    @override
-    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        with self.divided.transfer():
-            return super().batch_to_device(batch, device, dataloader_idx)
-
-    @override
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self.divided.train(args, self.optimizers)
-
-    @override
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self.divided.evaluate("validation_step", args)
-
-    @override
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self.divided.evaluate("test_step", args)
-
-    @override
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self.divided.evaluate("predict_step", args)
-
-    @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         module = self._module()
         self.pre_backward(closure_loss)
@@ -376,16 +355,6 @@ class PipeStrategy(ModuleStrategy):
             if streaming is None:
                 return plain(optimizer, closure, model, **kwargs)
             return streaming.optimizer_step(optimizer, closure, lambda own: plain(optimizer, own, model, **kwargs))
-
-    @override
-    @contextmanager
-    def block_backward_sync(self) -> Generator[None, None, None]:
-        gradients = self.divided.gradients
-        gradients.blocked = True
-        try:
-            yield
-        finally:
-            gradients.blocked = False
 
     # ------------------------------------------------------------------ end
 

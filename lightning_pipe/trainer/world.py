@@ -17,7 +17,7 @@ from lightning.fabric.plugins import ClusterEnvironment
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from lightning_pipe.config import Auto, RunLayout, layout
+from lightning_pipe.config import Auto, RankOrder, RunLayout, layout
 from lightning_pipe.engine.first_batch.trial_runs import is_alone
 from lightning_pipe.errors import CommunicationError, ConfigurationError, PipeError
 from lightning_pipe.lightning_internals import all_gather_over, default_backend, reduce_over
@@ -111,6 +111,7 @@ class World:
         timeout: timedelta,
         hosts: int = 1,
         check: Callable[[], None] = lambda: None,
+        rank_order: RankOrder = "pipeline",
     ) -> World:
         """Connect the processes. Collective.
 
@@ -123,12 +124,17 @@ class World:
             timeout: the longest that one process waits for another.
             hosts: on how many hosts the processes are.
             check: raises if waiting for the others is in vain.
+            rank_order: whose processes have neighbouring numbers.
         """
         with warnings.catch_warnings():  # that one micro-batch is off the family's multiples concerns nobody
             warnings.simplefilter("ignore")
             probe = family.build(layout.pipeline_parallel_size, 1, stages=layout.stages)
         topology = Topology.for_schedule(
-            layout.pipeline_parallel_size, layout.data_parallel_size, loss_rank=probe.loss_ranks[0]
+            layout.pipeline_parallel_size,
+            layout.data_parallel_size,
+            loss_rank=probe.loss_ranks[0],
+            rank_order=rank_order,
+            node_size=-(-layout.world_size // hosts),
         )
         if layout.world_size == 1:
             return cls(layout, open_transport(topology, device, timeout))

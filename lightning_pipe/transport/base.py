@@ -202,6 +202,13 @@ class Transport(ABC):
         groups of one process need no preparation.
         """
 
+    def open_groups(self, groups: Iterable[tuple[int, ...]]) -> None:  # noqa: B027 - most transports need no preparation
+        """Prepare groups that were made for collectives that begin while messages are under way.
+
+        Collective over the members of each group, and idempotent. Only NCCL needs it: the first collective of a group
+        holds the host until all members come to it, and they may wait for messages that this host has yet to send.
+        """
+
     @abstractmethod
     def all_reduce(self, tensor: Tensor, members: tuple[int, ...], op: Reduction = "sum") -> Work:
         """Start to reduce a contiguous tensor in place over the members (sorted processes)."""

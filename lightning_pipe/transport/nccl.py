@@ -40,6 +40,7 @@ class NcclTransport(TorchTransport):
         self.inline_control = False
         self._channels: dict[Channel, ProcessGroup] = {}
         self._known: set[Channel] = set()
+        self._opened: set[tuple[int, ...]] = set()
 
     @override
     def new_group(self, processes: Sequence[int], backend: str = "gloo") -> ProcessGroup:
@@ -57,6 +58,13 @@ class NcclTransport(TorchTransport):
                 if self.process in members:
                     self._channels[channel] = group
                     self._open(group, channel)
+
+    @override
+    def open_groups(self, groups: Iterable[tuple[int, ...]]) -> None:
+        # sorted: processes with several groups in common come to them in the same order
+        for members in sorted(set(groups) - self._opened):
+            self._opened.add(members)
+            self._wait_on_host(self.all_reduce(torch.zeros(1, device=self.device), members))
 
     @override
     def send(self, data: Tensor, peer: int, lane: Lane) -> Work:
@@ -97,9 +105,13 @@ class NcclTransport(TorchTransport):
         operation = f"open {self.describe_channel(channel)}"
         start = group.send if self.rank == channel.rank else group.recv
         with self.failing(operation):
-            GroupWork(self, operation, start([byte], 1 - group.rank(), 0), byte).wait()
-            if self.device.type == "cuda":
-                torch.cuda.current_stream(self.device).synchronize()
+            self._wait_on_host(GroupWork(self, operation, start([byte], 1 - group.rank(), 0), byte))
+
+    def _wait_on_host(self, work: Work) -> None:
+        """Wait for an operation as if the host had to read its result."""
+        work.wait()
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
 
     def _group_of(self, channel: Channel) -> ProcessGroup:
         group = self._channels.get(channel)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import get_args
 
+from lightning_pipe.config import RankOrder
 from lightning_pipe.errors import ConfigurationError
 
 
@@ -12,7 +14,12 @@ from lightning_pipe.errors import ConfigurationError
 class Topology:
     """The place of every process: ``replicas`` pipelines of ``ranks`` processes each.
 
-    The processes of a pipeline are neighbours: pipeline 0 has the processes ``0 … ranks-1``, pipeline 1 the next ones.
+    Processes with neighbouring numbers share a node, so ``rank_order`` says whose messages stay within one::
+
+        4 ranks x 2 replicas    processes of pipeline 0    of pipeline 1
+        "pipeline"              0 1 2 3                    4 5 6 7
+        "replicas"              0 2 4 6                    1 3 5 7
+
     Within a pipeline, ``order`` says which pipeline rank each of them is, so that the rank with the loss can be
     process 0, where loggers, progress bars and the user's prints live.
 
@@ -28,9 +35,12 @@ class Topology:
         ranks: processes in one pipeline.
         replicas: pipelines side by side (data parallelism).
         order: the pipeline rank of each process of a pipeline; empty means ``0, 1, …``.
+        rank_order: whose processes have neighbouring numbers: ``"pipeline"``, those of a pipeline, or ``"replicas"``,
+            those that hold the same stages.
+        node_size: processes on each node; 0: all are on one.
 
     Raises:
-        ConfigurationError: sizes below one, or an order that is no permutation of the ranks.
+        ConfigurationError: sizes below one, an order that is no permutation of the ranks, or no such rank order.
 
     Example:
         >>> topology = Topology(ranks=4, replicas=2, order=(3, 2, 1, 0))
@@ -42,11 +52,15 @@ class Topology:
         (3, 2, 1, 0)
         >>> topology.replica_processes(rank=3)
         (0, 4)
+        >>> Topology(ranks=2, replicas=2, rank_order="replicas", node_size=2).replica_processes(rank=0)
+        (0, 1)
     """
 
     ranks: int
     replicas: int = 1
     order: tuple[int, ...] = ()
+    rank_order: RankOrder = "pipeline"
+    node_size: int = 0
 
     def __post_init__(self) -> None:
         if self.ranks < 1 or self.replicas < 1:
@@ -60,9 +74,17 @@ class Topology:
                 hint=f"For example order={tuple(reversed(range(self.ranks)))}.",
             )
         object.__setattr__(self, "order", order)
+        check_rank_order(self.rank_order)
 
     @classmethod
-    def for_schedule(cls, ranks: int, replicas: int = 1, loss_rank: int | None = None) -> Topology:
+    def for_schedule(
+        cls,
+        ranks: int,
+        replicas: int = 1,
+        loss_rank: int | None = None,
+        rank_order: RankOrder = "pipeline",
+        node_size: int = 0,
+    ) -> Topology:
         """Order the ranks so that the one with the loss is the first process of its replica.
 
         Ranks that are neighbours in the pipeline stay neighbours among the processes.
@@ -71,6 +93,8 @@ class Topology:
             ranks: processes in one pipeline.
             replicas: pipelines side by side.
             loss_rank: the pipeline rank that holds the last stage of pipe 0; ``None`` means the last rank.
+            rank_order: whose processes have neighbouring numbers.
+            node_size: processes on each node; 0: all are on one.
 
         Returns:
             The topology: reversed order for linear schedules, plain order where rank 0 has the loss.
@@ -84,25 +108,40 @@ class Topology:
         loss_rank = ranks - 1 if loss_rank is None else loss_rank
         if not 0 <= loss_rank < max(ranks, 1):
             raise ConfigurationError(f"The loss is said to be on rank {loss_rank}; the pipeline has {ranks} ranks.")
-        if loss_rank == 0:
-            return cls(ranks, replicas)
-        return cls(ranks, replicas, tuple((loss_rank - step) % ranks for step in range(ranks)))
+        order = tuple((loss_rank - step) % ranks for step in range(ranks)) if loss_rank else ()
+        return cls(ranks, replicas, order, rank_order, node_size)
 
     @property
     def world_size(self) -> int:
         """Number of processes."""
         return self.ranks * self.replicas
 
+    @property
+    def nodes(self) -> tuple[range, ...]:
+        """The processes of each node."""
+        size = self.node_size or self.world_size
+        return tuple(range(first, min(first + size, self.world_size)) for first in range(0, self.world_size, size))
+
+    def node(self, process: int) -> int:
+        """The node of a process."""
+        return process // (self.node_size or self.world_size)
+
     def process(self, replica: int, rank: int) -> int:
         """The process that is ``rank`` of pipeline ``replica``."""
         self._check("replica", replica, self.replicas)
         self._check("rank", rank, self.ranks)
-        return replica * self.ranks + self.order.index(rank)
+        position = self.order.index(rank)
+        if self.rank_order == "replicas":
+            return position * self.replicas + replica
+        return replica * self.ranks + position
 
     def locate(self, process: int) -> tuple[int, int]:
         """The ``(replica, rank)`` of a process."""
         self._check("process", process, self.world_size)
-        replica, position = divmod(process, self.ranks)
+        if self.rank_order == "replicas":
+            position, replica = divmod(process, self.replicas)
+        else:
+            replica, position = divmod(process, self.ranks)
         return replica, self.order[position]
 
     def pipeline_processes(self, replica: int) -> tuple[int, ...]:
@@ -138,3 +177,14 @@ class Topology:
             raise ConfigurationError(
                 f"There is no {what} {value}: {self.ranks} ranks x {self.replicas} replicas end at {limit - 1}."
             )
+
+
+def check_rank_order(rank_order: RankOrder) -> RankOrder:
+    """The rank order, if it is one."""
+    if rank_order not in get_args(RankOrder):
+        raise ConfigurationError(
+            f"rank_order={rank_order!r} is not known.",
+            hint='Use "pipeline" (the ranks of a pipeline are neighbours) or "replicas" (those that hold the same '
+            "stages are).",
+        )
+    return rank_order

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, Literal
@@ -15,6 +15,7 @@ from lightning_pipe import schedules
 from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.partition import divide, find_layers
 from lightning_pipe.schedules import Family
+from lightning_pipe.transport.base import Transport
 from lightning_pipe.transport.threads import ThreadTransport, run_threads, thread_world
 from lightning_pipe.transport.topology import Topology
 from tests.support import oracle
@@ -87,15 +88,36 @@ def check(entry: Entry, point: Point) -> None:
     oracle.assert_equal(pipelined(entry, point), expected(entry, point), entry.tolerance)
 
 
-def pipelined(entry: Entry, point: Point) -> Trace:
-    """Trains over one thread per rank; all ranks must end with the same weights."""
+Around = Callable[[Module, Transport], AbstractContextManager[None]]
+
+
+def pipelined(
+    entry: Entry,
+    point: Point,
+    device: torch.device | None = None,
+    around: Around = lambda module, transport: nullcontext(),
+) -> Trace:
+    """Trains over one thread per rank; all ranks must end with the same weights.
+
+    Args:
+        entry: the model and its batches.
+        point: how it is trained.
+        device: where the model is.
+        around: entered around the training of every rank.
+    """
     ranks, family = point.pipeline_ranks, schedules.get(point.schedule)
     loss_rank = family.build(ranks, 2 * ranks, stages=point.stages).loss_ranks[0]
     topology = Topology.for_schedule(ranks, point.replicas, loss_rank=loss_rank)
-    world = thread_world(topology, timeout=timedelta(seconds=20))
+    world = thread_world(topology, timedelta(seconds=20), device)
     # threads share the generator that initial weights are drawn from: build before they start
     modules = [entry.build() for _ in world]
-    traces = run_threads(world, lambda t: _rank(entry, modules[t.process], point, t), timeout=60)
+
+    def body(transport: ThreadTransport) -> Trace:
+        module = modules[transport.process]
+        with around(module, transport):
+            return train_rank(entry, module, point, transport)
+
+    traces = run_threads(world, body, timeout=60)
     whole = Trace(weights=traces[0].weights)
     # a rank notes its part of the loss: bidirectional schedules have two with losses
     for batch in zip(*(trace.losses for trace in traces), strict=True):
@@ -151,7 +173,8 @@ def streamed(entry: Entry, ranks: int, number: int, context: Callable[[], Abstra
     return [losses[index] for index in range(number)]
 
 
-def _rank(entry: Entry, module: Module, point: Point, transport: ThreadTransport) -> Trace:
+def train_rank(entry: Entry, module: Module, point: Point, transport: Transport) -> Trace:
+    """What one rank does; see `pipelined`."""
     layers = find_layers(module, entry.layers)
     balance = divide(module, layers, point.stages)
     pipeline = Pipeline(module, layers, balance, schedules.get(point.schedule), transport, recompute=point.recompute)
@@ -189,10 +212,10 @@ def clip_by_global_norm(pipeline: Pipeline, limit: float) -> None:
     """What `torch.nn.utils.clip_grad_norm_` does on one device: each parameter counts once."""
     rank, members = pipeline.transport.rank, pipeline.pipeline_members
     mine = [p.grad for n, p in pipeline.local_parameters() if p.grad is not None and pipeline.owners(n)[0] == rank]
-    square = (
-        torch.stack([g.double().square().sum() for g in mine]).sum() if mine else torch.zeros((), dtype=torch.float64)
-    )
-    square = square.reshape(1)
+    # on the device on every rank: a reduction is one of the host, or one of devices
+    square = torch.zeros(1, dtype=torch.float64, device=pipeline.transport.device)
+    for gradient in mine:
+        square += gradient.double().square().sum()
     pipeline.transport.all_reduce(square, members).wait()
     nn.utils.clip_grads_with_norm_([p for _, p in pipeline.local_parameters()], limit, square.sqrt()[0])
 

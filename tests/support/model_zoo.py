@@ -230,7 +230,7 @@ class Structures(Regression):
         state: dict[str, Any] = {
             "x": self.embed(x),
             "even": x[:, 0] > 0,
-            "count": torch.zeros(len(x), dtype=torch.long),
+            "count": torch.zeros(len(x), dtype=torch.long, device=x.device),
         }
         state["mask"] = None
         for layer in self.layers:
@@ -387,7 +387,7 @@ class Auxiliary(Regression):
         super().__init__([self.Layer() for _ in range(4)])
 
     def loss(self, batch: Mapping[str, Tensor]) -> Tensor:
-        x, total = self.embed(batch["x"]), torch.zeros((), dtype=batch["x"].dtype)
+        x, total = self.embed(batch["x"]), torch.zeros((), dtype=batch["x"].dtype, device=batch["x"].device)
         for layer in self.layers:
             x, own = layer(x)
             total = total + own

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 
@@ -51,6 +53,28 @@ def test_waiting_ends_when_it_is_in_vain() -> None:
 
     with pytest.raises(CommunicationError, match="Process 2 has gone"):
         connect._find("127.0.0.1", free_port(), connect._Meeting(1, 3, timedelta(seconds=60), check))
+
+
+def test_an_attempt_has_a_name_of_its_own_in_the_store_of_the_last() -> None:
+    port = free_port()
+    server = connect._serve("127.0.0.1", port, meeting(0))  # as an agent of torchrun, over several attempts
+
+    def come(process: int, wait: float) -> str:
+        time.sleep(wait)
+        return meeting(process).attempt(connect._find("127.0.0.1", port, meeting(process)))
+
+    names = []
+    for first in (0, 1, 0):  # whoever comes first: process 1 finds the name of the last attempt
+        with ThreadPoolExecutor(2) as pool:
+            found = [pool.submit(come, process, 0.3 * (process != first)) for process in (0, 1)]
+            mine, other = (each.result(10) for each in found)
+        assert mine == other
+        names.append(mine)
+    assert len(set(names)) == 3
+    with pytest.raises(CommunicationError, match=r"Process 1 of 2 has waited 0\.3 s for process 0"):
+        meeting(1, 0.3).attempt(connect._find("127.0.0.1", port, meeting(1)))
+    with pytest.raises(CommunicationError, match=r"Process 0 of 2 has waited 0\.3 s for process 1"):
+        meeting(0, 0.3).attempt(server)
 
 
 def place(network: str, address: str) -> dict[str, str]:

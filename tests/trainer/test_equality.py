@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from lightning_pipe import schedules
+from lightning_pipe.config import RankOrder
 from lightning_pipe.schedules import GEMS, Action, Chimera, DualPipe, DualPipeV, Family, Kind, ZeroBubble
 from tests.schedules.test_torch import rows, theirs
 from tests.support import oracle
@@ -32,6 +33,7 @@ class Point:
         ranks: processes of a pipeline.
         replicas: pipelines.
         accumulate: ``accumulate_grad_batches``.
+        rank_order: whose processes have neighbouring numbers.
         steps: optimizer steps.
     """
 
@@ -42,10 +44,12 @@ class Point:
     replicas: int = 1
     accumulate: int = 1
     steps: int = 3
+    rank_order: RankOrder = "pipeline"
 
     def __str__(self) -> str:
         label = self.schedule if isinstance(self.schedule, str) else self.schedule.label
         text = f"{label}-s{self.stages}-m{self.micro_batches}-p{self.ranks}-d{self.replicas}"
+        text += "" if self.rank_order == "pipeline" else f"-{self.rank_order}"
         return text if self.accumulate == 1 else f"{text}-a{self.accumulate}"
 
     @property
@@ -57,7 +61,12 @@ class Point:
             "pipeline_parallel_size": self.ranks,
             "data_parallel_size": self.replicas,
             "deferred_batch_norm": False,
+            "rank_order": self.rank_order,
         }
+
+    def replica(self, process: int) -> int:
+        """The pipeline of a process."""
+        return process // self.ranks if self.rank_order == "pipeline" else process % self.replicas
 
 
 def fits(entry: Entry, point: Point) -> bool:
@@ -69,7 +78,7 @@ def fit_all(process: int, names: list[str], point: Point) -> list[Trace]:
     from lightning_pipe import PipeStrategy
 
     quiet()
-    replica = process // point.ranks
+    replica = point.replica(process)
     traces = []
     for name in names:
         entry = ZOO[name]
@@ -107,7 +116,7 @@ def check(entries: list[Entry], point: Point, limit: float = 100.0, fit: Callabl
     wrong: list[str] = []
     for index, entry in enumerate(entries):
         for process, traces in enumerate(found):
-            truth = expected(entry, point, process // point.ranks)
+            truth = expected(entry, point, point.replica(process))
             assert traces[index].losses
             assert traces[index].weights
             wrong += [f"{entry}, process {process}: {line}" for line in oracle.differences(traces[index], truth)]
@@ -121,6 +130,7 @@ def check(entries: list[Entry], point: Point, limit: float = 100.0, fit: Callabl
         Point("interleaved", stages=4, micro_batches=3),
         Point("1f1b", micro_batches=3, accumulate=2, steps=2),
         Point("1f1b", stages=2, ranks=2, replicas=2, steps=2),
+        Point("1f1b", stages=2, ranks=2, replicas=2, steps=2, rank_order="replicas"),
         pytest.param(Point("1f1b", stages=4, ranks=1), marks=pytest.mark.slow),
     ],
     ids=str,

@@ -193,7 +193,7 @@ def test_an_error_of_another_process_after_the_run_is_no_success(tmp_path: Path)
     assert outcome.errors.count("ValueError: a bug") == 1
 
 
-RUNS, AT_ONCE = 100, 8
+RUNS, AT_ONCE = 100, 4
 
 
 @pytest.mark.slow

@@ -1,0 +1,176 @@
+"""What a step sends from node to node, in each order of the ranks."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import get_args
+
+from lightning_pipe.config import RankOrder
+from lightning_pipe.partition import ParameterPlace
+from lightning_pipe.schedules import Schedule
+from lightning_pipe.schedules.action import Kind, Placement
+from lightning_pipe.text import memory, several
+from lightning_pipe.transport.topology import Topology
+
+Edges = Mapping[tuple[int, int], float]
+"""``(rank, peer)`` of one pipeline -> messages or bytes in a step."""
+
+
+@dataclass(frozen=True)
+class NodeTraffic:
+    """What crosses from node to node in an optimizer step.
+
+    Args:
+        rank_order: the order of the ranks.
+        messages: activations and gradients between stages.
+        sums: bytes for the sums of gradients over all that hold them.
+        boundaries: bytes of the messages; ``None``: not known yet.
+    """
+
+    rank_order: RankOrder
+    messages: float
+    sums: float
+    boundaries: float | None = None
+
+    def __str__(self) -> str:
+        size = "" if self.boundaries is None else f" of {memory(self.boundaries)} together"
+        messages = f"{several(round(self.messages), 'message')} between stages{size}"
+        return f'rank_order="{self.rank_order}": {messages}, {memory(self.sums)} to sum gradients'
+
+
+def node_traffic(
+    topology: Topology, messages: Edges, sums: Mapping[tuple[int, ...], float], boundaries: Edges | None = None
+) -> tuple[NodeTraffic, ...]:
+    """The traffic of this topology, and then that of the other order of its ranks.
+
+    Args:
+        topology: which process is which rank, and on which node.
+        messages: of one pipeline in a step.
+        sums: for the pipeline ranks that hold some parameters the bytes of their gradients.
+        boundaries: bytes of the messages, if they are known.
+
+    Example:
+        >>> topology = Topology(ranks=2, replicas=2, node_size=2)
+        >>> for each in node_traffic(topology, {(0, 1): 4, (1, 0): 4}, {(0,): 2**20, (1,): 2**20}):
+        ...     print(each)
+        rank_order="pipeline": 0 messages between stages, 4 MiB to sum gradients
+        rank_order="replicas": 16 messages between stages, 0 B to sum gradients
+    """
+    orders: Iterable[RankOrder] = sorted(get_args(RankOrder), key=lambda order: order != topology.rank_order)
+    places = [replace(topology, rank_order=order) for order in orders]
+    return tuple(
+        NodeTraffic(
+            place.rank_order,
+            _between_nodes(place, messages),
+            sum(ring_bytes(place, owners, size) for owners, size in sums.items()),
+            None if boundaries is None else _between_nodes(place, boundaries),
+        )
+        for place in places
+    )
+
+
+def ring_bytes(topology: Topology, owners: Sequence[int], size: float) -> float:
+    """What an all-reduce over all holders sends from node to node.
+
+    In a ring of n, in the order of their numbers, each sends ``2 (n - 1) / n`` of the tensor to the next one: Patarasuk
+    and Yuan, Bandwidth optimal all-reduce algorithms, section 3. Gloo and NCCL work like this on large tensors.
+
+    Args:
+        topology: the processes.
+        owners: the pipeline ranks that hold the tensor.
+        size: its bytes.
+    """
+    members = topology.holders(owners)
+    hops = sum(topology.node(a) != topology.node(b) for a, b in zip(members, members[1:] + members[:1], strict=True))
+    return hops * 2 * (len(members) - 1) / len(members) * size
+
+
+def messages_of(schedule: Schedule, sizes: Sequence[float] | None = None) -> Edges:
+    """Messages of a batch between the ranks of a pipeline: of every micro-batch at every cut one each way.
+
+    Args:
+        schedule: the compute order.
+        sizes: for every stage the bytes of what it hands to the next: then bytes instead of messages.
+    """
+    found: dict[tuple[int, int], float] = defaultdict(float)
+    for rank, actions in enumerate(schedule.actions):
+        for action in actions:
+            if action.kind is Kind.FORWARD and action.stage + 1 < schedule.stages:
+                peer = schedule.placement[action.pipe, action.stage + 1]
+                if peer != rank:
+                    amount = 1 if sizes is None else sizes[action.stage]
+                    found[rank, peer] += amount
+                    found[peer, rank] += amount
+    return found
+
+
+def gradient_bytes(
+    held: Sequence[Sequence[ParameterPlace]], placement: Placement, number_bytes: int | None = None
+) -> dict[tuple[int, ...], float]:
+    """For the pipeline ranks that hold some parameters the bytes of their gradients.
+
+    Args:
+        held: for every stage the parameters that it holds.
+        placement: which rank computes a stage.
+        number_bytes: bytes of a number; ``None``: as in each parameter.
+    """
+    ranks: dict[str, set[int]] = {}
+    sizes: dict[str, int] = {}
+    for (_, stage), rank in placement.items():
+        for one in held[stage]:
+            if one.parameter.requires_grad:
+                ranks.setdefault(one.name, set()).add(rank)
+                sizes[one.name] = one.size * (number_bytes or one.parameter.element_size())
+    found: dict[tuple[int, ...], float] = defaultdict(float)
+    for name, owners in ranks.items():
+        found[tuple(sorted(owners))] += sizes[name]
+    return found
+
+
+def scaled(edges: Edges, factor: float) -> Edges:
+    """So many times as much, such as of several batches."""
+    return {ends: factor * value for ends, value in edges.items()}
+
+
+def topology_facts(topology: Topology, traffic: Sequence[NodeTraffic]) -> tuple[tuple[str, str], ...]:
+    """Lines of the plan, where there are several nodes.
+
+    Example:
+        >>> from lightning_pipe.text import several
+        >>> for name, line in topology_facts(Topology(2, 2, node_size=2), [NodeTraffic("pipeline", 0, 2**20)]):
+        ...     print(f"{name}: {line}")
+        Nodes: node 0 has ranks 0, 1; node 1 has ranks 2, 3
+        Between: in a step: rank_order="pipeline": 0 messages between stages, 1 MiB to sum gradients
+    """
+    nodes = topology.nodes
+    if len(nodes) == 1:
+        return ()
+    shown = [
+        f"node {number} has rank{'s' * (len(node) > 1)} {', '.join(map(str, node)) if len(node) < 5 else _span(node)}"
+        for number, node in enumerate(nodes)
+    ]
+    if len(shown) > 4:
+        shown = [*shown[:2], "…", shown[-1]]
+    first, *others = (str(each) for each in traffic)
+    if topology.replicas == 1:  # both orders are the same
+        others = []
+    return (
+        ("Nodes", "; ".join(shown)),
+        ("Between", f"in a step: {first}"),
+        *(("", f"instead of {other}") for other in others),
+    )
+
+
+def _between_nodes(topology: Topology, edges: Edges) -> float:
+    return sum(
+        value
+        for replica in range(topology.replicas)
+        for (rank, peer), value in edges.items()
+        if topology.node(topology.process(replica, rank)) != topology.node(topology.process(replica, peer))
+    )
+
+
+def _span(node: range) -> str:
+    return f"{node[0]} to {node[-1]}"

@@ -1,0 +1,78 @@
+"""Trains models of the zoo over processes on devices, and the same on one device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lightning_pipe import schedules
+from lightning_pipe.transport.choose import open_transport
+from lightning_pipe.transport.topology import Topology
+from tests.benchmarks.measure import Finding
+from tests.gpu.delays import Disturbance, disturbed
+from tests.gpu.rows import compared, moved_trace, on_device
+from tests.gpu.setting import Setting
+from tests.support import equality_sweep, oracle, processes
+from tests.support.equality_sweep import Point
+from tests.support.model_zoo import ZOO
+from tests.support.oracle import Trace
+
+LIMIT = timedelta(seconds=60)
+
+
+def equal(
+    setting: Setting, runs: Sequence[tuple[str, Point]], backend: str, disturbance: Disturbance | None = None
+) -> Iterator[Finding]:
+    """A row for each run.
+
+    Args:
+        setting: where.
+        runs: models of the zoo, and how they are trained.
+        backend: "gloo" or "nccl".
+        disturbance: what is put into the runs.
+    """
+    for name, point in runs:
+        label = f"{name}, {point}, {backend}" + ("" if disturbance is None else f", {disturbance}")
+        yield compared(label, partial(_differences, setting, name, point, backend, disturbance))
+
+
+def _differences(setting: Setting, name: str, point: Point, backend: str, disturbance: Disturbance | None) -> list[str]:
+    expected = moved_trace(equality_sweep.expected(on_device(ZOO[name], setting.place), point))
+    device = setting.device if backend == "gloo" or setting.device == "cpu" else "own"
+    options: dict[str, Any] = {"name": name, "point": point, "device": device, "backend": backend}
+    size = point.pipeline_ranks * point.replicas
+    traces = processes.run_world(_train, size, timeout=80, group_timeout=60, disturbance=disturbance, **options)
+    return oracle.differences(_whole(traces, point.pipeline_ranks), expected)
+
+
+def _whole(traces: Sequence[Trace], ranks: int) -> Trace:
+    """The trace of all ranks: each notes its part of the loss."""
+    whole = Trace(weights=traces[0].weights)
+    for batch in zip(*(trace.losses for trace in traces), strict=True):
+        whole.losses += [sum(batch[start : start + ranks]) for start in range(0, len(batch), ranks)]
+    return whole
+
+
+def _train(process: int, name: str, point: Point, device: str, backend: str, disturbance: Disturbance | None) -> Trace:
+    """What one process does."""
+    place = torch.device(device) if device == "cpu" else torch.device("cuda", process if device == "own" else 0)
+    if place.type == "cuda":
+        torch.cuda.set_device(place)
+    if backend == "nccl" and place.type == "cuda":
+        dist.destroy_process_group()
+        dist.init_process_group("nccl", timeout=LIMIT)
+    family, ranks = schedules.get(point.schedule), point.pipeline_ranks
+    loss_rank = family.build(ranks, 2 * ranks, stages=point.stages).loss_ranks[0]
+    transport = open_transport(Topology.for_schedule(ranks, point.replicas, loss_rank), place, LIMIT)
+    entry = on_device(ZOO[name], place)
+    module = entry.build()
+    with disturbed(module, transport, disturbance):
+        trace = equality_sweep.train_rank(entry, module, point, transport)
+    transport.barrier()
+    transport.close()
+    return moved_trace(trace)

@@ -1,0 +1,1 @@
+"""Parts for the tests of the runner."""

@@ -1,0 +1,14 @@
+"""Finds one row and fails."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from tests.benchmarks.measure import Finding
+from tests.gpu.setting import Setting
+
+
+def run(setting: Setting) -> Iterator[Finding]:
+    """One row."""
+    yield Finding(f"a row on {setting.device}", "1")
+    raise RuntimeError("planted")

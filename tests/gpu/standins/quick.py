@@ -1,0 +1,13 @@
+"""Finds one row."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from tests.benchmarks.measure import Finding
+from tests.gpu.setting import Setting
+
+
+def run(setting: Setting) -> Iterator[Finding]:
+    """One row."""
+    yield Finding(f"a row on {setting.device}", "1")

@@ -1,0 +1,84 @@
+"""The runner of the parts: order, limits, results that are written at once, and nothing without CUDA."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.benchmarks.measure import Finding
+from tests.gpu import __main__ as command
+from tests.gpu import runner
+from tests.gpu.runner import FIRST_SECONDS, PARTS, Part, chosen, rows_in, run_parts, store, table
+
+# modules of this folder that stand in for parts
+QUICK = Part("standins.quick", "finds one row", 60)
+SLOW = Part("standins.slow", "finds one row and goes on for ever", 10)
+BROKEN = Part("standins.broken", "finds one row and fails", 60)
+
+
+def test_the_first_parts_are_done_in_nine_minutes() -> None:
+    first = [part for part in PARTS if part.first]
+    assert first == list(PARTS[: len(first)])
+    # a part that is overdue is ended within two waits
+    assert sum(part.limit + 2 for part in first) <= FIRST_SECONDS
+
+
+def test_parts_run_by_priority_whatever_their_order() -> None:
+    assert chosen([]) == list(PARTS)
+    assert [part.name for part in chosen(["throughput", "one_rank"])] == ["one_rank", "throughput"]
+    with pytest.raises(ValueError, match="no part other; there are marked, one_rank"):
+        chosen(["other"])
+
+
+def test_results_are_written_as_parts_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    parts = (QUICK, BROKEN, SLOW)
+    monkeypatch.setattr(runner, "PARTS", parts)
+    results = tmp_path / "results" / "gpu.json"
+    assert not run_parts(parts, results, {"torch": "2"}, device="cpu", devices=1, small=True)
+    found = json.loads(results.read_text())
+    assert [part["status"] for part in found.values()] == ["done", "failed with exit code 1", "ended after 10 s"]
+    for part in found.values():
+        assert part["rows"][0]["name"] == "a row on cpu"
+        assert part["conditions"] == {"torch": "2"}
+    assert table(results).count("a row on cpu") == 3
+    assert "a row on cpu" in capfd.readouterr().out
+    # a later run of one part leaves the others
+    assert run_parts([QUICK], results, {"torch": "3"}, device="cpu", devices=1, small=True)
+    again = json.loads(results.read_text())
+    assert list(again) == list(found)
+    assert again[QUICK.name]["conditions"] == {"torch": "3"}
+    assert again[SLOW.name] == found[SLOW.name]
+
+
+def test_a_row_that_is_cut_short_is_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "rows"
+    path.write_text('{"name": "a", "value": "1", "target": "", "reached": null}\n{"name": "b", "val')
+    assert list(rows_in(path)) == [Finding("a", "1")]
+
+
+def test_a_file_is_whole_or_not_there(tmp_path: Path) -> None:
+    store(tmp_path / "gpu.json", PARTS[0].name, {"rows": []})
+    with pytest.raises(TypeError):
+        store(tmp_path / "gpu.json", PARTS[1].name, {"rows": object()})
+    assert list(json.loads((tmp_path / "gpu.json").read_text())) == [PARTS[0].name]
+
+
+def test_without_cuda_nothing_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def refused(*_: Any, **__: Any) -> bool:
+        raise AssertionError("a part was run")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(command, "run_parts", refused)
+    assert command.main([]) == 1
+    assert capsys.readouterr().out == f"NOT RUN: torch {torch.__version__} sees no CUDA device\n"
+    monkeypatch.setattr(command, "NEEDED", ("torch", "no_such_package"))
+    assert command.main(["first"]) == 1
+    assert "has no no_such_package" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        command.main(["other"])

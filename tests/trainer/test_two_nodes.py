@@ -1,0 +1,233 @@
+"""Several nodes, each with an agent of torchrun on this host: equality, restarts, and nodes that die or freeze."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, get_args
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lightning_pipe.config import RankOrder
+from tests.support import hosts, oracle
+from tests.support.lit_modules import Lit, dataset
+from tests.support.nodes import node_outcomes, run_nodes
+from tests.support.processes import WorldTimeoutError
+from tests.support.trainer_runs import QUIET, quiet
+
+BATCHES = 4
+
+
+class Ordered(Lit):
+    """Without what draws numbers or counts: a run that is resumed has the weights of one that is not."""
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(dataset(8 * BATCHES), batch_size=8)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), lr=0.01)
+
+
+def trained(
+    strategy: Any,
+    devices: int,
+    nodes: int,
+    folder: Path | None = None,
+    *callbacks: L.Callback,
+    model: type[L.LightningModule] = Ordered,
+    **options: Any,
+) -> tuple[L.Trainer, dict[str, Tensor]]:
+    """Three epochs; with a folder from its last checkpoint, if it has one."""
+    quiet()
+    saving = [] if folder is None else [ModelCheckpoint(folder, save_last=True)]
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=devices,
+        num_nodes=nodes,
+        strategy=strategy,
+        max_epochs=3,
+        callbacks=[*saving, *callbacks],
+        use_distributed_sampler=False,
+        **{**QUIET, "enable_checkpointing": folder is not None, **options},
+    )
+    L.seed_everything(7, verbose=False)
+    module = model().double()
+    trainer.fit(module, ckpt_path="last" if folder else None, weights_only=False)
+    return trainer, oracle.state_of(module)
+
+
+def one_device() -> dict[str, Tensor]:
+    return {name: value for name, value in trained("auto", 1, 1)[1].items() if name.endswith(("weight", "bias"))}
+
+
+def assert_same(found: dict[str, Tensor], truth: dict[str, Tensor]) -> None:
+    for name, value in truth.items():
+        assert torch.allclose(found[name].double(), value.double(), rtol=1e-9, atol=1e-9), name
+
+
+# ------------------------------------------------------------------ equality
+
+
+def fit_on_nodes(rank_order: RankOrder) -> tuple[int, int, dict[str, Any]]:
+    """A worker: which replica and rank it is, the weights, and its place."""
+    from lightning_pipe import PipeStrategy
+
+    strategy = PipeStrategy(pipeline_parallel_size=2, data_parallel_size=2, micro_batches=2, rank_order=rank_order)
+    trainer, weights = trained(strategy, devices=2, nodes=2)
+    transport = trainer.strategy.connected.transport  # type: ignore[attr-defined]
+    return transport.replica, transport.rank, {name: value.tolist() for name, value in weights.items()}
+
+
+@pytest.mark.parametrize("rank_order", ["replicas", pytest.param("pipeline", marks=pytest.mark.slow)])
+def test_both_orders_of_ranks_train_as_one_device(rank_order: RankOrder, capfd: pytest.CaptureFixture[str]) -> None:
+    found = run_nodes(fit_on_nodes, rank_order, per_node=2, timeout=50)
+    truth = one_device()
+    assert [sorted(node) for node in found] == [[0, 1], [2, 3]]
+    for number, node in enumerate(found):
+        # a node has one pipeline, or both replicas of one rank
+        assert {place[rank_order == "replicas"] for place in node.values()} == {
+            number if rank_order == "pipeline" else 1 - number
+        }
+        for *_, weights in node.values():
+            assert_same({name: torch.tensor(value, dtype=torch.float64) for name, value in weights.items()}, truth)
+    printed = " ".join(capfd.readouterr().out.split())
+    assert "Nodes node 0 has ranks 0, 1; node 1 has ranks 2, 3" in printed
+    assert f'Between in a step: rank_order="{rank_order}": {8 * (rank_order == "replicas")} messages' in printed
+    assert re.search(r"Between nodes: .* in a step, and .* with rank_order=", printed)
+
+
+# ------------------------------------------------------------------ two hosts
+
+
+class Wide(Ordered):
+    """With messages and gradients that are large beside what the processes say to each other."""
+
+    def __init__(self) -> None:
+        super().__init__(width=192)
+
+
+class Sent(L.Callback):
+    """What the host has sent after the first batch, and at the end of the training."""
+
+    def __init__(self) -> None:
+        self.bytes: list[int] = []
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+        if trainer.global_step in (1, 3 * BATCHES):
+            trainer.strategy.barrier()
+            self.bytes.append(hosts.sent_bytes())
+
+
+def fit_wide(rank_order: RankOrder) -> dict[str, Any]:
+    """A worker on a host of its own: what the host has sent, whether memory is shared, and the weights."""
+    from lightning_pipe import PipeStrategy
+
+    strategy = PipeStrategy(pipeline_parallel_size=2, data_parallel_size=2, micro_batches=2, rank_order=rank_order)
+    sent = Sent()
+    trainer, weights = trained(strategy, 2, 2, None, sent, model=Wide, limit_val_batches=0)
+    shared = trainer.strategy.connected.transport._local  # type: ignore[attr-defined]
+    first, last = sent.bytes
+    found = {name: value.tolist() for name, value in weights.items()}
+    return {"shared": len(shared), "sent": last - first, "weights": found}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank_order", get_args(RankOrder))
+def test_over_a_network_as_much_is_sent_as_the_run_says(
+    rank_order: RankOrder, capfd: pytest.CaptureFixture[str]
+) -> None:
+    if reason := hosts.why_not():
+        pytest.skip(reason)
+    with hosts.joined() as ends:
+        found = run_nodes(fit_wide, rank_order, per_node=2, timeout=60, hosts=ends)
+    sent = sum(next(iter(node.values()))["sent"] for node in found)
+    truth = {name: value for name, value in trained("auto", 1, 1, model=Wide)[1].items() if name.endswith("weight")}
+    for node in found:
+        for result in node.values():
+            assert result["shared"] == (rank_order == "pipeline")  # the other rank of the pipeline is on this host
+            assert_same({n: torch.tensor(v, dtype=torch.float64) for n, v in result["weights"].items()}, truth)
+    line = re.search(r"Between nodes: ([\d.]+) ([KM])iB in a step, and", capfd.readouterr().out)
+    assert line, "the run does not say what crossed"
+    predicted = (3 * BATCHES - 1) * float(line[1]) * {"K": 2**10, "M": 2**20}[line[2]]
+    # besides headers of packets: ranks of a pipeline also send each other batches and what steps report
+    assert predicted < sent < 1.2 * predicted + (3 * BATCHES << 16) * (rank_order == "replicas")
+
+
+# ------------------------------------------------------------------ restarts
+
+
+class DiesOnce(L.Callback):
+    """In the first attempt the process of the other node than process 0's is killed in the second epoch."""
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+        first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+        if first and trainer.global_rank == 1 and trainer.global_step == BATCHES + 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fit_again(folder: str) -> tuple[int, dict[str, Any]]:
+    from lightning_pipe import PipeStrategy
+
+    begun: list[int] = []
+
+    class Begun(L.Callback):
+        def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+            begun.append(trainer.global_step)
+
+    _, weights = trained(PipeStrategy(micro_batches=2), 1, 2, Path(folder), DiesOnce(), Begun())
+    return begun[0], {name: value.tolist() for name, value in weights.items()}
+
+
+def test_a_run_whose_worker_dies_is_resumed_from_the_last_checkpoint(tmp_path: Path) -> None:
+    found = run_nodes(fit_again, str(tmp_path), restarts=1, timeout=60)
+    truth = one_device()
+    for node in found:
+        for begun, weights in node.values():
+            assert begun == BATCHES
+            assert_same({name: torch.tensor(value, dtype=torch.float64) for name, value in weights.items()}, truth)
+
+
+# ------------------------------------------------------------------ nodes that die or freeze
+
+
+class Ends(L.Callback):
+    """Agent and workers of one node get a signal in the second epoch."""
+
+    def __init__(self, node: int, number: int) -> None:
+        self.node, self.number = node, number
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+        if trainer.node_rank == self.node and trainer.global_step == BATCHES + 2:
+            os.killpg(os.getpgrp(), self.number)
+
+
+def fit_until(node: int, number: int) -> None:
+    from lightning_pipe import PipeStrategy
+
+    trained(PipeStrategy(micro_batches=2, timeout=timedelta(seconds=8)), 1, 2, None, Ends(node, number))
+
+
+@pytest.mark.parametrize(
+    ("node", "number", "words"),
+    [
+        (1, signal.SIGKILL, r"CommunicationError: Rank 0 could not .* rank 1 .*(closed|reset|gone|left)"),
+        pytest.param(0, signal.SIGKILL, r"CommunicationError: Rank 1 could not .* rank 0 ", marks=pytest.mark.slow),
+        pytest.param(
+            1, signal.SIGSTOP, r"Rank 0 could not .* within 8 s(.|\n)*rank 1: no answer", marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_a_node_that_dies_or_freezes_ends_the_others(node: int, number: int, words: str) -> None:
+    ended = node_outcomes(fit_until, node, number, timeout=40)
+    other = ended[1 - node]
+    assert other.error is not None
+    assert not isinstance(other.error, WorldTimeoutError), "it had to be ended"
+    assert re.search(words, other.output), other.output[-3000:]
