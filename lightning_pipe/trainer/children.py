@@ -102,7 +102,7 @@ class Children:
         self.end(patience=0.0)
         for rank, code in codes.items():
             if not failed and code != 0:
-                print(f"Process {self._first + rank} {_words(code)}.", file=sys.stderr)
+                joined_threads.tell(f"Process {self._first + rank} {_words(code)}.")
                 joined_threads.fail_at_end(1)
 
     def _observe(self) -> None:
@@ -127,7 +127,7 @@ class Children:
         if self._noticed.wait(_PATIENCE) or not self._running:
             return
         # the main thread waits in C++, or is busy with what the others will never take part in
-        print(self._lost, file=sys.stderr)
+        joined_threads.tell(self._lost)
         self.end(patience=0.0)
         joined_threads.leave(1)
 
@@ -158,7 +158,7 @@ def end_with_parent() -> None:
 
     def leave() -> None:
         me = f"Process {os.environ.get('LOCAL_RANK')} of this host"
-        print(f"{me} ends: process 0 (PID {parent}), which has started it, has gone.", file=sys.stderr)
+        joined_threads.tell(f"{me} ends: process 0 (PID {parent}), which has started it, has gone.")
         joined_threads.leave(1)
 
     def watch() -> None:

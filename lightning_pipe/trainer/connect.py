@@ -99,7 +99,7 @@ def no_longer_than(timeout: timedelta, what: str) -> Generator[None, None, None]
         while not clock.is_over():
             if done.wait(0.5):
                 return
-        print(f"{what} took longer than {timeout.total_seconds():g} s: another process stands still.", flush=True)
+        joined_threads.tell(f"{what} took longer than {timeout.total_seconds():g} s: another process stands still.")
         joined_threads.leave(1)
 
     thread = joined_threads.start("clock", watch, done.set)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import sys
 from contextlib import ExitStack
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -65,6 +64,10 @@ class ProcessStrategy(ParallelStrategy):
         precision_plugin: Precision | None,
     ) -> None:
         super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
+        if not isinstance(timeout, timedelta):
+            raise ConfigurationError(
+                f"timeout={timeout!r} has no unit.", hint="Write PipeStrategy(timeout=datetime.timedelta(seconds=…))."
+            )
         self.family = family
         self.num_nodes = 1
         self.world: World | None = None
@@ -181,7 +184,7 @@ class ProcessStrategy(ParallelStrategy):
             # Lightning (2.6) ends with code 0 and without a word, as after a run that has finished
             exception.code = 128 + signal.SIGTERM
             if self.global_rank == 0:
-                print(f"{self._where()} The run ends: it was asked to by SIGTERM.", file=sys.stderr, flush=True)
+                joined_threads.tell(f"{self._where()} The run ends: it was asked to by SIGTERM.")
         joined_threads.note_failure(exception)
         board = None if self.world is None else self.world.board
         if board is not None:

@@ -7,7 +7,7 @@ import os
 import warnings
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -99,6 +99,7 @@ class World:
     board: FailureBoard | None = None
     replicas: Any | None = None
     local: bool = False
+    _owner: int = field(default_factory=os.getpid, init=False, repr=False)
 
     @classmethod
     def open(
@@ -153,6 +154,8 @@ class World:
 
     def end(self) -> None:
         """Close at the end of the process; after a failure others may be missing, and nobody waits for them."""
+        if os.getpid() != self._owner:  # a copy of the process that the user's code has made: none of it is its own
+            return
         if self.board is None or not self.board.noticed.is_set():
             self.close()
             if dist.is_initialized():

@@ -102,6 +102,12 @@ def test_optimizers_that_clip_by_themselves() -> None:
         check_optimizers([clipping], ranks=2)
 
 
+def test_a_timeout_without_a_unit() -> None:
+    seconds: Any = 60
+    with pytest.raises(ConfigurationError, match=r"timeout=60 has no unit.*\n?.*timedelta\(seconds="):
+        PipeStrategy(timeout=seconds)
+
+
 def test_averaging_of_layers_that_come_late() -> None:
     with pytest.raises(ConfigurationError, match="Build the layers in __init__"):
         fit(BuiltInSetup(), stages=2, callbacks=[callbacks.EMAWeightAveraging()])

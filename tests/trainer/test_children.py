@@ -122,6 +122,52 @@ def test_a_child_that_fails_after_the_run_makes_this_process_fail(capsys: pytest
     assert capsys.readouterr().err == "Process 5 has ended with code 3.\n"
 
 
+class Broken:
+    """Output whose reader has gone."""
+
+    def write(self, _: str) -> int:
+        raise BrokenPipeError(32, "Broken pipe")
+
+    flush = close = write
+
+
+def test_a_child_that_fails_after_the_run_makes_this_process_fail_though_nobody_reads_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    family = started("raise SystemExit(3)")
+    with monkeypatch.context() as broken:
+        broken.setattr(sys, "stderr", Broken())
+        family.close()
+    assert joined_threads._forced == [1]
+
+
+def test_a_child_lost_before_all_are_connected_ends_this_process_though_nobody_reads_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    left = threading.Event()
+    monkeypatch.setattr(joined_threads, "leave", lambda code: left.set())
+    with monkeypatch.context() as broken:
+        broken.setattr(sys, "stderr", Broken())
+        family = started("raise SystemExit(3)")
+        with family.running():
+            assert left.wait(20.0)
+    family.end(patience=0.0)
+
+
+def test_a_child_ends_with_its_parent_though_nobody_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    codes: list[int] = []
+    monkeypatch.setenv(CHILD, str(gone.pid))
+    monkeypatch.setattr(children, "_watching", [])
+    monkeypatch.setattr(joined_threads, "leave", codes.append)
+    monkeypatch.setattr(joined_threads, "start", lambda *_: threading.current_thread())
+    with monkeypatch.context() as broken:
+        broken.setattr(sys, "stderr", Broken())
+        children.end_with_parent()
+    assert codes == [1]
+
+
 ORPHAN = "from lightning_pipe.trainer.children import end_with_parent; end_with_parent(); import time; time.sleep(60)"
 PARENT = f"""
 import os, subprocess, sys

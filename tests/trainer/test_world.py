@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from contextlib import suppress
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
@@ -13,6 +16,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler
 
+from lightning_pipe.trainer.world import World
 from tests.support import oracle
 from tests.support.lit_modules import Data, Lit, dataset
 from tests.support.processes import run_trainers
@@ -27,6 +31,20 @@ def trainer(strategy: Any, devices: int = 1, **options: Any) -> L.Trainer:
     quiet()
     L.seed_everything(7, verbose=False)
     return L.Trainer(accelerator="cpu", devices=devices, strategy=strategy, **{"max_epochs": 1, **QUIET, **options})
+
+
+def test_a_copy_of_the_process_closes_nothing() -> None:
+    closed: list[int] = []
+    transport: Any = SimpleNamespace(close=lambda: closed.append(1))
+    sizes: Any = None
+    world = World(sizes, transport)
+    if (copy := os.fork()) == 0:
+        with suppress(Exception):
+            world.end()
+        os._exit(len(closed))
+    assert os.waitpid(copy, 0)[1] == 0
+    world.end()
+    assert closed == [1]
 
 
 # ------------------------------------------------------------------ replicas

@@ -28,6 +28,9 @@ from lightning_pipe.patches import unheard
 from lightning_pipe.trainer.checkpoints.rank_entries import Pending, pieces, replace_tensors, shared_memory
 from lightning_pipe.trainer.checkpoints.unfinished import naming, replacing
 
+_NOT_UNDERSTOOD = "compatible with your use case: WeightsUnpickler error:"
+"""How torch (2.13) begins what it says of a file that holds no pickled structure, as a page of text does not."""
+
 Contents = Callable[[Pending], Iterable[Tensor]]
 """The bytes of a tensor that is not here, in pieces."""
 
@@ -86,7 +89,7 @@ def read(path: str, weights_only: bool | None) -> Any:
                 raise
         return torch.load(path, map_location="cpu", weights_only=weights_only)
     except pickle.UnpicklingError as error:
-        if "weights_only" not in str(error):
+        if _NOT_UNDERSTOOD in str(error) or "weights_only" not in str(error):
             raise _unreadable(path, error) from None
         error.add_note(f"The file is {path}.")
         raise
@@ -96,7 +99,7 @@ def read(path: str, weights_only: bool | None) -> Any:
 
 def _unreadable(path: str, error: BaseException) -> CheckpointError:
     size = os.path.getsize(path) if os.path.isfile(path) else 0
-    text = (str(error).splitlines() or [""])[0]
+    text = (str(error).rpartition(_NOT_UNDERSTOOD)[2].strip().splitlines() or [""])[0]
     return CheckpointError(
         f"{path} ({size:,} bytes) cannot be read as a checkpoint: {type(error).__name__}: {text}",
         hint="It may be incomplete, or something else. Resume from another checkpoint.",

@@ -66,6 +66,19 @@ def fail_at_end(code: int) -> None:
     _forced.append(code)
 
 
+def tell(text: str) -> None:
+    """Print for the user, or do nothing if that fails.
+
+    The reader of the output may have gone (``python train.py | head``), or its disk be full: what a process does after
+    the words, ending itself or telling the others, must not depend on them.
+
+    Args:
+        text: what has happened, in whole lines.
+    """
+    with suppress(Exception):
+        print(text, file=sys.stderr, flush=True)
+
+
 def leave(code: int) -> None:
     """End the process now, from any thread, with all that was written, and with its daemonic processes."""
     with suppress(Exception):
@@ -92,5 +105,7 @@ def end_all() -> None:
         leave(next(iter(_forced or _failures), 1))
 
 
+# a copy of the process has none of the threads, and what stops them would close the connections of the process
+os.register_at_fork(after_in_child=_running.clear)
 # what is registered first is called last
 atexit.register(end_all)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from typing import TYPE_CHECKING
@@ -107,5 +106,5 @@ class Watchdog:
             return
         name = self._board.transport.describe()
         reason = f"\n{failure}" if self._board.becomes_reporter() else ""
-        print(f"{name.capitalize()} does not react and is ended.{reason}", file=sys.stderr, flush=True)
+        joined_threads.tell(f"{name.capitalize()} does not react and is ended.{reason}")
         joined_threads.leave(1)

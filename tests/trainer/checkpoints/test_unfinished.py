@@ -123,15 +123,22 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
         make(tmp_path / "file" / "last.ckpt", folder=False, text="")
 
 
-@pytest.mark.parametrize("content", [b"", b"PK\x03\x04 something else" * 50, b"half"])
-def test_what_is_no_checkpoint_is_named(content: bytes, tmp_path: Path) -> None:
+POINTER = b"version https://git-lfs.github.com/spec/v1\nsize 12345\n"
+
+
+@pytest.mark.parametrize("weights_only", [False, True, None])
+@pytest.mark.parametrize("content", [b"", b"PK\x03\x04 something else" * 50, b"half", b"damaged", POINTER])
+def test_what_is_no_checkpoint_is_named(content: bytes, weights_only: bool | None, tmp_path: Path) -> None:
     path = tmp_path / "last.ckpt"
-    if content == b"half":
+    if content in (b"half", b"damaged"):
         torch.save({"a": torch.zeros(1000)}, path)
-        content = path.read_bytes()[:2000]
+        whole = path.read_bytes()
+        content = whole[:2000] if content == b"half" else whole.replace(b"\x80\x02}", b"\x00\x00\x00")
+        assert content != whole
     path.write_bytes(content)
-    with pytest.raises(CheckpointError, match=rf"last\.ckpt \({len(content):,} bytes\) cannot be read as a checkpoint"):
-        file.read(str(path), weights_only=False)
+    with pytest.raises(CheckpointError, match=rf"last\.ckpt \({len(content):,} bytes\) cannot be read") as caught:
+        file.read(str(path), weights_only=weights_only)
+    assert "file an issue" not in str(caught.value)
 
 
 def test_an_old_file_is_read(tmp_path: Path) -> None:

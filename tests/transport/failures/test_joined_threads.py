@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import threading
 
 import pytest
+
+from lightning_pipe.transport.failures import joined_threads
 
 STUCK = """
 import sys, threading
@@ -64,3 +68,18 @@ def test_a_process_that_leaves_at_once_leaves_no_worker() -> None:
     outcome = ended(LEAVING)
     assert outcome.returncode == 1
     assert int(outcome.stdout)
+
+
+def test_a_copy_of_the_process_stops_nothing() -> None:
+    ended, stopped = threading.Event(), list[int]()
+
+    def wait() -> None:
+        ended.wait()
+
+    thread = joined_threads.start("original", wait, lambda: stopped.append(1))
+    if (copy := os.fork()) == 0:
+        joined_threads.end_all()
+        os._exit(len(stopped))
+    ended.set()
+    thread.join(10.0)
+    assert os.waitpid(copy, 0)[1] == 0

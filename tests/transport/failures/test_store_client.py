@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import socket
+import sys
 import threading
 import time
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -104,5 +106,21 @@ def test_a_hook_that_hangs_after_a_failure_does_not_keep_the_process(
         boards[0].fail(KeyError("a consequence"))
     assert left.wait(0.9 if handled else 10.0) is not handled
     assert ("ValueError: the reason" in capsys.readouterr().err) is not handled
+    for board in boards:
+        board.close()
+
+
+def test_a_process_that_does_not_react_is_ended_though_nobody_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gone(_: str) -> int:
+        raise BrokenPipeError(32, "Broken pipe")
+
+    left = threading.Event()
+    monkeypatch.setattr(joined_threads, "leave", lambda code: left.set())
+    monkeypatch.setattr(sys, "stderr", SimpleNamespace(write=gone, flush=lambda: None))
+    store = HashStore()
+    boards = [FailureBoard(store, transport, patience=0.1) for transport in thread_world(Topology(2))]
+    boards[0].watch(interval=0.05, stall=0.5, exit_after=0.1)
+    boards[1].fail(ValueError("the reason"))
+    assert left.wait(10.0)
     for board in boards:
         board.close()
