@@ -14,7 +14,7 @@ RANKS = 2
 @pytest.fixture(scope="module")
 def outcomes() -> list[dict[str, Outcome]]:
     """All cases in one world: starting processes costs more than most cases."""
-    return run_trainers(fits, RANKS, timeout=110, names=list(CASES), devices=RANKS)
+    return run_trainers(fits, RANKS, timeout=240, names=list(CASES), devices=RANKS)
 
 
 @pytest.mark.parametrize("name", CASES)
