@@ -110,13 +110,7 @@ def plan(
         costs, memory = stage_costs(profile, counts, samples, copies), stage_memory(profile, counts, samples, copies)
         known = "the most that a rank holds for a stage: weights, gradients, two optimizer moments, and activations"
     bubble = predicted_bubble(build, number, stream, costs)
-    if nodes < 1 or ranks * replicas % nodes:
-        raise ConfigurationError(
-            f"{ranks} ranks x {replicas} replicas = {ranks * replicas} processes cannot be divided over {nodes} nodes.",
-            hint="Lightning starts equally many processes on every node.",
-        )
-    loss_rank = order.placement[0, stages - 1]
-    topology = Topology.for_schedule(ranks, replicas, loss_rank, rank_order, ranks * replicas // nodes)
+    topology = _topology(ranks, replicas, nodes, order.placement[0, stages - 1], rank_order)
     names = iter(name for name, _ in found)
     named = [tuple(next(names) for _ in range(count)) for count in counts]
     held = places_by_stage(module, found, counts)
@@ -125,15 +119,9 @@ def plan(
     plans = stage_plans(named, held, order.placement, topology, BYTES_PER_NUMBER)
     if memory is not None:
         plans = with_activations(plans, order, memory)
-    messages = scaled(messages_of(order), accumulation)
-    at_cuts = None if profile is None else profile.at(-(-batch // count)).boundary_bytes
-    sizes = None if at_cuts is None else [at_cuts[end - 1] for end in accumulate(counts)]
-    traffic = node_traffic(
-        topology,
-        messages,
-        gradient_bytes(held, order.placement, BYTES_PER_NUMBER),
-        None if sizes is None else scaled(messages_of(order, sizes), accumulation),
-    )
+    sizes = None
+    if profile is not None and (at_cuts := profile.at(-(-batch // count)).boundary_bytes) is not None:
+        sizes = [at_cuts[end - 1] for end in accumulate(counts)]
     return Plan(
         type(module).__name__,
         plans,
@@ -146,8 +134,24 @@ def plan(
             held, order.placement, topology, number_bytes=BYTES_PER_NUMBER, on_device=accelerator == "gpu"
         ),
         topology=topology,
-        traffic=traffic,
+        traffic=node_traffic(
+            topology,
+            scaled(messages_of(order), accumulation),
+            gradient_bytes(held, order.placement, BYTES_PER_NUMBER),
+            None if sizes is None else scaled(messages_of(order, sizes), accumulation),
+        ),
     )
+
+
+def _topology(ranks: int, replicas: int, nodes: int, loss_rank: int, rank_order: RankOrder) -> Topology:
+    """Which process is which rank, with equally many processes on each node."""
+    processes = ranks * replicas
+    if nodes < 1 or processes % nodes:
+        raise ConfigurationError(
+            f"{ranks} ranks x {replicas} replicas = {processes} processes cannot be divided over {nodes} nodes.",
+            hint="Lightning starts equally many processes on every node.",
+        )
+    return Topology.for_schedule(ranks, replicas, loss_rank, rank_order, processes // nodes)
 
 
 def stage_plans(

@@ -96,10 +96,14 @@ def profile(machine: Machine, model: str) -> CostProfile:
 
     def costs(batch: int) -> SizeCosts:
         forward, saved = machine.forward(model, batch), float(activation(sequence, width, heads) * batch)
-        return SizeCosts(*((each,) * blocks for each in (forward, 2 * forward, forward, saved, SAMPLE[model] * batch)))
+        boundary = float(SAMPLE[model] * batch)
+        forwards, backwards, halves, kept, sent = (
+            (each,) * blocks for each in (forward, 2 * forward, forward, saved, boundary)
+        )
+        return SizeCosts(forwards, backwards, halves, kept, sent)
 
-    links = {"message": Link(beta=1 / machine.p2p), "all_reduce": Link(beta=1 / machine.all_reduce)}
-    return CostProfile(model, layers, {size: costs(size) for size in SIZES}, **links)
+    message, all_reduce = Link(beta=1 / machine.p2p), Link(beta=1 / machine.all_reduce)
+    return CostProfile(model, layers, {size: costs(size) for size in SIZES}, message=message, all_reduce=all_reduce)
 
 
 def searched(machine: dict[str, float], cases: dict[str, dict[str, Any]]) -> Result:

@@ -19,7 +19,7 @@ from recipes.reproduce.published import paper
 from recipes.reproduce.results import Result
 
 FOLDER = CONF / "reproduce"
-HOW = ("counted", "simulated", "ran here", "not possible here", "not done yet")
+HOW = ("counted", "simulated", "ran here", "not possible here")
 
 
 @dataclass

@@ -93,6 +93,6 @@ def _formula(family: Family, ranks: int, number: int) -> float | None:
     if family.name == "naive":
         return float(Fraction(ranks - 1, ranks))
     if isinstance(family, Interleaved):
-        ideal = Fraction(ranks - 1, family.virtual_stages * number)
+        ideal = Fraction(ranks - 1, family.stages_per_rank * number)
         return float(ideal / (1 + ideal))
     return None

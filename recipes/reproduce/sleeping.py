@@ -68,7 +68,7 @@ class Sleeper(nn.Module):
     def __init__(self, forward: float, half: float) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.ones(1))
-        self.seconds, self.half, self.slept = forward, half, 0.0
+        self.seconds, self.half_seconds, self.slept = forward, half, 0.0
 
     def sleep(self, seconds: float) -> None:
         """Sleeps and adds up."""
@@ -79,8 +79,8 @@ class Sleeper(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """The input, after a sleep."""
-        weight = _Sleep.apply(self.scale, 0.0, self.half, self)
-        out: Tensor = _Sleep.apply(x, self.seconds, self.half, self) * weight
+        weight = _Sleep.apply(self.scale, 0.0, self.half_seconds, self)  # type: ignore[no-untyped-call]
+        out: Tensor = _Sleep.apply(x, self.seconds, self.half_seconds, self) * weight  # type: ignore[no-untyped-call]
         return out
 
 
@@ -119,7 +119,7 @@ def _flushed(transport: Transport, case: Case) -> float:
     """The median over batches, from the last rank's arrival at a barrier to the last rank's end."""
     pipeline, net, parts = _pipeline(transport, case)
     ranks = transport.topology.ranks
-    found = []
+    found: list[float] = []
     for _ in range(case.batches + 2):
         arrived, before = time.monotonic(), _slept(net)
         transport.barrier()

@@ -198,7 +198,7 @@ def larger_batches(
         schemes: for each label of the figure depth, micro-batch, whether recomputed, and Chimera's way to scale.
     """
     points, rows = published("chimera", figure), []
-    drawn: tuple[dict[str, list[tuple[float, float]]], ...] = ({}, {})
+    drawn: tuple[dict[str, list[tuple[float, float]]], dict[str, list[tuple[float, float]]]] = ({}, {})
     for label, (depth, batch, again, *scaling) in schemes.items():
         family: str | Family = Chimera(scaling=scaling[0]) if scaling else label
         for total, speed in zip(points["Bhat"], points[label], strict=True):

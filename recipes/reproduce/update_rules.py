@@ -65,7 +65,7 @@ def rule(batches: Batches, stages: int, version: Version, momentum: float) -> li
                 for own, old in zip(stage.parameters(), history[number][version(number, t)], strict=True):
                     own.copy_(old)
         worker.zero_grad()
-        loss_of(worker, batch).backward()
+        loss_of(worker, batch).backward()  # type: ignore[no-untyped-call]
         for own, used in zip(newest.parameters(), worker.parameters(), strict=True):
             own.grad = used.grad
         optimizer.step()

@@ -48,7 +48,8 @@ def one_process(strategy: Any, devices: int = 1, **options: Any) -> L.Trainer:
     sizes = strategy._asked
     stages = devices * strategy.family.stages_per_rank if sizes[2] == "auto" else sizes[2]
     strategy._asked = ("auto", "auto", stages)
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    saves = any(isinstance(each, L.pytorch.callbacks.ModelCheckpoint) for each in options.get("callbacks", ()))
+    quiet = {"logger": False, "enable_checkpointing": saves, "enable_progress_bar": False}
     quiet |= {"max_epochs": 1, "enable_model_summary": False}
     return L.Trainer(strategy=strategy, **{**quiet, **options, "accelerator": "cpu", "devices": 1})
 

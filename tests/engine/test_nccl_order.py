@@ -166,7 +166,7 @@ def test_streamed_evaluations_end() -> None:
 
 def test_evaluations_in_turns_and_steps_of_several_passes_end(monkeypatch: pytest.MonkeyPatch) -> None:
     # until Python 3.11 all threads share the lock of a cached property, and this one meets the other ranks inside
-    monkeypatch.setattr(vars(Pipeline)["_passes"], "lock", nullcontext(), raising=False)
+    monkeypatch.setattr(vars(Pipeline)["in_passes"], "lock", nullcontext(), raising=False)
 
     class Twice(asynchronous_engine.Net):
         def forward(self, x: torch.Tensor, y: torch.Tensor, scale: float = 1.0) -> torch.Tensor:

@@ -65,7 +65,7 @@ def marked(name: str) -> Any:
 @pytest.fixture(scope="module")
 def outcomes() -> list[dict[str, Outcome]]:
     """All cases in one world: starting processes costs more than most cases."""
-    return run_trainers(fits, RANKS, timeout=110, names=list(CASES), devices=RANKS)
+    return run_trainers(fits, RANKS, timeout=240, names=list(CASES), devices=RANKS)
 
 
 @pytest.mark.parametrize("name", [marked(name) for name in CASES])
