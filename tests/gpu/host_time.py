@@ -16,6 +16,7 @@ from lightning_pipe.partition import divide, find_layers
 from lightning_pipe.transport.threads import thread_world
 from lightning_pipe.transport.topology import Topology
 from tests.benchmarks.measure import Finding, microseconds
+from tests.gpu.encoder import encoder
 from tests.gpu.setting import Setting
 
 STAGES, MICRO_BATCHES = 4, 8
@@ -29,11 +30,7 @@ def run(setting: Setting) -> Iterator[Finding]:
     width, length = (16, 4) if setting.small else (1024, 512)
     torch.manual_seed(0)
     with setting.place:
-        layers = [
-            nn.TransformerEncoderLayer(width, width // 16, 4 * width, dropout=0.0, batch_first=True)
-            for _ in range(2 * STAGES)
-        ]
-        net = nn.Sequential(*layers)
+        net = nn.Sequential(*encoder(width, 2 * STAGES))
     (transport,) = thread_world(Topology(ranks=1), device=setting.place)
     found = find_layers(net)
     pipeline = Pipeline(net, found, divide(net, found, STAGES), schedules.get("1f1b"), transport)

@@ -17,6 +17,7 @@ from lightning_pipe.profiling.measure import measure_profile
 from lightning_pipe.transport.threads import thread_world
 from lightning_pipe.transport.topology import Topology
 from tests.benchmarks.measure import Finding
+from tests.gpu.encoder import encoder
 from tests.gpu.rows import not_run
 from tests.gpu.setting import Setting
 
@@ -30,10 +31,7 @@ class Net(nn.Module):
 
     def __init__(self, width: int, layers: int) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(
-            nn.TransformerEncoderLayer(width, width // 16, 4 * width, dropout=0.0, batch_first=True)
-            for _ in range(layers)
-        )
+        self.layers = nn.ModuleList(encoder(width, layers))
 
     def forward(self, x: Tensor) -> Tensor:
         y = x

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_pipe import PipeStrategy
 from tests.benchmarks.measure import Finding, Ratio, alternate
+from tests.gpu.encoder import encoder
 from tests.gpu.setting import Setting
 from tests.support.trainer_runs import QUIET, quiet
 
@@ -28,10 +29,7 @@ class Model(L.LightningModule):
 
     def __init__(self, width: int, layers: int) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(
-            nn.TransformerEncoderLayer(width, width // 16, 4 * width, dropout=0.0, batch_first=True)
-            for _ in range(layers)
-        )
+        self.layers = nn.ModuleList(encoder(width, layers))
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         x = batch[0]
