@@ -10,7 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.engine.first_batch.test_loss_check import (
+from tests.engine.first_batch.test_loss_check import fit
+from tests.support.model_zoo import ZOO
+from tests.support.processes import run_trainers
+from tests.support.token_losses import (
     Batches,
     Chosen,
     Contrastive,
@@ -26,10 +29,7 @@ from tests.engine.first_batch.test_loss_check import (
     TimeFirst,
     Tokens,
     Views,
-    fit,
 )
-from tests.support.model_zoo import ZOO
-from tests.support.processes import run_trainers
 
 MESSAGE = "depends on the other samples"
 LENGTH, WIDTH, CLASSES = 6, 4, 3
