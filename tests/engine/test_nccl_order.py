@@ -6,6 +6,7 @@ Consistent with these rules: no test without GPUs can say more.
 from __future__ import annotations
 
 import copy
+import time
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -212,6 +213,9 @@ def test_a_rank_that_fails_issues_nothing_more() -> None:
     def operations(process: int) -> int:
         return sum(isinstance(event, Issued) for event in recorded[process])
 
+    def stuck() -> str | None:
+        return explore(programs([list(events) for events in recorded], Rules())).deadlock
+
     def body(transport: RecordingTransport) -> None:
         module = modules[transport.process]
         pipeline = Pipeline(module, find_layers(module, "layers"), [3, 3], schedules.get("1f1b"), transport)
@@ -220,6 +224,9 @@ def test_a_rank_that_fails_issues_nothing_more() -> None:
         def step(index: int, part: Any) -> Any:
             if transport.rank == 1 and number == 1 and index == 2:
                 issued.append(operations(transport.process))
+                limit = time.monotonic() + 20
+                while stuck() is None and time.monotonic() < limit:
+                    time.sleep(0.01)  # the other rank has not come yet to what this one will not send
                 raise RuntimeError("planted")
             return module(**part)
 
@@ -232,7 +239,7 @@ def test_a_rank_that_fails_issues_nothing_more() -> None:
     failed = topology.process(0, 1)
     assert operations(failed) == issued[0]
     # and the other rank is one that a watchdog must end
-    assert f"process {1 - failed}: its host" in str(explore(programs(recorded, Rules())).deadlock)
+    assert f"process {1 - failed}: its host" in str(stuck())
 
 
 # ------------------------------------------------------------------ planted faults

@@ -241,6 +241,6 @@ class _Work:
         self._number, self._threads, self._events, self._pending = number, threads, events, pending
 
     def wait(self, limit: timedelta | None = None) -> None:
+        self._events.append(Waited(self._number))  # before the wait: one that never ends is recorded as well
         self._threads.block(self._pending.done, f"finish operation {self._number}")
         assert not isinstance(self._pending, MessageEnd) or self._pending.error is None, self._pending.error
-        self._events.append(Waited(self._number))
