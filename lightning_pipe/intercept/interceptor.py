@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,17 +34,19 @@ class Interceptor:
 
     Attributes:
         run: the run of the step that is under way.
-        compiled: whether any part of the module is compiled, as of the last time that the wrappers were put on.
     """
 
     def __init__(self, module: nn.Module, layers: Sequence[tuple[str, nn.Module]], *, tells: bool = True) -> None:
         self.run: StageRun | TurnRun | None = None
-        self.compiled = False
         self.module = module
         self.layers = [layer for _, layer in layers]
         self.cache = RunCache()
         self._caches = Caches(module, tells=tells)
         self._outside = list(outside_modules(module, self.layers))
+        # by key: the number of a layer; for outside modules numbers below that of torch calls, -1
+        self._wrappers: dict[int, Callable[..., Any]] = {}
+        self._forwards: dict[int, Callable[..., Any]] = {}
+        self._interrupts = self._hides_compiled = False
         ids = {id(layer) for layer in self.layers}
         self._encoders = [
             part
@@ -65,10 +68,8 @@ class Interceptor:
         Args:
             caches: whether model caches are of use.
         """
-        # Asked before the wrappers hide it: they take the compiled call of what they wrap away for the time.
-        self.compiled = any(vars(part).get("_compiled_call_impl") is not None for part in self.module.modules())
         with (
-            all_replaced(self._wrappers()),
+            all_replaced(self._places()),
             CHECKPOINTS.installed(lambda: self.run),
             FUNCTIONS.installed(lambda: self.run),
             BACKWARD_HOOKS.installed(lambda: self.run),
@@ -77,14 +78,46 @@ class Interceptor:
         ):
             yield
 
-    def _wrappers(self) -> Iterator[tuple[nn.Module, str, Any]]:
+    @property
+    def compiled(self) -> bool:
+        """Whether any part of the module is compiled. To be asked while the wrappers are on."""
+        return self._hides_compiled or any(
+            vars(part).get("_compiled_call_impl") is not None for part in self.module.modules()
+        )
+
+    def _places(self) -> Iterator[tuple[nn.Module, str, Any]]:
         """What stands in modules while steps run, each in place before the next is asked for."""
+        self._hides_compiled = False
+        if not self._interrupts and "torch._dynamo" in sys.modules:  # which takes seconds to import
+            self._interrupts = True
+            self._wrappers.clear()
         for number, layer in enumerate(self.layers):
-            yield from _wrapped(layer, self._layer_forward(number, layer))
-        for key, (name, outside) in enumerate(self._outside):
-            yield from _wrapped(outside, self._module_forward(name, key, outside))
+            yield from self._wrapped(number, layer, self._layer_wrapper)
+        for position, (name, outside) in enumerate(self._outside):
+            yield from self._wrapped(-2 - position, outside, partial(self._module_wrapper, name))
         for encoder in self._encoders:
-            yield from _wrapped(encoder, padding_alike(encoder, encoder.forward))
+            yield encoder, "forward", self._apart(padding_alike(encoder, encoder.forward))
+            yield from self._hidden(encoder)
+
+    def _wrapped(
+        self, key: int, module: nn.Module, make: Callable[[int, nn.Module], Callable[..., Any]]
+    ) -> Iterator[tuple[nn.Module, str, Any]]:
+        # The wrapper is made once, for speed; what it calls is asked for anew, since forwards may be replaced.
+        if vars(module).get("forward") is not (wrapper := self._wrappers.get(key)) or wrapper is None:
+            self._forwards[key] = own_forward(module)
+        if wrapper is None:
+            wrapper = self._wrappers[key] = self._apart(make(key, module))
+        yield module, "forward", wrapper
+        yield from self._hidden(module)
+
+    def _hidden(self, module: nn.Module) -> Iterator[tuple[nn.Module, str, Any]]:
+        if vars(module).get("_compiled_call_impl") is not None:  # the wrapper calls it instead
+            self._hides_compiled = True
+            yield module, "_compiled_call_impl", None
+
+    def _apart(self, wrapper: Callable[..., Any]) -> Callable[..., Any]:
+        """A wrapper that code compiled around the module does not follow into the engine."""
+        return torch.compiler.disable(wrapper) if self._interrupts else wrapper  # type: ignore[no-untyped-call]
 
     def returning(self, result: Any) -> None:
         """The step is about to return, if it is under way; see `StageRun.returning`."""
@@ -99,11 +132,9 @@ class Interceptor:
         finally:
             self.run = None
 
-    def _layer_forward(self, number: int, layer: nn.Module) -> Callable[..., Any]:
-        forward = own_forward(layer)
-
+    def _layer_wrapper(self, number: int, layer: nn.Module) -> Callable[..., Any]:
         def wrapper(*args: Any, **kwargs: Any) -> Any:
-            run = self.run
+            run, forward = self.run, self._forwards[number]
             if run is None:
                 return run_again(forward, args, kwargs)
             if run.inside:
@@ -112,12 +143,9 @@ class Interceptor:
 
         return wrapper
 
-    def _module_forward(self, name: str, key: int, module: nn.Module) -> Callable[..., Any]:
-        forward = own_forward(module)
-        key = -2 - key  # apart from the layers' numbers and from the torch calls' -1
-
+    def _module_wrapper(self, name: str, key: int, module: nn.Module) -> Callable[..., Any]:
         def wrapper(*args: Any, **kwargs: Any) -> Any:
-            run = self.run
+            run, forward = self.run, self._forwards[key]
             if run is None:
                 return run_again(forward, args, kwargs)
             if run.inside:
@@ -125,21 +153,6 @@ class Interceptor:
             return run.call_module(name, key, module, forward, args, kwargs)
 
         return wrapper
-
-
-def _wrapped(module: nn.Module, forward: Callable[..., Any]) -> Iterator[tuple[nn.Module, str, Any]]:
-    # Compiled code would follow the wrapper into the engine: that of the module is called by the wrapper instead,
-    # that around the module is interrupted.
-    yield module, "forward", _uncompiled(forward)
-    if vars(module).get("_compiled_call_impl") is not None:
-        yield module, "_compiled_call_impl", None
-
-
-def _uncompiled(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """A wrapper that compiled code around it does not follow; itself as long as nothing can have been compiled."""
-    if "torch._dynamo" not in sys.modules:  # it takes seconds to import, and makes every call dearer
-        return forward
-    return torch.compiler.disable(forward)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def own_forward(module: nn.Module) -> Callable[..., Any]:

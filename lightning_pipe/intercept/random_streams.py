@@ -17,6 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_pipe.intercept.python_generator import GeneratorState
+
+_python = GeneratorState()
 _numpy: Any = np.random  # its types leave out how generators are exchanged (numpy 2.4)
 
 
@@ -85,7 +88,7 @@ class _Isolated:
     def __enter__(self) -> None:
         self._states, self._python, self._numpy = (
             _states(self._generators),
-            random.getstate(),
+            _python.read(),
             _numpy.get_bit_generator(),
         )
         self._own = _spare.pop() if _spare else np.random.MT19937()
@@ -96,7 +99,7 @@ class _Isolated:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         _restore(self._generators, self._states)
-        random.setstate(self._python)
+        _python.put_back(self._python)
         _numpy.set_bit_generator(self._numpy)
         _spare.append(self._own)
 
@@ -136,13 +139,13 @@ class RandomStreams:
         # Once a batch, and most of it numpy's own loops over its 624 words (numpy 2.4). Always: each run of the step
         # has seeded them, drawn from or not, and whether code outside drew since the last batch is in the state alone.
         states = _states(self._generators)
-        python = random.getstate()
+        python = _python.read()
         of_numpy = np.random.get_state()
         try:
             yield
         finally:
             _restore(self._generators, states)
-            random.setstate(python)
+            _python.put_back(python)
             np.random.set_state(of_numpy)
 
     def seed_user_code(self, micro_batch: int) -> None:

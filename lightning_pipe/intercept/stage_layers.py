@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -62,8 +61,8 @@ class CallNumbers:
     """
 
     def __init__(self, stage: StageLayers) -> None:
-        self._stage = stage
-        self._calls = Counter[int]()
+        self._stage, self._in_one_pass = stage, stage.in_one_pass
+        self._calls: dict[int, int] = {}
         self._passes, self._at = 0, 0
 
     def next(self, layer: int) -> tuple[int, int]:
@@ -74,12 +73,13 @@ class CallNumbers:
         """
         stage, number = self._stage, layer
         # every call draws from a stream of its own, whichever stage makes it
-        key = layer + stage.in_one_pass * self._calls[layer]
-        self._calls[layer] += 1
+        calls = self._calls.get(layer, 0)
+        key = layer + self._in_one_pass * calls
+        self._calls[layer] = calls + 1
         if stage.stage_of:
             self._passes += stage.stage_of[layer] < self._at
             self._at = stage.stage_of[layer]
-            number += self._passes * stage.in_one_pass
+            number += self._passes * self._in_one_pass
         if number >= len(stage.names):
             raise CutError(
                 f"layer '{stage.names[layer]}' is called in one pass more than the {self._passes} that were asked for.",

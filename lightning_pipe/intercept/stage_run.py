@@ -191,7 +191,7 @@ class StageRun:
     def call_layer(self, number: int, layer: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """A layer of the sequence is called."""
         name, own = self.stage.names[number], self.stage.layers
-        if self.tracker.waiting and self.tracker.expects(AGAIN):
+        if self._may_repeat and self.tracker.waiting and self.tracker.expects(AGAIN):
             self._come_back(name)
         number, key = self._numbers.next(number)
         if self.tracker.waiting and number < own.start:
