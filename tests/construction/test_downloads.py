@@ -41,10 +41,10 @@ def hub(folder: Path, asked: Counter[tuple[str, str]]) -> Iterator[str]:
     changed = threading.Condition()
 
     class Answers(BaseHTTPRequestHandler):
-        def do_HEAD(self) -> None:  # noqa: N802 - the name is http.server's
+        def do_HEAD(self) -> None:
             self.answer()
 
-        def do_GET(self) -> None:  # noqa: N802 - the name is http.server's
+        def do_GET(self) -> None:
             file = self.answer()
             if file is not None:
                 self.wfile.write(file.read_bytes())
