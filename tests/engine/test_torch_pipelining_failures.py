@@ -20,7 +20,8 @@ from lightning_pipe.transport.threads import run_threads, thread_world
 from lightning_pipe.transport.topology import Topology
 from tests.support import model_zoo, oracle
 from tests.support.equality_sweep import Point, check, pipelined
-from tests.support.model_zoo import ZOO, Block, Entry, Regression
+from tests.support.model_zoo import ZOO, Entry
+from tests.support.zoo.base import Block, Regression
 
 SCHEDULES = ["gpipe", "1f1b", "interleaved"]
 
