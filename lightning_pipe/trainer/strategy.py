@@ -48,6 +48,7 @@ from lightning_pipe.trainer.data.batch_splitter import BatchSplitting
 from lightning_pipe.trainer.data.micro_batches import LossWeight
 from lightning_pipe.trainer.data.split_batch import SplitBatch
 from lightning_pipe.trainer.frames import hide_own
+from lightning_pipe.trainer.measured_shapes import MeasuredShapes
 from lightning_pipe.trainer.module_strategy import ModuleStrategy
 from lightning_pipe.trainer.report import Report
 from lightning_pipe.trainer.run import PipelineRun
@@ -271,7 +272,11 @@ class PipeStrategy(ModuleStrategy):
         sharded = ShardedOptimizers(pipeline, self.precision_plugin) if self._shard_optimizer else None
         if self._choice is not None:
             notes = (*notes, f"schedule chosen: {self._choice.reason}")
-        report = Report(module, pipeline, self.layout, notes, costs, built)
+        measured = MeasuredShapes(
+            None if self._choice is None else self._choice.shapes,
+            None if store is None or not store.signatures else store.signatures[-1],
+        )
+        report = Report(module, pipeline, self.layout, notes, costs, built, measured)
         self.run = PipelineRun(
             module, pipeline, world, self.precision_plugin, self._splitting, report, store, sharded, self._seed
         )

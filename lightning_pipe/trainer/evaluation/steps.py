@@ -59,6 +59,8 @@ class EvaluationSteps:
     ) -> None:
         self.pipeline, self.user_step, self.options = pipeline, user_step, options
         self._seeds = seeds
+        self._before: dict[str, Snapshot | None] = {}
+        """By method, the layers before its first run that may be undone; ``None`` once that has come to its end."""
         self._contexts: dict[str, Callable[[], AbstractContextManager[None]]] = {
             "validation_step": precision.val_step_context,
             "test_step": precision.test_step_context,
@@ -78,6 +80,12 @@ class EvaluationSteps:
         return self._run(name, args, self._seeds.evaluation(), ahead, turns=turns)
 
     def _run(self, name: str, args: Sequence[Any], seed: int, ahead: int, *, turns: bool) -> RunStep:
+        if not turns and (name not in self._before or name in self.user_step.in_turns):
+            # a stream goes on to begin with a run that will be undone, once for each batch
+            layers = self.pipeline.layers
+            self._before[name] = Snapshot(
+                {f"{of}.{part}": each for of, layer in layers for part, each in layer.named_modules()}
+            )
         batch, *rest = args
         step = self.user_step.begin(name, rest, self._contexts[name], self._cut(batch))
         with self.user_step.running(may_repeat=not turns) as before:
@@ -100,7 +108,11 @@ class EvaluationSteps:
             send_outputs: whether ranks without the last stage get what the step returned.
         """
         outputs = run.step.share(run.outputs, run.before, broadcast, send_outputs=send_outputs, repeats=run.repeats)
+        before, self._before[run.name] = self._before.get(run.name), None
         if run.step.repeats:
+            # the layers have run for this batch, and in a stream for later ones, whose steps all run again
+            if before is not None:
+                before.undo()
             self.user_step.take_turns(run.name)
             # all ranks have come to this batch: here they run it together, whatever they have begun of later ones
             run = self._run(run.name, run.args, run.seed, 0, turns=True)
