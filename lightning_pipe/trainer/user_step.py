@@ -149,7 +149,7 @@ class UserStep:
     def _note_kept(self, before: Snapshot) -> None:
         """Note that what the step keeps as attributes is read: a layer may take it from there."""
         reads = self.pipeline.executor.stages.reads
-        if reads is not None:
+        if reads is not None and not isinstance(sys.exception(), Exception):
             reads.read(leaf for change in before.changes() for leaf in tree_leaves(change.value))
 
     def take_turns(self, name: str) -> None:
