@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -97,22 +97,25 @@ def receive_batches(transport: Transport, batches: int) -> tuple[float, float]:
     stages = used_by_stage(len(transport.peers))
     members, source = tuple(sorted(transport.peers)), transport.peers[-1]
     needed = {process: stages[stage] for stage, process in enumerate(transport.peers[:-1])}
-    medians = []
-    for number, whole in enumerate((False, True)):
-        channel = NonBlockingBroadcast(transport, ahead=2, number=number)
+    channels = [NonBlockingBroadcast(transport, ahead=2, number=number) for number in range(2)]
 
-        def share(message: Any, channel: NonBlockingBroadcast = channel) -> Any:
+    def begin(channel: NonBlockingBroadcast, *, whole: bool) -> Iterator[Any]:
+        def share(message: Any) -> Any:
             message = channel.share(message, source, members)
             channel.end_call()
             return message
 
-        iterator = iter(SharedDataLoader(ready, transport, source, members, share, Used(needed, whole=whole)))
-        times = []
-        for _ in range(batches + 1):
+        return iter(SharedDataLoader(ready, transport, source, members, share, Used(needed, whole=whole)))
+
+    iterators = [begin(channel, whole=whole) for channel, whole in zip(channels, (False, True), strict=True)]
+    times: list[list[float]] = [[], []]
+    for _ in range(batches + 1):
+        for iterator, own in zip(iterators, times, strict=True):  # in turn, so that both see the same machine
             transport.barrier()
             start = time.perf_counter()
             next(iterator)
-            times.append(time.perf_counter() - start)
+            own.append(time.perf_counter() - start)
+    for channel in channels:
         channel.flush()
-        medians.append(statistics.median(times[1:]))
-    return medians[0], medians[1]
+    used, whole = (statistics.median(own[1:]) for own in times)
+    return used, whole
