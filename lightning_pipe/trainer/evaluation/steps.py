@@ -15,6 +15,7 @@ from lightning_pipe.trainer.broadcasts import Broadcast
 from lightning_pipe.trainer.data.batch_splitter import BatchSplitting
 from lightning_pipe.trainer.data.joining import join
 from lightning_pipe.trainer.data.micro_batches import MicroBatches, divide_batch
+from lightning_pipe.trainer.data.needs import Needs
 from lightning_pipe.trainer.seeds import Seeds
 from lightning_pipe.trainer.user_step import StepOfBatch, UserStep
 
@@ -52,12 +53,19 @@ class EvaluationSteps:
         precision: the Trainer's precision plugin.
         seeds: of the random streams.
         options: the strategy's options for batches.
+        needs: learns which tensors of a batch each rank needs.
     """
 
     def __init__(
-        self, pipeline: Pipeline, user_step: UserStep, precision: Precision, seeds: Seeds, options: BatchSplitting
+        self,
+        pipeline: Pipeline,
+        user_step: UserStep,
+        precision: Precision,
+        seeds: Seeds,
+        options: BatchSplitting,
+        needs: Needs,
     ) -> None:
-        self.pipeline, self.user_step, self.options = pipeline, user_step, options
+        self.pipeline, self.user_step, self.options, self._needs = pipeline, user_step, options, needs
         self._seeds = seeds
         self._before: dict[str, Snapshot | None] = {}
         """By method, the layers before its first run that may be undone; ``None`` once that has come to its end."""
@@ -88,7 +96,10 @@ class EvaluationSteps:
             )
         batch, *rest = args
         step = self.user_step.begin(name, rest, self._contexts[name], self._cut(batch))
-        with self.user_step.running(may_repeat=not turns) as before:
+        with (
+            self._needs.learning(name, batch, step.micro_batches.parts),
+            self.user_step.running(may_repeat=not turns) as before,
+        ):
             outputs = self.pipeline.evaluate(step, step.micro_batches.parts, seed=seed, ahead=ahead, turns=turns)
         return RunStep(step, outputs, before, self.pipeline.turns.needed, name, args, seed)
 
@@ -114,6 +125,7 @@ class EvaluationSteps:
             if before is not None:
                 before.undo()
             self.user_step.take_turns(run.name)
+            self._needs.keep_whole(run.name)
             # all ranks have come to this batch: here they run it together, whatever they have begun of later ones
             run = self._run(run.name, run.args, run.seed, 0, turns=True)
             outputs = run.step.share(run.outputs, run.before, broadcast, send_outputs=send_outputs)
