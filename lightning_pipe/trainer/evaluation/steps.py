@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
@@ -67,8 +68,9 @@ class EvaluationSteps:
     ) -> None:
         self.pipeline, self.user_step, self.options, self._needs = pipeline, user_step, options, needs
         self._seeds = seeds
-        self._before: dict[str, Snapshot | None] = {}
-        """By method, the layers before its first run that may be undone; ``None`` once that has come to its end."""
+        # by method: the layers before each run that may be undone, and whether its first batch has left them alone
+        self._before: defaultdict[str, list[Snapshot]] = defaultdict(list)
+        self._leaves_layers: set[str] = set()
         self._contexts: dict[str, Callable[[], AbstractContextManager[None]]] = {
             "validation_step": precision.val_step_context,
             "test_step": precision.test_step_context,
@@ -88,11 +90,11 @@ class EvaluationSteps:
         return self._run(name, args, self._seeds.evaluation(), ahead, turns=turns)
 
     def _run(self, name: str, args: Sequence[Any], seed: int, ahead: int, *, turns: bool) -> RunStep:
-        if not turns and (name not in self._before or name in self.user_step.in_turns):
+        if not turns and (name not in self._leaves_layers or name in self.user_step.in_turns):
             # a stream goes on to begin with a run that will be undone, once for each batch
             layers = self.pipeline.layers
-            self._before[name] = Snapshot(
-                {f"{of}.{part}": each for of, layer in layers for part, each in layer.named_modules()}
+            self._before[name].append(
+                Snapshot({f"{of}.{part}": each for of, layer in layers for part, each in layer.named_modules()})
             )
         batch, *rest = args
         step = self.user_step.begin(name, rest, self._contexts[name], self._cut(batch))
@@ -119,16 +121,21 @@ class EvaluationSteps:
             send_outputs: whether ranks without the last stage get what the step returned.
         """
         outputs = run.step.share(run.outputs, run.before, broadcast, send_outputs=send_outputs, repeats=run.repeats)
-        before, self._before[run.name] = self._before.get(run.name), None
+        before = self._before.pop(run.name, [])
         if run.step.repeats:
             # the layers have run for this batch, and in a stream for later ones, whose steps all run again
-            if before is not None:
-                before.undo()
+            if before:
+                before[0].undo()
+            self._leaves_layers.discard(run.name)
             self.user_step.take_turns(run.name)
             self._needs.keep_whole(run.name)
             # all ranks have come to this batch: here they run it together, whatever they have begun of later ones
             run = self._run(run.name, run.args, run.seed, 0, turns=True)
             outputs = run.step.share(run.outputs, run.before, broadcast, send_outputs=send_outputs)
+        elif before and not before[0].changes():
+            self._leaves_layers.add(run.name)
+        else:
+            self._before[run.name] = before[1:]
         parts = run.step.micro_batches
         if len(parts.parts) == 1 or not outputs:
             return outputs.get(0)

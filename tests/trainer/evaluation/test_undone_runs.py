@@ -29,33 +29,39 @@ class Counted(nn.Module):
 
 
 class Twice(L.LightningModule):
-    """Calls its layers twice for each batch."""
+    """Calls its layers twice for each batch, from one on."""
 
-    def __init__(self) -> None:
+    def __init__(self, first: int) -> None:
         super().__init__()
+        self.first = first
         torch.manual_seed(0)
         self.layers = nn.Sequential(*(Counted() for _ in range(4)))
         self.head = nn.Linear(4, 1)
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("val", self.head(self.layers(self.layers(batch[0]))).mean())
+        out = self.layers(batch[0])
+        self.log("val", self.head(self.layers(out) if batch_idx >= self.first else out).mean())
 
 
-def validated(process: int, devices: int | None) -> tuple[float, dict[str, float]]:
+def validated(process: int, devices: int | None, first: int) -> tuple[float, dict[str, float]]:
     """What is logged, and how often each layer has run."""
     x = torch.randn(20, 4, generator=torch.Generator().manual_seed(1))
     strategy: Any = PipeStrategy(layers="layers") if devices else "auto"
     trainer = L.Trainer(accelerator="cpu", devices=devices or 1, strategy=strategy, **QUIET)
-    module = Twice().double()
+    module = Twice(first).double()
     trainer.validate(module, DataLoader(TensorDataset(x.double()), batch_size=4), verbose=False)
     calls = {name: float(value) for name, value in module.state_dict().items() if name.endswith("calls")}
     return float(trainer.callback_metrics["val"]), calls
 
 
-@pytest.mark.timeout(60)
-def test_layers_count_the_calls_of_one_device() -> None:
-    logged, calls = validated(0, None)
-    assert set(calls.values()) == {10.0}
-    for found in run_trainers(validated, 2, timeout=50, devices=2):
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize(
+    ("ranks", "first"),
+    [(2, 0), (2, 3), pytest.param(4, 0, marks=pytest.mark.slow), pytest.param(4, 2, marks=pytest.mark.slow)],
+)
+def test_layers_count_the_calls_of_one_device(ranks: int, first: int) -> None:
+    logged, calls = validated(0, None, first)
+    assert set(calls.values()) == {10.0 - first}
+    for found in run_trainers(validated, ranks, timeout=60, devices=ranks, first=first):
         assert found[0] == pytest.approx(logged, rel=1e-9)
         assert found[1] == calls
