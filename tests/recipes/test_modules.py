@@ -48,7 +48,16 @@ def assert_divisible(module: L.LightningModule, batch: dict[str, Tensor]) -> Non
 def amoebanet(**settings: Any) -> AmoebaNetClassifier:
     torch.manual_seed(0)
     return AmoebaNetClassifier(
-        **{"layers": 3, "filters": 16, "classes": 10, "image_size": 32, "dropout": 0.0, "drop_path": 0.0} | settings
+        **{
+            "network": "d",
+            "layers": 3,
+            "filters": 16,
+            "classes": 10,
+            "image_size": 32,
+            "dropout": 0.0,
+            "drop_path": 0.0,
+        }
+        | settings
     )
 
 
