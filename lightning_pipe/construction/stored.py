@@ -13,7 +13,7 @@ import mmap
 import os
 import sys
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from types import ModuleType
 from typing import Any
@@ -25,8 +25,13 @@ from lightning_pipe.construction.deferred import THREAD, backed, numbers
 from lightning_pipe.construction.tape import SMALL, Cell, Operation
 from lightning_pipe.patches import replaced
 
+_FORGET = 4
+"""``MADV_DONTNEED`` of Linux: pages are read from the file again when they are needed, and changes are lost."""
 _PAGE_OUT = 21
-"""``MADV_PAGEOUT`` of Linux, which changes no value: what is not in a file, or was changed, stays in memory."""
+"""``MADV_PAGEOUT`` of Linux, which loses nothing, and leaves in memory what other processes have mapped as well."""
+
+_PIECE = 16 << 20
+"""Bytes that are copied at a time."""
 
 _FORMATS = ("pt", "torch", "pytorch")
 
@@ -117,14 +122,47 @@ def _taken_out(mapped: torch.UntypedStorage) -> Tensor:
 
 
 def read_out(mapped: Tensor) -> Tensor:
-    """A copy of a tensor in a mapped file, whose pages no longer count as this process's afterwards."""
-    copied = mapped.clone()
-    if sys.platform == "linux" and mapped.device.type == "cpu":  # the system forgets pages when memory is short
-        start = mapped.data_ptr()
-        first, end = -(-start // mmap.PAGESIZE), (start + mapped.nbytes) // mmap.PAGESIZE
-        where, size = ctypes.c_void_p(first * mmap.PAGESIZE), ctypes.c_size_t(max(end - first, 0) * mmap.PAGESIZE)
-        ctypes.CDLL(None).madvise(where, size, _PAGE_OUT)
+    """A copy of a tensor in a mapped file, whose pages no longer count as this process's afterwards.
+
+    It is copied in pieces, so that no more than one piece is in memory twice.
+    """
+    if sys.platform != "linux" or mapped.device.type != "cpu" or not mapped.is_contiguous():
+        return mapped.clone()
+    copied = torch.empty_like(mapped)
+    for target, source in zip(_pieces(copied), _pieces(mapped), strict=True):
+        target.copy_(source)
+        _let_go(source)
     return copied
+
+
+def _pieces(tensor: Tensor) -> Sequence[Tensor]:
+    """The memory of a contiguous tensor, as bytes."""
+    start = tensor.storage_offset() * tensor.element_size()
+    memory: Any = torch.empty(0, dtype=torch.uint8)
+    pieces: Sequence[Tensor] = memory.set_(tensor.untyped_storage(), start, (tensor.nbytes,)).split(_PIECE)
+    return pieces
+
+
+def _let_go(mapped: Tensor) -> None:
+    """Take the pages of a mapped file that lie wholly in this piece out of this process's memory."""
+    start = mapped.data_ptr()
+    first, end = -(-start // mmap.PAGESIZE), (start + mapped.nbytes) // mmap.PAGESIZE
+    if first < end:
+        advice = _FORGET if _unchanged(first, end) else _PAGE_OUT
+        size = (end - first) * mmap.PAGESIZE
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(first * mmap.PAGESIZE), ctypes.c_size_t(size), advice)
+
+
+def _unchanged(first: int, end: int) -> bool:
+    """Whether none of these pages of a private mapping has been written to: a changed page belongs to no file."""
+    try:
+        with open("/proc/self/pagemap", "rb") as pagemap:
+            pagemap.seek(first * 8)
+            entries = torch.frombuffer(bytearray(pagemap.read((end - first) * 8)), dtype=torch.int64)
+    except OSError:
+        return False
+    swapped, present, of_file = entries & 1 << 62 != 0, entries < 0, entries & 1 << 61 != 0
+    return len(entries) == end - first and not bool((swapped | (present & ~of_file)).any())
 
 
 # ---------------------------------------------------------------------- safetensors

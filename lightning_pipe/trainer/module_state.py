@@ -53,18 +53,19 @@ class Tracked:
 
     def generators(self) -> dict[str, bytes]:
         """The states of the random generators among the attributes, by name."""
-        return {name: _state(value) for name, value in self._attributes() if isinstance(value, _GENERATORS)}
+        return {name: _state(value) for name, value in self._attributes(_GENERATORS)}
 
     def iterators(self) -> list[str]:
         """The names of attributes that are iterators: items that a step takes from them cannot be put back."""
-        found = [(name, value) for name, value in self._attributes() if isinstance(value, Iterator)]
+        found = self._attributes(Iterator)
         return [name for name, value in found if not isinstance(value, io.IOBase)]  # an open file is one, too
 
-    def _attributes(self) -> Iterator[tuple[str, Any]]:
-        """All attributes by name."""
+    def _attributes(self, kind: type | tuple[type, ...]) -> Iterator[tuple[str, Any]]:
+        """The attributes of a kind, by name."""
         for path, module in self.modules.items():
             for name, value in vars(module).items():
-                yield f"{path}.{name}".lstrip("."), value
+                if isinstance(value, kind):  # first of all, since this runs around each run of the step
+                    yield f"{path}.{name}".lstrip("."), value
 
     def apply(self, changes: Iterable[Change], *, add: bool = False) -> None:
         """Make changes that another rank's step made.

@@ -156,10 +156,10 @@ class ModuleStrategy(ProcessStrategy):
         self.meet("trainer.save_checkpoint()")
         if self._save_folder:
             self._checkpoints().save_folder(checkpoint, filepath, self.optimizers)
-        elif self.pipeline_parallel_size > 1:
-            self._checkpoints().save_file(checkpoint, filepath, self.checkpoint_io, storage_options)
-        else:
+        elif self._interrupted():  # all of it is here
             super().save_checkpoint(checkpoint, filepath, storage_options)
+        else:
+            self._checkpoints().save_file(checkpoint, filepath, self.checkpoint_io, storage_options)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:

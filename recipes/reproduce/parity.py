@@ -31,6 +31,8 @@ LAST = 10
 """Steps whose mean loss is the end of a curve."""
 
 ONE_DEVICE = "one device"
+MICRO_BATCHED = "one device, same micro-batches"
+"""One device that adds up the gradients of the micro-batches: what a schedule with a flush computes."""
 Batch = dict[str, Tensor]
 Curves = dict[str, list[list[float]]]
 """For every schedule the losses of each seed's run."""
@@ -52,7 +54,7 @@ def parity(
     rows, pictures = [], []
     for title, model in models.items():
         flushed, streamed = model["schedules"], model["without_flush"]
-        found: Curves = {name: [] for name in (ONE_DEVICE, *flushed, *streamed)}
+        found: Curves = {name: [] for name in (ONE_DEVICE, MICRO_BATCHED, *flushed, *streamed)}
         for seed in seeds:
             given = composed([*model["overrides"], f"seed={seed}"])
             data = batches(given, steps)
@@ -70,14 +72,17 @@ def _rows(title: str, found: Curves, flushed: Sequence[str], tolerance: str) -> 
     spread = statistics.stdev(ends[ONE_DEVICE]) if len(ends[ONE_DEVICE]) > 1 else 0.0
     starts = statistics.fmean(run[0] for run in found[ONE_DEVICE])
     for name, values in ends.items():
-        apart = [value - alone for value, alone in zip(values, ends[ONE_DEVICE], strict=True)]
+        beside = MICRO_BATCHED if name in flushed else ONE_DEVICE
+        apart = [value - alone for value, alone in zip(values, ends[beside], strict=True)]
         note = f"mean {statistics.fmean(values):.4f}, by seed {', '.join(f'{value:.4f}' for value in values)}"
-        what = f"{title}, {name}: loss at the end beside one device, same seeds, mean"
+        what = f"{title}, {name}: loss at the end beside {beside}, same seeds, mean"
         if name == ONE_DEVICE:
             note += f"; standard deviation over seeds {spread:.4f}; at the first step {starts:.4f}"
             yield Row(f"{title}, {name}: loss at the end", None, statistics.fmean(values), unit="nats", note=note)
         elif name in flushed:
             yield Row(what, 0.0, statistics.fmean(apart), Tolerance(tolerance), "nats", note=note)
+        elif name == MICRO_BATCHED:
+            yield Row(what, None, statistics.fmean(apart), unit="nats", note=f"{note}; batch norm sees micro-batches")
         else:
             yield Row(what, None, statistics.fmean(apart), unit="nats", note=f"{note}; another algorithm: no claim")
 
@@ -127,14 +132,8 @@ def train(given: Any, data: Sequence[Batch], name: str, ranks: int, micro_batche
     """
     torch.manual_seed(given.seed)
     module = job.make_module(given).train()
-    if name == ONE_DEVICE:
-        losses, optimizer = [], _Optimizer(module, len(data))
-        for batch in data:
-            loss = loss_of(module, batch)
-            loss.backward()
-            optimizer.step()
-            losses.append(float(loss.detach()))
-        return losses
+    if name in (ONE_DEVICE, MICRO_BATCHED):
+        return _on_one_device(module, data, 1 if name == ONE_DEVICE else micro_batches)
     number = 1 if name == "pipedream" else micro_batches
     family = schedules.get(name).for_batches_of(number)
     loss_rank = family.build(ranks, 4 * micro_batches).loss_ranks[0]
@@ -145,6 +144,27 @@ def train(given: Any, data: Sequence[Batch], name: str, ranks: int, micro_batche
         return _on_rank(transport, modules[transport.process], given, data, family, number)
 
     return [sum(each) for each in zip(*run_threads(world, run, timeout=7200), strict=True)]
+
+
+def _on_one_device(module: Any, data: Sequence[Batch], number: int) -> list[float]:
+    """The losses of a run that adds up the gradients of so many micro-batches."""
+    losses: list[float] = []
+    optimizer = _Optimizer(module, len(data))
+    for batch in data:
+        total = 0.0
+        for part in _parts(batch, number):
+            loss = loss_of(module, part) / number
+            loss.backward()
+            total += float(loss.detach())
+        optimizer.step()
+        losses.append(total)
+    return losses
+
+
+def _parts(batch: Batch, number: int) -> list[Batch]:
+    """The micro-batches of a batch."""
+    cut = {key: value.tensor_split(number) for key, value in batch.items()}
+    return [{key: values[part] for key, values in cut.items()} for part in range(number)]
 
 
 class _Optimizer:
@@ -181,10 +201,8 @@ def _on_rank(
                 losses[batch] += sum(float(value.detach()) / number for value in results.values())
 
     for index, batch in enumerate(data):
-        cut = {key: value.tensor_split(number) for key, value in batch.items()}
-        parts = [{key: values[part] for key, values in cut.items()} for part in range(number)]
         call = partial(pipeline.train if family.synchronous else pipeline.advance, seed=index)
-        done: Any = call(lambda _, part: loss_of(module, part), parts, [1 / number] * number)
+        done: Any = call(lambda _, part: loss_of(module, part), _parts(batch, number), [1 / number] * number)
         if family.synchronous:
             optimizer.step()
             losses[index] = sum(float(value.detach()) / number for value in done.values())

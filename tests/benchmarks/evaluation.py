@@ -1,8 +1,9 @@
-"""Validation, test and prediction of 50 batches, with layers that sleep: a pipeline, against one device."""
+"""Validation, test and prediction of 50 batches, by a pipeline and on one device: layers that sleep, or multiply."""
 
 from __future__ import annotations
 
 import logging
+import statistics
 import time
 import warnings
 from typing import Any
@@ -19,14 +20,23 @@ from tests.support import processes
 BATCHES = 50
 TOLERANCE = 0.10
 STEPS = ("validate", "test", "predict")
+WIDTH, SAMPLES, PRODUCTS = 1024, 128, 8
+"""Of the layers that multiply: their width, the samples of a batch, and how many there are."""
 
 
-class Sleeping(L.LightningModule):
-    """Layers whose compute needs no core."""
+class Lit(L.LightningModule):
+    """Layers whose compute needs no core, or matrix products."""
 
-    def __init__(self, layers: int) -> None:
+    def __init__(self, sleeping: int) -> None:
         super().__init__()
-        self.layers = nn.Sequential(*(SleepingLayer() for _ in range(layers)))
+        products = (nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()) for _ in range(PRODUCTS))
+        self.layers = nn.Sequential(*((SleepingLayer() for _ in range(sleeping)) if sleeping else products))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.layers(batch).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1e-3)
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
         self.log("mean", self.layers(batch).mean())
@@ -50,8 +60,8 @@ class Stopwatch(L.Callback):
     def _end(self, *_: Any) -> None:
         self.seconds = time.perf_counter() - self.start
 
-    on_validation_start = on_test_start = on_predict_start = _begin
-    on_validation_end = on_test_end = on_predict_end = _end
+    on_validation_start = on_test_start = on_predict_start = on_train_start = _begin
+    on_validation_end = on_test_end = on_predict_end = on_train_end = _end
 
 
 def run(quick: bool) -> list[Finding]:
@@ -59,7 +69,7 @@ def run(quick: bool) -> list[Finding]:
     findings = []
     for ranks in (2, 4) if quick else (2, 4, 8):
         alone = measure(0, ranks, None)
-        several = processes.run_trainers(measure, ranks, timeout=120, layers=ranks, devices=ranks)[0]
+        several = processes.run_trainers(measure, ranks, timeout=120, sleeping=ranks, devices=ranks)[0]
         expected = (BATCHES + ranks - 1) / (BATCHES * ranks)
         for name in STEPS:
             share = several[name] / alone[name]
@@ -71,11 +81,37 @@ def run(quick: bool) -> list[Finding]:
                     share <= expected * (1 + TOLERANCE),
                 )
             )
-    return findings
+    return [*findings, *products(3 if quick else 7)]
 
 
-def measure(process: int, layers: int, devices: int | None) -> dict[str, float]:
-    """Seconds of each evaluation; ``devices=None``: on one plain device."""
+def products(rounds: int) -> list[Finding]:
+    """How much faster two ranks are than one device where layers multiply matrices: training, and evaluation."""
+    ratios: dict[str, list[float]] = {name: [] for name in ("fit", *STEPS)}
+    for _ in range(rounds):  # in turns
+        alone = processes.run_trainers(measure, 1, timeout=120, sleeping=0, devices=None)[0]
+        several = processes.run_trainers(measure, 2, timeout=120, sleeping=0, devices=2)[0]
+        for name, found in ratios.items():
+            found.append(alone[name] / several[name])
+    training = statistics.median(ratios["fit"])
+    return [
+        Finding(
+            f"{name}, matrix products on 2 ranks",
+            f"{statistics.median(found):.2f} times as fast ({min(found):.2f} to {max(found):.2f})",
+            "" if name == "fit" else f"training's {training:.2f} at least",
+            None if name == "fit" else statistics.median(found) >= training,
+        )
+        for name, found in ratios.items()
+    ]
+
+
+def measure(process: int, sleeping: int, devices: int | None) -> dict[str, float]:
+    """Seconds of each evaluation, and of training where layers do not sleep.
+
+    Args:
+        process: this one.
+        sleeping: layers that sleep; 0: layers that multiply.
+        devices: of the pipeline; ``None``: one plain device.
+    """
     from lightning_pipe import PipeStrategy
 
     warnings.simplefilter("ignore")
@@ -85,16 +121,19 @@ def measure(process: int, layers: int, devices: int | None) -> dict[str, float]:
         accelerator="cpu",
         devices=devices or 1,
         strategy=PipeStrategy() if devices else "auto",
+        max_epochs=1,
         callbacks=[stopwatch],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    module, data = Sleeping(layers), DataLoader(torch.ones(4 * BATCHES, 4), batch_size=4)
+    samples, width = (4, 4) if sleeping else (SAMPLES, WIDTH)
+    module, data = Lit(sleeping), DataLoader(torch.ones(samples * BATCHES, width), batch_size=samples)
+    torch.set_num_threads(1)
     seconds = {}
-    for name in STEPS:
-        options = {} if name == "predict" else {"verbose": False}
+    for name in STEPS if sleeping else ("fit", *STEPS):
+        options = {"verbose": False} if name in ("validate", "test") else {}
         getattr(trainer, name)(module, data, **options)
         seconds[name] = stopwatch.seconds
     return seconds

@@ -106,6 +106,37 @@ def test_what_shares_memory_in_a_file_is_one(tmp_path: Path) -> None:
     assert isinstance(loaded["kept"], nn.Parameter)
 
 
+def test_a_copy_lets_the_pages_of_the_file_go_and_keeps_what_was_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stored, "_PIECE", 1 << 20)
+    values = torch.rand(3, 1 << 20)
+    torch.save({"kept": values, "changed": values + 1}, tmp_path / "x.pt")
+    mapped = torch.load(tmp_path / "x.pt", mmap=True)
+    mapped["changed"][1, :5] = 7.0
+    # whole, a part of it, nothing, changed, and not contiguous
+    parts = [mapped["kept"], mapped["kept"][1:2, 3:], mapped["kept"][:0], mapped["changed"], mapped["changed"].t()]
+    expected = [part.clone() for part in parts]
+    mapped_before = mapped_bytes(tmp_path / "x.pt")
+    for part, value in zip(parts, expected, strict=True):
+        assert torch.equal(stored.read_out(part), value)
+    assert all(map(torch.equal, parts, expected))  # the file, and the change in memory
+    del parts, part
+    stored.read_out(mapped["kept"])
+    assert mapped_bytes(tmp_path / "x.pt") < mapped_before - 0.9 * values.nbytes
+
+
+def mapped_bytes(path: Path) -> int:
+    """The bytes of a mapped file that count as this process's."""
+    found, size = False, 0
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if "-" in line.split()[0] and not line.split()[0].endswith(":"):
+            found = line.endswith(str(path))
+        elif found and line.startswith("Rss:"):
+            size += int(line.split()[1]) * 1024
+    return size
+
+
 def test_what_cannot_be_mapped_is_read_at_once(tmp_path: Path) -> None:
     values = {"x": torch.rand(WIDE, WIDE)}
     torch.save(values, tmp_path / "old.pt", _use_new_zipfile_serialization=False)

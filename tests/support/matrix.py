@@ -106,7 +106,8 @@ def page(found: Iterable[Claim]) -> str:
         for (_, feature), said in sorted((key, said) for key, said in rows.items() if key[0] == area):
             verdict = max((claim.verdict for claim in said), key=VERDICTS.index)
             how = "; ".join(dict.fromkeys(claim.how for claim in said if claim.how)) or "as on one device"
-            tests = ", ".join(dict.fromkeys(f"`{claim.test}`" for claim in said))
+            # file and test apart: a line breaks between them
+            tests = ", ".join(dict.fromkeys("`{}` `{}`".format(*claim.test.split("::", 1)) for claim in said))
             parts.append(f"| {feature} | {verdict} | {how} | {tests} |\n")
     return "".join(parts)
 
