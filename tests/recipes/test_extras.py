@@ -45,6 +45,11 @@ def test_a_logger_gets_the_configuration(logger: str, tmp_path: Path, monkeypatc
         assert "val_loss" in events.Tags()["scalars"]
         assert "AdamW" in (out / "tensorboard" / "hparams.yaml").read_text()
     elif logger == "wandb":
+        import wandb
+
+        assert wandb.run is not None
+        job.close_loggers()
+        assert wandb.run is None
         assert list(out.glob("wandb/offline-run-*/run-*.wandb"))
     else:
         from mlflow import MlflowClient
