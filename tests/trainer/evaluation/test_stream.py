@@ -484,7 +484,8 @@ def test_two_replicas_of_two_ranks() -> None:
             assert found["plain"][key] == found["off"][key]
     assert sorted(found["plain"]["ahead"] for found in several) == [0, 0, 1, 1]  # of three batches, the first one alone
     assert all(found["counted"]["ahead"] == 0 for found in several)
-    # the replicas' numbers of batches differ, and every sample is predicted once
+    # The replicas' numbers of batches differ, and every sample is predicted once. The predictions have a number of the
+    # batch among them, so each replica keeps its own.
     plain = all_cases(0, None, ["plain"])["predictions"]
     for loader_, of_loader in enumerate(plain):
         rows = [row for batch in of_loader for row in batch["row"]]
