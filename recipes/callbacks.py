@@ -102,7 +102,7 @@ class Curve(L.Callback):
             highest, lowest = (
                 extreme(value for points in panel.values() for _, value in points) for extreme in (max, min)
             )
-            if lowest > 0 and highest > 20 * lowest:
+            if 0 < 20 * lowest < highest > 20:  # shares are never drawn so
                 axes.set_yscale("log")
             axes.set_xlabel("steps")
             axes.grid(alpha=0.3)
