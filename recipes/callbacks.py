@@ -76,7 +76,8 @@ class Curve(L.Callback):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if trainer.global_step % trainer.log_every_n_steps == 0:  # reading a loss waits for a GPU
+        every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]  # its connector for loggers sets it
+        if trainer.global_step % every == 0:  # reading a loss waits for a GPU
             self._keep(trainer, "train_")
 
     @override
