@@ -15,7 +15,7 @@ _OWN = "replaced for the time of a run: there is no public place to stand"
 NAMES = {
     "torch.utils._pytree": {
         **dict.fromkeys(
-            ["tree_flatten", "tree_leaves", "tree_map", "tree_unflatten"],
+            ["tree_flatten", "tree_flatten_with_path", "keystr", "tree_leaves", "tree_map", "tree_unflatten"],
             "arguments and results of the user's functions hold tensors anywhere; torch.utils.pytree is as private",
         ),
         "register_pytree_node": "how users make a type of their own known, named in an error",
@@ -128,7 +128,14 @@ from torch.nn.modules.dropout import _DropoutNd as DropoutNd
 from torch.overrides import _get_current_function_mode as current_function_mode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import (
+    keystr,
+    tree_flatten,
+    tree_flatten_with_path,
+    tree_leaves,
+    tree_map,
+    tree_unflatten,
+)
 
 graph_nodes: Callable[[], int] = torch._C._autograd._get_sequence_nr
 """How many nodes autograd has made on this thread: what a layer makes has numbers between those before and after."""
@@ -162,10 +169,12 @@ __all__ = [
     "graph_nodes",
     "in_backward",
     "is_functorch_tensor",
+    "keystr",
     "pop_function_mode",
     "push_function_mode",
     "storage_uses",
     "tree_flatten",
+    "tree_flatten_with_path",
     "tree_leaves",
     "tree_map",
     "tree_unflatten",

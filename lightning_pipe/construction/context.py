@@ -6,9 +6,7 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from torch.overrides import TorchFunctionMode
-
-from lightning_pipe.construction.deferred import SET_DATA, THREAD, Deferred, call, real
+from lightning_pipe.construction.deferred import ASSIGNMENTS, THREAD, call
 from lightning_pipe.construction.drawing import SCRATCH
 from lightning_pipe.construction.stored import files_unread
 from lightning_pipe.torch_internals import TorchDispatchMode, disable_current_modes
@@ -21,17 +19,6 @@ class _Construction(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         return call(func, args, kwargs or {}, building=True)
-
-
-class _Assignments(TorchFunctionMode):
-    """``tensor.data = other`` comes as no operation: an ordinary tensor gets memory."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        if func == SET_DATA and isinstance(args[1], Deferred) and not isinstance(args[0], Deferred):
-            return func(args[0], real(args[1]))
-        return func(*args, **(kwargs or {}))
 
 
 @contextmanager
@@ -56,11 +43,12 @@ def deferred_init() -> Generator[None, None, None]:
         return
     THREAD.building = True
     try:
-        with files_unread(), _Assignments(), _Construction():  # type: ignore[no-untyped-call]
+        with files_unread(), _Construction():  # type: ignore[no-untyped-call]
             yield
     finally:
         THREAD.building = False
         SCRATCH.clear()
+        ASSIGNMENTS.settle()
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_pipe.construction.assignments import DATA, Assignments
 from lightning_pipe.construction.drawing import draw
 from lightning_pipe.construction.operators import UNPREDICTABLE, device_of, recordable, settled, written_by
 from lightning_pipe.construction.tape import SMALL, Cell, Constant, Operation, View, compute, views_in
@@ -20,6 +21,7 @@ numbers = itertools.count()
 """The order of all operations."""
 _AT = "_deferred_view"
 _META = "_deferred_meta"
+_ALIVE = "_deferred_alive"
 
 
 class _Thread(threading.local):
@@ -51,7 +53,7 @@ class Deferred(Tensor):
             device=view.device,
             requires_grad=False,
         )
-        vars(made).update({_AT: view, _META: meta})
+        vars(made).update({_AT: view, _META: meta, _ALIVE: ASSIGNMENTS.watch()})
         return made
 
     @classmethod
@@ -240,7 +242,8 @@ def _carry_out(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *, kee
         func: the operator.
         args: its arguments.
         kwargs: its keyword arguments.
-        keep: whether the values that are computed for it stay: code that computes with a module wants them again.
+        keep: whether the values that are computed for it stay: code that computes with a module wants them again. What
+            it writes to stays in any case.
     """
     leaves = tree_leaves((args, kwargs))
     cells = list(dict.fromkeys(view_of(leaf).cell for leaf in leaves if is_deferred(leaf)))
@@ -248,6 +251,7 @@ def _carry_out(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *, kee
     if keep:
         provide(cells)
     else:
+        provide([view_of(leaf).cell for leaf in written_by(func, args, kwargs) if is_deferred(leaf)])
         memory = compute(cells)
     own: dict[int, Tensor] = {}
 
@@ -281,15 +285,20 @@ def _placed_anew(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> A
 # ---------------------------------------------------------------------- what does not come as an operation
 
 
-SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
-
-
 def _set_data(tensor: Deferred, value: Tensor) -> None:
     """``tensor.data = value``."""
     if not isinstance(value, Deferred):
         value = backed(value)
-    SET_DATA(tensor, value.detach())
+    DATA.__set__(tensor, value.detach())
     vars(tensor).update({_AT: view_of(value), _META: vars(value)[_META]})
+
+
+def _assigned(tensor: Tensor, value: Any) -> Any:
+    """What ``tensor.data = value`` assigns: an ordinary tensor gets memory."""
+    return value if isinstance(tensor, Deferred) else real(value)
+
+
+ASSIGNMENTS = Assignments(_assigned)
 
 
 def backed(value: Tensor, cell: Cell | None = None, device: torch.device | None = None) -> Deferred:
@@ -324,7 +333,7 @@ def _copy(tensor: Deferred, memo: dict[int, Any]) -> Tensor:
 
 def attributes_of(tensor: Tensor) -> Iterator[tuple[str, Any]]:
     """What others have attached to a tensor."""
-    own = (_AT, _META, "_is_param") if isinstance(tensor, Deferred) else ()
+    own = (_AT, _META, _ALIVE, "_is_param") if isinstance(tensor, Deferred) else ()
     return ((name, value) for name, value in vars(tensor).items() if name not in own)
 
 
@@ -351,14 +360,9 @@ def _by_value(name: str) -> Callable[..., Any]:
     return lambda tensor, *args, **kwargs: getattr(real(tensor), name)(*args, **kwargs)
 
 
-def _data(tensor: Deferred) -> Tensor:
-    """``tensor.data``: behind a construction it has memory, as it may be assigned to ordinary tensors."""
-    return tensor.detach() if THREAD.building else real(tensor)
-
-
 _SPECIAL: dict[Any, Callable[..., Any]] = {
-    torch.Tensor.data.__get__: _data,  # type: ignore[attr-defined]
-    SET_DATA: _set_data,
+    **dict.fromkeys((DATA.__get__, ASSIGNMENTS.property.__get__), torch.Tensor.detach),
+    **dict.fromkeys((DATA.__set__, ASSIGNMENTS.property.__set__), _set_data),
     torch.Tensor.__deepcopy__: _copy,
     torch.Tensor.__reduce_ex__: _reduce,
     torch.Tensor.__repr__: _text,

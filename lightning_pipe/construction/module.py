@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_pipe.construction.deferred import Deferred, real_like
+from lightning_pipe.construction.deferred import ASSIGNMENTS, Deferred, real_like
 from lightning_pipe.construction.unset import is_unset
 
 
@@ -63,6 +63,7 @@ def materialize(module: nn.Module, without: Iterable[nn.Module] = ()) -> None:
     with without_weak_references(module):
         for tensor in waiting:  # one after the other: what one is computed from is gone before the next
             torch.utils.swap_tensors(tensor, real_like(tensor))  # type: ignore[no-untyped-call]
+    ASSIGNMENTS.settle()
 
 
 @contextmanager

@@ -15,11 +15,15 @@ UNPREDICTABLE = (NotImplementedError, RuntimeError, TypeError)
 """What operators raise on the meta device whose outcome depends on values."""
 
 
+_RUNNING = ("running_mean", "running_var")
+"""What batch norms write to. Schemas do not say so (``native_batch_norm``, ``cudnn_batch_norm`` in torch 2.13)."""
+
+
 def written_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
     """The tensors that an operation writes to."""
     found: list[Tensor] = []
     for place, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
+        if argument.name in _RUNNING or (argument.alias_info is not None and argument.alias_info.is_write):
             value = args[place] if place < len(args) else kwargs.get(argument.name)
             found += [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
     return found

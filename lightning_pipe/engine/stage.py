@@ -13,6 +13,7 @@ from torch import Tensor
 from lightning_pipe.engine.batch import Batch
 from lightning_pipe.engine.split_backward import SplitBackward
 from lightning_pipe.errors import ConfigurationError, CutError
+from lightning_pipe.intercept.batch_reads import BatchReads
 from lightning_pipe.intercept.call_record import CallRecord
 from lightning_pipe.intercept.crossing import Crossing, Returned
 from lightning_pipe.intercept.incoming import Incoming
@@ -89,6 +90,7 @@ class Stages:
         buffers: puts buffers back that a second run changes.
         called: the layers that have been called so far.
         skipped: by stage, what its layers stashed and popped in their last run.
+        reads: learns which tensors of a batch are read here; ``None``: nobody asks.
     """
 
     interceptor: Interceptor
@@ -98,6 +100,7 @@ class Stages:
     buffers: BufferGuard
     called: set[int] = field(default_factory=set)
     skipped: dict[int, list[SkipEvent]] = field(default_factory=dict)
+    reads: BatchReads | None = None
 
     def reroute(self, routes: Mapping[int, Mapping[SkipKey, int]]) -> None:
         """Let skip connections leave stages for others than the next from now on.
@@ -167,7 +170,7 @@ class Stages:
         inputs = batch.slice(micro_batch)
         # Every run of a micro-batch draws the same numbers, on whichever stage and for whichever time.
         batch.streams.seed_user_code(micro_batch)
-        run.tracker.lineage.begin(tree_leaves(inputs))
+        run.tracker.lineage.begin(tree_leaves(inputs), self.reads)
         with forward_pass(stage):
             result = self.interceptor.follow(run, lambda: batch.step(micro_batch, inputs))
         batch.repeats |= run.repeats

@@ -18,7 +18,8 @@ from lightning_pipe.transport.base import Transport, Work
 if TYPE_CHECKING:
     from lightning_pipe.engine.pipeline import Pipeline
 
-_TAG = (1 << 29) - 3
+_TAG = (1 << 29) - 1
+"""Above those of broadcasts that do not block: batches of a stream may be under way while ranks take turns."""
 
 
 class Turns:

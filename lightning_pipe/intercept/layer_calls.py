@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from lightning_pipe.intercept.describe import RecordCache
 from lightning_pipe.intercept.effects import AttributeSearch, Watch
 from lightning_pipe.intercept.inner_hooks import HookedParts, shown
+from lightning_pipe.intercept.objects import objects_of
 from lightning_pipe.intercept.recompute import release_saved
 from lightning_pipe.intercept.stage_layers import StageLayers
 from lightning_pipe.intercept.surroundings import Surroundings
@@ -84,6 +85,8 @@ class LayerCalls:
         try:
             with tracker.paused(), self.surroundings.stream(key), stored_in(self._skips):
                 tracker.touch(tensors, name)
+                if tracker.lineage.reads is not None and not plain:  # what objects among the arguments hold
+                    tracker.lineage.read(tree_leaves([[*vars(each).values()] for each in objects_of(arguments)]))
                 before, received = tracker.in_place.noted(tensors), tracker.given(tensors)
                 skips, events = dict(self._skips), len(self._skips.events)
                 if self._profiler is not None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_unary
+from torch.utils.hooks import RemovableHandle
 
 from lightning_pipe.errors import CutError
 from lightning_pipe.intercept.torch_functions import FLAT, function_name
@@ -86,6 +88,25 @@ class Placeholder(Tensor):
 
 
 FLAT.add(Placeholder)
+
+
+def no_hook(*_: Any) -> RemovableHandle:
+    """What registering a hook returns where there is no graph: the stage that has it runs the hook."""
+    return RemovableHandle(OrderedDict())
+
+
+class _NoNode:
+    """Stands for the node of a placeholder that stands for a tensor with a graph."""
+
+    next_functions = ()
+    register_hook = register_prehook = no_hook
+
+
+KNOWN: dict[str, Callable[[Placeholder], Any]] = {
+    "requires_grad.__get__": lambda placeholder: placeholder.differentiable,
+    "grad_fn.__get__": lambda placeholder: _NoNode() if placeholder.differentiable else None,
+}
+"""What is known of a tensor without its value."""
 
 
 def _check_followed(func: Any, args: Any, kwargs: Mapping[str, Any]) -> None:

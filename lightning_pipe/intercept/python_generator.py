@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import random
-from _random import Random as _Twister
 from collections.abc import Callable
 from typing import Any
+
+_Twister: Any = random.Random.__base__
+"""The type that holds the words."""
 
 
 class GeneratorState:

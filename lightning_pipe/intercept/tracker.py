@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import TracebackType
@@ -12,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils.hooks import RemovableHandle
 
 from lightning_pipe.errors import CutError
 from lightning_pipe.intercept.call_record import AGAIN, CallRecord, Value
@@ -20,7 +18,7 @@ from lightning_pipe.intercept.in_place import InPlace
 from lightning_pipe.intercept.lineage import Lineage
 from lightning_pipe.intercept.numbers import NO_VIEWS, SAME_PATH, Numbers
 from lightning_pipe.intercept.parameter_use import ParameterUse
-from lightning_pipe.intercept.placeholder import Placeholder, shape_only
+from lightning_pipe.intercept.placeholder import KNOWN, Placeholder, no_hook, shape_only
 from lightning_pipe.intercept.random_streams import passed_over
 from lightning_pipe.intercept.recompute import is_recomputing
 from lightning_pipe.intercept.tensor_state import counting
@@ -39,6 +37,7 @@ from lightning_pipe.intercept.torch_functions import (
     typed_by_autocast,
     values_read,
 )
+from lightning_pipe.intercept.withheld import Withheld, read_too_late, without_values
 from lightning_pipe.tensor_spec import TensorSpec
 from lightning_pipe.torch_internals import (
     current_function_mode,
@@ -167,7 +166,10 @@ class Tracker(TorchFunctionMode):
         So is a parameter that another rank has, and a tensor that was made inside a layer and is not its result, unless
         it is ``new``: the layers of other stages have none like it to give.
         """
+        self.lineage.read(tensors)
         for position, tensor in enumerate(tensors):
+            if type(tensor) is Withheld:
+                raise read_too_late(tensor, name)
             if type(tensor) is not Tensor and isinstance(tensor, nn.Parameter):
                 if self.come_back is not None and not self._parameter_use.holds_all([tensor]):
                     self.come_back(name)
@@ -226,7 +228,7 @@ class Tracker(TorchFunctionMode):
         if own or (name in METADATA and not (name == "__format__" and args[1])):
             if not (args and isinstance(args[0], Placeholder)):  # shapes and dtypes are known: nothing to record
                 return func(*args, **kwargs)
-            return shape_only(func, args, kwargs) if own else _OF_PLACEHOLDERS.get(name, func)(*args, **kwargs)
+            return shape_only(func, args, kwargs) if own else KNOWN.get(name, func)(*args, **kwargs)
         tensors = [leaf for leaf in leaves_of(args, kwargs) if isinstance(leaf, Tensor)]
         if self.waiting:
             self.note_read(tensors)  # if it changes behind the cut, the next micro-batch would read another value here
@@ -249,7 +251,11 @@ class Tracker(TorchFunctionMode):
         written = self.in_place.written(changed) if changed else ()
         if written and not self.waiting:
             self._check_not_read(written, name)
-        if draws(func, name):
+        drawn = draws(func, name)
+        pure = not (drawn or changed or name in AUTOGRAD)
+        if any(type(tensor) is Withheld for tensor in tensors):
+            result = without_values(name, func, args, kwargs, pure=pure)
+        elif drawn:
             with self._around(name, kwargs) or self._stream():
                 result = func(*args, **kwargs)
             if name in RANDOM:
@@ -262,6 +268,8 @@ class Tracker(TorchFunctionMode):
         numbers = self.lineage.numbers(tensors)
         if numbers:
             self.lineage.follow(name, numbers, results_of(result, written))
+        if self.lineage.reads is not None:
+            self.lineage.reads.follow(func, args, kwargs, tensors, result, pure=pure)
         return result
 
     def _around(self, name: str, kwargs: Any) -> AbstractContextManager[None] | None:
@@ -278,7 +286,8 @@ class Tracker(TorchFunctionMode):
             if not isinstance(args[0], Placeholder):
                 return func(*args, **kwargs)
             self.follow(written, call)
-            return _no_hook() if name == "register_hook" else args[0]
+            return no_hook() if name == "register_hook" else args[0]
+        self.lineage.read(written)
         self.in_place.forget(written, name)  # (3): an earlier stage has written values that are not here
         if call.structure is None:
             result = shape_only(func, args, kwargs)
@@ -345,25 +354,6 @@ def _placeholder_for(leaf: Any, device: torch.device) -> Any:
     if isinstance(leaf, TensorSpec):
         return Placeholder.of(leaf, device)
     return leaf.value if isinstance(leaf, Value) else leaf
-
-
-def _no_hook(*_: Any) -> RemovableHandle:
-    """What registering a hook returns where there is no graph: the stage that has it runs the hook."""
-    return RemovableHandle(OrderedDict())
-
-
-class _NoNode:
-    """Stands for the node of a placeholder that stands for a tensor with a graph."""
-
-    next_functions = ()
-    register_hook = register_prehook = _no_hook
-
-
-_OF_PLACEHOLDERS: dict[str, Callable[[Placeholder], Any]] = {
-    "requires_grad.__get__": lambda placeholder: placeholder.differentiable,
-    "grad_fn.__get__": lambda placeholder: _NoNode() if placeholder.differentiable else None,
-}
-"""What is known of a tensor without its value."""
 
 
 class _Paused:

@@ -11,13 +11,13 @@ from typing import Literal
 from torch import nn
 
 from lightning_pipe import schedules
-from lightning_pipe.config import Auto, BatchEquation, RankOrder, RunLayout, micro_batch_count
-from lightning_pipe.errors import ConfigurationError
+from lightning_pipe.config import Auto, RankOrder, RunLayout, micro_batch_count
 from lightning_pipe.partition import Balance, Layers, ParameterPlace, divide, find_layers, places_by_stage
 from lightning_pipe.partition.profile import OPTIMIZER_FACTOR
 from lightning_pipe.planning.cost_profile import CostProfile
 from lightning_pipe.planning.layer_sizes import layer_sizes
 from lightning_pipe.planning.memory import process_memories
+from lightning_pipe.planning.options import PlanOptions
 from lightning_pipe.planning.prediction import stage_costs, stage_memory
 from lightning_pipe.planning.render import Plan, StagePlan
 from lightning_pipe.planning.traffic import gradient_bytes, messages_of, node_traffic, scaled
@@ -91,26 +91,56 @@ def plan(
         Schedule  gpipe, predicted bubble 11.1 %
         ...
     """
-    if ranks < 1 or batch < 1:
-        raise ConfigurationError(f"A plan needs at least one rank and one sample, not ranks={ranks}, batch={batch}.")
-    family = schedules.get(schedule)
-    stages = family.placed(ranks, None if stages == "auto" else stages)[1]
-    found = find_layers(module, layers)
-    count = micro_batch_count(batch, ranks, micro_batches)
+    return made(
+        module,
+        PlanOptions(
+            ranks,
+            batch,
+            schedule,
+            stages,
+            micro_batches,
+            layers,
+            balance,
+            accumulation,
+            recompute,
+            profile,
+            accelerator,
+            replicas,
+            nodes,
+            rank_order,
+        ),
+    )
+
+
+def made(module: nn.Module, asked: PlanOptions) -> Plan:
+    """The plan of `plan`.
+
+    Args:
+        module: as for `plan`.
+        asked: the other arguments of `plan`.
+
+    Raises:
+        PipeError: the module cannot be cut like this.
+    """
+    ranks, profile, balance = asked.ranks, asked.profile, asked.balance
+    family = schedules.get(asked.schedule)
+    stages = family.placed(ranks, None if asked.stages == "auto" else asked.stages)[1]
+    found = find_layers(module, asked.layers)
+    count = micro_batch_count(asked.batch, ranks, asked.micro_batches)
     counts = divide(module, found, stages, balance)
-    build = cache(lambda number: with_recompute(family.build(ranks, number, stages=stages), recompute))
+    build = cache(lambda number: with_recompute(family.build(ranks, number, stages=stages), asked.recompute))
     order = build(count)
     stream = None if order.synchronous else schedules.stream(family, ranks, stages)
     number = order.micro_batches if stream is None else stream.micro_batches
     costs, memory, known = None, None, "that of weights, gradients and two optimizer moments in 32 bits"
+    samples = -(-asked.batch // count)
     if profile is not None:
         profile.check_layers(*layers_of(module, found))
-        samples = -(-batch // count)
-        copies = [replicas * len(order.holders(stage)) for stage in range(stages)]
+        copies = [asked.replicas * len(order.holders(stage)) for stage in range(stages)]
         costs, memory = stage_costs(profile, counts, samples, copies), stage_memory(profile, counts, samples, copies)
         known = "the most that a rank holds for a stage: weights, gradients, two optimizer moments, and activations"
     bubble = predicted_bubble(build, number, stream, costs)
-    topology = _topology(ranks, replicas, nodes, order.placement[0, stages - 1], rank_order)
+    topology = asked.topology(order.placement[0, stages - 1])
     names = iter(name for name, _ in found)
     named = [tuple(next(names) for _ in range(count)) for count in counts]
     held = places_by_stage(module, found, counts)
@@ -120,38 +150,27 @@ def plan(
     if memory is not None:
         plans = with_activations(plans, order, memory)
     sizes = None
-    if profile is not None and (at_cuts := profile.at(-(-batch // count)).boundary_bytes) is not None:
+    if profile is not None and (at_cuts := profile.at(samples).boundary_bytes) is not None:
         sizes = [at_cuts[end - 1] for end in accumulate(counts)]
     return Plan(
         type(module).__name__,
         plans,
-        RunLayout(ranks, replicas, stages),
+        RunLayout(ranks, asked.replicas, stages),
         family.label,
-        BatchEquation(batch, number, replicas, accumulation),
+        asked.equation(number),
         bubble,
         notes=(f"{total:,} parameters; memory is {known}", *by, *rank_sums(plans, topology)),
         memory=process_memories(
-            held, order.placement, topology, number_bytes=BYTES_PER_NUMBER, on_device=accelerator == "gpu"
+            held, order.placement, topology, number_bytes=BYTES_PER_NUMBER, on_device=asked.accelerator == "gpu"
         ),
         topology=topology,
         traffic=node_traffic(
             topology,
-            scaled(messages_of(order), accumulation),
+            scaled(messages_of(order), asked.accumulation),
             gradient_bytes(held, order.placement, BYTES_PER_NUMBER),
-            None if sizes is None else scaled(messages_of(order, sizes), accumulation),
+            None if sizes is None else scaled(messages_of(order, sizes), asked.accumulation),
         ),
     )
-
-
-def _topology(ranks: int, replicas: int, nodes: int, loss_rank: int, rank_order: RankOrder) -> Topology:
-    """Which process is which rank, with equally many processes on each node."""
-    processes = ranks * replicas
-    if nodes < 1 or processes % nodes:
-        raise ConfigurationError(
-            f"{ranks} ranks x {replicas} replicas = {processes} processes cannot be divided over {nodes} nodes.",
-            hint="Lightning starts equally many processes on every node.",
-        )
-    return Topology.for_schedule(ranks, replicas, loss_rank, rank_order, processes // nodes)
 
 
 def stage_plans(

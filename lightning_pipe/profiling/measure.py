@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_pipe.engine.containers import signature
 from lightning_pipe.errors import ConfigurationError
 from lightning_pipe.partition import find_layers
 from lightning_pipe.planning.cost_profile import CostProfile, merged
@@ -26,6 +25,8 @@ from lightning_pipe.version import __version__
 
 SIZES = (1, 2, 4, 8)
 _STEP_NUMBERS = 1 << 18
+SHAPES = "shapes"
+"""The condition that says what a sample of the input is like."""
 
 
 def measure_profile(
@@ -61,7 +62,7 @@ def measure_profile(
             **run_conditions(transport.device),
             "ranks": str(transport.topology.world_size),
             "transport": type(transport).__name__,
-            "sample": str(signature(first(batch, 1))),
+            SHAPES: shapes_of_a_sample(batch),
         },
     )
     together = merged(transport.all_gather_object(own, everyone))
@@ -112,6 +113,18 @@ def first(batch: Any, samples: int) -> Any:
         return leaf[:samples].clone() if whole else leaf
 
     return tree_map(cut, batch)
+
+
+def shapes_of_a_sample(batch: Any) -> str:
+    """The shapes and types of the tensors of one sample, in words.
+
+    Example:
+        >>> shapes_of_a_sample({"ids": torch.zeros(4, 7, dtype=torch.long), "label": torch.zeros(4)})
+        '(1, 7) int64, (1) float32'
+    """
+    tensors = [leaf for leaf in tree_leaves(first(batch, 1)) if isinstance(leaf, Tensor)]
+    named = (f"({', '.join(map(str, tensor.shape))}) {str(tensor.dtype).removeprefix('torch.')}" for tensor in tensors)
+    return ", ".join(named)
 
 
 def _sizes(batch: Any, wanted: Sequence[int] | None) -> list[int]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from lightning_pipe.engine.pipeline import Pipeline
 
-STREAMED_BATCHES, STREAMED_REPORTS, BATCHES, REPORTS, ENDS = range(1, 6)
+NUMBERS = STREAMED_BATCHES, STREAMED_REPORTS, BATCHES, REPORTS, ENDS, NEEDS = range(1, 7)
 """The numbers of broadcasts in which the source does not wait for the others; see `NonBlockingBroadcast`."""
 
 Broadcast = Callable[[Any, int], Any]

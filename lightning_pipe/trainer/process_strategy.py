@@ -209,7 +209,9 @@ class ProcessStrategy(ParallelStrategy):
 
     def _where(self) -> str:
         """How far the training has come."""
-        trainer = self._module().trainer
+        trainer = self._attached()
+        if trainer is None:
+            return "Before the first batch."
         return f"Epoch {trainer.current_epoch}, step {trainer.global_step}."
 
     @override
@@ -221,7 +223,7 @@ class ProcessStrategy(ParallelStrategy):
         """Whether this process is on its way out because of an error: nobody may answer any more."""
         if self.signals is not None and self.signals.leaving_together:
             return False
-        trainer = None if self.lightning_module is None else self.lightning_module._trainer
+        trainer = self._attached()
         # another Trainer may have taken the module since then
         return trainer is not None and trainer.strategy is self and trainer.state.status == TrainerStatus.INTERRUPTED
 
@@ -270,6 +272,10 @@ class ProcessStrategy(ParallelStrategy):
             return decision
         self.meet("trainer.strategy.reduce_boolean_decision()")
         return self.world.agree(decision, unanimous=all)
+
+    def _attached(self) -> pl.Trainer | None:
+        """The Trainer of the module; ``None``: it has not been attached yet."""
+        return None if self.lightning_module is None else self.lightning_module._trainer
 
     def _module(self) -> pl.LightningModule:
         assert self.lightning_module is not None

@@ -22,6 +22,7 @@ from lightning_pipe.planning.render import Plan, closing_line, memory_line, plan
 from lightning_pipe.planning.traffic import NodeTraffic, gradient_bytes, messages_of, node_traffic, scaled
 from lightning_pipe.simulate import Costs
 from lightning_pipe.trainer.data.micro_batches import MicroBatches
+from lightning_pipe.trainer.measured_shapes import MeasuredShapes
 
 
 def peak_memory() -> tuple[int, int]:
@@ -104,6 +105,7 @@ class Report:
         notes: further lines of the plan.
         costs: of the stages, if they have been measured.
         built: bytes that every process has built whole.
+        measured: the input that costs were measured with.
     """
 
     module: pl.LightningModule
@@ -112,6 +114,7 @@ class Report:
     notes: tuple[str, ...] = ()
     costs: Costs | None = None
     built: int = 0
+    measured: MeasuredShapes = MeasuredShapes()  # noqa: RUF009 - it is frozen
     _announced: bool = False
     _batches: int = 0
     _samples: int = 0
@@ -127,7 +130,8 @@ class Report:
             equation = BatchEquation(
                 sum(micro_batches.sizes), len(micro_batches.parts), self.layout.data_parallel_size, accumulation
             )
-            plan = plan_of(self.module, self.pipeline, self.layout, equation, self.notes, self.costs, self.built)
+            notes = (*self.notes, *self.measured.notes(micro_batches))
+            plan = plan_of(self.module, self.pipeline, self.layout, equation, notes, self.costs, self.built)
             self._plan, self._micro_batches = plan, equation.micro_batches
             self.module.print(plan_text(plan))
             return

@@ -112,7 +112,10 @@ class PipelineRun:
         self.pipeline = pipeline
         self.report = report
         self.gradients = Gradients(module, pipeline, sharded)
-        self.loaders = Loaders(module, pipeline, world, self._broadcast)
+        # functions of the user's look at the micro-batches on all ranks
+        looked_at = splitting.split_batch is not None or callable(splitting.loss_weight)
+        whole = splitting.whole_batches or looked_at
+        self.loaders = Loaders(module, pipeline, world, self._broadcast, whole=whole)
         self.streaming: Streaming | None = None
         self._module, self._world, self._precision = module, world, precision
         self._splitter = BatchSplitter(module, pipeline, world, splitting)
@@ -144,7 +147,9 @@ class PipelineRun:
         # hooks may keep parameters, or copies of them, in these objects
         self.pipeline.ownership.elsewhere = [self._module, *trainer.callbacks]
         self._step = UserStep(self._module, self.pipeline, self._world, metrics, self._splitter.options.loss_weight)
-        steps = EvaluationSteps(self.pipeline, self._step, self._precision, self._seeds, self._splitter.options)
+        steps = EvaluationSteps(
+            self.pipeline, self._step, self._precision, self._seeds, self._splitter.options, self.loaders.needs
+        )
         self._evaluations = Evaluations(self._module, self._world, steps)
         self._changed.enter_context(self._evaluations.installed())
         self._output = TrainingOutput(self._module, self.pipeline.transport.device, self._step.numbers.rules)
@@ -210,7 +215,8 @@ class PipelineRun:
             reduce = self.gradients.reduced_at_once
             self.gradients.free_old(optimizers)
             with withheld_gradients(list(self._module.parameters()), scale) as withheld:
-                with self._step.running() as before, self._costs.measured(micro_batches):
+                learning = self.loaders.needs.learning("training_step", batch, micro_batches.parts)
+                with learning, self._step.running() as before, self._costs.measured(micro_batches):
                     outputs = self.pipeline.train(
                         step, micro_batches.parts, weights, seed=seed, reduce=reduce, check=step.check
                     )

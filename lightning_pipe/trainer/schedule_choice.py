@@ -21,7 +21,7 @@ from lightning_pipe.planning.cost_profile import CostProfile, default_path
 from lightning_pipe.planning.layer_sizes import estimated, layer_sizes
 from lightning_pipe.planning.search import search
 from lightning_pipe.planning.search_result import SearchResult
-from lightning_pipe.profiling.measure import run_conditions
+from lightning_pipe.profiling.measure import SHAPES, run_conditions
 from lightning_pipe.schedules import Family
 from lightning_pipe.schedules.passes.recompute import Mode as Recompute
 
@@ -39,12 +39,15 @@ class ScheduleChoice:
         reason: for the plan.
         recompute: whether activations are computed again.
         shard_optimizer: whether the holders of copies of a stage divide the optimizer's state.
+        shapes: of a sample of the input that the profile was measured with, in words; ``None``: that is not known, or
+            nothing was measured.
     """
 
     family: Family
     reason: str
     recompute: Recompute = "never"
     shard_optimizer: bool = False
+    shapes: str | None = None
 
     @property
     def label(self) -> str:
@@ -119,8 +122,10 @@ def choose(
         found = look(memory=limit)
     except ConfigurationError as error:
         # A prediction that nothing fits is no reason not to try.
-        return replace(_choice(look(), source, "always"), reason=f"{error.message} By {source}")
-    return _choice(found, source, recompute)
+        choice = replace(_choice(look(), source, "always"), reason=f"{error.message} By {source}")
+    else:
+        choice = _choice(found, source, recompute)
+    return replace(choice, shapes=profile.conditions.get(SHAPES))
 
 
 def _choice(found: SearchResult, source: str, recompute: Recompute) -> ScheduleChoice:

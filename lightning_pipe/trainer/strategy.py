@@ -48,6 +48,7 @@ from lightning_pipe.trainer.data.batch_splitter import BatchSplitting
 from lightning_pipe.trainer.data.micro_batches import LossWeight
 from lightning_pipe.trainer.data.split_batch import SplitBatch
 from lightning_pipe.trainer.frames import hide_own
+from lightning_pipe.trainer.measured_shapes import MeasuredShapes
 from lightning_pipe.trainer.module_strategy import ModuleStrategy
 from lightning_pipe.trainer.report import Report
 from lightning_pipe.trainer.run import PipelineRun
@@ -97,6 +98,7 @@ class PipeStrategy(ModuleStrategy):
             until ``trainer.strategy.whole_module()``.
         stream_evaluation: let batches of validation, test and prediction follow each other through the stages.
         evaluation_micro_batches: how many micro-batches a batch of an evaluation is cut into; 1 leaves batches whole.
+        whole_batches: send all ranks all tensors of every batch, not only those that the step read in the first one.
         passes: how often a training step runs the layers, each pass from the first to the last: 2 for siamese networks.
             Evaluation steps need no such number.
         process_group_backend: of torch.distributed; ``None``: NCCL on GPUs, Gloo on CPUs.
@@ -143,6 +145,7 @@ class PipeStrategy(ModuleStrategy):
         timeout: timedelta = DEFAULT_TIMEOUT,
         rank_order: RankOrder = "pipeline",
         reduce_dtype: Literal["bfloat16"] | None = None,
+        whole_batches: bool = False,
         *,
         accelerator: pl.accelerators.Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
@@ -190,7 +193,7 @@ class PipeStrategy(ModuleStrategy):
             layers, balance, self.family, recompute, deferred_batch_norm, micro_batches, passes
         )
         self._splitting = BatchSplitting(
-            micro_batches, split_batch, loss_weight, stream_evaluation, evaluation_micro_batches
+            micro_batches, split_batch, loss_weight, stream_evaluation, evaluation_micro_batches, whole_batches
         )
         self._reduce_dtype = None if reduce_dtype is None else torch.bfloat16
         self._names: list[str] = []
@@ -271,7 +274,11 @@ class PipeStrategy(ModuleStrategy):
         sharded = ShardedOptimizers(pipeline, self.precision_plugin) if self._shard_optimizer else None
         if self._choice is not None:
             notes = (*notes, f"schedule chosen: {self._choice.reason}")
-        report = Report(module, pipeline, self.layout, notes, costs, built)
+        measured = MeasuredShapes(
+            None if self._choice is None else self._choice.shapes,
+            None if store is None or not store.signatures else store.signatures[-1],
+        )
+        report = Report(module, pipeline, self.layout, notes, costs, built, measured)
         self.run = PipelineRun(
             module, pipeline, world, self.precision_plugin, self._splitting, report, store, sharded, self._seed
         )

@@ -14,7 +14,7 @@ from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.errors import CutError
 from lightning_pipe.intercept.recompute import is_recomputing
 from lightning_pipe.intercept.snapshot import Change, Snapshot
-from lightning_pipe.torch_internals import DisableTorchFunction
+from lightning_pipe.torch_internals import DisableTorchFunction, tree_leaves
 from lightning_pipe.trainer.attribute_sync import AttributeSync
 from lightning_pipe.trainer.broadcasts import Broadcast
 from lightning_pipe.trainer.data.joining import numbers_in
@@ -132,6 +132,7 @@ class UserStep:
                 yield
                 complete = not again
             finally:
+                self._note_kept(kept)
                 if not complete:
                     drawn = [name for name, state in tracked.generators().items() if generators.get(name) != state]
                     if not again:
@@ -144,6 +145,12 @@ class UserStep:
                     # what ends a run early is a BaseException; an error of the user's step says more than this one
                     if drawn and several and not isinstance(sys.exception(), Exception):
                         raise _drawn(drawn[0])
+
+    def _note_kept(self, before: Snapshot) -> None:
+        """Note that what the step keeps as attributes is read: a layer may take it from there."""
+        reads = self.pipeline.executor.stages.reads
+        if reads is not None and not isinstance(sys.exception(), Exception):
+            reads.read(leaf for change in before.changes() for leaf in tree_leaves(change.value))
 
     def take_turns(self, name: str) -> None:
         """Let the ranks take turns in an evaluation step from now on, and say so."""

@@ -21,7 +21,7 @@ from recipes.data import documents, vocabulary
 from recipes.data.choice import choose
 from recipes.data.documents import Documents
 from recipes.data.loading import Draw, draw_of, generator
-from recipes.data.prepared import Prepared
+from recipes.data.prepared_text import PreparedText
 from recipes.data.store import Sequences, kept, write_sequences
 from recipes.data.vocabulary import Vocabulary
 from recipes.errors import RecipeError
@@ -178,7 +178,7 @@ def runs_of(lengths: NDArray[np.integer], ends: NDArray[np.integer], length: int
     return np.array(runs, dtype=np.int64).reshape(-1, 2)
 
 
-class MaskedPairs(Prepared):
+class MaskedPairs(PreparedText):
     """Wikipedia, local text, or Python's standard library, in pairs of segments with masked tokens.
 
     Args:
@@ -197,6 +197,8 @@ class MaskedPairs(Prepared):
         seed: of the order, the pairs and the masks.
         workers: processes that load batches.
     """
+
+    special = SPECIAL
 
     def __init__(
         self,
@@ -231,15 +233,6 @@ class MaskedPairs(Prepared):
         counts = [len(Sequences(folder / split)) for split in ("train", "validation")]
         log.info("Text: %s; %s sentences for training, %s for validation.", text.title, *(f"{n:,}" for n in counts))
         return folder
-
-    @override
-    def check(self) -> None:
-        vocabulary.check_size(self.words.size, self.vocabulary)
-
-    @property
-    def words(self) -> Vocabulary:
-        """The tokeniser."""
-        return vocabulary.load(self.folder, SPECIAL)
 
     @override
     def split(self, name: str) -> SegmentPairs:

@@ -23,7 +23,7 @@ from recipes.data.choice import choose
 from recipes.data.loading import Draw, draw_of
 from recipes.data.parallel import Parallel
 from recipes.data.parallel_files import Pair
-from recipes.data.prepared import Prepared
+from recipes.data.prepared_text import PreparedText
 from recipes.data.store import Sequences, kept, write_sequences
 from recipes.data.vocabulary import Vocabulary
 from recipes.errors import RecipeError
@@ -138,7 +138,7 @@ def _padded(rows: Sequence[Tensor], pad: int) -> Tensor:
     return torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True, padding_value=pad)
 
 
-class ParallelText(Prepared):
+class ParallelText(PreparedText):
     """OPUS-100, local files, this machine's message catalogues, or docstrings of Python's standard library.
 
     Args:
@@ -156,6 +156,8 @@ class ParallelText(Prepared):
         seed: of the order.
         workers: processes that load batches.
     """
+
+    special = SPECIAL
 
     def __init__(
         self,
@@ -192,15 +194,6 @@ class ParallelText(Prepared):
         counts = ", ".join(f"{size:,} {name}" for name, size in zip(texts.languages, sizes, strict=True))
         log.info("Texts: %s; pairs for training: %s.", texts.title, counts)
         return folder
-
-    @override
-    def check(self) -> None:
-        vocabulary.check_size(self.words.size, self.vocabulary)
-
-    @property
-    def words(self) -> Vocabulary:
-        """The tokeniser."""
-        return vocabulary.load(self.folder, SPECIAL)
 
     @override
     def split(self, name: str) -> Translations:

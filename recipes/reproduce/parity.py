@@ -82,7 +82,7 @@ def _rows(title: str, found: Curves, flushed: Sequence[str], tolerance: str) -> 
         elif name in flushed:
             yield Row(what, 0.0, statistics.fmean(apart), Tolerance(tolerance), "nats", note=note)
         elif name == MICRO_BATCHED:
-            yield Row(what, None, statistics.fmean(apart), unit="nats", note=f"{note}; batch norm sees micro-batches")
+            yield Row(what, None, statistics.fmean(apart), unit="nats", note=f"{note}; batch norm, where there is any, sees micro-batches")
         else:
             yield Row(what, None, statistics.fmean(apart), unit="nats", note=f"{note}; another algorithm: no claim")
 

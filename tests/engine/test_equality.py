@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from tests.support.equality_sweep import Point, check, grid
-from tests.support.model_zoo import BATCH, MAIN, SMALL, ZOO, Entry
+from tests.support.model_zoo import MAIN, SMALL, ZOO, Entry
+from tests.support.zoo.base import BATCH
 
 NAMED = [
     Point("gpipe", stages=4, micro_batches=3),

@@ -28,11 +28,12 @@ from lightning_pipe.transport.nccl import NcclTransport
 from lightning_pipe.transport.topology import Topology
 from tests.support import asynchronous_engine, equality_sweep
 from tests.support.equality_sweep import Point
-from tests.support.model_zoo import ZOO, Entry, Regression, blocks
+from tests.support.model_zoo import ZOO, Entry
 from tests.support.nccl.events import Event, Issued
 from tests.support.nccl.explore import explore
 from tests.support.nccl.programs import ALL_RULES, Rules, programs
 from tests.support.nccl.recording import RecordingTransport, record, recorded_into
+from tests.support.zoo.base import Regression, blocks
 
 pytestmark = pytest.mark.usefixtures("float64")
 

@@ -31,9 +31,11 @@ from lightning_pipe.simulate import simulate
 from tests.support import equality_sweep
 from tests.support.engine_runs import Batch, assert_same, pipelined
 from tests.support.equality_sweep import Point
-from tests.support.model_zoo import Block as ResidualBlock
-from tests.support.model_zoo import Entry, Regression, odd_batches
+from tests.support.model_zoo import Entry
 from tests.support.small_net import Block
+from tests.support.zoo.base import Block as ResidualBlock
+from tests.support.zoo.base import Regression
+from tests.support.zoo.batches import odd_batches
 
 WIDTH = 6
 

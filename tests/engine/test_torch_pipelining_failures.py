@@ -18,9 +18,11 @@ from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.partition import divide, find_layers
 from lightning_pipe.transport.threads import run_threads, thread_world
 from lightning_pipe.transport.topology import Topology
-from tests.support import model_zoo, oracle
+from tests.support import oracle
 from tests.support.equality_sweep import Point, check, pipelined
-from tests.support.model_zoo import ZOO, Block, Entry, Regression
+from tests.support.model_zoo import ZOO, Entry
+from tests.support.zoo.base import WIDTH, Block, Regression, Residual, blocks
+from tests.support.zoo.batches import regression_batches
 
 SCHEDULES = ["gpipe", "1f1b", "interleaved"]
 
@@ -108,7 +110,7 @@ class Dropping(Regression):
     """Dropout and batch norm in the layers, dropout outside."""
 
     def __init__(self) -> None:
-        super().__init__([nn.Sequential(Block(), nn.BatchNorm1d(model_zoo.WIDTH), nn.Dropout(0.5)) for _ in range(4)])
+        super().__init__([nn.Sequential(Block(), nn.BatchNorm1d(WIDTH), nn.Dropout(0.5)) for _ in range(4)])
 
     def forward(self, x: Tensor) -> Tensor:
         return nn.functional.dropout(super().forward(x), 0.5, self.training)
@@ -156,7 +158,7 @@ class Hooked(Regression):
     """Layers put a hook on the tensor they receive."""
 
     def __init__(self) -> None:
-        super().__init__(model_zoo.blocks(4))
+        super().__init__(blocks(4))
         self.calls = 0
 
     def forward(self, x: Tensor) -> Tensor:
@@ -198,9 +200,7 @@ def test_shared_weights_count_once() -> None:
 @pytest.mark.parametrize("size", [10, 7, 3, 1])
 def test_uneven_micro_batches_and_batches_smaller_than_their_number(schedule: str, size: int) -> None:
     """There: all micro-batches have the first one's shape."""
-    entry = Entry(
-        "uneven", model_zoo.Residual, lambda number: model_zoo.regression_batches(number, (size,)), layers="layers"
-    )
+    entry = Entry("uneven", Residual, lambda number: regression_batches(number, (size,)), layers="layers")
     check(entry, Point(schedule, stages=4, micro_batches=4))
 
 

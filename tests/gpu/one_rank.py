@@ -14,8 +14,9 @@ from tests.gpu.rows import compared, moved_trace, on_device
 from tests.gpu.setting import Setting
 from tests.support import equality_sweep, oracle
 from tests.support.equality_sweep import Point
-from tests.support.model_zoo import BATCH, ZOO, Entry
+from tests.support.model_zoo import ZOO, Entry
 from tests.support.trainer_runs import quiet
+from tests.support.zoo.base import BATCH
 
 _POINTS = (Point("1f1b", 4, 3, ranks=1), Point("zero_bubble", 2, 3, ranks=1))
 _RECOMPUTED = Point("gpipe", 4, 3, ranks=1, recompute="always")

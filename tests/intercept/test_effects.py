@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from lightning_pipe.errors import CutError
 from tests.support.equality_sweep import Point, check, pipelined
-from tests.support.model_zoo import WIDTH, ZOO, Block, Entry, Regression, blocks
+from tests.support.model_zoo import ZOO, Entry
+from tests.support.zoo.base import WIDTH, Block, Regression, blocks
 
 POINTS = [
     Point("1f1b", stages=2, micro_batches=3),

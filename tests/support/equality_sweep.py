@@ -19,8 +19,9 @@ from lightning_pipe.transport.base import Transport
 from lightning_pipe.transport.threads import ThreadTransport, run_threads, thread_world
 from lightning_pipe.transport.topology import Topology
 from tests.support import oracle
-from tests.support.model_zoo import Entry, Module
+from tests.support.model_zoo import Entry
 from tests.support.oracle import Trace
+from tests.support.zoo.base import Module
 
 
 @dataclass(frozen=True)

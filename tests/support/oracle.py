@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from tests.support.model_zoo import Entry, Module
+from tests.support.model_zoo import Entry
+from tests.support.zoo.base import Module
 
 TOLERANCE = 1e-9
 

@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.support.model_zoo import Entry, Module
+from tests.support.model_zoo import Entry
+from tests.support.zoo.base import Module
 
 WIDTH = 4
 MOST = 6

@@ -16,10 +16,11 @@ from lightning_pipe.config import RankOrder
 from lightning_pipe.schedules import GEMS, Action, Chimera, DualPipe, DualPipeV, Family, Kind, ZeroBubble
 from tests.schedules.test_torch import rows, theirs
 from tests.support import oracle
-from tests.support.model_zoo import BATCH, MAIN, SMALL, ZOO, Entry
+from tests.support.model_zoo import MAIN, SMALL, ZOO, Entry
 from tests.support.oracle import Trace
 from tests.support.processes import run_trainers
 from tests.support.trainer_runs import quiet
+from tests.support.zoo.base import BATCH
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_pipe import PipeStrategy
 from lightning_pipe.errors import CommunicationError
+from lightning_pipe.trainer.launcher import ScriptLauncher
 from tests.support.lit_modules import Data, Lit
 from tests.support.processes import run_trainers
 from tests.support.trainer_runs import QUIET, quiet
@@ -122,6 +123,29 @@ def test_one_that_comes_before_or_after_the_batches_ends_the_run(signalled: int,
     assert [name for name, _ in outcomes] == expected
 
 
+class Early(Data):
+    """The process is asked to end while the Trainer attaches the data: nothing is connected yet."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name == "trainer" and value is not None:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_one_that_comes_before_the_module_is_connected_is_told(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(ScriptLauncher, "_call_children_scripts", lambda launcher: None)
+    handler = signal.getsignal(signal.SIGTERM)
+    trainer = trainer_with(L.Callback())
+    with pytest.raises(SIGTERMException) as ended:
+        trainer.fit(Lit().double(), datamodule=Early())
+    assert ended.value.code == 143
+    assert ended.value.__context__ is None
+    assert "Before the first batch. The run ends: it was asked to by SIGTERM." in capfd.readouterr().err
+    assert signal.getsignal(signal.SIGTERM) is handler
+
+
 def requeued(process: int, folder: Path) -> tuple[int, int, bool]:
     os.environ["SLURM_JOB_ID"] = "7"
     commands = []
@@ -152,6 +176,7 @@ def test_a_job_to_be_requeued_is_saved_by_all_after_the_batch(tmp_path: Path) ->
 
 SCRIPT = """
 import time, lightning as L, lightning_pipe
+from lightning_pipe.trainer.launcher import ScriptLauncher
 from tests.support.lit_modules import Data, Lit
 
 class Slow(Lit):

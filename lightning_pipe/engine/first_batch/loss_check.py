@@ -8,9 +8,9 @@ received for two micro-batches, puts it together, runs the user's step on that, 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,6 +32,13 @@ _REDUCED = 5e-4
 
 class _RandomError(Exception):
     """The loss differs from run to run."""
+
+
+class _Found(NamedTuple):
+    """What a run of the step has made: its loss, and the numbers that it logged or returned."""
+
+    loss: Tensor
+    values: dict[Any, float]
 
 
 @dataclass
@@ -119,27 +126,25 @@ class LossCheck(BatchObserver):
         received = [self._seen[index] for index in pair]
         parts = [runs.batch.micro_batches[index] for index in pair]
         both_parts = self.join(pair)
-        singles: list[tuple[float, dict[Any, float]]] = []
-        for index, part, inbound in zip(pair, parts, received, strict=True):
-            loss = runs.loss(index, part, inbound)
-            singles.append((float(loss), self.values()))
-        self.rounding = self._rounding(runs.stages, loss)
-        one, other = (value for value, _ in singles)
+        singles = [self._run(runs, *each) for each in zip(pair, parts, received, strict=True)]
+        self.rounding = self._rounding(runs.stages, singles[-1].loss)
+        one, other = (float(single.loss) for single in singles)
         if not sum(shares) or not math.isfinite(one + other):
             return
         share = shares[0] / sum(shares)
         expected = one + other if self.summed else share * one + (1 - share) * other
         together: list[float] = []
         failed: Exception | None = None
-        for inbound in self._received_together(runs, received, sizes, (pair[0], both_parts)):
+        for inbound, known in self._received_together(runs, received, sizes, (pair[0], both_parts)):
             try:
-                together.append(float(runs.loss(pair[0], both_parts, inbound)))
+                loss, values = known or self._run(runs, pair[0], both_parts, inbound)
             except Exception as error:
                 failed = error
                 continue
+            together.append(float(loss))
             if close(expected, together[-1], self.rounding):
                 self.agreed = True
-                self._note(share, singles[0][1], singles[1][1], self.values())
+                self._note(share, singles[0].values, singles[1].values, values)
                 return
         if not together:
             raise failed or UnlikeError
@@ -152,26 +157,29 @@ class LossCheck(BatchObserver):
                 raise _RandomError
             self.differs = (pair, expected, together[0])
 
+    def _run(self, runs: TrialRuns, index: int, part: Any, inbound: Crossing | None) -> _Found:
+        """What a run makes; the arguments are those of `TrialRuns.run`."""
+        return _Found(runs.loss(index, part, inbound), self.values())
+
     def _received_together(
         self, runs: TrialRuns, received: Sequence[Crossing | None], sizes: Sequence[int], both: tuple[int, Any]
-    ) -> list[Crossing | None]:
+    ) -> Iterator[tuple[Crossing | None, _Found | None]]:
         """What the stage would receive for both together; values without samples must not matter to the loss.
 
         A router's loss that the step only logs is such a value: nobody knows what it is for both micro-batches, but
         the loss is the same with that of the one and with that of the other. Numbers that are not are not compared.
+
+        Yields:
+            What it would receive, in all ways that it may be meant, and what a run on it has made if there was one.
         """
         try:
-            return readings(received, sizes)
+            yield from ((inbound, None) for inbound in readings(received, sizes))
         except UnlikeError:
-            found = []
             for one, other in zip(readings(received, sizes, 0), readings(received, sizes, 1), strict=True):
-                loss, values = runs.loss(*both, one), self.values()
-                if loss.equal(runs.loss(*both, other)):
-                    found.append(one)
-                    self._unknown |= {name for name, value in self.values().items() if values.get(name) != value}
-            if not found:
-                raise
-            return found
+                found, again = self._run(runs, *both, one), self._run(runs, *both, other)
+                if found.loss.equal(again.loss):
+                    self._unknown |= {name for name, value in again.values.items() if found.values.get(name) != value}
+                    yield one, found
 
     def _agrees(self, result: Any, loss: float) -> bool:
         return close(float(loss_of(result)), loss, self.rounding)

@@ -36,12 +36,20 @@ def replacing(path: str, *, folder: bool = False) -> Iterator[str]:
     Args:
         path: the place. What is there stays until the new one is complete.
         folder: whether a folder is made, or a file.
+
+    Raises:
+        CheckpointError: it cannot be written there, or another run is writing it.
     """
     unfinished = beside(path)
     try:
         os.makedirs(os.path.dirname(unfinished), exist_ok=True)
         _sweep(os.path.dirname(unfinished))
         lock = _made(unfinished, folder=folder)
+    except BlockingIOError:
+        raise CheckpointError(
+            f"The checkpoint {path} is being written by another run at this moment.",
+            hint="Give each run a folder of its own: Trainer(default_root_dir=…), or ModelCheckpoint(dirpath=…).",
+        ) from None
     except OSError as error:
         raise CheckpointError(f"The checkpoint {path} cannot be written: {error.strerror or error}.") from None
     try:
@@ -118,16 +126,42 @@ def reason(error: BaseException, unfinished: str) -> str:
 
 
 def _made(unfinished: str, *, folder: bool) -> int:
-    """Make the file or folder, and lock it; returns what holds the lock."""
-    remove(unfinished)
-    if folder:
-        os.mkdir(unfinished)
-    else:
-        Path(unfinished).touch()
-    lock = os.open(unfinished, os.O_RDONLY)
-    with suppress(OSError):  # not every file system has locks
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    return lock
+    """Make the file or folder, and lock it; returns what holds the lock.
+
+    Raises:
+        BlockingIOError: another run is writing it, and holds the lock.
+    """
+    while True:
+        try:
+            os.mkdir(unfinished) if folder else Path(unfinished).touch(exist_ok=False)
+        except FileExistsError:
+            if _is_locked(unfinished):
+                raise BlockingIOError from None
+            remove(unfinished)
+            continue
+        lock = os.open(unfinished, os.O_RDONLY)
+        with suppress(OSError):  # not every file system has locks
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # another run may have swept it away, and made its own, before it was locked
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(lock), os.stat(unfinished)):
+                return lock
+        os.close(lock)
+
+
+def _is_locked(unfinished: str) -> bool:
+    """Whether another run is writing this."""
+    with suppress(FileNotFoundError):
+        lock = os.open(unfinished, os.O_RDONLY)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except OSError:  # not every file system has locks
+            return False
+        finally:
+            os.close(lock)
+    return False
 
 
 def _sweep(folder: str) -> None:

@@ -34,6 +34,7 @@ class BatchSplitting:
     loss_weight: LossWeight | None = None
     stream_evaluation: bool = True
     evaluation_micro_batches: int = 1
+    whole_batches: bool = False
 
     def __post_init__(self) -> None:
         if self.evaluation_micro_batches < 1:

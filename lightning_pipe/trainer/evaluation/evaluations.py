@@ -107,8 +107,9 @@ class Evaluations:
         own = method()
         if not loop.return_predictions:
             return own
-        loaders = loop._combined_loader.flattened
-        shares = [share_of(*each) for each in zip(loop._predictions, loaders, strict=True)]
+        several = loop.num_dataloaders > 1
+        predictions = loop.predictions if several else [loop.predictions]
+        shares = [share_of(*each) for each in zip(predictions, loop._combined_loader.flattened, strict=True)]
         gathered = self._world.transport.all_gather_object(shares, self._world.replica_members)
         joined = [in_order(of_loader) if all(of_loader) else None for of_loader in zip(*gathered, strict=True)]
         if any(each is None for each in joined):
@@ -119,7 +120,7 @@ class Evaluations:
                     "from a loader whose samples Lightning deals out to the replicas."
                 )
             return own
-        return joined if loop.num_dataloaders > 1 else joined[0]
+        return joined if several else joined[0]
 
     def _close(self) -> None:
         """Drop a stream whose loop has failed."""

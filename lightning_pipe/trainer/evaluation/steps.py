@@ -15,6 +15,7 @@ from lightning_pipe.trainer.broadcasts import Broadcast
 from lightning_pipe.trainer.data.batch_splitter import BatchSplitting
 from lightning_pipe.trainer.data.joining import join
 from lightning_pipe.trainer.data.micro_batches import MicroBatches, divide_batch
+from lightning_pipe.trainer.data.needs import Needs
 from lightning_pipe.trainer.seeds import Seeds
 from lightning_pipe.trainer.user_step import StepOfBatch, UserStep
 
@@ -52,13 +53,22 @@ class EvaluationSteps:
         precision: the Trainer's precision plugin.
         seeds: of the random streams.
         options: the strategy's options for batches.
+        needs: learns which tensors of a batch each rank needs.
     """
 
     def __init__(
-        self, pipeline: Pipeline, user_step: UserStep, precision: Precision, seeds: Seeds, options: BatchSplitting
+        self,
+        pipeline: Pipeline,
+        user_step: UserStep,
+        precision: Precision,
+        seeds: Seeds,
+        options: BatchSplitting,
+        needs: Needs,
     ) -> None:
-        self.pipeline, self.user_step, self.options = pipeline, user_step, options
+        self.pipeline, self.user_step, self.options, self._needs = pipeline, user_step, options, needs
         self._seeds = seeds
+        self._before: dict[str, Snapshot | None] = {}
+        """By method, the layers before its first run that may be undone; ``None`` once that has come to its end."""
         self._contexts: dict[str, Callable[[], AbstractContextManager[None]]] = {
             "validation_step": precision.val_step_context,
             "test_step": precision.test_step_context,
@@ -78,9 +88,18 @@ class EvaluationSteps:
         return self._run(name, args, self._seeds.evaluation(), ahead, turns=turns)
 
     def _run(self, name: str, args: Sequence[Any], seed: int, ahead: int, *, turns: bool) -> RunStep:
+        if not turns and (name not in self._before or name in self.user_step.in_turns):
+            # a stream goes on to begin with a run that will be undone, once for each batch
+            layers = self.pipeline.layers
+            self._before[name] = Snapshot(
+                {f"{of}.{part}": each for of, layer in layers for part, each in layer.named_modules()}
+            )
         batch, *rest = args
         step = self.user_step.begin(name, rest, self._contexts[name], self._cut(batch))
-        with self.user_step.running(may_repeat=not turns) as before:
+        with (
+            self._needs.learning(name, batch, step.micro_batches.parts),
+            self.user_step.running(may_repeat=not turns) as before,
+        ):
             outputs = self.pipeline.evaluate(step, step.micro_batches.parts, seed=seed, ahead=ahead, turns=turns)
         return RunStep(step, outputs, before, self.pipeline.turns.needed, name, args, seed)
 
@@ -100,8 +119,13 @@ class EvaluationSteps:
             send_outputs: whether ranks without the last stage get what the step returned.
         """
         outputs = run.step.share(run.outputs, run.before, broadcast, send_outputs=send_outputs, repeats=run.repeats)
+        before, self._before[run.name] = self._before.get(run.name), None
         if run.step.repeats:
+            # the layers have run for this batch, and in a stream for later ones, whose steps all run again
+            if before is not None:
+                before.undo()
             self.user_step.take_turns(run.name)
+            self._needs.keep_whole(run.name)
             # all ranks have come to this batch: here they run it together, whatever they have begun of later ones
             run = self._run(run.name, run.args, run.seed, 0, turns=True)
             outputs = run.step.share(run.outputs, run.before, broadcast, send_outputs=send_outputs)

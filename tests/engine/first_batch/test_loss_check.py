@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lightning_pipe import PipeStrategy
 from lightning_pipe.config import RunLayout
-from lightning_pipe.engine.first_batch.trial_runs import is_alone
+from lightning_pipe.engine.first_batch.trial_runs import TrialRuns, is_alone
 from lightning_pipe.trainer.world import World
 from tests.support import oracle
 from tests.support.model_zoo import ZOO
@@ -137,6 +137,24 @@ def test_values_without_samples_that_are_only_logged_do_not_end_the_check() -> N
     batches = Batches(number=4).batches
     assert fit(LoggedBalance(), batches, layers="layers", message="over the samples") == []
     assert len(fit(LoggedBalanceOfTokens(), batches, layers="layers")) == 1
+
+
+def test_each_reading_of_both_together_runs_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs: list[object] = []
+    loss = TrialRuns.loss
+
+    def counted(trial: TrialRuns, index: int, part: Any, inbound: Any) -> Tensor:
+        runs.append(index)
+        return loss(trial, index, part, inbound)
+
+    monkeypatch.setattr(TrialRuns, "loss", counted)
+    found = []
+    for module in (MeanOfSamples(), LoggedBalance()):
+        runs.clear()
+        assert fit(module, Batches(number=1).batches, layers="layers") == []
+        found.append(len(runs))
+    # one micro-batch, the other, both together; with a value without samples, that of the one and that of the other
+    assert found == [3, 4]
 
 
 def test_later_batches_are_checked_too() -> None:

@@ -11,6 +11,8 @@ from torch.nn import functional as F
 
 from lightning_pipe.errors import CutError
 from lightning_pipe.skip import put, take
+from lightning_pipe.trainer.broadcasts import NUMBERS
+from lightning_pipe.transport.nonblocking_broadcast import NonBlockingBroadcast
 from tests.support.engine_runs import pipelined
 from tests.support.small_net import WIDTH, Block, Net, batch, batches
 
@@ -138,6 +140,10 @@ class Stashes(Twice):
 RUNS = [{"ranks": 2}, {"ranks": 4, "schedule": "gpipe"}, {"ranks": 2, "schedule": "interleaved"}, {"ranks": 1}]
 
 
+def frozen(parameters: Any, lr: float) -> Any:
+    return torch.optim.SGD(parameters, lr=0.0)
+
+
 def evaluated(net: Twice, data: Any, context: Any = torch.inference_mode, **run: Any) -> list[Any]:
     """What the steps of several passes return over a pipeline that is trained with one."""
     found: list[Any] = []
@@ -151,9 +157,6 @@ def evaluated(net: Twice, data: Any, context: Any = torch.inference_mode, **run:
             assert not first
             assert pipeline.turns.needed or not pipeline.is_loss_rank
             found.extend(pipeline.evaluate(lambda _, part: module.several(**part), [data], turns=True).values())
-
-    def frozen(parameters: Any, lr: float) -> Any:
-        return torch.optim.SGD(parameters, lr=0.0)
 
     pipelined(net, batches(2), 2, between=evaluate, optimizer=frozen, layers="layers", **run)
     assert len(found) == 2
@@ -242,3 +245,23 @@ def test_an_object_that_cannot_be_pickled_raises() -> None:
 
     with pytest.raises(CutError, match=r"'layers\.0' changes its argument of type Memory"):
         evaluated(Open(), batch(5), ranks=2)
+
+
+@pytest.mark.parametrize("number", range(len(NUMBERS) + 1))
+def test_objects_of_broadcasts_that_are_on_their_way_are_not_taken_for_turns(number: int) -> None:
+    """The rank that loads sends batches of a stream ahead, which may turn out to need turns."""
+    net, data, found = Twice(), batch(), list[Any]()
+
+    def evaluate(pipeline: Any, module: Any) -> None:
+        transport, members = pipeline.transport, pipeline.pipeline_members
+        source = pipeline.loss_process
+        channel = NonBlockingBroadcast(transport, ahead=1, number=number)
+        if transport.process == source:
+            channel.share("a batch", source, members)
+        with torch.inference_mode():
+            found.extend(pipeline.evaluate(lambda _, part: module.several(**part), [data], turns=True).values())
+        if transport.process != source:
+            assert channel.share(None, source, members) == "a batch"
+
+    pipelined(net, batches(1), 2, between=evaluate, layers="layers", ranks=3, optimizer=frozen)
+    assert_equal(found[0], net.several(**data))

@@ -76,6 +76,40 @@ def test_what_a_killed_run_has_left_is_swept(folder: bool, tmp_path: Path) -> No
     assert sorted(os.listdir(tmp_path)) == ["other.ckpt", "third.ckpt"]
 
 
+@pytest.mark.parametrize("folder", [False, True])
+def test_two_runs_do_not_write_one_checkpoint_at_the_same_time(folder: bool, tmp_path: Path) -> None:
+    path = tmp_path / "last.ckpt"
+    with replacing(str(path), folder=folder) as place:
+        part = Path(place) / "part" if folder else Path(place)
+        part.write_text("first")
+        with pytest.raises(CheckpointError, match="is being written by another run") as raised:
+            make(path, folder=folder, text="second")
+        assert "default_root_dir" in str(raised.value)
+    assert content(path) == "first"
+    make(path, folder=folder, text="second")
+    assert content(path) == "second"
+    assert os.listdir(tmp_path) == ["last.ckpt"]
+
+
+@pytest.mark.parametrize("folder", [False, True])
+def test_what_another_run_sweeps_before_it_is_locked_is_made_again(
+    folder: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, lock = tmp_path / "last.ckpt", unfinished.fcntl.flock
+    swept = []
+
+    def sweep_first(descriptor: int, operation: int) -> None:
+        if not swept:
+            swept.append(descriptor)
+            unfinished.remove(beside(str(path)))
+        lock(descriptor, operation)
+
+    monkeypatch.setattr(unfinished.fcntl, "flock", sweep_first)
+    make(path, folder=folder, text="new")
+    assert swept
+    assert content(path) == "new"
+
+
 def test_a_run_that_is_killed_between_two_names_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(unfinished, "_exchanged", lambda one, other: False)
     path = tmp_path / "last.ckpt"

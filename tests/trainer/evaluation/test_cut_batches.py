@@ -13,8 +13,8 @@ from torch.nn import functional as F
 from lightning_pipe import PipeStrategy
 from lightning_pipe.errors import ConfigurationError
 from tests.support import oracle
+from tests.support.evaluated_modules import Evaluated, Steps, loader
 from tests.support.trainer_runs import QUIET, quiet
-from tests.trainer.evaluation.test_stream import Evaluated, Steps, loader
 
 
 class Rows(Evaluated):

@@ -1,0 +1,36 @@
+"""What a plan is made for: options that cannot be are refused with their numbers, and the public function has all."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import fields
+
+import pytest
+
+from lightning_pipe import plan
+from lightning_pipe.errors import ConfigurationError
+from lightning_pipe.planning.options import PlanOptions
+
+
+def test_the_public_function_has_the_same_options_with_the_same_defaults() -> None:
+    arguments = list(inspect.signature(plan).parameters.values())[1:]
+    assert [argument.name for argument in arguments] == [option.name for option in fields(PlanOptions)]
+    given = {argument.name: argument.default for argument in arguments[2:]}
+    assert given == {option.name: option.default for option in fields(PlanOptions)[2:]}
+
+
+@pytest.mark.parametrize(("ranks", "batch"), [(0, 8), (2, 0)])
+def test_there_is_a_rank_and_a_sample(ranks: int, batch: int) -> None:
+    with pytest.raises(ConfigurationError, match=f"ranks={ranks}, batch={batch}"):
+        PlanOptions(ranks, batch)
+
+
+def test_processes_are_divided_over_nodes() -> None:
+    topology = PlanOptions(4, 8, replicas=2, nodes=2).topology(3)
+    assert len(topology.nodes) == 2
+    with pytest.raises(ConfigurationError, match="4 ranks x 2 replicas = 8 processes cannot be divided over 3 nodes"):
+        PlanOptions(4, 8, replicas=2, nodes=3).topology(3)
+
+
+def test_batches_of_replicas_add_up() -> None:
+    assert PlanOptions(2, 8, replicas=3, accumulation=2).equation(4).micro_batches == 4

@@ -1,0 +1,61 @@
+"""Evaluation steps that call layers again: what the undone first run of a stream did to the layers is gone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_pipe import PipeStrategy
+from tests.support.processes import run_trainers
+from tests.support.trainer_runs import QUIET
+
+
+class Counted(nn.Module):
+    """A layer that counts its calls in a buffer, and computes with their number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return torch.tanh(self.linear(x)) * (1 + 0.1 * self.calls)
+
+
+class Twice(L.LightningModule):
+    """Calls its layers twice for each batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(*(Counted() for _ in range(4)))
+        self.head = nn.Linear(4, 1)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val", self.head(self.layers(self.layers(batch[0]))).mean())
+
+
+def validated(process: int, devices: int | None) -> tuple[float, dict[str, float]]:
+    """What is logged, and how often each layer has run."""
+    x = torch.randn(20, 4, generator=torch.Generator().manual_seed(1))
+    strategy: Any = PipeStrategy(layers="layers") if devices else "auto"
+    trainer = L.Trainer(accelerator="cpu", devices=devices or 1, strategy=strategy, **QUIET)
+    module = Twice().double()
+    trainer.validate(module, DataLoader(TensorDataset(x.double()), batch_size=4), verbose=False)
+    calls = {name: float(value) for name, value in module.state_dict().items() if name.endswith("calls")}
+    return float(trainer.callback_metrics["val"]), calls
+
+
+@pytest.mark.timeout(60)
+def test_layers_count_the_calls_of_one_device() -> None:
+    logged, calls = validated(0, None)
+    assert set(calls.values()) == {10.0}
+    for found in run_trainers(validated, 2, timeout=50, devices=2):
+        assert found[0] == pytest.approx(logged, rel=1e-9)
+        assert found[1] == calls

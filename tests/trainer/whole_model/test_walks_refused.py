@@ -1,0 +1,138 @@
+"""What hooks do to all layers and only one device can do is refused with its reason."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_pipe.errors import PipeError
+from tests.support.processes import outcomes
+from tests.support.walks import DECAY, ListAverage, Teacher, Walks
+from tests.trainer.whole_model.test_walks import fit
+
+
+class Joins(Walks):
+    """An optimizer that has a rate for all weights."""
+
+    class Normalised(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            loss = closure()
+            gradients = [
+                weight.grad for group in self.param_groups for weight in group["params"] if weight.grad is not None
+            ]
+            for gradient in gradients:
+                gradient.div_(torch.stack([each.norm() for each in gradients]).norm())
+            super().step()
+            return loss
+
+    def configure_optimizers(self) -> Any:
+        return self.Normalised(self.parameters(), lr=0.1)
+
+
+class Distils(Teacher):
+    """The teacher teaches."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = self.embed(batch[0].flatten(1))
+        return F.mse_loss(self.model(x), self.teacher(x))
+
+
+class SumsNorms(Walks):
+    """Logs a sum over the gradients that a loop sees."""
+
+    def on_after_backward(self) -> None:
+        total = 0.0
+        for weight in self.parameters():
+            if weight.grad is not None:
+                total += weight.grad.data.norm().item() ** 2
+        self.log("norm", total**0.5)
+
+
+class Histograms(Walks):
+    """Shows a weight to a logger, which reads it as an array."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        for weight in self.parameters():
+            weight.detach().cpu().numpy()
+
+
+class Unnamed(ListAverage):
+    """Saves averages without their names, made by assigning data."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        for shadow, weight in zip(self.shadows, self.parameters(), strict=True):
+            shadow.data = DECAY * shadow.data + (1 - DECAY) * weight.data
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["averages"] = self.shadows
+
+
+class Mixed(Walks):
+    """A buffer that comes from all weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(()))
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.mean = sum(weight.detach().mean() for weight in self.parameters()) * 0.1
+
+
+class Vector(Walks):
+    """Changes all weights through one vector."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        vector = nn.utils.parameters_to_vector(self.parameters()).detach()
+        nn.utils.vector_to_parameters(vector * 0.99, self.parameters())
+
+
+class Trusting(Walks):
+    """An optimizer that takes it that every parameter has a gradient."""
+
+    class Plain(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            loss = closure()
+            for weight in self.param_groups[0]["params"]:
+                weight.data.add_(weight.grad.mul(-0.1))
+            return loss
+
+    def configure_optimizers(self) -> Any:
+        return self.Plain(self.parameters(), lr=0.1)
+
+
+REFUSED: dict[str, tuple[type[Walks], str]] = {
+    "joins": (Joins, "Normalised.step joins numbers of several parameters: 'stack' at "),
+    "sums": (SumsNorms, "lightning.pytorch.utilities.grad_norm"),
+    "histograms": (Histograms, "'numpy' needs a value that is not here: Rank "),
+    "unnamed": (Unnamed, "checkpoint['averages'][0] comes from parameters of other ranks"),
+    "mixed": (Mixed, "No rank has the value of 'mean'"),
+    "vector": (Vector, "not through one vector of all of them"),
+    "distils": (Distils, "a teacher whose layers follow a student's needs one device"),
+}
+
+
+def refused(process: int, name: str, folder: Path) -> None:
+    fit(REFUSED[name][0], 2, folder)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_only_one_device_can_do(name: str, tmp_path: Path) -> None:
+    ended = outcomes(refused, 2, timeout=40, group_timeout=None, name=name, folder=tmp_path)
+    for outcome in ended:
+        assert isinstance(outcome.error, PipeError)
+        assert REFUSED[name][1] in str(outcome.error)
+
+
+def test_an_optimizer_that_misses_gradients_is_told_why(tmp_path: Path) -> None:
+    for outcome in outcomes(trusting, 2, timeout=40, group_timeout=None, folder=tmp_path):
+        assert isinstance(outcome.error, AttributeError)
+        assert "parameters of other ranks have no gradient" in "".join(outcome.error.__notes__)
+
+
+def trusting(process: int, folder: Path) -> None:
+    fit(Trusting, 2, folder)
