@@ -17,6 +17,7 @@ PYTHON ?= $(shell for python in python3 python3.11 python3.12 python3.13 python;
 BIN := .venv/bin
 # One thread per process: several processes share the cores, here as in training.
 RUN := OMP_NUM_THREADS=1 $(BIN)/python
+EXTRAS := $(addprefix tests/recipes/test_,extras.py facts.py config.py docs.py)
 # Modules in the order of their names: by number of tests, as otherwise, the few long tests come last, on one worker.
 PYTEST := $(RUN) -m pytest -n 2 --dist loadscope --no-loadscope-reorder
 
@@ -32,8 +33,8 @@ test: .venv/ready  ## run the fast tests (under ten minutes on two cores)
 test-all: .venv/ready  ## run every test, the long sweeps too (hours on two cores)
 	@$(PYTEST) $(ARGS)
 
-test-extras: .venv/extras-ready  ## install loggers, sweepers and launchers, and run the tests that need them
-	@$(RUN) -m pytest tests/recipes/test_extras.py $(ARGS)
+test-extras: .venv-extras/ready  ## install loggers, sweepers and launchers beside .venv, and run the tests that need them
+	@OMP_NUM_THREADS=1 .venv-extras/bin/python -m pytest -m "not slow and not gpu" $(EXTRAS) $(ARGS)
 
 test-versions:  ## run the fast tests on the oldest and newest releases of Python, torch, Lightning (hours)
 	@OMP_NUM_THREADS=1 $(PYTHON) tests/versions.py $(ARGS)
@@ -62,7 +63,7 @@ pictures: .venv/ready  ## draw the pictures of README and docs anew
 	@$(BIN)/python -m docs.pictures
 
 clean:  ## remove .venv, caches and the outputs of runs
-	rm -rf .venv .venv-versions build dist docs/_build outputs multirun .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf .venv .venv-extras .venv-versions build dist docs/_build outputs multirun .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 .venv/ready: pyproject.toml constraints.txt
@@ -73,9 +74,15 @@ clean:  ## remove .venv, caches and the outputs of runs
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
-# What `logger=wandb`, `hparams_search=optuna` and the like need beyond that: their tests are skipped without.
-.venv/extras-ready: .venv/ready
-	@$(BIN)/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt --editable '.[extras]'
+# What `logger=wandb`, `hparams_search=optuna` and the like need beyond that: their tests are skipped without. In an
+# environment of its own, which has all of .venv beneath it: mlflow takes older releases of pandas and pyarrow.
+.venv-extras/ready: .venv/ready
+	@$(BIN)/python -m venv .venv-extras
+	@$(BIN)/python -c 'import site; print("import site; site.addsitedir(%r)" % site.getsitepackages()[0])' \
+		> "$$(.venv-extras/bin/python -c 'import site; print(site.getsitepackages()[0])')/beneath.pth"
+	@sed '/^pandas=/d; /^pyarrow=/d' constraints.txt > .venv-extras/constraints.txt
+	@.venv-extras/bin/python -m pip install -qq --disable-pip-version-check --constraint .venv-extras/constraints.txt \
+		--editable '.[extras]'
 	@touch $@
 
 # What the documentation needs beyond that: the tests do without.

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import lightning as L
 from lightning.pytorch.callbacks import ProgressBar, RichProgressBar, TQDMProgressBar
 from lightning.pytorch.utilities.data import extract_batch_size
+from matplotlib.figure import Figure
 from typing_extensions import override
+
+from recipes.report import readable
 
 
 class Throughput(L.Callback):
@@ -55,6 +59,64 @@ class Throughput(L.Callback):
     @override
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._since = None
+
+
+class Curve(L.Callback):
+    """Draws the losses of training and validation by step, and what else validation measures.
+
+    Args:
+        path: of the picture.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = Path(path)
+        self.points: dict[str, list[tuple[int, float]]] = {}
+
+    @override
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]  # its connector for loggers sets it
+        if trainer.global_step % every == 0:  # reading a loss waits for a GPU
+            self._keep(trainer, "train_")
+
+    @override
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if not trainer.sanity_checking:
+            self._keep(trainer, "val_")
+
+    @override
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if trainer.is_global_zero and self.points:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.draw().savefig(self.path, dpi=110)
+
+    def draw(self) -> Figure:
+        """The losses, and beside them all other metrics of validation, if there are any."""
+        losses = {name: points for name, points in self.points.items() if name.endswith("_loss")}
+        others = {name: points for name, points in self.points.items() if name not in losses}
+        panels = [panel for panel in (losses, others) if panel]
+        figure = Figure(figsize=(4.2 * len(panels), 2.9), layout="constrained")
+        for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+            for name, points in panel.items():
+                axes.plot(*zip(*points, strict=True), label=readable(name), marker="" if "train" in name else "o")
+            highest, lowest = (
+                extreme(value for points in panel.values() for _, value in points) for extreme in (max, min)
+            )
+            if 0 < 20 * lowest < highest > 20:  # shares are never drawn so
+                axes.set_yscale("log")
+            axes.set_xlabel("steps")
+            axes.grid(alpha=0.3)
+            axes.legend(frameon=False)
+        return figure
+
+    def _keep(self, trainer: L.Trainer, start: str) -> None:
+        metrics = trainer.callback_metrics  # asked for on all ranks alike, and known on the first
+        for name, value in metrics.items() if trainer.is_global_zero else ():
+            if name.startswith(start):
+                points = self.points.setdefault(name, [])
+                points[:] = [point for point in points if point[0] != trainer.global_step]
+                points.append((trainer.global_step, float(value)))
 
 
 def progress_bar() -> ProgressBar:

@@ -32,7 +32,8 @@ def evaluate(folder: Path, which: str = "best", overrides: Sequence[str] = ()) -
         overrides: changes of its configuration, such as ``trainer.limit_val_batches=10`` or ``pipe=1f1b``.
 
     Returns:
-        the metrics, which are also left in the folder as ``evaluation.json``.
+        the metrics, which are also left in the folder as ``evaluation.json``, beside ``samples.txt`` where a module
+        has something to show.
     """
     settings = stored(folder, overrides)
     checkpoint = checkpoints.in_run(folder, which)
@@ -55,6 +56,8 @@ def evaluate(folder: Path, which: str = "best", overrides: Sequence[str] = ()) -
     if trainer.is_global_zero:
         result = {"checkpoint": str(checkpoint), "metrics": metrics}
         (folder / "evaluation.json").write_text(json.dumps(result, indent=2) + "\n")
+        if samples := getattr(module, "samples", None):
+            (folder / "samples.txt").write_text("\n\n".join(samples) + "\n")
     return metrics
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import time
 import warnings
 from contextlib import nullcontext
@@ -96,6 +97,13 @@ def make_trainer(config: DictConfig, callbacks: list[L.Callback]) -> L.Trainer:
         logger=[instantiate(logger) for logger in config.logger.values()],
         _convert_="all",
     )
+
+
+def close_loggers() -> None:
+    """Ends what Weights & Biases has begun: it would take the next job of a sweep for the same run."""
+    wandb = sys.modules.get("wandb")
+    if wandb is not None and wandb.run is not None:
+        wandb.finish()
 
 
 def _measured(callbacks: list[L.Callback]) -> dict[str, float | None]:

@@ -17,8 +17,6 @@ def sgd(
     momentum: float = 0.9,
     nesterov: bool = True,
     weight_decay: float = 0.0,
-    betas: Any = None,
-    eps: Any = None,
 ) -> torch.optim.SGD:
     """SGD in the place of the optimizer that an experiment chooses.
 
@@ -28,8 +26,6 @@ def sgd(
         momentum: 0 keeps no state at all.
         nesterov: whether the momentum is Nesterov's; there is none without momentum.
         weight_decay: of groups that say nothing else.
-        betas: of AdamW, which the experiment may have set. SGD has none.
-        eps: the same.
     """
     return torch.optim.SGD(params, lr, momentum, nesterov=nesterov and momentum > 0, weight_decay=weight_decay)
 

@@ -43,10 +43,10 @@ class Report:
     def __str__(self) -> str:
         minutes, seconds = divmod(round(self.seconds), 60)
         lines = [f"\n{self.recipe}: done in {minutes} min {seconds} s"]
-        width = max([24, *(len(_readable(name)) + 2 for name in self.after)])
+        width = max([24, *(len(readable(name)) + 2 for name in self.after)])
         for name, value in self.after.items():
             lines.append(
-                f"  {_readable(name):<{width}}{_number(self.before.get(name))} before training, {_number(value)} after"
+                f"  {readable(name):<{width}}{_number(self.before.get(name))} before training, {_number(value)} after"
             )
         if self.samples_per_second is not None:
             lines.append(f"  {'training speed':<{width}}{_number(self.samples_per_second)} samples/s")
@@ -63,7 +63,8 @@ class Report:
         known = {
             "checkpoints/last.ckpt": "an ordinary Lightning checkpoint of the whole model",
             "timeline.png": "who computed what when in one batch, as measured",
-            "metrics.csv": "loss and validation metrics by step",
+            "curve.png": "losses and validation metrics by step",
+            "metrics.csv": "the same as numbers",
             "config.yaml": "the whole configuration of this run",
             "train.log": "the log, with the plan",
             "summary.json": "these results, and the commit of the code",
@@ -71,8 +72,16 @@ class Report:
         return [(name, text) for name, text in known.items() if (Path(self.output) / name).exists()]
 
 
-def _readable(name: str) -> str:
-    return "validation " + name.removeprefix("val_") if name.startswith("val_") else name
+def readable(name: str) -> str:
+    """A metric's name in words.
+
+    Example:
+        >>> readable("val_next_accuracy"), readable("train_loss")
+        ('validation next accuracy', 'training loss')
+    """
+    start, _, rest = name.partition("_")
+    words = {"val": "validation", "train": "training"}
+    return f"{words[start]} {rest.replace('_', ' ')}" if start in words else name
 
 
 def _number(value: float | None) -> str:

@@ -18,6 +18,7 @@ from omegaconf import DictConfig
 from recipes import command_line, config
 from recipes.errors import RecipeError, sentence
 
+printed = logging.getLogger("recipes.printed")  # goes into the log file only
 log = logging.getLogger(__name__)
 
 
@@ -32,6 +33,7 @@ def train(settings: DictConfig) -> float:
             log.error("%s", told or "This job has failed.", exc_info=told is None)
             return float("inf")  # no optimizer of hyper-parameters stops at it, as it would at nan
         if told is None:
+            printed.error("This run has failed.", exc_info=True)  # its traceback is on the screen already
             raise
         if command_line.rank() == 0:
             forget(Path(HydraConfig.get().runtime.output_dir))
@@ -75,7 +77,10 @@ def run(settings: DictConfig) -> float:
     if HydraConfig.get().mode is RunMode.MULTIRUN:
         check_sweep(settings)
     with command_line.threads(settings.threads):
-        report = job.run(settings)
+        try:
+            report = job.run(settings)
+        finally:
+            job.close_loggers()
     return report.after.get("val_loss", float("nan"))
 
 

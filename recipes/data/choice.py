@@ -17,7 +17,10 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-def choose(source: str, files: str | None, name: str, default: str, stand_in: tuple[str, str]) -> str:
+StandIn = tuple[str, str]
+
+
+def choose(source: str, files: str | None, name: str, default: str, stand_in: StandIn | Callable[[], StandIn]) -> str:
     """Returns the source if it is named. "auto" takes local files if given, else the hub where it answers.
 
     Args:
@@ -25,7 +28,7 @@ def choose(source: str, files: str | None, name: str, default: str, stand_in: tu
         files: folder with local files.
         name: data set on the hub, or a folder.
         default: the name where none is given: only it may be replaced.
-        stand_in: the source to take where neither is there, and what it is, for the log.
+        stand_in: the source to take where neither is there, and what it is, for the log; or what finds that out.
 
     Raises:
         RecipeError: the data set that was named is not there, and no other one is meant.
@@ -36,15 +39,14 @@ def choose(source: str, files: str | None, name: str, default: str, stand_in: tu
         return "files"
     if hub_answers(name):
         return "hub"
+    local, title = stand_in() if callable(stand_in) else stand_in
     if name != default:
         raise RecipeError(
             f"data.name={name} is no folder, and the hub does not answer for it.",
-            hint=f"Name local files (data.files=FOLDER), or take {stand_in[1]} (data.source={stand_in[0]}).",
+            hint=f"Name local files (data.files=FOLDER), or take {title} (data.source={local}).",
         )
-    log.info(
-        "The hub does not answer, so %s is replaced by %s (data.files=FOLDER names local files).", name, stand_in[1]
-    )
-    return stand_in[0]
+    log.info("The hub does not answer, so %s is replaced by %s (data.files=FOLDER names local files).", name, title)
+    return local
 
 
 def agreed(trainer: L.Trainer | None, decide: Callable[[], T]) -> T:

@@ -1,4 +1,4 @@
-"""Pairs of texts in several languages: OPUS-100 on the hub, local files, or docstrings of Python's standard library."""
+"""Pairs of texts in several languages: OPUS-100 on the hub, local files, or a stand-in that the machine has."""
 
 from __future__ import annotations
 
@@ -13,10 +13,14 @@ from pathlib import Path
 
 from datasets import load_dataset
 
-from recipes.data import files, parallel_files, sources
+from recipes.data import catalogues, files, parallel_files, sources
 from recipes.data.parallel_files import Pair, Read
 from recipes.errors import RecipeError
 
+STAND_INS = {
+    "catalogues": "messages of this machine's programs and their translations",
+    "docstrings": "definitions and docstrings of Python's standard library",
+}
 LONGEST_SOURCE = 400  # characters of a definition: its beginning says most about it
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
@@ -89,6 +93,33 @@ def _pair(node: Definition, docstring: str) -> Pair | None:
     return Pair(ast.unparse(node)[:LONGEST_SOURCE], sentence) if sentence else None
 
 
+def messages(pairs: Sequence[str]) -> Parallel:
+    """Reads the message catalogues of this machine.
+
+    Args:
+        pairs: such as "de-en": from German, to English, which one of the two languages must be.
+    """
+    languages = {pair: _languages(pair) for pair in pairs}
+    used = catalogues.files(list(languages.values()))
+    splits = {
+        split: {pair: partial(catalogues.read, both, split) for pair, both in languages.items()}
+        for split in ("train", "validation")
+    }
+    title = f"messages of programs and their translations ({len(used)} catalogues)"
+    settings = f"{catalogues.SHORTEST} {catalogues.LONGEST} {' '.join(pairs)}"
+    return Parallel(title, splits, f"{files.fingerprint(used)} {settings}")
+
+
+def stand_in(pairs: Sequence[str]) -> tuple[str, str]:
+    """What takes the place of the published data on this machine: a source, and what it is, for the log.
+
+    Args:
+        pairs: such as "de-en".
+    """
+    name = "catalogues" if catalogues.enough([_languages(pair) for pair in pairs]) else "docstrings"
+    return name, STAND_INS[name]
+
+
 def local_files(folder: Path, pairs: Sequence[str]) -> Parallel:
     """Reads pairs in the formats of `recipes.data.parallel_files`.
 
@@ -133,7 +164,7 @@ def read(source: str, given: str | None, name: str, pairs: Sequence[str]) -> Par
     """Reads the pairs from a source.
 
     Args:
-        source: "hub", "files" or "docstrings".
+        source: "hub", "files", "catalogues" or "docstrings".
         given: folder with local files.
         name: data set on the hub.
         pairs: such as "de-en"; docstrings have their own.
@@ -142,6 +173,8 @@ def read(source: str, given: str | None, name: str, pairs: Sequence[str]) -> Par
         return local_files(files.chosen(given, name), pairs)
     if source == "hub":
         return hub(name, pairs)
+    if source == "catalogues":
+        return messages(pairs)
     if source == "docstrings":
         return docstrings()
-    raise RecipeError(f"data.source={source} is unknown.", hint="Choose auto, hub, files or docstrings.")
+    raise RecipeError(f"data.source={source} is unknown.", hint="Choose auto, hub, files, catalogues or docstrings.")

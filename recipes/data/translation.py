@@ -31,7 +31,6 @@ from recipes.errors import RecipeError
 log = logging.getLogger(__name__)
 
 NAME = "Helsinki-NLP/opus-100"
-STAND_IN = ("docstrings", "definitions and docstrings of Python's standard library")
 SPECIAL = {"pad": "<pad>", "bos": "<s>", "eos": "</s>"}
 FOR_VOCABULARY = 500_000  # pairs of every language that a new tokeniser is trained on
 AT_ONCE = 1000
@@ -140,11 +139,11 @@ def _padded(rows: Sequence[Tensor], pad: int) -> Tensor:
 
 
 class ParallelText(PreparedText):
-    """OPUS-100, local files, or definitions and docstrings of Python's standard library.
+    """OPUS-100, local files, this machine's message catalogues, or docstrings of Python's standard library.
 
     Args:
-        source: "auto", "hub", "files" or "docstrings"; "auto" takes ``files`` where they are given, else the hub where
-            it answers, else the docstrings.
+        source: "auto", "hub", "files", "catalogues" or "docstrings"; "auto" takes ``files`` where they are given, else
+            the hub where it answers, else the catalogues where the machine has enough of them, else the docstrings.
         files: folder with files such as ``train.de-en.de`` and ``train.de-en.en``.
         name: data set on the hub.
         pairs: pairs of languages such as "de-en", all to the same language.
@@ -187,7 +186,7 @@ class ParallelText(PreparedText):
 
     @override
     def prepare(self) -> Path:
-        source = choose(self.source, self.files, self.dataset, NAME, STAND_IN)
+        source = choose(self.source, self.files, self.dataset, NAME, lambda: parallel.stand_in(self.pairs))
         texts = parallel.read(source, self.files, self.dataset, self.pairs)
         settings = (self.vocabulary, self.tokenizer)
         folder = kept(self.cache, [texts.fingerprint, *settings], texts.title, partial(tokenise, texts, *settings))

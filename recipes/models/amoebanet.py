@@ -23,6 +23,7 @@ States = tuple[Tensor, Tensor]
 Wiring = Literal["torchgpipe", "tpu"]
 
 TPU_STEM = 32
+GENOTYPES: dict[str, Genotype] = {"b": AMOEBANET_B, "d": AMOEBANET_D}
 
 
 class Cell(nn.Module):
@@ -110,14 +111,14 @@ class Classifier(nn.Module):
 
     Args:
         channels: of the last cell's output.
-        num_classes: number of classes.
+        classes: number of classes.
         dropout: probability with which a channel is dropped.
     """
 
-    def __init__(self, channels: int, num_classes: int, dropout: float) -> None:
+    def __init__(self, channels: int, classes: int, dropout: float) -> None:
         super().__init__()
         self.layers = nn.Sequential(
-            nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Dropout(dropout), nn.Linear(channels, num_classes)
+            nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Dropout(dropout), nn.Linear(channels, classes)
         )
 
     @override
@@ -132,10 +133,10 @@ class AmoebaNet(nn.Module):
     ``layers`` holds all of them in order: 6 more than there are normal cells.
 
     Args:
-        genotype: the kinds of cells.
-        layers: number of normal cells, a multiple of 3.
-        filters: channels of every state in the first group of cells; doubled at every reduction.
-        num_classes: number of classes.
+        network: "b" or "d": the kinds of cells.
+        layers: number of normal cells, a multiple of 3: the L of the papers' (L, D).
+        filters: channels of every state in the first group of cells, doubled at every reduction: the D.
+        classes: number of classes.
         wiring: ``"torchgpipe"`` or that of the TPU reference. They differ in the stem and the first two cells.
         dropout: before the classifier.
         norm_eps: added to the variance in batch norms.
@@ -146,10 +147,10 @@ class AmoebaNet(nn.Module):
 
     def __init__(
         self,
-        genotype: Genotype,
+        network: Literal["b", "d"],
         layers: int,
         filters: int,
-        num_classes: int = 1000,
+        classes: int = 1000,
         *,
         wiring: Wiring = "torchgpipe",
         dropout: float = 0.5,
@@ -163,6 +164,7 @@ class AmoebaNet(nn.Module):
                 f"AmoebaNet takes a multiple of 3 normal cells and a multiple of 16 filters; got layers={layers}, "
                 f"filters={filters}."
             )
+        genotype = GENOTYPES[network]
         norm = batch_norm(norm_eps, norm_momentum)
         stem = filters // 4 if wiring == "torchgpipe" else TPU_STEM
         self.layers = nn.ModuleList([Stem(stem, wiring, norm)])
@@ -179,13 +181,13 @@ class AmoebaNet(nn.Module):
             )
             self.layers.append(cell)
             before, last, reduced = last, place.filters * len(cell.output), place.reduction
-        self.layers.append(Classifier(last, num_classes, dropout))
+        self.layers.append(Classifier(last, classes, dropout))
         self.auxiliary_head: AuxiliaryHead | None = None
         self.auxiliary_after = len(self.layers) - 3 - layers // 3  # the last cell before the last reduction
         if auxiliary_for is not None:
             channels = 2 * filters * len(genotype.normal.output)
             side = _side(auxiliary_for, wiring)
-            self.auxiliary_head = AuxiliaryHead(channels, side, num_classes, norm)
+            self.auxiliary_head = AuxiliaryHead(channels, side, classes, norm)
 
     @override
     def forward(self, images: Tensor) -> Tensor | tuple[Tensor, Tensor]:
@@ -233,13 +235,13 @@ def _side(image: int, wiring: Wiring) -> int:
     return side
 
 
-def amoebanet_d(layers: int, filters: int, num_classes: int = 1000, **options: object) -> AmoebaNet:
+def amoebanet_d(layers: int, filters: int, classes: int = 1000, **options: object) -> AmoebaNet:
     """AmoebaNet-D (layers, filters), as in GPipe's and torchgpipe's benchmarks.
 
     Args:
         layers: number of normal cells: the L in the papers' (L, D).
         filters: the D.
-        num_classes: number of classes.
+        classes: number of classes.
         options: further arguments of `AmoebaNet`.
 
     Example:
@@ -248,16 +250,16 @@ def amoebanet_d(layers: int, filters: int, num_classes: int = 1000, **options: o
         >>> len(model.layers), sum(parameter.numel() for parameter in model.parameters())
         (24, 81505540)
     """
-    return AmoebaNet(AMOEBANET_D, layers, filters, num_classes, **options)  # type: ignore[arg-type]
+    return AmoebaNet("d", layers, filters, classes, **options)  # type: ignore[arg-type]
 
 
-def amoebanet_b(layers: int, filters: int, num_classes: int = 1000, **options: object) -> AmoebaNet:
+def amoebanet_b(layers: int, filters: int, classes: int = 1000, **options: object) -> AmoebaNet:
     """AmoebaNet-B (layers, filters): GPipe's accuracies are those of (18, 512).
 
     Args:
         layers: number of normal cells.
         filters: channels of every state in the first group.
-        num_classes: number of classes.
+        classes: number of classes.
         options: further arguments of `AmoebaNet`.
 
     Example:
@@ -266,4 +268,4 @@ def amoebanet_b(layers: int, filters: int, num_classes: int = 1000, **options: o
         >>> sum(parameter.numel() for parameter in model.parameters())
         557277864
     """
-    return AmoebaNet(AMOEBANET_B, layers, filters, num_classes, **options)  # type: ignore[arg-type]
+    return AmoebaNet("b", layers, filters, classes, **options)  # type: ignore[arg-type]

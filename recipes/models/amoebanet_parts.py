@@ -140,11 +140,11 @@ class AuxiliaryHead(nn.Module):
     Args:
         channels: of the cell's output.
         size: side of the cell's output.
-        num_classes: number of classes.
+        classes: number of classes.
         norm: makes a batch norm.
     """
 
-    def __init__(self, channels: int, size: int, num_classes: int, norm: Norm) -> None:
+    def __init__(self, channels: int, size: int, classes: int, norm: Norm) -> None:
         super().__init__()
         window = min(5, size)
         side = (size - window) // 3 + 1
@@ -158,7 +158,7 @@ class AuxiliaryHead(nn.Module):
             norm(768),
             nn.ReLU(),
             nn.Flatten(),
-            nn.Linear(768, num_classes),
+            nn.Linear(768, classes),
         )
 
     @override

@@ -13,6 +13,7 @@ def bert(
     layers: int = 24,
     heads: int = 16,
     dropout: float = 0.1,
+    initial: float = 0.02,
 ) -> BertForPreTraining:
     """BERT with a masked language model and next sentence prediction; the output matrix is not tied to the embeddings.
 
@@ -23,6 +24,7 @@ def bert(
         layers: number of Transformer blocks.
         heads: attention heads.
         dropout: probability of every dropout.
+        initial: standard deviation of the weights before training; BERT's 0.02 is small for narrow models.
     """
     model = BertForPreTraining(
         BertConfig(
@@ -34,6 +36,7 @@ def bert(
             max_position_embeddings=positions,
             hidden_dropout_prob=dropout,
             attention_probs_dropout_prob=dropout,
+            initializer_range=initial,
             tie_word_embeddings=False,
             use_cache=False,  # of keys and values, which training never asks for again
         )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import override
@@ -37,11 +39,11 @@ class Bottleneck(nn.Module):
         return F.relu(self.body(image) + self.shortcut(image))
 
 
-def resnet101(num_classes: int = 1000, *, blocks: tuple[int, ...] = BLOCKS, width: int = 64) -> nn.Sequential:
+def resnet101(classes: int = 1000, *, blocks: Sequence[int] = BLOCKS, width: int = 64) -> nn.Sequential:
     """ResNet-101 as one sequence: stem, 33 blocks, head.
 
     Args:
-        num_classes: number of classes.
+        classes: number of classes.
         blocks: in each of the groups; every group but the first begins by halving the image.
         width: channels of the stem and inside the first group's blocks.
 
@@ -60,7 +62,7 @@ def resnet101(num_classes: int = 1000, *, blocks: tuple[int, ...] = BLOCKS, widt
             stride = 2 if group and index == 0 else 1
             layers.append(Bottleneck(channels, width << group, stride))
             channels = (width << group) * EXPANSION
-    head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, num_classes))
+    head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, classes))
     return nn.Sequential(*layers, head)
 
 

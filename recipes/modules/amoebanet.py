@@ -2,74 +2,50 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from recipes.models import amoebanet_b, amoebanet_d
-from recipes.models.amoebanet import Wiring
+from recipes.models import AmoebaNet
 from recipes.models.amoebanet_parts import DropPath
 from recipes.modules.classifier import Classifier
 from recipes.optim import MakeOptimizer, MakeScheduler
 
-NETWORKS = {"b": amoebanet_b, "d": amoebanet_d}
 
-
-class AmoebaNetClassifier(Classifier):
+class AmoebaNetClassifier(Classifier, network=AmoebaNet, given=("auxiliary_for",)):
     """AmoebaNet with label smoothing, an auxiliary loss, and paths that are dropped more often as training goes on.
 
     Args:
-        network: "b" or "d".
-        layers: number of normal cells, a multiple of 3: the L of the papers' (L, D).
-        filters: the D.
         classes: number of classes.
-        wiring: "torchgpipe" or "tpu".
-        dropout: before the classifier.
         drop_path: probability with which a path is dropped at the end of training; it rises from 0 over all steps.
-        norm_eps: added to the variance in batch norms.
-        norm_momentum: share of the newest batch in their running statistics.
         label_smoothing: share of the target that is spread over all classes.
         auxiliary_weight: of the auxiliary head's loss; 0 leaves the head out.
         image_size: side of the training images, which the auxiliary head is built for.
         weight_decay: L2, on convolutions and matrices only.
         optimizer: makes the optimizer from parameter groups; needed for training only.
         scheduler: makes the learning rate schedule from the optimizer and the number of steps; None keeps it constant.
+        network: further arguments of `recipes.models.AmoebaNet`.
     """
 
     def __init__(
         self,
         *,
-        network: Literal["b", "d"] = "d",
-        layers: int = 18,
-        filters: int = 208,
-        classes: int = 1000,
-        wiring: Wiring = "tpu",
-        dropout: float = 0.5,
+        classes: int,
         drop_path: float = 0.3,
-        norm_eps: float = 1e-3,
-        norm_momentum: float = 3e-4,
         label_smoothing: float = 0.1,
         auxiliary_weight: float = 0.4,
         image_size: int = 224,
         weight_decay: float = 4e-5,
         optimizer: MakeOptimizer | None = None,
         scheduler: MakeScheduler | None = None,
+        **network: Any,
     ) -> None:
         super().__init__(classes, label_smoothing, weight_decay, optimizer, scheduler)
         self.save_hyperparameters(ignore=["optimizer", "scheduler"])
         self.drop_path, self.auxiliary_weight = drop_path, auxiliary_weight
-        self.model = NETWORKS[network](
-            layers,
-            filters,
-            classes,
-            wiring=wiring,
-            dropout=dropout,
-            norm_eps=norm_eps,
-            norm_momentum=norm_momentum,
-            auxiliary_for=image_size if auxiliary_weight else None,
-        )
+        self.model = AmoebaNet(classes=classes, auxiliary_for=image_size if auxiliary_weight else None, **network)
         self.example_input_array = torch.zeros(1, 3, image_size, image_size)
 
     @override

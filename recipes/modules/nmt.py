@@ -15,6 +15,7 @@ from recipes.modules.trained import Trained, check_length
 from recipes.optim import MakeOptimizer, MakeScheduler
 
 PAD = 0
+SHOWN = 8  # translations that a test keeps to be read
 
 
 class Translator(Trained, network=NMTTransformer):
@@ -22,6 +23,8 @@ class Translator(Trained, network=NMTTransformer):
 
     Batches are those of `recipes.data.translation.Collate`: their loss is that per token of the whole batch, however
     the batch is divided.
+
+    After a test ``samples`` holds some translations.
 
     Args:
         positions: longest source and target.
@@ -49,6 +52,7 @@ class Translator(Trained, network=NMTTransformer):
         tokens = torch.zeros(1, positions, dtype=torch.long)
         self.example_input_array = (tokens, tokens, tokens == 0)
         self.test_bleu = SacreBLEUScore()
+        self.samples: list[str] = []
 
     def logits(self, batch: dict[str, Tensor]) -> Tensor:
         """Predicts every next token of the target."""
@@ -88,6 +92,11 @@ class Translator(Trained, network=NMTTransformer):
         texts = [[words.decode(row) for row in _until(rows, end)] for rows in (translated, batch["labels"])]
         self.test_bleu.update(texts[0], [[reference] for reference in texts[1]])
         self.log("test_bleu", self.test_bleu, batch_size=len(translated))
+        if batch_idx == 0:
+            sources = [words.decode(row) for row in batch["source"].tolist()]
+            shown = zip(sources, *texts, strict=True)
+            lines = [f"{source}\n  translated: {ours}\n  reference:  {theirs}" for source, ours, theirs in shown]
+            self.samples = lines[:SHOWN]
 
     @torch.no_grad()
     def translate(self, source: Tensor, mask: Tensor, begin: int, end: int, longest: int) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import lightning as L
@@ -21,7 +21,8 @@ class Trained(L.LightningModule):
     """A LightningModule with an optimizer that spares biases and norms from weight decay.
 
     A subclass that hands ``**network`` on to what makes its network names that: ``class GPT2(Trained, network=gpt2)``.
-    The network's arguments are then part of its signature, so each is written at one place, and configured by it.
+    The network's arguments are then part of its signature, so each is written at one place, and configured by it; all
+    but those that the module gives itself: ``class Denoiser(Trained, network=UNet, given=("inputs",))``.
 
     Args:
         weight_decay: on matrices and convolutions only.
@@ -31,10 +32,12 @@ class Trained(L.LightningModule):
 
     model: Any  # the network
 
-    def __init_subclass__(cls, network: Callable[..., nn.Module] | None = None, **kwargs: Any) -> None:
+    def __init_subclass__(
+        cls, network: Callable[..., nn.Module] | None = None, given: Sequence[str] = (), **kwargs: Any
+    ) -> None:
         super().__init_subclass__(**kwargs)
         if network is not None or "__init__" in vars(cls):  # a signature of its own, not that of its base
-            cls.__signature__ = _joined(cls.__init__, network)  # type: ignore[attr-defined]
+            cls.__signature__ = _joined(cls.__init__, network, given)  # type: ignore[attr-defined]
 
     def __init__(
         self,
@@ -85,14 +88,16 @@ def check_length(tokens: Tensor, positions: int) -> None:
         )
 
 
-def _joined(constructor: Callable[..., None], network: Callable[..., nn.Module] | None) -> inspect.Signature:
+def _joined(
+    constructor: Callable[..., None], network: Callable[..., nn.Module] | None, given: Sequence[str]
+) -> inspect.Signature:
     """The signature of a constructor with the arguments of the network in the place of its ``**network``."""
     own = {name: one for name, one in _evaluated(constructor).items() if name != "self"}
     if network is None:
         return inspect.Signature(list(own.values()))
-    passed = {name: one for name, one in _evaluated(network).items() if name not in own}
-    listed = [one for one in (*passed.values(), *own.values()) if one.kind is not one.VAR_KEYWORD]
-    return inspect.Signature([one.replace(kind=one.KEYWORD_ONLY) for one in listed])
+    own = {name: one for name, one in own.items() if one.kind is not one.VAR_KEYWORD}
+    passed = {name: one for name, one in _evaluated(network).items() if name not in own and name not in given}
+    return inspect.Signature([one.replace(kind=one.KEYWORD_ONLY) for one in (*passed.values(), *own.values())])
 
 
 def _evaluated(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:

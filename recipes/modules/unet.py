@@ -2,46 +2,44 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torchmetrics.image import PeakSignalNoiseRatio
 from typing_extensions import override
 
-from recipes.models import unet
+from recipes.models import UNet
 from recipes.modules.trained import Trained
 from recipes.optim import MakeOptimizer, MakeScheduler
 
 
-class Denoiser(Trained):
+class Denoiser(Trained, network=UNet, given=("inputs", "outputs")):
     """U-Net (B, C) that finds the brightness of an image under noise.
 
     torchgpipe times the network on random numbers; this is a task for it, with one channel to predict as there.
 
     Args:
-        convolutions: in each cell: the B.
-        channels: of the first cell: the C.
-        depth: how often the image is halved.
         image_size: side of the images, for counting operations.
         weight_decay: on convolutions only.
         optimizer: makes the optimizer from parameter groups; needed for training only.
         scheduler: makes the learning rate schedule from the optimizer and the number of steps; None keeps it constant.
+        network: further arguments of `recipes.models.UNet`.
     """
 
     def __init__(
         self,
         *,
-        convolutions: int = 5,
-        channels: int = 64,
-        depth: int = 5,
         image_size: int = 192,
         weight_decay: float = 0.0,
         optimizer: MakeOptimizer | None = None,
         scheduler: MakeScheduler | None = None,
+        **network: Any,
     ) -> None:
         super().__init__(weight_decay, optimizer, scheduler)
         self.save_hyperparameters(ignore=["optimizer", "scheduler"])
-        self.model = unet(convolutions, channels, depth=depth)
+        self.model = UNet(inputs=3, outputs=1, **network)
         self.example_input_array = torch.zeros(1, 3, image_size, image_size)
         self.val_psnr = PeakSignalNoiseRatio(data_range=2.0)  # decibels, for values from -1 to 1
 

@@ -12,8 +12,15 @@ from hydra.errors import ConfigCompositionException
 from hydra.utils import get_object, instantiate
 from omegaconf import DictConfig, OmegaConf
 
-from recipes import arguments, config
+from recipes import arguments, config, models
 from recipes.errors import RecipeError
+from recipes.modules.amoebanet import AmoebaNetClassifier
+from recipes.modules.bert import BERT
+from recipes.modules.gpipe_transformer import TransformerLM
+from recipes.modules.gpt2 import GPT2
+from recipes.modules.nmt import Translator
+from recipes.modules.resnet import ResNetClassifier
+from recipes.modules.unet import Denoiser
 from tests.recipes.conftest import CONF
 
 Compose = Callable[..., DictConfig]
@@ -101,14 +108,33 @@ def test_a_word_that_an_argument_does_not_have_is_refused(composed: Compose, ove
         composed("experiment=gpt2_wikitext2", *overrides)
 
 
-def test_a_hyper_parameter_of_a_network_is_an_argument_of_its_module() -> None:
-    from recipes.models import gpt2
-    from recipes.modules.gpt2 import GPT2
+@pytest.mark.parametrize(
+    ("module", "network", "given", "own"),
+    [
+        (GPT2, models.gpt2, set(), set()),
+        (BERT, models.bert, set(), set()),
+        (TransformerLM, models.GPipeTransformer, set(), {"positions"}),
+        (Translator, models.NMTTransformer, set(), {"positions", "label_smoothing"}),
+        (ResNetClassifier, models.resnet101, {"classes"}, {"classes", "image_size", "label_smoothing"}),
+        (Denoiser, models.UNet, {"inputs", "outputs"}, {"image_size"}),
+        (
+            AmoebaNetClassifier,
+            models.AmoebaNet,
+            {"classes", "auxiliary_for"},
+            {"classes", "image_size", "label_smoothing", "auxiliary_weight", "drop_path"},
+        ),
+    ],
+)
+def test_a_hyper_parameter_of_a_network_is_an_argument_of_its_module(
+    module: type, network: Callable[..., object], given: set[str], own: set[str]
+) -> None:
+    whole, parts = (inspect.signature(one).parameters for one in (module, network))
+    passed = parts.keys() - given
+    assert [whole[name].default for name in passed] == [parts[name].default for name in passed]
+    assert whole.keys() - passed == {"weight_decay", "optimizer", "scheduler"} | own
 
-    whole, network = (inspect.signature(one).parameters for one in (GPT2, gpt2))
-    assert [whole[name].default for name in network] == [one.default for one in network.values()]
-    assert {"weight_decay", "optimizer", "scheduler"} == set(whole) - set(network)
 
+def test_a_subclass_has_a_signature_of_its_own() -> None:
     class Own(GPT2):
         def __init__(self, layers: int) -> None:
             super().__init__(layers=layers)

@@ -17,7 +17,7 @@ from recipes.modules.unet import Denoiser
 from tests.support.built import assert_built_alike
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
-    "amoebanet_imagenet": lambda: AmoebaNetClassifier(layers=6, filters=64, classes=10, image_size=64),
+    "amoebanet_imagenet": lambda: AmoebaNetClassifier(network="d", layers=6, filters=64, classes=10, image_size=64),
     "bert48_wikipedia": lambda: BERT(vocabulary=300, positions=64, width=96, layers=4, heads=4),
     "gpt2_wikitext2": lambda: GPT2(vocabulary=300, positions=64, width=96, layers=4, heads=4),
     "gpt2_wikitext103": lambda: GPT2(vocabulary=300, positions=64, width=96, layers=4, heads=4, tied=False),

@@ -41,6 +41,29 @@ def test_every_experiment_composes_with_every_schedule(composed: Compose, experi
     assert (plain["pipe"] is None) == (pipe == "none")
 
 
+@pytest.mark.parametrize("experiment", names("experiment"))
+def test_another_optimizer_may_take_the_place_of_an_experiment_s(composed: Compose, experiment: str) -> None:
+    for optimizer, own in (("sgd", "nesterov"), ("rmsprop", "decay")):
+        settings = composed(f"experiment={experiment}", f"optim={optimizer}")
+        assert own in settings.optim
+        assert settings.optim.lr == composed(f"experiment={experiment}").optim.lr
+        with pytest.raises(ConfigCompositionException, match="betas"):
+            composed(f"experiment={experiment}", f"optim={optimizer}", "optim.betas=[0.9,0.99]")
+
+
+def test_the_papers_optimizers_are_in_the_configuration(composed: Compose) -> None:
+    expected = {
+        "bert48_wikipedia": ([0.9, 0.999], 1e-6, 0.01),
+        "gpt2_wikitext2": ([0.9, 0.999], 1e-8, 0.0),
+        "gpt2_wikitext103": ([0.9, 0.999], 1e-8, 0.0),
+        "nmt_multilingual": ([0.9, 0.98], 1e-9, 0.0),
+        "transformer_wikitext103": ([0.9, 0.98], 1e-9, 0.0),
+    }
+    for name, values in expected.items():
+        optim = composed(f"experiment={name}", "size=paper").optim
+        assert (optim.betas, optim.eps, optim.weight_decay) == values, name
+
+
 @pytest.mark.parametrize(("experiment", "size"), list(product(names("experiment"), names("size"))))
 def test_every_experiment_has_every_size(composed: Compose, experiment: str, size: str) -> None:
     assert (CONF / "size" / experiment / f"{size}.yaml").exists()

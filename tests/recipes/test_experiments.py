@@ -38,6 +38,7 @@ def test_every_experiment_runs_and_can_be_evaluated(recipe: str, tmp_path: Path)
     for name, value in report.after.items():
         assert metrics[name] == pytest.approx(value, rel=1e-5), name
     assert ("test_bleu" in metrics) == (recipe == "nmt_multilingual")
+    assert (out / "samples.txt").exists() == (recipe == "nmt_multilingual")
     assert json.loads((out / "evaluation.json").read_text())["metrics"] == metrics
     assert (out / "metrics.csv").read_bytes() == log
 

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 import yaml
+from hydra import compose, initialize_config_dir
 
-from recipes import job
+from recipes import config, job
+from tests.recipes.conftest import CONF
 from tests.recipes.test_train import SMALL, run
 from tests.support.recipe_curves import compose_recipe, write_data
 
@@ -43,6 +45,11 @@ def test_a_logger_gets_the_configuration(logger: str, tmp_path: Path, monkeypatc
         assert "val_loss" in events.Tags()["scalars"]
         assert "AdamW" in (out / "tensorboard" / "hparams.yaml").read_text()
     elif logger == "wandb":
+        import wandb
+
+        assert wandb.run is not None
+        job.close_loggers()
+        assert wandb.run is None
         assert list(out.glob("wandb/offline-run-*/run-*.wandb"))
     else:
         from mlflow import MlflowClient
@@ -63,6 +70,16 @@ def test_optuna_chooses_what_a_sweep_tries(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     best = yaml.safe_load((tmp_path / "sweep" / "optimization_results.yaml").read_text())
     assert 1e-4 <= best["best_params"]["optim.lr"] <= 1e-2
+
+
+def test_a_sweep_can_be_given_to_slurm() -> None:
+    reason = "make test-extras installs hydra-submitit-launcher"
+    pytest.importorskip("hydra_plugins.hydra_submitit_launcher", reason=reason)
+    config.register()
+    given = ["experiment=gpt2_wikitext2", "hydra/launcher=submitit_slurm", "hydra.launcher.partition=gpu"]
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        launcher = compose("train", given, return_hydra_config=True).hydra.launcher
+    assert (launcher._target_.rpartition(".")[2], launcher.partition) == ("SlurmLauncher", "gpu")
 
 
 @pytest.mark.timeout(400)

@@ -9,7 +9,7 @@ import lightning as L
 import pytest
 import torch
 
-from recipes.callbacks import Throughput
+from recipes.callbacks import Curve, Throughput
 from recipes.data.text import TextBlocks
 from recipes.learning_rate_schedules import warmup_cosine
 from recipes.modules.gpt2 import GPT2
@@ -55,11 +55,12 @@ def test_it_learns_on_one_device_and_its_checkpoint_loads_alone(tmp_path: Path) 
         batch_size=8,
         cache=str(tmp_path / "c"),
     )
-    model, throughput = small_gpt2(), Throughput()
+    model, throughput, curve = small_gpt2(), Throughput(), Curve(str(tmp_path / "pictures" / "curve.png"))
     trainer = L.Trainer(
         max_steps=40,
         accelerator="cpu",
-        callbacks=[throughput],
+        callbacks=[throughput, curve],
+        log_every_n_steps=10,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -75,6 +76,13 @@ def test_it_learns_on_one_device_and_its_checkpoint_loads_alone(tmp_path: Path) 
     assert after["val_perplexity"] == pytest.approx(torch.tensor(after["val_loss"]).exp().item(), rel=1e-4)
     assert throughput.samples == (40 - throughput.warm_up) * 8
     assert throughput.samples_per_second is not None
+    assert [step for step, _ in curve.points["train_loss"]] == [10, 20, 30, 40]
+    assert curve.points["val_perplexity"][0] == (0, pytest.approx(before["val_perplexity"]))
+    assert curve.points["val_perplexity"][-1] == (40, pytest.approx(after["val_perplexity"]))
+    losses, others = curve.draw().axes
+    assert [line.get_label() for line in losses.lines] == ["validation loss", "training loss"]
+    assert [line.get_label() for line in others.lines] == ["validation perplexity"]
+    assert curve.path.stat().st_size > 1000
 
     trainer.save_checkpoint(tmp_path / "gpt2.ckpt")
     again = GPT2.load_from_checkpoint(tmp_path / "gpt2.ckpt", weights_only=True)

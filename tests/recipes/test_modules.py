@@ -23,7 +23,7 @@ from recipes.modules.bert import BERT
 from recipes.modules.gpipe_transformer import TransformerLM
 from recipes.modules.nmt import Translator
 from recipes.modules.unet import Denoiser
-from tests.recipes.data.test_translation import data_module
+from tests.recipes.data.test_translation import ENGLISH, NUMBERS, data_module
 
 
 def halves(batch: dict[str, Tensor], first: int) -> list[dict[str, Tensor]]:
@@ -48,7 +48,16 @@ def assert_divisible(module: L.LightningModule, batch: dict[str, Tensor]) -> Non
 def amoebanet(**settings: Any) -> AmoebaNetClassifier:
     torch.manual_seed(0)
     return AmoebaNetClassifier(
-        **{"layers": 3, "filters": 16, "classes": 10, "image_size": 32, "dropout": 0.0, "drop_path": 0.0} | settings
+        **{
+            "network": "d",
+            "layers": 3,
+            "filters": 16,
+            "classes": 10,
+            "image_size": 32,
+            "dropout": 0.0,
+            "drop_path": 0.0,
+        }
+        | settings
     )
 
 
@@ -217,3 +226,7 @@ def test_it_learns_to_translate_and_bleu_tells(tmp_path: Path) -> None:
     assert module.translate(torch.tensor([[0]]), torch.tensor([[True]]), 1, 2, 4).shape[1] <= 4
     result = trainer.test(module, data, verbose=False)[0]
     assert 0 <= result["test_bleu"] <= 1
+    source, translated, reference = module.samples[0].splitlines()
+    assert set(source.split()) <= {*NUMBERS["de"], *NUMBERS["fr"]}
+    assert translated.startswith("  translated: ")
+    assert set(reference.removeprefix("  reference:  ").split()) <= set(ENGLISH)

@@ -8,14 +8,34 @@ from typing import Any
 
 import pytest
 from hydra.core.utils import JobReturn, JobStatus
+from hydra.types import RunMode
 from omegaconf import OmegaConf
 
+from recipes import train
 from recipes.sweep import Table
 
 
 def job_config(folder: Path, overrides: list[str]) -> Any:
     hydra = {"runtime": {"output_dir": str(folder)}, "overrides": {"task": overrides}, "sweep": {"dir": str(folder)}}
     return OmegaConf.create({"hydra": hydra})
+
+
+def test_a_failed_run_has_its_reason_in_its_log(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(settings: Any) -> float:
+        raise ZeroDivisionError("not foreseen")
+
+    monkeypatch.setattr(train, "run", fail)
+    mode = OmegaConf.create({"mode": RunMode.RUN})
+    monkeypatch.setattr(train.HydraConfig, "get", lambda: mode)
+    with pytest.raises(ZeroDivisionError):
+        train.train.__wrapped__(OmegaConf.create())
+    (record,) = [record for record in caplog.records if record.name == "recipes.printed"]
+    assert record.exc_info is not None
+    assert str(record.exc_info[1]) == "not foreseen"
+    mode.mode = RunMode.MULTIRUN
+    assert train.train.__wrapped__(OmegaConf.create()) == float("inf")
 
 
 def test_a_sweep_ends_with_one_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -87,10 +87,13 @@ def write_data(folder: Path) -> dict[str, str]:
     return {name: str(place) for name, place in places.items()}
 
 
-def compose_recipe(recipe: str, data: dict[str, str], folder: Path, further: Sequence[str] = ()) -> Any:
-    """The composed configuration of a very small run."""
+def compose_recipe(
+    recipe: str, data: dict[str, str], folder: Path, further: Sequence[str] = (), *, tiny: bool = True
+) -> Any:
+    """The composed configuration of a short run, as a rule of a model that is smaller still than ``size=tiny``."""
     config.register()
-    overrides = [f"experiment={recipe}", *COMMON, *(one.format(**data) for one in RECIPES[recipe]), *further]
+    smaller = [one.format(**data) for one in RECIPES[recipe]] if tiny else []
+    overrides = [f"experiment={recipe}", *COMMON, *smaller, *further]
     with initialize_config_dir(str(CONF), version_base="1.3"):
         made = compose("train", [*overrides, f"paths.data={folder / 'cache'}", f"paths.output={folder / 'out'}"])
     config.check(made)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from recipes.data import parallel
-from recipes.data.translation import ByTemperature, Collate, ParallelText
+from recipes.data import catalogues, choice, parallel
+from recipes.data.translation import NAME, ByTemperature, Collate, ParallelText
 from recipes.errors import RecipeError
 
 NUMBERS = {"de": ["eins", "zwei", "drei", "vier"], "fr": ["un", "deux", "trois", "quatre"]}
@@ -112,6 +113,65 @@ def undocumented():
     assert found["function"] == ("def inner(x):\n    return x + 1", "Adds one")
     assert "docstring" not in found["class"].source
     assert "definitions and docstrings" in texts.title
+
+
+def write_catalogue(file: Path, messages: dict[str, str]) -> None:
+    """Writes what msgfmt makes of messages: two tables of lengths and places, and the texts."""
+    header = {"": "Content-Type: text/plain; charset=UTF-8\nPlural-Forms: nplurals=2; plural=n != 1;\n"}
+    entries = sorted((key.encode(), value.encode()) for key, value in (header | messages).items())
+    start = 28 + 16 * len(entries)
+    texts, tables = b"", []
+    for column in range(2):
+        for entry in entries:
+            tables.append(struct.pack("<II", len(entry[column]), start + len(texts)))
+            texts += entry[column] + b"\0"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    places = (28, 28 + 8 * len(entries))
+    file.write_bytes(struct.pack("<7I", 0x950412DE, 0, len(entries), *places, 0, 0) + b"".join(tables) + texts)
+
+
+@pytest.fixture
+def german(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A machine with two German catalogues, one broken one, and no other language."""
+    folder = tmp_path / "locale" / "de" / "LC_MESSAGES"
+    many = {f"there are {n} files": f"es gibt {n} Dateien" for n in range(1000)}
+    odd = {
+        "menu\x04Open the file": "Datei\nöffnen",
+        "one file was\0%d files were": "eine Datei war\0%d Dateien waren",
+        "OK": "In Ordnung",
+        "the same as before": "the same as before",
+    }
+    write_catalogue(folder / "a.mo", many | odd)
+    write_catalogue(folder / "b.mo", {"there are 7 files": "sieben Dateien", "no such file": "keine solche Datei"})
+    (folder / "c.mo").write_bytes(b"broken")
+    monkeypatch.setattr(catalogues, "ROOTS", (tmp_path / "locale",))
+    return folder
+
+
+def test_catalogues_are_translations_of_messages(german: Path) -> None:
+    texts = parallel.messages(["de-en"])
+    train, validation = (list(texts.splits[split]["de-en"]()) for split in ("train", "validation"))
+    assert {("Datei öffnen", "Open the file"), ("eine Datei war", "one file was")} <= {*train, *validation}
+    assert ("es gibt 7 Dateien", "there are 7 files") in {*train, *validation}, "the first translation counts"
+    assert len(train) + len(validation) == 1003
+    assert 0 < len(validation) < 20
+    assert not {pair.target for pair in train} & {pair.target for pair in validation}
+    reverse = parallel.messages(["en-de"]).splits["train"]["en-de"]
+    assert list(reverse()) == [pair[::-1] for pair in train]
+    assert texts.fingerprint != parallel.messages(["en-de"]).fingerprint
+    with pytest.raises(RecipeError, match="No catalogue translates de to fr"):
+        parallel.messages(["de-fr"])
+
+
+def test_a_machine_with_few_catalogues_has_docstrings(german: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert parallel.stand_in(["de-en"])[0] == "docstrings"
+    monkeypatch.setattr(catalogues, "ENOUGH", 1000)
+    assert parallel.stand_in(["de-en"])[0] == "catalogues"
+    assert parallel.stand_in(["de-en", "fr-en"])[0] == "docstrings", "there is no French"
+    assert parallel.stand_in(["de-fr"])[0] == "docstrings"
+    monkeypatch.setattr("recipes.data.choice.hub_answers", lambda name: False)
+    for pairs, expected in ((["de-en"], "catalogues"), (["fr-en"], "docstrings")):
+        assert choice.choose("auto", None, NAME, NAME, lambda pairs=pairs: parallel.stand_in(pairs)) == expected
 
 
 def test_opus_is_streamed_in_its_own_order_of_languages(monkeypatch: pytest.MonkeyPatch) -> None:

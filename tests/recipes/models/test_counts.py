@@ -32,7 +32,7 @@ def count(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-TPU = {"num_classes": 1001, "wiring": "tpu"}
+TPU = {"classes": 1001, "wiring": "tpu"}
 
 
 @pytest.mark.parametrize(
