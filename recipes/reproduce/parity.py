@@ -33,6 +33,7 @@ LAST = 10
 ONE_DEVICE = "one device"
 MICRO_BATCHED = "one device, same micro-batches"
 """One device that adds up the gradients of the micro-batches: what a schedule with a flush computes."""
+SEEN = "; batch norm, where there is any, sees micro-batches"
 Batch = dict[str, Tensor]
 Curves = dict[str, list[list[float]]]
 """For every schedule the losses of each seed's run."""
@@ -82,7 +83,7 @@ def _rows(title: str, found: Curves, flushed: Sequence[str], tolerance: str) -> 
         elif name in flushed:
             yield Row(what, 0.0, statistics.fmean(apart), Tolerance(tolerance), "nats", note=note)
         elif name == MICRO_BATCHED:
-            yield Row(what, None, statistics.fmean(apart), unit="nats", note=f"{note}; batch norm, where there is any, sees micro-batches")
+            yield Row(what, None, statistics.fmean(apart), unit="nats", note=f"{note}{SEEN}")
         else:
             yield Row(what, None, statistics.fmean(apart), unit="nats", note=f"{note}; another algorithm: no claim")
 

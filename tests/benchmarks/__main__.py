@@ -16,6 +16,8 @@ BENCHMARKS = {
     "transport_cost": "cost of one message",
     "engine_cost": "cost of the engine per action, and of interception",
     "bubble": "bubble of the running engine, with layers that sleep",
+    "links": "time of a batch over a slow network, with layers that sleep, beside the simulated one",
+    "overlap": "sums over replicas beside the cool-down, with layers that sleep",
     "families": "bubble of every synchronous schedule, with layers that sleep, and the gain of Chimera",
     "evaluation": "time of validate, test and predict, with layers that sleep",
     "trainer_cost": "time of a small batch under the Trainer, beside DDP and the bare engine",

@@ -28,20 +28,25 @@ class _Sleep(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: SleepingLayer) -> Tensor:
         ctx.layer = layer
-        layer.sleep(FORWARD)
+        layer.sleep(FORWARD * layer.share)
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        ctx.layer.sleep(BACKWARD)
+        ctx.layer.sleep(BACKWARD * ctx.layer.share)
         return gradients[0], None
 
 
 class SleepingLayer(nn.Module):
-    """A layer whose compute needs no core, so that four ranks fit on two."""
+    """A layer whose compute needs no core, so that four ranks fit on two.
 
-    def __init__(self) -> None:
+    Args:
+        share: of `FORWARD` and `BACKWARD` that it sleeps.
+    """
+
+    def __init__(self, share: float = 1.0) -> None:
         super().__init__()
+        self.share = share
         self.scale = nn.Parameter(torch.ones(1))
         self.slept = 0.0
 
