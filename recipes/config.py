@@ -46,6 +46,7 @@ class Train:
     ranks: list[int] = field(default_factory=lambda: [4, 8, 16])  # for which `python -m recipes.plan` plans
     seed: int = 1
     tags: list[str] = field(default_factory=list)  # words to find the run by, in summary.json and with every logger
+    adam_betas: list[float] = field(default_factory=lambda: [0.9, 0.95])  # of optim=adamw: a size may have its own
     threads: int | None = None  # threads per process; None leaves it to torch
     ckpt_path: str | None = None  # resume from a file, or from the newest run's "last" or "best" checkpoint
     layers: Any = None  # dotted names of the model's layers, which the stages are cut from

@@ -44,6 +44,7 @@ def test_every_experiment_composes_with_every_schedule(composed: Compose, experi
 @pytest.mark.parametrize("experiment", names("experiment"))
 def test_another_optimizer_may_take_the_place_of_an_experiment_s(composed: Compose, experiment: str) -> None:
     for optimizer, own in (("sgd", "nesterov"), ("rmsprop", "decay")):
+        assert own in composed(f"experiment={experiment}", "size=paper", f"optim={optimizer}").optim
         settings = composed(f"experiment={experiment}", f"optim={optimizer}")
         assert own in settings.optim
         assert settings.optim.lr == composed(f"experiment={experiment}").optim.lr
