@@ -26,6 +26,7 @@ OTHERS = {
     "_fields": "named tuples, documented",
     "_replace": "named tuples, documented",
     "_fingerprint": "datasets, in the recipes",
+    "_catalog": "gettext, in the recipes",
     "_pipe_number": "ours, on tensors",
     "_pipe_lineage": "ours, on tensors",
     "_pipe_origins": "ours, on tensors",

@@ -1,0 +1,80 @@
+"""Sums of gradients beside the cool-down: while earlier stages still compute, the last ones sum over the replicas."""
+
+from __future__ import annotations
+
+import statistics
+import time
+
+import torch
+from torch import nn
+
+from lightning_pipe import schedules
+from lightning_pipe.engine.pipeline import Pipeline
+from lightning_pipe.partition import find_layers
+from lightning_pipe.transport.base import Transport
+from lightning_pipe.transport.topology import Topology
+from tests.benchmarks.bubble import SleepingLayer
+from tests.benchmarks.measure import Finding
+from tests.support import processes
+
+RANKS, REPLICAS, MICRO_BATCHES = 2, 2, 4
+NUMBERS = 12 << 20
+"""Of the last stage's gradient: 48 MiB, which take a good part of its wait to sum."""
+
+
+class Heavy(SleepingLayer):
+    """A layer with a large parameter, whose gradient is there without compute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(NUMBERS))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x + self.weight[:1])
+
+
+def run(quick: bool) -> list[Finding]:
+    """The time of a batch whose sums begin when a stage is done, and of one whose sums begin at its end."""
+    options = {"rounds": 3 if quick else 9}
+    both = processes.run_pipeline(measure, Topology.for_schedule(RANKS, REPLICAS), timeout=200, **options)[0]
+    beside, after, alone = (statistics.median(each) for each in zip(*both, strict=True))
+    return [
+        Finding("sums of the last stage, alone", f"{alone:.3f} s"),
+        Finding(
+            f"1f1b, {RANKS} ranks x {REPLICAS} replicas, sums beside the cool-down",
+            f"{beside:.3f} s, afterwards {after:.3f} s",
+            "less by half of the sums",
+            after - beside >= alone / 2,
+        ),
+    ]
+
+
+def measure(transport: Transport, rounds: int) -> list[tuple[float, float, float]]:
+    """Seconds of a batch with sums beside and after it, and those of the sums alone."""
+    module = nn.Sequential(SleepingLayer(), Heavy())
+    pipeline = Pipeline(module, find_layers(module), [1] * RANKS, schedules.get("1f1b"), transport)
+    pipeline.partition()
+    parts = [torch.ones(1, 4) for _ in range(MICRO_BATCHES)]
+    everyone = tuple(range(transport.topology.world_size))
+
+    def batch(*, beside: bool) -> tuple[float, float]:
+        transport.barrier()
+        for parameter in module.parameters():
+            parameter.grad = None
+        start = time.perf_counter()
+        pipeline.train(lambda _, part: module(part).sum(), parts, [1 / MICRO_BATCHES] * MICRO_BATCHES, reduce=beside)
+        transport.barrier()  # all ranks have come to their last backward pass
+        computed = time.perf_counter()
+        if not beside:
+            pipeline.reduce_gradients()
+            transport.barrier()
+        mine = (time.perf_counter() - start, time.perf_counter() - computed)
+        times = transport.all_gather_object(mine, everyone)
+        return max(whole for whole, _ in times), max(sums for _, sums in times)
+
+    batch(beside=True)  # agrees on what travels
+    found = []
+    for _ in range(rounds):
+        (beside, _), (after, alone) = batch(beside=True), batch(beside=False)
+        found.append((beside, after, alone))
+    return found
