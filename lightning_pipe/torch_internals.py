@@ -149,6 +149,11 @@ push_function_mode: Callable[[Any], None] = torch._C._push_on_torch_function_sta
 foreach_mul_: Callable[..., None] = torch._foreach_mul_
 
 
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Whether ``module.compile()`` was called, and nothing stands in its place now."""
+    return vars(module).get("_compiled_call_impl") is not None
+
+
 def in_backward() -> bool:
     """Whether a backward pass is under way on this thread."""
     return _current_graph_task_id() != -1
@@ -168,6 +173,7 @@ __all__ = [
     "functorch_active",
     "graph_nodes",
     "in_backward",
+    "is_compiled",
     "is_functorch_tensor",
     "keystr",
     "pop_function_mode",

@@ -20,7 +20,7 @@ from lightning_pipe.intercept.call_record import PLAIN, CallRecord, Passed, Seen
 from lightning_pipe.intercept.surroundings import Surroundings
 from lightning_pipe.intercept.tracker import Tracker
 from lightning_pipe.tensor_spec import TensorSpec
-from lightning_pipe.torch_internals import tree_flatten, tree_leaves, tree_unflatten
+from lightning_pipe.torch_internals import is_compiled, tree_flatten, tree_leaves, tree_unflatten
 
 if TYPE_CHECKING:
     from lightning_pipe.intercept.layer_calls import LayerCalls
@@ -41,7 +41,7 @@ class HookedParts:
         found = self._found.get(id(module))
         if found is None:
             parts = [(path, part) for path, part in module.named_modules() if path and part._forward_hooks]
-            compiled = parts and any(vars(part).get("_compiled_call_impl") is not None for part in module.modules())
+            compiled = parts and any(map(is_compiled, module.modules()))
             found = self._found[id(module)] = [] if compiled else parts
         return found
 

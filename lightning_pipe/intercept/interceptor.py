@@ -21,7 +21,7 @@ from lightning_pipe.intercept.torch_patches.encoders import padding_alike
 from lightning_pipe.intercept.torch_patches.inner_backward import INNER_BACKWARD
 from lightning_pipe.intercept.turns.run import TurnRun
 from lightning_pipe.patches import all_replaced
-from lightning_pipe.torch_internals import NormBase
+from lightning_pipe.torch_internals import NormBase, is_compiled
 
 
 class Interceptor:
@@ -81,9 +81,7 @@ class Interceptor:
     @property
     def compiled(self) -> bool:
         """Whether any part of the module is compiled. To be asked while the wrappers are on."""
-        return self._hides_compiled or any(
-            vars(part).get("_compiled_call_impl") is not None for part in self.module.modules()
-        )
+        return self._hides_compiled or any(map(is_compiled, self.module.modules()))
 
     def _places(self) -> Iterator[tuple[nn.Module, str, Any]]:
         """What stands in modules while steps run, each in place before the next is asked for."""
@@ -103,15 +101,16 @@ class Interceptor:
         self, key: int, module: nn.Module, make: Callable[[int, nn.Module], Callable[..., Any]]
     ) -> Iterator[tuple[nn.Module, str, Any]]:
         # The wrapper is made once, for speed; what it calls is asked for anew, since forwards may be replaced.
-        if vars(module).get("forward") is not (wrapper := self._wrappers.get(key)) or wrapper is None:
-            self._forwards[key] = own_forward(module)
+        wrapper = self._wrappers.get(key)
         if wrapper is None:
             wrapper = self._wrappers[key] = self._apart(make(key, module))
+        if vars(module).get("forward") is not wrapper:  # it is when wrappers are put on within themselves
+            self._forwards[key] = own_forward(module)
         yield module, "forward", wrapper
         yield from self._hidden(module)
 
     def _hidden(self, module: nn.Module) -> Iterator[tuple[nn.Module, str, Any]]:
-        if vars(module).get("_compiled_call_impl") is not None:  # the wrapper calls it instead
+        if is_compiled(module):  # the wrapper calls it instead
             self._hides_compiled = True
             yield module, "_compiled_call_impl", None
 

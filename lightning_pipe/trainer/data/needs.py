@@ -27,7 +27,14 @@ from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.intercept.batch_reads import BatchReads
 from lightning_pipe.intercept.withheld import Withheld
 from lightning_pipe.tensor_spec import TensorSpec
-from lightning_pipe.torch_internals import keystr, tree_flatten, tree_flatten_with_path, tree_leaves, tree_unflatten
+from lightning_pipe.torch_internals import (
+    is_compiled,
+    keystr,
+    tree_flatten,
+    tree_flatten_with_path,
+    tree_leaves,
+    tree_unflatten,
+)
 from lightning_pipe.trainer.broadcasts import NEEDS
 from lightning_pipe.trainer.data.batch_hooks import are_looked_at
 from lightning_pipe.transport.nonblocking_broadcast import NonBlockingBroadcast
@@ -119,8 +126,7 @@ class Needs:
     def _is_compiled(self) -> bool:
         """Whether code around the layers is compiled: what it reads cannot be seen."""
         inside = {id(part) for _, layer in self._pipeline.layers for part in layer.modules()}
-        parts = (part for part in self._module.modules() if id(part) not in inside)
-        return any(vars(part).get("_compiled_call_impl") is not None for part in parts)
+        return any(is_compiled(part) for part in self._module.modules() if id(part) not in inside)
 
     # ------------------------------------------------------------------ on the rank that loads
 

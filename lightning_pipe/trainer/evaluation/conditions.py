@@ -10,6 +10,7 @@ import lightning.pytorch as pl
 from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.lightning_internals import DataLoaderIterDataFetcher
 from lightning_pipe.parameters.deferred_batchnorm import deferred_norms
+from lightning_pipe.torch_internals import is_compiled
 from lightning_pipe.trainer.data.batch_hooks import hooks_between
 from lightning_pipe.trainer.data.shared_loader import SharedDataLoader
 from lightning_pipe.trainer.user_step import UserStep
@@ -47,7 +48,7 @@ def reason_to_wait(module: pl.LightningModule, pipeline: Pipeline, step: UserSte
         return f"{hook} is called between two batches"
     for metric in step.metrics.in_layers:
         return f"the metric {metric!r} is part of a module that earlier stages run"
-    if any(vars(part).get("_compiled_call_impl") is not None for part in step.attributes.tracked.modules.values()):
+    if any(map(is_compiled, step.attributes.tracked.modules.values())):
         return "the code around the layers is compiled, and what it reads cannot be seen"
     return _what_replicas_do(module, loop) if pipeline.transport.topology.replicas > 1 else None
 

@@ -113,12 +113,11 @@ class Evaluations:
         gathered = self._world.transport.all_gather_object(shares, self._world.replica_members)
         joined = [in_order(of_loader) if all(of_loader) else None for of_loader in zip(*gathered, strict=True)]
         if any(each is None for each in joined):
-            if self._world.transport.process == 0:
-                rank_zero_warn(
-                    "trainer.predict() returns on each rank the predictions of its own replica: to be put in order, "
-                    "they must be tensors, or lists, with one entry for each sample, of the same shape in all batches, "
-                    "from a loader whose samples Lightning deals out to the replicas."
-                )
+            rank_zero_warn(
+                "trainer.predict() returns on each rank the predictions of its own replica: to be put in order, "
+                "they must be tensors, or lists, with one entry for each sample, of the same shape in all batches, "
+                "from a loader whose samples Lightning deals out to the replicas."
+            )
             return own
         return joined if several else joined[0]
 
