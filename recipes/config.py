@@ -53,6 +53,7 @@ class Train:
     threads: int | None = None  # threads per process; None leaves it to torch
     ckpt_path: str | None = None  # resume from a file, or from the newest run's "last" or "best" checkpoint
     layers: Any = None  # dotted names of the model's layers, which the stages are cut from
+    compile: str | None = None  # a backend of torch.compile, such as inductor, for each layer
     balance: Any = "parameters"  # what stages get equal amounts of, for this model
     paths: Paths = field(default_factory=Paths)
     data: Any = MISSING

@@ -18,6 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from lightning_pipe import deferred_init
 from lightning_pipe.callbacks import PipelineTimeline
+from lightning_pipe.partition import find_layers
 from recipes import checkpoints, facts, samples
 from recipes.callbacks import Throughput
 from recipes.errors import RecipeError
@@ -95,13 +96,17 @@ def make_data(config: DictConfig) -> L.LightningDataModule:
 
 
 def make_module(config: DictConfig) -> L.LightningModule:
-    """Builds the LightningModule with what makes its optimizer and its schedule."""
-    return instantiate(  # type: ignore[no-any-return]
+    """Builds the LightningModule with what makes its optimizer and its schedule; compiles its layers if asked to."""
+    module: L.LightningModule = instantiate(
         config.model,
         optimizer=instantiate(config.optim, _convert_="all"),
         scheduler=instantiate(config.scheduler, _convert_="all"),
         _convert_="all",  # plain containers: what a module keeps as hyper-parameters goes into checkpoints
     )
+    if config.compile is not None:
+        for _, layer in find_layers(module, facts.plain(config.layers)):
+            layer.compile(backend=config.compile)
+    return module
 
 
 def make_callbacks(config: DictConfig) -> list[L.Callback]:

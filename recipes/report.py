@@ -81,7 +81,7 @@ def readable(name: str) -> str:
         ('validation next accuracy', 'training loss')
     """
     start, _, rest = name.partition("_")
-    words = {"val": "validation", "train": "training"}
+    words = {"val": "validation", "train": "training", "test": "test"}
     return f"{words[start]} {rest.replace('_', ' ')}" if start in words else name
 
 

@@ -66,7 +66,7 @@ def images(rows: Mapping[str, Tensor], titles: Sequence[str] = ()) -> Figure:
     ):
         for column, (axes, image) in enumerate(zip(axes_of_row, tensor.detach().float().cpu(), strict=True)):
             picture = image[0] if len(image) == 1 else image.permute(1, 2, 0)
-            axes.imshow(picture.clamp(-1, 1).numpy() / 2 + 0.5)
+            axes.imshow(picture.clamp(-1, 1).numpy() / 2 + 0.5, interpolation="nearest")
             axes.images[0].set(cmap="gray", clim=(0, 1))
             axes.set_xticks([])
             axes.set_yticks([])

@@ -70,10 +70,11 @@ def keep(name: str, found: runs.Demonstration, output: Path, docs: Path = DOCS) 
         docs: folder of the pages.
     """
     runs.store({name: found}, docs / runs.STORED.name)
-    for shown, path in runs.pictures(name, output, found.runs[0].seed).items():
+    pictures = runs.pictures(name, output, found.runs[0].seed)
+    for shown, path in pictures.items():
         shutil.copyfile(path, docs / "pictures" / shown)
     page = docs / f"{name}.md"
-    page.write_text(renewed(page.read_text(), found))
+    page.write_text(renewed(page.read_text(), found, list(pictures)))
 
 
 if __name__ == "__main__":

@@ -39,23 +39,40 @@ METRICS = {
     "test_bleu": Label("BLEU", lambda value: f"{100 * value:.1f}"),
 }
 ROW = re.compile(r"^(\| ?([^|]*?) \| )(.*?)(?= \|)", re.MULTILINE)
+END = "**Not reproduced here:**"
 TEXT = re.compile(r"(?<=^```text\n).*?(?=^```$)", re.MULTILINE | re.DOTALL)
 
 
-def renewed(page: str, found: Demonstration) -> str:
+def renewed(page: str, found: Demonstration, pictures: Sequence[str] = ()) -> str:
     """A page with the figures and the samples of a demonstration in the place of those that it has.
 
     In each row of the table that the runs tell something about, the second cell is written anew. So is the block of
-    code with the language "text", if there is one.
+    code with the language "text". That block and pictures which the page does not show yet are put near its end.
 
     Args:
         page: Markdown.
         found: what its first command came to.
+        pictures: names of those in the folder ``pictures`` that belong to the page.
     """
     told = cells(found)
     page = ROW.sub(lambda row: row[1] + told.get(row[2], row[3]), page)
+    for name in pictures:
+        if f"](pictures/{name})" not in page:
+            what = "What the model makes of a few samples" if "samples" in name else "Losses and metrics by step"
+            page = _before_the_end(page, f"![{what}, with seed {found.runs[0].seed}](pictures/{name})")
+    if not found.samples:
+        return page
+    if not TEXT.search(page):
+        first = f"the run with seed {found.runs[0].seed}"
+        start = f"The first, the middle and the last sample of {first}, as `samples.txt` has them:"
+        page = _before_the_end(page, f"{start}\n\n```text\n```")
     samples = "\n\n".join(found.samples).replace("```", "'''") + "\n"
-    return TEXT.sub(lambda _: samples, page) if found.samples else page
+    return TEXT.sub(lambda _: samples, page)
+
+
+def _before_the_end(page: str, text: str) -> str:
+    """The page with a paragraph before what it says about what is not reproduced."""
+    return page.replace(END, f"{text}\n\n{END}", 1) if END in page else f"{page}\n{text}\n"
 
 
 def cells(found: Demonstration) -> dict[str, str]:
@@ -66,9 +83,10 @@ def cells(found: Demonstration) -> dict[str, str]:
     """
     runs = found.runs
     seeds = ", ".join(str(run.seed) for run in runs)
+    told = f"mean of seeds {seeds} (lowest to highest)" if len(runs) > 1 else f"seed {seeds}"
     rows = {
-        "": f"here, `size=tiny` (first command): mean of seeds {seeds} (lowest to highest)",
-        "hardware": f"{found.machine}; two stages, 1F1B, one thread each",
+        "": f"here, `size=tiny` (first command): {told}",
+        "hardware": f"{found.machine}; load {runs[0].load:.1f} before; two stages, 1F1B, one thread each",
         "time": _spread([run.seconds for run in runs], _minutes),
         "computing time of both processes": _spread([run.cpu_seconds for run in runs], _minutes),
     }
@@ -84,7 +102,9 @@ def cells(found: Demonstration) -> dict[str, str]:
 
 
 def _spread(values: Sequence[float], text: Callable[[float], str]) -> str:
-    """The mean, and the lowest and highest value."""
+    """The mean, and the lowest and highest value where there are several."""
+    if len(values) == 1:
+        return text(values[0])
     return f"{text(statistics.mean(values))} ({text(min(values))} to {text(max(values))})"
 
 

@@ -18,7 +18,7 @@ from recipes.errors import RecipeError
 from recipes.samples import BETWEEN, PICTURE, TEXT
 
 STORED = Path(__file__).resolve().parents[1] / "docs" / "demonstrations.json"
-SAMPLES = 3  # texts that a page shows
+SAMPLES = 3  # texts that a page shows: the first, one in the middle, the last
 
 
 @dataclass(frozen=True)
@@ -76,8 +76,9 @@ def demonstrate(
     words = [f"experiment={name}", *overrides]
     runs = [run(words, seed, folder / name / f"seed{seed}", folder / "data") for seed in seeds]
     first = folder / name / f"seed{seeds[0]}" / TEXT
-    texts = first.read_text().rstrip("\n").split(BETWEEN)[:SAMPLES] if first.exists() else []
-    return Demonstration(f"python -m recipes.train {shlex.join(words)}", machine, runs, texts)
+    texts = first.read_text().rstrip("\n").split(BETWEEN) if first.exists() else []
+    shown = [texts[place * (len(texts) - 1) // (SAMPLES - 1)] for place in range(SAMPLES)] if texts else []
+    return Demonstration(f"python -m recipes.train {shlex.join(words)}", machine, runs, shown)
 
 
 def run(words: Sequence[str], seed: int, folder: Path, data: Path) -> Run:

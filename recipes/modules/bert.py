@@ -76,8 +76,11 @@ class BERT(Trained, network=bert):
             hidden = true != IGNORED
             pairs = zip(ours[hidden].tolist(), true[hidden].tolist(), strict=True)
             told = [f"{words.decode([token])!r} for {words.decode([label])!r}" for token, label in pairs]
-            whole = torch.where(hidden, true, seen).tolist()
-            texts.append(f"{' '.join(words.decode(whole).split())}\n  predicted: {', '.join(told)}")
+            whole = torch.where(hidden, true, seen)
+            ends = (whole == words.special["sep"]).nonzero().flatten().tolist()
+            segments = (whole[start:end].tolist() for start, end in zip([0, *ends], ends, strict=False))
+            lines = [" ".join(words.decode(segment).split()) for segment in segments]
+            texts.append("\n".join([*lines, f"  predicted: {', '.join(told)}"]))
         return texts
 
     @override

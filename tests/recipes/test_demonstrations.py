@@ -39,7 +39,7 @@ def test_a_page_gets_the_figures_and_samples() -> None:
     assert page.splitlines() == [
         "| | here, `size=tiny` (first command): mean of seeds 1, 2 (lowest to highest) | the paper |",
         "|---|---|---|",
-        "| hardware | a day; 2 cores; two stages, 1F1B, one thread each | TPU |",
+        "| hardware | a day; 2 cores; load 0.1 before; two stages, 1F1B, one thread each | TPU |",
         "| time | 1 min 0 s (59 s to 1 min 1 s) | not told |",
         "| validation loss | 9.000 before training, 3.000 (2.000 to 4.000) after | 3.0 |",
         "| BLEU | 30.0 (20.0 to 40.0) | 30 |",
@@ -54,6 +54,24 @@ def test_a_page_gets_the_figures_and_samples() -> None:
     ]
     assert renewed(page, made(["a\n  b", "``` c"])) == page
     assert renewed(PAGE, made([])).endswith("old\n```\n")
+
+
+def test_pictures_and_samples_come_before_what_is_not_reproduced() -> None:
+    page = renewed("# A\n\n**Not reproduced here:** all.\n", made(["a"]), ["a.png", "a_samples.png"])
+    assert page.splitlines()[2:] == [
+        "![Losses and metrics by step, with seed 1](pictures/a.png)",
+        "",
+        "![What the model makes of a few samples, with seed 1](pictures/a_samples.png)",
+        "",
+        "The first, the middle and the last sample of the run with seed 1, as `samples.txt` has them:",
+        "",
+        "```text",
+        "a",
+        "```",
+        "",
+        "**Not reproduced here:** all.",
+    ]
+    assert renewed(page, made(["a"]), ["a.png", "a_samples.png"]) == page
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
@@ -95,6 +113,7 @@ def test_runs_are_measured_and_kept(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert stored(docs / "demonstrations.json") == {name: found}
     drawn = output / name / "seed5" / PICTURE
     assert (docs / "pictures" / f"{name}_samples.png").read_bytes() == drawn.read_bytes()
+    assert f"](pictures/{name}_samples.png)" in (docs / f"{name}.md").read_text()
     assert (docs / "pictures" / f"{name}.png").stat().st_size > 0
 
 

@@ -49,6 +49,20 @@ def test_every_experiment_runs_and_can_be_evaluated(recipe: str, tmp_path: Path)
     assert (out / "metrics.csv").read_bytes() == log
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_layers_are_compiled_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "out").mkdir()
+    further = ["debug=fast", "pipe=none", "trainer.devices=1", "trainer.enable_progress_bar=false"]
+    settings = compose_recipe("gpt2_wikitext2", write_data(tmp_path), tmp_path, [*further, "extras.samples=false"])
+    plain = job.run(settings).after
+    settings.compile = "eager"
+    module = job.make_module(settings)
+    assert [name for name, part in module.named_modules() if part._compiled_call_impl is not None] == [
+        f"model.transformer.h.{number}" for number in range(8)
+    ]
+    assert job.run(settings).after == pytest.approx(plain, rel=1e-6)
+
+
 def evaluated(process: int, folder: Path) -> dict[str, float]:
     """The metrics of a run's last checkpoint, in two stages."""
     return evaluate(folder, "last", ["pipe=1f1b", "trainer=cpu", "trainer.limit_test_batches=1"])
