@@ -33,7 +33,8 @@ class SizeCosts:
         backward_weight: seconds of its part for the weights, where the halves of a backward pass run apart.
         backward_input: seconds of its part for the input there; empty: what the weights' part leaves of ``backward``.
             The halves may take longer than the whole. The first stage has no such part: nothing waits for it.
-        saved_bytes: kept for the backward pass, without the layer's input.
+        saved_bytes: kept for the backward pass; what several layers keep, as the result of one and the input of the
+            next, counts at one of them.
         boundary_bytes: of the activation that a layer hands to the next.
         stage_forward: seconds that a forward pass of a stage takes besides its layers.
         stage_backward: the same for a backward pass.

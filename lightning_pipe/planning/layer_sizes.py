@@ -22,9 +22,7 @@ def layer_sizes(module: nn.Module, layers: Layers) -> tuple[LayerSizes, ...]:
         for place in {*held.inside, *held.beside}:
             numbers[place] += held.size
             sizes[place] += held.size * held.parameter.element_size()
-    return tuple(
-        LayerSizes(name, number, size) for (name, _), number, size in zip(layers, numbers, sizes, strict=True)
-    )
+    return tuple(LayerSizes(name, number, size) for (name, _), number, size in zip(layers, numbers, sizes, strict=True))
 
 
 def tied_sizes(module: nn.Module, layers: Layers) -> tuple[TiedSizes, ...]:

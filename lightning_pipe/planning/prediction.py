@@ -313,11 +313,13 @@ def stage_memory(
     spans = list(pairwise(accumulate(layers, initial=0)))
     weights = [held for held, _ in _weights(profile, spans)]
     shares = copies if shard_optimizer else [1] * len(spans)
+    inputs = [at.boundary_bytes[start - 1] if start else 0.0 for start, _ in spans]
     return Memory(
         weights,
         optimizer=[2 * w / share for w, share in zip(weights, shares, strict=True)],
-        activations=[sum(at.saved_bytes[start:end]) for start, end in spans],
-        inputs=[at.boundary_bytes[start - 1] if start else 0.0 for start, _ in spans],
+        # what has come from another rank is held even where no layer keeps it: its gradient is sent back
+        activations=[sum(at.saved_bytes[start:end], own) for (start, end), own in zip(spans, inputs, strict=True)],
+        inputs=inputs,
         messages=[at.boundary_bytes[end - 1] for _, end in spans],
     )
 
