@@ -16,14 +16,15 @@ from torch import nn
 from lightning_pipe import schedules
 from lightning_pipe.config import MICRO_BATCHES_PER_RANK, Auto
 from lightning_pipe.errors import ConfigurationError, PartitionError
-from lightning_pipe.partition import find_layers
+from lightning_pipe.partition import Balance, Layers, divide, find_layers
 from lightning_pipe.planning.cost_profile import CostProfile, default_path
 from lightning_pipe.planning.layer_sizes import estimated, layer_sizes
-from lightning_pipe.planning.search import search
+from lightning_pipe.planning.search import Cut, search
 from lightning_pipe.planning.search_result import SearchResult
 from lightning_pipe.profiling.measure import SHAPES, run_conditions
 from lightning_pipe.schedules import Family
 from lightning_pipe.schedules.passes.recompute import Mode as Recompute
+from lightning_pipe.text import several
 
 AUTO = "auto"
 KEY = "lightning_pipe_schedule"
@@ -69,6 +70,7 @@ def choose(
     device: torch.device,
     processes: int = 1,
     recompute: Recompute = "never",
+    balance: Balance = "time",
 ) -> ScheduleChoice:
     """The fastest schedule with a flush for one pipeline of so many ranks, as far as it can be told before a run.
 
@@ -84,9 +86,10 @@ def choose(
         device: of this process.
         processes: on this host.
         recompute: as the user wants it; "never" leaves it open.
+        balance: as the user wants it: stages are predicted as the run will cut them.
 
     Raises:
-        ConfigurationError: the layers are not there yet.
+        ConfigurationError: the layers are not there yet, or no schedule has as many stages as ``balance``.
     """
     try:
         sequence = find_layers(module, layers)
@@ -116,6 +119,7 @@ def choose(
         number * min(profile.sizes),
         pipeline_parallel_size=ranks,
         micro_batches=[number],
+        cut=_cut(module, sequence, ranks, balance),
         shown=2,
     )
     try:
@@ -126,6 +130,26 @@ def choose(
     else:
         choice = _choice(found, source, recompute)
     return replace(choice, shapes=profile.conditions.get(SHAPES))
+
+
+def _cut(module: nn.Module, layers: Layers, ranks: int, balance: Balance) -> Cut | None:
+    """The layers of every stage by the number of stages, as `StageDivision` will cut them."""
+    if balance in ("time", "memory"):
+        return None  # so that the slowest stage is fastest, or close by
+
+    def cut(stages: int) -> list[int] | None:
+        if isinstance(balance, Sequence) and not isinstance(balance, str) and len(balance) != stages:
+            return None
+        return divide(module, layers, stages, balance)
+
+    tried = (cut(stages) for stages in range(ranks, len(layers) + 1, ranks))
+    if all(each is None for each in tried):
+        raise ConfigurationError(
+            f'schedule="auto": balance={balance} has {several(len(list(balance)), "stage")}, and a pipeline of '  # type: ignore[arg-type]
+            f"{several(ranks, 'rank')} has a multiple of that.",
+            hint="Give the layers of as many stages as there are ranks.",
+        )
+    return cut
 
 
 def _choice(found: SearchResult, source: str, recompute: Recompute) -> ScheduleChoice:

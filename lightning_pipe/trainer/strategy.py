@@ -223,7 +223,7 @@ class PipeStrategy(ModuleStrategy):
         if found is None:
             own, ranks = self._division, self.layout.pipeline_parallel_size
             place = (self.root_device, self.num_processes)
-            found = choose(self._module(), own.layers, ranks, own.micro_batches, *place, own.recompute)
+            found = choose(self._module(), own.layers, ranks, own.micro_batches, *place, own.recompute, own.balance)
         self._choice, self.family, self._layout = found, found.family, None
         self._division = replace(self._division, family=self.family, recompute=found.recompute)
         self._shard_optimizer = self._shard_optimizer or found.shard_optimizer
