@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import inspect
 import os
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
 from torch import nn
 
@@ -25,6 +27,7 @@ from lightning_pipe.profiling.measure import SHAPES, run_conditions
 from lightning_pipe.schedules import Family
 from lightning_pipe.schedules.passes.recompute import Mode as Recompute
 from lightning_pipe.text import several
+from lightning_pipe.trainer.checkpoints.folder import REST
 
 AUTO = "auto"
 KEY = "lightning_pipe_schedule"
@@ -56,9 +59,9 @@ class ScheduleChoice:
         extra = ", recompute" * (self.recompute != "never") + ", sharded optimizer" * self.shard_optimizer
         return f"{self.family.label}{extra}"
 
-    def stored(self) -> dict[str, Any]:
-        """For a checkpoint."""
-        own = {"recompute": self.recompute, "shard_optimizer": self.shard_optimizer}
+    def stored(self, ranks: int) -> dict[str, Any]:
+        """For a checkpoint of a run with so many ranks in a pipeline."""
+        own = {"recompute": self.recompute, "shard_optimizer": self.shard_optimizer, "ranks": ranks}
         return {"name": self.family.name, "options": self.family.options(), **own}
 
 
@@ -170,17 +173,36 @@ def memory_of_a_process(device: torch.device, processes: int) -> float:
     return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / processes)
 
 
-def kept(path: object) -> ScheduleChoice | None:
-    """The choice that a checkpoint has stored; ``None`` if it has none, or is no file of this machine."""
-    if not isinstance(path, str | Path) or not Path(path).is_file():
+def kept(path: object, ranks: int) -> ScheduleChoice | None:
+    """The choice that a checkpoint has stored, a file or a folder; ``None``: none that is of so many ranks.
+
+    Args:
+        path: of the checkpoint; what is none of this machine has no choice.
+        ranks: of a pipeline of this run: what is best for another number may not even exist for it.
+    """
+    if not isinstance(path, str | Path):
         return None
-    found = torch.load(path, map_location="cpu", mmap=True, weights_only=False).get(KEY)
-    if not isinstance(found, Mapping):
+    folder = Path(path).is_dir()
+    file = Path(path) / REST if folder else Path(path)
+    if not file.is_file():
+        return None
+    content = torch.load(file, map_location="cpu", mmap=True, weights_only=False)
+    found = (content["checkpoint"] if folder else content).get(KEY)
+    if not isinstance(found, Mapping) or found.get("ranks", ranks) != ranks:
         return None
     family = schedules.get(found["name"], **found["options"])
     # Earlier files have the schedule alone.
     rest = {name: found[name] for name in ("recompute", "shard_optimizer") if name in found}
     return ScheduleChoice(family, f"kept from {path}", **rest)
+
+
+def resumed_from(trainer: pl.Trainer, asked: Any) -> Any:
+    """The checkpoint that the Trainer takes for a ``ckpt_path``, which may be ``"last"`` or ``"best"``."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the Trainer has asked already
+        return trainer._checkpoint_connector._parse_ckpt_path(
+            trainer.state.fn, asked, model_provided=True, model_connected=True
+        )
 
 
 def checkpoint_of(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -11,6 +11,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 
 from lightning_pipe import CostProfile, PipeStrategy, schedules
@@ -145,17 +146,24 @@ def test_the_checkpoint_is_found_among_the_arguments_of_a_run() -> None:
 def test_a_choice_is_read_from_a_checkpoint(name: str, tmp_path: Path) -> None:
     path = tmp_path / "x.ckpt"
     for family in schedules.get(name).variants():
-        torch.save({KEY: ScheduleChoice(family, "", "always", shard_optimizer=True).stored()}, path)
-        found = kept(path)
+        torch.save({KEY: ScheduleChoice(family, "", "always", shard_optimizer=True).stored(4)}, path)
+        found = kept(path, 4)
         assert found is not None
         assert (found.family, found.recompute, found.shard_optimizer) == (family, "always", True)
         assert str(path) in found.reason
+        assert kept(path, 3) is None  # a pipeline of another length asks again
+    (tmp_path / "folder").mkdir()
+    assert kept(tmp_path / "folder", 4) is None
+    torch.save({"checkpoint": torch.load(path, weights_only=False)}, tmp_path / "folder" / "meta.pt")
+    assert kept(tmp_path / "folder", 4) == ScheduleChoice(
+        family, f"kept from {tmp_path / 'folder'}", "always", shard_optimizer=True
+    )
     torch.save({KEY: {"name": "1f1b", "options": {}}}, path)
-    assert kept(path) == ScheduleChoice(schedules.get("1f1b"), f"kept from {path}")
+    assert kept(path, 4) == ScheduleChoice(schedules.get("1f1b"), f"kept from {path}")
     torch.save({"epoch": 1}, path)
-    assert kept(path) is None
-    assert kept("last") is None
-    assert kept(None) is None
+    assert kept(path, 4) is None
+    assert kept("last", 4) is None
+    assert kept(None, 4) is None
 
 
 def test_ranks_that_choose_differently_are_refused() -> None:
@@ -173,14 +181,15 @@ class _OneEpoch(L.Callback):
 def train(process: int, folder: str) -> dict[str, Any]:
     """Train by one profile; store another, by which another schedule would be chosen; resume, and train anew."""
     found: dict[str, Any] = {}
-    path = str(Path(folder) / "x.ckpt")
+    path = str(Path(folder) / "last.ckpt")
     own = Path(folder) / str(process)  # a folder each: nobody reads what another is writing
     os.environ["LIGHTNING_PIPE_CACHE"] = str(own)
     torch.set_default_dtype(torch.float64)
 
     def fit(name: str, ckpt_path: str | None, callbacks: list[L.Callback]) -> L.Trainer:
         strategy, told = PipeStrategy(schedule="auto", micro_batches=2), io.StringIO()
-        trainer = L.Trainer(**{**QUIET, "max_epochs": 2, "callbacks": callbacks}, strategy=strategy, devices=2)
+        options = {**QUIET, "max_epochs": 2, "callbacks": callbacks, "enable_checkpointing": ckpt_path is not None}
+        trainer = L.Trainer(**options, strategy=strategy, devices=2)
         with redirect_stdout(told):
             trainer.fit(Lit(), Data(), ckpt_path=ckpt_path)
         found[name] = strategy.family.label, told.getvalue()
@@ -189,7 +198,7 @@ def train(process: int, folder: str) -> dict[str, Any]:
     store(Lit(), own, message=1e-9)
     fit("first", None, [_OneEpoch()]).save_checkpoint(path)
     store(Lit(), own, message=1e-9, reduce=10)  # two copies of the weights cost much
-    fit("resumed", path, [])
+    fit("resumed", "last", [ModelCheckpoint(folder, save_top_k=0, save_last=True)])
     fit("anew", None, [_OneEpoch()])
     return found
 
