@@ -275,9 +275,9 @@ FAILURES: dict[str, tuple[Callable[[], Evaluated], Callable[[], DataLoader], str
 }
 
 
-def failing(process: int, devices: int, name: str) -> tuple[str, int]:
+def failing(process: int, devices: int, name: str, schedule: str) -> tuple[str, int]:
     """The error of an evaluation, with its notes, and the number of batches that were logged before."""
-    trainer, _, logger = build("plain", devices)
+    trainer, _, logger = build("plain", devices, schedule=schedule)
     try:
         trainer.validate(FAILURES[name][0]().double(), FAILURES[name][1](), verbose=False)
     except Exception as error:
@@ -285,9 +285,20 @@ def failing(process: int, devices: int, name: str) -> tuple[str, int]:
     return "", 0
 
 
-@pytest.mark.parametrize("name", ["late", "step", pytest.param("data", marks=pytest.mark.slow)])
-def test_a_rank_that_fails_ends_all_with_its_reason(name: str) -> None:
-    found = processes.run_trainers(failing, 2, timeout=40, devices=2, name=name)
+@pytest.mark.parametrize(
+    ("name", "schedule"),
+    [
+        ("late", "1f1b"),
+        ("step", "1f1b"),
+        pytest.param("data", "1f1b", marks=pytest.mark.slow),
+        ("step", "interleaved"),
+        pytest.param("late", "interleaved", marks=pytest.mark.slow),
+        pytest.param("data", "interleaved", marks=pytest.mark.slow),
+        pytest.param("late", "dualpipev", marks=pytest.mark.slow),
+    ],
+)
+def test_a_rank_that_fails_ends_all_with_its_reason(name: str, schedule: str) -> None:
+    found = processes.run_trainers(failing, 2, timeout=40, devices=2, name=name, schedule=schedule)
     for text, _ in found:
         assert FAILURES[name][2] in text
     if name == "late":
@@ -297,14 +308,18 @@ def test_a_rank_that_fails_ends_all_with_its_reason(name: str) -> None:
         assert found[0][1] == 4
 
 
-def test_two_replicas_of_two_ranks() -> None:
+@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("interleaved", marks=pytest.mark.slow)])
+def test_two_replicas_of_two_ranks(schedule: str) -> None:
     names = ["plain", "counted", "off"]
-    several = processes.run_trainers(all_cases, 4, timeout=80, devices=4, names=names, data_parallel_size=2)
+    several = processes.run_trainers(
+        all_cases, 4, timeout=80, devices=4, names=names, data_parallel_size=2, schedule=schedule
+    )
     for found in several:
         # what batches log does not depend on whether they stream
         for key in ("returned", "logged", "metrics"):
             assert found["plain"][key] == found["off"][key]
-    assert sorted(found["plain"]["ahead"] for found in several) == [0, 0, 1, 1]  # of three batches, the first one alone
+    ahead = sorted(found["plain"]["ahead"] for found in several)
+    assert ahead == ([0, 0, 1, 1] if schedule == "1f1b" else [1, 1, 1, 1])  # of three batches, the first one alone
     assert all(found["counted"]["ahead"] == 0 for found in several)
     # The replicas' numbers of batches differ, and every sample is predicted once. The predictions have a number of the
     # batch among them, so each replica keeps its own.
