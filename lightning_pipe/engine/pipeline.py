@@ -182,7 +182,7 @@ class Pipeline(PartitionedModule):
         self._commit_statistics(deferred_norms(self.module))
         self._buffer_sync.equalise()
         if first:
-            self.executor.restart_clocks()
+            self.training_executor.restart_clocks()
         else:  # the first batch also agrees on what travels and who holds what
             self.elapsed += time.perf_counter() - start
             self.busy += self.training_executor.busy - busy

@@ -25,6 +25,7 @@ from lightning_pipe.schedules import Family, Schedule, Stream, with_recompute
 from lightning_pipe.schedules.action import Placement
 from lightning_pipe.schedules.dependencies import Number
 from lightning_pipe.schedules.passes.recompute import Mode as Recompute
+from lightning_pipe.schedules.several_passes import several_passes
 from lightning_pipe.simulate import Costs, Memory, simulate
 from lightning_pipe.simulate.memory import activation_peaks
 from lightning_pipe.text import memory as memory_text
@@ -50,6 +51,7 @@ def plan(
     replicas: int = 1,
     nodes: int = 1,
     rank_order: RankOrder = "pipeline",
+    passes: int = 1,
 ) -> Plan:
     """The plan of pipelines: which stage holds which layers, on which rank, with how much memory and idle time.
 
@@ -71,6 +73,7 @@ def plan(
         replicas: pipelines side by side.
         nodes: on which the processes are, equally many on each.
         rank_order: as for `PipeStrategy`.
+        passes: as for `PipeStrategy`.
 
     Returns:
         The plan. ``print`` shows what a run prints before its first batch; ``plan.stages`` has for every stage its
@@ -108,6 +111,7 @@ def plan(
             replicas,
             nodes,
             rank_order,
+            passes,
         ),
     )
 
@@ -128,7 +132,12 @@ def made(module: nn.Module, asked: PlanOptions) -> Plan:
     found = find_layers(module, asked.layers)
     count = micro_batch_count(asked.batch, ranks, asked.micro_batches)
     counts = divide(module, found, stages, balance)
-    build = cache(lambda number: with_recompute(family.build(ranks, number, stages=stages), asked.recompute))
+
+    @cache
+    def build(number: int) -> Schedule:
+        one = family.build(ranks, number, stages=stages)
+        return with_recompute(several_passes(one, asked.passes), asked.recompute)
+
     order = build(count)
     stream = None if order.synchronous else schedules.stream(family, ranks, stages)
     number = order.micro_batches if stream is None else stream.micro_batches
@@ -140,13 +149,14 @@ def made(module: nn.Module, asked: PlanOptions) -> Plan:
         costs, memory = stage_costs(profile, counts, samples, copies), stage_memory(profile, counts, samples, copies)
         known = "the most that a rank holds for a stage: weights, gradients, two optimizer moments, and activations"
     bubble = predicted_bubble(build, number, stream, costs)
-    topology = asked.topology(order.placement[0, stages - 1])
+    placement = {place: rank for place, rank in order.placement.items() if place[1] < stages}  # of one pass
+    topology = asked.topology(placement[0, stages - 1])
     names = iter(name for name, _ in found)
     named = [tuple(next(names) for _ in range(count)) for count in counts]
     held = places_by_stage(module, found, counts)
     total = sum(parameter.numel() for parameter in module.parameters())
     by = (f"balanced by {balance}",) if isinstance(balance, str) and balance != "parameters" else ()
-    plans = stage_plans(named, held, order.placement, topology, BYTES_PER_NUMBER)
+    plans = stage_plans(named, held, placement, topology, BYTES_PER_NUMBER)
     if memory is not None:
         plans = with_activations(plans, order, memory)
     sizes = None
@@ -156,21 +166,26 @@ def made(module: nn.Module, asked: PlanOptions) -> Plan:
         type(module).__name__,
         plans,
         RunLayout(ranks, asked.replicas, stages),
-        family.label,
+        label_of(family, asked.passes),
         asked.equation(number),
         bubble,
         notes=(f"{total:,} parameters; memory is {known}", *by, *rank_sums(plans, topology)),
         memory=process_memories(
-            held, order.placement, topology, number_bytes=BYTES_PER_NUMBER, on_device=asked.accelerator == "gpu"
+            held, placement, topology, number_bytes=BYTES_PER_NUMBER, on_device=asked.accelerator == "gpu"
         ),
         topology=topology,
         traffic=node_traffic(
             topology,
             scaled(messages_of(order), asked.accumulation),
-            gradient_bytes(held, order.placement, BYTES_PER_NUMBER),
+            gradient_bytes(held, placement, BYTES_PER_NUMBER),
             None if sizes is None else scaled(messages_of(order, sizes), asked.accumulation),
         ),
     )
+
+
+def label_of(family: Family, passes: int) -> str:
+    """The schedule of a plan in words."""
+    return family.label if passes == 1 else f"{family.label} in {passes} passes"
 
 
 def stage_plans(
