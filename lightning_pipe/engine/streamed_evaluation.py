@@ -88,12 +88,14 @@ class StreamedEvaluation:
 
         Args:
             slot: the last one whose actions are due.
-            last: the last batch whose actions are due; ``None``: any.
+            last: the last batch whose passes are due; ``None``: any. What is received of later ones is due all the
+                same: it may come before what is sent of this one.
         """
         if not self._actions:
             return None
         at, action = self._actions[0]
-        if at > slot or (last is not None and (action.micro_batch or 0) > last):
+        waits = last is not None and action.kind is Kind.FORWARD and (action.micro_batch or 0) > last
+        if at > slot or waits:
             return None
         return self._actions.popleft()[1]
 
