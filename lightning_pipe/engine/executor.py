@@ -184,8 +184,8 @@ class Executor:
         self._find = find
         with self._whole():
             self.position = action
-            if self.exchange.transport.board is not None:
-                self.exchange.transport.board.position = action
+            if (board := self.exchange.transport.board) is not None:
+                board.program, board.position = (), action
             self._methods[action.kind](action, _subject(action))
             self.exchange.end_action(_index(action), lag)
 

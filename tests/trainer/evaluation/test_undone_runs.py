@@ -68,7 +68,8 @@ def validated(process: int, devices: int | None, first: int, schedule: str = "1f
         pytest.param(4, 2, "1f1b", marks=pytest.mark.slow),
     ],
 )
-def test_layers_count_the_calls_of_one_device(ranks: int, first: int, schedule: str) -> None:
+def test_a_step_in_a_stream_that_comes_back_to_layers_equals_one_device(ranks: int, first: int, schedule: str) -> None:
+    """It does so in the first batch, or in a later one, when ranks have begun with the batches behind it."""
     logged, calls = validated(0, None, first)
     assert set(calls.values()) == {10.0 - first}
     for found in run_trainers(validated, ranks, timeout=60, devices=ranks, first=first, schedule=schedule):
