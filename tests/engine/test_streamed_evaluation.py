@@ -46,3 +46,12 @@ def test_batches_overlap() -> None:
     assert forwards(ran) == ["0F0 0F1 0F2 3F0 0F3 3F1 3F2 3F3", "1F0 2F0 1F1 2F1 1F2 2F2 1F3 2F3"]
     _, ran = streamed(entry, Point("dualpipev", 4), 3, torch.no_grad, alone=True)
     assert forwards(ran)[0] == "0F0 3F0 0F1 0F2 3F1 3F2"
+
+
+@pytest.mark.parametrize("waiting", range(3))
+def test_a_rank_that_runs_no_batch_ahead_keeps_no_other_waiting(waiting: int) -> None:
+    entry = ZOO["skips"]
+    expected, _ = streamed(entry, Point("gpipe", 3), BATCHES, torch.no_grad)
+    found, ran = streamed(entry, Point("gpipe", 3), BATCHES, torch.no_grad, waiting=waiting)
+    assert found == expected
+    assert sum(action[1] == "F" for action in ran[2 - waiting]) == BATCHES
