@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from lightning_pipe.config import Auto, BatchEquation, RankOrder
+from lightning_pipe.config import Auto, BatchEquation, RankOrder, Sharding
 from lightning_pipe.errors import ConfigurationError
 from lightning_pipe.partition import Balance
 from lightning_pipe.planning.cost_profile import CostProfile
@@ -37,6 +37,7 @@ class PlanOptions:
     replicas: int = 1
     nodes: int = 1
     rank_order: RankOrder = "pipeline"
+    shard_optimizer: Sharding = False
 
     def __post_init__(self) -> None:
         if self.ranks < 1 or self.batch < 1:

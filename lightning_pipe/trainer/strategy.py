@@ -232,7 +232,8 @@ class PipeStrategy(ModuleStrategy):
             found = choose(self._module(), own.layers, ranks, own.micro_batches, *place, own.recompute)
         self._choice, self.family, self._layout = found, found.family, None
         self._division = replace(self._division, family=self.family, recompute=found.recompute)
-        self._shard_optimizer = self._shard_optimizer or found.shard_optimizer
+        if self._shard_optimizer != "gradients":  # the most that can be divided
+            self._shard_optimizer = found.shard_optimizer or self._shard_optimizer
 
     @override
     def save_checkpoint(
@@ -285,7 +286,7 @@ class PipeStrategy(ModuleStrategy):
             None if self._choice is None else self._choice.shapes,
             None if store is None or not store.signatures else store.signatures[-1],
         )
-        report = Report(module, pipeline, self.layout, notes, costs, built, measured)
+        report = Report(module, pipeline, self.layout, notes, costs, built, measured, self._shard_optimizer)
         self.run = PipelineRun(
             module, pipeline, world, self.precision_plugin, self._splitting, report, store, sharded, self._seed
         )
