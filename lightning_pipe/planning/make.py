@@ -17,7 +17,7 @@ from lightning_pipe.planning.cost_profile import CostProfile
 from lightning_pipe.planning.layer_sizes import layer_sizes
 from lightning_pipe.planning.memory import process_memories, sharding_notes, training_factor
 from lightning_pipe.planning.options import PlanOptions
-from lightning_pipe.planning.prediction import stage_costs, stage_memory
+from lightning_pipe.planning.prediction import rank_bytes, stage_costs, stage_memory
 from lightning_pipe.planning.render import Plan, StagePlan
 from lightning_pipe.planning.traffic import divided_sums, gradient_bytes, messages_of, node_traffic, scaled
 from lightning_pipe.schedules import Family, Schedule, Stream, with_recompute
@@ -160,8 +160,9 @@ def made(module: nn.Module, asked: PlanOptions) -> Plan:
     total = sum(parameter.numel() for parameter in module.parameters())
     by = (f"balanced by {balance}",) if isinstance(balance, str) and balance != "parameters" else ()
     plans = stage_plans(named, held, placement, topology, BYTES_PER_NUMBER, asked.shard_optimizer)
+    held_by: Sequence[float] | None = None
     if memory is not None:
-        plans = with_activations(plans, order, memory)
+        plans, held_by = with_activations(plans, order, memory), rank_bytes(order, memory)
     gradients = gradient_bytes(held, placement, BYTES_PER_NUMBER)
     sizes = None
     if profile is not None and (at_cuts := profile.at(samples).boundary_bytes) is not None:
@@ -176,7 +177,7 @@ def made(module: nn.Module, asked: PlanOptions) -> Plan:
         notes=(
             f"{total:,} parameters; memory is {known}",
             *by,
-            *rank_sums(plans, topology),
+            *rank_sums(plans, topology, held_by),
             *sharding_notes(asked.shard_optimizer),
         ),
         memory=process_memories(
@@ -258,18 +259,25 @@ def _one(value: Number, stage: int, stages: int) -> list[Number]:
     return [value if other == stage else 0 for other in range(stages)]
 
 
-def rank_sums(plans: Sequence[StagePlan], topology: Topology) -> tuple[str, ...]:
-    """What the ranks hold together, in a line, where one of them has several stages."""
-    sums: dict[int, int] = {}
+def rank_sums(plans: Sequence[StagePlan], topology: Topology, peaks: Sequence[float] | None = None) -> tuple[str, ...]:
+    """What the ranks hold together, in a line, where one of them has several stages.
+
+    Args:
+        plans: the stages.
+        topology: which process is which rank.
+        peaks: the most that each rank holds: its stages do not hold most at the same time; ``None``: their sum.
+    """
+    sums: dict[int, float] = {}
     several = False
     for plan in plans:
-        for rank in plan.ranks:
-            if topology.locate(rank)[0] == 0:
-                several = several or rank in sums
-                sums[rank] = sums.get(rank, 0) + plan.bytes
+        for process in plan.ranks:
+            replica, rank = topology.locate(process)
+            if replica == 0:
+                several = several or process in sums
+                sums[process] = sums.get(process, 0) + plan.bytes if peaks is None else peaks[rank]
     if not several:
         return ()
-    amounts = (f"rank {rank} {memory_text(size)}" for rank, size in sorted(sums.items()))
+    amounts = (f"rank {process} {memory_text(round(size))}" for process, size in sorted(sums.items()))
     return (f"memory of each rank: {', '.join(amounts)}",)
 
 
