@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from lightning_pipe.config import Auto, BatchEquation, RankOrder
+from lightning_pipe.config import Auto, BatchEquation, RankOrder, Sharding
 from lightning_pipe.errors import ConfigurationError
 from lightning_pipe.partition import Balance
 from lightning_pipe.planning.cost_profile import CostProfile
@@ -38,6 +38,7 @@ class PlanOptions:
     nodes: int = 1
     rank_order: RankOrder = "pipeline"
     passes: int = 1
+    shard_optimizer: Sharding = False
 
     def __post_init__(self) -> None:
         if self.ranks < 1 or self.batch < 1:

@@ -12,14 +12,14 @@ import lightning.pytorch as pl
 import torch
 from torch import nn
 
-from lightning_pipe.config import BatchEquation, RunLayout
+from lightning_pipe.config import BatchEquation, RunLayout, Sharding
 from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.partition import places_by_stage
 from lightning_pipe.planning.bubble import IdleShares, Spent, idle_shares, measured_costs
 from lightning_pipe.planning.make import label_of, predicted_bubble, stage_plans
-from lightning_pipe.planning.memory import process_memories
+from lightning_pipe.planning.memory import process_memories, sharding_notes
 from lightning_pipe.planning.render import Plan, closing_line, memory_line, plan_text, traffic_line
-from lightning_pipe.planning.traffic import NodeTraffic, gradient_bytes, messages_of, node_traffic, scaled
+from lightning_pipe.planning.traffic import NodeTraffic, divided_sums, gradient_bytes, messages_of, node_traffic, scaled
 from lightning_pipe.schedules import Schedule
 from lightning_pipe.simulate import Costs
 from lightning_pipe.trainer.data.micro_batches import MicroBatches
@@ -45,6 +45,7 @@ def plan_of(
     notes: tuple[str, ...] = (),
     costs: Costs | None = None,
     built: int = 0,
+    sharding: Sharding = False,
 ) -> Plan:
     """The plan of a divided module.
 
@@ -59,6 +60,7 @@ def plan_of(
         notes: further lines.
         costs: of the stages, if they have been measured.
         built: bytes that every process has built whole.
+        sharding: what the holders of a parameter divide.
     """
     places = places_by_stage(module, pipeline.layers, pipeline.balance)
     named = [tuple(pipeline.names[number] for number in pipeline.stage_layers[stage]) for stage in range(len(places))]
@@ -71,16 +73,26 @@ def plan_of(
     if batch is not None:
         stream = None if pipeline.asynchronous is None else pipeline.asynchronous.stream
         bubble = predicted_bubble(_schedule_of(pipeline), batch.micro_batches, stream, costs)
-    stages = stage_plans(named, places, pipeline.placement, pipeline.transport.topology)
+    stages = stage_plans(named, places, pipeline.placement, pipeline.transport.topology, sharding=sharding)
     device, topology = pipeline.transport.device, pipeline.transport.topology
-    memory = process_memories(places, pipeline.placement, topology, built=built, on_device=device.type != "cpu")
+    memory = process_memories(
+        places,
+        pipeline.placement,
+        topology,
+        built=built,
+        on_device=device.type != "cpu",
+        sharding=sharding,
+        accumulated=batch is not None and batch.accumulation > 1,
+    )
     traffic: tuple[NodeTraffic, ...] = ()
     if batch is not None:
         messages = scaled(messages_of(_schedule_of(pipeline)(batch.micro_batches)), batch.accumulation)
-        traffic = node_traffic(topology, messages, gradient_bytes(places, pipeline.placement, _sent_size(pipeline)))
+        sent, values = (gradient_bytes(places, pipeline.placement, size) for size in (_sent_size(pipeline), None))
+        sums = divided_sums(sent, values, sharding, batch.accumulation)
+        traffic = node_traffic(topology, messages, sums, shared=bool(sharding))
     return Plan(
         *(type(module).__name__, stages, layout, label, batch, bubble, ties),
-        notes=notes,
+        notes=(*notes, *sharding_notes(sharding)),
         memory=memory,
         topology=topology,
         traffic=traffic,
@@ -110,6 +122,7 @@ class Report:
         costs: of the stages, if they have been measured.
         built: bytes that every process has built whole.
         measured: the input that costs were measured with.
+        sharding: what the holders of a parameter divide.
     """
 
     module: pl.LightningModule
@@ -119,6 +132,7 @@ class Report:
     costs: Costs | None = None
     built: int = 0
     measured: MeasuredShapes = MeasuredShapes()  # noqa: RUF009 - it is frozen
+    sharding: Sharding = False
     _announced: bool = False
     _batches: int = 0
     _samples: int = 0
@@ -135,7 +149,9 @@ class Report:
                 sum(micro_batches.sizes), len(micro_batches.parts), self.layout.data_parallel_size, accumulation
             )
             notes = (*self.notes, *self.measured.notes(micro_batches))
-            plan = plan_of(self.module, self.pipeline, self.layout, equation, notes, self.costs, self.built)
+            plan = plan_of(
+                self.module, self.pipeline, self.layout, equation, notes, self.costs, self.built, self.sharding
+            )
             self._plan, self._micro_batches = plan, equation.micro_batches
             self.module.print(plan_text(plan))
             return

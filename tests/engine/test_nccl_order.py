@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from lightning_pipe import schedules
+from lightning_pipe.config import Sharding
 from lightning_pipe.engine.executor import Executor
 from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.engine.streamed_evaluation import StreamedEvaluation
@@ -115,6 +116,21 @@ def test_reductions_that_begin_between_messages_end(family: Family) -> None:
     stages = family.build(4, 8).stages
     # the first reduction of all is one that overlaps with backward passes
     check(trained(NET, Point(family, stages, 8, ranks=4, steps=1, accumulate=2, clip=None)))
+
+
+@pytest.mark.parametrize(
+    ("family", "sharded"),
+    [*((family, "gradients") for family in families(synchronous=True)), (schedules.get("chimera"), True)],
+    ids=str,
+)
+def test_divided_updates_end(family: Family, sharded: Sharding) -> None:
+    """Sums for owners between messages, values that are shared after the step, and flags of a norm over all."""
+    stages = family.build(2, 4).stages
+    point = Point(family, stages, 4, replicas=2, ranks=2, steps=2, accumulate=2, sharded=sharded)
+    recorded = trained(ZOO["scale_in_two_stages"], point)
+    verbs = {event.verb.split()[0] for events in recorded for event in events if isinstance(event, Issued)}
+    assert ("reduce" in verbs) == (sharded == "gradients")
+    check(recorded, resident=[QUEUES])
 
 
 @pytest.mark.parametrize("family", families(synchronous=False), ids=lambda family: family.name)

@@ -13,12 +13,13 @@ from torch import nn
 
 import lightning_pipe
 from lightning_pipe import schedules
+from lightning_pipe.config import Sharding
 from lightning_pipe.errors import ConfigurationError
 from lightning_pipe.partition import find_layers
 from lightning_pipe.planning.cost_profile import CostProfile, LayerSizes, SizeCosts, TiedSizes
-from lightning_pipe.planning.layer_sizes import tied_sizes
-from lightning_pipe.planning.prediction import Configuration, Predictor, rank_bytes, stage_costs
-from lightning_pipe.planning.search import _candidates, _Search, search
+from lightning_pipe.planning.layer_sizes import layer_sizes, tied_sizes
+from lightning_pipe.planning.prediction import Configuration, Predictor, rank_bytes, stage_costs, stage_memory
+from lightning_pipe.planning.search import _candidates, _ever_smaller, _Search, search
 from lightning_pipe.simulate import Link, memory_over_time, peak, simulate
 
 MIB = 2**20
@@ -93,6 +94,21 @@ def test_a_module_knows_its_tied_parameters() -> None:
     assert tied_sizes(module.layers, find_layers(module.layers)) == ()
 
 
+def test_what_layers_have_in_common_counts_once_on_each_stage_that_holds_it() -> None:
+    """A head among the layers with the embedding's matrix: no stage holds less than nothing, or two of it."""
+    net = nn.Sequential(nn.Embedding(100, 8), nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 100))
+    net[3].weight = net[0].weight
+    layers = find_layers(net)
+    tied = tied_sizes(net, layers)
+    assert tied == (TiedSizes((0, 3), 3200),)
+    found = replace(profile(4), layers=layer_sizes(net, layers), tied=tied)
+    sums = found.all_reduce.all_reduce
+    for counts, held in (((2, 2), (3488, 3888)), ((1, 3), (3200, 4176)), ((4,), (4176,))):
+        assert stage_memory(found, counts, 1, (1,) * len(counts)).weights == list(held)
+        own = [size - 3200 * (len(counts) > 1) for size in held]
+        assert stage_costs(found, counts, 1, (2,) * len(counts)).reduce == pytest.approx([sums(o, 2) for o in own])
+
+
 def test_the_best_are_those_of_trying_everything() -> None:
     slow = profile(slow_first=2.5, message=2e-3)
     halved = replace(with_slow_halves(profile()), tied=(TiedSizes((0, 15), 40 * MIB),))
@@ -143,9 +159,12 @@ def test_many_micro_batches_are_predicted_from_few() -> None:
 
 def test_memory_is_that_of_the_simulator_and_a_message_each_way() -> None:
     predictor = Predictor(profile())
-    for name, recompute in product(("gpipe", "1f1b", "interleaved", "chimera"), ("never", "always")):
+    shardings: tuple[Sharding, ...] = (False, True, "gradients")
+    for name, recompute, sharding in product(
+        ("gpipe", "1f1b", "interleaved", "chimera"), ("never", "always"), shardings
+    ):
         family = schedules.get(name)
-        one = Configuration(family, 4, 1, 4 * family.stages_per_rank, 8, 2, recompute)  # type: ignore[arg-type]
+        one = Configuration(family, 4, 2, 4 * family.stages_per_rank, 8, 2, recompute, sharding)  # type: ignore[arg-type]
         schedule = predictor.schedule(one, 8)
         memory = predictor.memory(one, predictor.layers(one), schedule)
         simulated = max(float(peak(points).total) for points in memory_over_time(schedule, memory))
@@ -165,6 +184,23 @@ def test_memory_limits_shard_and_recompute_and_rule_out() -> None:
     assert tightest.ruled_out
     with pytest.raises(ConfigurationError, match=r"Nothing fits into 1 MiB per rank: the smallest of .* needs"):
         search(profile(), 4, 32, memory=1.0 * MIB)
+
+
+def test_gradients_are_divided_where_that_makes_room() -> None:
+    """With as many micro-batches as ranks, each rank is done with its later stage before it begins with the other."""
+    predictor = Predictor(profile())
+    one = Configuration(schedules.get("interleaved"), 4, 2, 8, 4, 2, "always")
+    whole, state, gradients = (
+        predictor.peak(replace(one, shard_optimizer=each)) for each in (False, True, "gradients")
+    )
+    assert whole > state > gradients
+    assert state - gradients == pytest.approx(2 * 12 * MIB / 2)  # of a stage of two layers half is let go
+    straight = replace(one, family=schedules.get("1f1b"), stages=4)
+    peaks = {predictor.peak(replace(straight, shard_optimizer=each)) for each in (True, "gradients")}
+    assert len(peaks) == 1
+    assert "sharded optimizer and gradients" in replace(one, shard_optimizer="gradients").label
+    assert [each.shard_optimizer for each in _ever_smaller(one)] == [False, True, "gradients"] * 2
+    assert [each.shard_optimizer for each in _ever_smaller(straight)] == [False, True] * 2
 
 
 def test_world_and_global_batch_stay_fixed() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 import lightning_pipe
 from lightning_pipe.cli import main
@@ -65,6 +66,32 @@ def test_layers_are_measured_by_size() -> None:
     assert [(layer.name, layer.parameters) for layer in found.layers] == [("0", 1), ("1", 1), ("2", 1)]
     assert found.conditions["threads"] == str(torch.get_num_threads())
     found.check(run_conditions(torch.device("cpu")))
+
+
+def test_what_is_kept_is_what_autograd_keeps() -> None:
+    """Neither twice, as the result of one layer and the input of the next, nor without what the step does itself."""
+    net = nn.Sequential(*(layer for _ in range(3) for layer in (nn.Linear(16, 16), nn.ReLU())))
+    batch = torch.randn(4, 16, requires_grad=True)
+
+    def step(module: nn.Module, part: Tensor) -> Tensor:
+        return functional.cross_entropy(module(part), torch.zeros(len(part), dtype=torch.long))
+
+    kept: dict[int, int] = {}
+    weights = {parameter.untyped_storage().data_ptr() for parameter in net.parameters()}
+
+    def keep(tensor: Tensor) -> Tensor:
+        if tensor.untyped_storage().data_ptr() not in weights:
+            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss = step(net, batch)
+    costs = lightning_pipe.profile(net, batch, micro_batch_sizes=[4], rounds=1, step=step).sizes[4]
+    row = 4 * 16 * 4
+    assert sum(costs.saved_bytes) == sum(kept.values())
+    assert costs.saved_bytes[:5] == (row, row, 0, row, 0)
+    assert costs.saved_bytes[5] > 2 * row  # with the logarithms of the loss
+    loss.backward()
 
 
 def test_ranks_measure_messages_together() -> None:

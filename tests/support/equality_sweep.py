@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from lightning_pipe import schedules
+from lightning_pipe.config import Sharding
 from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.engine.streamed_evaluation import StreamedEvaluation
 from lightning_pipe.partition import divide, find_layers
@@ -40,6 +41,7 @@ class Point:
         ranks: ranks in one pipeline, where not as many as the stages ask for.
         evaluate: run a forward-only batch of another size after every training batch.
         recompute: which forward passes run again before their backward pass.
+        sharded: what the holders of a parameter divide.
     """
 
     schedule: str | Family = "1f1b"
@@ -52,6 +54,7 @@ class Point:
     ranks: int | None = None
     evaluate: bool = False
     recompute: Literal["never", "except_last", "always"] = "never"
+    sharded: Sharding = False
 
     @property
     def pipeline_ranks(self) -> int:
@@ -62,8 +65,8 @@ class Point:
     def __str__(self) -> str:
         extra = "-".join(
             f"{name}_{getattr(self, name)}"
-            for name in ("accumulate", "ranks", "recompute")
-            if getattr(self, name) not in (1, None, "never")
+            for name in ("accumulate", "ranks", "recompute", "sharded")
+            if getattr(self, name) not in (1, None, "never", False)
         )
         label = schedules.get(self.schedule).label
         return f"{label}-s{self.stages}-m{self.micro_batches}-d{self.replicas}" + (f"-{extra}" if extra else "")
@@ -216,6 +219,8 @@ def train_rank(entry: Entry, module: Module, point: Point, transport: Transport)
     balance = divide(module, layers, point.stages)
     pipeline = Pipeline(module, layers, balance, schedules.get(point.schedule), transport, recompute=point.recompute)
     pipeline.partition()
+    reductions = pipeline.reductions
+    reductions.scattered = point.sharded == "gradients"
     optimizer = module.configure_optimizers()
     batches = iter(entry.batches(point.steps * point.replicas * point.accumulate))
     trace = Trace()
@@ -229,7 +234,7 @@ def train_rank(entry: Entry, module: Module, point: Point, transport: Transport)
             parts,
             [oracle.samples(part) / total / point.accumulate for part in parts],
             seed=index,
-            reduce=last,
+            reduce=last or reductions.scattered,
         )
         shares = oracle.shares(parts)
         trace.losses.append(sum(shares[i] * oracle.loss_of(result).item() for i, result in results.items()))
@@ -238,7 +243,11 @@ def train_rank(entry: Entry, module: Module, point: Point, transport: Transport)
         if last:
             if point.clip is not None:
                 clip_by_global_norm(pipeline, point.clip)
+            if point.sharded is True and reductions.shards is not None:
+                reductions.shards.drop_gradients()
             optimizer.step()
+            if point.sharded and reductions.shards is not None:
+                reductions.shards.share()
             optimizer.zero_grad()
     pipeline.restore()
     trace.weights = oracle.state_of(module)
@@ -247,13 +256,17 @@ def train_rank(entry: Entry, module: Module, point: Point, transport: Transport)
 
 def clip_by_global_norm(pipeline: Pipeline, limit: float) -> None:
     """What `torch.nn.utils.clip_grad_norm_` does on one device: each parameter counts once."""
-    rank, members = pipeline.transport.rank, pipeline.pipeline_members
-    mine = [p.grad for n, p in pipeline.local_parameters() if p.grad is not None and pipeline.owners(n)[0] == rank]
+    rank, reductions = pipeline.transport.rank, pipeline.reductions
+    mine = [
+        p.grad
+        for n, p in pipeline.local_parameters()
+        if p.grad is not None and reductions.counts(p, first=pipeline.owners(n)[0] == rank)
+    ]
     # on the device on every rank: a reduction is one of the host, or one of devices
     square = torch.zeros(1, dtype=torch.float64, device=pipeline.transport.device)
     for gradient in mine:
         square += gradient.double().square().sum()
-    pipeline.transport.all_reduce(square, members).wait()
+    pipeline.transport.all_reduce(square, reductions.members_with_all).wait()
     nn.utils.clip_grads_with_norm_([p for _, p in pipeline.local_parameters()], limit, square.sqrt()[0])
 
 
