@@ -11,13 +11,14 @@ from functools import cache
 from itertools import accumulate, pairwise
 from typing import Any
 
+from lightning_pipe.config import Sharding, divided
 from lightning_pipe.partition import balance
 from lightning_pipe.planning.cost_profile import CostProfile
 from lightning_pipe.schedules import Family, Kind, Schedule, with_recompute
 from lightning_pipe.schedules.passes.recompute import Mode as Recompute
 from lightning_pipe.simulate import Costs, Memory
 from lightning_pipe.simulate.compiled import Compiled
-from lightning_pipe.simulate.memory import activation_peaks
+from lightning_pipe.simulate.memory import batch_peaks
 from lightning_pipe.text import several
 
 
@@ -33,7 +34,7 @@ class Configuration:
         micro_batches: of one pipeline's batch.
         samples: of one micro-batch.
         recompute: whether activations are computed again.
-        shard_optimizer: whether holders of the same parameters divide the optimizer's state.
+        shard_optimizer: what holders of the same parameters divide.
         layers: of every stage; ``None``: so that the slowest stage is fastest.
     """
 
@@ -44,13 +45,14 @@ class Configuration:
     micro_batches: int
     samples: int
     recompute: Recompute = "never"
-    shard_optimizer: bool = False
+    shard_optimizer: Sharding = False
     layers: tuple[int, ...] | None = None
 
     @property
     def label(self) -> str:
         """``1f1b, 8 micro-batches of 4, 2 ranks x 4 replicas, recompute``."""
-        extra = [", recompute" * (self.recompute != "never"), ", sharded optimizer" * self.shard_optimizer]
+        words = divided(self.shard_optimizer)
+        extra = [", recompute" * (self.recompute != "never"), f", {words}" * bool(words)]
         return (
             f"{self.family.label}, {several(self.micro_batches, 'micro-batch')} of {self.samples}, "
             f"{several(self.ranks, 'rank')} x {several(self.replicas, 'replica')}{''.join(extra)}"
@@ -306,16 +308,22 @@ def schedule_costs(profile: CostProfile, samples: int) -> Callable[[Schedule], C
 
 
 def stage_memory(
-    profile: CostProfile, layers: Sequence[int], samples: int, copies: Sequence[int], shard_optimizer: bool = False
+    profile: CostProfile, layers: Sequence[int], samples: int, copies: Sequence[int], shard_optimizer: Sharding = False
 ) -> Memory:
-    """Bytes of every stage: weights, gradients, two optimizer moments, and activations of one micro-batch."""
+    """Bytes of every stage: weights, gradients, two optimizer moments, and activations of one micro-batch.
+
+    Gradients are whole while the backward passes of a stage run, whatever their holders divide: only what they keep of
+    the sums is a share.
+    """
     at = profile.at(samples)
     spans = list(pairwise(accumulate(layers, initial=0)))
     weights = [held for held, _ in _weights(profile, spans)]
     shares = copies if shard_optimizer else [1] * len(spans)
+    kept = copies if shard_optimizer == "gradients" else [1] * len(spans)
     inputs = [at.boundary_bytes[start - 1] if start else 0.0 for start, _ in spans]
     return Memory(
         weights,
+        summed=[w / share for w, share in zip(weights, kept, strict=True)],
         optimizer=[2 * w / share for w, share in zip(weights, shares, strict=True)],
         # what has come from another rank is held even where no layer keeps it: its gradient is sent back
         activations=[sum(at.saved_bytes[start:end], own) for (start, end), own in zip(spans, inputs, strict=True)],
@@ -325,10 +333,10 @@ def stage_memory(
 
 
 def rank_bytes(schedule: Schedule, memory: Memory) -> list[float]:
-    """The most that every rank holds: peaks of activations by the order of actions, and one message each way."""
+    """The most that every rank holds: activations and gradients by the order of actions, and one message each way."""
     found = []
-    for rank, activations in enumerate(activation_peaks(schedule, memory)):
+    for rank, of_batch in enumerate(batch_peaks(schedule, memory)):
         stages = [memory.at(stage) for stage in schedule.stages_of(rank)]
-        fixed = sum(s.weights * schedule.weight_versions[rank] + s.gradients + s.optimizer for s in stages)
-        found.append(float(fixed + activations + max((s.messages + s.inputs for s in stages), default=0)))
+        fixed = sum(s.weights * schedule.weight_versions[rank] + s.optimizer for s in stages)
+        found.append(float(fixed + of_batch + max((s.messages + s.inputs for s in stages), default=0)))
     return found

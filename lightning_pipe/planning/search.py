@@ -11,6 +11,7 @@ from functools import cache
 from torch import nn
 
 from lightning_pipe import schedules
+from lightning_pipe.config import Sharding
 from lightning_pipe.errors import ConfigurationError, ScheduleError
 from lightning_pipe.partition import find_layers
 from lightning_pipe.planning.cost_profile import CostProfile
@@ -259,7 +260,7 @@ class _Search:
             self.profile, layers, one.samples, [one.replicas * one.family.pipes] * one.stages, one.shard_optimizer
         )
         stages = [memory.at(stage) for stage in range(one.stages)]
-        held = sum(each.weights + each.gradients + each.optimizer for each in stages) * one.family.pipes
+        held = sum(each.weights + each.summed + each.optimizer for each in stages) * one.family.pipes
         return float(held / one.ranks)
 
     def bound(self, one: Configuration) -> float:
@@ -303,11 +304,13 @@ class _Search:
 
 
 def _ever_smaller(one: Configuration) -> Iterator[Configuration]:
-    """Variants that need less and less memory: sharding costs no time, recomputation a third."""
-    copies = one.replicas * one.family.pipes > 1
-    yield one
-    if copies:
-        yield replace(one, shard_optimizer=True)
-    yield replace(one, recompute="always")
-    if copies:
-        yield replace(one, recompute="always", shard_optimizer=True)
+    """Variants that need less and less memory: dividing costs no time, recomputation a third.
+
+    To divide gradients as well, once a stage is done, makes room for those of other stages of the rank alone.
+    """
+    shardings: list[Sharding] = [False]
+    if one.replicas * one.family.pipes > 1:
+        shardings += [True, "gradients"] if one.stages * one.family.pipes > one.ranks else [True]
+    for recompute in ("never", "always"):
+        for sharding in shardings:
+            yield replace(one, recompute=recompute, shard_optimizer=sharding)

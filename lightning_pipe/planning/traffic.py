@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import get_args
 
-from lightning_pipe.config import RankOrder
+from lightning_pipe.config import RankOrder, Sharding
 from lightning_pipe.partition import ParameterPlace
 from lightning_pipe.schedules import Schedule
 from lightning_pipe.schedules.action import Kind, Placement
@@ -27,21 +27,28 @@ class NodeTraffic:
         messages: activations and gradients between stages.
         sums: bytes for the sums of gradients over all that hold them.
         boundaries: bytes of the messages; ``None``: not known yet.
+        shared: whether ``sums`` counts the values as well that holders update for each other.
     """
 
     rank_order: RankOrder
     messages: float
     sums: float
     boundaries: float | None = None
+    shared: bool = False
 
     def __str__(self) -> str:
         size = "" if self.boundaries is None else f" of {memory(self.boundaries)} together"
         messages = f"{several(round(self.messages), 'message')} between stages{size}"
-        return f'rank_order="{self.rank_order}": {messages}, {memory(self.sums)} to sum gradients'
+        what = "sum gradients and share updates" if self.shared else "sum gradients"
+        return f'rank_order="{self.rank_order}": {messages}, {memory(self.sums)} to {what}'
 
 
 def node_traffic(
-    topology: Topology, messages: Edges, sums: Mapping[tuple[int, ...], float], boundaries: Edges | None = None
+    topology: Topology,
+    messages: Edges,
+    sums: Mapping[tuple[int, ...], float],
+    boundaries: Edges | None = None,
+    shared: bool = False,
 ) -> tuple[NodeTraffic, ...]:
     """The traffic of this topology, and then that of the other order of its ranks.
 
@@ -50,6 +57,7 @@ def node_traffic(
         messages: of one pipeline in a step.
         sums: for the pipeline ranks that hold some parameters the bytes of their gradients.
         boundaries: bytes of the messages, if they are known.
+        shared: whether ``sums`` counts updated values as well.
 
     Example:
         >>> topology = Topology(ranks=2, replicas=2, node_size=2)
@@ -66,6 +74,7 @@ def node_traffic(
             _between_nodes(place, messages),
             sum(ring_bytes(place, owners, size) for owners, size in sums.items()),
             None if boundaries is None else _between_nodes(place, boundaries),
+            shared,
         )
         for place in places
     )
@@ -127,6 +136,31 @@ def gradient_bytes(
     for name, owners in ranks.items():
         found[tuple(sorted(owners))] += sizes[name]
     return found
+
+
+def divided_sums(
+    gradients: Mapping[tuple[int, ...], float],
+    values: Mapping[tuple[int, ...], float],
+    sharding: Sharding,
+    accumulation: int,
+) -> Mapping[tuple[int, ...], float]:
+    """Of a step, as bytes of an all-reduce: to sum gradients, and to share what each holder has updated.
+
+    An all-reduce is a sum for the owners and then a copy to all, each half of it: where sums go to their owners alone
+    the first half is sent for every batch, and the second for the updated values, which `shard_optimizer` sends anyway.
+
+    Args:
+        gradients: for the ranks that hold some parameters the bytes of their gradients, as they are sent.
+        values: the bytes of these parameters.
+        sharding: what the holders divide.
+        accumulation: batches in a step.
+
+    Example:
+        >>> [divided_sums({(0,): 8}, {(0,): 8}, each, accumulation=1)[0,] for each in (False, True, "gradients")]
+        [8.0, 12.0, 8.0]
+    """
+    share = 1.0 if sharding != "gradients" else accumulation / 2
+    return {owners: share * size + bool(sharding) * values[owners] / 2 for owners, size in gradients.items()}
 
 
 def scaled(edges: Edges, factor: float) -> Edges:

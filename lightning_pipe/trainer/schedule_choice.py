@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from lightning_pipe import schedules
-from lightning_pipe.config import MICRO_BATCHES_PER_RANK, Auto
+from lightning_pipe.config import MICRO_BATCHES_PER_RANK, Auto, Sharding, divided
 from lightning_pipe.errors import ConfigurationError, PartitionError
 from lightning_pipe.partition import Balance, Layers, divide, find_layers
 from lightning_pipe.planning.cost_profile import CostProfile, default_path
@@ -42,7 +42,7 @@ class ScheduleChoice:
         family: the schedule.
         reason: for the plan.
         recompute: whether activations are computed again.
-        shard_optimizer: whether the holders of copies of a stage divide the optimizer's state.
+        shard_optimizer: what the holders of copies of a stage divide.
         shapes: of a sample of the input that the profile was measured with, in words; ``None``: that is not known, or
             nothing was measured.
     """
@@ -50,13 +50,14 @@ class ScheduleChoice:
     family: Family
     reason: str
     recompute: Recompute = "never"
-    shard_optimizer: bool = False
+    shard_optimizer: Sharding = False
     shapes: str | None = None
 
     @property
     def label(self) -> str:
         """What was chosen."""
-        extra = ", recompute" * (self.recompute != "never") + ", sharded optimizer" * self.shard_optimizer
+        words = divided(self.shard_optimizer)
+        extra = ", recompute" * (self.recompute != "never") + f", {words}" * bool(words)
         return f"{self.family.label}{extra}"
 
     def stored(self, ranks: int) -> dict[str, Any]:

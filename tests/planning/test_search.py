@@ -14,12 +14,13 @@ from torch import nn
 
 import lightning_pipe
 from lightning_pipe import schedules
+from lightning_pipe.config import Sharding
 from lightning_pipe.errors import ConfigurationError
 from lightning_pipe.partition import find_layers
 from lightning_pipe.planning.cost_profile import CostProfile, LayerSizes, SizeCosts, TiedSizes
 from lightning_pipe.planning.layer_sizes import layer_sizes, tied_sizes
 from lightning_pipe.planning.prediction import Configuration, Predictor, rank_bytes, stage_costs, stage_memory
-from lightning_pipe.planning.search import _candidates, _Search, search
+from lightning_pipe.planning.search import _candidates, _ever_smaller, _Search, search
 from lightning_pipe.simulate import Link, memory_over_time, peak, simulate
 
 MIB = 2**20
@@ -111,7 +112,7 @@ def test_what_layers_have_in_common_counts_once_on_each_stage_that_holds_it() ->
 
 def test_the_best_are_those_of_trying_everything() -> None:
     slow = profile(slow_first=2.5, message=2e-3)
-    halved = replace(with_slow_halves(profile()), tied=(TiedSizes((0, 15), 40 * MIB),))
+    halved = replace(with_slow_halves(profile()), tied=(TiedSizes((0, 15), 8 * MIB),))
     for costs, limit in ((profile(), None), (slow, None), (halved, None), (profile(), 400.0 * MIB)):
         engine = _Search(costs, limit, 10)
         times = []
@@ -159,9 +160,12 @@ def test_many_micro_batches_are_predicted_from_few() -> None:
 
 def test_memory_is_that_of_the_simulator_and_a_message_each_way() -> None:
     predictor = Predictor(profile())
-    for name, recompute in product(("gpipe", "1f1b", "interleaved", "chimera"), ("never", "always")):
+    shardings: tuple[Sharding, ...] = (False, True, "gradients")
+    for name, recompute, sharding in product(
+        ("gpipe", "1f1b", "interleaved", "chimera"), ("never", "always"), shardings
+    ):
         family = schedules.get(name)
-        one = Configuration(family, 4, 1, 4 * family.stages_per_rank, 8, 2, recompute)  # type: ignore[arg-type]
+        one = Configuration(family, 4, 2, 4 * family.stages_per_rank, 8, 2, recompute, sharding)  # type: ignore[arg-type]
         schedule = predictor.schedule(one, 8)
         memory = predictor.memory(one, predictor.layers(one), schedule)
         simulated = max(float(peak(points).total) for points in memory_over_time(schedule, memory))
@@ -181,6 +185,23 @@ def test_memory_limits_shard_and_recompute_and_rule_out() -> None:
     assert tightest.ruled_out
     with pytest.raises(ConfigurationError, match=r"Nothing fits into 1 MiB per rank: the smallest of .* needs"):
         search(profile(), 4, 32, memory=1.0 * MIB)
+
+
+def test_gradients_are_divided_where_that_makes_room() -> None:
+    """With as many micro-batches as ranks, each rank is done with its later stage before it begins with the other."""
+    predictor = Predictor(profile())
+    one = Configuration(schedules.get("interleaved"), 4, 2, 8, 4, 2, "always")
+    whole, state, gradients = (
+        predictor.peak(replace(one, shard_optimizer=each)) for each in (False, True, "gradients")
+    )
+    assert whole > state > gradients
+    assert state - gradients == pytest.approx(2 * 12 * MIB / 2)  # of a stage of two layers half is let go
+    straight = replace(one, family=schedules.get("1f1b"), stages=4)
+    peaks = {predictor.peak(replace(straight, shard_optimizer=each)) for each in (True, "gradients")}
+    assert len(peaks) == 1
+    assert "sharded optimizer and gradients" in replace(one, shard_optimizer="gradients").label
+    assert [each.shard_optimizer for each in _ever_smaller(one)] == [False, True, "gradients"] * 2
+    assert [each.shard_optimizer for each in _ever_smaller(straight)] == [False, True] * 2
 
 
 def test_world_and_global_batch_stay_fixed() -> None:

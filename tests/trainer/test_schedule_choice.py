@@ -146,17 +146,17 @@ def test_the_checkpoint_is_found_among_the_arguments_of_a_run() -> None:
 def test_a_choice_is_read_from_a_checkpoint(name: str, tmp_path: Path) -> None:
     path = tmp_path / "x.ckpt"
     for family in schedules.get(name).variants():
-        torch.save({KEY: ScheduleChoice(family, "", "always", shard_optimizer=True).stored(4)}, path)
+        torch.save({KEY: ScheduleChoice(family, "", "always", shard_optimizer="gradients").stored(4)}, path)
         found = kept(path, 4)
         assert found is not None
-        assert (found.family, found.recompute, found.shard_optimizer) == (family, "always", True)
+        assert (found.family, found.recompute, found.shard_optimizer) == (family, "always", "gradients")
         assert str(path) in found.reason
         assert kept(path, 3) is None  # a pipeline of another length asks again
     (tmp_path / "folder").mkdir()
     assert kept(tmp_path / "folder", 4) is None
     torch.save({"checkpoint": torch.load(path, weights_only=False)}, tmp_path / "folder" / "meta.pt")
     assert kept(tmp_path / "folder", 4) == ScheduleChoice(
-        family, f"kept from {tmp_path / 'folder'}", "always", shard_optimizer=True
+        family, f"kept from {tmp_path / 'folder'}", "always", shard_optimizer="gradients"
     )
     torch.save({KEY: {"name": "1f1b", "options": {}}}, path)
     assert kept(path, 4) == ScheduleChoice(schedules.get("1f1b"), f"kept from {path}")
