@@ -30,6 +30,8 @@ class SizeCosts:
         forward: seconds.
         backward: seconds.
         backward_weight: seconds of its part for the weights, where the halves of a backward pass run apart.
+        backward_input: seconds of its part for the input there; empty: what the weights' part leaves of ``backward``.
+            The halves may take longer than the whole. The first stage has no such part: nothing waits for it.
         saved_bytes: kept for the backward pass, without the layer's input.
         boundary_bytes: of the activation that a layer hands to the next.
         stage_forward: seconds that a forward pass of a stage takes besides its layers.
@@ -43,6 +45,7 @@ class SizeCosts:
     boundary_bytes: tuple[float, ...]
     stage_forward: float = 0.0
     stage_backward: float = 0.0
+    backward_input: tuple[float, ...] = ()
 
     def mixed(self, other: SizeCosts, share: float) -> SizeCosts:
         """The costs on the line from these (``share=0``) to another size's (``share=1``); no cost falls below zero."""
@@ -57,7 +60,8 @@ class SizeCosts:
     def scaled(self, factor: float) -> SizeCosts:
         """Larger by a factor in every respect."""
         none = (0.0,) * len(self.forward)
-        return SizeCosts(none, none, none, none, none).mixed(self, factor)
+        nothing = SizeCosts(none, none, none, none, none, backward_input=(0.0,) * len(self.backward_input))
+        return nothing.mixed(self, factor)
 
 
 @dataclass(frozen=True)
@@ -76,6 +80,19 @@ class LayerSizes:
 
 
 @dataclass(frozen=True)
+class TiedSizes:
+    """Parameters that layers have in common, or that are used beside several of them, as tied embeddings are.
+
+    Args:
+        layers: indices of these layers.
+        parameter_bytes: their bytes, once.
+    """
+
+    layers: tuple[int, ...]
+    parameter_bytes: int
+
+
+@dataclass(frozen=True)
 class CostProfile:
     """The costs of one module on one machine.
 
@@ -88,6 +105,7 @@ class CostProfile:
         overhead: seconds of the engine for each compute action of a rank.
         batch: seconds of a batch besides its actions.
         step_per_byte: seconds of an optimizer step for each byte of parameters.
+        tied: parameters whose gradients are summed over the ranks of all their layers.
         conditions: what the figures depend on: device, threads, versions, shapes. Only those that are there count.
 
     Example:
@@ -105,6 +123,7 @@ class CostProfile:
     overhead: float = 0.0
     batch: float = 0.0
     step_per_byte: float = 0.0
+    tied: tuple[TiedSizes, ...] = ()
     conditions: Mapping[str, str] = field(default_factory=dict)
 
     def at(self, samples: int) -> SizeCosts:
@@ -203,7 +222,8 @@ def _made(content: dict[str, Any]) -> CostProfile:
     for name in ("message", "all_reduce"):
         if name in content:
             content[name] = Link(**content[name])
-    return CostProfile(layers=layers, sizes=sizes, **content)
+    tied = tuple(TiedSizes(tuple(each["layers"]), each["parameter_bytes"]) for each in content.pop("tied", ()))
+    return CostProfile(layers=layers, sizes=sizes, tied=tied, **content)
 
 
 def _size(costs: dict[str, Any], layers: int) -> SizeCosts:
@@ -216,6 +236,8 @@ def _size(costs: dict[str, Any], layers: int) -> SizeCosts:
             made[name] = float(value)
             continue
         numbers = tuple(map(float, value)) if isinstance(value, list) else (float(value),) * layers
+        if name == "backward_input" and not numbers:
+            continue
         if len(numbers) != layers or any(number < 0 for number in numbers):
             raise ValueError(f"{name} needs {layers} numbers that are not negative, one for each layer")
         made[name] = numbers

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import warnings
+from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -12,7 +14,7 @@ from typing import Any
 from lightning_pipe.config import Sharding, divided
 from lightning_pipe.partition import balance
 from lightning_pipe.planning.cost_profile import CostProfile
-from lightning_pipe.schedules import Family, Schedule, with_recompute
+from lightning_pipe.schedules import Family, Kind, Schedule, with_recompute
 from lightning_pipe.schedules.passes.recompute import Mode as Recompute
 from lightning_pipe.simulate import Costs, Memory
 from lightning_pipe.simulate.compiled import Compiled
@@ -137,7 +139,8 @@ class Predictor:
     def seconds(self, one: Configuration) -> float:
         """Time of one optimizer step."""
         layers = self.layers(one)
-        return self._over_time(one, lambda schedule: self.costs(one, layers, schedule)) + self.profile.batch
+        passed = self._over_time(one, lambda schedule: self.costs(one, layers, schedule))
+        return passed + self.profile.batch + self._tied_sums(one, layers)
 
     def peak(self, one: Configuration) -> float:
         """The most bytes that a rank holds."""
@@ -152,26 +155,43 @@ class Predictor:
             return self._over_time(one, lambda schedule: replace(self.costs(one, layers, schedule), **nothing))
 
         whole, unreduced, local = without(), without(reduce=0), without(reduce=0, send=0)
-        costs = self.costs(one, layers, self.schedule(one, one.ranks))
-        forward, backward, step = (sum(each) / one.ranks for each in (costs.forward, costs.backward, costs.step))  # type: ignore[arg-type]
+        schedule, tied = self.schedule(one, one.ranks), self._tied_sums(one, layers)
+        costs = self.costs(one, layers, schedule)
+        sums = [costs.forward, costs.backward, costs.backward_input, costs.backward_weight, costs.step]
+        forward, backward, half_input, half_weight, step = (sum(each) / one.ranks for each in sums)  # type: ignore[arg-type]
+        backward += _divided_share(schedule) * (half_input + half_weight - backward)
         recompute = forward * one.micro_batches if one.recompute != "never" else 0.0
         compute = (forward + backward) * one.micro_batches
         return Prediction(
             one,
             layers,
-            seconds=whole + self.profile.batch,
+            seconds=whole + self.profile.batch + tied,
             compute=compute,
             recompute=recompute,
             step=step + self.profile.batch,
             bubble=max(0.0, local - compute - recompute - step),
             communication=unreduced - local,
-            reduction=whole - unreduced,
+            reduction=whole - unreduced + tied,
             bytes=self.peak(one),
         )
 
     def schedule(self, one: Configuration, micro_batches: int) -> Schedule:
         """The schedule of a configuration for another number of micro-batches."""
         return self._schedule(one.family, one.ranks, micro_batches, one.stages, one.recompute)
+
+    def _tied_sums(self, one: Configuration, layers: Sequence[int]) -> float:
+        """Seconds in which the gradients of tied parameters are summed over the ranks that hold them, at the end."""
+        if not self.profile.tied:
+            return 0.0
+        ends = list(accumulate(layers))
+        holders = self.schedule(one, one.ranks).holders
+        seconds = 0.0
+        for tied in self.profile.tied:
+            stages = {bisect_right(ends, layer) for layer in tied.layers}
+            copies = one.replicas * len({rank for stage in stages for rank in holders(stage)})
+            if len(stages) > 1:
+                seconds += float(self.profile.all_reduce.all_reduce(tied.parameter_bytes, copies))
+        return seconds
 
     def _over_time(self, one: Configuration, costs: Callable[[Schedule], Costs]) -> float:
         if one.family.synchronous:
@@ -208,6 +228,12 @@ def _built(family: Family, ranks: int, micro_batches: int, stages: int, recomput
         return with_recompute(family.build(ranks, micro_batches, stages), recompute)
 
 
+def _divided_share(schedule: Schedule) -> float:
+    """The share of its backward passes whose halves run apart."""
+    kinds = Counter(action.kind for order in schedule.actions for action in order)
+    return kinds[Kind.BACKWARD_INPUT] / (kinds[Kind.BACKWARD_INPUT] + kinds[Kind.BACKWARD])
+
+
 def copies_of(one: Configuration, schedule: Schedule) -> tuple[int, ...]:
     """How many ranks of all replicas hold each stage."""
     return tuple(one.replicas * len(schedule.holders(stage)) for stage in range(one.stages))
@@ -229,18 +255,32 @@ def stage_costs(profile: CostProfile, layers: Sequence[int], samples: int, copie
         return [beside + sum(values[start:end]) for start, end in spans]
 
     weights = sums([float(layer.parameter_bytes) for layer in profile.layers])
+    own = [w - t for w, t in zip(weights, _tied_bytes(profile, spans), strict=True)]
     forward = sums(at.forward, at.stage_forward + profile.overhead)
     backward = sums(at.backward, at.stage_backward + profile.overhead)
-    weight = sums(at.backward_weight, at.stage_backward / 2 + profile.overhead)
+    towards_input = at.backward_input or [b - w for b, w in zip(at.backward, at.backward_weight, strict=True)]
+    beside_half = at.stage_backward / 2 + profile.overhead
+    half_input, half_weight = sums(towards_input, beside_half), sums(at.backward_weight, beside_half)
     return Costs(
         forward,
         backward,
-        backward_input=[max(profile.overhead, b + profile.overhead - w) for b, w in zip(backward, weight, strict=True)],
-        backward_weight=weight,
+        # nothing waits for the first stage, which does all of its pass in the second half
+        backward_input=[profile.overhead, *half_input[1:]],
+        backward_weight=[backward[0], *half_weight[1:]],
         send=[float(profile.message.message(at.boundary_bytes[end - 1])) for _, end in spans],
-        reduce=[float(profile.all_reduce.all_reduce(w, n)) for w, n in zip(weights, copies, strict=True)],
+        reduce=[float(profile.all_reduce.all_reduce(w, n)) for w, n in zip(own, copies, strict=True)],
         step=[profile.step_per_byte * w for w in weights],
     )
+
+
+def _tied_bytes(profile: CostProfile, spans: Sequence[tuple[int, int]]) -> list[float]:
+    """Bytes of the parameters that every stage has in common with others: these are summed at the end of a batch."""
+    found = [0.0] * len(spans)
+    for tied in profile.tied:
+        stages = [stage for stage, (start, end) in enumerate(spans) if any(start <= i < end for i in tied.layers)]
+        for stage in stages if len(stages) > 1 else ():
+            found[stage] += tied.parameter_bytes
+    return found
 
 
 def schedule_costs(profile: CostProfile, samples: int) -> Callable[[Schedule], Costs]:

@@ -246,10 +246,12 @@ class _Search:
         profile, layers = self.profile, self.predictor.layers(one)
         own = self.predictor.costs_of(one, layers, 1)
         passes = list(zip(own.forward, own.backward, own.send, strict=True))  # type: ignore[arg-type]
-        work = [one.micro_batches * (forward + backward) for forward, backward, _ in passes]
         if not one.family.synchronous:
-            return sum(work) / one.ranks
+            return one.micro_batches * sum(forward + backward for forward, backward, _ in passes) / one.ranks
         lowest, whole = _lowest_stages(one.family), not _halves(one.family)
+        apart = [i + w for i, w in zip(own.backward_input, own.backward_weight, strict=True)]  # type: ignore[arg-type]
+        passes = [(f, b if whole else min(b, halves), s) for (f, b, s), halves in zip(passes, apart, strict=True)]
+        work = [one.micro_batches * (forward + backward) for forward, backward, _ in passes]
         # One micro-batch passes through all stages and back; the weights' halves need not.
         back = own.backward if whole else own.backward_input
         least = max(sum(work) / one.ranks, sum(f for f, _, _ in passes) + sum(back))  # type: ignore[arg-type, operator]

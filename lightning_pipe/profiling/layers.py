@@ -57,7 +57,7 @@ class Measured(NamedTuple):
 
 
 class _Times(NamedTuple):
-    """Medians over the rounds: per action ``(kind, stage)``, and per batch what passes besides the actions."""
+    """Per action ``(kind, stage)``, so that they add up to a batch; and per batch what passes besides the actions."""
 
     actions: Mapping[tuple[Kind, int], float]
     beside: float
@@ -100,20 +100,22 @@ def measure_layers(
         extra = 0.0 if count == 1 else max(0.0, (sum(alone) - whole.actions[kind, 0]) / (count - 1))
         per_stage[kind] = min(extra, *alone)
         times[kind] = tuple(each - per_stage[kind] for each in alone)
-    weight = []
-    for number, backward in enumerate(times[Kind.BACKWARD]):
-        halves = [split.actions.get((kind, number), 0.0) for kind in (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)]
-        weight.append(backward * halves[1] / sum(halves) if sum(halves) else backward / 2)
+    towards_input, towards_weights = (
+        tuple(max(0.0, split.actions[kind, number] - per_stage[Kind.BACKWARD] / 2) for number in range(1, count))
+        for kind in (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+    )
     actions = 2 * _MICRO_BATCHES * (count - 1)
     overhead = max(0.0, (single.beside - whole.beside) / actions) if actions else 0.0
     costs = SizeCosts(
         times[Kind.FORWARD],
         times[Kind.BACKWARD],
-        tuple(weight),
+        # the first layer is always on the first stage, whose pass is not divided
+        (times[Kind.BACKWARD][0], *towards_weights),
         saved,
         boundary,
         per_stage[Kind.FORWARD],
         per_stage[Kind.BACKWARD],
+        (0.0, *towards_input),
     )
     return Measured(costs, overhead)
 
@@ -139,7 +141,7 @@ def _train(pipeline: Pipeline, step: Step, module: nn.Module, part: Any, seed: i
 def _times(pipeline: Pipeline, step: Step, module: nn.Module, part: Any, rounds: int) -> _Times:
     _train(pipeline, step, module, part, 0)
     samples: dict[tuple[Kind, int], list[float]] = defaultdict(list)
-    beside = []
+    beside, busy = [], []
     for number in range(rounds):
         with pipeline.recorded() as events:
             start = time.perf_counter()
@@ -147,8 +149,12 @@ def _times(pipeline: Pipeline, step: Step, module: nn.Module, part: Any, rounds:
             passed = time.perf_counter() - start
         for event in events:
             samples[event.kind, event.stage].append(float(event.end - event.start))
-        beside.append(passed - sum(float(event.end - event.start) for event in events))
-    return _Times({key: statistics.median(each) for key, each in samples.items()}, statistics.median(beside))
+        busy.append(sum(float(event.end - event.start) for event in events))
+        beside.append(passed - busy[-1])
+    medians = {key: statistics.median(each) for key, each in samples.items()}
+    # A batch is the sum of its actions, of which some are always slow: a sum of medians would leave these out.
+    missed = statistics.median(busy) / (_MICRO_BATCHES * sum(medians.values()))
+    return _Times({key: missed * each for key, each in medians.items()}, statistics.median(beside))
 
 
 class _Inputs(BatchObserver):

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from lightning_pipe.errors import ConfigurationError
 from lightning_pipe.partition import find_layers
 from lightning_pipe.planning.cost_profile import CostProfile, merged
-from lightning_pipe.planning.layer_sizes import layer_sizes
+from lightning_pipe.planning.layer_sizes import layer_sizes, tied_sizes
 from lightning_pipe.profiling.layers import Step, measure_layers
 from lightning_pipe.profiling.machine import measure_machine
 from lightning_pipe.torch_internals import tree_leaves, tree_map
@@ -58,6 +58,7 @@ def measure_profile(
         found,
         overhead=min(overheads),
         step_per_byte=_step_per_byte(transport.device),
+        tied=tied_sizes(module, sequence),
         conditions={
             **run_conditions(transport.device),
             "ranks": str(transport.topology.world_size),

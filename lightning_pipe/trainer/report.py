@@ -88,8 +88,8 @@ def plan_of(
         messages = scaled(
             messages_of((pipeline.in_passes or pipeline).schedule(batch.micro_batches)), batch.accumulation
         )
-        sums, values = (gradient_bytes(places, pipeline.placement, size) for size in (_sent_size(pipeline), None))
-        sums = divided_sums(sums, values, sharding, batch.accumulation)
+        sent, values = (gradient_bytes(places, pipeline.placement, size) for size in (_sent_size(pipeline), None))
+        sums = divided_sums(sent, values, sharding, batch.accumulation)
         traffic = node_traffic(topology, messages, sums, shared=bool(sharding))
     return Plan(
         *(type(module).__name__, stages, layout, label, batch, bubble, ties),

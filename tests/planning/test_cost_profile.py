@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from lightning_pipe.errors import ConfigurationError
-from lightning_pipe.planning.cost_profile import FORMAT, CostProfile, LayerSizes, SizeCosts, merged
+from lightning_pipe.planning.cost_profile import FORMAT, CostProfile, LayerSizes, SizeCosts, TiedSizes, merged
 from lightning_pipe.simulate import Link
 
 
@@ -28,6 +28,15 @@ def test_a_file_gives_back_what_was_written(tmp_path: Path) -> None:
     profile().save(path)
     assert CostProfile.load(path) == profile()
     assert json.loads(path.read_text())["format"] == FORMAT
+
+
+def test_what_is_optional_is_kept_in_a_file(tmp_path: Path) -> None:
+    sizes = {size: replace(costs, backward_input=(0.5, 1.0, 2.0)) for size, costs in profile().sizes.items()}
+    whole = replace(profile(), sizes=sizes, tied=(TiedSizes((0, 2), 400),))
+    whole.save(tmp_path / "net.json")
+    assert CostProfile.load(tmp_path / "net.json") == whole
+    assert whole.at(3).backward_input == (0.5, 1.0, 2.0)
+    assert replace(whole, sizes={2: whole.sizes[2]}).at(4).backward_input == (1.0, 2.0, 4.0)
 
 
 def test_sizes_between_and_beyond_the_measured_ones() -> None:

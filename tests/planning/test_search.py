@@ -15,8 +15,10 @@ import lightning_pipe
 from lightning_pipe import schedules
 from lightning_pipe.config import Sharding
 from lightning_pipe.errors import ConfigurationError
-from lightning_pipe.planning.cost_profile import CostProfile, LayerSizes, SizeCosts
-from lightning_pipe.planning.prediction import Configuration, Predictor, rank_bytes
+from lightning_pipe.partition import find_layers
+from lightning_pipe.planning.cost_profile import CostProfile, LayerSizes, SizeCosts, TiedSizes
+from lightning_pipe.planning.layer_sizes import tied_sizes
+from lightning_pipe.planning.prediction import Configuration, Predictor, rank_bytes, stage_costs
 from lightning_pipe.planning.search import _candidates, _ever_smaller, _Search, search
 from lightning_pipe.simulate import Link, memory_over_time, peak, simulate
 
@@ -37,8 +39,65 @@ def profile(layers: int = 16, *, slow_first: float = 1.0, message: float = 2e-5)
     return CostProfile("Net", names, sizes, Link(message, 1e-10), Link(message, 1e-10), 2e-5, 1e-3, 1e-11)
 
 
+def with_slow_halves(costs: CostProfile) -> CostProfile:
+    """The halves of a backward pass together take one and a half times as long as the whole."""
+    sizes = {
+        samples: replace(
+            each,
+            backward_input=tuple(0.9 * seconds for seconds in each.backward),
+            backward_weight=tuple(0.6 * seconds for seconds in each.backward),
+        )
+        for samples, each in costs.sizes.items()
+    }
+    return replace(costs, sizes=sizes)
+
+
+def test_halves_may_take_longer_than_the_whole_and_the_first_stage_has_none() -> None:
+    costs = with_slow_halves(profile(4))
+    found = stage_costs(costs, (2, 2), 1, (1, 1))
+    whole = 2 * 0.003 + 1e-4 + 2e-5
+    assert found.backward == pytest.approx([whole, whole])
+    assert found.backward_input == pytest.approx([2e-5, 0.9 * 0.006 + 0.5e-4 + 2e-5])
+    assert found.backward_weight == pytest.approx([whole, 0.6 * 0.006 + 0.5e-4 + 2e-5])
+    one = Configuration(schedules.get("zero_bubble"), 2, 1, 2, 8, 1)
+    plain, slow = (Predictor(each).predict(one) for each in (profile(4), costs))
+    # the last stage is busy all the time; one more half of its pass for each micro-batch
+    assert slow.seconds - plain.seconds == pytest.approx(8 * 0.5 * 0.006, rel=0.1)
+    assert slow.compute - plain.compute == pytest.approx(8 * 0.5 * 0.006 / 2, rel=0.1)
+
+
+def test_tied_parameters_are_summed_over_the_ranks_that_hold_them() -> None:
+    tied = replace(profile(4), tied=(TiedSizes((0, 3), 8 * MIB),))
+    sums = profile(4).all_reduce.all_reduce
+    for name, replicas, stages, copies in (("1f1b", 1, 2, 2), ("1f1b", 2, 2, 4), ("dualpipev", 1, 4, 1)):
+        one = Configuration(schedules.get(name), 2, replicas, stages, 8, 1)
+        with_, without = Predictor(tied).predict(one), Predictor(profile(4)).predict(one)
+        if replicas == 1:
+            assert with_.reduction - without.reduction == pytest.approx(sums(8 * MIB, copies), abs=1e-12)
+        # a stage's own sum is without them
+        costs = stage_costs(tied, (2, 2), 1, (2, 2))
+        assert costs.reduce == pytest.approx([sums((24 - 8) * MIB, 2)] * 2)
+        assert Predictor(tied).seconds(one) == pytest.approx(with_.seconds)
+
+
+def test_a_module_knows_its_tied_parameters() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding = nn.Embedding(10, 4)
+            self.layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+            self.head = nn.Linear(4, 10, bias=False)
+            self.head.weight = self.embedding.weight
+
+    module = Tied()
+    assert tied_sizes(module, find_layers(module)) == (TiedSizes((0, 2), 160),)
+    assert tied_sizes(module.layers, find_layers(module.layers)) == ()
+
+
 def test_the_best_are_those_of_trying_everything() -> None:
-    for costs, limit in ((profile(), None), (profile(slow_first=2.5, message=2e-3), None), (profile(), 400.0 * MIB)):
+    slow = profile(slow_first=2.5, message=2e-3)
+    halved = replace(with_slow_halves(profile()), tied=(TiedSizes((0, 15), 40 * MIB),))
+    for costs, limit in ((profile(), None), (slow, None), (halved, None), (profile(), 400.0 * MIB)):
         engine = _Search(costs, limit, 10)
         times = []
         for one in _candidates(costs, 8, 32, None, None, (1, 2), None):
@@ -52,7 +111,7 @@ def test_the_best_are_those_of_trying_everything() -> None:
 
 
 def test_no_bound_is_above_the_time() -> None:
-    for costs in (profile(), profile(slow_first=3, message=5e-3)):
+    for costs in (profile(), profile(slow_first=3, message=5e-3), with_slow_halves(profile())):
         engine = _Search(costs, None, 10)
         for one in _candidates(costs, 4, 24, [*schedules.names()], None, (1, 2), None):
             assert engine.bound(one) <= engine.predictor.seconds(one) * (1 + 1e-9), one.label

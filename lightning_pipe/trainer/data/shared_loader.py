@@ -7,7 +7,6 @@ the other ranks take them over.
 
 from __future__ import annotations
 
-import random
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -18,12 +17,14 @@ import torch
 from lightning.fabric.utilities.data import sized_len
 
 from lightning_pipe.errors import CommunicationError
+from lightning_pipe.intercept.python_generator import GeneratorState
 from lightning_pipe.intercept.tensor_state import same_content
 from lightning_pipe.lightning_internals import IndexBatchSampler
 from lightning_pipe.trainer.frames import hide_own
 from lightning_pipe.transport.base import Transport
 from lightning_pipe.transport.nonblocking_broadcast import Versions
 
+_python = GeneratorState()
 _OWN = frozenset({"loader", "_transport", "_source", "_members", "_share", "_needs", "_length", "_compare"})
 
 _STATEFUL = ("state_dict", "load_state_dict")
@@ -216,7 +217,7 @@ class _ReceivingIterator(Iterator[Any]):
 
 def _random_states() -> dict[str, Any]:
     """The states of the global generators."""
-    states: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
+    states: dict[str, Any] = {"torch": torch.get_rng_state(), "python": _python.read()}
     if "numpy" in sys.modules:
         import numpy as np
 
@@ -228,7 +229,7 @@ def _set_random_states(states: dict[str, Any]) -> None:
     if "torch" in states:
         torch.set_rng_state(states["torch"])
     if "python" in states:
-        random.setstate(states["python"])
+        _python.put_back(states["python"])
     if "numpy" in states:
         import numpy as np
 
