@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
@@ -32,7 +33,8 @@ class SizeCosts:
         backward_weight: seconds of its part for the weights, where the halves of a backward pass run apart.
         backward_input: seconds of its part for the input there; empty: what the weights' part leaves of ``backward``.
             The halves may take longer than the whole. The first stage has no such part: nothing waits for it.
-        saved_bytes: kept for the backward pass, without the layer's input.
+        saved_bytes: kept for the backward pass; what several layers keep, as the result of one and the input of the
+            next, counts at one of them.
         boundary_bytes: of the activation that a layer hands to the next.
         stage_forward: seconds that a forward pass of a stage takes besides its layers.
         stage_backward: the same for a backward pass.
@@ -70,7 +72,8 @@ class LayerSizes:
 
     Args:
         name: dotted name of the layer.
-        parameters: how many it has, with those outside the sequence that run beside it.
+        parameters: how many it has, with those outside the sequence that run beside it. What layers have in common
+            counts at each of them; see `TiedSizes`.
         parameter_bytes: their bytes.
     """
 
@@ -207,7 +210,7 @@ class CostProfile:
             )
         try:
             profile = _made(content)
-        except (KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ConfigurationError(f"{path} is no profile that can be read: {error}.") from error
         # What the engine takes for an action changes with its version, on whatever machine the file is read.
         profile.check({"lightning_pipe": __version__})
@@ -217,13 +220,33 @@ class CostProfile:
 def _made(content: dict[str, Any]) -> CostProfile:
     layers = tuple(LayerSizes(**layer) for layer in content.pop("layers"))
     sizes = {int(size): _size(costs, len(layers)) for size, costs in content.pop("sizes").items()}
-    if not layers or not sizes:
-        raise ValueError("it needs at least one layer and one size of micro-batches")
-    for name in ("message", "all_reduce"):
-        if name in content:
-            content[name] = Link(**content[name])
-    tied = tuple(TiedSizes(tuple(each["layers"]), each["parameter_bytes"]) for each in content.pop("tied", ()))
-    return CostProfile(layers=layers, sizes=sizes, tied=tied, **content)
+    if not layers or not sizes or min(sizes) < 1:
+        raise ValueError("it needs at least one layer, and one size of micro-batches, of one sample or more")
+    if len({len(costs.backward_input) for costs in sizes.values()}) > 1:
+        raise ValueError("backward_input is needed for all sizes of micro-batches, or for none")
+    for layer in layers:
+        _checked("parameter_bytes", layer.parameter_bytes)
+    for name in {"message", "all_reduce"} & content.keys():
+        content[name] = Link(**{key: _checked(f"{key} of {name}", each) for key, each in content[name].items()})
+    for name in {"overhead", "batch", "step_per_byte"} & content.keys():
+        _checked(name, content[name])
+    tied = tuple(_tied(each, len(layers)) for each in content.pop("tied", ()))
+    conditions = {name: str(value) for name, value in content.pop("conditions", {}).items()}
+    return CostProfile(layers=layers, sizes=sizes, tied=tied, conditions=conditions, **content)
+
+
+def _tied(content: dict[str, Any], layers: int) -> TiedSizes:
+    places = tuple(content["layers"])
+    if not set(places) <= set(range(layers)):
+        raise ValueError(f"layers of tied are numbers from 0 to {layers - 1}, not {list(places)}")
+    return TiedSizes(places, _checked("parameter_bytes of tied", content["parameter_bytes"]))
+
+
+def _checked(name: str, value: Any) -> Any:
+    """The value, which is a finite number and not negative."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+        raise ValueError(f"{name} needs a finite number that is not negative, got {value!r}")
+    return value
 
 
 def _size(costs: dict[str, Any], layers: int) -> SizeCosts:
@@ -233,14 +256,14 @@ def _size(costs: dict[str, Any], layers: int) -> SizeCosts:
     made: dict[str, Any] = {}
     for name, value in {"backward_weight": weight, "saved_bytes": 0, "boundary_bytes": 0, **costs}.items():
         if name.startswith("stage_"):
-            made[name] = float(value)
+            made[name] = float(_checked(name, value))
             continue
-        numbers = tuple(map(float, value)) if isinstance(value, list) else (float(value),) * layers
-        if name == "backward_input" and not numbers:
+        given = value if isinstance(value, list) else [value] * layers
+        if name == "backward_input" and not given:
             continue
-        if len(numbers) != layers or any(number < 0 for number in numbers):
-            raise ValueError(f"{name} needs {layers} numbers that are not negative, one for each layer")
-        made[name] = numbers
+        if len(given) != layers:
+            raise ValueError(f"{name} needs {layers} numbers, one for each layer, got {len(given)}")
+        made[name] = tuple(float(_checked(name, number)) for number in given)
     return SizeCosts(**made)
 
 

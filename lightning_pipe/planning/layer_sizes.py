@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from lightning_pipe.partition import Layers, parameter_costs, parameter_places
+from lightning_pipe.partition import Layers, parameter_places
 from lightning_pipe.planning.cost_profile import CostProfile, LayerSizes, SizeCosts, TiedSizes
 from lightning_pipe.simulate.link import Link
 
@@ -17,11 +17,12 @@ _FLOPS, _BANDWIDTH, _LATENCY = 1e12, 1e10, 5e-5
 
 def layer_sizes(module: nn.Module, layers: Layers) -> tuple[LayerSizes, ...]:
     """Name and parameters of every layer, with the parameters outside the layers that it brings to its stage."""
-    width = next((parameter.element_size() for parameter in module.parameters()), 4)
-    return tuple(
-        LayerSizes(name, number, number * width)
-        for (name, _), number in zip(layers, parameter_costs(module, layers), strict=True)
-    )
+    numbers, sizes = [0] * len(layers), [0] * len(layers)
+    for held in parameter_places(module, layers):
+        for place in {*held.inside, *held.beside}:
+            numbers[place] += held.size
+            sizes[place] += held.size * held.parameter.element_size()
+    return tuple(LayerSizes(name, number, size) for (name, _), number, size in zip(layers, numbers, sizes, strict=True))
 
 
 def tied_sizes(module: nn.Module, layers: Layers) -> tuple[TiedSizes, ...]:

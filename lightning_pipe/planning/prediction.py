@@ -254,8 +254,7 @@ def stage_costs(profile: CostProfile, layers: Sequence[int], samples: int, copie
     def sums(values: Sequence[float], beside: float = 0.0) -> list[float]:
         return [beside + sum(values[start:end]) for start, end in spans]
 
-    weights = sums([float(layer.parameter_bytes) for layer in profile.layers])
-    own = [w - t for w, t in zip(weights, _tied_bytes(profile, spans), strict=True)]
+    weights, own = zip(*_weights(profile, spans), strict=True)
     forward = sums(at.forward, at.stage_forward + profile.overhead)
     backward = sums(at.backward, at.stage_backward + profile.overhead)
     towards_input = at.backward_input or [b - w for b, w in zip(at.backward, at.backward_weight, strict=True)]
@@ -273,13 +272,21 @@ def stage_costs(profile: CostProfile, layers: Sequence[int], samples: int, copie
     )
 
 
-def _tied_bytes(profile: CostProfile, spans: Sequence[tuple[int, int]]) -> list[float]:
-    """Bytes of the parameters that every stage has in common with others: these are summed at the end of a batch."""
-    found = [0.0] * len(spans)
-    for tied in profile.tied:
-        stages = [stage for stage, (start, end) in enumerate(spans) if any(start <= i < end for i in tied.layers)]
-        for stage in stages if len(stages) > 1 else ():
-            found[stage] += tied.parameter_bytes
+def _weights(profile: CostProfile, spans: Sequence[tuple[int, int]]) -> list[tuple[float, float]]:
+    """Bytes of the parameters that every stage holds, and of those that it has in common with no other stage.
+
+    The sums of the others' gradients are at the end of a batch.
+    """
+    found = []
+    for start, end in spans:
+        held = float(sum(layer.parameter_bytes for layer in profile.layers[start:end]))
+        elsewhere = 0.0
+        for tied in profile.tied:
+            here = sum(start <= layer < end for layer in tied.layers)
+            held -= max(0, here - 1) * tied.parameter_bytes  # the layers of a stage have them once
+            if 0 < here < len(tied.layers):
+                elsewhere += tied.parameter_bytes
+        found.append((held, held - elsewhere))
     return found
 
 
@@ -310,15 +317,17 @@ def stage_memory(
     """
     at = profile.at(samples)
     spans = list(pairwise(accumulate(layers, initial=0)))
-    weights = [float(sum(layer.parameter_bytes for layer in profile.layers[start:end])) for start, end in spans]
+    weights = [held for held, _ in _weights(profile, spans)]
     shares = copies if shard_optimizer else [1] * len(spans)
     kept = copies if shard_optimizer == "gradients" else [1] * len(spans)
+    inputs = [at.boundary_bytes[start - 1] if start else 0.0 for start, _ in spans]
     return Memory(
         weights,
         summed=[w / share for w, share in zip(weights, kept, strict=True)],
         optimizer=[2 * w / share for w, share in zip(weights, shares, strict=True)],
-        activations=[sum(at.saved_bytes[start:end]) for start, end in spans],
-        inputs=[at.boundary_bytes[start - 1] if start else 0.0 for start, _ in spans],
+        # what has come from another rank is held even where no layer keeps it: its gradient is sent back
+        activations=[sum(at.saved_bytes[start:end], own) for (start, end), own in zip(spans, inputs, strict=True)],
+        inputs=inputs,
         messages=[at.boundary_bytes[end - 1] for _, end in spans],
     )
 

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_pipe.engine.batch import BatchObserver
-from lightning_pipe.engine.layer_profiler import profiled
 from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.partition import find_layers
 from lightning_pipe.planning.cost_profile import SizeCosts
@@ -157,30 +156,50 @@ def _times(pipeline: Pipeline, step: Step, module: nn.Module, part: Any, rounds:
     return _Times({key: missed * each for key, each in medians.items()}, statistics.median(beside))
 
 
-class _Inputs(BatchObserver):
-    """Bytes of the activations that each layer is called with."""
+class _Bytes(BatchObserver):
+    """Bytes of the activations that each layer is called with, and of what autograd keeps, in the first micro-batch.
 
-    def __init__(self) -> None:
-        self.sizes: dict[int, int] = {}
+    What autograd keeps counts at the layer that runs, what the user's step does before the first layer at that, and
+    afterwards, such as the loss, at the last. What several layers keep, as the result of one and the input of the
+    next, counts at the first of them.
+
+    Args:
+        module: whose parameters are kept anyway.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.inputs: dict[int, int] = {}
+        self.kept: dict[int, tuple[int, int]] = {}
+        self._layer, self._done = 0, False
+        self._parameters = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
 
     @override
     def before_layer(
         self, name: str, key: int, forward: Callable[..., Any], args: Any, kwargs: Any, skips: Mapping[SkipKey, Any]
     ) -> None:
+        if key < 0:
+            return
+        self._done = self._done or key in self.inputs
+        self._layer = max(self._layer, key)
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         # Positions and masks come from the batch, which every rank has.
         crossing = [tensor for tensor in tensors if tensor.requires_grad] or tensors
-        self.sizes.setdefault(key, sum(tensor.nbytes for tensor in crossing))
+        self.inputs.setdefault(key, sum(tensor.nbytes for tensor in crossing))
+
+    def keep(self, tensor: Tensor) -> Tensor:
+        """Autograd is about to keep a tensor."""
+        storage = tensor.untyped_storage()
+        if not self._done and storage.data_ptr() not in self._parameters:
+            self.kept.setdefault(storage.data_ptr(), (self._layer, storage.nbytes()))
+        return tensor
 
 
 def _bytes(pipeline: Pipeline, step: Step, module: nn.Module, part: Any) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """What each layer keeps for its backward pass, and what it hands to the next."""
-    inputs = _Inputs()
-    with pipeline.observed(inputs), profiled(pipeline) as profiler:
+    found, number = _Bytes(module), len(pipeline.names)
+    with pipeline.observed(found), torch.autograd.graph.saved_tensors_hooks(found.keep, lambda tensor: tensor):
         _train(pipeline, step, module, part, 0)
-    found, names = profiler.gather(), pipeline.names
-    saved = [float(found.layers[name].saved_bytes) for name in names]
-    for name, before in found.beside.items():
-        saved[min(max(before - 1, 0), len(names) - 1)] += found.layers[name].saved_bytes
-    boundary = [float(inputs.sizes.get(number + 1, 0)) for number in range(len(names))]
-    return tuple(saved), tuple(boundary)
+    saved = [0.0] * number
+    for layer, size in found.kept.values():
+        saved[layer] += size
+    return tuple(saved), tuple(float(found.inputs.get(layer + 1, 0)) for layer in range(number))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,10 +16,11 @@ from lightning_pipe.config import BatchEquation, RunLayout, Sharding
 from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.partition import places_by_stage
 from lightning_pipe.planning.bubble import IdleShares, Spent, idle_shares, measured_costs
-from lightning_pipe.planning.make import predicted_bubble, stage_plans
+from lightning_pipe.planning.make import label_of, predicted_bubble, stage_plans
 from lightning_pipe.planning.memory import process_memories, sharding_notes
 from lightning_pipe.planning.render import Plan, closing_line, memory_line, plan_text, traffic_line
 from lightning_pipe.planning.traffic import NodeTraffic, divided_sums, gradient_bytes, messages_of, node_traffic, scaled
+from lightning_pipe.schedules import Schedule
 from lightning_pipe.simulate import Costs
 from lightning_pipe.trainer.data.micro_batches import MicroBatches
 from lightning_pipe.trainer.measured_shapes import MeasuredShapes
@@ -68,10 +69,10 @@ def plan_of(
         for one in own:
             seen.setdefault(one.name, []).append(stage)
     ties = tuple((name, tuple(on)) for name, on in seen.items() if len(on) > 1)
-    label, bubble = pipeline.family.label, None
+    label, bubble = label_of(pipeline.family, pipeline.passes), None
     if batch is not None:
         stream = None if pipeline.asynchronous is None else pipeline.asynchronous.stream
-        bubble = predicted_bubble(pipeline.schedule, batch.micro_batches, stream, costs)
+        bubble = predicted_bubble(_schedule_of(pipeline), batch.micro_batches, stream, costs)
     stages = stage_plans(named, places, pipeline.placement, pipeline.transport.topology, sharding=sharding)
     device, topology = pipeline.transport.device, pipeline.transport.topology
     memory = process_memories(
@@ -85,9 +86,7 @@ def plan_of(
     )
     traffic: tuple[NodeTraffic, ...] = ()
     if batch is not None:
-        messages = scaled(
-            messages_of((pipeline.in_passes or pipeline).schedule(batch.micro_batches)), batch.accumulation
-        )
+        messages = scaled(messages_of(_schedule_of(pipeline)(batch.micro_batches)), batch.accumulation)
         sent, values = (gradient_bytes(places, pipeline.placement, size) for size in (_sent_size(pipeline), None))
         sums = divided_sums(sent, values, sharding, batch.accumulation)
         traffic = node_traffic(topology, messages, sums, shared=bool(sharding))
@@ -98,6 +97,11 @@ def plan_of(
         topology=topology,
         traffic=traffic,
     )
+
+
+def _schedule_of(pipeline: Pipeline) -> Callable[[int], Schedule]:
+    """Makes the schedule of a training batch, with the stages of all passes, for a number of micro-batches."""
+    return (pipeline.in_passes or pipeline).schedule
 
 
 def _sent_size(pipeline: Pipeline) -> int | None:
@@ -170,7 +174,7 @@ class Report:
     def end(self) -> None:
         """Print what was measured. Collective over the pipeline."""
         transport = self.pipeline.transport
-        executor = self.pipeline.executor
+        executor = self.pipeline.training_executor
         mine = (self.pipeline.busy, self.pipeline.elapsed, executor.waited, executor.spent)
         gathered = transport.all_gather_object((mine, self._sent), self.pipeline.pipeline_members)
         times = [times for times, _ in gathered]
@@ -218,6 +222,6 @@ class Report:
         """Where the idle time went; unknown without a flush, whose batches overlap."""
         if self.pipeline.asynchronous is not None or not self._micro_batches:
             return None
-        schedule = self.pipeline.schedule(self._micro_batches)
+        schedule = _schedule_of(self.pipeline)(self._micro_batches)
         costs = measured_costs(spent, schedule.stages)
         return None if costs is None else idle_shares(schedule, costs, measured, host)

@@ -217,10 +217,11 @@ class PipelineRun:
             self.gradients.free_old(optimizers)
             with withheld_gradients(list(self._module.parameters()), scale) as withheld:
                 learning = self.loaders.needs.learning("training_step", batch, micro_batches.parts)
-                with learning, self._step.running() as before, self._costs.measured(micro_batches):
+                with learning.seeing(), self._step.running() as before, self._costs.measured(micro_batches):
                     outputs = self.pipeline.train(
                         step, micro_batches.parts, weights, seed=seed, reduce=reduce, check=step.check
                     )
+                learning.end()
                 outputs = step.share(outputs, before)
         self.gradients.after_batch(optimizers)
         return self._output.of(outputs, micro_batches, withheld)

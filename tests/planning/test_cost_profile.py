@@ -119,6 +119,38 @@ def test_files_that_cannot_be_read(tmp_path: Path, content: str, message: str) -
         CostProfile.load(path)
 
 
+SIZE = {"forward": 0.01, "backward": 0.02}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"sizes": {"0": SIZE}}, "one size of micro-batches, of one sample or more"),
+        ({"sizes": {"1": [1, 2]}}, "no profile that can be read"),
+        ({"sizes": {"1": {**SIZE, "backward_input": 0.01}, "2": SIZE}}, "backward_input is needed for all sizes"),
+        ({"sizes": {"1": {**SIZE, "forward": float("nan")}}}, "forward needs a finite number .* got nan"),
+        ({"sizes": {"1": {**SIZE, "stage_forward": -5}}}, "stage_forward needs a finite number .* got -5"),
+        ({"overhead": -1}, "overhead needs a finite number .* got -1"),
+        ({"batch": "x"}, "batch needs a finite number .* got 'x'"),
+        ({"message": {"alpha": -1}}, "alpha of message needs a finite number"),
+        ({"all_reduce": {"beta": "x"}}, "beta of all_reduce needs a finite number"),
+        ({"tied": [{"layers": [0, 9], "parameter_bytes": 4}]}, r"from 0 to 1, not \[0, 9\]"),
+        ({"tied": [{"layers": [0, 1], "parameter_bytes": "x"}]}, "parameter_bytes of tied needs"),
+        ({"layers": [{"name": "a", "parameters": 1, "parameter_bytes": "x"}]}, "parameter_bytes needs"),
+        ({"conditions": None}, "no profile that can be read"),
+    ],
+)
+def test_numbers_that_cannot_be_costs_are_refused(tmp_path: Path, changes: dict[str, object], message: str) -> None:
+    """A file written by hand must not give predictions that are negative, or fail later without its name."""
+    layers = [{"name": f"h.{number}", "parameters": 12, "parameter_bytes": 48} for number in range(2)]
+    content = {"format": FORMAT, "module": "Bert", "layers": layers, "sizes": {"1": SIZE}, **changes}
+    path = tmp_path / "x.json"
+    path.write_text(json.dumps(content))
+    with pytest.raises(ConfigurationError, match=message) as error:
+        CostProfile.load(path)
+    assert str(path) in str(error.value)
+
+
 def test_the_median_of_processes_counts() -> None:
     other = CostProfile("Net", profile().layers, {2: profile().sizes[4], 4: profile().sizes[2]}, overhead=0.03)
     both = merged([profile(), other])

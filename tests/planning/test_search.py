@@ -17,8 +17,8 @@ from lightning_pipe.config import Sharding
 from lightning_pipe.errors import ConfigurationError
 from lightning_pipe.partition import find_layers
 from lightning_pipe.planning.cost_profile import CostProfile, LayerSizes, SizeCosts, TiedSizes
-from lightning_pipe.planning.layer_sizes import tied_sizes
-from lightning_pipe.planning.prediction import Configuration, Predictor, rank_bytes, stage_costs
+from lightning_pipe.planning.layer_sizes import layer_sizes, tied_sizes
+from lightning_pipe.planning.prediction import Configuration, Predictor, rank_bytes, stage_costs, stage_memory
 from lightning_pipe.planning.search import _candidates, _ever_smaller, _Search, search
 from lightning_pipe.simulate import Link, memory_over_time, peak, simulate
 
@@ -92,6 +92,21 @@ def test_a_module_knows_its_tied_parameters() -> None:
     module = Tied()
     assert tied_sizes(module, find_layers(module)) == (TiedSizes((0, 2), 160),)
     assert tied_sizes(module.layers, find_layers(module.layers)) == ()
+
+
+def test_what_layers_have_in_common_counts_once_on_each_stage_that_holds_it() -> None:
+    """A head among the layers with the embedding's matrix: no stage holds less than nothing, or two of it."""
+    net = nn.Sequential(nn.Embedding(100, 8), nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 100))
+    net[3].weight = net[0].weight
+    layers = find_layers(net)
+    tied = tied_sizes(net, layers)
+    assert tied == (TiedSizes((0, 3), 3200),)
+    found = replace(profile(4), layers=layer_sizes(net, layers), tied=tied)
+    sums = found.all_reduce.all_reduce
+    for counts, held in (((2, 2), (3488, 3888)), ((1, 3), (3200, 4176)), ((4,), (4176,))):
+        assert stage_memory(found, counts, 1, (1,) * len(counts)).weights == list(held)
+        own = [size - 3200 * (len(counts) > 1) for size in held]
+        assert stage_costs(found, counts, 1, (2,) * len(counts)).reduce == pytest.approx([sums(o, 2) for o in own])
 
 
 def test_the_best_are_those_of_trying_everything() -> None:

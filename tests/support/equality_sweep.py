@@ -14,6 +14,7 @@ from torch import nn
 from lightning_pipe import schedules
 from lightning_pipe.config import Sharding
 from lightning_pipe.engine.pipeline import Pipeline
+from lightning_pipe.engine.streamed_evaluation import StreamedEvaluation
 from lightning_pipe.partition import divide, find_layers
 from lightning_pipe.schedules import Family
 from lightning_pipe.transport.base import Transport
@@ -154,27 +155,62 @@ def evaluated(entry: Entry, point: Point, context: Callable[[], AbstractContextM
     return [losses[place] for place in sorted(losses)]
 
 
-def streamed(entry: Entry, ranks: int, number: int, context: Callable[[], AbstractContextManager[Any]]) -> list[float]:
-    """The losses of a number of batches that follow each other through one stage on each rank."""
-    world = thread_world(Topology.for_schedule(ranks, 1), timeout=timedelta(seconds=20))
+def streamed(
+    entry: Entry,
+    at: Point,
+    number: int,
+    context: Callable[[], AbstractContextManager[Any]],
+    alone: bool = False,
+    waiting: int | None = None,
+) -> tuple[list[float], list[list[str]]]:
+    """The losses of a number of batches that follow each other through the stages, and what each rank ran.
+
+    Args:
+        entry: the model and its batches.
+        at: the schedule and its stages.
+        number: of batches.
+        context: entered around them.
+        alone: let the first batch end before the second one begins.
+        waiting: a rank that runs no batch ahead.
+    """
+    ranks, family = at.pipeline_ranks, schedules.get(at.schedule)
+    loss_rank = family.build(ranks, 2 * ranks, stages=at.stages).loss_ranks[0]
+    world = thread_world(Topology.for_schedule(ranks, 1, loss_rank=loss_rank), timeout=timedelta(seconds=20))
     modules = [entry.build() for _ in world]
     losses: dict[int, float] = {}
 
-    def body(transport: ThreadTransport) -> None:
+    def body(transport: ThreadTransport) -> list[str]:
         module = modules[transport.process]
         layers = find_layers(module, entry.layers)
-        pipeline = Pipeline(module, layers, divide(module, layers, ranks), schedules.get("gpipe"), transport)
+        pipeline = Pipeline(module, layers, divide(module, layers, at.stages), family, transport)
         pipeline.partition()
-        assert pipeline.linear
+        ran: list[str] = []
         with context():
-            for index, batch in enumerate(entry.batches(number)):
+            for _ in range(2):  # with the plans of the first time
+                stream = StreamedEvaluation(pipeline, alone=alone)
+                batches = [
+                    stream.begin(index, lambda _, part: module.loss(part), batch)
+                    for index, batch in enumerate(entry.batches(number))
+                ]
                 # no rank waits for a later one: the first has run all batches when the last begins, if it is fast
-                results = pipeline.evaluate(lambda _, part: module.loss(part), [batch], ahead=number)
-                losses.update((index, float(loss)) for loss in results.values())
-        pipeline.end_stream()
+                for index in range(number):
+                    ran += performed(stream, number, last=index if transport.rank == waiting else None)
+                losses.update((i, float(batch.results[0])) for i, batch in enumerate(batches) if batch.results)
+                stream.end()
+        return ran[: len(ran) // 2]
 
-    run_threads(world, body, timeout=60)
-    return [losses[index] for index in range(number)]
+    ran = run_threads(world, body, timeout=60)
+    return [losses[index] for index in range(number)], ran
+
+
+def performed(stream: StreamedEvaluation, number: int, last: int | None = None) -> list[str]:
+    """Let a rank go on to the end of the next batch; the actions that are left over are those of no batch."""
+    end, ran = stream.proceed(), []
+    while (action := stream.due(end, last)) is not None:
+        if (action.micro_batch or 0) < number:
+            stream.perform(action)
+            ran.append(str(action))
+    return ran
 
 
 def train_rank(entry: Entry, module: Module, point: Point, transport: Transport) -> Trace:
