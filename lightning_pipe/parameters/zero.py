@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from lightning_pipe.parameters.buckets import buckets
 from lightning_pipe.transport.base import Transport, Work
 
-_UNDER_WAY = 8
+_UNDER_WAY = 2
 """Buckets of updated values on their way at a time."""
 
 

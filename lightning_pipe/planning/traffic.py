@@ -177,6 +177,7 @@ def topology_facts(topology: Topology, traffic: Sequence[NodeTraffic]) -> tuple[
         ...     print(f"{name}: {line}")
         Nodes: node 0 has ranks 0, 1; node 1 has ranks 2, 3
         Between: in a step: rank_order="pipeline": 0 messages between stages, 1 MiB to sum gradients
+        : the ranks of a pipeline are neighbours, for what stages send each other
     """
     nodes = topology.nodes
     if len(nodes) == 1:
@@ -190,11 +191,34 @@ def topology_facts(topology: Topology, traffic: Sequence[NodeTraffic]) -> tuple[
     first, *others = (str(each) for each in traffic)
     if topology.replicas == 1:  # both orders are the same
         others = []
+    reason = () if topology.replicas == 1 else (("", _reason(traffic)),)
     return (
         ("Nodes", "; ".join(shown)),
         ("Between", f"in a step: {first}"),
         *(("", f"instead of {other}") for other in others),
+        *reason,
     )
+
+
+_NEIGHBOURS: dict[RankOrder, str] = {
+    "pipeline": "the ranks of a pipeline are neighbours, for what stages send each other",
+    "replicas": "the holders of a stage are neighbours, for the sums of its gradients",
+}
+
+
+def _reason(traffic: Sequence[NodeTraffic]) -> str:
+    """What the order of the ranks is for, and which of the two sends less between nodes where both are known."""
+    why = _NEIGHBOURS[traffic[0].rank_order]
+    known = [(each.sums + each.boundaries, each.rank_order) for each in traffic if each.boundaries is not None]
+    if len(known) < 2:
+        return why
+    (less, order), (more, _) = sorted(known)
+    verdict = (
+        "both orders send as much"
+        if less == more
+        else f'rank_order="{order}" sends less: {memory(less)}, not {memory(more)}'
+    )
+    return f"{why}; {verdict}"
 
 
 def _between_nodes(topology: Topology, edges: Edges) -> float:

@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 from torch import nn
 
@@ -197,13 +196,18 @@ def kept(path: object, ranks: int) -> ScheduleChoice | None:
     return ScheduleChoice(family, f"kept from {path}", **rest)
 
 
-def resumed_from(trainer: pl.Trainer, asked: Any) -> Any:
-    """The checkpoint that the Trainer takes for a ``ckpt_path``, which may be ``"last"`` or ``"best"``."""
+def kept_by(trainer: Any, asked: Any, ranks: int) -> ScheduleChoice | None:
+    """The choice in the checkpoint that the Trainer takes for a ``ckpt_path``, which may be ``"last"`` or ``"best"``.
+
+    Args:
+        trainer: the Trainer.
+        asked: the ``ckpt_path``.
+        ranks: see `kept`.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the Trainer has asked already
-        return trainer._checkpoint_connector._parse_ckpt_path(
-            trainer.state.fn, asked, model_provided=True, model_connected=True
-        )
+        parse = trainer._checkpoint_connector._parse_ckpt_path
+        return kept(parse(trainer.state.fn, asked, model_provided=True, model_connected=True), ranks)
 
 
 def checkpoint_of(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

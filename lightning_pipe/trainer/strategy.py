@@ -52,15 +52,7 @@ from lightning_pipe.trainer.measured_shapes import MeasuredShapes
 from lightning_pipe.trainer.module_strategy import ModuleStrategy
 from lightning_pipe.trainer.report import Report
 from lightning_pipe.trainer.run import PipelineRun
-from lightning_pipe.trainer.schedule_choice import (
-    AUTO,
-    KEY,
-    ScheduleChoice,
-    choose,
-    kept,
-    resumed_from,
-    same_everywhere,
-)
+from lightning_pipe.trainer.schedule_choice import AUTO, KEY, ScheduleChoice, choose, kept_by, same_everywhere
 from lightning_pipe.trainer.stage_division import StageDivision, conditions
 from lightning_pipe.trainer.whole_model.sharded_optimizer import ShardedOptimizers
 from lightning_pipe.trainer.whole_model.synchronized_norms import synchronize_norms
@@ -234,7 +226,7 @@ class PipeStrategy(ModuleStrategy):
     def _choose(self) -> None:
         """Choose the schedule, or keep that of the checkpoint from which the run resumes."""
         own, ranks = self._division, self.layout.pipeline_parallel_size
-        found = kept(resumed_from(self._module().trainer, getattr(self._launcher, "checkpoint", None)), ranks)
+        found = kept_by(self._module().trainer, getattr(self._launcher, "checkpoint", None), ranks)
         if found is None:
             place = (self.root_device, self.num_processes)
             found = choose(self._module(), own.layers, ranks, own.micro_batches, *place, own.recompute, own.balance)

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import os
-import platform
 import sys
 import time
 from collections.abc import Sequence
-from datetime import date
 from pathlib import Path
 
 from recipes.errors import RecipeError
+from recipes.provenance import machine
 from recipes.reproduce import experiments
 from recipes.reproduce.page import page
 from recipes.reproduce.report import Outcome, as_json, table
@@ -92,16 +90,6 @@ def write(outcomes: Sequence[Outcome], folder: Path, name: str) -> str:
 def about() -> str:
     """Machine, date and versions, and what depends on them."""
     return f"{machine()}. Simulated and counted values do not depend on the machine."
-
-
-def machine() -> str:
-    """Date, machine and versions."""
-    import torch
-
-    return (
-        f"{date.today().isoformat()}; {os.cpu_count()} cores {platform.machine()}; Python {platform.python_version()}, "
-        f"torch {torch.__version__}"
-    )
 
 
 if __name__ == "__main__":

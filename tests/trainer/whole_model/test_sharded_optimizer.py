@@ -83,6 +83,9 @@ def trained(request: pytest.FixtureRequest, folder: Path) -> tuple[str, list[dic
     return request.param, processes.run_trainers(fit, 2, timeout=100, name=request.param, folder=str(folder))
 
 
+@pytest.mark.feature(
+    "Optimizers and schedulers", "an optimizer divided over replicas and copies of stages (ZeRO stage 1)", "works"
+)
 @pytest.mark.timeout(120)
 def test_training_and_checkpoint_are_those_without_sharding(
     trained: tuple[str, list[dict[Sharding, list[int]]]], folder: Path
@@ -244,6 +247,12 @@ def four() -> list[dict[str, tuple[oracle.Trace, set[str]]]]:
     return processes.run_trainers(train_all, 4, timeout=100)
 
 
+@pytest.mark.feature(
+    "Optimizers and schedulers",
+    'gradients divided over their holders (shard_optimizer="gradients", ZeRO stage 2)',
+    "works",
+    "as on one device; a hook reads a gradient where its sum is",
+)
 @pytest.mark.parametrize("name", ["1f1b", "chimera"])
 @pytest.mark.timeout(120)
 def test_divided_gradients_train_as_one_device(name: str, four: list[dict[str, tuple[oracle.Trace, set[str]]]]) -> None:
