@@ -21,6 +21,20 @@ Auto = Literal["auto"]
 RankOrder = Literal["pipeline", "replicas"]
 """Whose processes have neighbouring numbers: those of a pipeline, or those that hold the same stages."""
 
+Sharding = bool | Literal["gradients"]
+"""What the holders of a parameter divide: nothing; the optimizer's state; this and the sums of gradients."""
+
+
+def divided(sharding: Sharding) -> str:
+    """What the holders of a parameter divide, in words.
+
+    Example:
+        >>> divided("gradients")
+        'sharded optimizer and gradients'
+    """
+    return {False: "", True: "sharded optimizer", "gradients": "sharded optimizer and gradients"}[sharding]
+
+
 MICRO_BATCHES_PER_RANK = 4
 """GPipe's rule: with four micro-batches per rank the bubble is negligible."""
 

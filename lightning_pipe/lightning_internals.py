@@ -71,10 +71,16 @@ NAMES = {
         "_logger_connector": "logs the values of a batch that comes out of the pipeline later",
         "_signal_connector": "see its names",
     },
+    "lightning.pytorch.trainer.connectors.checkpoint_connector._CheckpointConnector": {
+        "_parse_ckpt_path": 'which checkpoint is meant by "last" and "best", before the run begins'
+    },
     "lightning.pytorch.trainer.connectors.signal_connector._SignalConnector": {
         "_original_handlers": "the handlers before Lightning's: what SIGTERM does outside of a run",
         "_sigterm_notifier_fn": f"its handler for SIGTERM broadcasts from within the handler; {_OWN}",
         "_slurm_sigusr_handler_fn": f"its handler for SLURM saves from within the handler; {_OWN}",
+    },
+    "lightning.pytorch.trainer.connectors.logger_connector.result": {
+        "_ResultMetric": f"walks all that it keeps whenever a value is logged, to bring it to the device; {_OWN}"
     },
     "lightning.pytorch.loops.fetchers": {
         "_DataLoaderIterDataFetcher": "of a step that takes the loader's iterator: such an evaluation does not stream"
@@ -143,10 +149,12 @@ from lightning.fabric.utilities.optimizer import _optimizers_to_device as optimi
 from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher as DataLoaderIterDataFetcher
 from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper as IndexBatchSampler
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher as SubprocessLauncher
+from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultMetric as ResultMetric
 
 __all__ = [
     "DataLoaderIterDataFetcher",
     "IndexBatchSampler",
+    "ResultMetric",
     "SubprocessLauncher",
     "all_gather_over",
     "basic_command",

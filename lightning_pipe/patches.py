@@ -46,14 +46,16 @@ def all_replaced(places: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
     """
     entered: list[_Replacement] = []
     try:
-        for owner, name, value in places:
-            replacement = _Replacement(owner, name, value, gated=False)
-            replacement.__enter__()
-            entered.append(replacement)
+        with _lock:
+            for owner, name, value in places:
+                replacement = _Replacement(owner, name, value, gated=False)
+                replacement.__enter__()
+                entered.append(replacement)
         yield
     finally:
-        for replacement in reversed(entered):
-            replacement.__exit__()
+        with _lock:
+            for replacement in reversed(entered):
+                replacement.__exit__()
 
 
 def replacements() -> list[tuple[Any, str]]:

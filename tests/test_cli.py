@@ -205,6 +205,8 @@ def test_a_module_of_the_user_s_is_planned_without_weights(capsys: pytest.Captur
     out = planned(capsys, "my_models:Net", "--argument", "layers=6", "--ranks", "2", "--balance", "4,2")
     assert "0 … 3 (4 layers)" in out
     assert "predicted bubble 11.1 %" in out
+    out = planned(capsys, "my_models:Net", "--argument", "layers=6", "--ranks", "2", "--passes", "2")
+    assert "1f1b in 2 passes" in out
     out = planned(capsys, "my_models:huge", "--ranks", "3", "--schedule", "interleaved", "--option", "virtual_stages=2")
     assert "6,000,006,000,000 parameters" in out
     assert "Schedule  interleaved" in out
@@ -222,6 +224,7 @@ def test_a_module_of_the_user_s_is_planned_without_weights(capsys: pytest.Captur
         (["my_models:huge", "--ranks", "7"], "cannot fill 7 stages"),
         (["my_models:huge", "--ranks", "0"], "at least one rank"),
         (["my_models:huge", "--schedule", "1fb1"], "Did you mean '1f1b'?"),
+        (["my_models:huge", "--passes", "2", "--search"], "A search predicts one pass over the layers, not 2."),
         (["my_models:huge", "--balance", "4,x"], "not a list of numbers such as 4,2,2"),
     ],
 )

@@ -142,8 +142,8 @@ class BoundaryExchange:
 
     A plan comes into force at the next `end_batch`, when no message is under way: both ends then know it. In an
     asynchronous schedule it comes into force for the micro-batches that set out when those that it was made from have
-    come back (`agree`). Until then, and whenever a step takes a path that the plan does not know, the crossing goes in
-    full over the slow path.
+    come back (`agree`), and where batches of an evaluation follow each other for later ones (`end_action`). Until then,
+    and whenever a step takes a path that the plan does not know, the crossing goes in full over the slow path.
 
     Args:
         transport: the rank's transport.
@@ -161,7 +161,7 @@ class BoundaryExchange:
     _plans: dict[_PlanKey, list[BoundaryPlan]] = field(default_factory=dict)
     _posted: dict[tuple[str, BoundaryKey], _Posted] = field(default_factory=dict)
     _sending: deque[list[Work]] = field(default_factory=deque)
-    _of_earlier: deque[list[Work]] = field(default_factory=deque)
+    _of_earlier: deque[tuple[int, list[Work]]] = field(default_factory=deque)
 
     # ------------------------------------------------------------------ forward
 
@@ -246,17 +246,12 @@ class BoundaryExchange:
 
     # ------------------------------------------------------------------ bookkeeping
 
-    def end_batch(self, ahead: int = 0) -> None:
-        """End a batch: wait for all sends and bring new plans into force, the same at both ends of every boundary.
-
-        Args:
-            ahead: how many batches later the receivers may still have messages to take. Evaluations stream: both ends
-                make the same plans after the same batch, at different times, because messages of a lane keep their
-                order and no gradients come back.
-        """
-        self._of_earlier.append([work for works in self._sending for work in works])
+    def end_batch(self) -> None:
+        """End a batch, or all that follow each other: wait for all sends and bring new plans into force."""
+        self._of_earlier.append((0, [work for works in self._sending for work in works]))
         self._sending.clear()
-        self.arrive(ahead)
+        while self._of_earlier:
+            self._arrive_first()
         # A buffer that nobody fills would take the first message of the next batch.
         if self._posted:
             raise CommunicationError(f"internal error: {len(self._posted)} messages were posted and never used.")
@@ -265,11 +260,29 @@ class BoundaryExchange:
         for plans in self._plans.values():
             plans[:] = [replace(plans[-1], since=0) if plans[-1].since else plans[-1]]
 
-    def arrive(self, ahead: int = 0) -> None:
-        """Wait for the sends of all batches but the last ``ahead`` ones."""
-        while len(self._of_earlier) > ahead:
-            for work in self._of_earlier.popleft():
-                work.wait()
+    def end_action(self, number: int, lag: int) -> None:
+        """End an action of batches that follow each other, each of one micro-batch.
+
+        Both ends of a boundary make the same plans of the same batches, though at different times: messages of a lane
+        keep their order, and no gradients come back. A plan is in force for batches that no end has come to by then.
+
+        Args:
+            number: of the batch.
+            lag: by how many batches at most any rank is ahead of any other, and more. What was sent of batches so far
+                back has arrived.
+        """
+        if self.transfers:
+            self.agree(list(self.transfers), since=number + lag)
+        if self._sending:
+            self._of_earlier.append((number, [work for works in self._sending for work in works]))
+            self._sending.clear()
+            while self._of_earlier[0][0] <= number - lag:
+                self._arrive_first()
+
+    def _arrive_first(self) -> None:
+        """Wait for the earliest sends that nobody has waited for."""
+        for work in self._of_earlier.popleft()[1]:
+            work.wait()
 
     def end_call(self) -> None:
         """End a call of an asynchronous schedule: wait for the sends of the call before, and of older ones.

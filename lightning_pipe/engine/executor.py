@@ -79,6 +79,7 @@ class Executor:
         busy: seconds spent computing so far.
         waited: seconds spent waiting for messages since `restart_clocks`.
         spent: for each kind of action and stage the seconds and the number of its actions since `restart_clocks`.
+        later: for each stage those that it sends to, neighbours first.
         events: where to note when each action computed, in seconds of the host's monotonic clock; ``None``: nowhere.
     """
 
@@ -114,7 +115,7 @@ class Executor:
         """Let these skip connections pass over stages from now on; at both ends between the same two batches."""
         stages = range(len(self.stages.layers))
         ends = [*pairwise(stages), *skips.ends]  # neighbours first
-        self._later = [[late for early, late in ends if early == stage] for stage in stages]
+        self.later = [[late for early, late in ends if early == stage] for stage in stages]
         self._earlier = [[early for early, late in ends if late == stage] for stage in stages]
         self.stages.reroute(skips.by_stage)
         # Other tensors cross each boundary now than those that were agreed on.
@@ -144,20 +145,19 @@ class Executor:
         """
         self.exchange.agree([key for key in self.exchange.transfers if key.micro_batch in micro_batches], since)
 
-    def run(self, actions: Sequence[Action], batch: Batch, ahead: int = 0) -> None:
+    def run(self, actions: Sequence[Action], batch: Batch) -> None:
         """Run one batch from the first action to the flush.
 
         Args:
             actions: those of the batch.
             batch: the batch.
-            ahead: how many batches later what this one has sent must have arrived; see `BoundaryExchange.end_batch`.
         """
         self._prepare(actions)
         self._under_way.again = set(self._program.again)
         self._under_way.peak_held = 0
         with self._whole():
             self._loop(lambda micro_batch: (batch, micro_batch))
-            self.exchange.end_batch(ahead)
+            self.exchange.end_batch()
 
     def advance(self, actions: Sequence[Action], again: Container[tuple[int, int]], find: Find) -> None:
         """Run one call of an asynchronous schedule: what it leaves under way stays so.
@@ -173,8 +173,24 @@ class Executor:
             self._loop(find)
             self.exchange.end_call()
 
+    def perform(self, action: Action, find: Find, lag: int) -> None:
+        """Run one action of batches that follow each other, each of one micro-batch and with a number.
+
+        Args:
+            action: the action.
+            find: knows the batch of a number.
+            lag: see `BoundaryExchange.end_action`.
+        """
+        self._find = find
+        with self._whole():
+            self.position = action
+            if (board := self.exchange.transport.board) is not None:
+                board.program, board.position = (), action
+            self._methods[action.kind](action, _subject(action))
+            self.exchange.end_action(_index(action), lag)
+
     def empty(self) -> None:
-        """Nothing is under way any more after some calls of `advance`: end what they have left open."""
+        """Nothing is under way any more after calls of `advance` or `perform`: end what they have left open."""
         with self._whole():
             self.exchange.end_batch()
 
@@ -245,7 +261,7 @@ class Executor:
                     self._under_way.save(here, saved)
         self._note(action, start)
         # On the last stage the list is empty, and so are the crossings.
-        for to in self._later[here.stage]:
+        for to in self.later[here.stage]:
             crossing = crossings.get(to) or _empty(crossings)
             key = BoundaryKey(*here, to)
             if self.placement[here.pipe, to] == self.rank:
@@ -281,7 +297,7 @@ class Executor:
     def _backward(self, action: Action, here: StageKey) -> None:
         gradients: dict[int, Tensor] = {}
         used: frozenset[int] = frozenset()
-        for to in self._later[here.stage]:
+        for to in self.later[here.stage]:
             key = BoundaryKey(*here, to)
             received = self._under_way.gradients.pop(key, None)
             if received is None:

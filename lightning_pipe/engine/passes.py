@@ -21,34 +21,13 @@ from lightning_pipe.engine.connections import connect_program
 from lightning_pipe.engine.executor import Executor
 from lightning_pipe.engine.skip_routes import SkipRoutes
 from lightning_pipe.engine.stage import Stages
-from lightning_pipe.errors import ConfigurationError
 from lightning_pipe.intercept.stage_layers import StageLayers
-from lightning_pipe.schedules import Action, Kind, Schedule, lower
-from lightning_pipe.schedules.families.interleaved import Interleaved
-from lightning_pipe.schedules.family import schedule_of
+from lightning_pipe.schedules import Action, Schedule, lower
 from lightning_pipe.schedules.passes.recompute import with_recompute
+from lightning_pipe.schedules.several_passes import several_passes
 
 if TYPE_CHECKING:
     from lightning_pipe.engine.pipeline import Pipeline
-
-
-def check_family(schedule: Schedule, passes: int) -> None:
-    """Raise if a schedule cannot run several passes.
-
-    Args:
-        schedule: any schedule of the family, for one pass.
-        passes: how often a training step runs the layers.
-
-    Raises:
-        ConfigurationError: it divides backward passes, has several pipes or leaves batches in flight.
-    """
-    kinds = {action.kind for order in schedule.actions for action in order}
-    whole = kinds <= {Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD}
-    if not whole or schedule.pipes > 1 or not schedule.synchronous:
-        raise ConfigurationError(
-            f"Schedule {schedule.name!r} cannot train with passes={passes}.",
-            hint="Use 'gpipe', '1f1b' or 'interleaved': one pipe, whole backward passes, a flush.",
-        )
 
 
 class Passes:
@@ -61,15 +40,9 @@ class Passes:
     """
 
     def __init__(self, pipeline: Pipeline, count: int, executor: Executor) -> None:
-        check_family(pipeline.sample_schedule(), count)
-        self._pipeline, self._stages = pipeline, len(pipeline.stage_layers)
+        self._pipeline, self._stages, self._count = pipeline, len(pipeline.stage_layers), count
         layers, ranks = len(pipeline.names), pipeline.transport.topology.ranks
         stage_of = [stage for stage, span in enumerate(pipeline.stage_layers) for _ in span]
-        self._placement = {
-            (0, number * self._stages + stage): pipeline.placement[0, stage]
-            for number in range(count)
-            for stage in range(self._stages)
-        }
         stages = [
             StageLayers(
                 number * self._stages + stage,
@@ -86,7 +59,7 @@ class Passes:
             Stages(known.interceptor, stages, known.parameter_use, known.device, known.buffers),
             # Its plans name stages of all passes: they must not meet those of an evaluation, which has one pass.
             BoundaryExchange(pipeline.transport),
-            self._placement,
+            self.schedule(2 * ranks).placement,
             executor.rank,
             self._reduce,
         )
@@ -105,24 +78,7 @@ class Passes:
 
     def schedule(self, micro_batches: int) -> Schedule:
         """The order of a batch."""
-        ranks, name = self._pipeline.transport.topology.ranks, self._pipeline.family.name
-        stages = len(self._placement)
-        looped = all(rank == stage % ranks for (_, stage), rank in self._placement.items())
-        if looped and name != "gpipe":
-            schedule = Interleaved(stages // ranks).build(ranks, micro_batches, stages=stages)
-        else:
-            schedule = schedule_of(
-                name, self._one_by_one(micro_batches), placement=self._placement, micro_batches=micro_batches
-            )
-            schedule.validate()
-        return with_recompute(schedule, self._pipeline.recompute)
-
-    def _one_by_one(self, micro_batches: int) -> list[list[Action]]:
-        """All forward passes, stage by stage, then all backward passes in reverse: right for every placement."""
-        pairs = [(stage, index) for stage in range(len(self._placement)) for index in range(micro_batches)]
-        actions = [Action(Kind.FORWARD, *pair) for pair in pairs]
-        actions += [Action(Kind.BACKWARD, *pair) for pair in reversed(pairs)]
-        return [
-            [action for action in actions if self._placement[0, action.stage] == rank]
-            for rank in range(self._pipeline.transport.topology.ranks)
-        ]
+        pipeline = self._pipeline
+        ranks, stages = pipeline.transport.topology.ranks, len(pipeline.balance)
+        one = pipeline.family.build(ranks, micro_batches, stages=stages)
+        return with_recompute(several_passes(one, self._count), pipeline.recompute)

@@ -182,7 +182,7 @@ class Pipeline(PartitionedModule):
         self._commit_statistics(deferred_norms(self.module))
         self._buffer_sync.equalise()
         if first:
-            self.executor.restart_clocks()
+            self.training_executor.restart_clocks()
         else:  # the first batch also agrees on what travels and who holds what
             self.elapsed += time.perf_counter() - start
             self.busy += self.training_executor.busy - busy
@@ -194,7 +194,6 @@ class Pipeline(PartitionedModule):
         micro_batches: Sequence[Any],
         *,
         seed: int = 0,
-        ahead: int = 0,
         turns: bool = False,
     ) -> dict[int, Any]:
         """Run forward passes alone; see `train`.
@@ -205,33 +204,32 @@ class Pipeline(PartitionedModule):
             step: see `train`.
             micro_batches: the slices of the batch.
             seed: the seed of this batch's random streams.
-            ahead: how many later batches this rank may evaluate before the later ranks have come to this one. If it is
-                not 0, call `end_stream` behind the last batch.
             turns: let the ranks take turns, one computing at a time, so that the step may call layers again.
         """
-        if self.asynchronous is not None and self.asynchronous.in_flight:
-            raise ConfigurationError("Batches are in flight.", hint="Drain the pipeline before an evaluation.")
-        batch = self._batch(step, micro_batches, [1.0] * len(micro_batches), seed, training=False)
+        batch = self.evaluation_batch(step, micro_batches, seed)
         if turns:
             with self.running(batch.streams, caches=True):
                 results = self.turns.run(batch)
         else:
-            results = self._run(batch, ahead)
+            results = self._run(batch)
         self.turns.needed = batch.repeats
-        # A norm that the user keeps in training mode learns in an evaluation too, as on one device.
-        self._commit_statistics(norm for norm in deferred_norms(self.module) if norm.training)
+        self.commit_evaluated()
         return results
+
+    def evaluation_batch(self, step: StepFunction, micro_batches: Sequence[Any], seed: int) -> Batch:
+        """The batch of an evaluation; see `evaluate`."""
+        if self.asynchronous is not None and self.asynchronous.in_flight:
+            raise ConfigurationError("Batches are in flight.", hint="Drain the pipeline before an evaluation.")
+        return self._batch(step, micro_batches, [1.0] * len(micro_batches), seed, training=False)
+
+    def commit_evaluated(self) -> None:
+        """End the batch of an evaluation for norms in training mode: they learn as on one device."""
+        self._commit_statistics(norm for norm in deferred_norms(self.module) if norm.training)
 
     @cached_property
     def turns(self) -> Turns:
         """Runs evaluation steps that come back to layers of an earlier stage; knows whether the last one did so."""
         return Turns(self)
-
-    def end_stream(self) -> None:
-        """End evaluations that had batches under way on several ranks. Collective over all processes."""
-        self.executor.exchange.arrive()
-        if self.synchronous and False not in self._learnt_skips:
-            self._learn_skips(training=False)
 
     def returning(self, result: Any) -> None:
         """To be called by steps when they are about to return, within what must know that a run was cut short."""
@@ -306,20 +304,19 @@ class Pipeline(PartitionedModule):
             global_ranks=self.transport.topology.pipeline_processes(self.transport.replica),
         )
 
-    def _run(self, batch: Batch, ahead: int = 0) -> dict[int, Any]:
+    def _run(self, batch: Batch) -> dict[int, Any]:
         training = batch.training
         program = self._program(len(batch.micro_batches), training)
         executor = self.training_executor if training else self.executor
         with self.running(batch.streams):
-            executor.run(program, batch, ahead)
+            executor.run(program, batch)
         if training and not self._checked_layers:
             ran = {action.stage for action in program if action.kind is Kind.FORWARD}
             self.check_called(ran, executor.stages.called)
             self._checked_layers = True
-        # In a stream the ranks are at different batches: `end_stream` learns then.
         # Skip connections of several passes go from stage to stage.
-        if self.synchronous and executor is self.executor and not ahead and training not in self._learnt_skips:
-            self._learn_skips(training)
+        if executor is self.executor:
+            self.learn_skips(training=training)
         return batch.results
 
     def _batch(
@@ -374,8 +371,10 @@ class Pipeline(PartitionedModule):
         order = schedule if training else forward_only(schedule, micro_batches)
         return lower(order, self.skips.ends)[self.transport.rank]
 
-    def _learn_skips(self, training: bool) -> None:
+    def learn_skips(self, *, training: bool) -> None:
         """After the first batch of a kind: let skip connections go straight from now on. Collective."""
+        if not self.synchronous or training in self._learnt_skips:
+            return
         self._learnt_skips.add(training)
         everyone = tuple(range(self.transport.topology.world_size))
         gathered = self.transport.all_gather_object(self.executor.stages.skipped, everyone)

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
-
-from lightning_pipe.patches import all_replaced
 
 
 class Caches:
@@ -25,12 +22,10 @@ class Caches:
         self._configurations = list(configurations.values())
         self._told = not tells
 
-    @contextmanager
-    def off(self) -> Iterator[None]:
-        """Without caches inside; as before outside."""
+    def off(self) -> Iterator[tuple[Any, str, bool]]:
+        """What is replaced where there are to be no caches: owners, names and values."""
         switched: list[Any] = [c for c in self._configurations if vars(c).get("use_cache") is True]
         if switched and not self._told:
             self._told = True
             warnings.warn("Model caches (use_cache) are switched off while steps run in a pipeline.", stacklevel=2)
-        with all_replaced((configuration, "use_cache", False) for configuration in switched):
-            yield
+        yield from ((configuration, "use_cache", False) for configuration in switched)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -19,9 +20,11 @@ from lightning_pipe.intercept.torch_patches.autograd_functions import FUNCTIONS
 from lightning_pipe.intercept.torch_patches.backward_hooks import BACKWARD_HOOKS
 from lightning_pipe.intercept.torch_patches.encoders import padding_alike
 from lightning_pipe.intercept.torch_patches.inner_backward import INNER_BACKWARD
+from lightning_pipe.intercept.torch_patches.patch import installed
 from lightning_pipe.intercept.turns.run import TurnRun
-from lightning_pipe.patches import all_replaced
 from lightning_pipe.torch_internals import NormBase, is_compiled
+
+_PATCHES = (CHECKPOINTS, FUNCTIONS, BACKWARD_HOOKS, INNER_BACKWARD)
 
 
 class Interceptor:
@@ -68,14 +71,8 @@ class Interceptor:
         Args:
             caches: whether model caches are of use.
         """
-        with (
-            all_replaced(self._places()),
-            CHECKPOINTS.installed(lambda: self.run),
-            FUNCTIONS.installed(lambda: self.run),
-            BACKWARD_HOOKS.installed(lambda: self.run),
-            INNER_BACKWARD.installed(lambda: self.run),
-            nullcontext() if caches else self._caches.off(),
-        ):
+        off = () if caches else self._caches.off()
+        with installed(_PATCHES, lambda: self.run, chain(self._places(), off)):
             yield
 
     @property

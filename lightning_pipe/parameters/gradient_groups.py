@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lightning_pipe.parameters.gradient_sync import GradientSync
-from lightning_pipe.parameters.zero1 import HolderGroup
+from lightning_pipe.parameters.zero import HolderGroup, OptimizerShards
 from lightning_pipe.transport.base import Transport
 
 # Keys of reductions: what comes first in a group is what is largest.
@@ -39,13 +39,15 @@ class GradientGroups:
         transport: the rank's transport.
 
     Attributes:
-        shared: the parameters that other processes hold as well; empty until `form`.
+        shards: divides the parameters that other processes hold as well over these; ``None`` until `form`.
+        scattered: whether a sum goes to the process that updates the parameter alone; to be set before `form`.
         overlapped: whether a stage that is done is reduced at once; otherwise all wait for `finish`.
         dtype: in which gradients are sent and added; see `GradientSync`.
     """
 
     def __init__(self, transport: Transport) -> None:
-        self.shared: list[HolderGroup] = []
+        self.shards: OptimizerShards | None = None
+        self.scattered = False
         self.overlapped = False
         self.dtype: torch.dtype | None = None
         self._transport = transport
@@ -64,16 +66,35 @@ class GradientGroups:
             key = (_SHARED, *owners) if stage is None else (_STAGE, stage)
             by_key.setdefault(key, []).append(parameter)
             members[key] = self._transport.topology.holders(owners)
-        self.shared = [
+        shared = [
             HolderGroup(members[key], tuple(by_key[key]), first=key[-1])
             for key in sorted(members)
             if len(members[key]) > 1
         ]
-        self._transport.open_groups(group.members for group in self.shared)
+        self._transport.open_groups(group.members for group in shared)
+        shards = self.shards = OptimizerShards(shared, self._transport)
         # Parameters of one process are reduced as well, which does nothing: every stage then has its key.
         self._reducer = GradientSync(self._transport, dtype=self.dtype)
         for key, parameters in by_key.items():
-            self._reducer.add(key, parameters, members.get(key, (self._transport.process,)))
+            of_key = members.get(key, (self._transport.process,))
+            self._reducer.add(key, parameters, of_key, shards.owner if self.scattered else None)
+
+    @property
+    def members_with_all(self) -> tuple[int, ...]:
+        """The processes that have all sums of gradients between them: a pipeline's, or all where sums are scattered."""
+        topology = self._transport.topology
+        if self.scattered and self.shards is not None:
+            return tuple(range(topology.world_size))
+        return tuple(sorted(topology.pipeline_processes(self._transport.replica)))
+
+    def counts(self, parameter: nn.Parameter, first: bool) -> bool:
+        """Whether this process is the one of `members_with_all` that counts a parameter in sums over the model.
+
+        Args:
+            parameter: one that this rank holds.
+            first: whether this rank is the first of the pipeline's ranks that hold it.
+        """
+        return self.shards.mine(parameter) if self.scattered and self.shards is not None else first
 
     def reduce_in(self, dtype: torch.dtype | None) -> None:
         """Send and add gradients in this type from now on; between two batches, the same on all ranks."""

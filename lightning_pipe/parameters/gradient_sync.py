@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,10 +11,10 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_pipe.errors import ConfigurationError
+from lightning_pipe.parameters.buckets import BUCKET_BYTES, buckets
 from lightning_pipe.transport.base import Transport, Work
 
 Key = Any
-BUCKET_BYTES = 25 * 2**20
 
 
 @dataclass
@@ -33,6 +32,7 @@ class _Entry:
 
     parameters: list[Parameter]
     members: tuple[int, ...]
+    owners: dict[int, int] | None
     wanted: bool = False
     presence: tuple[Tensor, Work] | None = None
     trainable: list[Parameter] = field(default_factory=list)
@@ -50,6 +50,13 @@ class GradientSync:
     Processes may start their keys in different orders, or leave some to `finish`: what is issued to a group is in the
     order of the keys everywhere. A parameter that has a gradient on some members only counts as zero on the others;
     one that has none anywhere keeps ``None``.
+
+    Sums may go to one member each, the *owner* of the parameter: the others then have no gradient after `finish`, and
+    the memory of theirs is free once it is summed (Rajbhandari et al., ZeRO, arXiv:1910.02054, section 5.2)::
+
+        gradients of a stage, here      [ a a a b b c c c ]     owners: a, c this process; b another one
+        a part for each member          [ a a a c c c ] [ b b ]
+        summed by reduce_scatter        [ A A A C C C ]  freed  ->  a.grad, c.grad: views; b.grad: None
 
     Args:
         transport: moves the buckets.
@@ -85,7 +92,13 @@ class GradientSync:
         self._bucket_bytes = bucket_bytes
         self._entries: dict[Key, _Entry] = {}
 
-    def add(self, key: Key, parameters: Iterable[Parameter], members: tuple[int, ...]) -> None:
+    def add(
+        self,
+        key: Key,
+        parameters: Iterable[Parameter],
+        members: tuple[int, ...],
+        owner: Callable[[Parameter], int] | None = None,
+    ) -> None:
         """Name what is to be reduced. Replaces what the key stood for.
 
         Args:
@@ -93,11 +106,13 @@ class GradientSync:
                 comes first, so that last stages do, whose backward passes end first.
             parameters: the same ones in the same order on all members.
             members: the processes that hold them, sorted. Their group must have been made.
+            owner: the member that gets the sum of a parameter, the same on all members; ``None``: all of them get it.
         """
         self._transport.check_members(members)
         if key in self._entries and self._entries[key].wanted:
             raise ConfigurationError(f"The reduction of {key!r} is under way.", hint="Call finish first.")
-        self._entries[key] = _Entry(list(parameters), members)
+        own = list(parameters)
+        self._entries[key] = _Entry(own, members, None if owner is None else {id(each): owner(each) for each in own})
 
     def clear(self) -> None:
         """Forget all keys."""
@@ -143,26 +158,29 @@ class GradientSync:
         # On the host, so that reading it does not wait for the device.
         entry.presence = (present, self._transport.all_reduce(present, entry.members))
         # Buckets hold all trainable parameters, not only those with gradients: their sizes agree without a message.
-        for indices in self._cut(entry.trainable):
-            flat = self._fill([entry.trainable[index] for index in indices])
-            entry.buckets.append(_Bucket(flat, indices, self._transport.all_reduce(flat, entry.members)))
+        for indices in buckets(entry.trainable, self._bucket_bytes):
+            entry.buckets.append(self._reduced(entry, indices) if entry.owners is None else self._kept(entry, indices))
 
-    def _cut(self, parameters: Sequence[Parameter]) -> Iterator[list[int]]:
-        """Indices of the parameters of each bucket: one dtype and device, in order, up to the bucket's size."""
-        open_buckets: defaultdict[tuple[torch.dtype, torch.device], list[int]] = defaultdict(list)
-        sizes: defaultdict[tuple[torch.dtype, torch.device], int] = defaultdict(int)
-        for index, parameter in enumerate(parameters):
-            kind = (parameter.dtype, parameter.device)
-            open_buckets[kind].append(index)
-            sizes[kind] += parameter.nbytes
-            if sizes[kind] >= self._bucket_bytes:
-                yield open_buckets.pop(kind)
-                del sizes[kind]
-        yield from open_buckets.values()
+    def _reduced(self, entry: _Entry, indices: list[int]) -> _Bucket:
+        """Start to sum gradients for all members."""
+        flat = self._fill([entry.trainable[index] for index in indices])
+        return _Bucket(flat, indices, self._transport.all_reduce(flat, entry.members))
 
-    def _fill(self, parameters: Sequence[Parameter]) -> Tensor:
-        """The gradients in one buffer; the parameters let go of theirs."""
-        first = parameters[0]
+    def _kept(self, entry: _Entry, indices: list[int]) -> _Bucket:
+        """Start to sum gradients for the owners; the bucket has what this process gets of them."""
+        assert entry.owners is not None
+        of_member: dict[int, list[int]] = {member: [] for member in entry.members}
+        for index in indices:
+            of_member[entry.owners[id(entry.trainable[index])]].append(index)
+        like = entry.trainable[indices[0]]
+        # No reference to the parts of others is kept: their memory is free when the transport has done with them.
+        parts = [self._fill([entry.trainable[index] for index in part], like) for part in of_member.values()]
+        work, mine = self._transport.reduce_scatter(parts, entry.members), self._transport.process
+        return _Bucket(parts[entry.members.index(mine)], of_member[mine], work)
+
+    def _fill(self, parameters: Sequence[Parameter], like: Parameter | None = None) -> Tensor:
+        """The gradients in one buffer; the parameters let go of theirs. ``like`` says the type where there are none."""
+        first = parameters[0] if like is None else like
         flat = torch.zeros(sum(p.numel() for p in parameters), dtype=self._sent_as(first), device=first.device)
         for parameter, view in _views(flat, parameters):
             if parameter.grad is None:
@@ -188,16 +206,17 @@ class GradientSync:
             present, work = entry.presence
             work.wait()
             flags = present.tolist()
+            for parameter in entry.trainable:
+                if parameter.grad is not None:
+                    raise ConfigurationError(
+                        f"A parameter of {key!r} of shape {tuple(parameter.shape)} got a gradient after its "
+                        "reduction had started; it would be lost.",
+                        hint="Start the reduction after the last backward pass that reaches the parameter.",
+                    )
             for bucket in entry.buckets:
                 bucket.work.wait()
                 parameters = [entry.trainable[index] for index in bucket.indices]
                 for index, (parameter, view) in zip(bucket.indices, _views(bucket.flat, parameters), strict=True):
-                    if parameter.grad is not None:
-                        raise ConfigurationError(
-                            f"A parameter of {key!r} of shape {tuple(parameter.shape)} got a gradient after its "
-                            "reduction had started; it would be lost.",
-                            hint="Start the reduction after the last backward pass that reaches the parameter.",
-                        )
                     same = view.dtype == parameter.dtype
                     summed = view if same or not flags[index] else torch.empty_like(parameter).copy_(view)
                     parameter.grad = summed if flags[index] else None

@@ -135,7 +135,7 @@ def _named(module: nn.Module, paths: list[str]) -> Layers:
         kinds = ", ".join(sorted({type(layer).__name__ for _, layer in flat}))
         raise PartitionError(
             f"layers={_paste(paths)} names nothing but modules that occur several times ({kinds}).",
-            hint="A module called several times cannot be divided over stages; name modules inside or around it.",
+            hint=_instead(flat),
         )
     # names as in named_parameters(): of several names of one module the first counts
     canonical = {id(found): name for name, found in module.named_modules()}
@@ -266,6 +266,19 @@ def _parts(path: str, module: nn.Module) -> list[str]:
         for part in (_flatten(name, child) if _is_container(child) else [(name, child)])
     ]
     return [name for name, _ in parts]
+
+
+def _instead(repeated: Layers) -> str:
+    """What to do with a sequence of modules that all occur several times."""
+    names = {id(layer): name for name, layer in reversed(repeated)}  # the first name of each
+    once = [(name, layer) for name, layer in repeated if names[id(layer)] == name]
+    times = len(repeated) // len(once)
+    in_turn = [id(layer) for _, layer in repeated] == times * [id(layer) for _, layer in once]
+    inner = [name for name, _ in once] if len(once) > 1 else _parts(*once[0])
+    if not in_turn or not inner:
+        return "A module called several times cannot be divided over stages; name modules inside or around it."
+    begin = "Let" if len(once) > 1 else "If the modules inside run one after the other, let"
+    return f"{begin} a training step come back to them: layers={_paste(inner)}, passes={times}."
 
 
 def _unclear(module: nn.Module, candidates: list[_Candidate], total: int) -> PartitionError:

@@ -11,12 +11,14 @@ import sys
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from lightning_pipe.config import Sharding
 from lightning_pipe.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from torch import nn
 
 FORM = "package.module:Name"
+_DIVIDED: dict[str, Sharding] = {"state": True, "gradients": "gradients"}
 _REMEDY = "Give the values it needs with --argument NAME=VALUE, or name a function that makes the module."
 
 
@@ -34,8 +36,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     number("--replicas", default=1, help="pipelines side by side (default: %(default)s)")
     number("--nodes", default=1, help="that the processes are on (default: %(default)s)")
     add("--rank-order", choices=("pipeline", "replicas"), default="pipeline", help="whose ranks share a node")
+    add("--shard-optimizer", choices=tuple(_DIVIDED), help="what holders of a parameter divide")
     number("--micro-batches", help="micro-batches in a batch (default: as in training)")
     number("--stages", help="stages of the module (default: as many as the schedule needs)")
+    number("--passes", default=1, help="of a training step over the layers (default: %(default)s)")
     add("--schedule", default="1f1b", metavar="NAME", help="schedule (default: %(default)s)")
     pair("--option", help="an option of the schedule, such as virtual_stages=3")
     add("--accelerator", choices=("cpu", "gpu"), default="gpu", help="where it will run (default: %(default)s)")
@@ -73,6 +77,11 @@ def _search(values: argparse.Namespace, module: nn.Module) -> None:
     from lightning_pipe.planning.cost_profile import CostProfile
     from lightning_pipe.planning.search import checked, search
 
+    if values.passes != 1:
+        raise ConfigurationError(
+            f"A search predicts one pass over the layers, not {values.passes}.",
+            hint="Leave out --search to plan one configuration, or --passes.",
+        )
     found = search(
         module if values.profile is None else checked(CostProfile.load(values.profile), module, values.layers),
         values.ranks,
@@ -136,6 +145,8 @@ def _run(values: argparse.Namespace) -> None:
         replicas=values.replicas,
         nodes=values.nodes,
         rank_order=values.rank_order,
+        passes=values.passes,
+        shard_optimizer=_DIVIDED.get(values.shard_optimizer, False),
     )
     print(plan_text(made, width=shutil.get_terminal_size((100, 24)).columns))
 

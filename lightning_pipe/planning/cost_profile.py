@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
@@ -30,7 +31,10 @@ class SizeCosts:
         forward: seconds.
         backward: seconds.
         backward_weight: seconds of its part for the weights, where the halves of a backward pass run apart.
-        saved_bytes: kept for the backward pass, without the layer's input.
+        backward_input: seconds of its part for the input there; empty: what the weights' part leaves of ``backward``.
+            The halves may take longer than the whole. The first stage has no such part: nothing waits for it.
+        saved_bytes: kept for the backward pass; what several layers keep, as the result of one and the input of the
+            next, counts at one of them.
         boundary_bytes: of the activation that a layer hands to the next.
         stage_forward: seconds that a forward pass of a stage takes besides its layers.
         stage_backward: the same for a backward pass.
@@ -43,6 +47,7 @@ class SizeCosts:
     boundary_bytes: tuple[float, ...]
     stage_forward: float = 0.0
     stage_backward: float = 0.0
+    backward_input: tuple[float, ...] = ()
 
     def mixed(self, other: SizeCosts, share: float) -> SizeCosts:
         """The costs on the line from these (``share=0``) to another size's (``share=1``); no cost falls below zero."""
@@ -57,7 +62,8 @@ class SizeCosts:
     def scaled(self, factor: float) -> SizeCosts:
         """Larger by a factor in every respect."""
         none = (0.0,) * len(self.forward)
-        return SizeCosts(none, none, none, none, none).mixed(self, factor)
+        nothing = SizeCosts(none, none, none, none, none, backward_input=(0.0,) * len(self.backward_input))
+        return nothing.mixed(self, factor)
 
 
 @dataclass(frozen=True)
@@ -66,12 +72,26 @@ class LayerSizes:
 
     Args:
         name: dotted name of the layer.
-        parameters: how many it has, with those outside the sequence that run beside it.
+        parameters: how many it has, with those outside the sequence that run beside it. What layers have in common
+            counts at each of them; see `TiedSizes`.
         parameter_bytes: their bytes.
     """
 
     name: str
     parameters: int
+    parameter_bytes: int
+
+
+@dataclass(frozen=True)
+class TiedSizes:
+    """Parameters that layers have in common, or that are used beside several of them, as tied embeddings are.
+
+    Args:
+        layers: indices of these layers.
+        parameter_bytes: their bytes, once.
+    """
+
+    layers: tuple[int, ...]
     parameter_bytes: int
 
 
@@ -88,6 +108,7 @@ class CostProfile:
         overhead: seconds of the engine for each compute action of a rank.
         batch: seconds of a batch besides its actions.
         step_per_byte: seconds of an optimizer step for each byte of parameters.
+        tied: parameters whose gradients are summed over the ranks of all their layers.
         conditions: what the figures depend on: device, threads, versions, shapes. Only those that are there count.
 
     Example:
@@ -105,6 +126,7 @@ class CostProfile:
     overhead: float = 0.0
     batch: float = 0.0
     step_per_byte: float = 0.0
+    tied: tuple[TiedSizes, ...] = ()
     conditions: Mapping[str, str] = field(default_factory=dict)
 
     def at(self, samples: int) -> SizeCosts:
@@ -188,7 +210,7 @@ class CostProfile:
             )
         try:
             profile = _made(content)
-        except (KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ConfigurationError(f"{path} is no profile that can be read: {error}.") from error
         # What the engine takes for an action changes with its version, on whatever machine the file is read.
         profile.check({"lightning_pipe": __version__})
@@ -198,12 +220,37 @@ class CostProfile:
 def _made(content: dict[str, Any]) -> CostProfile:
     layers = tuple(LayerSizes(**layer) for layer in content.pop("layers"))
     sizes = {int(size): _size(costs, len(layers)) for size, costs in content.pop("sizes").items()}
-    if not layers or not sizes:
-        raise ValueError("it needs at least one layer and one size of micro-batches")
-    for name in ("message", "all_reduce"):
-        if name in content:
-            content[name] = Link(**content[name])
-    return CostProfile(layers=layers, sizes=sizes, **content)
+    if not layers or not sizes or min(sizes) < 1:
+        raise ValueError("it needs at least one layer, and one size of micro-batches, of one sample or more")
+    if len({len(costs.backward_input) for costs in sizes.values()}) > 1:
+        raise ValueError("backward_input is needed for all sizes of micro-batches, or for none")
+    for layer in layers:
+        _checked("parameter_bytes", layer.parameter_bytes)
+    for name in {"message", "all_reduce"} & content.keys():
+        content[name] = Link(**{key: _checked(f"{key} of {name}", each) for key, each in content[name].items()})
+    for name in {"overhead", "batch", "step_per_byte"} & content.keys():
+        _checked(name, content[name])
+    tied = tuple(_tied(each, layers) for each in content.pop("tied", ()))
+    conditions = {name: str(value) for name, value in content.pop("conditions", {}).items()}
+    return CostProfile(layers=layers, sizes=sizes, tied=tied, conditions=conditions, **content)
+
+
+def _tied(content: dict[str, Any], layers: Sequence[LayerSizes]) -> TiedSizes:
+    places, size = tuple(content["layers"]), _checked("parameter_bytes of tied", content["parameter_bytes"])
+    if not set(places) <= set(range(len(layers))):
+        raise ValueError(f"layers of tied are numbers from 0 to {len(layers) - 1}, not {list(places)}")
+    if small := [layers[place].name for place in places if layers[place].parameter_bytes < size]:
+        raise ValueError(
+            f"layer {small[0]} has fewer parameter_bytes than the {size} that it has in common with others"
+        )
+    return TiedSizes(places, size)
+
+
+def _checked(name: str, value: Any) -> Any:
+    """The value, which is a finite number and not negative."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+        raise ValueError(f"{name} needs a finite number that is not negative, got {value!r}")
+    return value
 
 
 def _size(costs: dict[str, Any], layers: int) -> SizeCosts:
@@ -213,12 +260,14 @@ def _size(costs: dict[str, Any], layers: int) -> SizeCosts:
     made: dict[str, Any] = {}
     for name, value in {"backward_weight": weight, "saved_bytes": 0, "boundary_bytes": 0, **costs}.items():
         if name.startswith("stage_"):
-            made[name] = float(value)
+            made[name] = float(_checked(name, value))
             continue
-        numbers = tuple(map(float, value)) if isinstance(value, list) else (float(value),) * layers
-        if len(numbers) != layers or any(number < 0 for number in numbers):
-            raise ValueError(f"{name} needs {layers} numbers that are not negative, one for each layer")
-        made[name] = numbers
+        given = value if isinstance(value, list) else [value] * layers
+        if name == "backward_input" and not given:
+            continue
+        if len(given) != layers:
+            raise ValueError(f"{name} needs {layers} numbers, one for each layer, got {len(given)}")
+        made[name] = tuple(float(_checked(name, number)) for number in given)
     return SizeCosts(**made)
 
 

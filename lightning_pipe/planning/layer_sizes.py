@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from torch import nn
 
-from lightning_pipe.partition import Layers, parameter_costs
-from lightning_pipe.planning.cost_profile import CostProfile, LayerSizes, SizeCosts
+from lightning_pipe.partition import Layers, parameter_places
+from lightning_pipe.planning.cost_profile import CostProfile, LayerSizes, SizeCosts, TiedSizes
 from lightning_pipe.simulate.link import Link
 
 _FLOPS, _BANDWIDTH, _LATENCY = 1e12, 1e10, 5e-5
@@ -16,11 +17,22 @@ _FLOPS, _BANDWIDTH, _LATENCY = 1e12, 1e10, 5e-5
 
 def layer_sizes(module: nn.Module, layers: Layers) -> tuple[LayerSizes, ...]:
     """Name and parameters of every layer, with the parameters outside the layers that it brings to its stage."""
-    width = next((parameter.element_size() for parameter in module.parameters()), 4)
-    return tuple(
-        LayerSizes(name, number, number * width)
-        for (name, _), number in zip(layers, parameter_costs(module, layers), strict=True)
-    )
+    numbers, sizes = [0] * len(layers), [0] * len(layers)
+    for held in parameter_places(module, layers):
+        for place in {*held.inside, *held.beside}:
+            numbers[place] += held.size
+            sizes[place] += held.size * held.parameter.element_size()
+    return tuple(LayerSizes(name, number, size) for (name, _), number, size in zip(layers, numbers, sizes, strict=True))
+
+
+def tied_sizes(module: nn.Module, layers: Layers) -> tuple[TiedSizes, ...]:
+    """The parameters that are expected at several layers: those of the same layers together."""
+    sizes: Counter[tuple[int, ...]] = Counter()
+    for held in parameter_places(module, layers):
+        places = tuple(sorted({*held.inside, *held.beside}))
+        if len(places) > 1:
+            sizes[places] += held.size * held.parameter.element_size()
+    return tuple(TiedSizes(places, number) for places, number in sorted(sizes.items()))
 
 
 def estimated(module: nn.Module, layers: Layers, positions: int = 1) -> CostProfile:
@@ -41,4 +53,7 @@ def estimated(module: nn.Module, layers: Layers, positions: int = 1) -> CostProf
     none = (0.0,) * len(sizes)
     costs = SizeCosts(forward, backward, tuple(each / 2 for each in backward), none, none)
     link = Link(_LATENCY, 1 / _BANDWIDTH)
-    return CostProfile(type(module).__name__, sizes, {1: costs}, link, link, conditions={"source": "parameters"})
+    tied = tied_sizes(module, layers)
+    return CostProfile(
+        type(module).__name__, sizes, {1: costs}, link, link, tied=tied, conditions={"source": "parameters"}
+    )

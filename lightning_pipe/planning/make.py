@@ -11,20 +11,20 @@ from typing import Literal
 from torch import nn
 
 from lightning_pipe import schedules
-from lightning_pipe.config import Auto, RankOrder, RunLayout, micro_batch_count
+from lightning_pipe.config import Auto, RankOrder, RunLayout, Sharding, micro_batch_count
 from lightning_pipe.partition import Balance, Layers, ParameterPlace, divide, find_layers, places_by_stage
-from lightning_pipe.partition.profile import OPTIMIZER_FACTOR
 from lightning_pipe.planning.cost_profile import CostProfile
 from lightning_pipe.planning.layer_sizes import layer_sizes
-from lightning_pipe.planning.memory import process_memories
+from lightning_pipe.planning.memory import process_memories, sharding_notes, training_factor
 from lightning_pipe.planning.options import PlanOptions
-from lightning_pipe.planning.prediction import stage_costs, stage_memory
+from lightning_pipe.planning.prediction import rank_bytes, stage_costs, stage_memory
 from lightning_pipe.planning.render import Plan, StagePlan
-from lightning_pipe.planning.traffic import gradient_bytes, messages_of, node_traffic, scaled
+from lightning_pipe.planning.traffic import divided_sums, gradient_bytes, messages_of, node_traffic, scaled
 from lightning_pipe.schedules import Family, Schedule, Stream, with_recompute
 from lightning_pipe.schedules.action import Placement
 from lightning_pipe.schedules.dependencies import Number
 from lightning_pipe.schedules.passes.recompute import Mode as Recompute
+from lightning_pipe.schedules.several_passes import several_passes
 from lightning_pipe.simulate import Costs, Memory, simulate
 from lightning_pipe.simulate.memory import activation_peaks
 from lightning_pipe.text import memory as memory_text
@@ -50,6 +50,8 @@ def plan(
     replicas: int = 1,
     nodes: int = 1,
     rank_order: RankOrder = "pipeline",
+    passes: int = 1,
+    shard_optimizer: Sharding = False,
 ) -> Plan:
     """The plan of pipelines: which stage holds which layers, on which rank, with how much memory and idle time.
 
@@ -71,6 +73,8 @@ def plan(
         replicas: pipelines side by side.
         nodes: on which the processes are, equally many on each.
         rank_order: as for `PipeStrategy`.
+        passes: as for `PipeStrategy`.
+        shard_optimizer: as for `PipeStrategy`.
 
     Returns:
         The plan. ``print`` shows what a run prints before its first batch; ``plan.stages`` has for every stage its
@@ -108,6 +112,8 @@ def plan(
             replicas,
             nodes,
             rank_order,
+            passes,
+            shard_optimizer,
         ),
     )
 
@@ -128,7 +134,12 @@ def made(module: nn.Module, asked: PlanOptions) -> Plan:
     found = find_layers(module, asked.layers)
     count = micro_batch_count(asked.batch, ranks, asked.micro_batches)
     counts = divide(module, found, stages, balance)
-    build = cache(lambda number: with_recompute(family.build(ranks, number, stages=stages), asked.recompute))
+
+    @cache
+    def build(number: int) -> Schedule:
+        one = family.build(ranks, number, stages=stages)
+        return with_recompute(several_passes(one, asked.passes), asked.recompute)
+
     order = build(count)
     stream = None if order.synchronous else schedules.stream(family, ranks, stages)
     number = order.micro_batches if stream is None else stream.micro_batches
@@ -137,18 +148,22 @@ def made(module: nn.Module, asked: PlanOptions) -> Plan:
     if profile is not None:
         profile.check_layers(*layers_of(module, found))
         copies = [asked.replicas * len(order.holders(stage)) for stage in range(stages)]
-        costs, memory = stage_costs(profile, counts, samples, copies), stage_memory(profile, counts, samples, copies)
+        costs = stage_costs(profile, counts, samples, copies)
+        memory = stage_memory(profile, counts, samples, copies, asked.shard_optimizer)
         known = "the most that a rank holds for a stage: weights, gradients, two optimizer moments, and activations"
     bubble = predicted_bubble(build, number, stream, costs)
-    topology = asked.topology(order.placement[0, stages - 1])
+    placement = {place: rank for place, rank in order.placement.items() if place[1] < stages}  # of one pass
+    topology = asked.topology(placement[0, stages - 1])
     names = iter(name for name, _ in found)
     named = [tuple(next(names) for _ in range(count)) for count in counts]
     held = places_by_stage(module, found, counts)
     total = sum(parameter.numel() for parameter in module.parameters())
     by = (f"balanced by {balance}",) if isinstance(balance, str) and balance != "parameters" else ()
-    plans = stage_plans(named, held, order.placement, topology, BYTES_PER_NUMBER)
+    plans = stage_plans(named, held, placement, topology, BYTES_PER_NUMBER, asked.shard_optimizer)
+    held_by: Sequence[float] | None = None
     if memory is not None:
-        plans = with_activations(plans, order, memory)
+        plans, held_by = with_activations(plans, order, memory), rank_bytes(order, memory)
+    gradients = gradient_bytes(held, placement, BYTES_PER_NUMBER)
     sizes = None
     if profile is not None and (at_cuts := profile.at(samples).boundary_bytes) is not None:
         sizes = [at_cuts[end - 1] for end in accumulate(counts)]
@@ -156,21 +171,38 @@ def made(module: nn.Module, asked: PlanOptions) -> Plan:
         type(module).__name__,
         plans,
         RunLayout(ranks, asked.replicas, stages),
-        family.label,
+        label_of(family, asked.passes),
         asked.equation(number),
         bubble,
-        notes=(f"{total:,} parameters; memory is {known}", *by, *rank_sums(plans, topology)),
+        notes=(
+            f"{total:,} parameters; memory is {known}",
+            *by,
+            *rank_sums(plans, topology, held_by),
+            *sharding_notes(asked.shard_optimizer),
+        ),
         memory=process_memories(
-            held, order.placement, topology, number_bytes=BYTES_PER_NUMBER, on_device=asked.accelerator == "gpu"
+            held,
+            placement,
+            topology,
+            number_bytes=BYTES_PER_NUMBER,
+            on_device=asked.accelerator == "gpu",
+            sharding=asked.shard_optimizer,
+            accumulated=asked.accumulation > 1,
         ),
         topology=topology,
         traffic=node_traffic(
             topology,
             scaled(messages_of(order), asked.accumulation),
-            gradient_bytes(held, order.placement, BYTES_PER_NUMBER),
+            divided_sums(gradients, gradients, asked.shard_optimizer, asked.accumulation),
             None if sizes is None else scaled(messages_of(order, sizes), asked.accumulation),
+            shared=bool(asked.shard_optimizer),
         ),
     )
+
+
+def label_of(family: Family, passes: int) -> str:
+    """The schedule of a plan in words."""
+    return family.label if passes == 1 else f"{family.label} in {passes} passes"
 
 
 def stage_plans(
@@ -179,6 +211,7 @@ def stage_plans(
     placement: Placement,
     topology: Topology,
     number_bytes: int | None = None,
+    sharding: Sharding = False,
 ) -> tuple[StagePlan, ...]:
     """What every stage has.
 
@@ -188,6 +221,7 @@ def stage_plans(
         placement: which rank computes a stage.
         topology: which process is which rank.
         number_bytes: bytes of a number; ``None``: as in each parameter.
+        sharding: what the holders of a parameter divide.
     """
     plans = []
     for stage, (layers, own) in enumerate(zip(names, held, strict=True)):
@@ -204,7 +238,7 @@ def stage_plans(
                 layers,
                 sum(one.size for one in own),
                 sum(one.size for one in trained),
-                int(weights + (OPTIMIZER_FACTOR - 1) * training),
+                int(weights + training_factor(len(processes), sharding) * training),
             )
         )
     return tuple(plans)
@@ -225,18 +259,25 @@ def _one(value: Number, stage: int, stages: int) -> list[Number]:
     return [value if other == stage else 0 for other in range(stages)]
 
 
-def rank_sums(plans: Sequence[StagePlan], topology: Topology) -> tuple[str, ...]:
-    """What the ranks hold together, in a line, where one of them has several stages."""
-    sums: dict[int, int] = {}
+def rank_sums(plans: Sequence[StagePlan], topology: Topology, peaks: Sequence[float] | None = None) -> tuple[str, ...]:
+    """What the ranks hold together, in a line, where one of them has several stages.
+
+    Args:
+        plans: the stages.
+        topology: which process is which rank.
+        peaks: the most that each rank holds: its stages do not hold most at the same time; ``None``: their sum.
+    """
+    sums: dict[int, float] = {}
     several = False
     for plan in plans:
-        for rank in plan.ranks:
-            if topology.locate(rank)[0] == 0:
-                several = several or rank in sums
-                sums[rank] = sums.get(rank, 0) + plan.bytes
+        for process in plan.ranks:
+            replica, rank = topology.locate(process)
+            if replica == 0:
+                several = several or process in sums
+                sums[process] = sums.get(process, 0) + plan.bytes if peaks is None else peaks[rank]
     if not several:
         return ()
-    amounts = (f"rank {rank} {memory_text(size)}" for rank, size in sorted(sums.items()))
+    amounts = (f"rank {process} {memory_text(round(size))}" for process, size in sorted(sums.items()))
     return (f"memory of each rank: {', '.join(amounts)}",)
 
 

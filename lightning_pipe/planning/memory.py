@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from lightning_pipe.config import Sharding
 from lightning_pipe.partition import ParameterPlace
 from lightning_pipe.partition.profile import OPTIMIZER_FACTOR
 from lightning_pipe.schedules.action import Placement
@@ -35,6 +36,30 @@ class ProcessMemory:
     on_device: bool
 
 
+def training_factor(holders: int, sharding: Sharding, accumulated: bool = False) -> float:
+    """Gradients and optimizer state of a holder, in multiples of the parameter; gradients are whole during a batch.
+
+    Args:
+        holders: of the parameter.
+        sharding: what they divide.
+        accumulated: whether gradients of earlier batches are kept beside those of a batch.
+
+    Example:
+        >>> [training_factor(4, sharding, accumulated=True) for sharding in (False, True, "gradients")]
+        [4.0, 2.5, 1.75]
+    """
+    kept = 1 / holders if sharding == "gradients" else 1.0
+    return 1 + accumulated * kept + (OPTIMIZER_FACTOR - 2) / (holders if sharding else 1)
+
+
+def sharding_notes(sharding: Sharding) -> tuple[str, ...]:
+    """What a plan says of it."""
+    if not sharding:
+        return ()
+    sums = " and, once they are summed, its gradients" if sharding == "gradients" else ""
+    return (f"shard_optimizer={sharding!r}: the holders of a parameter divide its optimizer state{sums}",)
+
+
 def process_memories(
     held: Sequence[Sequence[ParameterPlace]],
     placement: Placement,
@@ -43,6 +68,8 @@ def process_memories(
     number_bytes: int | None = None,
     built: int = 0,
     on_device: bool = False,
+    sharding: Sharding = False,
+    accumulated: bool = False,
 ) -> tuple[ProcessMemory, ...]:
     """The memory of every process, in the order of their numbers.
 
@@ -53,10 +80,20 @@ def process_memories(
         number_bytes: bytes of a number; ``None``: as in each parameter.
         built: bytes that every process has built whole; 0: each makes its own parameters alone.
         on_device: whether devices have memory of their own.
+        sharding: what the holders of a parameter divide.
+        accumulated: whether gradients of earlier batches are kept beside those of a batch.
     """
 
     def size(one: ParameterPlace) -> int:
         return one.size * (number_bytes or one.parameter.element_size())
+
+    ranks: dict[str, set[int]] = {}
+    for (_, stage), place in placement.items():
+        for one in held[stage]:
+            ranks.setdefault(one.name, set()).add(place)
+
+    def trained(one: ParameterPlace) -> float:
+        return size(one) * training_factor(topology.replicas * len(ranks[one.name]), sharding, accumulated)
 
     everywhere = {one.name: one for own in held for one in own if one.beside}  # until a batch shows who uses them
     found = []
@@ -65,8 +102,7 @@ def process_memories(
         stages = {stage for (_, stage), place in placement.items() if place == rank}
         own = {one.name: one for stage in stages for one in held[stage]}
         share = sum(map(size, own.values()))
-        trained = sum(size(one) for one in own.values() if one.parameter.requires_grad)
-        step = int(share + (OPTIMIZER_FACTOR - 1) * trained)
+        step = int(share + sum(trained(one) for one in own.values() if one.parameter.requires_grad))
         largest = max(map(size, own.values()), default=0)
         build = max(built, sum(map(size, {**own, **everywhere}.values())) + largest)
         saving = PIECES + (largest if on_device else step)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from lightning_pipe.config import Auto, BatchEquation, RankOrder
+from lightning_pipe.config import Auto, BatchEquation, RankOrder, Sharding
 from lightning_pipe.errors import ConfigurationError
 from lightning_pipe.partition import Balance
 from lightning_pipe.planning.cost_profile import CostProfile
@@ -20,7 +20,7 @@ class PlanOptions:
     """The arguments of `lightning_pipe.plan` after the module.
 
     Raises:
-        ConfigurationError: there is no rank, or no sample.
+        ConfigurationError: there is no rank, no sample, no pass, or a profile with several passes.
     """
 
     ranks: int
@@ -37,11 +37,19 @@ class PlanOptions:
     replicas: int = 1
     nodes: int = 1
     rank_order: RankOrder = "pipeline"
+    passes: int = 1
+    shard_optimizer: Sharding = False
 
     def __post_init__(self) -> None:
         if self.ranks < 1 or self.batch < 1:
             raise ConfigurationError(
                 f"A plan needs at least one rank and one sample, not ranks={self.ranks}, batch={self.batch}."
+            )
+
+        if self.passes < 1 or (self.passes > 1 and self.profile is not None):
+            raise ConfigurationError(
+                f"passes={self.passes} cannot be planned" + (" with a profile." if self.profile else "."),
+                hint="Leave out the profile, which knows the times of one pass." if self.profile else "Use 1 or more.",
             )
 
     def topology(self, loss_rank: int) -> Topology:

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import warnings
+from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import accumulate, pairwise
 from typing import Any
 
+from lightning_pipe.config import Sharding, divided
 from lightning_pipe.partition import balance
 from lightning_pipe.planning.cost_profile import CostProfile
-from lightning_pipe.schedules import Family, Schedule, with_recompute
+from lightning_pipe.schedules import Family, Kind, Schedule, with_recompute
 from lightning_pipe.schedules.passes.recompute import Mode as Recompute
 from lightning_pipe.simulate import Costs, Memory
 from lightning_pipe.simulate.compiled import Compiled
-from lightning_pipe.simulate.memory import activation_peaks
+from lightning_pipe.simulate.memory import batch_peaks
 from lightning_pipe.text import several
 
 
@@ -31,7 +34,7 @@ class Configuration:
         micro_batches: of one pipeline's batch.
         samples: of one micro-batch.
         recompute: whether activations are computed again.
-        shard_optimizer: whether holders of the same parameters divide the optimizer's state.
+        shard_optimizer: what holders of the same parameters divide.
         layers: of every stage; ``None``: so that the slowest stage is fastest.
     """
 
@@ -42,13 +45,14 @@ class Configuration:
     micro_batches: int
     samples: int
     recompute: Recompute = "never"
-    shard_optimizer: bool = False
+    shard_optimizer: Sharding = False
     layers: tuple[int, ...] | None = None
 
     @property
     def label(self) -> str:
         """``1f1b, 8 micro-batches of 4, 2 ranks x 4 replicas, recompute``."""
-        extra = [", recompute" * (self.recompute != "never"), ", sharded optimizer" * self.shard_optimizer]
+        words = divided(self.shard_optimizer)
+        extra = [", recompute" * (self.recompute != "never"), f", {words}" * bool(words)]
         return (
             f"{self.family.label}, {several(self.micro_batches, 'micro-batch')} of {self.samples}, "
             f"{several(self.ranks, 'rank')} x {several(self.replicas, 'replica')}{''.join(extra)}"
@@ -135,7 +139,8 @@ class Predictor:
     def seconds(self, one: Configuration) -> float:
         """Time of one optimizer step."""
         layers = self.layers(one)
-        return self._over_time(one, lambda schedule: self.costs(one, layers, schedule)) + self.profile.batch
+        passed = self._over_time(one, lambda schedule: self.costs(one, layers, schedule))
+        return passed + self.profile.batch + self._tied_sums(one, layers)
 
     def peak(self, one: Configuration) -> float:
         """The most bytes that a rank holds."""
@@ -150,26 +155,43 @@ class Predictor:
             return self._over_time(one, lambda schedule: replace(self.costs(one, layers, schedule), **nothing))
 
         whole, unreduced, local = without(), without(reduce=0), without(reduce=0, send=0)
-        costs = self.costs(one, layers, self.schedule(one, one.ranks))
-        forward, backward, step = (sum(each) / one.ranks for each in (costs.forward, costs.backward, costs.step))  # type: ignore[arg-type]
+        schedule, tied = self.schedule(one, one.ranks), self._tied_sums(one, layers)
+        costs = self.costs(one, layers, schedule)
+        sums = [costs.forward, costs.backward, costs.backward_input, costs.backward_weight, costs.step]
+        forward, backward, half_input, half_weight, step = (sum(each) / one.ranks for each in sums)  # type: ignore[arg-type]
+        backward += _divided_share(schedule) * (half_input + half_weight - backward)
         recompute = forward * one.micro_batches if one.recompute != "never" else 0.0
         compute = (forward + backward) * one.micro_batches
         return Prediction(
             one,
             layers,
-            seconds=whole + self.profile.batch,
+            seconds=whole + self.profile.batch + tied,
             compute=compute,
             recompute=recompute,
             step=step + self.profile.batch,
             bubble=max(0.0, local - compute - recompute - step),
             communication=unreduced - local,
-            reduction=whole - unreduced,
+            reduction=whole - unreduced + tied,
             bytes=self.peak(one),
         )
 
     def schedule(self, one: Configuration, micro_batches: int) -> Schedule:
         """The schedule of a configuration for another number of micro-batches."""
         return self._schedule(one.family, one.ranks, micro_batches, one.stages, one.recompute)
+
+    def _tied_sums(self, one: Configuration, layers: Sequence[int]) -> float:
+        """Seconds in which the gradients of tied parameters are summed over the ranks that hold them, at the end."""
+        if not self.profile.tied:
+            return 0.0
+        ends = list(accumulate(layers))
+        holders = self.schedule(one, one.ranks).holders
+        seconds = 0.0
+        for tied in self.profile.tied:
+            stages = {bisect_right(ends, layer) for layer in tied.layers}
+            copies = one.replicas * len({rank for stage in stages for rank in holders(stage)})
+            if len(stages) > 1:
+                seconds += float(self.profile.all_reduce.all_reduce(tied.parameter_bytes, copies))
+        return seconds
 
     def _over_time(self, one: Configuration, costs: Callable[[Schedule], Costs]) -> float:
         if one.family.synchronous:
@@ -206,6 +228,12 @@ def _built(family: Family, ranks: int, micro_batches: int, stages: int, recomput
         return with_recompute(family.build(ranks, micro_batches, stages), recompute)
 
 
+def _divided_share(schedule: Schedule) -> float:
+    """The share of its backward passes whose halves run apart."""
+    kinds = Counter(action.kind for order in schedule.actions for action in order)
+    return kinds[Kind.BACKWARD_INPUT] / (kinds[Kind.BACKWARD_INPUT] + kinds[Kind.BACKWARD])
+
+
 def copies_of(one: Configuration, schedule: Schedule) -> tuple[int, ...]:
     """How many ranks of all replicas hold each stage."""
     return tuple(one.replicas * len(schedule.holders(stage)) for stage in range(one.stages))
@@ -226,19 +254,40 @@ def stage_costs(profile: CostProfile, layers: Sequence[int], samples: int, copie
     def sums(values: Sequence[float], beside: float = 0.0) -> list[float]:
         return [beside + sum(values[start:end]) for start, end in spans]
 
-    weights = sums([float(layer.parameter_bytes) for layer in profile.layers])
+    weights, own = zip(*_weights(profile, spans), strict=True)
     forward = sums(at.forward, at.stage_forward + profile.overhead)
     backward = sums(at.backward, at.stage_backward + profile.overhead)
-    weight = sums(at.backward_weight, at.stage_backward / 2 + profile.overhead)
+    towards_input = at.backward_input or [b - w for b, w in zip(at.backward, at.backward_weight, strict=True)]
+    beside_half = at.stage_backward / 2 + profile.overhead
+    half_input, half_weight = sums(towards_input, beside_half), sums(at.backward_weight, beside_half)
     return Costs(
         forward,
         backward,
-        backward_input=[max(profile.overhead, b + profile.overhead - w) for b, w in zip(backward, weight, strict=True)],
-        backward_weight=weight,
+        # nothing waits for the first stage, which does all of its pass in the second half
+        backward_input=[profile.overhead, *half_input[1:]],
+        backward_weight=[backward[0], *half_weight[1:]],
         send=[float(profile.message.message(at.boundary_bytes[end - 1])) for _, end in spans],
-        reduce=[float(profile.all_reduce.all_reduce(w, n)) for w, n in zip(weights, copies, strict=True)],
+        reduce=[float(profile.all_reduce.all_reduce(w, n)) for w, n in zip(own, copies, strict=True)],
         step=[profile.step_per_byte * w for w in weights],
     )
+
+
+def _weights(profile: CostProfile, spans: Sequence[tuple[int, int]]) -> list[tuple[float, float]]:
+    """Bytes of the parameters that every stage holds, and of those that it has in common with no other stage.
+
+    The sums of the others' gradients are at the end of a batch.
+    """
+    found = []
+    for start, end in spans:
+        held = float(sum(layer.parameter_bytes for layer in profile.layers[start:end]))
+        elsewhere = 0.0
+        for tied in profile.tied:
+            here = sum(start <= layer < end for layer in tied.layers)
+            held -= max(0, here - 1) * tied.parameter_bytes  # the layers of a stage have them once
+            if 0 < here < len(tied.layers):
+                elsewhere += tied.parameter_bytes
+        found.append((held, held - elsewhere))
+    return found
 
 
 def schedule_costs(profile: CostProfile, samples: int) -> Callable[[Schedule], Costs]:
@@ -259,27 +308,35 @@ def schedule_costs(profile: CostProfile, samples: int) -> Callable[[Schedule], C
 
 
 def stage_memory(
-    profile: CostProfile, layers: Sequence[int], samples: int, copies: Sequence[int], shard_optimizer: bool = False
+    profile: CostProfile, layers: Sequence[int], samples: int, copies: Sequence[int], shard_optimizer: Sharding = False
 ) -> Memory:
-    """Bytes of every stage: weights, gradients, two optimizer moments, and activations of one micro-batch."""
+    """Bytes of every stage: weights, gradients, two optimizer moments, and activations of one micro-batch.
+
+    Gradients are whole while the backward passes of a stage run, whatever their holders divide: only what they keep of
+    the sums is a share.
+    """
     at = profile.at(samples)
     spans = list(pairwise(accumulate(layers, initial=0)))
-    weights = [float(sum(layer.parameter_bytes for layer in profile.layers[start:end])) for start, end in spans]
+    weights = [held for held, _ in _weights(profile, spans)]
     shares = copies if shard_optimizer else [1] * len(spans)
+    kept = copies if shard_optimizer == "gradients" else [1] * len(spans)
+    inputs = [at.boundary_bytes[start - 1] if start else 0.0 for start, _ in spans]
     return Memory(
         weights,
+        summed=[w / share for w, share in zip(weights, kept, strict=True)],
         optimizer=[2 * w / share for w, share in zip(weights, shares, strict=True)],
-        activations=[sum(at.saved_bytes[start:end]) for start, end in spans],
-        inputs=[at.boundary_bytes[start - 1] if start else 0.0 for start, _ in spans],
+        # what has come from another rank is held even where no layer keeps it: its gradient is sent back
+        activations=[sum(at.saved_bytes[start:end], own) for (start, end), own in zip(spans, inputs, strict=True)],
+        inputs=inputs,
         messages=[at.boundary_bytes[end - 1] for _, end in spans],
     )
 
 
 def rank_bytes(schedule: Schedule, memory: Memory) -> list[float]:
-    """The most that every rank holds: peaks of activations by the order of actions, and one message each way."""
+    """The most that every rank holds: activations and gradients by the order of actions, and one message each way."""
     found = []
-    for rank, activations in enumerate(activation_peaks(schedule, memory)):
+    for rank, of_batch in enumerate(batch_peaks(schedule, memory)):
         stages = [memory.at(stage) for stage in schedule.stages_of(rank)]
-        fixed = sum(s.weights * schedule.weight_versions[rank] + s.gradients + s.optimizer for s in stages)
-        found.append(float(fixed + activations + max((s.messages + s.inputs for s in stages), default=0)))
+        fixed = sum(s.weights * schedule.weight_versions[rank] + s.optimizer for s in stages)
+        found.append(float(fixed + of_batch + max((s.messages + s.inputs for s in stages), default=0)))
     return found

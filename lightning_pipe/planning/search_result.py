@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from os import PathLike
 
+from lightning_pipe.config import divided
 from lightning_pipe.planning.prediction import Configuration, Prediction
 from lightning_pipe.text import memory, several
 
@@ -114,7 +115,10 @@ class SearchResult:
 
 def _row(number: int, one: Prediction) -> tuple[str, ...]:
     own = one.configuration
-    changes = [" +recompute" * (own.recompute != "never"), " +sharded" * own.shard_optimizer]
+    changes = [
+        " +recompute" * (own.recompute != "never"),
+        f" +{divided(own.shard_optimizer)}" * bool(own.shard_optimizer),
+    ]
     return (
         str(number),
         own.family.label + "".join(changes),

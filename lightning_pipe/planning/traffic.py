@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import get_args
 
-from lightning_pipe.config import RankOrder
+from lightning_pipe.config import RankOrder, Sharding
 from lightning_pipe.partition import ParameterPlace
 from lightning_pipe.schedules import Schedule
 from lightning_pipe.schedules.action import Kind, Placement
@@ -27,21 +27,28 @@ class NodeTraffic:
         messages: activations and gradients between stages.
         sums: bytes for the sums of gradients over all that hold them.
         boundaries: bytes of the messages; ``None``: not known yet.
+        shared: whether ``sums`` counts the values as well that holders update for each other.
     """
 
     rank_order: RankOrder
     messages: float
     sums: float
     boundaries: float | None = None
+    shared: bool = False
 
     def __str__(self) -> str:
         size = "" if self.boundaries is None else f" of {memory(self.boundaries)} together"
         messages = f"{several(round(self.messages), 'message')} between stages{size}"
-        return f'rank_order="{self.rank_order}": {messages}, {memory(self.sums)} to sum gradients'
+        what = "sum gradients and share updates" if self.shared else "sum gradients"
+        return f'rank_order="{self.rank_order}": {messages}, {memory(self.sums)} to {what}'
 
 
 def node_traffic(
-    topology: Topology, messages: Edges, sums: Mapping[tuple[int, ...], float], boundaries: Edges | None = None
+    topology: Topology,
+    messages: Edges,
+    sums: Mapping[tuple[int, ...], float],
+    boundaries: Edges | None = None,
+    shared: bool = False,
 ) -> tuple[NodeTraffic, ...]:
     """The traffic of this topology, and then that of the other order of its ranks.
 
@@ -50,6 +57,7 @@ def node_traffic(
         messages: of one pipeline in a step.
         sums: for the pipeline ranks that hold some parameters the bytes of their gradients.
         boundaries: bytes of the messages, if they are known.
+        shared: whether ``sums`` counts updated values as well.
 
     Example:
         >>> topology = Topology(ranks=2, replicas=2, node_size=2)
@@ -66,6 +74,7 @@ def node_traffic(
             _between_nodes(place, messages),
             sum(ring_bytes(place, owners, size) for owners, size in sums.items()),
             None if boundaries is None else _between_nodes(place, boundaries),
+            shared,
         )
         for place in places
     )
@@ -129,6 +138,31 @@ def gradient_bytes(
     return found
 
 
+def divided_sums(
+    gradients: Mapping[tuple[int, ...], float],
+    values: Mapping[tuple[int, ...], float],
+    sharding: Sharding,
+    accumulation: int,
+) -> Mapping[tuple[int, ...], float]:
+    """Of a step, as bytes of an all-reduce: to sum gradients, and to share what each holder has updated.
+
+    An all-reduce is a sum for the owners and then a copy to all, each half of it: where sums go to their owners alone
+    the first half is sent for every batch, and the second for the updated values, which `shard_optimizer` sends anyway.
+
+    Args:
+        gradients: for the ranks that hold some parameters the bytes of their gradients, as they are sent.
+        values: the bytes of these parameters.
+        sharding: what the holders divide.
+        accumulation: batches in a step.
+
+    Example:
+        >>> [divided_sums({(0,): 8}, {(0,): 8}, each, accumulation=1)[0,] for each in (False, True, "gradients")]
+        [8.0, 12.0, 8.0]
+    """
+    share = 1.0 if sharding != "gradients" else accumulation / 2
+    return {owners: share * size + bool(sharding) * values[owners] / 2 for owners, size in gradients.items()}
+
+
 def scaled(edges: Edges, factor: float) -> Edges:
     """So many times as much, such as of several batches."""
     return {ends: factor * value for ends, value in edges.items()}
@@ -143,6 +177,7 @@ def topology_facts(topology: Topology, traffic: Sequence[NodeTraffic]) -> tuple[
         ...     print(f"{name}: {line}")
         Nodes: node 0 has ranks 0, 1; node 1 has ranks 2, 3
         Between: in a step: rank_order="pipeline": 0 messages between stages, 1 MiB to sum gradients
+        : the ranks of a pipeline are neighbours, for what stages send each other
     """
     nodes = topology.nodes
     if len(nodes) == 1:
@@ -156,11 +191,34 @@ def topology_facts(topology: Topology, traffic: Sequence[NodeTraffic]) -> tuple[
     first, *others = (str(each) for each in traffic)
     if topology.replicas == 1:  # both orders are the same
         others = []
+    reason = () if topology.replicas == 1 else (("", _reason(traffic)),)
     return (
         ("Nodes", "; ".join(shown)),
         ("Between", f"in a step: {first}"),
         *(("", f"instead of {other}") for other in others),
+        *reason,
     )
+
+
+_NEIGHBOURS: dict[RankOrder, str] = {
+    "pipeline": "the ranks of a pipeline are neighbours, for what stages send each other",
+    "replicas": "the holders of a stage are neighbours, for the sums of its gradients",
+}
+
+
+def _reason(traffic: Sequence[NodeTraffic]) -> str:
+    """What the order of the ranks is for, and which of the two sends less between nodes where both are known."""
+    why = _NEIGHBOURS[traffic[0].rank_order]
+    known = [(each.sums + each.boundaries, each.rank_order) for each in traffic if each.boundaries is not None]
+    if len(known) < 2:
+        return why
+    (less, order), (more, _) = sorted(known)
+    verdict = (
+        "both orders send as much"
+        if less == more
+        else f'rank_order="{order}" sends less: {memory(less)}, not {memory(more)}'
+    )
+    return f"{why}; {verdict}"
 
 
 def _between_nodes(topology: Topology, edges: Edges) -> float:

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 from lightning_pipe.errors import ConfigurationError
 from lightning_pipe.planning.command import FORM, imported, made_module, option
 
+_NAMED = f"Name a function that makes a batch or a loader, or a data module: --batch {FORM}."
+
 if TYPE_CHECKING:
     from lightning_pipe.planning.cost_profile import CostProfile
     from lightning_pipe.transport.base import Transport
@@ -22,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("module", metavar=FORM, help="a LightningModule, or a function that makes one")
     pair = partial(add, type=option, action="append", default=[], metavar="NAME=VALUE")
     pair("--argument", help="an argument of the module or function, such as layers=24")
-    add("--batch", metavar=FORM, help="makes a batch or a loader (default: the module's train_dataloader)")
+    add("--batch", metavar=FORM, help="makes a batch, a loader or a data module (default: the module itself)")
     number = partial(add, type=int, metavar="N")
     number("--ranks", default=1, help="processes of the coming run's pipeline (default: %(default)s)")
     number("--rounds", default=5, help="repetitions, of which the median counts (default: %(default)s)")
@@ -71,17 +73,18 @@ def measure_named(
 
 
 def _batch(module: Any, place: str | None) -> Any:
-    """One batch: of what the named function makes, or of the module's own loader."""
-    from torch.utils.data import DataLoader
-
-    if place is not None:
-        made = imported(place)()
-    else:
-        try:
-            made = module.train_dataloader()
-        except Exception as error:
-            raise ConfigurationError(
-                f"{type(module).__name__} has no train_dataloader that gives a batch: {error}",
-                hint=f"Name a function that makes a batch or a loader: --batch {FORM}.",
-            ) from error
-    return next(iter(made)) if isinstance(made, DataLoader) else made
+    """A batch or a loader: what the named function makes, or what it or the module gives for training."""
+    made = module if place is None else imported(place)()
+    if not hasattr(made, "train_dataloader"):
+        if place is not None:
+            return made
+        raise ConfigurationError(f"{type(module).__name__} has no train_dataloader.", hint=_NAMED)
+    try:
+        if made is not module:
+            made.prepare_data()
+            made.setup("fit")
+        return made.train_dataloader()
+    except Exception as error:
+        raise ConfigurationError(
+            f"{type(made).__name__} has no train_dataloader that gives a batch: {error}", hint=_NAMED
+        ) from error

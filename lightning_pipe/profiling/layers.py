@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_pipe.engine.batch import BatchObserver
-from lightning_pipe.engine.layer_profiler import profiled
 from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.partition import find_layers
 from lightning_pipe.planning.cost_profile import SizeCosts
@@ -57,7 +56,7 @@ class Measured(NamedTuple):
 
 
 class _Times(NamedTuple):
-    """Medians over the rounds: per action ``(kind, stage)``, and per batch what passes besides the actions."""
+    """Per action ``(kind, stage)``, so that they add up to a batch; and per batch what passes besides the actions."""
 
     actions: Mapping[tuple[Kind, int], float]
     beside: float
@@ -100,20 +99,22 @@ def measure_layers(
         extra = 0.0 if count == 1 else max(0.0, (sum(alone) - whole.actions[kind, 0]) / (count - 1))
         per_stage[kind] = min(extra, *alone)
         times[kind] = tuple(each - per_stage[kind] for each in alone)
-    weight = []
-    for number, backward in enumerate(times[Kind.BACKWARD]):
-        halves = [split.actions.get((kind, number), 0.0) for kind in (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)]
-        weight.append(backward * halves[1] / sum(halves) if sum(halves) else backward / 2)
+    towards_input, towards_weights = (
+        tuple(max(0.0, split.actions[kind, number] - per_stage[Kind.BACKWARD] / 2) for number in range(1, count))
+        for kind in (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+    )
     actions = 2 * _MICRO_BATCHES * (count - 1)
     overhead = max(0.0, (single.beside - whole.beside) / actions) if actions else 0.0
     costs = SizeCosts(
         times[Kind.FORWARD],
         times[Kind.BACKWARD],
-        tuple(weight),
+        # the first layer is always on the first stage, whose pass is not divided
+        (times[Kind.BACKWARD][0], *towards_weights),
         saved,
         boundary,
         per_stage[Kind.FORWARD],
         per_stage[Kind.BACKWARD],
+        (0.0, *towards_input),
     )
     return Measured(costs, overhead)
 
@@ -139,7 +140,7 @@ def _train(pipeline: Pipeline, step: Step, module: nn.Module, part: Any, seed: i
 def _times(pipeline: Pipeline, step: Step, module: nn.Module, part: Any, rounds: int) -> _Times:
     _train(pipeline, step, module, part, 0)
     samples: dict[tuple[Kind, int], list[float]] = defaultdict(list)
-    beside = []
+    beside, busy = [], []
     for number in range(rounds):
         with pipeline.recorded() as events:
             start = time.perf_counter()
@@ -147,34 +148,58 @@ def _times(pipeline: Pipeline, step: Step, module: nn.Module, part: Any, rounds:
             passed = time.perf_counter() - start
         for event in events:
             samples[event.kind, event.stage].append(float(event.end - event.start))
-        beside.append(passed - sum(float(event.end - event.start) for event in events))
-    return _Times({key: statistics.median(each) for key, each in samples.items()}, statistics.median(beside))
+        busy.append(sum(float(event.end - event.start) for event in events))
+        beside.append(passed - busy[-1])
+    medians = {key: statistics.median(each) for key, each in samples.items()}
+    # A batch is the sum of its actions, of which some are always slow: a sum of medians would leave these out.
+    missed = statistics.median(busy) / (_MICRO_BATCHES * sum(medians.values()))
+    return _Times({key: missed * each for key, each in medians.items()}, statistics.median(beside))
 
 
-class _Inputs(BatchObserver):
-    """Bytes of the activations that each layer is called with."""
+class _Bytes(BatchObserver):
+    """Bytes of the activations that each layer is called with, and of what autograd keeps, in the first micro-batch.
 
-    def __init__(self) -> None:
-        self.sizes: dict[int, int] = {}
+    What autograd keeps counts at the layer that runs, what the user's step does before the first layer at that, and
+    afterwards, such as the loss, at the last. What several layers keep, as the result of one and the input of the
+    next, counts at the first of them.
+
+    Args:
+        module: whose parameters are kept anyway.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.inputs: dict[int, int] = {}
+        self.kept: dict[int, tuple[int, int]] = {}
+        self._layer, self._done = 0, False
+        self._parameters = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
 
     @override
     def before_layer(
         self, name: str, key: int, forward: Callable[..., Any], args: Any, kwargs: Any, skips: Mapping[SkipKey, Any]
     ) -> None:
+        if key < 0:
+            return
+        self._done = self._done or key in self.inputs
+        self._layer = max(self._layer, key)
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         # Positions and masks come from the batch, which every rank has.
         crossing = [tensor for tensor in tensors if tensor.requires_grad] or tensors
-        self.sizes.setdefault(key, sum(tensor.nbytes for tensor in crossing))
+        self.inputs.setdefault(key, sum(tensor.nbytes for tensor in crossing))
+
+    def keep(self, tensor: Tensor) -> Tensor:
+        """Autograd is about to keep a tensor."""
+        storage = tensor.untyped_storage()
+        if not self._done and storage.data_ptr() not in self._parameters:
+            self.kept.setdefault(storage.data_ptr(), (self._layer, storage.nbytes()))
+        return tensor
 
 
 def _bytes(pipeline: Pipeline, step: Step, module: nn.Module, part: Any) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """What each layer keeps for its backward pass, and what it hands to the next."""
-    inputs = _Inputs()
-    with pipeline.observed(inputs), profiled(pipeline) as profiler:
+    found, number = _Bytes(module), len(pipeline.names)
+    with pipeline.observed(found), torch.autograd.graph.saved_tensors_hooks(found.keep, lambda tensor: tensor):
         _train(pipeline, step, module, part, 0)
-    found, names = profiler.gather(), pipeline.names
-    saved = [float(found.layers[name].saved_bytes) for name in names]
-    for name, before in found.beside.items():
-        saved[min(max(before - 1, 0), len(names) - 1)] += found.layers[name].saved_bytes
-    boundary = [float(inputs.sizes.get(number + 1, 0)) for number in range(len(names))]
-    return tuple(saved), tuple(boundary)
+    saved = [0.0] * number
+    for layer, size in found.kept.values():
+        saved[layer] += size
+    return tuple(saved), tuple(float(found.inputs.get(layer + 1, 0)) for layer in range(number))

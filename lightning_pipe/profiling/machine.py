@@ -13,6 +13,7 @@ from torch import nn
 
 from lightning_pipe import schedules
 from lightning_pipe.engine.pipeline import Pipeline
+from lightning_pipe.parameters.gradient_sync import GradientSync
 from lightning_pipe.partition import find_layers
 from lightning_pipe.simulate.link import Link
 from lightning_pipe.transport.base import Lane, Transport
@@ -20,6 +21,8 @@ from lightning_pipe.transport.base import Lane, Transport
 _THERE, _BACK = Lane("forward"), Lane("backward")
 _SMALL, _LARGE = 1 << 10, 1 << 22
 _FEW, _MANY = 2, 8
+_PARAMETERS = 16
+"""Whose gradients are summed at once."""
 
 
 class Machine(NamedTuple):
@@ -72,11 +75,17 @@ def _round_trip(transport: Transport, size: int) -> float:
 
 
 def _all_reduce(transport: Transport, size: int) -> float:
-    everyone = tuple(range(transport.topology.world_size))
-    data = torch.zeros(size // 4, device=transport.device)
+    """Of gradients, as the engine sums them: into buckets, over all processes, and out of them."""
+    gradients = GradientSync(transport)
+    parameters = [
+        nn.Parameter(torch.zeros(size // 4 // _PARAMETERS, device=transport.device)) for _ in range(_PARAMETERS)
+    ]
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    gradients.add(0, parameters, tuple(range(transport.topology.world_size)))
     transport.barrier()
     start = time.perf_counter()
-    transport.all_reduce(data, everyone).wait()
+    gradients.finish()
     return time.perf_counter() - start
 
 

@@ -34,7 +34,7 @@ def profile(
 
     Args:
         module: mostly a LightningModule; it is measured as a copy.
-        batch: real input, from which micro-batches are cut along dimension 0.
+        batch: real input, from which micro-batches are cut along dimension 0; of a loader the first batch.
         ranks: processes that measure at the same time, and send each other messages; one alone measures no messages.
         micro_batch_sizes: samples of the micro-batches to measure; by default 1, 2, 4 and 8 as far as the batch goes.
         layers: dotted names of the layer sequence.

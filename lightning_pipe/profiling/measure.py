@@ -12,11 +12,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from lightning_pipe.errors import ConfigurationError
 from lightning_pipe.partition import find_layers
+from lightning_pipe.patches import unheard
 from lightning_pipe.planning.cost_profile import CostProfile, merged
-from lightning_pipe.planning.layer_sizes import layer_sizes
+from lightning_pipe.planning.layer_sizes import layer_sizes, tied_sizes
 from lightning_pipe.profiling.layers import Step, measure_layers
 from lightning_pipe.profiling.machine import measure_machine
 from lightning_pipe.torch_internals import tree_leaves, tree_map
@@ -27,6 +29,9 @@ SIZES = (1, 2, 4, 8)
 _STEP_NUMBERS = 1 << 18
 SHAPES = "shapes"
 """The condition that says what a sample of the input is like."""
+
+_LOGGED = "You are trying to `self.log\\(\\)` but the `self.trainer` reference is not registered.*"
+"""Lightning 2.6: nothing is logged where a step is measured."""
 
 
 def measure_profile(
@@ -43,12 +48,18 @@ def measure_profile(
 
     See `lightning_pipe.profile`, which starts the processes.
     """
+    if rounds < 1:
+        raise ConfigurationError(f"At least one repetition is measured, not rounds={rounds}.")
+    batch = _one_batch(batch)
     sizes = _sizes(batch, micro_batch_sizes)
     everyone = tuple(range(transport.topology.world_size))
     found, overheads = {}, []
     for size in sizes:
         transport.barrier()
-        measured = measure_layers(module, layers, step or default_step, first(batch, size), transport.device, rounds)
+        with unheard(_LOGGED):
+            measured = measure_layers(
+                module, layers, step or default_step, first(batch, size), transport.device, rounds
+            )
         found[size] = measured.costs
         overheads.append(measured.overhead)
     sequence = find_layers(module, layers)
@@ -58,6 +69,7 @@ def measure_profile(
         found,
         overhead=min(overheads),
         step_per_byte=_step_per_byte(transport.device),
+        tied=tied_sizes(module, sequence),
         conditions={
             **run_conditions(transport.device),
             "ranks": str(transport.topology.world_size),
@@ -90,6 +102,11 @@ def default_step(module: nn.Module, part: Any) -> Any:
     result = module(**part) if isinstance(part, dict) else module(*part) if isinstance(part, tuple) else module(part)
     loss = getattr(result, "loss", None)
     return loss if loss is not None else next(leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)).sum()
+
+
+def _one_batch(batch: Any) -> Any:
+    """The first batch of a loader, or the batch itself."""
+    return next(iter(batch)) if isinstance(batch, DataLoader) else batch
 
 
 def samples_in(batch: Any) -> int:

@@ -14,6 +14,8 @@ from lightning_pipe.schedules.ir import Schedule
 from lightning_pipe.simulate.costs import Costs, PerStage, at_stage
 from lightning_pipe.simulate.simulator import run_and_draw
 
+_MAKE_GRADIENTS = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
+
 
 @dataclass(frozen=True)
 class Memory:
@@ -28,6 +30,8 @@ class Memory:
         messages: one micro-batch's message over the boundary above the stage, activation or gradient.
         after_input: of ``activations`` what is still held between the two halves of a split backward pass; by
             default all of it, as in this package's engine.
+        summed: of ``gradients`` what is still held behind a stage's last backward pass of a batch, where its holders
+            divide the sums; by default all of them.
 
     Example:
         >>> Memory(weights=400).at(0).optimizer
@@ -41,18 +45,21 @@ class Memory:
     inputs: PerStage = 0
     messages: PerStage = 0
     after_input: PerStage | None = None
+    summed: PerStage | None = None
 
     def at(self, stage: int) -> StageBytes:
         """The bytes of one stage."""
         weights, activations = at_stage(self.weights, stage), at_stage(self.activations, stage)
+        gradients = weights if self.gradients is None else at_stage(self.gradients, stage)
         return StageBytes(
             weights,
-            weights if self.gradients is None else at_stage(self.gradients, stage),
+            gradients,
             2 * weights if self.optimizer is None else at_stage(self.optimizer, stage),
             activations,
             at_stage(self.inputs, stage),
             at_stage(self.messages, stage),
             activations if self.after_input is None else at_stage(self.after_input, stage),
+            gradients if self.summed is None else at_stage(self.summed, stage),
         )
 
 
@@ -66,6 +73,7 @@ class StageBytes(NamedTuple):
     inputs: Number
     messages: Number
     after_input: Number
+    summed: Number
 
 
 class Held(NamedTuple):
@@ -132,6 +140,25 @@ def activation_peaks(schedule: Schedule, memory: Memory) -> list[Number]:
     return peaks
 
 
+def batch_peaks(schedule: Schedule, memory: Memory) -> list[Number]:
+    """For every rank the most bytes of activations and gradients together: by the order of its actions.
+
+    Example:
+        >>> from lightning_pipe.schedules import Interleaved
+        >>> schedule = Interleaved().build(4, 4)  # rank 3 is done with stage 7 before it begins with stage 3
+        >>> [batch_peaks(schedule, Memory(gradients=8, summed=summed))[3] for summed in (8, 2)]
+        [16, 10]
+    """
+    peaks = []
+    for order in schedule.actions:
+        timed = [Timed(action, index, index + 1) for index, action in enumerate(order)]
+        changes = sorted(
+            [*_of_activations(timed, memory), *_of_gradients(timed, memory)], key=lambda each: (each[0], each[2] > 0)
+        )
+        peaks.append(max(accumulate((size for _, _, size in changes), initial=0)))
+    return peaks
+
+
 Change = tuple[Number, str, Number]
 """``(time, part, bytes)``: a part of `Held` grows by so many bytes."""
 
@@ -155,15 +182,19 @@ def _of_activations(timed: list[Timed], memory: Memory) -> Iterator[Change]:
 
 
 def _of_gradients(timed: list[Timed], memory: Memory) -> Iterator[Change]:
-    """From the first backward action that makes gradients of weights to the step."""
+    """From the first backward action that makes gradients of weights to the step; behind the last they are summed."""
     held: set[int] = set()
-    for (kind, stage, *_), start, end in timed:
-        if kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT) and stage not in held:
+    last = {stage: index for index, ((kind, stage, *_), _, _) in enumerate(timed) if kind in _MAKE_GRADIENTS}
+    for index, ((kind, stage, *_), start, end) in enumerate(timed):
+        own = memory.at(stage)
+        if kind in _MAKE_GRADIENTS and stage not in held:
             held.add(stage)
-            yield start, "gradients", memory.at(stage).gradients
+            yield start, "gradients", own.gradients
         elif kind is Kind.STEP and stage in held:
             held.remove(stage)
-            yield end, "gradients", -memory.at(stage).gradients
+            yield end, "gradients", -own.gradients
+        if last.get(stage) == index and own.summed != own.gradients:
+            yield end, "gradients", own.summed - own.gradients
 
 
 def _of_versions(schedule: Schedule, rank: int, timed: list[Timed], memory: Memory) -> Iterator[Change]:

@@ -29,16 +29,21 @@ class AttributeSync:
         self.tracked = Tracked(module, [layer for _, layer in pipeline.layers])
         self._warn = WarnOnce()
 
-    def before(self) -> Snapshot | None:
-        """The attributes before steps run; ``None`` on a rank whose changes no other rank needs."""
-        alone = len(self._pipeline.pipeline_members) == 1
-        return self.tracked.capture() if self._pipeline.is_loss_rank and not alone else None
+    def before(self, ranks: Sequence[int]) -> Snapshot | None:
+        """The attributes before steps run; ``None`` on a rank whose changes no other rank needs.
 
-    def changes(self, before: Snapshot | None) -> list[Change]:
+        Args:
+            ranks: those that complete the steps.
+        """
+        alone = len(self._pipeline.pipeline_members) == 1
+        return self.tracked.capture() if self._pipeline.transport.rank in ranks and not alone else None
+
+    def changes(self, before: Snapshot | None, ranks: Sequence[int]) -> list[Change]:
         """What steps changed in the attributes of the LightningModule.
 
         Args:
             before: the attributes before the steps, as `before` returned them.
+            ranks: those that complete the steps.
         """
         changes, lost = portable(before.changes()) if before is not None else ([], [])
         for attribute in lost:
@@ -47,7 +52,7 @@ class AttributeSync:
                 f"The step sets `self.{attribute}` to something that cannot be pickled: it exists on the rank with the "
                 "loss alone.",
             )
-        if len(self._pipeline.loss_ranks) == 1:
+        if len(ranks) == 1:
             return [change._replace(delta=None) for change in changes]
         self._warn_of_sums(changes)
         return changes
@@ -66,16 +71,16 @@ class AttributeSync:
                 )
 
     def adopt(self, changes: Sequence[Sequence[Change]], before: Snapshot | None) -> None:
-        """Make the changes of the ranks with the last stage on this rank.
+        """Make the changes of the ranks that complete the steps on this rank.
 
         Args:
-            changes: those of each rank with the last stage.
-            before: this rank's attributes before the steps.
+            changes: those of each rank that completes the steps.
+            before: this rank's attributes before the steps; ``None`` if it completes none.
         """
         several = len(changes) > 1
         if before is not None and several:
             # this rank's own changes are among those that are added up
             before.undo()
-        if not self._pipeline.is_loss_rank or several:
+        if before is None or several:
             for each in changes:
                 self.tracked.apply(each, add=several)

@@ -22,6 +22,7 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.optim import Optimizer
 
+from lightning_pipe.config import Sharding
 from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.errors import ConfigurationError, PartitionError
 from lightning_pipe.parameters.ownership import named_tensors
@@ -236,7 +237,7 @@ def check_outside_step(world: World, call: str) -> None:
         )
 
 
-def check_asynchronous(trainer: Any, pipeline: Pipeline, micro_batches: int | str, *, sharded: bool) -> None:
+def check_asynchronous(trainer: Any, pipeline: Pipeline, micro_batches: int | str, *, sharded: Sharding) -> None:
     """Refuse what a schedule without a flush cannot do exactly, or only by letting all ranks wait for each other.
 
     Args:
@@ -274,7 +275,8 @@ def check_asynchronous(trainer: Any, pipeline: Pipeline, micro_batches: int | st
         )
     if sharded:
         raise ConfigurationError(
-            f"shard_optimizer=True does not go with schedule {name!r}, which keeps several versions of the weights.",
+            f"shard_optimizer={sharded!r} does not go with schedule {name!r}, which keeps several versions of the "
+            "weights.",
             hint="Leave it out, or use a schedule with a flush.",
         )
 

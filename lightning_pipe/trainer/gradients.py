@@ -49,7 +49,8 @@ class Gradients:
         """Show hooks the gradients of all ranks, and refuse optimizers that join those of several parameters."""
         several = len(self._pipeline.pipeline_members) > 1
         # an asynchronous schedule has gradients of different batches on different ranks
-        if several and self._pipeline.asynchronous is None:
+        scattered = self._pipeline.reductions.scattered
+        if (several or scattered) and self._pipeline.asynchronous is None:
             self._absent = AbsentGradients(self._pipeline, optimizers)
             self._changed.callback(self._absent.remove)
         if several or self.sharded is not None:
@@ -83,9 +84,10 @@ class Gradients:
     def reduced_at_once(self) -> bool:
         """Whether the gradients of the coming batch are summed over the holders of parameters while it runs.
 
-        Those of several batches are summed together after the last of them.
+        Those of several batches are summed together after the last of them, unless no holder is to keep them whole so
+        long: then each batch's are summed for their owners, who add them up.
         """
-        return not self.blocked and not self._accumulated
+        return self._pipeline.reductions.scattered or not (self.blocked or self._accumulated)
 
     def free_old(self, optimizers: Sequence[Optimizer]) -> None:
         """Free the gradients that Lightning is about to zero, unless a hook may look at them first."""
@@ -102,15 +104,16 @@ class Gradients:
 
     def after_batch(self, optimizers: Sequence[Optimizer]) -> None:
         """After the passes of a batch, before its gradients are returned to autograd."""
-        self._accumulated |= self.blocked
+        self._accumulated |= self.blocked and not self._pipeline.reductions.scattered
         # the first batch shows who uses which parameter outside the layers: once in a run
-        if self._holders_known or not self._pipeline.ownership.users_known:
-            return
-        self._holders_known = True
-        self._drop_absent_states(optimizers)
+        if not self._holders_known and self._pipeline.ownership.users_known:
+            self._holders_known = True
+            self._drop_absent_states(optimizers)
+            if self.sharded is not None:
+                self.sharded.install(optimizers)
+                self._changed.callback(self.sharded.remove)
         if self.sharded is not None:
-            self.sharded.install(optimizers)
-            self._changed.callback(self.sharded.remove)
+            self.sharded.check_hooks()
 
     def after_backward(self) -> None:
         """Sum accumulated gradients once they are complete: hooks are to see the gradients of all ranks."""

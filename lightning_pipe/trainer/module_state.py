@@ -44,7 +44,7 @@ class Tracked:
         self.modules = {
             name: part
             for name, part in module.named_modules()
-            if part is module or (id(part) not in apart and not isinstance(part, Metric) and not _is_torch(type(part)))
+            if part is module or (id(part) not in apart and not isinstance(part, Metric) and not is_torchs(type(part)))
         }
 
     def capture(self) -> Snapshot:
@@ -170,5 +170,6 @@ def _fits(now: Any, value: Tensor) -> bool:
     )
 
 
-def _is_torch(kind: type) -> bool:
+def is_torchs(kind: type) -> bool:
+    """Whether a class is torch's own, or torchmetrics'."""
     return str(kind.__module__).partition(".")[0] in ("torch", "torchmetrics")

@@ -13,6 +13,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_pipe.config import Sharding
 from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.errors import ConfigurationError
 from lightning_pipe.lightning_internals import optimizers_to_device
@@ -32,14 +33,14 @@ class ModuleStrategy(ProcessStrategy):
     Args:
         process: the arguments of `ProcessStrategy`.
         save_folder: whether checkpoints are folders that all ranks write.
-        shard_optimizer: whether the holders of a parameter divide its optimizer state.
+        shard_optimizer: what the holders of a parameter divide.
         gather_limit: bytes of the largest module that is whole again on every rank after a run.
 
     Attributes:
         run: the run that is under way; ``None`` between runs.
     """
 
-    def __init__(self, *process: Any, save_folder: bool, shard_optimizer: bool, gather_limit: int) -> None:
+    def __init__(self, *process: Any, save_folder: bool, shard_optimizer: Sharding, gather_limit: int) -> None:
         super().__init__(*process)
         self.run: PipelineRun | None = None
         self._save_folder, self._shard_optimizer = save_folder, shard_optimizer

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,14 +12,15 @@ import lightning.pytorch as pl
 import torch
 from torch import nn
 
-from lightning_pipe.config import BatchEquation, RunLayout
+from lightning_pipe.config import BatchEquation, RunLayout, Sharding
 from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.partition import places_by_stage
 from lightning_pipe.planning.bubble import IdleShares, Spent, idle_shares, measured_costs
-from lightning_pipe.planning.make import predicted_bubble, stage_plans
-from lightning_pipe.planning.memory import process_memories
+from lightning_pipe.planning.make import label_of, predicted_bubble, stage_plans
+from lightning_pipe.planning.memory import process_memories, sharding_notes
 from lightning_pipe.planning.render import Plan, closing_line, memory_line, plan_text, traffic_line
-from lightning_pipe.planning.traffic import NodeTraffic, gradient_bytes, messages_of, node_traffic, scaled
+from lightning_pipe.planning.traffic import NodeTraffic, divided_sums, gradient_bytes, messages_of, node_traffic, scaled
+from lightning_pipe.schedules import Schedule
 from lightning_pipe.simulate import Costs
 from lightning_pipe.trainer.data.micro_batches import MicroBatches
 from lightning_pipe.trainer.measured_shapes import MeasuredShapes
@@ -44,6 +45,7 @@ def plan_of(
     notes: tuple[str, ...] = (),
     costs: Costs | None = None,
     built: int = 0,
+    sharding: Sharding = False,
 ) -> Plan:
     """The plan of a divided module.
 
@@ -58,6 +60,7 @@ def plan_of(
         notes: further lines.
         costs: of the stages, if they have been measured.
         built: bytes that every process has built whole.
+        sharding: what the holders of a parameter divide.
     """
     places = places_by_stage(module, pipeline.layers, pipeline.balance)
     named = [tuple(pipeline.names[number] for number in pipeline.stage_layers[stage]) for stage in range(len(places))]
@@ -66,26 +69,39 @@ def plan_of(
         for one in own:
             seen.setdefault(one.name, []).append(stage)
     ties = tuple((name, tuple(on)) for name, on in seen.items() if len(on) > 1)
-    label, bubble = pipeline.family.label, None
+    label, bubble = label_of(pipeline.family, pipeline.passes), None
     if batch is not None:
         stream = None if pipeline.asynchronous is None else pipeline.asynchronous.stream
-        bubble = predicted_bubble(pipeline.schedule, batch.micro_batches, stream, costs)
-    stages = stage_plans(named, places, pipeline.placement, pipeline.transport.topology)
+        bubble = predicted_bubble(_schedule_of(pipeline), batch.micro_batches, stream, costs)
+    stages = stage_plans(named, places, pipeline.placement, pipeline.transport.topology, sharding=sharding)
     device, topology = pipeline.transport.device, pipeline.transport.topology
-    memory = process_memories(places, pipeline.placement, topology, built=built, on_device=device.type != "cpu")
+    memory = process_memories(
+        places,
+        pipeline.placement,
+        topology,
+        built=built,
+        on_device=device.type != "cpu",
+        sharding=sharding,
+        accumulated=batch is not None and batch.accumulation > 1,
+    )
     traffic: tuple[NodeTraffic, ...] = ()
     if batch is not None:
-        messages = scaled(
-            messages_of((pipeline.in_passes or pipeline).schedule(batch.micro_batches)), batch.accumulation
-        )
-        traffic = node_traffic(topology, messages, gradient_bytes(places, pipeline.placement, _sent_size(pipeline)))
+        messages = scaled(messages_of(_schedule_of(pipeline)(batch.micro_batches)), batch.accumulation)
+        sent, values = (gradient_bytes(places, pipeline.placement, size) for size in (_sent_size(pipeline), None))
+        sums = divided_sums(sent, values, sharding, batch.accumulation)
+        traffic = node_traffic(topology, messages, sums, shared=bool(sharding))
     return Plan(
         *(type(module).__name__, stages, layout, label, batch, bubble, ties),
-        notes=notes,
+        notes=(*notes, *sharding_notes(sharding)),
         memory=memory,
         topology=topology,
         traffic=traffic,
     )
+
+
+def _schedule_of(pipeline: Pipeline) -> Callable[[int], Schedule]:
+    """Makes the schedule of a training batch, with the stages of all passes, for a number of micro-batches."""
+    return (pipeline.in_passes or pipeline).schedule
 
 
 def _sent_size(pipeline: Pipeline) -> int | None:
@@ -106,6 +122,7 @@ class Report:
         costs: of the stages, if they have been measured.
         built: bytes that every process has built whole.
         measured: the input that costs were measured with.
+        sharding: what the holders of a parameter divide.
     """
 
     module: pl.LightningModule
@@ -115,6 +132,7 @@ class Report:
     costs: Costs | None = None
     built: int = 0
     measured: MeasuredShapes = MeasuredShapes()  # noqa: RUF009 - it is frozen
+    sharding: Sharding = False
     _announced: bool = False
     _batches: int = 0
     _samples: int = 0
@@ -131,7 +149,9 @@ class Report:
                 sum(micro_batches.sizes), len(micro_batches.parts), self.layout.data_parallel_size, accumulation
             )
             notes = (*self.notes, *self.measured.notes(micro_batches))
-            plan = plan_of(self.module, self.pipeline, self.layout, equation, notes, self.costs, self.built)
+            plan = plan_of(
+                self.module, self.pipeline, self.layout, equation, notes, self.costs, self.built, self.sharding
+            )
             self._plan, self._micro_batches = plan, equation.micro_batches
             self.module.print(plan_text(plan))
             return
@@ -154,7 +174,7 @@ class Report:
     def end(self) -> None:
         """Print what was measured. Collective over the pipeline."""
         transport = self.pipeline.transport
-        executor = self.pipeline.executor
+        executor = self.pipeline.training_executor
         mine = (self.pipeline.busy, self.pipeline.elapsed, executor.waited, executor.spent)
         gathered = transport.all_gather_object((mine, self._sent), self.pipeline.pipeline_members)
         times = [times for times, _ in gathered]
@@ -202,6 +222,6 @@ class Report:
         """Where the idle time went; unknown without a flush, whose batches overlap."""
         if self.pipeline.asynchronous is not None or not self._micro_batches:
             return None
-        schedule = self.pipeline.schedule(self._micro_batches)
+        schedule = _schedule_of(self.pipeline)(self._micro_batches)
         costs = measured_costs(spent, schedule.stages)
         return None if costs is None else idle_shares(schedule, costs, measured, host)

@@ -68,7 +68,7 @@ from lightning_pipe.trainer.user_step import UserStep
 from lightning_pipe.trainer.whole_model.finetuning import values_compared
 from lightning_pipe.trainer.whole_model.grad_scaler import loss_scale, over_stages
 from lightning_pipe.trainer.whole_model.gradient_norms import over_all_stages
-from lightning_pipe.trainer.whole_model.logging import of_values_alone
+from lightning_pipe.trainer.whole_model.logging import moved_once, of_values_alone
 from lightning_pipe.trainer.whole_model.metrics import metrics_of
 from lightning_pipe.trainer.whole_model.sharded_optimizer import ShardedOptimizers
 from lightning_pipe.trainer.withheld_gradients import withheld_gradients
@@ -135,6 +135,7 @@ class PipelineRun:
         self._changed.enter_context(over_stages(self._precision, self.pipeline))
         self._changed.enter_context(over_all_stages(self.pipeline))
         self._changed.enter_context(of_values_alone())
+        self._changed.enter_context(moved_once())
         self._changed.enter_context(values_compared(self.pipeline))
         if fitting:
             self._changed.callback(self.gradients.end)
@@ -216,10 +217,11 @@ class PipelineRun:
             self.gradients.free_old(optimizers)
             with withheld_gradients(list(self._module.parameters()), scale) as withheld:
                 learning = self.loaders.needs.learning("training_step", batch, micro_batches.parts)
-                with learning, self._step.running() as before, self._costs.measured(micro_batches):
+                with learning.seeing(), self._step.running() as before, self._costs.measured(micro_batches):
                     outputs = self.pipeline.train(
                         step, micro_batches.parts, weights, seed=seed, reduce=reduce, check=step.check
                     )
+                learning.end()
                 outputs = step.share(outputs, before)
         self.gradients.after_batch(optimizers)
         return self._output.of(outputs, micro_batches, withheld)

@@ -56,12 +56,18 @@ class ReportExchange:
         self._warn = WarnOnce()
 
     def share(
-        self, report: StepReport | None, broadcast: Broadcast | None = None, *, send_outputs: bool = True
+        self,
+        report: StepReport | None,
+        ranks: Sequence[int],
+        broadcast: Broadcast | None = None,
+        *,
+        send_outputs: bool = True,
     ) -> list[StepReport]:
-        """The reports of all ranks with the last stage. Collective over the pipeline.
+        """The reports of the ranks that complete the steps. Collective over the pipeline.
 
         Args:
-            report: this rank's report; ``None`` on a rank without the last stage.
+            report: this rank's report; ``None`` on any other rank.
+            ranks: those that complete the steps.
             broadcast: sends objects within the pipeline; by default the others wait for those that report.
             send_outputs: whether ranks without the last stage get what the step returned.
         """
@@ -69,7 +75,7 @@ class ReportExchange:
         sent = report
         if report is not None and len(self._pipeline.pipeline_members) > 1:
             sent = self._within_limit(report) if send_outputs else replace(report, outputs=None)
-        reports = from_ranks(self._pipeline, self._pipeline.loss_ranks, sent, broadcast or self._send)
+        reports = from_ranks(self._pipeline, ranks, sent, broadcast or self._send)
         self._channel.end_call()
         # hooks on this rank get the outputs whole, even those that are too large to be sent
         return reports if report is None else [report if each is sent else each for each in reports]

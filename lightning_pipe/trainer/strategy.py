@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_pipe import schedules
-from lightning_pipe.config import Auto, RankOrder
+from lightning_pipe.config import Auto, RankOrder, Sharding
 from lightning_pipe.construction import initialise_meta
 from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.errors import ConfigurationError, PartitionError
@@ -52,7 +52,7 @@ from lightning_pipe.trainer.measured_shapes import MeasuredShapes
 from lightning_pipe.trainer.module_strategy import ModuleStrategy
 from lightning_pipe.trainer.report import Report
 from lightning_pipe.trainer.run import PipelineRun
-from lightning_pipe.trainer.schedule_choice import AUTO, KEY, ScheduleChoice, choose, kept, same_everywhere
+from lightning_pipe.trainer.schedule_choice import AUTO, KEY, ScheduleChoice, choose, kept_by, same_everywhere
 from lightning_pipe.trainer.stage_division import StageDivision, conditions
 from lightning_pipe.trainer.whole_model.sharded_optimizer import ShardedOptimizers
 from lightning_pipe.trainer.whole_model.synchronized_norms import synchronize_norms
@@ -89,8 +89,9 @@ class PipeStrategy(ModuleStrategy):
             are added as they are; ``None``: its number of samples.
         split_batch: ``split_batch(batch, m)`` returns m micro-batches; ``None``: along dimension 0 of every tensor that
             has the batch's length.
-        shard_optimizer: whether each of several holders of a parameter (replicas, and the copies of a stage in
-            bidirectional schedules) updates and remembers only a part: ZeRO stage 1.
+        shard_optimizer: ``True``: each of several holders of a parameter (replicas, and the copies of a stage in
+            bidirectional schedules) updates a part, and has the optimizer's state of that part alone: ZeRO stage 1.
+            ``"gradients"``: each has the summed gradients of its part alone as well: stage 2.
         reduce_dtype: in which gradients are summed over the holders of a parameter: ``"bfloat16"`` halves what is sent,
             and rounds; ``None``: each in its own type.
         save_distributed_checkpoint: ``False``: one ordinary Lightning ``.ckpt``; ``True``: a folder, by all ranks.
@@ -135,7 +136,7 @@ class PipeStrategy(ModuleStrategy):
         reproducible_rng: bool = True,
         loss_weight: LossWeight | None = None,
         split_batch: SplitBatch | None = None,
-        shard_optimizer: bool = False,
+        shard_optimizer: Sharding = False,
         save_distributed_checkpoint: bool = False,
         gather_limit: int = GATHER_LIMIT,
         stream_evaluation: bool = True,
@@ -174,6 +175,11 @@ class PipeStrategy(ModuleStrategy):
             raise ConfigurationError(
                 f"reduce_dtype={reduce_dtype!r} is not supported.",
                 hint='Use "bfloat16": it has the range of float32, so that sums do not overflow; or None.',
+            )
+        if shard_optimizer not in (False, True, "gradients"):
+            raise ConfigurationError(
+                f"shard_optimizer={shard_optimizer!r} is not supported.",
+                hint='Use True, which divides the optimizer\'s state, or "gradients", which divides gradients as well.',
             )
         if passes < 1:
             raise ConfigurationError(f"passes={passes}: a training step runs its layers at least once.")
@@ -219,21 +225,22 @@ class PipeStrategy(ModuleStrategy):
 
     def _choose(self) -> None:
         """Choose the schedule, or keep that of the checkpoint from which the run resumes."""
-        found = kept(getattr(self._launcher, "checkpoint", None))
+        own, ranks = self._division, self.layout.pipeline_parallel_size
+        found = kept_by(self._module().trainer, getattr(self._launcher, "checkpoint", None), ranks)
         if found is None:
-            own, ranks = self._division, self.layout.pipeline_parallel_size
             place = (self.root_device, self.num_processes)
-            found = choose(self._module(), own.layers, ranks, own.micro_batches, *place, own.recompute)
+            found = choose(self._module(), own.layers, ranks, own.micro_batches, *place, own.recompute, own.balance)
         self._choice, self.family, self._layout = found, found.family, None
         self._division = replace(self._division, family=self.family, recompute=found.recompute)
-        self._shard_optimizer = self._shard_optimizer or found.shard_optimizer
+        if self._shard_optimizer != "gradients":  # the most that can be divided
+            self._shard_optimizer = found.shard_optimizer or self._shard_optimizer
 
     @override
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
         if self._choice is not None:
-            checkpoint[KEY] = self._choice.stored()
+            checkpoint[KEY] = self._choice.stored(self.layout.pipeline_parallel_size)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def _divide_built(self) -> None:
@@ -265,6 +272,7 @@ class PipeStrategy(ModuleStrategy):
         division = self._division.divide(module, layers, self.layout, world, of_costs, before)
         pipeline, notes, store, costs, built = division
         pipeline.reductions.reduce_in(self._reduce_dtype)
+        pipeline.reductions.scattered = self._shard_optimizer == "gradients"
         forget(module)
         export.install(module, pipeline, self.come)
         # loading a whole state into a divided module passes by the layers of other ranks
@@ -278,7 +286,7 @@ class PipeStrategy(ModuleStrategy):
             None if self._choice is None else self._choice.shapes,
             None if store is None or not store.signatures else store.signatures[-1],
         )
-        report = Report(module, pipeline, self.layout, notes, costs, built, measured)
+        report = Report(module, pipeline, self.layout, notes, costs, built, measured, self._shard_optimizer)
         self.run = PipelineRun(
             module, pipeline, world, self.precision_plugin, self._splitting, report, store, sharded, self._seed
         )

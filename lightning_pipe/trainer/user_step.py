@@ -80,7 +80,14 @@ class UserStep:
         self._ends_early = pipeline.ends_early
         self._warn = WarnOnce()
 
-    def begin(self, name: str, rest: Sequence[Any], context: Context, micro_batches: MicroBatches) -> StepOfBatch:
+    def begin(
+        self,
+        name: str,
+        rest: Sequence[Any],
+        context: Context,
+        micro_batches: MicroBatches,
+        ranks: Sequence[int] | None = None,
+    ) -> StepOfBatch:
         """The step of one batch, for the pipeline to call.
 
         Args:
@@ -88,19 +95,23 @@ class UserStep:
             rest: its arguments after the batch.
             context: entered around each run of it, for precision.
             micro_batches: the batch.
+            ranks: those that complete it; ``None``: all with the last stage.
         """
         self.late_values.begin(len(micro_batches.parts))
-        return StepOfBatch(self, name, rest, context, micro_batches)
+        return StepOfBatch(
+            self, name, rest, context, micro_batches, self.pipeline.loss_ranks if ranks is None else ranks
+        )
 
     @contextmanager
-    def running(self, *, may_repeat: bool = False) -> Iterator[Snapshot | None]:
+    def running(self, *, may_repeat: bool = False, ranks: Sequence[int] | None = None) -> Iterator[Snapshot | None]:
         """Around the pipeline's call of steps. Yields what `AttributeSync.changes` compares attributes with.
 
         Args:
             may_repeat: whether the step may come back to the layers of an earlier stage, and end there on all ranks.
+            ranks: those that complete it; ``None``: all with the last stage.
         """
         self._may_repeat = may_repeat
-        before = self.attributes.before()
+        before = self.attributes.before(self.pipeline.loss_ranks if ranks is None else ranks)
         with self.metrics.in_step(), self.log.installed():
             # most ranks leave the step early: collectives of the user's step must concern the replicas alone
             self._world.local = True
@@ -162,16 +173,22 @@ class UserStep:
         )
 
     def exchange(
-        self, report: StepReport | None, broadcast: Broadcast | None = None, *, send_outputs: bool = True
+        self,
+        report: StepReport | None,
+        ranks: Sequence[int],
+        broadcast: Broadcast | None = None,
+        *,
+        send_outputs: bool = True,
     ) -> list[StepReport]:
-        """The reports of all ranks with the last stage, on all ranks. Collective over the pipeline.
+        """The reports of the ranks that complete the steps, on all ranks. Collective over the pipeline.
 
         Args:
-            report: this rank's; ``None`` on a rank without the last stage.
+            report: this rank's; ``None`` on any other rank.
+            ranks: those that complete the steps.
             broadcast: sends objects within the pipeline; by default the others wait for those that report.
             send_outputs: whether ranks without the last stage get what the step returned.
         """
-        reports = self._reports.share(report, broadcast, send_outputs=send_outputs)
+        reports = self._reports.share(report, ranks, broadcast, send_outputs=send_outputs)
         self.numbers.learn([each.seen for each in reports])
         return reports
 
@@ -195,6 +212,7 @@ class StepOfBatch:
         rest: its arguments after the batch.
         context: entered around each run of it, for precision.
         micro_batches: the batch.
+        ranks: those that complete it.
 
     Attributes:
         micro_batches: as given.
@@ -205,9 +223,15 @@ class StepOfBatch:
     repeats = False
 
     def __init__(
-        self, user_step: UserStep, name: str, rest: Sequence[Any], context: Context, micro_batches: MicroBatches
+        self,
+        user_step: UserStep,
+        name: str,
+        rest: Sequence[Any],
+        context: Context,
+        micro_batches: MicroBatches,
+        ranks: Sequence[int],
     ) -> None:
-        self.micro_batches = micro_batches
+        self.micro_batches, self._ranks = micro_batches, ranks
         self.check = user_step.checks.begin(micro_batches, context)
         self._user_step = user_step
         self._method, self._rest, self._context = getattr(user_step.module, name), rest, context
@@ -258,11 +282,12 @@ class StepOfBatch:
         """
         common, trainer = self._user_step, self._user_step.module.trainer
         report = None
-        if common.pipeline.is_loss_rank:
+        if common.pipeline.transport.rank in self._ranks:
             report = StepReport({}, [], [], stop=False, repeats=True)
             if not repeats:
-                report = self.report(outputs, common.attributes.changes(before), stop=trainer.should_stop)
-        reports = common.exchange(report, broadcast, send_outputs=send_outputs)
+                changes = common.attributes.changes(before, self._ranks)
+                report = self.report(outputs, changes, stop=trainer.should_stop)
+        reports = common.exchange(report, self._ranks, broadcast, send_outputs=send_outputs)
         self.repeats = any(each.repeats for each in reports)
         if self.repeats:
             return {}

@@ -214,6 +214,19 @@ class Transport(ABC):
         """Start to reduce a contiguous tensor in place over the members (sorted processes)."""
 
     @abstractmethod
+    def reduce_scatter(self, parts: Sequence[Tensor], members: tuple[int, ...]) -> Work:
+        """Start to sum contiguous tensors over the members, each for one of them.
+
+        Afterwards ``parts[i]`` is the sum on ``members[i]``. On other members its values are of no use, and its memory
+        is free, but for the caller's own references: with tensors of the host as soon as the sum is done, with those of
+        a GPU when the operation has been waited for.
+
+        Args:
+            parts: one for each member, of any sizes and types that are the same on all members; some may be empty.
+            members: the sorted processes.
+        """
+
+    @abstractmethod
     def broadcast(self, tensor: Tensor, source: int, members: tuple[int, ...]) -> Work:
         """Start to copy the source's contiguous tensor into those of the other members."""
 

@@ -93,6 +93,7 @@ class SharedWorld:
             del self.collectives[key]
         # outside of the lock: a large reduction holds up no message
         collective.result = combine(collective.contributions)
+        collective.contributions = {}  # a member that has yet to wait holds the memory of none
         self.finish(collective.done)
         return collective
 

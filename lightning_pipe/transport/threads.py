@@ -7,6 +7,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -20,6 +21,7 @@ from lightning_pipe.transport.base import (
     Lane,
     Message,
     Reduction,
+    Several,
     Transport,
     Work,
     check_message,
@@ -76,16 +78,23 @@ class ThreadTransport(Transport):
     @override
     def all_reduce(self, tensor: Tensor, members: tuple[int, ...], op: Reduction = "sum") -> Work:
         def combine(contributions: dict[int, Tensor]) -> None:
-            with torch.no_grad():
-                # in the order of the members: the result depends on no thread's speed
-                total = contributions[members[0]].clone()
-                for member in members[1:]:
-                    total = _REDUCE[op](total, contributions[member])
+            total = _reduced(contributions, members, op)
             for target in contributions.values():
                 copy_bytes(target, total)
 
         self.check_members(members)
         return DONE if len(members) == 1 else self._join("all-reduce", tensor, members, combine)
+
+    @override
+    def reduce_scatter(self, parts: Sequence[Tensor], members: tuple[int, ...]) -> Work:
+        def combine(contributions: dict[int, Tensor], member: int) -> None:
+            copy_bytes(contributions[member], _reduced(contributions, members, "sum"))
+
+        self.check_members(members)
+        if len(members) == 1:
+            return DONE
+        each = zip(parts, members, strict=True)
+        return Several(*[self._join("reduce", part, members, partial(combine, member=member)) for part, member in each])
 
     @override
     def broadcast(self, tensor: Tensor, source: int, members: tuple[int, ...]) -> Work:
@@ -165,6 +174,15 @@ class ThreadTransport(Transport):
         key = (members, self._calls[members])
         collective = self.world.join_collective(key, self.process, data, len(members), combine)
         return _ThreadWork(self, Collective(name, 0 if data is None else data.nbytes, members), collective)
+
+
+@torch.no_grad()
+def _reduced(contributions: dict[int, Tensor], members: tuple[int, ...], op: Reduction) -> Tensor:
+    """In the order of the members: the result depends on no thread's speed."""
+    total = contributions[members[0]].clone()
+    for member in members[1:]:
+        total = _REDUCE[op](total, contributions[member])
+    return total
 
 
 def thread_world(

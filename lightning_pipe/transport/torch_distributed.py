@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 
@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup, ReduceOp, Store  # type: ignore[attr
 from typing_extensions import override
 
 from lightning_pipe.errors import CommunicationError, ConfigurationError
-from lightning_pipe.transport.base import DONE, Collective, Lane, Message, Reduction, Transport, Work
+from lightning_pipe.transport.base import DONE, Collective, Lane, Message, Reduction, Several, Transport, Work
 from lightning_pipe.transport.shared_memory.peer import SharedMemoryPeer
 from lightning_pipe.transport.topology import Topology
 from lightning_pipe.transport.work import WATCHED_SIZE, GroupWork, LocalReceive, WatchedWork, Watcher
@@ -54,7 +54,7 @@ class TorchTransport(Transport):
         self._host_groups: dict[tuple[int, ...], ProcessGroup] = {}
         self._device_groups: dict[tuple[int, ...], ProcessGroup] = {}
         self._made: set[tuple[int, ...]] = set()
-        self._watchers: dict[tuple[int, Lane], Watcher] = {}
+        self._watchers: dict[Hashable, Watcher] = {}
         self.everyone = tuple(range(topology.world_size))
         self._make_group(self.everyone)
         self._local: dict[int, SharedMemoryPeer] = {}
@@ -76,6 +76,24 @@ class TorchTransport(Transport):
         with self.failing(operation):
             work = dist.all_reduce(tensor, _OPS[op], group=group, async_op=True)
         return GroupWork(self, operation, work, tensor)
+
+    @override
+    def reduce_scatter(self, parts: Sequence[Tensor], members: tuple[int, ...]) -> Work:
+        works = []
+        for part, member in zip(parts, members, strict=True):
+            group = self._group(members, host=part.device.type == "cpu")
+            if group is None or not part.numel():
+                continue
+            operation = Collective("reduce", part.nbytes, members)
+            with self.failing(operation):
+                # torch's reduce_scatter does the same over NCCL where parts have different sizes, and sums all of it
+                # everywhere over Gloo (torch 2.13)
+                work = dist.reduce(part, member, group=group, async_op=True)
+            if member == self.process or not part.is_cpu:
+                works.append(GroupWork(self, operation, work, part))
+            else:
+                works.append(self._watched(members, f"sums for {list(members)}", operation, work, part))
+        return Several(*works)
 
     @override
     def broadcast(self, tensor: Tensor, source: int, members: tuple[int, ...]) -> Work:
@@ -213,12 +231,18 @@ class TorchTransport(Transport):
         except (RuntimeError, OSError) as error:
             raise self.failed(Message("send", data.numel(), self.names[peer], lane), error) from error
         operation = Message("send", data.numel(), self.names[peer], lane)
-        if data.numel() < WATCHED_SIZE or not isinstance(lane, Lane):
+        if not isinstance(lane, Lane):
+            return GroupWork(self, operation, work, data)
+        return self._watched((peer, lane), f"sends to {self.names[peer]} on {lane}", operation, work, data)
+
+    def _watched(self, key: Hashable, name: str, operation: object, work: dist.Work, data: Tensor) -> GroupWork:
+        """An operation whose memory is freed as soon as it is done, if it is large: a thread of the key watches it."""
+        if data.nbytes < WATCHED_SIZE:
             return GroupWork(self, operation, work, data)
         watched = WatchedWork(self, operation, work, data)
-        watcher = self._watchers.get((peer, lane))
+        watcher = self._watchers.get(key)
         if watcher is None:
-            watcher = self._watchers[peer, lane] = Watcher(f"sends to {self.names[peer]} on {lane}")
+            watcher = self._watchers[key] = Watcher(name)
         watcher.watch(watched)
         return watched
 

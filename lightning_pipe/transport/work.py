@@ -21,8 +21,9 @@ if TYPE_CHECKING:
 
 
 WATCHED_SIZE = 1 << 18
-"""From this size on a thread watches over a send over Gloo, so that its buffer is freed as soon as it is done: Gloo
-cannot be asked whether an operation is done (its `is_completed` is False until `wait` returns, torch 2.13)."""
+"""From this size on a thread watches over a send or a sum for others over Gloo, so that its buffer is freed as soon as
+it is done: Gloo cannot be asked whether an operation is done (its `is_completed` is False until `wait` returns, torch
+2.13)."""
 
 
 class GroupWork:

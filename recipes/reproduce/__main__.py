@@ -81,9 +81,9 @@ def outcome(name: str, overrides: Sequence[str] = (), *, full: bool, keep: bool 
 def write(outcomes: Sequence[Outcome], folder: Path, name: str) -> str:
     """Writes the page and the JSON, and says where they are."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{name}.json").write_text(as_json(outcomes))
+    (folder / f"{name}.json").write_text(as_json(outcomes), encoding="utf-8")
     path = folder / f"{name}.html"
-    path.write_text(page(outcomes, about()))
+    path.write_text(page(outcomes, about()), encoding="utf-8")
     return f"page {path}, data {folder / f'{name}.json'}"
 
 

@@ -29,6 +29,7 @@ BENCHMARKS = {
     "against_torch": "samples per second over torch.distributed.pipelining's",
     "construction": "peak host memory of processes that build and divide a large GPT-2",
     "memory": "peak host memory of processes that train, save, export and resume a large GPT-2",
+    "sharding": "gradients and optimizer state of processes that divide them",
     "accumulation": "one stage with m micro-batches over the plain Trainer with accumulate_grad_batches=m",
 }
 

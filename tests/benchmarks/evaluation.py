@@ -1,4 +1,4 @@
-"""Validation, test and prediction of 50 batches, by a pipeline and on one device: layers that sleep, or multiply."""
+"""Validation, test and prediction of batches, by a pipeline and on one device: layers that sleep, or multiply."""
 
 from __future__ import annotations
 
@@ -17,11 +17,13 @@ from tests.benchmarks.bubble import SleepingLayer
 from tests.benchmarks.measure import Finding
 from tests.support import processes
 
-BATCHES = 50
+BATCHES, OF_PRODUCTS = 50, 20
 TOLERANCE = 0.10
 STEPS = ("validate", "test", "predict")
-WIDTH, SAMPLES, PRODUCTS = 1024, 128, 8
+WIDTH, SAMPLES, PRODUCTS = 1024, 512, 8
 """Of the layers that multiply: their width, the samples of a batch, and how many there are."""
+SEVERAL_STAGES = ("interleaved", "dualpipev")
+"""Schedules with two stages on each rank: in a loop, and in a V."""
 
 
 class Lit(L.LightningModule):
@@ -81,7 +83,27 @@ def run(quick: bool) -> list[Finding]:
                     share <= expected * (1 + TOLERANCE),
                 )
             )
-    return [*findings, *products(3 if quick else 7)]
+    return [*findings, *several_stages(), *products(3 if quick else 7)]
+
+
+def several_stages() -> list[Finding]:
+    """The share of one device's time that two ranks with two stages each take, a first batch alone included."""
+    alone = measure(0, 4, None)
+    findings = []
+    for schedule in SEVERAL_STAGES:
+        several = processes.run_trainers(measure, 2, timeout=120, sleeping=4, devices=2, schedule=schedule)[0]
+        # without the first batch alone: two slots for each batch, and those in which the pipeline fills
+        expected = (2 * BATCHES + 1) / (4 * BATCHES)
+        findings += [
+            Finding(
+                f"{name}, 2 ranks, {schedule}",
+                f"{several[name]:.2f} s of {alone[name]:.2f} s: {several[name] / alone[name]:.3f}",
+                f"{expected:.3f} by the order of batches; no target",
+                None,
+            )
+            for name in STEPS
+        ]
+    return findings
 
 
 def products(rounds: int) -> list[Finding]:
@@ -104,13 +126,14 @@ def products(rounds: int) -> list[Finding]:
     ]
 
 
-def measure(process: int, sleeping: int, devices: int | None) -> dict[str, float]:
+def measure(process: int, sleeping: int, devices: int | None, schedule: str = "1f1b") -> dict[str, float]:
     """Seconds of each evaluation, and of training where layers do not sleep.
 
     Args:
         process: this one.
         sleeping: layers that sleep; 0: layers that multiply.
         devices: of the pipeline; ``None``: one plain device.
+        schedule: of the pipeline.
     """
     from lightning_pipe import PipeStrategy
 
@@ -120,7 +143,7 @@ def measure(process: int, sleeping: int, devices: int | None) -> dict[str, float
     trainer = L.Trainer(
         accelerator="cpu",
         devices=devices or 1,
-        strategy=PipeStrategy() if devices else "auto",
+        strategy=PipeStrategy(schedule=schedule) if devices else "auto",
         max_epochs=1,
         callbacks=[stopwatch],
         logger=False,
@@ -128,8 +151,8 @@ def measure(process: int, sleeping: int, devices: int | None) -> dict[str, float
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    samples, width = (4, 4) if sleeping else (SAMPLES, WIDTH)
-    module, data = Lit(sleeping), DataLoader(torch.ones(samples * BATCHES, width), batch_size=samples)
+    samples, width, batches = (4, 4, BATCHES) if sleeping else (SAMPLES, WIDTH, OF_PRODUCTS)
+    module, data = Lit(sleeping), DataLoader(torch.ones(samples * batches, width), batch_size=samples)
     torch.set_num_threads(1)
     seconds = {}
     for name in STEPS if sleeping else ("fit", *STEPS):

@@ -46,7 +46,7 @@ class _Sleep(torch.autograd.Function):
         return gradients[0], None, None
 
 
-class _Sleeper(nn.Module):
+class Sleeper(nn.Module):
     """Sleeps one unit forward, one for the gradient of its input, one for that of its weight."""
 
     def __init__(self, unit: float) -> None:
@@ -71,7 +71,7 @@ def measure(transport: Transport, family: Family, micro_batches: int, rounds: in
     ranks = transport.topology.ranks
     stages = ranks * family.stages_per_rank
     unit = UNIT[ranks] / family.stages_per_rank
-    net = nn.Sequential(*(_Sleeper(unit) for _ in range(stages)))
+    net = nn.Sequential(*(Sleeper(unit) for _ in range(stages)))
     pipeline = Pipeline(net, find_layers(net), [1] * stages, family, transport)
     pipeline.partition()
     # The input needs a gradient, so that the first stage's backward pass has both halves.

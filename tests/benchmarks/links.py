@@ -20,7 +20,7 @@ from lightning_pipe.simulate import Costs, Link, simulate
 from lightning_pipe.transport.base import Lane, Transport
 from lightning_pipe.transport.choose import open_transport
 from lightning_pipe.transport.topology import Topology
-from tests.benchmarks.bubble import BACKWARD, FORWARD, SleepingLayer
+from tests.benchmarks.families import UNIT, Sleeper
 from tests.benchmarks.measure import Finding
 from tests.support import hosts, processes
 from tests.support.hosts import Host
@@ -67,7 +67,8 @@ def _simulated(name: str, link: Link) -> float:
     ranks = [schedule.placement[0, stage] for stage in range(schedule.stages)]
     crosses = [a // 2 != b // 2 for a, b in zip(ranks, [*ranks[1:], ranks[-1]], strict=True)]
     send = [float(link.message(4 * NUMBERS)) if each else 0.0 for each in crosses]
-    costs = Costs(FORWARD * share, BACKWARD * share, send=send, links="directed")
+    unit = UNIT[RANKS] * share
+    costs = Costs(unit, 2 * unit, unit, unit, send=send, links="directed")
     return float(simulate(schedule, costs).makespan)
 
 
@@ -112,7 +113,8 @@ def _batch(transport: Transport, name: str, rounds: int) -> float:
     """Median seconds of a batch from the last rank's arrival to the last rank's end."""
     family = schedules.get(name)
     stages = family.build(RANKS, MICRO_BATCHES).stages
-    module = nn.Sequential(*(SleepingLayer(RANKS / stages) for _ in range(stages)))
+    # layers whose backward pass has two halves, as the simulated one: zero bubble sends behind the first half
+    module = nn.Sequential(*(Sleeper(UNIT[RANKS] * RANKS / stages) for _ in range(stages)))
     pipeline = Pipeline(module, find_layers(module), [1] * stages, family, transport)
     pipeline.partition()
     parts = [torch.ones(1, NUMBERS) for _ in range(MICRO_BATCHES)]
@@ -120,7 +122,8 @@ def _batch(transport: Transport, name: str, rounds: int) -> float:
     for number in range(rounds + 2):
         transport.barrier()
         arrived = time.monotonic()
-        pipeline.train(lambda _, part: module(part).sum(), parts, [1 / MICRO_BATCHES] * MICRO_BATCHES, seed=number)
+        step, weights = (lambda _, part: module(part.requires_grad_()).sum()), [1 / MICRO_BATCHES] * MICRO_BATCHES
+        pipeline.train(step, parts, weights, seed=number)
         times = transport.all_gather_object((arrived, time.monotonic()), everyone)
         spans.append(max(end for _, end in times) - max(start for start, _ in times))
     return statistics.median(spans[2:])  # the first batches agree on what travels and who holds what

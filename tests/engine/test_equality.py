@@ -31,6 +31,9 @@ FURTHER = [
     Point("gems", stages=2, micro_batches=3, replicas=2),
     Point("gpipe", stages=4, micro_batches=3, recompute="always"),
     Point("1f1b", stages=2, micro_batches=3, recompute="except_last", evaluate=True),
+    Point("1f1b", stages=2, micro_batches=3, replicas=2, accumulate=2, sharded="gradients"),
+    Point("chimera", stages=2, micro_batches=4, replicas=2, sharded="gradients"),
+    Point("interleaved", stages=4, micro_batches=3, replicas=3, sharded=True, steps=2),
 ]
 
 

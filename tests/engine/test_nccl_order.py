@@ -17,8 +17,10 @@ import torch
 from torch import nn
 
 from lightning_pipe import schedules
+from lightning_pipe.config import Sharding
 from lightning_pipe.engine.executor import Executor
 from lightning_pipe.engine.pipeline import Pipeline
+from lightning_pipe.engine.streamed_evaluation import StreamedEvaluation
 from lightning_pipe.partition import find_layers
 from lightning_pipe.schedules import Action, Family, Kind
 from lightning_pipe.trainer.checkpoints.rank_entries import RankEntries, receive_items, receive_pieces, send_items
@@ -27,7 +29,7 @@ from lightning_pipe.transport.base import Channel
 from lightning_pipe.transport.nccl import NcclTransport
 from lightning_pipe.transport.topology import Topology
 from tests.support import asynchronous_engine, equality_sweep
-from tests.support.equality_sweep import Point
+from tests.support.equality_sweep import Point, performed
 from tests.support.model_zoo import ZOO, Entry
 from tests.support.nccl.events import Event, Issued
 from tests.support.nccl.explore import explore
@@ -62,19 +64,24 @@ def trained(entry: Entry, point: Point) -> Recorded:
         return record(topology, lambda t: equality_sweep.train_rank(entry, modules[t.process], point, t))
 
 
-def with_pipeline(fn: Callable[[Pipeline], Any], net: nn.Module, ranks: int = 2, **options: Any) -> Recorded:
-    """What a function of a pipeline of one stage per rank issues."""
+def with_pipeline(
+    fn: Callable[[Pipeline], Any], net: nn.Module, ranks: int = 2, family: Family | None = None, **options: Any
+) -> Recorded:
+    """What a function of a pipeline issues; by default of one stage per rank."""
     modules = [copy.deepcopy(net) for _ in range(ranks)]
+    family = family or schedules.get("1f1b")
+    stages = ranks * family.stages_per_rank
 
     def body(transport: RecordingTransport) -> None:
         layers = find_layers(modules[transport.process], "layers")
-        even = [len(layers) // ranks] * ranks
-        pipeline = Pipeline(modules[transport.process], layers, even, schedules.get("1f1b"), transport, **options)
+        even = [len(layers) // stages] * stages
+        pipeline = Pipeline(modules[transport.process], layers, even, family, transport, **options)
         pipeline.partition()
         fn(pipeline)
         pipeline.restore()
 
-    return record(Topology.for_schedule(ranks), body)
+    loss_rank = family.build(ranks, 2 * ranks, stages=stages).loss_ranks[0]
+    return record(Topology.for_schedule(ranks, loss_rank=loss_rank), body)
 
 
 def train(pipeline: Pipeline, step: Callable[[int, Any], Any]) -> None:
@@ -109,6 +116,21 @@ def test_reductions_that_begin_between_messages_end(family: Family) -> None:
     stages = family.build(4, 8).stages
     # the first reduction of all is one that overlaps with backward passes
     check(trained(NET, Point(family, stages, 8, ranks=4, steps=1, accumulate=2, clip=None)))
+
+
+@pytest.mark.parametrize(
+    ("family", "sharded"),
+    [*((family, "gradients") for family in families(synchronous=True)), (schedules.get("chimera"), True)],
+    ids=str,
+)
+def test_divided_updates_end(family: Family, sharded: Sharding) -> None:
+    """Sums for owners between messages, values that are shared after the step, and flags of a norm over all."""
+    stages = family.build(2, 4).stages
+    point = Point(family, stages, 4, replicas=2, ranks=2, steps=2, accumulate=2, sharded=sharded)
+    recorded = trained(ZOO["scale_in_two_stages"], point)
+    verbs = {event.verb.split()[0] for events in recorded for event in events if isinstance(event, Issued)}
+    assert ("reduce" in verbs) == (sharded == "gradients")
+    check(recorded, resident=[QUEUES])
 
 
 @pytest.mark.parametrize("family", families(synchronous=False), ids=lambda family: family.name)
@@ -154,16 +176,23 @@ def test_models_of_the_zoo_end(model: str, point: Point) -> None:
     check(trained(ZOO[model], point), resident=[QUEUES])
 
 
-def test_streamed_evaluations_end() -> None:
-    data = asynchronous_engine.batches(4, rows=(8, 8, 6))
+STREAMING = [schedules.get(name) for name in ("1f1b", "interleaved", "dualpipev", "chimera")]
+
+
+@pytest.mark.parametrize("family", STREAMING, ids=lambda family: family.name)
+def test_streamed_evaluations_end(family: Family) -> None:
+    data = asynchronous_engine.batches(6, rows=(8, 8, 6))
 
     def stream(pipeline: Pipeline) -> None:
+        streamed = StreamedEvaluation(pipeline)
         with torch.no_grad():
-            for batch in data:
-                pipeline.evaluate(lambda _, part: pipeline.module(**part), [dict(batch)], ahead=2)
-        pipeline.end_stream()
+            for number, batch in enumerate(data):
+                streamed.begin(number, lambda _, part: pipeline.module(**part), dict(batch))
+            for _ in data:
+                performed(streamed, len(data))
+        streamed.end()
 
-    check(with_pipeline(stream, asynchronous_engine.Net(), ranks=3), resident=[4])
+    check(with_pipeline(stream, asynchronous_engine.Net(depth=4), family=family), resident=[4])
 
 
 def test_evaluations_in_turns_and_steps_of_several_passes_end(monkeypatch: pytest.MonkeyPatch) -> None:

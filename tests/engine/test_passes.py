@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch.nn import functional as F
 
 from lightning_pipe import schedules
 from lightning_pipe.engine.pipeline import Pipeline
-from lightning_pipe.errors import CutError, PipeError
+from lightning_pipe.errors import CutError, PartitionError, PipeError
 from lightning_pipe.partition import find_layers
 from lightning_pipe.transport.threads import thread_world
 from lightning_pipe.transport.topology import Topology
@@ -182,6 +183,68 @@ def test_albert_with_several_groups_equals_one_device(run: dict[str, Any]) -> No
     model = Albert(num_hidden_layers=8, num_hidden_groups=4)  # each group twice in a row
     layers = "net.albert.encoder.albert_layer_groups"
     assert_same(model, [{"ids": ids()} for _ in range(2)], 2, layers=layers, **run)
+
+
+class InSequence(nn.Module):
+    """A sequence of blocks, of which equal letters are one module."""
+
+    def __init__(self, letters: str, block: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        blocks = {letter: block() for letter in letters}
+        self.net = nn.Sequential(*(blocks[letter] for letter in letters))
+
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        return F.mse_loss(self.net(x).mean(1, keepdim=True), y)
+
+
+class Residual(nn.Module):
+    """A layer with two others inside, which run one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, 8), nn.Linear(8, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.second(torch.tanh(self.first(x)))  # type: ignore[no-any-return]
+
+
+def pair() -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+
+
+@pytest.mark.parametrize("letters", ["asbs", "sasb", "asab"])
+def test_a_module_at_several_depths_among_others_equals_one_device(letters: str) -> None:
+    """It is held wherever it is used, and its gradients are summed."""
+    for schedule in ("1f1b", "interleaved"):
+        assert_same(InSequence(letters, pair), batches(2), 2, layers="net", ranks=2, schedule=schedule)
+
+
+@pytest.mark.parametrize(
+    ("letters", "block", "remedy"),
+    [
+        ("ssss", pair, 'layers=["net.0.0", "net.0.1"], passes=4'),
+        ("sss", Residual, 'layers=["net.0.first", "net.0.second"], passes=3'),
+        ("abab", Residual, 'layers=["net.0", "net.1"], passes=2'),
+    ],
+)
+def test_a_sequence_of_one_module_trains_as_the_error_says(
+    letters: str, block: Callable[[], nn.Module], remedy: str
+) -> None:
+    with pytest.raises(PartitionError, match="nothing but modules that occur several times") as caught:
+        find_layers(InSequence(letters, block), "net")
+    assert caught.value.hint is not None
+    assert remedy in caught.value.hint
+    options = eval(f"dict({remedy})")
+    for schedule in ("1f1b", "gpipe"):
+        assert_same(InSequence(letters, block), batches(2), 2, ranks=2, schedule=schedule, **options)
+
+
+def test_albert_with_one_layer_equals_one_device() -> None:
+    layer = "net.albert.encoder.albert_layer_groups.0.albert_layers.0"
+    inside = [f"{layer}.{name}" for name in ("attention", "ffn", "ffn_output")]
+    for ranks, schedule in ((2, "1f1b"), (3, "gpipe")):
+        model, data = Albert(num_hidden_layers=4), [{"ids": ids()} for _ in range(2)]
+        assert_same(model, data, 2, passes=4, layers=inside, ranks=ranks, schedule=schedule)
 
 
 @pytest.mark.parametrize("schedule", ["zero_bubble", "chimera", "pipedream"])

@@ -9,6 +9,7 @@ import pytest
 from torch import nn
 
 from lightning_pipe.intercept.generation_caches import Caches
+from lightning_pipe.patches import all_replaced
 
 
 def with_config(use_cache: object) -> nn.Module:
@@ -21,7 +22,7 @@ def test_the_switch_is_put_back_after_an_error() -> None:
     module = with_config(True)
 
     def fails() -> None:
-        with Caches(module, tells=False).off():
+        with all_replaced(Caches(module, tells=False).off()):
             assert module[0].config.use_cache is False
             raise KeyError
 
@@ -34,12 +35,12 @@ def test_it_is_told_once_and_only_where_something_is_switched() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for caches in (Caches(with_config(False)), Caches(with_config(True), tells=False)):
-            with caches.off():
+            with all_replaced(caches.off()):
                 pass
     caches = Caches(with_config(True))
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         for _ in range(2):
-            with caches.off():
+            with all_replaced(caches.off()):
                 pass
     assert ["use_cache" in str(one.message) for one in told] == [True]

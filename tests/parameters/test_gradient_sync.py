@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import weakref
 from typing import Any
 
 import pytest
@@ -262,6 +263,121 @@ def test_sums_in_bfloat16_are_rounded_as_said() -> None:
     error = (expected.float() - gradients.sum(0)).abs()
     assert float(error.max()) > 0  # a sum without rounding would not be this one
     assert bool((error <= 3 * 2**-8 * gradients.abs().sum(0)).all())
+
+
+def owner_of(parameter: Parameter) -> int:
+    """Whoever: uneven parts, and no part for process 1."""
+    return 0 if parameter.dim() > 1 else 2
+
+
+def scattered(
+    transport: Transport, bucket_bytes: int, dtypes: list[torch.dtype], dtype: torch.dtype | None = None
+) -> list[list[Any]]:
+    """As `sums`, but for the owners alone: ``None`` in the place of what others get."""
+    parameters = make(dtypes)
+    reducer = GradientSync(transport, bucket_bytes, dtype=dtype)
+    reducer.add(0, parameters, EVERYONE, owner_of)
+    found = []
+    for step in range(2):
+        for parameter in parameters:
+            parameter.grad = gradient(parameter, transport.process, step)
+        reducer.start(0)
+        assert all(parameter.grad is None for parameter in parameters)
+        reducer.finish()
+        kept = [parameter for parameter in parameters if parameter.grad is not None]
+        assert all(p.grad is not None and p.grad.dtype == p.dtype and p.grad.stride() == p.stride() for p in kept)
+        found.append([None if parameter.grad is None else parameter.grad.tolist() for parameter in parameters])
+    return found
+
+
+def expected_of(process: int, dtypes: list[torch.dtype]) -> list[list[Any]]:
+    whole, parameters = expected(dtypes)[:2], make(dtypes)
+    return [
+        [value if owner_of(p) == process else None for p, value in zip(parameters, values, strict=True)]
+        for values in whole
+    ]
+
+
+@pytest.mark.parametrize("dtypes", [[torch.float64], MIXED], ids=["one dtype", "mixed"])
+@pytest.mark.parametrize("bucket_bytes", [1, 200, 10**6])
+def test_owners_alone_get_sums(bucket_bytes: int, dtypes: list[torch.dtype]) -> None:
+    results = run_threads(thread_world(WORLD), lambda transport: scattered(transport, bucket_bytes, dtypes))
+    assert results == [expected_of(process, dtypes) for process in EVERYONE]
+
+
+def test_owners_alone_get_sums_over_gloo() -> None:
+    results = processes.run_pipeline(scattered, WORLD, bucket_bytes=200, dtypes=MIXED)
+    assert results == [expected_of(process, MIXED) for process in EVERYONE]
+
+
+def test_owners_get_what_is_missing_elsewhere_and_keep_frozen_parameters() -> None:
+    def fn(transport: ThreadTransport) -> list[Any]:
+        parameters = [Parameter(torch.zeros(2)) for _ in range(3)] + [Parameter(torch.zeros(2), requires_grad=False)]
+        reducer = GradientSync(transport, bucket_bytes=12)
+        reducer.add("tied", parameters, EVERYONE, lambda parameter: 0)
+        if transport.process == 1:
+            parameters[0].grad = torch.ones(2)
+        parameters[2].grad = torch.ones(2)
+        reducer.finish()
+        return [None if p.grad is None else p.grad.tolist() for p in parameters]
+
+    assert run_threads(thread_world(WORLD), fn) == [[[1.0, 1.0], None, [3.0, 3.0], None], [None] * 4, [None] * 4]
+
+
+def test_a_late_gradient_of_what_others_get_raises() -> None:
+    def fn(transport: ThreadTransport) -> None:
+        weight = Parameter(torch.zeros(2))
+        reducer = GradientSync(transport)
+        reducer.add(0, [weight], EVERYONE, lambda parameter: 0)
+        reducer.start(0)
+        if transport.process == 1:
+            weight.grad = torch.ones(2)
+            with pytest.raises(ConfigurationError, match="after its reduction had started"):
+                reducer.finish()
+        else:
+            reducer.finish()
+
+    run_threads(thread_world(WORLD), fn)
+
+
+def test_each_holder_keeps_the_memory_of_its_share() -> None:
+    def fn(transport: ThreadTransport) -> tuple[int, int]:
+        parameters = [Parameter(torch.zeros(1000)) for _ in range(20)]
+        owners = {id(parameter): number % 3 for number, parameter in enumerate(parameters)}
+        reducer = GradientSync(transport, bucket_bytes=8000)
+        reducer.add(0, parameters, EVERYONE, lambda parameter: owners[id(parameter)])
+        for parameter in parameters:
+            parameter.grad = torch.ones(1000)
+        given = [weakref.ref(parameter.grad.untyped_storage()) for parameter in parameters]  # type: ignore[union-attr]
+        reducer.start(0)
+        assert not any(storage() for storage in given)
+        reducer.finish()
+        gradients = [p.grad.untyped_storage() for p in parameters if p.grad is not None]
+        return len(gradients), sum({storage.data_ptr(): storage.nbytes() for storage in gradients}.values())
+
+    assert run_threads(thread_world(WORLD), fn) == [(7, 28_000), (7, 28_000), (6, 24_000)]
+
+
+def test_owners_sums_in_bfloat16_are_rounded_as_said() -> None:
+    values = torch.randn(3, 200, generator=torch.Generator().manual_seed(5))
+
+    def fn(transport: ThreadTransport) -> Tensor | None:
+        weight = Parameter(torch.zeros(200))
+        weight.grad = values[transport.process].clone()
+        reducer = GradientSync(transport, dtype=torch.bfloat16)
+        reducer.add(0, [weight], EVERYONE, lambda parameter: 1)
+        reducer.finish()
+        return weight.grad
+
+    rounded = values[0].bfloat16()
+    for process in (1, 2):
+        rounded = (rounded.float() + values[process].bfloat16().float()).bfloat16()
+    first, kept, last = run_threads(thread_world(WORLD), fn)
+    assert first is None
+    assert last is None
+    assert kept is not None
+    assert torch.equal(kept, rounded.float())
+    assert not torch.equal(kept, values.sum(0))
 
 
 def rounded(transport: Transport) -> list[float]:

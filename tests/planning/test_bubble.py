@@ -15,6 +15,7 @@ from lightning_pipe.planning.layer_sizes import layer_sizes
 from lightning_pipe.planning.render import closing_line
 from lightning_pipe.schedules import GPipe, Kind
 from lightning_pipe.simulate import Costs, simulate
+from lightning_pipe.text import memory
 
 FORWARD, BACK, AGAIN = Kind.FORWARD, Kind.BACKWARD, Kind.RECOMPUTE
 INPUT, WEIGHT = Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT
@@ -80,3 +81,15 @@ def test_a_plan_sums_up_ranks_with_several_stages() -> None:
     net = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
     assert "memory of each rank" not in str(plan(net, 2, batch=8))
     assert "memory of each rank: rank 0 2.25 KiB, rank 1 2.25 KiB" in str(plan(net, 2, batch=8, schedule="interleaved"))
+
+
+def test_a_rank_never_holds_the_most_of_all_its_stages_at_once() -> None:
+    net = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+    costs = SizeCosts((1.0,) * 4, (2.0,) * 4, (1.0,) * 4, (1e6,) * 4, (0.0,) * 4)
+    profile = CostProfile("Sequential", layer_sizes(net, find_layers(net)), {1: costs})
+    found = plan(net, 2, batch=8, micro_batches=8, schedule="interleaved", profile=profile)
+    # 1F1B with two stages on a rank holds five micro-batches on rank 0 and three on rank 1
+    held = (5e6 + 16 * 144, 3e6 + 16 * 144)
+    by_process = {"rank 0": held[1], "rank 1": held[0]}  # process 0 has the loss
+    told = ", ".join(f"{name} {memory(round(size))}" for name, size in by_process.items())
+    assert f"memory of each rank: {told}" in found.notes

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from lightning_pipe.errors import ConfigurationError
-from lightning_pipe.planning.cost_profile import FORMAT, CostProfile, LayerSizes, SizeCosts, merged
+from lightning_pipe.planning.cost_profile import FORMAT, CostProfile, LayerSizes, SizeCosts, TiedSizes, merged
 from lightning_pipe.simulate import Link
 
 
@@ -28,6 +28,15 @@ def test_a_file_gives_back_what_was_written(tmp_path: Path) -> None:
     profile().save(path)
     assert CostProfile.load(path) == profile()
     assert json.loads(path.read_text())["format"] == FORMAT
+
+
+def test_what_is_optional_is_kept_in_a_file(tmp_path: Path) -> None:
+    sizes = {size: replace(costs, backward_input=(0.5, 1.0, 2.0)) for size, costs in profile().sizes.items()}
+    whole = replace(profile(), sizes=sizes, tied=(TiedSizes((0, 2), 400),))
+    whole.save(tmp_path / "net.json")
+    assert CostProfile.load(tmp_path / "net.json") == whole
+    assert whole.at(3).backward_input == (0.5, 1.0, 2.0)
+    assert replace(whole, sizes={2: whole.sizes[2]}).at(4).backward_input == (1.0, 2.0, 4.0)
 
 
 def test_sizes_between_and_beyond_the_measured_ones() -> None:
@@ -108,6 +117,39 @@ def test_files_that_cannot_be_read(tmp_path: Path, content: str, message: str) -
     path.write_text(content)
     with pytest.raises(ConfigurationError, match=message):
         CostProfile.load(path)
+
+
+SIZE = {"forward": 0.01, "backward": 0.02}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"sizes": {"0": SIZE}}, "one size of micro-batches, of one sample or more"),
+        ({"sizes": {"1": [1, 2]}}, "no profile that can be read"),
+        ({"sizes": {"1": {**SIZE, "backward_input": 0.01}, "2": SIZE}}, "backward_input is needed for all sizes"),
+        ({"sizes": {"1": {**SIZE, "forward": float("nan")}}}, "forward needs a finite number .* got nan"),
+        ({"sizes": {"1": {**SIZE, "stage_forward": -5}}}, "stage_forward needs a finite number .* got -5"),
+        ({"overhead": -1}, "overhead needs a finite number .* got -1"),
+        ({"batch": "x"}, "batch needs a finite number .* got 'x'"),
+        ({"message": {"alpha": -1}}, "alpha of message needs a finite number"),
+        ({"all_reduce": {"beta": "x"}}, "beta of all_reduce needs a finite number"),
+        ({"tied": [{"layers": [0, 9], "parameter_bytes": 4}]}, r"from 0 to 1, not \[0, 9\]"),
+        ({"tied": [{"layers": [0, 1], "parameter_bytes": "x"}]}, "parameter_bytes of tied needs"),
+        ({"tied": [{"layers": [0, 1], "parameter_bytes": 49}]}, "layer h.0 has fewer parameter_bytes than the 49"),
+        ({"layers": [{"name": "a", "parameters": 1, "parameter_bytes": "x"}]}, "parameter_bytes needs"),
+        ({"conditions": None}, "no profile that can be read"),
+    ],
+)
+def test_numbers_that_cannot_be_costs_are_refused(tmp_path: Path, changes: dict[str, object], message: str) -> None:
+    """A file written by hand must not give predictions that are negative, or fail later without its name."""
+    layers = [{"name": f"h.{number}", "parameters": 12, "parameter_bytes": 48} for number in range(2)]
+    content = {"format": FORMAT, "module": "Bert", "layers": layers, "sizes": {"1": SIZE}, **changes}
+    path = tmp_path / "x.json"
+    path.write_text(json.dumps(content))
+    with pytest.raises(ConfigurationError, match=message) as error:
+        CostProfile.load(path)
+    assert str(path) in str(error.value)
 
 
 def test_the_median_of_processes_counts() -> None:

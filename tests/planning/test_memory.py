@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -11,11 +13,12 @@ from lightning_pipe.planning.memory import PIECES
 MIB = 1 << 20
 
 
-def plan(ranks: int, accelerator: str) -> lightning_pipe.planning.render.Plan:  # type: ignore[name-defined]
+def plan(ranks: int, accelerator: str, **options: Any) -> lightning_pipe.planning.render.Plan:  # type: ignore[name-defined]
     with torch.device("meta"):
         layers = [nn.Linear(512, 512, bias=False) for _ in range(2 * ranks)]  # a MiB each
         module = nn.Sequential(nn.Embedding(1024, 512), nn.ModuleList(layers))
-    return lightning_pipe.plan(module, ranks, batch=8, layers="1", balance=[2] * ranks, accelerator=accelerator)  # type: ignore[arg-type]
+    options = {"batch": 8, "layers": "1", "balance": [2] * ranks, "accelerator": accelerator, **options}
+    return lightning_pipe.plan(module, ranks, **options)
 
 
 def test_the_share_of_each_process_counts() -> None:
@@ -38,3 +41,21 @@ def test_the_host_is_the_device_of_a_cpu() -> None:
 
 def test_many_ranks_have_one_line() -> None:
     assert "Host      the most of 16 ranks: 6 MiB to build, 66 MiB while saving" in str(plan(16, "gpu"))
+
+
+def test_what_holders_divide_is_theirs_together() -> None:
+    """2 MiB of layers on each of four holders: weights, the gradients of a batch, those kept, two moments."""
+
+    def last(**options: Any) -> float:
+        return plan(2, "gpu", replicas=4, **options).memory[0].step / MIB
+
+    assert last() == 2 + 2 + 4
+    assert last(shard_optimizer=True) == last(shard_optimizer="gradients") == 2 + 2 + 4 / 4
+    # while a batch runs its gradients are whole, beside what is kept of the batches before
+    assert last(accumulation=2) == 2 + 2 + 2 + 4
+    assert last(accumulation=2, shard_optimizer=True) == 2 + 2 + 2 + 4 / 4
+    assert last(accumulation=2, shard_optimizer="gradients") == 2 + 2 + 2 / 4 + 4 / 4
+    made = plan(2, "gpu", replicas=4, shard_optimizer="gradients")
+    assert made.stages[1].bytes == (2 + 2 + 4 / 4) * MIB
+    words = "the holders of a parameter divide its optimizer state and, once they are summed, its gradients"
+    assert words in " ".join(str(made).split())

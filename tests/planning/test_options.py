@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import fields
+from typing import Any
 
 import pytest
+from torch import nn
 
 from lightning_pipe import plan
 from lightning_pipe.errors import ConfigurationError
@@ -34,3 +36,20 @@ def test_processes_are_divided_over_nodes() -> None:
 
 def test_batches_of_replicas_add_up() -> None:
     assert PlanOptions(2, 8, replicas=3, accumulation=2).equation(4).micro_batches == 4
+
+
+def test_several_passes_are_planned_as_they_run() -> None:
+    net = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+    once, twice = (plan(net, ranks=2, batch=16, micro_batches=4, passes=passes) for passes in (1, 2))
+    interleaved = plan(net, ranks=2, batch=16, micro_batches=4, schedule="interleaved")
+    assert twice.bubble == interleaved.bubble
+    assert twice.bubble != once.bubble
+    assert twice.schedule == "1f1b in 2 passes"
+    # the stages and what they hold are those of one pass
+    assert (twice.stages, twice.memory) == (once.stages, once.memory)
+
+
+@pytest.mark.parametrize(("options", "words"), [({"passes": 0}, "passes=0"), ({"passes": 2, "profile": 1}, "profile")])
+def test_passes_that_cannot_be_planned(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigurationError, match=words):
+        PlanOptions(2, 16, **options)

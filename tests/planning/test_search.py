@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,10 +14,13 @@ from torch import nn
 
 import lightning_pipe
 from lightning_pipe import schedules
+from lightning_pipe.config import Sharding
 from lightning_pipe.errors import ConfigurationError
-from lightning_pipe.planning.cost_profile import CostProfile, LayerSizes, SizeCosts
-from lightning_pipe.planning.prediction import Configuration, Predictor, rank_bytes
-from lightning_pipe.planning.search import _candidates, _Search, search
+from lightning_pipe.partition import find_layers
+from lightning_pipe.planning.cost_profile import CostProfile, LayerSizes, SizeCosts, TiedSizes
+from lightning_pipe.planning.layer_sizes import layer_sizes, tied_sizes
+from lightning_pipe.planning.prediction import Configuration, Predictor, rank_bytes, stage_costs, stage_memory
+from lightning_pipe.planning.search import _candidates, _ever_smaller, _Search, search
 from lightning_pipe.simulate import Link, memory_over_time, peak, simulate
 
 MIB = 2**20
@@ -35,8 +40,80 @@ def profile(layers: int = 16, *, slow_first: float = 1.0, message: float = 2e-5)
     return CostProfile("Net", names, sizes, Link(message, 1e-10), Link(message, 1e-10), 2e-5, 1e-3, 1e-11)
 
 
+def with_slow_halves(costs: CostProfile) -> CostProfile:
+    """The halves of a backward pass together take one and a half times as long as the whole."""
+    sizes = {
+        samples: replace(
+            each,
+            backward_input=tuple(0.9 * seconds for seconds in each.backward),
+            backward_weight=tuple(0.6 * seconds for seconds in each.backward),
+        )
+        for samples, each in costs.sizes.items()
+    }
+    return replace(costs, sizes=sizes)
+
+
+def test_halves_may_take_longer_than_the_whole_and_the_first_stage_has_none() -> None:
+    costs = with_slow_halves(profile(4))
+    found = stage_costs(costs, (2, 2), 1, (1, 1))
+    whole = 2 * 0.003 + 1e-4 + 2e-5
+    assert found.backward == pytest.approx([whole, whole])
+    assert found.backward_input == pytest.approx([2e-5, 0.9 * 0.006 + 0.5e-4 + 2e-5])
+    assert found.backward_weight == pytest.approx([whole, 0.6 * 0.006 + 0.5e-4 + 2e-5])
+    one = Configuration(schedules.get("zero_bubble"), 2, 1, 2, 8, 1)
+    plain, slow = (Predictor(each).predict(one) for each in (profile(4), costs))
+    # the last stage is busy all the time; one more half of its pass for each micro-batch
+    assert slow.seconds - plain.seconds == pytest.approx(8 * 0.5 * 0.006, rel=0.1)
+    assert slow.compute - plain.compute == pytest.approx(8 * 0.5 * 0.006 / 2, rel=0.1)
+
+
+def test_tied_parameters_are_summed_over_the_ranks_that_hold_them() -> None:
+    tied = replace(profile(4), tied=(TiedSizes((0, 3), 8 * MIB),))
+    sums = profile(4).all_reduce.all_reduce
+    for name, replicas, stages, copies in (("1f1b", 1, 2, 2), ("1f1b", 2, 2, 4), ("dualpipev", 1, 4, 1)):
+        one = Configuration(schedules.get(name), 2, replicas, stages, 8, 1)
+        with_, without = Predictor(tied).predict(one), Predictor(profile(4)).predict(one)
+        if replicas == 1:
+            assert with_.reduction - without.reduction == pytest.approx(sums(8 * MIB, copies), abs=1e-12)
+        # a stage's own sum is without them
+        costs = stage_costs(tied, (2, 2), 1, (2, 2))
+        assert costs.reduce == pytest.approx([sums((24 - 8) * MIB, 2)] * 2)
+        assert Predictor(tied).seconds(one) == pytest.approx(with_.seconds)
+
+
+def test_a_module_knows_its_tied_parameters() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding = nn.Embedding(10, 4)
+            self.layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+            self.head = nn.Linear(4, 10, bias=False)
+            self.head.weight = self.embedding.weight
+
+    module = Tied()
+    assert tied_sizes(module, find_layers(module)) == (TiedSizes((0, 2), 160),)
+    assert tied_sizes(module.layers, find_layers(module.layers)) == ()
+
+
+def test_what_layers_have_in_common_counts_once_on_each_stage_that_holds_it() -> None:
+    """A head among the layers with the embedding's matrix: no stage holds less than nothing, or two of it."""
+    net = nn.Sequential(nn.Embedding(100, 8), nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 100))
+    net[3].weight = net[0].weight
+    layers = find_layers(net)
+    tied = tied_sizes(net, layers)
+    assert tied == (TiedSizes((0, 3), 3200),)
+    found = replace(profile(4), layers=layer_sizes(net, layers), tied=tied)
+    sums = found.all_reduce.all_reduce
+    for counts, held in (((2, 2), (3488, 3888)), ((1, 3), (3200, 4176)), ((4,), (4176,))):
+        assert stage_memory(found, counts, 1, (1,) * len(counts)).weights == list(held)
+        own = [size - 3200 * (len(counts) > 1) for size in held]
+        assert stage_costs(found, counts, 1, (2,) * len(counts)).reduce == pytest.approx([sums(o, 2) for o in own])
+
+
 def test_the_best_are_those_of_trying_everything() -> None:
-    for costs, limit in ((profile(), None), (profile(slow_first=2.5, message=2e-3), None), (profile(), 400.0 * MIB)):
+    slow = profile(slow_first=2.5, message=2e-3)
+    halved = replace(with_slow_halves(profile()), tied=(TiedSizes((0, 15), 8 * MIB),))
+    for costs, limit in ((profile(), None), (slow, None), (halved, None), (profile(), 400.0 * MIB)):
         engine = _Search(costs, limit, 10)
         times = []
         for one in _candidates(costs, 8, 32, None, None, (1, 2), None):
@@ -50,7 +127,7 @@ def test_the_best_are_those_of_trying_everything() -> None:
 
 
 def test_no_bound_is_above_the_time() -> None:
-    for costs in (profile(), profile(slow_first=3, message=5e-3)):
+    for costs in (profile(), profile(slow_first=3, message=5e-3), with_slow_halves(profile())):
         engine = _Search(costs, None, 10)
         for one in _candidates(costs, 4, 24, [*schedules.names()], None, (1, 2), None):
             assert engine.bound(one) <= engine.predictor.seconds(one) * (1 + 1e-9), one.label
@@ -83,9 +160,12 @@ def test_many_micro_batches_are_predicted_from_few() -> None:
 
 def test_memory_is_that_of_the_simulator_and_a_message_each_way() -> None:
     predictor = Predictor(profile())
-    for name, recompute in product(("gpipe", "1f1b", "interleaved", "chimera"), ("never", "always")):
+    shardings: tuple[Sharding, ...] = (False, True, "gradients")
+    for name, recompute, sharding in product(
+        ("gpipe", "1f1b", "interleaved", "chimera"), ("never", "always"), shardings
+    ):
         family = schedules.get(name)
-        one = Configuration(family, 4, 1, 4 * family.stages_per_rank, 8, 2, recompute)  # type: ignore[arg-type]
+        one = Configuration(family, 4, 2, 4 * family.stages_per_rank, 8, 2, recompute, sharding)  # type: ignore[arg-type]
         schedule = predictor.schedule(one, 8)
         memory = predictor.memory(one, predictor.layers(one), schedule)
         simulated = max(float(peak(points).total) for points in memory_over_time(schedule, memory))
@@ -107,6 +187,23 @@ def test_memory_limits_shard_and_recompute_and_rule_out() -> None:
         search(profile(), 4, 32, memory=1.0 * MIB)
 
 
+def test_gradients_are_divided_where_that_makes_room() -> None:
+    """With as many micro-batches as ranks, each rank is done with its later stage before it begins with the other."""
+    predictor = Predictor(profile())
+    one = Configuration(schedules.get("interleaved"), 4, 2, 8, 4, 2, "always")
+    whole, state, gradients = (
+        predictor.peak(replace(one, shard_optimizer=each)) for each in (False, True, "gradients")
+    )
+    assert whole > state > gradients
+    assert state - gradients == pytest.approx(2 * 12 * MIB / 2)  # of a stage of two layers half is let go
+    straight = replace(one, family=schedules.get("1f1b"), stages=4)
+    peaks = {predictor.peak(replace(straight, shard_optimizer=each)) for each in (True, "gradients")}
+    assert len(peaks) == 1
+    assert "sharded optimizer and gradients" in replace(one, shard_optimizer="gradients").label
+    assert [each.shard_optimizer for each in _ever_smaller(one)] == [False, True, "gradients"] * 2
+    assert [each.shard_optimizer for each in _ever_smaller(straight)] == [False, True] * 2
+
+
 def test_world_and_global_batch_stay_fixed() -> None:
     for choice in search(profile(), 8, 48).choices:
         one = choice.configuration
@@ -114,6 +211,31 @@ def test_world_and_global_batch_stay_fixed() -> None:
         assert one.samples * one.micro_batches * one.replicas == 48
         assert sum(choice.layers) == 16
         assert one.family.synchronous
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"ranks": 0}, "ranks of 1 or more, not 0"),
+        ({"ranks": 2.5}, "ranks of 1 or more, not 2.5"),
+        ({"global_batch": -1}, "global_batch of 1 or more"),
+        ({"pipeline_parallel_size": 0}, "pipeline_parallel_size of 1 or more"),
+        ({"stages_per_rank": [0, 1]}, "stages_per_rank of 1 or more"),
+        ({"micro_batches": [0]}, "micro_batches of 1 or more"),
+        ({"shown": 0}, "shown of 1 or more"),
+        ({"micro_batches": [3]}, "None of 0 configurations can be built"),
+        ({"families": []}, "None of 0 configurations can be built"),
+        ({"cut": lambda stages: None}, "None of 0 configurations can be built"),
+    ],
+)
+def test_what_cannot_be_searched_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        search(profile(), **{"ranks": 4, "global_batch": 8, **options})
+
+
+def test_a_given_cut_is_predicted() -> None:
+    found = search(profile(4), 2, 8, cut=lambda stages: [3, 1] if stages == 2 else None)
+    assert {choice.layers for choice in found.choices} == {(3, 1)}
 
 
 def test_schedules_without_a_flush_only_if_named() -> None:
@@ -146,5 +268,5 @@ def test_a_module_is_searched_by_its_parameters() -> None:
     assert set(found.best.options) >= {"schedule", "micro_batches", "balance"}
     with pytest.raises(ConfigurationError, match="cannot be divided into pipelines of 3"):
         search(net, 4, 16, pipeline_parallel_size=3)
-    with pytest.raises(ConfigurationError, match="needs ranks and samples"):
+    with pytest.raises(ConfigurationError, match="ranks of 1 or more"):
         search(net, 0, 16)

@@ -57,8 +57,12 @@ def test_the_plan_compares_both_orders() -> None:
     mine = 'rank_order="pipeline": 0 messages between stages of 0 B together, 1 KiB to sum gradients'
     # 3 batches x 2 replicas x 4 micro-batches, there and back, of 1 KiB
     other = 'rank_order="replicas": 48 messages between stages of 48 KiB together, 0 B to sum gradients'
-    assert f"Between in a step: {mine} instead of {other}" in lines
-    assert f"in a step: {other} instead of {mine}" in " ".join(str(made(2, "replicas")).split())
+    less = 'rank_order="pipeline" sends less: 1 KiB, not 48 KiB'
+    why = "the ranks of a pipeline are neighbours, for what stages send each other"
+    assert f"Between in a step: {mine} instead of {other} {why}; {less}" in lines
+    lines = " ".join(str(made(2, "replicas")).split())
+    assert f"in a step: {other} instead of {mine}" in lines
+    assert f"the holders of a stage are neighbours, for the sums of its gradients; {less}" in lines
 
 
 def test_on_one_node_there_is_nothing_to_say() -> None:

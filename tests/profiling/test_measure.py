@@ -6,14 +6,18 @@ import time
 from pathlib import Path
 from typing import Any
 
+import lightning
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_pipe
 from lightning_pipe.cli import main
 from lightning_pipe.errors import ConfigurationError
 from lightning_pipe.planning.cost_profile import CostProfile
+from lightning_pipe.profiling import command
 from lightning_pipe.profiling.measure import first, measure_profile, run_conditions
 from lightning_pipe.transport.threads import run_threads, thread_world
 from lightning_pipe.transport.topology import Topology
@@ -67,6 +71,32 @@ def test_layers_are_measured_by_size() -> None:
     found.check(run_conditions(torch.device("cpu")))
 
 
+def test_what_is_kept_is_what_autograd_keeps() -> None:
+    """Neither twice, as the result of one layer and the input of the next, nor without what the step does itself."""
+    net = nn.Sequential(*(layer for _ in range(3) for layer in (nn.Linear(16, 16), nn.ReLU())))
+    batch = torch.randn(4, 16, requires_grad=True)
+
+    def step(module: nn.Module, part: Tensor) -> Tensor:
+        return functional.cross_entropy(module(part), torch.zeros(len(part), dtype=torch.long))
+
+    kept: dict[int, int] = {}
+    weights = {parameter.untyped_storage().data_ptr() for parameter in net.parameters()}
+
+    def keep(tensor: Tensor) -> Tensor:
+        if tensor.untyped_storage().data_ptr() not in weights:
+            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss = step(net, batch)
+    costs = lightning_pipe.profile(net, batch, micro_batch_sizes=[4], rounds=1, step=step).sizes[4]
+    row = 4 * 16 * 4
+    assert sum(costs.saved_bytes) == sum(kept.values())
+    assert costs.saved_bytes[:5] == (row, row, 0, row, 0)
+    assert costs.saved_bytes[5] > 2 * row  # with the logarithms of the loss
+    loss.backward()
+
+
 def test_ranks_measure_messages_together() -> None:
     net = sleepers(0.001)
     options = {"micro_batch_sizes": [1], "rounds": 1}
@@ -117,3 +147,62 @@ def test_from_the_command_line_to_a_search(tmp_path: Path, capsys: pytest.Captur
     with pytest.raises(SystemExit):
         main(["plan", "torch.nn:Sequential", "--search", "--profile", str(path), "--ranks", "2"])
     assert "error" in capsys.readouterr().err
+
+
+class Described(lightning.LightningDataModule):
+    """Knows its data once it is set up."""
+
+    def setup(self, stage: str) -> None:
+        self.data = TensorDataset(torch.ones(8, 8))
+
+    def train_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
+        return DataLoader(self.data, batch_size=4)
+
+
+class Logging(lightning.LightningModule):
+    """Logs in its step, and may ask for its Trainer."""
+
+    def __init__(self, *, asks: bool = False) -> None:
+        super().__init__()
+        self.net, self.asks = sleepers(0.0001), asks
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        loss: Tensor = self.net(batch[0]).sum()
+        self.log("loss", loss)
+        return loss * (self.trainer.max_epochs or 1) if self.asks else loss
+
+
+def test_a_data_module_gives_the_batch_and_logging_is_silent(
+    recwarn: pytest.WarningsRecorder,
+) -> None:
+    batch = command._batch(Logging(), "tests.profiling.test_measure:Described")
+    found = lightning_pipe.profile(Logging(), batch, micro_batch_sizes=[2], rounds=1)
+    assert found.conditions["shapes"] == "(1, 8) float32"
+    assert not recwarn.list
+    with pytest.raises(ConfigurationError, match="Logging has no train_dataloader that gives a batch"):
+        command._batch(Logging(), None)
+    with pytest.raises(ConfigurationError, match="Sequential has no train_dataloader"):
+        command._batch(sleepers(), None)
+
+
+@pytest.mark.timeout(100)
+def test_processes_say_what_failed_in_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    place = "tests.profiling.test_measure:Logging"
+    options = ["--batch", "tests.profiling.test_measure:Described", "--timeout", "60"]
+
+    def told(*more: str) -> str:
+        with pytest.raises(SystemExit):
+            main(["profile", place, *options, *more])
+        return capsys.readouterr().err.strip()
+
+    assert "micro_batch_sizes=[9] cannot be measured with a batch of 4 samples" in (error := told("--sizes", "9"))
+    assert "Traceback" not in error
+    error = told("--argument", "asks=True", "--sizes", "1")
+    assert "A process that measured failed with RuntimeError: Logging is not attached to a `Trainer`" in error
+    assert "module.py, line" in error
+    assert "Traceback" not in error
+    assert "not ranks=0" in told("--ranks", "0")
+    if not torch.cuda.is_available():
+        assert "A GPU for each of 1 rank is needed, and this machine has 0" in told("--device", "cuda")
+    with pytest.raises(ConfigurationError, match="not rounds=0"):
+        lightning_pipe.profile(sleepers(), batch(), rounds=0)

@@ -12,7 +12,9 @@ import torch
 from torch import nn
 
 from lightning_pipe import schedules
+from lightning_pipe.config import Sharding
 from lightning_pipe.engine.pipeline import Pipeline
+from lightning_pipe.engine.streamed_evaluation import StreamedEvaluation
 from lightning_pipe.partition import divide, find_layers
 from lightning_pipe.schedules import Family
 from lightning_pipe.transport.base import Transport
@@ -39,6 +41,7 @@ class Point:
         ranks: ranks in one pipeline, where not as many as the stages ask for.
         evaluate: run a forward-only batch of another size after every training batch.
         recompute: which forward passes run again before their backward pass.
+        sharded: what the holders of a parameter divide.
     """
 
     schedule: str | Family = "1f1b"
@@ -51,6 +54,7 @@ class Point:
     ranks: int | None = None
     evaluate: bool = False
     recompute: Literal["never", "except_last", "always"] = "never"
+    sharded: Sharding = False
 
     @property
     def pipeline_ranks(self) -> int:
@@ -61,8 +65,8 @@ class Point:
     def __str__(self) -> str:
         extra = "-".join(
             f"{name}_{getattr(self, name)}"
-            for name in ("accumulate", "ranks", "recompute")
-            if getattr(self, name) not in (1, None, "never")
+            for name in ("accumulate", "ranks", "recompute", "sharded")
+            if getattr(self, name) not in (1, None, "never", False)
         )
         label = schedules.get(self.schedule).label
         return f"{label}-s{self.stages}-m{self.micro_batches}-d{self.replicas}" + (f"-{extra}" if extra else "")
@@ -151,27 +155,62 @@ def evaluated(entry: Entry, point: Point, context: Callable[[], AbstractContextM
     return [losses[place] for place in sorted(losses)]
 
 
-def streamed(entry: Entry, ranks: int, number: int, context: Callable[[], AbstractContextManager[Any]]) -> list[float]:
-    """The losses of a number of batches that follow each other through one stage on each rank."""
-    world = thread_world(Topology.for_schedule(ranks, 1), timeout=timedelta(seconds=20))
+def streamed(
+    entry: Entry,
+    at: Point,
+    number: int,
+    context: Callable[[], AbstractContextManager[Any]],
+    alone: bool = False,
+    waiting: int | None = None,
+) -> tuple[list[float], list[list[str]]]:
+    """The losses of a number of batches that follow each other through the stages, and what each rank ran.
+
+    Args:
+        entry: the model and its batches.
+        at: the schedule and its stages.
+        number: of batches.
+        context: entered around them.
+        alone: let the first batch end before the second one begins.
+        waiting: a rank that runs no batch ahead.
+    """
+    ranks, family = at.pipeline_ranks, schedules.get(at.schedule)
+    loss_rank = family.build(ranks, 2 * ranks, stages=at.stages).loss_ranks[0]
+    world = thread_world(Topology.for_schedule(ranks, 1, loss_rank=loss_rank), timeout=timedelta(seconds=20))
     modules = [entry.build() for _ in world]
     losses: dict[int, float] = {}
 
-    def body(transport: ThreadTransport) -> None:
+    def body(transport: ThreadTransport) -> list[str]:
         module = modules[transport.process]
         layers = find_layers(module, entry.layers)
-        pipeline = Pipeline(module, layers, divide(module, layers, ranks), schedules.get("gpipe"), transport)
+        pipeline = Pipeline(module, layers, divide(module, layers, at.stages), family, transport)
         pipeline.partition()
-        assert pipeline.linear
+        ran: list[str] = []
         with context():
-            for index, batch in enumerate(entry.batches(number)):
+            for _ in range(2):  # with the plans of the first time
+                stream = StreamedEvaluation(pipeline, alone=alone)
+                batches = [
+                    stream.begin(index, lambda _, part: module.loss(part), batch)
+                    for index, batch in enumerate(entry.batches(number))
+                ]
                 # no rank waits for a later one: the first has run all batches when the last begins, if it is fast
-                results = pipeline.evaluate(lambda _, part: module.loss(part), [batch], ahead=number)
-                losses.update((index, float(loss)) for loss in results.values())
-        pipeline.end_stream()
+                for index in range(number):
+                    ran += performed(stream, number, last=index if transport.rank == waiting else None)
+                losses.update((i, float(batch.results[0])) for i, batch in enumerate(batches) if batch.results)
+                stream.end()
+        return ran[: len(ran) // 2]
 
-    run_threads(world, body, timeout=60)
-    return [losses[index] for index in range(number)]
+    ran = run_threads(world, body, timeout=60)
+    return [losses[index] for index in range(number)], ran
+
+
+def performed(stream: StreamedEvaluation, number: int, last: int | None = None) -> list[str]:
+    """Let a rank go on to the end of the next batch; the actions that are left over are those of no batch."""
+    end, ran = stream.proceed(), []
+    while (action := stream.due(end, last)) is not None:
+        if (action.micro_batch or 0) < number:
+            stream.perform(action)
+            ran.append(str(action))
+    return ran
 
 
 def train_rank(entry: Entry, module: Module, point: Point, transport: Transport) -> Trace:
@@ -180,6 +219,8 @@ def train_rank(entry: Entry, module: Module, point: Point, transport: Transport)
     balance = divide(module, layers, point.stages)
     pipeline = Pipeline(module, layers, balance, schedules.get(point.schedule), transport, recompute=point.recompute)
     pipeline.partition()
+    reductions = pipeline.reductions
+    reductions.scattered = point.sharded == "gradients"
     optimizer = module.configure_optimizers()
     batches = iter(entry.batches(point.steps * point.replicas * point.accumulate))
     trace = Trace()
@@ -193,7 +234,7 @@ def train_rank(entry: Entry, module: Module, point: Point, transport: Transport)
             parts,
             [oracle.samples(part) / total / point.accumulate for part in parts],
             seed=index,
-            reduce=last,
+            reduce=last or reductions.scattered,
         )
         shares = oracle.shares(parts)
         trace.losses.append(sum(shares[i] * oracle.loss_of(result).item() for i, result in results.items()))
@@ -202,7 +243,11 @@ def train_rank(entry: Entry, module: Module, point: Point, transport: Transport)
         if last:
             if point.clip is not None:
                 clip_by_global_norm(pipeline, point.clip)
+            if point.sharded is True and reductions.shards is not None:
+                reductions.shards.drop_gradients()
             optimizer.step()
+            if point.sharded and reductions.shards is not None:
+                reductions.shards.share()
             optimizer.zero_grad()
     pipeline.restore()
     trace.weights = oracle.state_of(module)
@@ -211,13 +256,17 @@ def train_rank(entry: Entry, module: Module, point: Point, transport: Transport)
 
 def clip_by_global_norm(pipeline: Pipeline, limit: float) -> None:
     """What `torch.nn.utils.clip_grad_norm_` does on one device: each parameter counts once."""
-    rank, members = pipeline.transport.rank, pipeline.pipeline_members
-    mine = [p.grad for n, p in pipeline.local_parameters() if p.grad is not None and pipeline.owners(n)[0] == rank]
+    rank, reductions = pipeline.transport.rank, pipeline.reductions
+    mine = [
+        p.grad
+        for n, p in pipeline.local_parameters()
+        if p.grad is not None and reductions.counts(p, first=pipeline.owners(n)[0] == rank)
+    ]
     # on the device on every rank: a reduction is one of the host, or one of devices
     square = torch.zeros(1, dtype=torch.float64, device=pipeline.transport.device)
     for gradient in mine:
         square += gradient.double().square().sum()
-    pipeline.transport.all_reduce(square, members).wait()
+    pipeline.transport.all_reduce(square, reductions.members_with_all).wait()
     nn.utils.clip_grads_with_norm_([p for _, p in pipeline.local_parameters()], limit, square.sqrt()[0])
 
 

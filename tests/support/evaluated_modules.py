@@ -24,7 +24,7 @@ class Evaluated(L.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Linear(WIDTH, WIDTH)
-        self.model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4)))
+        self.model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(8)))
         self.accuracy = torchmetrics.classification.MulticlassAccuracy(num_classes=WIDTH)
         self.auroc = torchmetrics.classification.MulticlassAUROC(num_classes=WIDTH)
         self.losses: list[Tensor] = []

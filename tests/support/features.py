@@ -87,6 +87,18 @@ def root_folder(runner: Runner) -> Any:
     return sorted(path.name for path in (runner.folder / "root").rglob("*.ckpt"))
 
 
+def weights_alone(runner: Runner) -> Any:
+    """What is in a file of a `ModelCheckpoint` that keeps weights alone, on the process that has written it."""
+    saving = callbacks.ModelCheckpoint(runner.folder / "weights", save_weights_only=True)
+    trainer = runner.fit(callbacks=[saving], enable_checkpointing=True)
+    if not trainer.is_global_zero:
+        return {}
+    content = torch.load(saving.best_model_path, weights_only=False)
+    keys = sorted(key for key in content if not key.startswith("lightning_pipe"))
+    values = {name: value.tolist() for name, value in content["state_dict"].items() if name.endswith("weight")}
+    return keys, values
+
+
 # ------------------------------------------------------------------ callbacks
 
 
@@ -310,6 +322,7 @@ CASES: dict[str, Callable[[Runner], Any]] = {
     "autolog": own_logger(enable_autolog_hparams=False),
     "limits": limited_evaluations,
     "default_root_dir": root_folder,
+    "save_weights_only": weights_alone,
     "LambdaCallback": called,
     "LearningRateMonitor": rates,
     "Timer": timed,

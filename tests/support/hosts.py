@@ -54,6 +54,11 @@ class Host:
         _run("tc", "-n", self.name, "qdisc", "replace", "dev", self.device, "root", *discipline)
 
 
+def pull() -> None:
+    """Take the cable out of the host that this process is on: nothing arrives any more, and nobody is told."""
+    _run("ip", "link", "set", os.environ["GLOO_SOCKET_IFNAME"], "down")
+
+
 @contextmanager
 def joined() -> Iterator[tuple[Host, Host]]:
     """Two hosts with a cable between them; gone afterwards.

@@ -38,6 +38,7 @@ _ROOMS: dict[str, dict[str, str]] = {
     "intercept": {"parameter_use": "parameters/test_ownership"},
     "intercept/torch_patches": {"activation_checkpoints": "intercept/test_surroundings"},
     "intercept/turns": {"messages": "intercept/turns/test_run", "tracker": "intercept/turns/test_run"},
+    "parameters": {"buckets": "parameters/test_gradient_sync"},
     "partition": {"holding": "planning/test_memory", "profile": "partition/test_cost"},
     "planning": {
         "command": "test_cli",

@@ -92,6 +92,7 @@ def test_modules_that_a_pipeline_cannot_train(module: type[Lit], message: str) -
     [
         ({"schedule": "1f1c"}, ScheduleError, "Did you mean '1f1b'"),
         ({"reproducible_rng": False}, ConfigurationError, "reproducible_rng"),
+        ({"shard_optimizer": "all"}, ConfigurationError, "shard_optimizer='all' is not supported"),
         ({"reduce_dtype": "float16"}, ConfigurationError, "reduce_dtype='float16' is not supported"),
         ({"pipeline_parallel_size": 3}, ConfigurationError, "pipeline_parallel_size=1"),
         ({"stages": 9}, PartitionError, "5 layers .* cannot fill 9 stages"),

@@ -22,8 +22,10 @@ from tests.support.features import CASES, Runner
 from tests.support.lit_modules import Lit
 from tests.support.processes import run_trainers
 from tests.support.trainer_runs import QUIET, quiet
+from tests.trainer.test_service_loggers import SERVICES
 
 ZERO_ALONE = {
+    "save_weights_only",
     *("ThroughputMonitor", "CSVLogger", "Logger", "autolog"),
     *("default_root_dir", "ModelSummary", "RichModelSummary"),
 }
@@ -62,6 +64,7 @@ MARKS: dict[str, list[tuple[str, ...]]] = {
         (FLAG, "logger", "works"),
         (FLAG, "log_every_n_steps", "works"),
     ],
+    "save_weights_only": [("Checkpoints", "ModelCheckpoint(save_weights_only=True)", "works")],
     "CSVLogger": [(LOGGER, "CSVLogger", "works")],
     **{name: [(PROFILER, name, "works")] for name in CASES if name.endswith("Profiler") and name != "SimpleProfiler"},
 }
@@ -122,7 +125,8 @@ def differences(found: Any, plain: Any) -> list[str]:
 
 def service(name: str) -> Any:
     how = "needs its service; process 0 alone opens it, as any logger"  # some are not in every Lightning
-    return pytest.param(name, marks=pytest.mark.feature(LOGGER, name, "not run", how))
+    marks = [] if name in SERVICES else [pytest.mark.feature(LOGGER, name, "not run", how)]
+    return pytest.param(name, marks=marks)
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ FEATURES: dict[str, list[tuple[str, str]]] = {
         (CALLBACK, "Callback"),
         (PRECISION, "Precision"),
         (DATA, "a DataLoader that shuffles and has a short last batch"),
+        (DATA, "LightningDataModule"),
         (OPTIMIZER, "an optimizer with a schedule for every step"),
         (HOOK, "self.log and torchmetrics"),
     ],

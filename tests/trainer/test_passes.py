@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_pipe import PipeStrategy
+from lightning_pipe import PipeStrategy, simulate
+from lightning_pipe.schedules import Interleaved
 from tests.support.processes import outcomes
 
 
@@ -58,7 +59,11 @@ def fit(process: int, devices: int, plain: bool = False) -> dict[str, Any]:
 
 def test_two_passes_log_and_learn_what_one_device_does() -> None:
     expected = fit(0, 1, plain=True)
-    for each in outcomes(fit, 2, timeout=60, devices=2):
+    found = outcomes(fit, 2, timeout=60, devices=2)
+    # the bubble of four stages on two ranks
+    bubble = simulate(Interleaved(2).build(ranks=2, micro_batches=2)).bubble_ratio
+    assert f"in 2 passes, predicted bubble {100 * float(bubble):.1f} %" in found[0].output
+    for each in found:
         assert each.error is None, each.error
         assert each.value["logged"] == pytest.approx(expected["logged"], rel=1e-5)
         for name, value in expected["weights"].items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, get_args
@@ -17,6 +18,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_pipe.config import RankOrder
+from lightning_pipe.errors import CommunicationError
 from tests.support import hosts, oracle
 from tests.support.lit_modules import Lit, dataset
 from tests.support.nodes import node_outcomes, run_nodes
@@ -233,3 +235,37 @@ def test_a_node_that_dies_or_freezes_ends_the_others(node: int, number: int, wor
     assert other.error is not None
     assert not isinstance(other.error, WorldTimeoutError), "it had to be ended"
     assert re.search(words, other.output), other.output[-3000:]
+
+
+class Pulls(L.Callback):
+    """One node loses its network in the second epoch."""
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+        if trainer.node_rank == 1 and trainer.global_step == BATCHES + 2:
+            hosts.pull()
+
+
+def fit_until_pulled(folder: str) -> None:
+    """Leaves the error in a file, and stays until the other rank has left its own."""
+    from lightning_pipe import PipeStrategy
+
+    try:
+        trained(PipeStrategy(micro_batches=2, timeout=timedelta(seconds=8)), 1, 2, None, Pulls())
+    except CommunicationError as error:
+        (Path(folder) / os.environ["RANK"]).write_text(str(error))
+    deadline = time.monotonic() + 30
+    while len(list(Path(folder).iterdir())) < 2 and time.monotonic() < deadline:
+        time.sleep(0.1)
+
+
+@pytest.mark.slow
+def test_a_cable_that_is_pulled_ends_the_ranks_at_both_ends(tmp_path: Path) -> None:
+    """No packet says that a connection has ended: each end knows it by the time that passes."""
+    if reason := hosts.why_not():
+        pytest.skip(reason)
+    with hosts.joined() as ends:
+        # torchrun's agent on the host without a network waits for the other one for long: it has to be ended
+        node_outcomes(fit_until_pulled, str(tmp_path), timeout=55, hosts=ends)
+    first, second = (tmp_path / "0").read_text(), (tmp_path / "1").read_text()
+    assert re.search(r"Rank 0 could not .* within 8 s(.|\n)*rank 1: no answer", first)
+    assert re.search(r"Rank 1 could not (.|\n)*host is frozen or cannot be reached", second)

@@ -142,6 +142,9 @@ def four() -> list[dict[str, Any]]:
     return run_trainers(replicas, 4, timeout=60)
 
 
+@pytest.mark.feature(
+    "Data loaders", "a batch_sampler of one's own", "works", "replicas may have batches of different sizes"
+)
 def test_replicas_with_unequal_batches_are_weighted_by_samples(four: list[dict[str, Any]]) -> None:
     trainer("auto")
     plain = AllSGD().double()

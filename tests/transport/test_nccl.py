@@ -39,6 +39,9 @@ def exchange(process: int, backend: str) -> list[list[int]]:
     total = torch.ones(4, device=device)
     transport.all_reduce(total, (0, 1)).wait()
     received.append(total.tolist())
+    parts = [torch.full((2 + member,), 1.0 + process, device=device) for member in (0, 1)]
+    transport.reduce_scatter(parts, (0, 1)).wait()
+    received.append(parts[process].tolist())
     received.append([transport.broadcast_object(process, 1, (0, 1))])
     transport.barrier()
     transport.close()
@@ -50,5 +53,5 @@ def test_messages_between_gpus(backend: str) -> None:
     if backend == "nccl" and torch.cuda.device_count() < 2:
         pytest.skip("NCCL needs one GPU per process")
     first, second = processes.run_world(exchange, 2, backend=backend, timeout=100)
-    assert first == [[3, 3], [2.0] * 4, [1]]
-    assert second == [[0, 0], [1, 1], [2, 2], [2.0] * 4, [1]]
+    assert first == [[3, 3], [2.0] * 4, [3.0] * 2, [1]]
+    assert second == [[0, 0], [1, 1], [2, 2], [2.0] * 4, [3.0] * 3, [1]]

@@ -49,6 +49,14 @@ def test_communicators_that_are_made_in_opposite_orders_hold_both_hosts(rules: R
     assert found.count("its host is at Meet(place=('communicator'") == 2
 
 
+@pytest.mark.parametrize("verbs", [("reduce for 0", "reduce for 1"), ("reduce for 0", "all-reduce")])
+def test_collectives_that_meet_are_the_same(verbs: tuple[str, str]) -> None:
+    sums = [[Issued(number, BOTH, verb, 8), Waited(number)] for number, verb in enumerate(verbs)]
+    assert deadlock([*sums[0], *sums[1]], [*sums[0], *sums[1]]) is None
+    with pytest.raises(AssertionError, match="meets"):
+        deadlock([*sums[0], *sums[1]], [*sums[1], *sums[0]])
+
+
 def test_a_device_that_is_full_holds_up_other_streams() -> None:
     # rank 0 may start the receive first, whose answer needs the send behind it
     first = [message(0, "receive", THERE, 1), message(1, "send", BOTH, 1), Waited(0), Waited(1)]

@@ -181,6 +181,60 @@ def test_collectives(run: Run) -> None:
         assert results["gather pair"] == list(pair)
 
 
+def scattered(transport: Transport) -> list[list[float]]:
+    """What this process keeps of sums of parts of different sizes, in a world of three and in a pair."""
+    world, pair = (0, 1, 2), (0, 2)
+    transport.make_groups([pair])
+    found = []
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        parts = [torch.arange(size, dtype=dtype) + transport.process for size in (3, 0, 2)]
+        transport.reduce_scatter(parts, world).wait()
+        found.append(parts[transport.process].tolist())
+    if transport.process in pair:
+        parts = [torch.full((1, 2), 1.0 + transport.process, requires_grad=True) for _ in pair]
+        transport.reduce_scatter(parts, pair).wait()
+        found += parts[pair.index(transport.process)].tolist()
+    alone = torch.ones(2)
+    transport.reduce_scatter([alone], (transport.process,)).wait()
+    return [*found, alone.tolist()]
+
+
+def test_sums_are_scattered_to_their_members(run: Run) -> None:
+    first, second, third = run(scattered, Topology(1, 3))
+    assert first == [[3.0, 6.0, 9.0]] * 3 + [[4.0, 4.0], [1.0, 1.0]]
+    assert second == [[]] * 3 + [[1.0, 1.0]]
+    assert third == [[3.0, 6.0]] * 3 + [[4.0, 4.0], [1.0, 1.0]]
+
+
+def freed(transport: Transport) -> tuple[bool, bool]:
+    """Whether the memory of the other member's part is free when the sum is done, without anybody waiting for it."""
+    memory = np.ones(1 << 17)
+    held = weakref.ref(memory)
+    parts = [torch.from_numpy(memory), torch.from_numpy(memory)]
+    parts[transport.process] = torch.ones(1 << 17, dtype=torch.float64)
+    del memory
+    if transport.process == 1:
+        transport.receive_object(1, 0)
+    work, early = transport.reduce_scatter(parts, (0, 1)), held() is None
+    own = parts[transport.process]
+    del parts
+    if transport.process == 0:
+        early = held() is None
+        transport.send_object(None, 0, 0)
+    deadline = time.monotonic() + 5
+    while held() is not None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    late = held() is None
+    work.wait()
+    assert bool((own == 2).all())
+    return early, late
+
+
+def test_the_memory_of_sums_for_others_is_free_when_they_are_done(run: Run) -> None:
+    # one process has begun when the other one has not
+    assert run(freed, Topology(2, order=(1, 0))) == [(False, True)] * 2
+
+
 def overlapping(transport: Transport) -> list[float]:
     tensors = [torch.full((1000,), float(i + transport.process)) for i in range(10)]
     works = [transport.all_reduce(tensor, (0, 1)) for tensor in tensors]

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from lightning_pipe.patches import all_replaced
+
+Place = tuple[Any, str, Any]
+"""An owner, a name, and what stands there meanwhile."""
 
 if TYPE_CHECKING:
     from lightning_pipe.intercept.stage_run import StageRun
     from lightning_pipe.intercept.turns.run import TurnRun
 
 
+_local = threading.local()
+
+
 class Patch:
-    """Attributes of torch that are replaced as long as any thread needs it.
+    """Attributes of torch that are replaced as long as any thread needs it, by `installed`.
 
     Threads can be ranks of their own: a replacement asks for the run of its own thread, and does what torch does where
     there is none.
@@ -24,23 +31,31 @@ class Patch:
         places: owner, name and replacement of each attribute.
     """
 
-    def __init__(self, *places: tuple[object, str, Any]) -> None:
-        self._places = places
-        self._local = threading.local()
+    def __init__(self, *places: Place) -> None:
+        self.places = places
 
     @property
     def run(self) -> StageRun | TurnRun | None:
         """The stage that runs in this thread, if any."""
-        current: Callable[[], StageRun | TurnRun | None] | None = getattr(self._local, "current", None)
+        current: Callable[[], StageRun | TurnRun | None] | None = getattr(_local, "current", None)
         return None if current is None else current()
 
-    @contextmanager
-    def installed(self, current: Callable[[], StageRun | TurnRun | None]) -> Iterator[None]:
-        """While the context lasts, replacements that this thread calls ask ``current`` which stage runs."""
-        before = getattr(self._local, "current", None)
-        with all_replaced(self._places):
-            self._local.current = current
-            try:
-                yield
-            finally:
-                self._local.current = before
+
+@contextmanager
+def installed(
+    patches: Iterable[Patch], current: Callable[[], StageRun | TurnRun | None], places: Iterable[Place] = ()
+) -> Iterator[None]:
+    """While the context lasts, replacements that this thread calls ask ``current`` which stage runs.
+
+    Args:
+        patches: what is replaced in torch.
+        current: which stage runs in this thread.
+        places: what else is replaced meanwhile, before what is in torch.
+    """
+    before = getattr(_local, "current", None)
+    with all_replaced(chain(places, *(patch.places for patch in patches))):
+        _local.current = current
+        try:
+            yield
+        finally:
+            _local.current = before

@@ -175,7 +175,7 @@ class Streaming:
         belong to the call, and every report of the call has all of them.
         """
         finished = self._call.finished
-        reports = self._exchange(self._step.attributes.changes(before))
+        reports = self._exchange(self._step.attributes.changes(before, self._pipeline.loss_ranks))
         # bounds how far this rank is ahead of ranks that do not receive
         self._channel.end_call()
         self._step.attributes.adopt([report.changes for report in reports[-1]], before)
@@ -198,7 +198,8 @@ class Streaming:
         if self._pipeline.is_loss_rank:
             stop = self._stop.of_replicas()
             own = {batch: self._report(batch, changes, stop) for batch in batches}
-        return [self._step.exchange(own.get(batch), self.broadcast) for batch in batches]
+        ranks = self._pipeline.loss_ranks
+        return [self._step.exchange(own.get(batch), ranks, self.broadcast) for batch in batches]
 
     def _report(self, batch: int | None, changes: list[Change], stop: bool) -> StepReport:
         if batch is None:

@@ -14,7 +14,7 @@ which anything else looks at batches, such as hooks of the user's, asks for whol
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,6 +24,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
 from lightning_pipe.engine.pipeline import Pipeline
+from lightning_pipe.engine.stage import Stages
 from lightning_pipe.intercept.batch_reads import BatchReads
 from lightning_pipe.intercept.withheld import Withheld
 from lightning_pipe.tensor_spec import TensorSpec
@@ -44,6 +45,38 @@ LEAST = 1 << 14
 
 Key = tuple[str, str]
 """The method that runs a batch, and the structure of the batch."""
+
+
+class Learning:
+    """Sees what the runs of a batch's step read of it, and tells the rank that loads.
+
+    Args:
+        stages: run the step; ``None``: there is nothing to learn.
+        tell: is given the positions of the tensors that were read.
+    """
+
+    def __init__(self, stages: Stages | None, tell: Callable[[set[int]], None]) -> None:
+        self._stages, self._tell, self._reads = stages, tell, BatchReads()
+
+    @contextmanager
+    def seeing(self) -> Iterator[None]:
+        """Around runs of the step."""
+        if self._stages is None:
+            yield
+            return
+        self._stages.reads = self._reads
+        try:
+            yield
+        finally:
+            self._stages.reads = None
+
+    def end(self) -> None:
+        """After the last run on this rank. The rank that loads waits for the others."""
+        if self._stages is not None:
+            self._tell(self._reads.positions)
+
+
+_NOTHING_TO_LEARN = Learning(None, lambda _: None)
 
 
 class Needs:
@@ -82,9 +115,8 @@ class Needs:
         """Batches of a method are whole from now on: it reads them in a way that is not seen. On all ranks."""
         self._whole.add(name)
 
-    @contextmanager
-    def learning(self, name: str, batch: Any, parts: Sequence[Any]) -> Generator[None, None, None]:
-        """Around the step of a batch: see what it reads, if that is not known, and tell the rank that loads.
+    def learning(self, name: str, batch: Any, parts: Sequence[Any]) -> Learning:
+        """What learns from the runs of the step of a batch. For all batches in their order, the same on all ranks.
 
         Args:
             name: the method that runs it.
@@ -94,20 +126,20 @@ class Needs:
         structure = _structure(batch)
         key = (name, structure)
         if self._off or name in self._whole or key in self._told:
-            yield
-            return
-        stages = self._pipeline.executor.stages
-        stages.reads = reads = BatchReads()
-        try:
-            yield
-        finally:
-            stages.reads = None
+            return _NOTHING_TO_LEARN
         self._told.add(key)
-        seen = self._read.setdefault(key, set())
-        seen |= reads.positions
         alike = all(_structure(part) == structure for part in parts)  # positions in the one are those in the other
-        seen_whole = alike and not are_looked_at(self._module, name) and not self._is_compiled
-        self._tell(key, seen if seen_whole else set(range(len(tree_leaves(batch)))))
+        everything = set(range(len(tree_leaves(batch))))
+
+        def tell(read: set[int]) -> None:
+            if name in self._whole:
+                return
+            seen = self._read.setdefault(key, set())
+            seen |= read
+            seen_whole = alike and not are_looked_at(self._module, name) and not self._is_compiled
+            self._tell(key, seen if seen_whole else everything)
+
+        return Learning(self._pipeline.executor.stages, tell)
 
     def _tell(self, key: Key, read: set[int]) -> None:
         """Tell the rank that loads; it waits for all others, which have run the same batch or are about to."""

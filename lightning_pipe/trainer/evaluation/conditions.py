@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from typing import Any
 
 import lightning.pytorch as pl
@@ -13,6 +14,7 @@ from lightning_pipe.parameters.deferred_batchnorm import deferred_norms
 from lightning_pipe.torch_internals import is_compiled
 from lightning_pipe.trainer.data.batch_hooks import hooks_between
 from lightning_pipe.trainer.data.shared_loader import SharedDataLoader
+from lightning_pipe.trainer.module_state import is_torchs
 from lightning_pipe.trainer.user_step import UserStep
 
 # Lightning shows what its own loggers are told; that of this package has no handler.
@@ -39,22 +41,39 @@ def reason_to_wait(module: pl.LightningModule, pipeline: Pipeline, step: UserSte
         loop: the loop of Lightning that is about to begin.
         name: the method that evaluates a batch.
     """
+    return next(_reasons(module, pipeline, step, loop, name), None)
+
+
+def _reasons(module: pl.LightningModule, pipeline: Pipeline, step: UserStep, loop: Any, name: str) -> Iterator[str]:
     if name in step.in_turns:
-        return "the step comes back to layers that it has called, and one rank computes at a time"
+        yield "the step comes back to layers that it has called, and one rank computes at a time"
     if isinstance(loop._data_fetcher, DataLoaderIterDataFetcher):
-        return f"{name} takes the loader's iterator"
+        yield f"{name} takes the loader's iterator"
     for hook in hooks_between(module, name):
         # it may change what the steps of later batches use, such as weights
-        return f"{hook} is called between two batches"
+        yield f"{hook} is called between two batches"
     for metric in step.metrics.in_layers:
-        return f"the metric {metric!r} is part of a module that earlier stages run"
+        yield f"the metric {metric!r} is part of a module that earlier stages run"
     if any(map(is_compiled, step.attributes.tracked.modules.values())):
-        return "the code around the layers is compiled, and what it reads cannot be seen"
-    return _what_replicas_do(module, loop) if pipeline.transport.topology.replicas > 1 else None
+        yield "the code around the layers is compiled, and what it reads cannot be seen"
+    replicas, loaders = pipeline.transport.topology.replicas > 1, loop._combined_loader.flattened
+    if replicas and any(isinstance(loader, SharedDataLoader) and loader.compares for loader in loaders):
+        yield "the replicas' loaders may differ in length"
+    if (replicas or not pipeline.linear) and any(norm.training for norm in deferred_norms(module)):
+        # replicas update statistics together; two stages of a rank may update those of one norm
+        yield "batch norm is in training mode"
+    if (part := _shared_by_stages(pipeline)) is not None:
+        yield f"several stages of a rank share {part}, which may change in each batch"
 
 
-def _what_replicas_do(module: pl.LightningModule, loop: Any) -> str | None:
-    """What the replicas do together for every batch, which must be in the same order on all of them."""
-    if any(isinstance(loader, SharedDataLoader) and loader.compares for loader in loop._combined_loader.flattened):
-        return "the replicas' loaders may differ in length"
-    return "batch norm is in training mode" if any(norm.training for norm in deferred_norms(module)) else None
+def _shared_by_stages(pipeline: Pipeline) -> str | None:
+    """A module that a late stage of a rank may run for a batch when an early one has run it for later batches."""
+    users: dict[tuple[int, int], int] = {}
+    for stage, span in enumerate(pipeline.stage_layers):
+        for name, layer in (pipeline.layers[number] for number in span):
+            for inner, part in layer.named_modules():
+                key = (pipeline.placement[0, stage], id(part))
+                # those of torch do not change in evaluation mode
+                if not is_torchs(type(part)) and users.setdefault(key, stage) != stage:
+                    return f"'{name}.{inner}'".replace(".'", "'")
+    return None

@@ -34,7 +34,6 @@ class Evaluations:
             steps.options.stream_evaluation
             # the micro-batches of a batch follow each other instead
             and steps.options.evaluation_micro_batches == 1
-            and steps.pipeline.linear
             and world.layout.pipeline_parallel_size > 1
         )
         self._steadiness: defaultdict[str, Steadiness] = defaultdict(Steadiness)
@@ -72,7 +71,9 @@ class Evaluations:
         """
         if self._stream is not None:
             return self._stream.step(args)
-        return self._steps.share(self._steps.run(name, args))
+        run = self._steps.begin(name, args)
+        self._steps.run(run)
+        return self._steps.share(run)
 
     @property
     def share_batch(self) -> Callable[[Any, int], Any] | None:
@@ -126,3 +127,4 @@ class Evaluations:
         stream, self._stream = self._stream, None
         if stream is not None:
             stream.close()
+            self._steps.pipeline.executor.abandon()

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any
 
 from lightning.pytorch.plugins.precision import Precision
 
@@ -16,31 +16,38 @@ from lightning_pipe.trainer.broadcasts import Broadcast
 from lightning_pipe.trainer.data.batch_splitter import BatchSplitting
 from lightning_pipe.trainer.data.joining import join
 from lightning_pipe.trainer.data.micro_batches import MicroBatches, divide_batch
-from lightning_pipe.trainer.data.needs import Needs
+from lightning_pipe.trainer.data.needs import Learning, Needs
 from lightning_pipe.trainer.seeds import Seeds
 from lightning_pipe.trainer.user_step import StepOfBatch, UserStep
 
 
-class RunStep(NamedTuple):
-    """A step that this rank has run and not shared yet.
+@dataclass
+class RunStep:
+    """A step that this rank runs, and has not shared yet.
 
     Args:
         step: the step.
-        outputs: what the pipeline returned on this rank.
-        before: the attributes before it, from `UserStep.running`.
-        repeats: whether it has ended here where it comes back to layers of an earlier stage.
         name: the method of the LightningModule.
         args: its arguments.
         seed: of the batch's random streams.
+        learning: sees what its runs read of the batch.
+        ranks: those that complete it.
+        outputs: what the pipeline returned on this rank.
+        before: the attributes before it, from `UserStep.running`.
+        repeats: whether it has ended here where it comes back to layers of an earlier stage.
+        layers: the layers before each run that may have to be undone.
     """
 
     step: StepOfBatch
-    outputs: dict[int, Any]
-    before: Snapshot | None
-    repeats: bool
     name: str
     args: Sequence[Any]
     seed: int
+    learning: Learning
+    ranks: Sequence[int]
+    outputs: dict[int, Any] = field(default_factory=dict)
+    before: Snapshot | None = None
+    repeats: bool = False
+    layers: list[Snapshot] = field(default_factory=list)
 
 
 class EvaluationSteps:
@@ -68,8 +75,8 @@ class EvaluationSteps:
     ) -> None:
         self.pipeline, self.user_step, self.options, self._needs = pipeline, user_step, options, needs
         self._seeds = seeds
-        # by method: the layers before each run that may be undone, and whether its first batch has left them alone
-        self._before: defaultdict[str, list[Snapshot]] = defaultdict(list)
+        # the layers before each run since the last batch that was run in turns, and the methods that leave layers alone
+        self._before: list[Snapshot] = []
         self._leaves_layers: set[str] = set()
         self._contexts: dict[str, Callable[[], AbstractContextManager[None]]] = {
             "validation_step": precision.val_step_context,
@@ -77,33 +84,69 @@ class EvaluationSteps:
             "predict_step": precision.predict_step_context,
         }
 
-    def run(self, name: str, args: Sequence[Any], ahead: int = 0) -> RunStep:
-        """Run this rank's part of the step of the next batch.
+    def learning(self, name: str, batch: Any) -> Learning:
+        """What learns from the runs of the step of the next batch, which is not cut; see `Needs.learning`."""
+        return self._needs.learning(name, batch, [batch])
+
+    def begin(self, name: str, args: Sequence[Any], learning: Learning | None = None) -> RunStep:
+        """The step of the next batch.
 
         Args:
             name: the method of the LightningModule.
             args: its arguments; the first one is the batch, on this device.
-            ahead: how many later batches this rank may run before the later ranks have come to this one.
+            learning: from `learning`, if that has been called for this batch.
         """
-        # in a stream this rank may have begun with later batches before it learns that the step needs turns
-        turns = name in self.user_step.in_turns and not ahead
-        return self._run(name, args, self._seeds.evaluation(), ahead, turns=turns)
+        return self._begin(name, args, self._seeds.evaluation(), learning)
 
-    def _run(self, name: str, args: Sequence[Any], seed: int, ahead: int, *, turns: bool) -> RunStep:
-        if not turns and (name not in self._leaves_layers or name in self.user_step.in_turns):
-            # a stream goes on to begin with a run that will be undone, once for each batch
-            layers = self.pipeline.layers
-            self._before[name].append(
-                Snapshot({f"{of}.{part}": each for of, layer in layers for part, each in layer.named_modules()})
-            )
+    def _begin(self, name: str, args: Sequence[Any], seed: int, learning: Learning | None) -> RunStep:
         batch, *rest = args
-        step = self.user_step.begin(name, rest, self._contexts[name], self._cut(batch))
+        parts = self._cut(batch)
+        # several pipes share the micro-batches of a batch; one micro-batch takes the first of them
+        ranks = self.pipeline.loss_ranks[: len(parts.parts)]
+        step = self.user_step.begin(name, rest, self._contexts[name], parts, ranks)
+        return RunStep(step, name, args, seed, learning or self._needs.learning(name, batch, parts.parts), ranks)
+
+    def run(self, run: RunStep) -> None:
+        """Run this rank's part of a step, on all ranks before any of them goes on to the next batch."""
+        self._run(run, turns=run.name in self.user_step.in_turns)
+
+    def _run(self, run: RunStep, *, turns: bool) -> None:
+        if not turns:
+            self._remember(run, self.pipeline.stages_here)
+        parts = run.step.micro_batches.parts
         with (
-            self._needs.learning(name, batch, step.micro_batches.parts),
-            self.user_step.running(may_repeat=not turns) as before,
+            run.learning.seeing(),
+            self.user_step.running(may_repeat=not turns, ranks=run.ranks) as run.before,
         ):
-            outputs = self.pipeline.evaluate(step, step.micro_batches.parts, seed=seed, ahead=ahead, turns=turns)
-        return RunStep(step, outputs, before, self.pipeline.turns.needed, name, args, seed)
+            run.outputs = self.pipeline.evaluate(run.step, parts, seed=run.seed, turns=turns)
+        run.learning.end()
+        run.repeats = self.pipeline.turns.needed
+
+    def run_stage(self, run: RunStep, stage: int, perform: Callable[[], None]) -> None:
+        """Run one stage of a step.
+
+        Args:
+            run: the step.
+            stage: the stage, of this rank.
+            perform: runs it.
+        """
+        self._remember(run, [stage])
+        completes = stage == len(self.pipeline.balance) - 1
+        with (
+            run.learning.seeing(),
+            self.user_step.running(may_repeat=True, ranks=run.ranks if completes else ()) as run.before,
+        ):
+            perform()
+
+    def _remember(self, run: RunStep, stages: Iterable[int]) -> None:
+        """Remember the layers of some stages before a run that may have to be undone."""
+        if run.name in self._leaves_layers and run.name not in self.user_step.in_turns:
+            return
+        numbers = [number for stage in stages for number in self.pipeline.stage_layers[stage]]
+        layers = [self.pipeline.layers[number] for number in numbers]
+        before = Snapshot({f"{of}.{part}": each for of, layer in layers for part, each in layer.named_modules()})
+        run.layers.append(before)
+        self._before.append(before)
 
     def _cut(self, batch: Any) -> MicroBatches:
         options, number = self.options, self.options.evaluation_micro_batches
@@ -116,26 +159,27 @@ class EvaluationSteps:
         """What the step returned; what it logged and changed is made on this rank, too. Collective over the pipeline.
 
         Args:
-            run: what `run` returned.
+            run: the step, which has been run here.
             broadcast: sends objects within the pipeline; by default the others wait for those that report.
             send_outputs: whether ranks without the last stage get what the step returned.
         """
         outputs = run.step.share(run.outputs, run.before, broadcast, send_outputs=send_outputs, repeats=run.repeats)
-        before = self._before.pop(run.name, [])
         if run.step.repeats:
             # the layers have run for this batch, and in a stream for later ones, whose steps all run again
-            if before:
-                before[0].undo()
+            for before in reversed(self._before):
+                before.undo()
+            self._before.clear()
             self._leaves_layers.discard(run.name)
             self.user_step.take_turns(run.name)
             self._needs.keep_whole(run.name)
             # all ranks have come to this batch: here they run it together, whatever they have begun of later ones
-            run = self._run(run.name, run.args, run.seed, 0, turns=True)
+            run = self._begin(run.name, run.args, run.seed, run.learning)
+            self._run(run, turns=True)
             outputs = run.step.share(run.outputs, run.before, broadcast, send_outputs=send_outputs)
-        elif before and not before[0].changes():
-            self._leaves_layers.add(run.name)
-        else:
-            self._before[run.name] = before[1:]
+        elif run.layers:
+            if not any(before.changes() for before in run.layers):
+                self._leaves_layers.add(run.name)
+            self._before = [each for each in self._before if each not in run.layers]
         parts = run.step.micro_batches
         if len(parts.parts) == 1 or not outputs:
             return outputs.get(0)

@@ -2,42 +2,47 @@
 
 Lightning's loop fetches a batch, evaluates it and calls the hooks behind it, on every rank. In a stream the ranks run
 their part of later batches before the loop asks for them. What Lightning does with a batch stays in order, with the
-step's outputs, on all ranks. Three ranks, the batches that they run, and between bars what the loops are at::
+step's outputs, on all ranks. What a rank runs follows one order for all ranks, `EvaluationOrder`. Three ranks, the
+batches that they run, and between bars what the loops are at::
 
     rank 2 (stage 0)   0 1 2 3 |0| 4 |1| 5 |2| 6 ...
     rank 1 (stage 1)     0 1 2 |0| 3 |1| 4 |2| 5 ...
     rank 0 (stage 2)         0 |0| 1 |1| 2 |2| 3 ...     loads batch 4 before it evaluates batch 0
 
-The last stage, which also loads the batches, sends them, and a report of every batch, without waiting for the others.
-Stage ``s`` of ``p`` runs at most ``p - s`` batches ahead: one more than it takes to keep all ranks busy.
+The rank with the last stage, which also loads the batches, sends them, and a report of every batch, without waiting for
+the others. Before it evaluates a batch in its loop, it runs what the order has before the end of the batch. The other
+ranks go on to one slot behind that end, and then wait for the report: whatever they wait for before is sent by a rank
+that has got as far in the order without that report.
 
-How far a rank runs ahead is its own decision, because the messages of all batches keep their order. A rank whose run of
-the step reads attributes waits for the end of the first batch: if the batch has changed what was read, the rank runs
-no batch ahead from then on.
+A run of the step may read attributes that an earlier batch changes. Where every rank holds one stage, each rank decides
+by itself how far it is ahead: the messages of all batches keep their order. A rank whose run reads attributes waits for
+the end of the first batch: if that has changed what was read, the rank runs no batch ahead from then on. Where a rank
+holds several stages, or replicas wait for each other, the order of all ranks has to change: the first batch is alone,
+behind it all ranks agree, and if they go on batch by batch no other batch begins in the order. No other begins either
+once a step comes back to layers that it has called: then the batches that have begun run again, in turns.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
 
+from lightning_pipe.engine.streamed_evaluation import StreamedEvaluation
 from lightning_pipe.errors import ConfigurationError
 from lightning_pipe.patches import replaced
-from lightning_pipe.trainer.broadcasts import STREAMED_BATCHES, STREAMED_REPORTS
+from lightning_pipe.schedules import Action, Kind
+from lightning_pipe.trainer.broadcasts import STREAMED_REPORTS
 from lightning_pipe.trainer.evaluation.conditions import tell_that_batches_wait
-from lightning_pipe.trainer.evaluation.reads import AttributeReads, ReadState
-from lightning_pipe.trainer.evaluation.steps import EvaluationSteps, RunStep
+from lightning_pipe.trainer.evaluation.fetched import Fetched, FetchedBatches
+from lightning_pipe.trainer.evaluation.reads import AttributeReads
+from lightning_pipe.trainer.evaluation.steps import EvaluationSteps
 from lightning_pipe.trainer.world import World
 from lightning_pipe.transport.nonblocking_broadcast import NonBlockingBroadcast
-
-_NOT_YET = object()
-_LEAST = 2
-"""Batches that the rank before the last one may be ahead."""
 
 
 @dataclass
@@ -46,32 +51,11 @@ class Steadiness:
 
     Args:
         known: whether a batch has come to its end.
-        steady: whether it left alone what the step reads before it leaves this rank.
+        steady: whether it left alone what the step reads in runs that may come early.
     """
 
     known: bool = False
     steady: bool = True
-
-
-@dataclass
-class _Fetched:
-    """A batch that has been fetched.
-
-    Args:
-        item: what the fetcher gave: the batch, its number and that of its loader.
-        last: whether the fetcher knew that it is the last one.
-        batch: the batch on this device.
-        run: its step, if this rank has run it.
-        state: what that run has read.
-        early: whether it was run before the batch before it was at its end.
-    """
-
-    item: tuple[Any, int, int]
-    last: bool
-    batch: Any = _NOT_YET
-    run: RunStep | None = None
-    state: ReadState | None = None
-    early: bool = False
 
 
 class EvaluationStream:
@@ -95,19 +79,32 @@ class EvaluationStream:
         name: str,
         steadiness: Steadiness,
     ) -> None:
-        self._module, self._steps, self._world, self._loop, self._name = module, steps, world, loop, name
-        self._steadiness = steadiness
-        self._fetcher = loop._data_fetcher
-        pipeline = steps.pipeline
-        (stage,), stages = pipeline.stages_here, len(pipeline.balance)
-        self._ahead = 0 if pipeline.is_loss_rank else stages - stage
+        self._module, self._steps, self._loop, self._name = module, steps, loop, name
+        self._known = steadiness
+        pipeline, self._last = steps.pipeline, len(steps.pipeline.balance) - 1
+        ranks = [pipeline.placement[0, stage] for stage in range(self._last + 1)]
+        self._stages = [stage for stage, rank in enumerate(ranks) if rank == pipeline.transport.rank]
+        # the counterparts in other replicas may be waited for; in predictions nothing is
+        replicas, several = world.layout.data_parallel_size > 1 and name != "predict_step", len({*ranks}) <= self._last
+        self._deciding = world.everyone if replicas else pipeline.pipeline_members if several else ()
+        self._engine = StreamedEvaluation(pipeline, alone=bool(self._deciding) and not steadiness.known)
+        if self._deciding and not steadiness.steady:
+            self._engine.order.close()
+        self._batches = FetchedBatches(module, steps, loop, name, self._engine.lag)
+        self._reports = NonBlockingBroadcast(pipeline.transport, self._engine.lag, STREAMED_REPORTS)
         self._reads = AttributeReads(steps.user_step.attributes.tracked.modules)
-        self._batches = NonBlockingBroadcast(pipeline.transport, stages + 2, STREAMED_BATCHES)
-        self._reports = NonBlockingBroadcast(pipeline.transport, stages + 2, STREAMED_REPORTS)
-        self._queue: deque[_Fetched] = deque()
-        self._current: _Fetched | None = None
-        self._end: Exception | None = None
+        self._slot, self._has_read = 0, False
         self._changed = ExitStack()
+
+    @property
+    def _completes(self) -> bool:
+        """Whether this rank has the last stage, and loads."""
+        return self._last in self._stages
+
+    @property
+    def _runs_early(self) -> bool:
+        """Whether this rank runs anything before the loop comes to its batch."""
+        return len(self._stages) > self._completes
 
     # ------------------------------------------------------------------ beginning and end
 
@@ -115,13 +112,13 @@ class EvaluationStream:
         """Take the place of the fetcher."""
         self._changed.enter_context(replaced(self._loop, "_data_fetcher", self, gated=False))
         self._changed.enter_context(replaced(self._module.trainer.strategy, "batch_to_device", self._transferred))
-        if self._ahead:
+        if self._runs_early:
             self._changed.enter_context(self._reads.installed())
 
     def end(self) -> None:
         """End behind the last batch. Collective over all processes."""
         self.close()
-        self._steps.pipeline.end_stream()
+        self._engine.end()
         self._batches.flush()
         self._reports.flush()
 
@@ -132,44 +129,38 @@ class EvaluationStream:
     # ------------------------------------------------------------------ what Lightning's loop asks of a fetcher
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(vars(self)["_fetcher"], name)
+        return getattr(vars(self)["_batches"].fetcher, name)
 
     @property
     def done(self) -> bool:
         """Whether the batch that was given last is known to be the last one."""
-        return self._fetcher.done if self._current is None else self._current.last
+        current = self._batches.current
+        return self._batches.fetcher.done if current is None else current.last
 
     def __iter__(self) -> Iterator[Any]:
         return self
 
     def __next__(self) -> tuple[Any, int, int]:
         self._look_back()
-        self._run_ahead()
-        # batches are loaded for the first stage, which is furthest ahead
-        loads = self._steps.pipeline.is_loss_rank
-        wanted = len(self._steps.pipeline.balance) if loads else self._ahead
-        while self._end is None and len(self._queue) <= wanted:
-            self._fetch()
-            self._run_ahead()
-        if not self._queue:
-            assert self._end is not None
-            raise self._end
-        self._current = self._queue.popleft()
-        self._transfer(self._current)
-        return (self._current.batch, *self._current.item[1:])
+        number = self._batches.given
+        if self._engine.order.holds(number):
+            self._slot = self._engine.proceed()
+            if self._completes:
+                # batches are loaded for the rank that is furthest ahead
+                self._batches.up_to(self._engine.order.begun - 1)
+            self._run_to(self._slot - 1 if self._completes else self._slot + 1)
+        current = self._batches.give()
+        return (self._batches.moved(current), *current.item[1:])
 
-    def _fetch(self) -> None:
-        try:
-            item = next(self._fetcher)
-        except Exception as end:  # also that of the loader: hooks of the batches before it come first, as on one device
-            self._end = end
-            return
-        self._queue.append(_Fetched(item, self._fetcher.done))
-        self._batches.end_call()
+    @property
+    def share_batch(self) -> Any:
+        """Sends what the loading process has loaded, without waiting for the others."""
+        return self._batches.share
 
-    def share_batch(self, obj: Any, source: int) -> Any:
-        """The object of the process that loads, which does not wait for the others."""
-        return self._batches.share(obj, source, self._steps.pipeline.pipeline_members)
+    def _transferred(self, *_: Any, **__: Any) -> Any:
+        """In the place of the strategy's ``batch_to_device``: the loop's current batch is there already."""
+        assert self._batches.current is not None
+        return self._batches.current.batch
 
     # ------------------------------------------------------------------ steps
 
@@ -182,28 +173,25 @@ class EvaluationStream:
         Raises:
             ConfigurationError: this rank has run it too early.
         """
-        current = self._current
+        current = self._batches.current
         assert current is not None
-        if current.run is None:
-            current.run = self._steps.run(self._name, args, self._limit)
-        elif (
-            current.early and current.state is not None and not self._in_turns and (changed := current.state.changed())
-        ):
-            raise _read_too_early(self._name, args, changed[0])
-        output = self._steps.share(current.run, self._share_report, send_outputs=self._outputs_are_kept)
+        run = self._batches.begun(current)
+        in_turns = self._name in self._steps.user_step.in_turns
+        if not self._engine.order.holds(current.number):
+            self._steps.run(run)
+        else:
+            if current.early and not in_turns and (changed := current.changed()) is not None:
+                raise _read_too_early(self._name, args, changed)
+            if self._completes:
+                self._run_to(self._slot)
+            # what was begun before the first batch that had to be run in turns: so are all behind it
+            run.repeats |= in_turns
+        output = self._steps.share(run, self._share_report, send_outputs=self._outputs_are_kept)
         self._reports.end_call()
+        if self._name in self._steps.user_step.in_turns:
+            self._engine.order.close()
         current.run = None
         return output
-
-    @property
-    def _in_turns(self) -> bool:
-        """Whether steps run again when all ranks have come to their batch."""
-        return self._name in self._steps.user_step.in_turns
-
-    @property
-    def _limit(self) -> int:
-        """How many batches later what this rank sends must have arrived."""
-        return len(self._steps.pipeline.balance) + 2
 
     @property
     def _outputs_are_kept(self) -> bool:
@@ -215,87 +203,57 @@ class EvaluationStream:
     def _share_report(self, obj: Any, source: int) -> Any:
         return self._reports.share(obj, source, self._steps.pipeline.pipeline_members)
 
-    def _run_ahead(self) -> None:
-        """Run the steps of fetched batches, as far as this rank may be ahead of the loop."""
-        for position, fetched in enumerate(self._queue):
-            if position > self._lead:
-                break
-            if fetched.run is None:
-                self._transfer(fetched)
-                with self._as_if_at(position, fetched), self._reads.noting() as names:
-                    fetched.run = self._steps.run(self._name, self._arguments(fetched), self._limit)
-                fetched.state, fetched.early = self._reads.state(names), position > 0
+    def _run_to(self, slot: int) -> None:
+        """Run what the order has for this rank up to a slot, as far as it may be ahead of the loop."""
+        next_one = self._batches.given
+        while True:
+            waits = not self._known.steady or (self._has_read and not self._known.known)
+            action = self._engine.due(slot, next_one if waits else None)
+            if action is None:
+                return
+            fetched = self._batches.find(action.micro_batch or 0)
+            if fetched is not None:  # else the data has ended before
+                self._perform(action, fetched)
 
-    @property
-    def _lead(self) -> int:
-        """The last place in the queue up to which steps may be run; -1: they run when the loop comes to them."""
-        if not self._ahead or not self._steadiness.steady or self._in_turns:
-            return -1
-        first = not self._steadiness.known and (self._replicas or any(fetched.state for fetched in self._queue))
-        return 0 if first else self._ahead
-
-    @property
-    def _replicas(self) -> bool:
-        """Whether this rank does something together with its counterparts in other replicas; predictions do not."""
-        return self._world.layout.data_parallel_size > 1 and self._name != "predict_step"
+    def _perform(self, action: Action, fetched: Fetched) -> None:
+        """Run an action of a batch that has been fetched."""
+        if fetched.run is None:
+            run = self._batches.begun(fetched)
+            fetched.way = self._engine.begin(fetched.number, run.step, run.args[0], seed=run.seed)
+        run, perform = self._batches.begun(fetched), partial(self._engine.perform, action)
+        if action.kind is not Kind.FORWARD:
+            perform()
+            return
+        if action.stage == self._last:
+            self._steps.run_stage(run, action.stage, perform)
+        else:
+            with self._batches.as_if_at(fetched), self._reads.noting() as names:
+                self._steps.run_stage(run, action.stage, perform)
+            state = self._reads.state(names)
+            self._has_read |= state is not None
+            fetched.states += [] if state is None else [state]
+            fetched.early |= fetched.number > self._batches.given
+        if action.stage == self._stages[-1]:
+            run.learning.end()
+            run.outputs, run.repeats = fetched.way.results, fetched.way.repeats
 
     def _look_back(self) -> None:
-        """After the first batch: see whether it has changed what its step read before it left this rank."""
-        current, self._current = self._current, None
-        known = self._steadiness
-        if current is None or known.known or not self._ahead:
+        """After the first batch: see whether it has changed what runs have read that may come early."""
+        current, known = self._batches.current, self._known
+        if current is None or known.known or not (self._deciding or self._runs_early):
             return
-        known.known = True
-        changed = current.state.changed() if current.state is not None else []
-        known.steady = not changed
-        if self._replicas:
-            # the steps of replicas may wait for each other, so they are run in the same order
-            known.steady = self._world.agree(known.steady, unanimous=True, members=self._world.replica_members)
-        if changed and self._ahead == _LEAST and self._steps.pipeline.transport.replica == 0:
-            # the rank before the last one runs, and reads, all that the ranks before it do
-            reason = f"the step reads `{changed[0]}` before it calls the layers of other stages, and changes it"
+        changed, transport = current.changed(), self._steps.pipeline.transport
+        # the rank before the last one runs, and reads, all that the ranks before it do
+        tells = transport.replica == 0 and self._stages == [self._last - 1]
+        if self._deciding:
+            found = transport.all_gather_object(changed, self._deciding)
+            changed, tells = next((each for each in found if each is not None), None), transport.process == 0
+            if changed is not None:
+                self._engine.order.close()
+        known.known, known.steady = True, changed is None
+        if changed is not None and tells:
+            reason = f"the step reads `{changed}` before it calls the layers of other stages, and changes it"
             tell_that_batches_wait(self._name, reason)
-
-    # ------------------------------------------------------------------ batches
-
-    def _transfer(self, fetched: _Fetched) -> None:
-        """Bring a batch to the device, as the loop does."""
-        if fetched.batch is not _NOT_YET:
-            return
-        trainer: Any = self._module.trainer
-        batch, _, loader = fetched.item
-        batch = trainer.precision_plugin.convert_input(batch)
-        fetched.batch = type(trainer.strategy).batch_to_device(trainer.strategy, batch, dataloader_idx=loader)
-        fetched.item = (None, *fetched.item[1:])
-
-    def _transferred(self, *_: Any, **__: Any) -> Any:
-        """In the place of the strategy's ``batch_to_device``: the loop's current batch is there already."""
-        assert self._current is not None
-        return self._current.batch
-
-    def _arguments(self, fetched: _Fetched) -> tuple[Any, ...]:
-        """What the loop will pass to the step."""
-        loop, (_, number, loader) = self._loop, fetched.item
-        several = loop.num_dataloaders > 1 and (self._name == "predict_step" or loop._is_sequential)
-        arguments = loop._build_kwargs(fetched.batch, number, loader if several else None)
-        return tuple(loop._build_step_args_from_hook_kwargs(arguments, self._name))
-
-    @contextmanager
-    def _as_if_at(self, position: int, fetched: _Fetched) -> Iterator[None]:
-        """Around a step ahead of the loop: the loop's counters are those that it will see."""
-        progress = self._loop.batch_progress
-        kept = [(each, vars(each).copy()) for each in (progress, progress.total, progress.current)]
-        for each in (progress.total, progress.current):
-            each.ready, each.started = each.ready + position + 1, each.started + position + 1
-            each.processed, each.completed = each.processed + position, each.completed + position
-        progress.is_last_batch = fetched.last
-        try:
-            with replaced(self._module, "_current_fx_name", self._name):
-                yield
-        finally:
-            for each, before in kept:
-                vars(each).clear()
-                vars(each).update(before)
 
 
 def _read_too_early(name: str, args: Sequence[Any], attribute: str) -> ConfigurationError:

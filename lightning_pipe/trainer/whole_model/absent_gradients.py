@@ -1,4 +1,6 @@
-"""Gives parameters of other ranks gradients without values in hooks, as the parameters have gradients on one device.
+"""Gives parameters without a gradient here gradients without values in hooks: they have gradients on one device.
+
+Other ranks hold these parameters, or get the sums of their gradients.
 
 Code that goes over all gradients (noise that is added to them, limits, sums of norms, ``if p.grad is not None``) then
 takes the same path on all ranks: it draws the same random numbers, and cannot take a part of the sum for the whole.
@@ -14,12 +16,32 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_pipe.engine.pipeline import Pipeline
-from lightning_pipe.intercept.absent_tensor import AbsentTensor
+from lightning_pipe.intercept.absent_tensor import AbsentTensor, Origin
 from lightning_pipe.parameters.mixing import after_closure
 
 
+class _SummedElsewhere:
+    """Says where the sum of a gradient is; the rest is known to the ownership of the parameters."""
+
+    remedy = (
+        'shard_optimizer="gradients" sums each gradient for the process that updates the parameter: change it in place '
+        "on all ranks, or read it under `if trainer.strategy.pipeline.reductions.shards.mine(parameter)`. With "
+        "shard_optimizer=True all holders have it until it is clipped. Norms of all gradients come from "
+        "torch.nn.utils.get_total_norm and lightning.pytorch.utilities.grad_norm."
+    )
+
+    def __init__(self, pipeline: Pipeline, owner: int) -> None:
+        transport = pipeline.transport
+        self._what = f"only {transport.describe(owner)} gets the summed gradient of"
+        self.sharing, self.needed = pipeline.ownership.sharing, pipeline.ownership.needed
+
+    def place(self, names: Sequence[str]) -> str:
+        """Which rank has it, in words."""
+        return f"{self._what} {', '.join(map(repr, names))}"
+
+
 class AbsentGradients:
-    """Gradients of parameters that other ranks of a pipeline hold.
+    """Gradients of parameters that other ranks hold, or update where sums are scattered.
 
     The ranks ask each other which parameters get one, and again when other parameters are to be trained.
 
@@ -54,10 +76,27 @@ class AbsentGradients:
 
     def _learn(self) -> None:
         pipeline, named = self._pipeline, dict(self._pipeline.module.named_parameters())
-        mine = [name for name, p in named.items() if pipeline.holds(name) and p.grad is not None]
-        found = pipeline.transport.all_gather_object(mine, pipeline.pipeline_members)
-        absent = {name: named[name] for names in found for name in names if not pipeline.holds(name)}
-        self._gradients = [(p, AbsentTensor.like(p.detach())) for p in absent.values() if isinstance(p, AbsentTensor)]
+        here = [name for name, p in named.items() if pipeline.holds(name) and p.grad is not None]
+        found = pipeline.transport.all_gather_object(here, pipeline.reductions.members_with_all)
+        self._gradients = []
+        for name in dict.fromkeys(name for names in found for name in names):
+            parameter = named[name]
+            if pipeline.holds(name):
+                origin = self._summed_for(name, parameter)
+                if origin is None:
+                    continue
+            elif isinstance(parameter, AbsentTensor):
+                origin = parameter.origin
+            else:
+                continue
+            self._gradients.append((parameter, AbsentTensor.like(parameter.detach(), origin)))
+
+    def _summed_for(self, name: str, parameter: nn.Parameter) -> Origin | None:
+        """Where the gradient of a parameter of this rank is summed; ``None``: here."""
+        reductions = self._pipeline.reductions
+        if not reductions.scattered or reductions.shards is None or reductions.shards.mine(parameter):
+            return None
+        return Origin((name,), _SummedElsewhere(self._pipeline, reductions.shards.owner(parameter)))
 
     def _set(self) -> None:
         for parameter, gradient in self._gradients:

@@ -24,6 +24,8 @@ def loss_scale(plugin: Precision) -> float:
 def over_stages(plugin: Precision, pipeline: Pipeline) -> Iterator[None]:
     """Let all stages know of an overflow on any stage, so that all of them skip the same steps.
 
+    So do all replicas where each has a part of the sums.
+
     Args:
         plugin: the Trainer's precision plugin.
         pipeline: the module over the ranks.
@@ -45,7 +47,7 @@ def _unscale(unscale: Callable[..., dict[Any, Tensor]], pipeline: Pipeline) -> C
         # a rank without gradients has looked at none, and must decide nevertheless
         overflows = found or {device: torch.zeros((), device=device)}
         largest = torch.stack([overflow.reshape(()).to(device) for overflow in overflows.values()]).max()
-        pipeline.transport.all_reduce(largest, pipeline.pipeline_members, "max").wait()
+        pipeline.transport.all_reduce(largest, pipeline.reductions.members_with_all, "max").wait()
         for overflow in overflows.values():
             overflow.copy_(largest)
         return overflows

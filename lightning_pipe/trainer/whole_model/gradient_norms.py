@@ -41,7 +41,7 @@ def over_all_stages(pipeline: Pipeline) -> Iterator[None]:
     Args:
         pipeline: knows who counts which parameter.
     """
-    if len(pipeline.pipeline_members) == 1:
+    if len(pipeline.pipeline_members) == 1 and not pipeline.reductions.scattered:
         yield
         return
     with ExitStack() as changed:
@@ -93,7 +93,8 @@ def _of_all(pipeline: Pipeline, given: list[Tensor], order: float, foreach: bool
     counted = [tensor for tensor, mine in of_model if mine]
     local = _norm_here(counted, order, foreach=foreach) if counted else torch.zeros(())
     power = local.double() if math.isinf(order) else local.double() ** order
-    found = _gather(pipeline, f"the norm of order {order:g}", (float(power), len(present) - len(of_model)))
+    of_all = pipeline.reductions.members_with_all
+    found = _gather(pipeline, f"the norm of order {order:g}", (float(power), len(present) - len(of_model)), of_all)
     if any(others for _, others in found):
         return _of_others(pipeline, given, order, foreach)
     powers = torch.tensor([power for power, _ in found], dtype=torch.float64, device=pipeline.transport.device)
@@ -102,13 +103,13 @@ def _of_all(pipeline: Pipeline, given: list[Tensor], order: float, foreach: bool
     return total.to(given[0].dtype if given else torch.get_default_dtype())
 
 
-def _gather(pipeline: Pipeline, what: str, mine: Any) -> list[Any]:
-    """The values of all ranks of the pipeline, if all ranks ask for the same norm.
+def _gather(pipeline: Pipeline, what: str, mine: Any, members: tuple[int, ...]) -> list[Any]:
+    """The values of all members, if all of them ask for the same norm.
 
     The name of the norm is sent along: torch would join a question of one rank with the next question of another rank.
     """
     try:
-        found = pipeline.transport.all_gather_object((what, mine), pipeline.pipeline_members)
+        found = pipeline.transport.all_gather_object((what, mine), members)
     except CommunicationError as error:
         raise CommunicationError(
             f"This rank asks for {what} of gradients at {_place()}, as all must: {error.message}",
@@ -135,7 +136,7 @@ def _place() -> str:
 def _of_others(pipeline: Pipeline, given: list[Tensor], order: float, foreach: bool | None) -> Tensor:
     """The norm of tensors that do not belong to the model, if all ranks have the same."""
     local = _norm_here(given, order, foreach=foreach)
-    found = _gather(pipeline, f"the norm of order {order:g} of other tensors", float(local))
+    found = _gather(pipeline, f"the norm of order {order:g} of other tensors", float(local), pipeline.pipeline_members)
     if len(set(found)) > 1:
         raise ConfigurationError(
             "The ranks of the pipeline ask for norms of tensors that are neither parameters nor gradients of the model "
@@ -150,7 +151,7 @@ def _owned(pipeline: Pipeline) -> dict[int, bool]:
     owned: dict[int, bool] = {}
     for name, parameter in pipeline.module.named_parameters():
         if pipeline.holds(name):
-            mine = pipeline.ownership.counted(name)
+            mine = pipeline.reductions.counts(parameter, first=pipeline.ownership.counted(name))
             owned[parameter.data_ptr()] = mine
             if parameter.grad is not None:
                 owned[parameter.grad.data_ptr()] = mine
@@ -176,7 +177,7 @@ def _grad_norm(pipeline: Pipeline) -> Callable[..., dict[str, Any]]:
             for name, parameter in module.named_parameters()
             if parameter.grad is not None and not isinstance(parameter.grad, AbsentTensor)
         }
-        gathered = _gather(pipeline, f"the norms of order {order:g}", here)
+        gathered = _gather(pipeline, f"the norms of order {order:g}", here, pipeline.reductions.members_with_all)
         found = {name: norm for norms in gathered for name, norm in norms.items()}
         device = pipeline.transport.device
         names = [name for name, _ in module.named_parameters() if name in found]

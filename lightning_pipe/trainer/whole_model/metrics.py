@@ -68,6 +68,8 @@ class Metrics:
         self._touched: dict[int, Snapshot] | None = None
         self._again = False
         self._changed = ExitStack()
+        # made once: they are put in place for each batch
+        self._forward, self._reset = self._touching(_forward), self._touching(_reset)
         self.windows: set[str] = set()
 
     def install(self) -> None:
@@ -93,10 +95,7 @@ class Metrics:
     def in_step(self) -> Iterator[None]:
         """Around a batch: ``compute`` is local."""
         self._in_step = True
-        with (
-            replaced(Metric, "forward", self._touching(_forward)),
-            replaced(Metric, "reset", self._touching(_reset)),
-        ):
+        with replaced(Metric, "forward", self._forward), replaced(Metric, "reset", self._reset):
             try:
                 yield
             finally:

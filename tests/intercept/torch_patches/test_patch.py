@@ -6,7 +6,7 @@ import threading
 from types import SimpleNamespace
 from typing import Any
 
-from lightning_pipe.intercept.torch_patches.patch import Patch
+from lightning_pipe.intercept.torch_patches.patch import Patch, installed
 
 
 def test_a_thread_sees_its_own_run_alone() -> None:
@@ -14,15 +14,15 @@ def test_a_thread_sees_its_own_run_alone() -> None:
     patch = Patch((owner, "attribute", 2))
     seen: list[Any] = []
     run: Any = own
-    with patch.installed(lambda: run):
+    with installed([patch], lambda: run, [(owner, "beside", 3)]):
         other = threading.Thread(target=lambda: seen.append(patch.run))
         other.start()
         other.join(10)
         assert patch.run is own
-        assert owner.attribute == 2
-        with patch.installed(lambda: None):
+        assert vars(owner) == {"attribute": 2, "beside": 3}
+        with installed([patch], lambda: None):
             assert patch.run is None
         assert patch.run is own
     assert seen == [None]
     assert patch.run is None
-    assert owner.attribute == 1
+    assert vars(owner) == {"attribute": 1}

@@ -165,7 +165,8 @@ class _Builder:
         communicator = ("pair", event.group, members) if pair else ("group", event.group)
         stream = self._stream(communicator, members if pair else event.group.members)
         match = self._numbered((communicator, *ends))
-        self.shapes[match] = (event.size, event.content)
+        # collectives that differ would wait for each other, or add what does not belong together
+        self.shapes[match] = (event.size, event.content, event.verb if event.peer is None else None)
         what = f"{event.verb} {event.size} bytes among {list(members)} in group {event.group.number}"
         kernels = self.program.streams[stream]
         kernels.append(Kernel(match, members, len(self.program.computing), what))

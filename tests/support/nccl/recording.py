@@ -168,6 +168,12 @@ class _Distributed:
 
         return group.join("all-reduce", tensor, combine)
 
+    def reduce(self, tensor: Tensor, destination: int, group: _Group, async_op: bool) -> _Work:
+        def combine(tensors: dict[int, Tensor]) -> None:
+            copy_bytes(tensors[destination], torch.stack([tensors[member] for member in sorted(tensors)]).sum(0))
+
+        return group.join(f"reduce for {destination}", tensor, combine)
+
     def broadcast(self, tensor: Tensor, source: int, group: _Group, async_op: bool) -> _Work:
         def combine(tensors: dict[int, Tensor]) -> None:
             for member, target in tensors.items():

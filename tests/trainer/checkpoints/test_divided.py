@@ -93,6 +93,7 @@ def test_the_file_is_that_of_one_device(name: str, folder: Path, four: list[Trac
     assert ours["loops"]["fit_loop"]["epoch_progress"] == theirs["loops"]["fit_loop"]["epoch_progress"]
 
 
+@pytest.mark.feature("Checkpoints", "load_from_checkpoint without this package's strategy", "works")
 def test_the_file_needs_nothing_of_ours(folder: Path, four: list[Traces]) -> None:
     path = folder / "four" / "last.ckpt"
     torch.load(path, weights_only=True)

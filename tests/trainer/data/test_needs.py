@@ -184,6 +184,20 @@ def test_each_rank_gets_what_it_reads(ranks: list[dict[str, Any]]) -> None:
     assert ranks[1]["whole"][1] == ranks[2]["whole"][1] == {}
 
 
+def on_two_ranks(process: int) -> Any:
+    return fitted(Reconstruction, 2, schedule="interleaved")
+
+
+@pytest.mark.slow
+def test_ranks_with_several_stages_get_what_any_of_them_reads() -> None:
+    plain, _ = fitted(Reconstruction, None)
+    last, first = run_trainers(on_two_ranks, 2, timeout=60)
+    assert last[0] == first[0] == pytest.approx(plain, rel=1e-9)
+    times = EPOCHS * (BATCHES - 1)
+    assert first[1] == {"train target": times, "validation target": times}
+    assert last[1] == {}
+
+
 def test_fewer_bytes_are_sent(ranks: list[dict[str, Any]]) -> None:
     sent = ranks[0]["sent"]
     samples = len(Images()) - 8

@@ -54,6 +54,12 @@ SPLITTABLE = {
 }
 
 
+@pytest.mark.feature(
+    "Data loaders",
+    "batches of tuples, dictionaries, dataclasses and lists in each other",
+    "works",
+    "cut along the samples",
+)
 @pytest.mark.parametrize("name", SPLITTABLE)
 def test_cuts_along_the_batch(name: str) -> None:
     batch = SPLITTABLE[name]

@@ -63,21 +63,27 @@ AHEAD = {"plain", "kept", "two_loaders", "side_by_side", "no_length", "limited"}
 
 @contextmanager
 def watched() -> Iterator[list[int]]:
-    """The number of batches that this rank had run ahead, at every step."""
+    """How many batches this rank was ahead of its loop, at every step."""
+    from lightning_pipe.engine.streamed_evaluation import StreamedEvaluation
     from lightning_pipe.trainer.evaluation.stream import EvaluationStream
 
     found: list[int] = []
-    original = EvaluationStream.step
+    latest: dict[int, int] = {}
+    perform, step = StreamedEvaluation.perform, EvaluationStream.step
 
-    def step(stream: Any, args: Any) -> Any:
-        found.append(sum(fetched.run is not None for fetched in stream._queue))
-        return original(stream, args)
+    def performing(stream: Any, action: Any) -> None:
+        if action.kind == "F":
+            latest[id(stream)] = max(latest.get(id(stream), 0), action.micro_batch)
+        perform(stream, action)
 
-    EvaluationStream.step = step
-    try:
+    def stepping(stream: Any, args: Any) -> Any:
+        found.append(max(0, latest.get(id(stream._engine), 0) - stream._batches.current.number))
+        return step(stream, args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(StreamedEvaluation, "perform", performing)
+        patch.setattr(EvaluationStream, "step", stepping)
         yield found
-    finally:
-        EvaluationStream.step = original
 
 
 class Notes(logging.Handler):
@@ -171,10 +177,10 @@ def assert_same(found: dict[str, Any], plain: dict[str, Any], *, first: bool, na
         assert found["most"] <= 1  # that of the step before
 
 
-def run(ranks: int, names: list[str]) -> list[dict[str, Any]]:
+def run(ranks: int, names: list[str], **options: Any) -> list[dict[str, Any]]:
     """The cases on several ranks, compared with one device."""
     plain = all_cases(0, None, names)
-    several = processes.run_trainers(all_cases, ranks, timeout=100, devices=ranks, names=names)
+    several = processes.run_trainers(all_cases, ranks, timeout=100, devices=ranks, names=names, **options)
     for process, found in enumerate(several):
         assert_same(found, plain, first=process == 0, names=names)
     return several
@@ -207,6 +213,49 @@ def test_two_ranks_equal_one_device() -> None:
     check_two_ranks(OFTEN)
 
 
+PLACEMENTS = {
+    "interleaved": 2,
+    "zero_bubble_v": 2,
+    "dualpipev": 2,
+    "chimera": 2,
+    "dualpipe": 2,
+    "gems": 2,
+    "of_four": 4,
+}
+"""Placements with several stages or pipes on a rank, and the number of ranks."""
+BIDIRECTIONAL = {"chimera", "dualpipe", "gems"}
+
+
+def schedule(name: str) -> Any:
+    """The schedule of a placement."""
+    from lightning_pipe.schedules import ZeroBubble
+
+    return {"zero_bubble_v": ZeroBubble(variant="v"), "of_four": "interleaved"}.get(name, name)
+
+
+def check_placement(name: str, cases: list[str]) -> None:
+    several = run(PLACEMENTS[name], cases, schedule=schedule(name))
+    for case in cases:
+        ahead = [found[case]["ahead"] for found in several]
+        # every rank runs a stage of a later batch before its loop comes to that batch, unless it has the last one alone
+        early = ahead[1:] if name in BIDIRECTIONAL else ahead
+        assert (min(early) > 0) == (max(early) > 0) == (case in AHEAD), (case, ahead)
+        text = " ".join(text for found in several for text in found[case]["notes"])
+        assert REASONS.get(case, "") in text
+        assert bool(text) == (case in REASONS), text
+    assert min(found.get("predicted_ahead", 1) for found in several[name in BIDIRECTIONAL :]) > 0
+
+
+def test_ranks_with_several_stages_equal_one_device() -> None:
+    check_placement("interleaved", OFTEN)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(PLACEMENTS))
+def test_all_placements_equal_one_device(name: str) -> None:
+    check_placement(name, list(CASES))
+
+
 @pytest.mark.slow
 def test_two_ranks_equal_one_device_in_rarer_cases() -> None:
     check_two_ranks([name for name in CASES if name not in OFTEN])
@@ -226,9 +275,9 @@ FAILURES: dict[str, tuple[Callable[[], Evaluated], Callable[[], DataLoader], str
 }
 
 
-def failing(process: int, devices: int, name: str) -> tuple[str, int]:
+def failing(process: int, devices: int, name: str, schedule: str) -> tuple[str, int]:
     """The error of an evaluation, with its notes, and the number of batches that were logged before."""
-    trainer, _, logger = build("plain", devices)
+    trainer, _, logger = build("plain", devices, schedule=schedule)
     try:
         trainer.validate(FAILURES[name][0]().double(), FAILURES[name][1](), verbose=False)
     except Exception as error:
@@ -236,9 +285,20 @@ def failing(process: int, devices: int, name: str) -> tuple[str, int]:
     return "", 0
 
 
-@pytest.mark.parametrize("name", ["late", "step", pytest.param("data", marks=pytest.mark.slow)])
-def test_a_rank_that_fails_ends_all_with_its_reason(name: str) -> None:
-    found = processes.run_trainers(failing, 2, timeout=40, devices=2, name=name)
+@pytest.mark.parametrize(
+    ("name", "schedule"),
+    [
+        ("late", "1f1b"),
+        ("step", "1f1b"),
+        pytest.param("data", "1f1b", marks=pytest.mark.slow),
+        ("step", "interleaved"),
+        pytest.param("late", "interleaved", marks=pytest.mark.slow),
+        pytest.param("data", "interleaved", marks=pytest.mark.slow),
+        pytest.param("late", "dualpipev", marks=pytest.mark.slow),
+    ],
+)
+def test_a_rank_that_fails_ends_all_with_its_reason(name: str, schedule: str) -> None:
+    found = processes.run_trainers(failing, 2, timeout=40, devices=2, name=name, schedule=schedule)
     for text, _ in found:
         assert FAILURES[name][2] in text
     if name == "late":
@@ -248,14 +308,18 @@ def test_a_rank_that_fails_ends_all_with_its_reason(name: str) -> None:
         assert found[0][1] == 4
 
 
-def test_two_replicas_of_two_ranks() -> None:
+@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("interleaved", marks=pytest.mark.slow)])
+def test_two_replicas_of_two_ranks(schedule: str) -> None:
     names = ["plain", "counted", "off"]
-    several = processes.run_trainers(all_cases, 4, timeout=80, devices=4, names=names, data_parallel_size=2)
+    several = processes.run_trainers(
+        all_cases, 4, timeout=80, devices=4, names=names, data_parallel_size=2, schedule=schedule
+    )
     for found in several:
         # what batches log does not depend on whether they stream
         for key in ("returned", "logged", "metrics"):
             assert found["plain"][key] == found["off"][key]
-    assert sorted(found["plain"]["ahead"] for found in several) == [0, 0, 1, 1]  # of three batches, the first one alone
+    ahead = sorted(found["plain"]["ahead"] for found in several)
+    assert ahead == ([0, 0, 1, 1] if schedule == "1f1b" else [1, 1, 1, 1])  # of three batches, the first one alone
     assert all(found["counted"]["ahead"] == 0 for found in several)
     # The replicas' numbers of batches differ, and every sample is predicted once. The predictions have a number of the
     # batch among them, so each replica keeps its own.

@@ -43,10 +43,10 @@ class Twice(L.LightningModule):
         self.log("val", self.head(self.layers(out) if batch_idx >= self.first else out).mean())
 
 
-def validated(process: int, devices: int | None, first: int) -> tuple[float, dict[str, float]]:
+def validated(process: int, devices: int | None, first: int, schedule: str = "1f1b") -> tuple[float, dict[str, float]]:
     """What is logged, and how often each layer has run."""
     x = torch.randn(20, 4, generator=torch.Generator().manual_seed(1))
-    strategy: Any = PipeStrategy(layers="layers") if devices else "auto"
+    strategy: Any = PipeStrategy(layers="layers", schedule=schedule) if devices else "auto"
     trainer = L.Trainer(accelerator="cpu", devices=devices or 1, strategy=strategy, **QUIET)
     module = Twice(first).double()
     trainer.validate(module, DataLoader(TensorDataset(x.double()), batch_size=4), verbose=False)
@@ -56,12 +56,22 @@ def validated(process: int, devices: int | None, first: int) -> tuple[float, dic
 
 @pytest.mark.timeout(90)
 @pytest.mark.parametrize(
-    ("ranks", "first"),
-    [(2, 0), (2, 3), pytest.param(4, 0, marks=pytest.mark.slow), pytest.param(4, 2, marks=pytest.mark.slow)],
+    ("ranks", "first", "schedule"),
+    [
+        (2, 0, "1f1b"),
+        (2, 3, "1f1b"),
+        (2, 2, "interleaved"),
+        pytest.param(2, 0, "interleaved", marks=pytest.mark.slow),
+        pytest.param(2, 1, "dualpipev", marks=pytest.mark.slow),
+        pytest.param(2, 4, "dualpipev", marks=pytest.mark.slow),
+        pytest.param(4, 0, "1f1b", marks=pytest.mark.slow),
+        pytest.param(4, 2, "1f1b", marks=pytest.mark.slow),
+    ],
 )
-def test_layers_count_the_calls_of_one_device(ranks: int, first: int) -> None:
+def test_a_step_in_a_stream_that_comes_back_to_layers_equals_one_device(ranks: int, first: int, schedule: str) -> None:
+    """It does so in the first batch, or in a later one, when ranks have begun with the batches behind it."""
     logged, calls = validated(0, None, first)
     assert set(calls.values()) == {10.0 - first}
-    for found in run_trainers(validated, ranks, timeout=60, devices=ranks, first=first):
+    for found in run_trainers(validated, ranks, timeout=60, devices=ranks, first=first, schedule=schedule):
         assert found[0] == pytest.approx(logged, rel=1e-9)
         assert found[1] == calls

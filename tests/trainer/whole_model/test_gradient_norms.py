@@ -91,7 +91,9 @@ CASES: dict[str, dict[str, Any]] = {
     "1f1b": {},
     "chimera": {"schedule": "chimera"},
     "chimera_sharded": {"schedule": "chimera", "shard_optimizer": True},
+    "chimera_scattered": {"schedule": "chimera", "shard_optimizer": "gradients"},
     "replicas": {"data_parallel_size": 2, "pipeline_parallel_size": 1},
+    "replicas_scattered": {"data_parallel_size": 2, "pipeline_parallel_size": 1, "shard_optimizer": "gradients"},
 }
 
 

@@ -10,9 +10,10 @@ import lightning as L
 import pytest
 import torch
 import torchmetrics
+from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
 
 from lightning_pipe.errors import ConfigurationError
-from lightning_pipe.trainer.whole_model.logging import Log, Logged, Merged, combine, merge
+from lightning_pipe.trainer.whole_model.logging import Log, Logged, Merged, combine, merge, moved_once
 
 
 class Module(L.LightningModule):
@@ -145,3 +146,27 @@ def test_refusals_at_the_line_that_logs() -> None:
         recorded([[("x", 1.0, {"sync_dist_group": object()})]])
     with pytest.raises(Exception, match="cannot be logged"):
         recorded([[("x", "text", {})]])
+
+
+def test_what_is_on_the_device_is_not_brought_there_again() -> None:
+    """Lightning copies what it keeps beside the sum whenever it does so."""
+    results = _ResultCollection(training=True)
+    value = torch.tensor(2.0)
+
+    def log(value: torch.Tensor) -> Any:
+        results.log("training_step", "loss", value, on_step=False, on_epoch=True, batch_size=3)
+        return results["training_step.loss"].meta
+
+    first = log(value)
+    assert log(value) is not first
+    with moved_once():
+        kept = log(value)
+        assert log(value) is kept
+        # to another device all of it goes as ever
+        results["training_step.loss"].to(torch.device("meta"))
+        assert results["training_step.loss"].value.device.type == "meta"
+    results = _ResultCollection(training=True)
+    with moved_once():
+        log(torch.tensor(2.0))
+        log(torch.tensor(4.0))
+    assert results.metrics(on_step=False)["log"]["loss"] == 3

@@ -1,16 +1,26 @@
-"""``shard_optimizer=True`` under the Trainer: the same training, a part of the state, ordinary checkpoints."""
+"""``shard_optimizer`` under the Trainer: the same training, a part of state and gradients, ordinary checkpoints."""
 
 from __future__ import annotations
 
+import math
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.plugins.precision import MixedPrecision
+from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_pipe.config import Sharding
+from lightning_pipe.errors import ConfigurationError, CutError
+from lightning_pipe.intercept.absent_tensor import AbsentTensor
+from lightning_pipe.parameters.zero import HolderGroup
+from lightning_pipe.trainer.whole_model.sharded_optimizer import ShardedOptimizers
 from tests.support import oracle, processes
-from tests.support.lit_modules import Data, Lit
+from tests.support.lit_modules import Data, Lit, dataset
 from tests.support.trainer_runs import QUIET, quiet
 
 CASES: dict[str, dict[str, Any]] = {
@@ -19,13 +29,16 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def fit(process: int, name: str, folder: str) -> dict[str, int]:
-    """Train two epochs in two processes with and without sharding; the first one's losses and state elements."""
+SHARDINGS: tuple[Sharding, ...] = (False, True, "gradients")
+
+
+def fit(process: int, name: str, folder: str) -> dict[Sharding, list[int]]:
+    """Train two epochs in two processes with and without sharding; what each then has of state and of gradients."""
     from lightning_pipe import PipeStrategy
 
     quiet()
     found = {}
-    for sharded in (False, True):
+    for sharded in SHARDINGS:
         L.seed_everything(7, verbose=False)
         module = Lit().double()
         strategy = PipeStrategy(**CASES[name], shard_optimizer=sharded)
@@ -35,6 +48,11 @@ def fit(process: int, name: str, folder: str) -> dict[str, int]:
         counts: list[int] = []
 
         class Count(L.Callback):
+            def on_before_zero_grad(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Any) -> None:
+                absent = AbsentTensor
+                gradients = [p.grad for p in pl_module.parameters() if not isinstance(p.grad, absent | None)]
+                counts[:] = [sum(gradient.numel() for gradient in gradients)]  # noqa: B023
+
             def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
                 if trainer.current_epoch == 0:
                     trainer.save_checkpoint(Path(folder) / f"{name}-{sharded}-one-epoch.ckpt")  # noqa: B023
@@ -46,10 +64,11 @@ def fit(process: int, name: str, folder: str) -> dict[str, int]:
 
         trainer.callbacks.append(Count())
         trainer.fit(module, datamodule=Data())
-        found[sharded] = (oracle.state_of(module), counts[0])
-    for key, value in found[False][0].items():
-        assert torch.equal(value, found[True][0][key]), key
-    return {"plain": found[False][1], "sharded": found[True][1]}
+        found[sharded] = (oracle.Trace(weights=oracle.state_of(module)), counts)
+    assert all(torch.equal(value, found[True][0].weights[key]) for key, value in found[False][0].weights.items())
+    # a norm is a sum of other parts
+    oracle.assert_equal(found["gradients"][0], found[False][0], 1e-12)
+    return {sharded: counts for sharded, (_, counts) in found.items()}
 
 
 @pytest.fixture(scope="module")
@@ -59,36 +78,45 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module", params=CASES)
-def trained(request: pytest.FixtureRequest, folder: Path) -> tuple[str, list[dict[str, int]]]:
+def trained(request: pytest.FixtureRequest, folder: Path) -> tuple[str, list[dict[Sharding, list[int]]]]:
     """A case, and what every process holds of its state."""
     return request.param, processes.run_trainers(fit, 2, timeout=100, name=request.param, folder=str(folder))
 
 
+@pytest.mark.feature(
+    "Optimizers and schedulers", "an optimizer divided over replicas and copies of stages (ZeRO stage 1)", "works"
+)
 @pytest.mark.timeout(120)
 def test_training_and_checkpoint_are_those_without_sharding(
-    trained: tuple[str, list[dict[str, int]]], folder: Path
+    trained: tuple[str, list[dict[Sharding, list[int]]]], folder: Path
 ) -> None:
     name, results = trained
-    plain = [result["plain"] for result in results]
-    sharded = [result["sharded"] for result in results]
-    assert sum(sharded) == plain[0] == plain[1]
-    assert max(sharded) < plain[0]
-    one, other = (torch.load(folder / f"{name}-{kind}.ckpt", weights_only=False) for kind in (False, True))
-    for key, value in one["state_dict"].items():
-        assert torch.equal(value, other["state_dict"][key]), key
-    states = [checkpoint["optimizer_states"][0]["state"] for checkpoint in (one, other)]
-    assert states[0].keys() == states[1].keys()
-    for index, state in states[0].items():
-        for key, value in state.items():
-            assert torch.equal(value, states[1][index][key]), (index, key)
+    (whole, states), *others = [result[False] for result in results]
+    assert all(other == [whole, states] for other in others)
+    for sharded in (True, "gradients"):
+        parts = [result[sharded][1] for result in results]
+        assert sum(parts) == states
+        assert max(parts) < states
+    gradients = [result["gradients"][0] for result in results]
+    assert sum(gradients) == whole
+    assert max(gradients) < whole
+    one, *others = (torch.load(folder / f"{name}-{kind}.ckpt", weights_only=False) for kind in SHARDINGS)
+    for other, close in zip(others, (torch.equal, partial(torch.allclose, rtol=1e-12, atol=1e-12)), strict=True):
+        for key, value in one["state_dict"].items():
+            assert close(value, other["state_dict"][key]), key
+        found = [checkpoint["optimizer_states"][0]["state"] for checkpoint in (one, other)]
+        assert found[0].keys() == found[1].keys()
+        for index, state in found[0].items():
+            for key, value in state.items():
+                assert close(value, found[1][index][key]), (index, key)
 
 
 def resume(process: int, name: str, folder: str) -> list[dict[str, Any]]:
     """Go on with another schedule, without and with sharding."""
-    return [go_on(name, folder, sharded) for sharded in (False, True)]
+    return [go_on(name, folder, sharded) for sharded in SHARDINGS]
 
 
-def go_on(name: str, folder: str, sharded: bool) -> dict[str, Any]:
+def go_on(name: str, folder: str, sharded: Sharding) -> dict[str, Any]:
     """Go on for an epoch with another schedule, from the file that ``name`` has left."""
     from lightning_pipe import PipeStrategy
 
@@ -100,18 +128,176 @@ def go_on(name: str, folder: str, sharded: bool) -> dict[str, Any]:
     # two pipelines need half as many steps as one, and the scheduler has so many
     options = {**QUIET, "max_epochs": 2, "limit_train_batches": 3, "gradient_clip_val": 0.5}
     trainer = L.Trainer(accelerator="cpu", devices=2, strategy=strategy, **options)
-    path = Path(folder) / f"{name}-True-one-epoch.ckpt"
+    written: Sharding = "gradients" if sharded is True else True
+    path = Path(folder) / f"{name}-{written}-one-epoch.ckpt"
     trainer.fit(module, datamodule=Data(), ckpt_path=path, weights_only=False)
     return oracle.state_of(module)
 
 
 @pytest.mark.feature("Checkpoints", "a divided optimizer's state", "works", "goes on as an undivided one")
 @pytest.mark.timeout(120)
-def test_another_layout_goes_on_from_the_file(trained: tuple[str, list[dict[str, int]]], folder: Path) -> None:
+def test_another_layout_goes_on_from_the_file(
+    trained: tuple[str, list[dict[Sharding, list[int]]]], folder: Path
+) -> None:
     name, _ = trained
-    plain, sharded = zip(*processes.run_trainers(resume, 2, timeout=100, name=name, folder=str(folder)), strict=True)
+    found = zip(*processes.run_trainers(resume, 2, timeout=100, name=name, folder=str(folder)), strict=True)
+    plain, *others = ([oracle.Trace(weights=weights) for weights in of_ranks] for of_ranks in found)
     before = torch.load(folder / f"{name}-True-one-epoch.ckpt", weights_only=False)["state_dict"]
-    for key, value in plain[0].items():
-        assert torch.equal(value, sharded[0][key]), key
-        assert torch.equal(value, sharded[1][key]), key
-    assert any(not torch.equal(value, before[key]) for key, value in plain[0].items() if key in before)
+    for sharded in others:
+        for of_rank in sharded:
+            oracle.assert_equal(of_rank, plain[0], 1e-12)
+    weights = plain[0].weights
+    assert any(not torch.equal(value, before[key]) for key, value in weights.items() if key in before)
+
+
+# ------------------------------------------------------------------ gradients on one of four holders
+
+
+class Tied(Lit):
+    """Layers of two stages have a weight in common; one gradient is too large for 16 bits in the second step."""
+
+    def __init__(self, overflow: bool = False) -> None:
+        super().__init__()
+        self.model[2].weight = self.model[0].weight
+        self.hooked = overflow
+
+    def on_train_start(self) -> None:
+        if self.hooked:
+            bias = self.model[0].bias
+            bias.register_hook(lambda gradient: gradient * (math.inf if self.trainer.global_step == 2 else 1.0))
+
+
+class Noise(L.Callback):
+    """Changes gradients in place, as for privacy, and asks for one."""
+
+    def __init__(self) -> None:
+        self.refused: set[str] = set()
+
+    def on_after_backward(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        generator = torch.Generator().manual_seed(trainer.global_step)
+        for parameter in pl_module.parameters():
+            if parameter.grad is not None:
+                parameter.grad.add_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64), alpha=1e-3)
+        try:
+            assert pl_module.model[3].weight.grad is not None
+            float(pl_module.model[3].weight.grad.sum())
+        except CutError as error:
+            self.refused.add(str(error))
+
+
+class Ordered(Data):
+    """Batches in a fixed order, the same for all replicas."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+
+    def train_dataloader(self) -> DataLoader:
+        x, y = dataset(44).tensors
+        return DataLoader(TensorDataset(x.to(self.dtype), y), batch_size=8)
+
+
+STAGES = {"micro_batches": 2, "balance": [2, 3], "data_parallel_size": 2}
+DIVIDED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "1f1b": (STAGES, {"accumulate_grad_batches": 3, "gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
+    "chimera": ({**STAGES, "schedule": "chimera"}, {"gradient_clip_val": 0.05, "accumulate_grad_batches": 2}),
+    "scaled": (STAGES, {"gradient_clip_val": 0.5}),
+}
+
+
+def train(name: str, devices: int, sharded: Sharding = False) -> tuple[oracle.Trace, set[str]]:
+    """The weights and the scale at the end, and what was refused."""
+    from lightning_pipe import PipeStrategy
+
+    quiet()
+    L.seed_everything(7, verbose=False)
+    options, of_trainer = DIVIDED[name]
+    scaled, noise = name == "scaled", Noise()
+    dtype = torch.float32 if scaled else torch.float64
+    module = Tied(overflow=scaled).to(dtype)
+    plugins = [MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", 2.0**10))] if scaled else []
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=devices,
+        strategy=PipeStrategy(**options, shard_optimizer=sharded) if devices > 1 else "auto",
+        max_epochs=1,
+        use_distributed_sampler=False,
+        limit_val_batches=0,
+        plugins=plugins,
+        callbacks=[] if scaled else [noise],
+        **of_trainer,
+        **QUIET,
+    )
+    trainer.fit(module, datamodule=Ordered(dtype))
+    trace = oracle.Trace(weights=oracle.state_of(module))
+    if scaled:
+        trace.metrics["scale"] = float(plugins[0].scaler.get_scale())
+    return trace, noise.refused
+
+
+def train_all(process: int) -> dict[str, tuple[oracle.Trace, set[str]]]:
+    found = {name: train(name, 4, "gradients") for name in DIVIDED}
+    found["whole"] = train("scaled", 4)
+    return found
+
+
+@pytest.fixture(scope="module")
+def four() -> list[dict[str, tuple[oracle.Trace, set[str]]]]:
+    """All cases on two ranks and two replicas."""
+    return processes.run_trainers(train_all, 4, timeout=100)
+
+
+@pytest.mark.feature(
+    "Optimizers and schedulers",
+    'gradients divided over their holders (shard_optimizer="gradients", ZeRO stage 2)',
+    "works",
+    "as on one device; a hook reads a gradient where its sum is",
+)
+@pytest.mark.parametrize("name", ["1f1b", "chimera"])
+@pytest.mark.timeout(120)
+def test_divided_gradients_train_as_one_device(name: str, four: list[dict[str, tuple[oracle.Trace, set[str]]]]) -> None:
+    """With tied weights, gradients of several batches, limits of both kinds, and a callback that changes gradients."""
+    truth, refused = train(name, 1)
+    assert not refused
+    for process in four:
+        found, _ = process[name]
+        truth.weights["steps"] = found.weights["steps"]  # counts micro-batches
+        oracle.assert_equal(found, truth)
+
+
+@pytest.mark.timeout(120)
+def test_a_gradient_that_another_rank_has_says_so(four: list[dict[str, tuple[oracle.Trace, set[str]]]]) -> None:
+    refused = [process["1f1b"][1] for process in four]
+    # the layer norm is one of the second stage, which two processes hold; one of them has its gradient
+    assert sum(not texts for texts in refused) == 1
+    messages = [text for texts in refused for text in texts if "gets the summed gradient of 'model.3.weight'" in text]
+    assert len(messages) == 1
+    assert "reductions.shards.mine(parameter)" in messages[0]
+
+
+@pytest.mark.timeout(120)
+def test_all_holders_pass_by_a_step_that_one_has_found_too_large(
+    four: list[dict[str, tuple[oracle.Trace, set[str]]]],
+) -> None:
+    for process in four:
+        oracle.assert_equal(process["scaled"][0], process["whole"][0], 1e-6)
+        assert process["scaled"][0].metrics["scale"] == 2.0**9
+
+
+def test_hooks_that_some_holders_would_not_hear_are_refused() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    module = torch.nn.ParameterDict({"weight": parameter})
+    shards = SimpleNamespace(groups=[HolderGroup((0, 1), (parameter,))], drop_states=lambda optimizers: None)
+    pipeline: Any = SimpleNamespace(
+        reductions=SimpleNamespace(scattered=True, shards=shards),
+        ownership=SimpleNamespace(name_of=lambda tensor: dict(module.named_parameters()).popitem()[0]),
+    )
+    precision: Any = SimpleNamespace(_after_closure=None)
+    sharded = ShardedOptimizers(pipeline, precision)
+    sharded.install([])
+    sharded.check_hooks()
+    parameter.register_post_accumulate_grad_hook(lambda _: None)
+    with pytest.raises(ConfigurationError, match=r"the gradient of 'weight'(.|\n)*shard_optimizer=True"):
+        sharded.check_hooks()
+    pipeline.reductions.scattered = False
+    sharded.check_hooks()

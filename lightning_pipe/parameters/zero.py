@@ -1,18 +1,24 @@
 """Divides optimizer state over the processes that hold the same parameters: each updates its part and shares it.
 
-Source: Rajbhandari et al., ZeRO, arXiv:1910.02054, section 5.1 (stage 1).
+Source: Rajbhandari et al., ZeRO, arXiv:1910.02054, section 5.1 (stage 1). Where gradients are summed for their owners
+alone (stage 2, section 5.2) `GradientSync` does so, by the owners that are found here.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_pipe.transport.base import Transport
+from lightning_pipe.parameters.buckets import buckets
+from lightning_pipe.transport.base import Transport, Work
+
+_UNDER_WAY = 2
+"""Buckets of updated values on their way at a time."""
 
 
 class HolderGroup(NamedTuple):
@@ -33,19 +39,24 @@ class OptimizerShards:
     Args:
         groups: the parameters with several holders, in the same order on all of these.
         transport: reaches them.
+
+    Attributes:
+        groups: as given.
     """
 
     def __init__(self, groups: Iterable[HolderGroup], transport: Transport) -> None:
+        self.groups = tuple(groups)
         self._transport = transport
         self._parts: list[tuple[HolderGroup, dict[int, list[nn.Parameter]]]] = []
         self._owner: dict[int, int] = {}
-        for group in groups:
+        for group in self.groups:
             parts: dict[int, list[nn.Parameter]] = {member: [] for member in group.members}
             first = group.first % len(group.members)
             load = dict.fromkeys(group.members[first:] + group.members[:first], 0)
-            # Largest first, each to whoever has least: loads differ by the largest parameter at most. Sorting is
-            # stable, so all holders come to the same division without a message.
-            for parameter in sorted(group.parameters, key=lambda parameter: -parameter.numel()):
+            # Largest first, each to whoever has least: loads differ by the largest parameter at most. Frozen ones come
+            # last: they have neither gradients nor state until they thaw. Sorting is stable, so all holders come to the
+            # same division without a message.
+            for parameter in sorted(group.parameters, key=lambda each: (not each.requires_grad, -each.numel())):
                 member = min(load, key=lambda member: load[member])
                 load[member] += parameter.numel()
                 parts[member].append(parameter)
@@ -71,20 +82,27 @@ class OptimizerShards:
     @torch.no_grad()
     def share(self) -> None:
         """Bring all holders the values that the owners have updated. Collective over each group."""
-        # All are issued before any is waited for, in the same order on all holders.
-        under_way = []
+        # Issued in the same order on all holders, some before the first is waited for: a copy of all would take as much
+        # memory again as the parameters do.
+        under_way: deque[tuple[Work, Tensor, Sequence[nn.Parameter], int]] = deque()
         for group, parts in self._parts:
             for member in group.members:
-                for parameters in _by_kind(parts[member]):
+                for indices in buckets(parts[member]):
+                    parameters = [parts[member][index] for index in indices]
                     flat = torch.cat([parameter.detach().reshape(-1) for parameter in parameters])
                     under_way.append((self._transport.broadcast(flat, member, group.members), flat, parameters, member))
-        for work, flat, parameters, member in under_way:
-            work.wait()
-            if member != self._transport.process:
-                for parameter, values in zip(
-                    parameters, torch.split(flat, [p.numel() for p in parameters]), strict=True
-                ):
-                    parameter.copy_(values.view_as(parameter))
+                    if len(under_way) > _UNDER_WAY:
+                        self._take(*under_way.popleft())
+        for shared in under_way:
+            self._take(*shared)
+
+    def _take(self, work: Work, flat: Tensor, parameters: Sequence[nn.Parameter], member: int) -> None:
+        """Take over the values that a member has updated."""
+        work.wait()
+        if member != self._transport.process:
+            values = torch.split(flat, [parameter.numel() for parameter in parameters])
+            for parameter, value in zip(parameters, values, strict=True):
+                parameter.copy_(value.view_as(parameter))
 
     def gather_states(self, optimizers: Sequence[Optimizer]) -> None:
         """Give every holder the optimizer state of its parameters. Collective; undone by `drop_states`."""
@@ -105,11 +123,3 @@ class OptimizerShards:
                     for parameter in parameters:
                         for optimizer in optimizers:
                             optimizer.state.pop(parameter, None)
-
-
-def _by_kind(parameters: Sequence[nn.Parameter]) -> Iterable[list[nn.Parameter]]:
-    """Parameters of one dtype and device together."""
-    kinds: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
-    for parameter in parameters:
-        kinds.setdefault((parameter.dtype, parameter.device), []).append(parameter)
-    return kinds.values()

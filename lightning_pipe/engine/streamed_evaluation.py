@@ -1,0 +1,135 @@
+"""Batches of an evaluation that follow each other through the stages: this rank's part of their endless order.
+
+A rank with the stages 1 and 2 of four; it posts the receive of what an earlier stage sends in the slot in which that is
+sent, so that both ends of a lane keep to one order of messages::
+
+    slot 1   1RECV_F0 was posted in slot 0     1F0
+    slot 2   1RECV_F1                          2F0   2SEND_F0
+    slot 3                                     1F1
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from lightning_pipe.engine.batch import Batch, StepFunction
+from lightning_pipe.schedules import Action, Kind
+from lightning_pipe.schedules.evaluation_order import EvaluationOrder, Pass
+
+if TYPE_CHECKING:
+    from lightning_pipe.engine.pipeline import Pipeline
+
+
+class StreamedEvaluation:
+    """Runs batches of one micro-batch through the stages of pipe 0, action by action.
+
+    Args:
+        pipeline: the module over the ranks.
+        alone: whether the first batch has ended before the second one begins.
+
+    Attributes:
+        order: what all ranks run.
+        lag: how many batches later what a batch has sent has surely arrived.
+
+    Example:
+        All batches on one rank, without regard to who waits for their results::
+
+            streamed = StreamedEvaluation(pipeline)
+            for number, batch in enumerate(batches):
+                streamed.begin(number, step, batch)
+            for number in range(len(batches)):
+                end = streamed.proceed()
+                while (action := streamed.due(end)) is not None:
+                    if action.micro_batch < len(batches):
+                        streamed.perform(action)
+            streamed.end()
+    """
+
+    def __init__(self, pipeline: Pipeline, *, alone: bool = False) -> None:
+        self._pipeline = pipeline
+        self._ranks = [pipeline.placement[0, stage] for stage in range(len(pipeline.balance))]
+        self._later = pipeline.executor.later
+        self.order = EvaluationOrder(self._ranks, alone=alone)
+        # a batch begins when the one so many batches before it has ended
+        self.lag = len(self._ranks) + 2
+        self._actions: deque[tuple[int, Action]] = deque()
+        self._batches: dict[int, Batch] = {}
+        self._ended = 0
+
+    def begin(self, number: int, step: StepFunction, batch: Any, *, seed: int = 0) -> Batch:
+        """Make a batch known. Before the actions of it that `due` returns.
+
+        Args:
+            number: of the batch, from 0.
+            step: see `Pipeline.train`.
+            batch: the batch, whole.
+            seed: the seed of its random streams.
+        """
+        self._batches[number] = made = self._pipeline.evaluation_batch(step, [batch], seed)
+        return made
+
+    def proceed(self) -> int:
+        """Let the next batch come to its end in the order. Returns the slot of that end.
+
+        All actions of the batch before it have been performed.
+        """
+        end = self.order.to_end()
+        self._batches.pop(self._ended - 1, None)
+        self._ended += 1
+        while self.order.slots:
+            slot, passes = self.order.slots.popleft()
+            self._actions.extend((slot, action) for action in self._lowered(passes))
+        return end
+
+    def due(self, slot: int, last: int | None = None) -> Action | None:
+        """Take the next action of this rank; ``None`` if it is not due.
+
+        Args:
+            slot: the last one whose actions are due.
+            last: the last batch whose passes are due; ``None``: any. What is received of later ones is due all the
+                same: it may come before what is sent of this one.
+        """
+        if not self._actions:
+            return None
+        at, action = self._actions[0]
+        waits = last is not None and action.kind is Kind.FORWARD and (action.micro_batch or 0) > last
+        if at > slot or waits:
+            return None
+        return self._actions.popleft()[1]
+
+    def perform(self, action: Action) -> None:
+        """Run an action."""
+        executor = self._pipeline.executor
+        if action.kind is Kind.FORWARD:
+            batch, _ = self._find(action.micro_batch or 0)
+            with self._pipeline.running(batch.streams):
+                executor.perform(action, self._find, self.lag)
+            self._pipeline.commit_evaluated()
+        else:
+            executor.perform(action, self._find, self.lag)
+
+    def end(self) -> None:
+        """End behind the last batch. Collective over all processes."""
+        self._actions.clear()
+        self._batches.clear()
+        self._pipeline.executor.empty()
+        self._pipeline.learn_skips(training=False)
+
+    def _find(self, micro_batch: int) -> tuple[Batch, int]:
+        return self._batches[micro_batch], 0
+
+    def _lowered(self, passes: list[Pass]) -> Iterator[Action]:
+        """What this rank does in a slot: its pass, then the messages that all ranks' passes send."""
+        mine = self._pipeline.transport.rank
+        yield from (Action(Kind.FORWARD, stage, batch) for rank, stage, batch in passes if rank == mine)
+        # in the order of the sending ranks, so that both ends of a pair of ranks post them alike
+        for rank, stage, batch in passes:
+            for to in self._later[stage]:
+                peer = self._ranks[to]
+                other = None if to == stage + 1 else to
+                if rank == mine != peer:
+                    yield Action(Kind.SEND_FORWARD, stage, batch, peer=peer, other=other)
+                elif peer == mine != rank:
+                    yield Action(Kind.RECEIVE_FORWARD, to, batch, peer=rank, other=None if other is None else stage)

@@ -1,0 +1,162 @@
+"""The batches of an evaluation that have been fetched, of which ranks run the steps before the loop comes to them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import lightning.pytorch as pl
+
+from lightning_pipe.patches import replaced
+from lightning_pipe.trainer.broadcasts import STREAMED_BATCHES
+from lightning_pipe.trainer.data.needs import Learning
+from lightning_pipe.trainer.evaluation.reads import ReadState
+from lightning_pipe.trainer.evaluation.steps import EvaluationSteps, RunStep
+from lightning_pipe.transport.nonblocking_broadcast import NonBlockingBroadcast
+
+_NOT_YET = object()
+
+
+@dataclass
+class Fetched:
+    """A batch that has been fetched.
+
+    Args:
+        number: over all loaders, from 0.
+        item: what the fetcher gave: the batch, its number and that of its loader.
+        last: whether the fetcher knew that it is the last one.
+        learning: sees what its step reads of it.
+        batch: the batch on this device.
+        run: its step, if this rank has begun it.
+        way: the same on its way through the engine.
+        states: what the runs for its stages on this rank have read.
+        early: whether one of them came before the batch before it was at its end.
+    """
+
+    number: int
+    item: tuple[Any, int, int]
+    last: bool
+    learning: Learning
+    batch: Any = _NOT_YET
+    run: RunStep | None = None
+    way: Any = None
+    states: list[ReadState] = field(default_factory=list)
+    early: bool = False
+
+    def changed(self) -> str | None:
+        """An attribute that was read and has changed since, as code writes it."""
+        return next((name for state in self.states for name in state.changed()), None)
+
+
+class FetchedBatches:
+    """Fetches batches before the loop asks for them, and knows what the loop will do with them.
+
+    Args:
+        module: the LightningModule, with its Trainer.
+        steps: runs and shares steps.
+        loop: Lightning's loop, about to fetch its first batch.
+        name: the method that evaluates a batch.
+        ahead: how many batches later what this rank sends must have arrived.
+
+    Attributes:
+        fetcher: that of the loop.
+        current: the batch that the loop has got.
+    """
+
+    def __init__(self, module: pl.LightningModule, steps: EvaluationSteps, loop: Any, name: str, ahead: int) -> None:
+        self._module, self._steps, self._loop, self._name = module, steps, loop, name
+        self.fetcher = loop._data_fetcher
+        self._channel = NonBlockingBroadcast(steps.pipeline.transport, ahead, STREAMED_BATCHES)
+        self._queue: deque[Fetched] = deque()
+        self._fetched = 0
+        self._end: Exception | None = None
+        self.current: Fetched | None = None
+
+    @property
+    def given(self) -> int:
+        """The number of batches that the loop has got."""
+        return self._fetched - len(self._queue)
+
+    def share(self, obj: Any, source: int) -> Any:
+        """The object of the process that loads, which does not wait for the others."""
+        return self._channel.share(obj, source, self._steps.pipeline.pipeline_members)
+
+    def flush(self) -> None:
+        """Wait until the others have got all batches."""
+        self._channel.flush()
+
+    def up_to(self, number: int) -> None:
+        """Fetch all batches up to one, if there are so many."""
+        while self._end is None and self._fetched <= number:
+            try:
+                item = next(self.fetcher)
+            except Exception as end:  # also that of the loader: hooks of earlier batches come first, as on one device
+                self._end = end
+                return
+            learning = self._steps.learning(self._name, item[0])
+            self._queue.append(Fetched(self._fetched, item, self.fetcher.done, learning))
+            self._fetched += 1
+            self._channel.end_call()
+
+    def find(self, number: int) -> Fetched | None:
+        """A batch that the loop has not got, or its current one; ``None`` if there are not so many."""
+        if self.current is not None and number == self.current.number:
+            return self.current
+        self.up_to(number)
+        return self._queue[number - self.given] if number < self._fetched else None
+
+    def give(self) -> Fetched:
+        """The next batch for the loop.
+
+        Raises:
+            Exception: that of the fetcher, if there is none.
+        """
+        self.up_to(self.given)
+        if not self._queue:
+            assert self._end is not None
+            raise self._end
+        self.current = self._queue.popleft()
+        return self.current
+
+    def begun(self, fetched: Fetched) -> RunStep:
+        """The step of a batch."""
+        if fetched.run is None:
+            fetched.run = self._steps.begin(self._name, self._arguments(fetched), fetched.learning)
+        return fetched.run
+
+    def moved(self, fetched: Fetched) -> Any:
+        """A batch on this device, brought there as the loop does it."""
+        if fetched.batch is _NOT_YET:
+            trainer: Any = self._module.trainer
+            batch, number, loader = fetched.item
+            batch = trainer.precision_plugin.convert_input(batch)
+            fetched.batch = type(trainer.strategy).batch_to_device(trainer.strategy, batch, dataloader_idx=loader)
+            fetched.item = (None, number, loader)
+        return fetched.batch
+
+    def _arguments(self, fetched: Fetched) -> tuple[Any, ...]:
+        """What the loop will pass to the step."""
+        loop, (_, number, loader) = self._loop, fetched.item
+        several = loop.num_dataloaders > 1 and (self._name == "predict_step" or loop._is_sequential)
+        arguments = loop._build_kwargs(self.moved(fetched), number, loader if several else None)
+        return tuple(loop._build_step_args_from_hook_kwargs(arguments, self._name))
+
+    @contextmanager
+    def as_if_at(self, fetched: Fetched) -> Iterator[None]:
+        """Around a run of the step ahead of the loop: the loop's counters are those that it will see."""
+        progress, position = self._loop.batch_progress, fetched.number - self.given
+        kept = [(each, vars(each).copy()) for each in (progress, progress.total, progress.current)]
+        for each in (progress.total, progress.current):
+            each.ready, each.started = each.ready + position + 1, each.started + position + 1
+            each.processed, each.completed = each.processed + position, each.completed + position
+        progress.is_last_batch = fetched.last
+        try:
+            with replaced(self._module, "_current_fx_name", self._name):
+                yield
+        finally:
+            for each, before in kept:
+                vars(each).clear()
+                vars(each).update(before)

@@ -1,0 +1,72 @@
+"""Batches that are fetched before the loop asks for them come in order, and their steps see the loop's counters."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import lightning as L
+import pytest
+from lightning.pytorch.loops.progress import _BatchProgress
+
+from lightning_pipe.trainer.evaluation.fetched import FetchedBatches
+
+
+class Fetcher:
+    """Gives some batches, then ends or fails."""
+
+    def __init__(self, number: int, error: Exception | None = None) -> None:
+        self.taken, self.done, self._number, self._error = 0, False, number, error
+
+    def __next__(self) -> Any:
+        if self.taken == self._number:
+            raise StopIteration if self._error is None else self._error
+        self.taken += 1
+        self.done = self.taken == self._number and self._error is None
+        return (f"batch {self.taken - 1}", self.taken - 1, 0)
+
+
+@pytest.fixture
+def batches(request: pytest.FixtureRequest) -> tuple[FetchedBatches, Any]:
+    loop = SimpleNamespace(_data_fetcher=Fetcher(*request.param), batch_progress=_BatchProgress())
+    steps: Any = SimpleNamespace(
+        pipeline=SimpleNamespace(transport=None, pipeline_members=()), learning=lambda name, batch: None
+    )
+    return FetchedBatches(L.LightningModule(), steps, loop, "validation_step", ahead=4), loop
+
+
+@pytest.mark.parametrize("batches", [(3,)], indirect=True)
+def test_batches_come_in_order_and_end(batches: tuple[FetchedBatches, Any]) -> None:
+    fetched, loop = batches
+    assert fetched.find(1).item[0] == "batch 1"  # type: ignore[union-attr]
+    assert loop._data_fetcher.taken == 2
+    assert (fetched.give().number, fetched.given) == (0, 1)
+    assert fetched.find(0) is fetched.current
+    assert fetched.find(7) is None
+    assert [fetched.give().last, fetched.give().last] == [False, True]
+    with pytest.raises(StopIteration):
+        fetched.give()
+
+
+@pytest.mark.parametrize("batches", [(2, OSError("this row cannot be read"))], indirect=True)
+def test_the_error_of_the_loader_comes_behind_the_batches_before_it(batches: tuple[FetchedBatches, Any]) -> None:
+    fetched, _ = batches
+    fetched.up_to(5)
+    assert [fetched.give().number, fetched.give().number] == [0, 1]
+    with pytest.raises(OSError, match="this row"):
+        fetched.give()
+
+
+@pytest.mark.parametrize("batches", [(3,)], indirect=True)
+def test_a_step_ahead_of_the_loop_sees_the_counters_of_its_batch(batches: tuple[FetchedBatches, Any]) -> None:
+    fetched, loop = batches
+    fetched.give()
+    loop.batch_progress.increment_ready()
+    for step in ("started", "processed", "completed"):
+        getattr(loop.batch_progress, f"increment_{step}")()
+    with fetched.as_if_at(fetched.find(2)):  # type: ignore[arg-type]
+        current = loop.batch_progress.current
+        assert (current.ready, current.started, current.processed, current.completed) == (3, 3, 2, 2)
+        assert loop.batch_progress.is_last_batch
+    assert (loop.batch_progress.current.ready, loop.batch_progress.current.completed) == (1, 1)
+    assert not loop.batch_progress.is_last_batch
