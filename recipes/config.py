@@ -35,6 +35,7 @@ class Extras:
 
     print_config: bool = False
     ignore_warnings: bool = False
+    samples: bool = True
 
 
 @dataclass
@@ -47,9 +48,12 @@ class Train:
     seed: int = 1
     tags: list[str] = field(default_factory=list)  # words to find the run by, in summary.json and with every logger
     adam_betas: list[float] = field(default_factory=lambda: [0.9, 0.95])  # of optim=adamw: a size may have its own
+    optimized_metric: str = "val_loss"  # what a run returns, for searches of hyper-parameters
+    test: bool = True  # after training, where a recipe has a test
     threads: int | None = None  # threads per process; None leaves it to torch
     ckpt_path: str | None = None  # resume from a file, or from the newest run's "last" or "best" checkpoint
     layers: Any = None  # dotted names of the model's layers, which the stages are cut from
+    compile: str | None = None  # a backend of torch.compile, such as inductor, for each layer
     balance: Any = "parameters"  # what stages get equal amounts of, for this model
     paths: Paths = field(default_factory=Paths)
     data: Any = MISSING

@@ -46,8 +46,8 @@ def facts(config: DictConfig, module: L.LightningModule, trainer: L.Trainer) -> 
             schedule=strategy.family,
             batch=config.data.batch_size,
             accumulation=config.trainer.accumulate_grad_batches,
-            balance="parameters" if measured else _plain(config.pipe.balance),
-            **{name: _plain(config.pipe[name]) for name in ("stages", "micro_batches", "layers")},
+            balance="parameters" if measured else plain(config.pipe.balance),
+            **{name: plain(config.pipe[name]) for name in ("stages", "micro_batches", "layers")},
         )
         told |= {"schedule": made.schedule, "predicted_bubble": made.bubble} | ({} if measured else {"plan": str(made)})
     return told
@@ -63,5 +63,10 @@ def tree(config: DictConfig) -> Tree:
     return root
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """A value of the configuration without OmegaConf's containers.
+
+    Args:
+        value: of a key.
+    """
     return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value

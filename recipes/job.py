@@ -1,4 +1,4 @@
-"""One training run: validate, fit, validate again, report."""
+"""One training run: validate, fit, validate again, test, leave samples, report."""
 
 from __future__ import annotations
 
@@ -6,18 +6,22 @@ import logging
 import sys
 import time
 import warnings
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
 import lightning as L
 from hydra.utils import instantiate
 from lightning.pytorch.callbacks import ProgressBar
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_pipe import deferred_init
 from lightning_pipe.callbacks import PipelineTimeline
-from recipes import checkpoints, facts
+from lightning_pipe.partition import find_layers
+from recipes import checkpoints, facts, samples
 from recipes.callbacks import Throughput
+from recipes.errors import RecipeError
 from recipes.provenance import commit
 from recipes.report import Report
 
@@ -46,10 +50,16 @@ def run(config: DictConfig) -> Report:
         facts.tell(config, module, trainer)
         Path(config.paths.output, "config.yaml").write_text(OmegaConf.to_yaml(config, resolve=True))
 
+    tested = config.test and is_overridden("test_step", module)
     before = trainer.validate(module, datamodule=data, ckpt_path=checkpoint, verbose=False)[0]
+    check_metric(config.optimized_metric, list(before), tested=tested)
     trainer.fit(module, datamodule=data, ckpt_path=checkpoint)
 
     after = {name: float(trainer.callback_metrics[name]) for name in before if name in trainer.callback_metrics}
+    if tested:
+        after |= trainer.test(module, datamodule=data, verbose=False)[0]
+    if config.extras.samples:
+        samples.write(trainer, module, data, Path(config.paths.output))
     report = Report(
         recipe=config.recipe,
         output=config.paths.output,
@@ -66,19 +76,37 @@ def run(config: DictConfig) -> Report:
     return report
 
 
+def check_metric(name: str, known: Sequence[str], *, tested: bool) -> None:
+    """Refuses a metric that the run will not have, before it trains.
+
+    Args:
+        name: what the run is to return.
+        known: the metrics of validation; nothing, where nothing is validated.
+        tested: there will be a test, whose metrics are not known yet.
+    """
+    if known and name not in known and not (tested and name.startswith("test_")):
+        raise RecipeError(
+            f"optimized_metric={name} is no metric of this run.", hint=f"There are {', '.join(sorted(known))}."
+        )
+
+
 def make_data(config: DictConfig) -> L.LightningDataModule:
     """Builds the data module."""
     return instantiate(config.data, _convert_="all")  # type: ignore[no-any-return]
 
 
 def make_module(config: DictConfig) -> L.LightningModule:
-    """Builds the LightningModule with what makes its optimizer and its schedule."""
-    return instantiate(  # type: ignore[no-any-return]
+    """Builds the LightningModule with what makes its optimizer and its schedule; compiles its layers if asked to."""
+    module: L.LightningModule = instantiate(
         config.model,
         optimizer=instantiate(config.optim, _convert_="all"),
         scheduler=instantiate(config.scheduler, _convert_="all"),
         _convert_="all",  # plain containers: what a module keeps as hyper-parameters goes into checkpoints
     )
+    if config.compile is not None:
+        for _, layer in find_layers(module, facts.plain(config.layers)):
+            layer.compile(backend=config.compile)
+    return module
 
 
 def make_callbacks(config: DictConfig) -> list[L.Callback]:

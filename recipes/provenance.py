@@ -1,8 +1,11 @@
-"""Which code a run was made with."""
+"""Which code a run was made with, and on which machine."""
 
 from __future__ import annotations
 
+import os
+import platform
 import subprocess
+from datetime import date
 from pathlib import Path
 
 
@@ -18,6 +21,16 @@ def commit(folder: Path = Path(__file__).parent) -> str:
     except (OSError, subprocess.SubprocessError):
         return "unknown"
     return f"{name} with changes" if changed else name
+
+
+def machine() -> str:
+    """Date, machine and versions."""
+    import torch
+
+    return (
+        f"{date.today().isoformat()}; {os.cpu_count()} cores {platform.machine()}; Python {platform.python_version()}, "
+        f"torch {torch.__version__}"
+    )
 
 
 def _git(folder: Path, *arguments: str) -> str:

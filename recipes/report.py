@@ -16,7 +16,7 @@ class Report:
         recipe: its name.
         output: its folder.
         before: validation metrics before training.
-        after: validation metrics after training.
+        after: validation metrics after training, and those of a test.
         samples_per_second: training speed over all replicas; None when too short to measure.
         bubble: share of the ranks' time spent waiting, measured in one batch; None without a pipeline.
         predicted_bubble: the schedule's own, with equal stages.
@@ -45,9 +45,8 @@ class Report:
         lines = [f"\n{self.recipe}: done in {minutes} min {seconds} s"]
         width = max([24, *(len(readable(name)) + 2 for name in self.after)])
         for name, value in self.after.items():
-            lines.append(
-                f"  {readable(name):<{width}}{_number(self.before.get(name))} before training, {_number(value)} after"
-            )
+            before = f"{_number(self.before[name])} before training, " if name in self.before else ""
+            lines.append(f"  {readable(name):<{width}}{before}{_number(value)} after")
         if self.samples_per_second is not None:
             lines.append(f"  {'training speed':<{width}}{_number(self.samples_per_second)} samples/s")
         if self.bubble is not None and self.predicted_bubble is not None:
@@ -65,6 +64,8 @@ class Report:
             "timeline.png": "who computed what when in one batch, as measured",
             "curve.png": "losses and validation metrics by step",
             "metrics.csv": "the same as numbers",
+            "samples.txt": "what the model makes of a few samples of the validation split",
+            "samples.png": "what the model makes of a few samples of the validation split",
             "config.yaml": "the whole configuration of this run",
             "train.log": "the log, with the plan",
             "summary.json": "these results, and the commit of the code",
@@ -80,11 +81,9 @@ def readable(name: str) -> str:
         ('validation next accuracy', 'training loss')
     """
     start, _, rest = name.partition("_")
-    words = {"val": "validation", "train": "training"}
+    words = {"val": "validation", "train": "training", "test": "test"}
     return f"{words[start]} {rest.replace('_', ' ')}" if start in words else name
 
 
-def _number(value: float | None) -> str:
-    if value is None:
-        return "?"
+def _number(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"

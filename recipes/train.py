@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="train")
 def train(settings: DictConfig) -> float:
-    """One job; a sweep calls it once for each. Returns the validation loss, which is to be minimised."""
+    """One job; a sweep calls it once for each. Returns `optimized_metric`, by default the validation loss."""
     try:
         return run(settings)
     except Exception as error:
@@ -81,7 +81,7 @@ def run(settings: DictConfig) -> float:
             report = job.run(settings)
         finally:
             job.close_loggers()
-    return report.after.get("val_loss", float("nan"))
+    return report.after.get(settings.optimized_metric, float("nan"))
 
 
 def main() -> None:

@@ -17,9 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_pipe.intercept.numpy_generator import NumpyState
 from lightning_pipe.intercept.python_generator import GeneratorState
 
-_python = GeneratorState()
+_python, _of_numpy = GeneratorState(), NumpyState()
 _numpy: Any = np.random  # its types leave out how generators are exchanged (numpy 2.4)
 
 
@@ -136,17 +137,15 @@ class RandomStreams:
     @contextmanager
     def batch(self) -> Iterator[None]:
         """Put all generators back after a batch: torch's, Python's and numpy's."""
-        # Once a batch, and most of it numpy's own loops over its 624 words (numpy 2.4). Always: each run of the step
-        # has seeded them, drawn from or not, and whether code outside drew since the last batch is in the state alone.
-        states = _states(self._generators)
-        python = _python.read()
-        of_numpy = np.random.get_state()
+        # Always: each run of the step has seeded them, drawn from or not, and whether code outside drew since the last
+        # batch is in the state alone.
+        states, python, of_numpy = _states(self._generators), _python.read(), _of_numpy.read()
         try:
             yield
         finally:
             _restore(self._generators, states)
             _python.put_back(python)
-            np.random.set_state(of_numpy)
+            _of_numpy.put_back(of_numpy)
 
     def seed_user_code(self, micro_batch: int) -> None:
         """Start the stream of the user's code outside layers for one run over ``micro_batch``."""
@@ -155,8 +154,7 @@ class RandomStreams:
     def state(self) -> tuple[Any, ...]:
         """The state of all generators, to be compared: whether numbers have been drawn."""
         of_torch = tuple(state.numpy().tobytes() for state in _states(self._generators))
-        of_numpy: tuple[Any, ...] = np.random.get_state()  # type: ignore[assignment]
-        return of_torch, random.getstate(), *(part.tobytes() if hasattr(part, "tobytes") else part for part in of_numpy)
+        return of_torch, _python.read(), repr(_of_numpy.read())
 
     def _number(self, micro_batch: int) -> int:
         return micro_batch * self._replicas + self._replica

@@ -41,7 +41,7 @@ def layer_flops(module: nn.Module, layers: Layers) -> list[float]:
             hint=f"Set self.example_input_array to what forward takes. {_REMEDY}",
         )
     args, kwargs = _called_with(tree_map(_empty, module.example_input_array))
-    state = {name: _empty(tensor) for name, tensor in (*module.named_parameters(), *module.named_buffers())}
+    state = _without_values(module)
     counter = _Counter(FlopCounterMode(display=False), len(layers))
     training = {part: part.training for part in module.modules()}
     try:
@@ -51,7 +51,7 @@ def layer_flops(module: nn.Module, layers: Layers) -> list[float]:
             during.enter_context(torch.no_grad())
             during.enter_context(counter.mode)
             module.eval()
-            torch.func.functional_call(module, state, args, kwargs)
+            torch.func.functional_call(module, state, args, kwargs, tie_weights=False)
     except Exception as error:
         raise ConfigurationError(
             f"The operations of {type(module).__name__} cannot be counted on its example: "
@@ -96,6 +96,20 @@ class _Counter:
         total = self.mode.get_total_flops()
         self.costs[self._current] += total - self._counted
         self._counted = total
+
+
+def _without_values(module: nn.Module) -> dict[str, Tensor]:
+    """Every parameter and buffer on the meta device, by one name for each module that has it.
+
+    `functional_call` puts what it has replaced back by name: of two names of one module the second would bring back
+    what stood in for the first (torch 2.13, with ``tie_weights=True`` also where it is given one name).
+    """
+    made: dict[int, Tensor] = {}
+    return {
+        f"{path}.{name}" if path else name: made.setdefault(id(tensor), _empty(tensor))
+        for path, part in module.named_modules()
+        for name, tensor in (*part.named_parameters("", False, False), *part.named_buffers("", False, False))
+    }
 
 
 def _empty(leaf: Any) -> Any:

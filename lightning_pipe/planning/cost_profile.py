@@ -230,16 +230,20 @@ def _made(content: dict[str, Any]) -> CostProfile:
         content[name] = Link(**{key: _checked(f"{key} of {name}", each) for key, each in content[name].items()})
     for name in {"overhead", "batch", "step_per_byte"} & content.keys():
         _checked(name, content[name])
-    tied = tuple(_tied(each, len(layers)) for each in content.pop("tied", ()))
+    tied = tuple(_tied(each, layers) for each in content.pop("tied", ()))
     conditions = {name: str(value) for name, value in content.pop("conditions", {}).items()}
     return CostProfile(layers=layers, sizes=sizes, tied=tied, conditions=conditions, **content)
 
 
-def _tied(content: dict[str, Any], layers: int) -> TiedSizes:
-    places = tuple(content["layers"])
-    if not set(places) <= set(range(layers)):
-        raise ValueError(f"layers of tied are numbers from 0 to {layers - 1}, not {list(places)}")
-    return TiedSizes(places, _checked("parameter_bytes of tied", content["parameter_bytes"]))
+def _tied(content: dict[str, Any], layers: Sequence[LayerSizes]) -> TiedSizes:
+    places, size = tuple(content["layers"]), _checked("parameter_bytes of tied", content["parameter_bytes"])
+    if not set(places) <= set(range(len(layers))):
+        raise ValueError(f"layers of tied are numbers from 0 to {len(layers) - 1}, not {list(places)}")
+    if small := [layers[place].name for place in places if layers[place].parameter_bytes < size]:
+        raise ValueError(
+            f"layer {small[0]} has fewer parameter_bytes than the {size} that it has in common with others"
+        )
+    return TiedSizes(places, size)
 
 
 def _checked(name: str, value: Any) -> Any:

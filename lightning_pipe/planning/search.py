@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -26,6 +26,9 @@ SHOWN = 10
 _UNUSED = ("naive",)
 """Schedules that are there to compare with: never the fastest on more than one rank."""
 
+Cut = Callable[[int], Sequence[int] | None]
+"""Number of stages -> layers of each."""
+
 _DYNAMIC = 4096
 """Layers x ranks up to which PipeDream's dynamic program, whose time grows with their square, takes seconds."""
 
@@ -41,6 +44,7 @@ def search(
     stages_per_rank: Sequence[int] = (1, 2),
     micro_batches: Sequence[int] | None = None,
     layers: str | Sequence[str] | None = None,
+    cut: Cut | None = None,
     shown: int = SHOWN,
 ) -> SearchResult:
     """Predict all configurations of a run on so many processes, and rank them.
@@ -61,27 +65,42 @@ def search(
         stages_per_rank: how many stages a schedule may put on a rank that takes any number.
         micro_batches: how many a batch may be cut into; ``None``: all divisors.
         layers: dotted names of the layer sequence of a module.
+        cut: number of stages -> layers of each, or ``None`` where there is no such division; by default so that the
+            slowest stage is fastest.
         shown: how many of the best are wanted.
 
     Returns:
         The best configurations; ``print`` shows a table, ``best.options`` are the arguments of `PipeStrategy`.
 
     Raises:
-        ConfigurationError: nothing fits.
+        ConfigurationError: an argument cannot be served, or nothing fits.
 
     Example:
         >>> found = search(nn.Sequential(*(nn.Linear(64, 64) for _ in range(8))), ranks=4, global_batch=32)
         >>> found.best.configuration.replicas * found.best.configuration.ranks
         4
     """
-    if ranks < 1 or global_batch < 1:
-        raise ConfigurationError(f"A search needs ranks and samples, not ranks={ranks}, global_batch={global_batch}.")
+    _check(
+        ranks=[ranks],
+        global_batch=[global_batch],
+        pipeline_parallel_size=[] if pipeline_parallel_size is None else [pipeline_parallel_size],
+        stages_per_rank=stages_per_rank,
+        micro_batches=micro_batches or [],
+        shown=[shown],
+    )
     start = time.perf_counter()
     profile = costs if isinstance(costs, CostProfile) else _profile_of(costs, layers)
     candidates = _candidates(
-        profile, ranks, global_batch, families, pipeline_parallel_size, stages_per_rank, micro_batches
+        profile, ranks, global_batch, families, pipeline_parallel_size, stages_per_rank, micro_batches, cut
     )
     return _Search(profile, memory, shown).run(list(candidates), start)
+
+
+def _check(**numbers: Sequence[int]) -> None:
+    for name, values in numbers.items():
+        for value in values:
+            if not isinstance(value, int) or value < 1:
+                raise ConfigurationError(f"A search needs {name} of 1 or more, not {value!r}.")
 
 
 def checked(profile: CostProfile, module: nn.Module, layers: str | Sequence[str] | None) -> CostProfile:
@@ -111,6 +130,7 @@ def _candidates(
     size: int | None,
     stages_per_rank: Sequence[int],
     micro_batches: Sequence[int] | None,
+    cut: Cut | None = None,
 ) -> Iterator[Configuration]:
     tried = list(_families(families))
     asynchronous = any(isinstance(family, PipeDream) and family.replicas is None for family in tried)
@@ -127,11 +147,13 @@ def _candidates(
             for stages in sorted({ranks * max(number, family.stages_per_rank) for number in stages_per_rank}):
                 # A schedule that folds further stages onto its own gains nothing by them.
                 if stages <= len(profile.layers) and stages == ranks * _own_stages(family, ranks, stages):
-                    for number in _divisors(batch):
+                    given = None if cut is None else cut(stages)
+                    own = None if given is None else tuple(given)
+                    for number in _divisors(batch) if cut is None or own is not None else ():
                         wanted = micro_batches is None or number in micro_batches
                         # An order that is cut short is nobody's published one, and a run would warn of it.
                         if wanted and family.published(ranks, number) == number:
-                            yield Configuration(family, ranks, replicas, stages, number, batch // number)
+                            yield Configuration(family, ranks, replicas, stages, number, batch // number, layers=own)
 
 
 def _replicated(
@@ -272,7 +294,7 @@ class _Search:
         if small is None or self.limit is None:
             return ConfigurationError(
                 f"None of {len(candidates)} configurations can be built.",
-                hint="Use fewer ranks than layers, and a global batch that the replicas divide.",
+                hint="Use fewer ranks than layers, and a global batch that replicas and micro-batches divide.",
             )
         return ConfigurationError(
             f"Nothing fits into {amount_of_memory(self.limit)} per rank: the smallest of {len(candidates)} "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,14 +17,16 @@ from torch import nn
 from lightning_pipe import schedules
 from lightning_pipe.config import MICRO_BATCHES_PER_RANK, Auto, Sharding, divided
 from lightning_pipe.errors import ConfigurationError, PartitionError
-from lightning_pipe.partition import find_layers
+from lightning_pipe.partition import Balance, Layers, divide, find_layers
 from lightning_pipe.planning.cost_profile import CostProfile, default_path
 from lightning_pipe.planning.layer_sizes import estimated, layer_sizes
-from lightning_pipe.planning.search import search
+from lightning_pipe.planning.search import Cut, search
 from lightning_pipe.planning.search_result import SearchResult
 from lightning_pipe.profiling.measure import SHAPES, run_conditions
 from lightning_pipe.schedules import Family
 from lightning_pipe.schedules.passes.recompute import Mode as Recompute
+from lightning_pipe.text import several
+from lightning_pipe.trainer.checkpoints.folder import REST
 
 AUTO = "auto"
 KEY = "lightning_pipe_schedule"
@@ -56,9 +59,9 @@ class ScheduleChoice:
         extra = ", recompute" * (self.recompute != "never") + f", {words}" * bool(words)
         return f"{self.family.label}{extra}"
 
-    def stored(self) -> dict[str, Any]:
-        """For a checkpoint."""
-        own = {"recompute": self.recompute, "shard_optimizer": self.shard_optimizer}
+    def stored(self, ranks: int) -> dict[str, Any]:
+        """For a checkpoint of a run with so many ranks in a pipeline."""
+        own = {"recompute": self.recompute, "shard_optimizer": self.shard_optimizer, "ranks": ranks}
         return {"name": self.family.name, "options": self.family.options(), **own}
 
 
@@ -70,6 +73,7 @@ def choose(
     device: torch.device,
     processes: int = 1,
     recompute: Recompute = "never",
+    balance: Balance = "time",
 ) -> ScheduleChoice:
     """The fastest schedule with a flush for one pipeline of so many ranks, as far as it can be told before a run.
 
@@ -85,9 +89,10 @@ def choose(
         device: of this process.
         processes: on this host.
         recompute: as the user wants it; "never" leaves it open.
+        balance: as the user wants it: stages are predicted as the run will cut them.
 
     Raises:
-        ConfigurationError: the layers are not there yet.
+        ConfigurationError: the layers are not there yet, or no schedule has as many stages as ``balance``.
     """
     try:
         sequence = find_layers(module, layers)
@@ -117,6 +122,7 @@ def choose(
         number * min(profile.sizes),
         pipeline_parallel_size=ranks,
         micro_batches=[number],
+        cut=_cut(module, sequence, ranks, balance),
         shown=2,
     )
     try:
@@ -127,6 +133,26 @@ def choose(
     else:
         choice = _choice(found, source, recompute)
     return replace(choice, shapes=profile.conditions.get(SHAPES))
+
+
+def _cut(module: nn.Module, layers: Layers, ranks: int, balance: Balance) -> Cut | None:
+    """The layers of every stage by the number of stages, as `StageDivision` will cut them."""
+    if balance in ("time", "memory"):
+        return None  # so that the slowest stage is fastest, or close by
+
+    def cut(stages: int) -> list[int] | None:
+        if isinstance(balance, Sequence) and not isinstance(balance, str) and len(balance) != stages:
+            return None
+        return divide(module, layers, stages, balance)
+
+    tried = (cut(stages) for stages in range(ranks, len(layers) + 1, ranks))
+    if all(each is None for each in tried):
+        raise ConfigurationError(
+            f'schedule="auto": balance={balance} has {several(len(list(balance)), "stage")}, and a pipeline of '  # type: ignore[arg-type]
+            f"{several(ranks, 'rank')} has a multiple of that.",
+            hint="Give the layers of as many stages as there are ranks.",
+        )
+    return cut
 
 
 def _choice(found: SearchResult, source: str, recompute: Recompute) -> ScheduleChoice:
@@ -147,17 +173,41 @@ def memory_of_a_process(device: torch.device, processes: int) -> float:
     return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / processes)
 
 
-def kept(path: object) -> ScheduleChoice | None:
-    """The choice that a checkpoint has stored; ``None`` if it has none, or is no file of this machine."""
-    if not isinstance(path, str | Path) or not Path(path).is_file():
+def kept(path: object, ranks: int) -> ScheduleChoice | None:
+    """The choice that a checkpoint has stored, a file or a folder; ``None``: none that is of so many ranks.
+
+    Args:
+        path: of the checkpoint; what is none of this machine has no choice.
+        ranks: of a pipeline of this run: what is best for another number may not even exist for it.
+    """
+    if not isinstance(path, str | Path):
         return None
-    found = torch.load(path, map_location="cpu", mmap=True, weights_only=False).get(KEY)
-    if not isinstance(found, Mapping):
+    folder = Path(path).is_dir()
+    file = Path(path) / REST if folder else Path(path)
+    if not file.is_file():
+        return None
+    content = torch.load(file, map_location="cpu", mmap=True, weights_only=False)
+    found = (content["checkpoint"] if folder else content).get(KEY)
+    if not isinstance(found, Mapping) or found.get("ranks", ranks) != ranks:
         return None
     family = schedules.get(found["name"], **found["options"])
     # Earlier files have the schedule alone.
     rest = {name: found[name] for name in ("recompute", "shard_optimizer") if name in found}
     return ScheduleChoice(family, f"kept from {path}", **rest)
+
+
+def kept_by(trainer: Any, asked: Any, ranks: int) -> ScheduleChoice | None:
+    """The choice in the checkpoint that the Trainer takes for a ``ckpt_path``, which may be ``"last"`` or ``"best"``.
+
+    Args:
+        trainer: the Trainer.
+        asked: the ``ckpt_path``.
+        ranks: see `kept`.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the Trainer has asked already
+        parse = trainer._checkpoint_connector._parse_ckpt_path
+        return kept(parse(trainer.state.fn, asked, model_provided=True, model_connected=True), ranks)
 
 
 def checkpoint_of(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -52,7 +52,7 @@ from lightning_pipe.trainer.measured_shapes import MeasuredShapes
 from lightning_pipe.trainer.module_strategy import ModuleStrategy
 from lightning_pipe.trainer.report import Report
 from lightning_pipe.trainer.run import PipelineRun
-from lightning_pipe.trainer.schedule_choice import AUTO, KEY, ScheduleChoice, choose, kept, same_everywhere
+from lightning_pipe.trainer.schedule_choice import AUTO, KEY, ScheduleChoice, choose, kept_by, same_everywhere
 from lightning_pipe.trainer.stage_division import StageDivision, conditions
 from lightning_pipe.trainer.whole_model.sharded_optimizer import ShardedOptimizers
 from lightning_pipe.trainer.whole_model.synchronized_norms import synchronize_norms
@@ -225,11 +225,11 @@ class PipeStrategy(ModuleStrategy):
 
     def _choose(self) -> None:
         """Choose the schedule, or keep that of the checkpoint from which the run resumes."""
-        found = kept(getattr(self._launcher, "checkpoint", None))
+        own, ranks = self._division, self.layout.pipeline_parallel_size
+        found = kept_by(self._module().trainer, getattr(self._launcher, "checkpoint", None), ranks)
         if found is None:
-            own, ranks = self._division, self.layout.pipeline_parallel_size
             place = (self.root_device, self.num_processes)
-            found = choose(self._module(), own.layers, ranks, own.micro_batches, *place, own.recompute)
+            found = choose(self._module(), own.layers, ranks, own.micro_batches, *place, own.recompute, own.balance)
         self._choice, self.family, self._layout = found, found.family, None
         self._division = replace(self._division, family=self.family, recompute=found.recompute)
         if self._shard_optimizer != "gradients":  # the most that can be divided
@@ -240,7 +240,7 @@ class PipeStrategy(ModuleStrategy):
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
         if self._choice is not None:
-            checkpoint[KEY] = self._choice.stored()
+            checkpoint[KEY] = self._choice.stored(self.layout.pipeline_parallel_size)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def _divide_built(self) -> None:

@@ -9,10 +9,11 @@ from typing import Any, NamedTuple, Protocol
 import lightning as L
 import numpy as np
 from numpy.typing import NDArray
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset
 from typing_extensions import override
 
 from recipes.errors import RecipeError
+from recipes.samples import SHOWN
 
 
 class Draw(NamedTuple):
@@ -166,6 +167,14 @@ class ResumableData(L.LightningDataModule):
     @override
     def val_dataloader(self) -> DataLoader[Any]:
         return evaluation_loader(self.split("validation"), self.batch_size, workers=self.workers, collate=self.collate)
+
+    @override
+    def predict_dataloader(self) -> DataLoader[Any]:
+        """One batch of a few samples from all over the validation split."""
+        whole = self.split("validation")
+        count = len(whole)  # type: ignore[arg-type]
+        some = Subset(whole, range(0, count, max(1, count // SHOWN))[:SHOWN])
+        return evaluation_loader(some, SHOWN, collate=self.collate)
 
     @override
     def train_dataloader(self) -> ResumableLoader:

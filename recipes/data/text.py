@@ -16,7 +16,8 @@ from recipes.data import sources, vocabulary
 from recipes.data.choice import choose
 from recipes.data.loading import Draw, draw_of
 from recipes.data.prepared import Prepared
-from recipes.data.tokens import Tokenised, opened, tokenise
+from recipes.data.tokens import SPECIAL, Tokenised, opened, tokenise
+from recipes.data.vocabulary import Vocabulary
 
 log = logging.getLogger(__name__)
 
@@ -102,6 +103,11 @@ class TextBlocks(Prepared):
     @override
     def check(self) -> None:
         vocabulary.check_size(self.tokenised.vocabulary, self.vocabulary)
+
+    @property
+    def words(self) -> Vocabulary:
+        """The tokeniser."""
+        return vocabulary.load(self.folder, SPECIAL)
 
     @property
     def tokenised(self) -> Tokenised:

@@ -10,12 +10,13 @@ from torch import Tensor
 from torchmetrics.text import SacreBLEUScore
 from typing_extensions import override
 
+from recipes.data.vocabulary import Vocabulary
 from recipes.models import NMTTransformer
 from recipes.modules.trained import Trained, check_length
 from recipes.optim import MakeOptimizer, MakeScheduler
+from recipes.samples import Shown
 
 PAD = 0
-SHOWN = 8  # translations that a test keeps to be read
 
 
 class Translator(Trained, network=NMTTransformer):
@@ -23,8 +24,6 @@ class Translator(Trained, network=NMTTransformer):
 
     Batches are those of `recipes.data.translation.Collate`: their loss is that per token of the whole batch, however
     the batch is divided.
-
-    After a test ``samples`` holds some translations.
 
     Args:
         positions: longest source and target.
@@ -52,7 +51,6 @@ class Translator(Trained, network=NMTTransformer):
         tokens = torch.zeros(1, positions, dtype=torch.long)
         self.example_input_array = (tokens, tokens, tokens == 0)
         self.test_bleu = SacreBLEUScore()
-        self.samples: list[str] = []
 
     def logits(self, batch: dict[str, Tensor]) -> Tensor:
         """Predicts every next token of the target."""
@@ -85,18 +83,27 @@ class Translator(Trained, network=NMTTransformer):
 
     @override
     def test_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        words = self.trainer.datamodule.words  # type: ignore[attr-defined]
-        begin, end = words.special["bos"], words.special["eos"]
-        longest = min(self.positions, batch["labels"].shape[1] + 10)
-        translated = self.translate(batch["source"], batch["mask"], begin, end, longest)
-        texts = [[words.decode(row) for row in _until(rows, end)] for rows in (translated, batch["labels"])]
-        self.test_bleu.update(texts[0], [[reference] for reference in texts[1]])
+        translated = self.predicted(batch)
+        ours, theirs = (_texts(rows, self._words) for rows in (translated, batch["labels"]))
+        self.test_bleu.update(ours, [[reference] for reference in theirs])
         self.log("test_bleu", self.test_bleu, batch_size=len(translated))
-        if batch_idx == 0:
-            sources = [words.decode(row) for row in batch["source"].tolist()]
-            shown = zip(sources, *texts, strict=True)
-            lines = [f"{source}\n  translated: {ours}\n  reference:  {theirs}" for source, ours, theirs in shown]
-            self.samples = lines[:SHOWN]
+
+    @override
+    def predicted(self, batch: dict[str, Tensor]) -> Tensor:
+        begin, end = (self._words.special[role] for role in ("bos", "eos"))
+        longest = min(self.positions, batch["labels"].shape[1] + 10)
+        return self.translate(batch["source"], batch["mask"], begin, end, longest)
+
+    @override
+    def shown(self, samples: dict[str, Tensor], words: Vocabulary | None) -> Shown:
+        assert words is not None
+        rows = zip(*(_texts(samples[name], words) for name in ("source", "predicted", "labels")), strict=True)
+        return [f"{source}\n  translated: {ours}\n  reference:  {theirs}" for source, ours, theirs in rows]
+
+    @property
+    def _words(self) -> Vocabulary:
+        words: Vocabulary = self.trainer.datamodule.words  # type: ignore[attr-defined]
+        return words
 
     @torch.no_grad()
     def translate(self, source: Tensor, mask: Tensor, begin: int, end: int, longest: int) -> Tensor:
@@ -123,6 +130,7 @@ class Translator(Trained, network=NMTTransformer):
         return target[:, 1:]
 
 
-def _until(rows: Tensor, end: int) -> list[list[int]]:
-    listed: list[list[int]] = rows.tolist()
-    return [row[: row.index(end)] if end in row else row for row in listed]
+def _texts(rows: Tensor, words: Vocabulary) -> list[str]:
+    """Decodes each row up to its end token."""
+    end, listed = words.special["eos"], rows.tolist()
+    return [words.decode(row[: row.index(end)] if end in row else row) for row in listed]

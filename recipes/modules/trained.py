@@ -11,8 +11,10 @@ import lightning as L
 from torch import Tensor, nn
 from typing_extensions import override
 
+from recipes.data.vocabulary import Vocabulary
 from recipes.errors import RecipeError
 from recipes.optim import MakeOptimizer, MakeScheduler, decay_groups
+from recipes.samples import Shown
 
 printed = logging.getLogger("recipes.printed")  # goes into the log file only
 
@@ -65,6 +67,28 @@ class Trained(L.LightningModule):
             return optimizer
         schedule = self.make_scheduler(optimizer, int(self.trainer.estimated_stepping_batches))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    @override
+    def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:
+        """The samples, and what the model makes of them as ``predicted``."""
+        return {**batch, "predicted": self.predicted(batch)}
+
+    def predicted(self, batch: dict[str, Tensor]) -> Tensor:
+        """What the model makes of samples: an entry for each.
+
+        Args:
+            batch: of the validation split.
+        """
+        raise NotImplementedError
+
+    def shown(self, samples: dict[str, Tensor], words: Vocabulary | None) -> Shown:
+        """Samples and predictions for people: a text for each sample, or one picture.
+
+        Args:
+            samples: what `predict_step` has returned.
+            words: the tokeniser, where the samples are texts.
+        """
+        raise NotImplementedError
 
     @override
     def print(self, *args: Any, **kwargs: Any) -> None:

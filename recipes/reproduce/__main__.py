@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import os
-import platform
 import sys
 import time
 from collections.abc import Sequence
-from datetime import date
 from pathlib import Path
 
 from recipes.errors import RecipeError
+from recipes.provenance import machine
 from recipes.reproduce import experiments
 from recipes.reproduce.page import page
 from recipes.reproduce.report import Outcome, as_json, table
@@ -83,25 +81,15 @@ def outcome(name: str, overrides: Sequence[str] = (), *, full: bool, keep: bool 
 def write(outcomes: Sequence[Outcome], folder: Path, name: str) -> str:
     """Writes the page and the JSON, and says where they are."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{name}.json").write_text(as_json(outcomes))
+    (folder / f"{name}.json").write_text(as_json(outcomes), encoding="utf-8")
     path = folder / f"{name}.html"
-    path.write_text(page(outcomes, about()))
+    path.write_text(page(outcomes, about()), encoding="utf-8")
     return f"page {path}, data {folder / f'{name}.json'}"
 
 
 def about() -> str:
     """Machine, date and versions, and what depends on them."""
     return f"{machine()}. Simulated and counted values do not depend on the machine."
-
-
-def machine() -> str:
-    """Date, machine and versions."""
-    import torch
-
-    return (
-        f"{date.today().isoformat()}; {os.cpu_count()} cores {platform.machine()}; Python {platform.python_version()}, "
-        f"torch {torch.__version__}"
-    )
 
 
 if __name__ == "__main__":

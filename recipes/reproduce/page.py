@@ -17,7 +17,7 @@ th, td { text-align: left; vertical-align: top; padding: .22rem .6rem .22rem 0; 
 th { border-bottom: 2px solid #999; } td:first-child { min-width: 14rem; }
 td:nth-child(6) { white-space: nowrap; }
 .reproduced { color: #1b6e2c; } .in-sample { color: #6b5a00; } .not-reproduced { color: #b3261e; font-weight: 600; }
-.shown, .not-run, .not-possible-here, .not-done-yet { color: #555; }
+.shown, .not-run, .not-possible-here { color: #555; }
 figure { margin: 1rem 0; } figure svg { max-width: 100%; height: auto; } figcaption { max-width: 60rem; }
 """
 

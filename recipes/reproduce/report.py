@@ -50,7 +50,8 @@ def table(outcomes: Iterable[Outcome]) -> str:
     verdicts: Counter[str] = Counter()
     for outcome in outcomes:
         one = outcome.experiment
-        lines += ["", f"{one.name}: {one.title} ({one.place}; {one.how})"]
+        stored = f"; stored result: {outcome.stored}" if outcome.stored else ""
+        lines += ["", f"{one.name}: {one.title} ({one.place}; {one.how}{stored})"]
         if not outcome.result.rows:
             verdict = "not run" if outcome.not_run else outcome.experiment.how
             verdicts[verdict] += 1

@@ -18,6 +18,7 @@ from lightning_pipe.partition import find_layers
 from lightning_pipe.profiling.processes import in_processes
 from lightning_pipe.schedules import Family
 from lightning_pipe.transport.base import Transport
+from recipes.reproduce.bubbles import SCHEMES
 
 
 @dataclass(frozen=True)
@@ -151,6 +152,4 @@ def _streamed(transport: Transport, case: Case) -> float:
 
 def family_of(name: str) -> Family:
     """The schedule of a name that the papers or this package use."""
-    from recipes.reproduce.bubbles import SCHEMES
-
     return SCHEMES[name] if name in SCHEMES else schedules.get(name)

@@ -11,7 +11,7 @@ from lightning_pipe.simulate import Costs, simulate
 from recipes.reproduce.bubbles import SCHEMES
 from recipes.reproduce.memory import peaks
 from recipes.reproduce.pictures import bars, lines
-from recipes.reproduce.piz_daint import Machine, simulated
+from recipes.reproduce.piz_daint import KNOWN, Machine, in_figure13, simulated
 from recipes.reproduce.published import published
 from recipes.reproduce.results import Picture, Result, Row, Tolerance
 
@@ -205,7 +205,9 @@ def larger_batches(
             found = simulated(Machine(**machine), family, model, nodes // depth, depth, batch, total, bool(again))
             name = label.replace("_", ", ")
             what = f"{name}, mini-batch of {total:,}"
-            rows.append(Row(what, speed, found, Tolerance(tolerance), UNIT, note=UNMODELLED))
+            known = bool(scaling) and in_figure13(model, speed)
+            note = KNOWN if known else UNMODELLED
+            rows.append(Row(what, speed, found, Tolerance(tolerance), UNIT, in_sample=known, note=note))
             for points_of, value in zip(drawn, (speed, found), strict=True):
                 points_of.setdefault(name, []).append((total, value))
     caption = f"{figure} of Chimera, digitised, beside the simulator with the constants of Figure 13."
@@ -242,7 +244,7 @@ def figure19(machine: dict[str, float], nodes: int, total: int, tolerance: str, 
     caption = "Figure 19 of Chimera, digitised, beside the simulator with the constants of Figure 13."
     axes = ("pipelines", f"throughput ({UNIT})")
     title = "Figure 19: two to sixteen pipelines, GPT-2 with 32 layers on 64 nodes"
-    return Result.of(rows, lines(title, *drawn, axes, caption, logarithmic=False))
+    return Result.of(rows, lines(title, *drawn, axes, caption))
 
 
 def figure1(machine: dict[str, float], nodes: int, total: int, tolerance: str, schemes: dict[str, list[int]]) -> Result:

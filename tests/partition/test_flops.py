@@ -51,6 +51,34 @@ def test_counting_leaves_the_module_as_it_was() -> None:
     assert not any(layer._forward_pre_hooks for layer in module.net)
 
 
+class Shared(nn.Module):
+    """One embedding under two names, and its matrix once more as that of the output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(10, 4)
+        self.target_embedding = self.embedding
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.output = nn.Linear(4, 10, bias=False)
+        self.output.weight = self.embedding.weight
+        self.norm = self.last_norm = nn.BatchNorm1d(4)
+        self.example_input_array = torch.zeros(2, dtype=torch.long)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        states = self.embedding(tokens) + self.target_embedding(tokens)
+        for layer in self.layers:
+            states = layer(states)
+        return self.output(self.last_norm(self.norm(states)))
+
+
+def test_counting_leaves_what_a_module_has_under_two_names() -> None:
+    module = Shared()
+    before = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+    assert layer_flops(module, find_layers(module, "layers")) == [2 * 2 * 4 * 4] * 2 + [2 * 2 * 4 * 4 + 2 * 2 * 4 * 10]
+    after = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+    assert all(then is now for (_, then), (_, now) in zip(before, after, strict=True))
+
+
 def test_what_is_computed_beside_the_layers_counts_with_a_neighbour() -> None:
     class Headed(nn.Module):
         def __init__(self) -> None:

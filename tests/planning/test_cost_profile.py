@@ -136,6 +136,7 @@ SIZE = {"forward": 0.01, "backward": 0.02}
         ({"all_reduce": {"beta": "x"}}, "beta of all_reduce needs a finite number"),
         ({"tied": [{"layers": [0, 9], "parameter_bytes": 4}]}, r"from 0 to 1, not \[0, 9\]"),
         ({"tied": [{"layers": [0, 1], "parameter_bytes": "x"}]}, "parameter_bytes of tied needs"),
+        ({"tied": [{"layers": [0, 1], "parameter_bytes": 49}]}, "layer h.0 has fewer parameter_bytes than the 49"),
         ({"layers": [{"name": "a", "parameters": 1, "parameter_bytes": "x"}]}, "parameter_bytes needs"),
         ({"conditions": None}, "no profile that can be read"),
     ],

@@ -6,6 +6,7 @@ import warnings
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -111,7 +112,7 @@ def test_what_layers_have_in_common_counts_once_on_each_stage_that_holds_it() ->
 
 def test_the_best_are_those_of_trying_everything() -> None:
     slow = profile(slow_first=2.5, message=2e-3)
-    halved = replace(with_slow_halves(profile()), tied=(TiedSizes((0, 15), 40 * MIB),))
+    halved = replace(with_slow_halves(profile()), tied=(TiedSizes((0, 15), 8 * MIB),))
     for costs, limit in ((profile(), None), (slow, None), (halved, None), (profile(), 400.0 * MIB)):
         engine = _Search(costs, limit, 10)
         times = []
@@ -212,6 +213,31 @@ def test_world_and_global_batch_stay_fixed() -> None:
         assert one.family.synchronous
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"ranks": 0}, "ranks of 1 or more, not 0"),
+        ({"ranks": 2.5}, "ranks of 1 or more, not 2.5"),
+        ({"global_batch": -1}, "global_batch of 1 or more"),
+        ({"pipeline_parallel_size": 0}, "pipeline_parallel_size of 1 or more"),
+        ({"stages_per_rank": [0, 1]}, "stages_per_rank of 1 or more"),
+        ({"micro_batches": [0]}, "micro_batches of 1 or more"),
+        ({"shown": 0}, "shown of 1 or more"),
+        ({"micro_batches": [3]}, "None of 0 configurations can be built"),
+        ({"families": []}, "None of 0 configurations can be built"),
+        ({"cut": lambda stages: None}, "None of 0 configurations can be built"),
+    ],
+)
+def test_what_cannot_be_searched_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        search(profile(), **{"ranks": 4, "global_batch": 8, **options})
+
+
+def test_a_given_cut_is_predicted() -> None:
+    found = search(profile(4), 2, 8, cut=lambda stages: [3, 1] if stages == 2 else None)
+    assert {choice.layers for choice in found.choices} == {(3, 1)}
+
+
 def test_schedules_without_a_flush_only_if_named() -> None:
     found = search(profile(), 4, 32, families=["1f1b", "pipedream_2bw"], pipeline_parallel_size=4)
     assert found.best.configuration.family.name == "pipedream_2bw"
@@ -242,5 +268,5 @@ def test_a_module_is_searched_by_its_parameters() -> None:
     assert set(found.best.options) >= {"schedule", "micro_batches", "balance"}
     with pytest.raises(ConfigurationError, match="cannot be divided into pipelines of 3"):
         search(net, 4, 16, pipeline_parallel_size=3)
-    with pytest.raises(ConfigurationError, match="needs ranks and samples"):
+    with pytest.raises(ConfigurationError, match="ranks of 1 or more"):
         search(net, 0, 16)

@@ -26,19 +26,29 @@ def names(group: str) -> list[str]:
     return sorted(path.stem for path in (CONF / group).glob("*.yaml"))
 
 
-def each(experiment: str, pipe: str) -> Any:
-    """Every pair is composed, in the fast tests every experiment and every schedule; test_experiments has pipe=none."""
-    fast = experiment == "gpt2_wikitext2" or pipe == "chimera"
-    return pytest.param(experiment, pipe, marks=() if fast else pytest.mark.slow)
+TRAINERS = sorted({*names("trainer")} - {"default"})  # which the others build on
 
 
-@pytest.mark.parametrize(("experiment", "pipe"), [each(*pair) for pair in product(names("experiment"), names("pipe"))])
-def test_every_experiment_composes_with_every_schedule(composed: Compose, experiment: str, pipe: str) -> None:
-    settings = composed(f"experiment={experiment}", f"pipe={pipe}")
+def each(experiment: str, pipe: str, trainer: str) -> Any:
+    """All are composed, in the fast tests every experiment, schedule and trainer; test_experiments has pipe=none."""
+    first = experiment == "gpt2_wikitext2"
+    fast = (first and trainer == "cpu") or (pipe == "chimera" and (first or trainer == "gpu"))
+    return pytest.param(experiment, pipe, trainer, marks=() if fast else pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    ("experiment", "pipe", "trainer"),
+    [each(*three) for three in product(names("experiment"), names("pipe"), TRAINERS)],
+)
+def test_every_experiment_composes_with_every_schedule_and_trainer(
+    composed: Compose, experiment: str, pipe: str, trainer: str
+) -> None:
+    settings = composed(f"experiment={experiment}", f"pipe={pipe}", f"trainer={trainer}")
     plain = OmegaConf.to_container(settings, resolve=True, throw_on_missing=True)
     assert isinstance(plain, dict)
     assert plain["recipe"] == experiment
     assert (plain["pipe"] is None) == (pipe == "none")
+    assert plain["trainer"]["accelerator"] == ("cpu" if trainer == "cpu" else "gpu")
 
 
 @pytest.mark.parametrize("experiment", names("experiment"))

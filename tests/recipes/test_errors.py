@@ -11,7 +11,8 @@ from omegaconf import DictConfig
 from lightning_pipe.errors import ConfigurationError
 from lightning_pipe.schedules import get
 from lightning_pipe.trainer.checks import check_asynchronous
-from recipes.errors import sentence
+from recipes.errors import RecipeError, sentence
+from recipes.job import check_metric
 
 Compose = Callable[..., DictConfig]
 
@@ -34,3 +35,13 @@ def test_the_remedy_for_clipping_without_a_flush_can_be_followed(composed: Compo
     assert remedy == "Here: trainer.gradient_clip_val=null, or trainer.gradient_clip_algorithm=value."
     for override in remedy.removeprefix("Here: ").rstrip(".").split(", or "):
         checked(composed(*command, override))
+
+
+def test_a_metric_that_a_run_will_not_have_is_refused_before_it_trains() -> None:
+    known = ["val_loss", "val_top1"]
+    check_metric("val_top1", known, tested=False)
+    check_metric("test_bleu", known, tested=True)
+    check_metric("val_top1", [], tested=False)
+    for name, tested in (("test_bleu", False), ("val_bleu", True)):
+        with pytest.raises(RecipeError, match="There are val_loss, val_top1"):
+            check_metric(name, known, tested=tested)

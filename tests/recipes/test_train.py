@@ -58,7 +58,15 @@ def test_two_processes_train_and_one_device_goes_on(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     first = summary(output)
     assert first["after"]["val_perplexity"] < first["before"]["val_perplexity"] / 2
-    for name in ("checkpoints/last.ckpt", "metrics.csv", "curve.png", "config.yaml", "train.log", "timeline.png"):
+    for name in (
+        "checkpoints/last.ckpt",
+        "metrics.csv",
+        "curve.png",
+        "config.yaml",
+        "train.log",
+        "timeline.png",
+        "samples.txt",
+    ):
         assert (output / name).stat().st_size > 0, name
         assert name in done.stdout
     assert "before training" in done.stdout

@@ -11,10 +11,11 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 
 from lightning_pipe import CostProfile, PipeStrategy, schedules
-from lightning_pipe.errors import ConfigurationError
+from lightning_pipe.errors import ConfigurationError, PartitionError
 from lightning_pipe.partition import find_layers
 from lightning_pipe.planning.cost_profile import SizeCosts, default_path
 from lightning_pipe.planning.layer_sizes import layer_sizes
@@ -95,6 +96,25 @@ def test_what_does_not_fit_is_computed_again(cache: Path, monkeypatch: pytest.Mo
     assert chosen(5e6).recompute == "never"
 
 
+def test_stages_are_predicted_as_the_run_will_cut_them(cache: Path) -> None:
+    """A choice of two stages on each rank cannot be cut by the layers of four stages."""
+    store(net(), cache, message=1e-9, reduce=10)
+    assert choose(net(), None, 4, 8, CPU).family.stages_per_rank == 2
+    even, uneven = (choose(net(), None, 4, 8, CPU, balance=each) for each in ([2] * 4, [5, 1, 1, 1]))
+    assert even.family.stages_per_rank == uneven.family.stages_per_rank == 1
+
+    def seconds(choice: ScheduleChoice) -> float:
+        return float(choice.reason.split(": ")[1].split(" ms")[0])
+
+    # the first stage has five of eight layers, each 3 ms for each of eight micro-batches
+    assert seconds(uneven) >= 8 * 5 * 3 > seconds(even)
+    assert choose(net(), None, 4, 8, CPU, balance=[1] * 8).family.stages_per_rank == 2
+    with pytest.raises(ConfigurationError, match=r"balance=\[3, 3, 2\] has 3 stages, and a pipeline of 4 ranks"):
+        choose(net(), None, 4, 8, CPU, balance=[3, 3, 2])
+    with pytest.raises(PartitionError):
+        choose(net(), None, 4, 8, CPU, balance=[3, 3, 3, 3])
+
+
 def test_the_memory_of_a_process() -> None:
     assert memory_of_a_process(CPU, 4) == memory_of_a_process(CPU, 1) / 4 > 1e6
 
@@ -126,17 +146,24 @@ def test_the_checkpoint_is_found_among_the_arguments_of_a_run() -> None:
 def test_a_choice_is_read_from_a_checkpoint(name: str, tmp_path: Path) -> None:
     path = tmp_path / "x.ckpt"
     for family in schedules.get(name).variants():
-        torch.save({KEY: ScheduleChoice(family, "", "always", shard_optimizer="gradients").stored()}, path)
-        found = kept(path)
+        torch.save({KEY: ScheduleChoice(family, "", "always", shard_optimizer="gradients").stored(4)}, path)
+        found = kept(path, 4)
         assert found is not None
         assert (found.family, found.recompute, found.shard_optimizer) == (family, "always", "gradients")
         assert str(path) in found.reason
+        assert kept(path, 3) is None  # a pipeline of another length asks again
+    (tmp_path / "folder").mkdir()
+    assert kept(tmp_path / "folder", 4) is None
+    torch.save({"checkpoint": torch.load(path, weights_only=False)}, tmp_path / "folder" / "meta.pt")
+    assert kept(tmp_path / "folder", 4) == ScheduleChoice(
+        family, f"kept from {tmp_path / 'folder'}", "always", shard_optimizer="gradients"
+    )
     torch.save({KEY: {"name": "1f1b", "options": {}}}, path)
-    assert kept(path) == ScheduleChoice(schedules.get("1f1b"), f"kept from {path}")
+    assert kept(path, 4) == ScheduleChoice(schedules.get("1f1b"), f"kept from {path}")
     torch.save({"epoch": 1}, path)
-    assert kept(path) is None
-    assert kept("last") is None
-    assert kept(None) is None
+    assert kept(path, 4) is None
+    assert kept("last", 4) is None
+    assert kept(None, 4) is None
 
 
 def test_ranks_that_choose_differently_are_refused() -> None:
@@ -154,14 +181,15 @@ class _OneEpoch(L.Callback):
 def train(process: int, folder: str) -> dict[str, Any]:
     """Train by one profile; store another, by which another schedule would be chosen; resume, and train anew."""
     found: dict[str, Any] = {}
-    path = str(Path(folder) / "x.ckpt")
+    path = str(Path(folder) / "last.ckpt")
     own = Path(folder) / str(process)  # a folder each: nobody reads what another is writing
     os.environ["LIGHTNING_PIPE_CACHE"] = str(own)
     torch.set_default_dtype(torch.float64)
 
     def fit(name: str, ckpt_path: str | None, callbacks: list[L.Callback]) -> L.Trainer:
         strategy, told = PipeStrategy(schedule="auto", micro_batches=2), io.StringIO()
-        trainer = L.Trainer(**{**QUIET, "max_epochs": 2, "callbacks": callbacks}, strategy=strategy, devices=2)
+        options = {**QUIET, "max_epochs": 2, "callbacks": callbacks, "enable_checkpointing": ckpt_path is not None}
+        trainer = L.Trainer(**options, strategy=strategy, devices=2)
         with redirect_stdout(told):
             trainer.fit(Lit(), Data(), ckpt_path=ckpt_path)
         found[name] = strategy.family.label, told.getvalue()
@@ -170,7 +198,7 @@ def train(process: int, folder: str) -> dict[str, Any]:
     store(Lit(), own, message=1e-9)
     fit("first", None, [_OneEpoch()]).save_checkpoint(path)
     store(Lit(), own, message=1e-9, reduce=10)  # two copies of the weights cost much
-    fit("resumed", path, [])
+    fit("resumed", "last", [ModelCheckpoint(folder, save_top_k=0, save_last=True)])
     fit("anew", None, [_OneEpoch()])
     return found
 

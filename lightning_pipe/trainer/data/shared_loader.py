@@ -7,7 +7,6 @@ the other ranks take them over.
 
 from __future__ import annotations
 
-import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -17,6 +16,7 @@ import torch
 from lightning.fabric.utilities.data import sized_len
 
 from lightning_pipe.errors import CommunicationError
+from lightning_pipe.intercept.numpy_generator import NumpyState
 from lightning_pipe.intercept.python_generator import GeneratorState
 from lightning_pipe.intercept.tensor_state import same_content
 from lightning_pipe.lightning_internals import IndexBatchSampler
@@ -24,7 +24,7 @@ from lightning_pipe.trainer.frames import hide_own
 from lightning_pipe.transport.base import Transport
 from lightning_pipe.transport.nonblocking_broadcast import Versions
 
-_python = GeneratorState()
+_GENERATORS: dict[str, Any] = {"python": GeneratorState(), "numpy": NumpyState()}
 _OWN = frozenset({"loader", "_transport", "_source", "_members", "_share", "_needs", "_length", "_compare"})
 
 _STATEFUL = ("state_dict", "load_state_dict")
@@ -217,27 +217,19 @@ class _ReceivingIterator(Iterator[Any]):
 
 def _random_states() -> dict[str, Any]:
     """The states of the global generators."""
-    states: dict[str, Any] = {"torch": torch.get_rng_state(), "python": _python.read()}
-    if "numpy" in sys.modules:
-        import numpy as np
-
-        states["numpy"] = np.random.get_state()
-    return states
+    return {"torch": torch.get_rng_state(), **{name: each.read() for name, each in _GENERATORS.items()}}
 
 
 def _set_random_states(states: dict[str, Any]) -> None:
-    if "torch" in states:
-        torch.set_rng_state(states["torch"])
-    if "python" in states:
-        _python.put_back(states["python"])
-    if "numpy" in states:
-        import numpy as np
-
-        np.random.set_state(states["numpy"])
+    for name, state in states.items():
+        if name == "torch":
+            torch.set_rng_state(state)
+        else:
+            _GENERATORS[name].put_back(state)
 
 
 def _same_state(one: Any, other: Any) -> bool:
-    # numpy's state is a tuple with an array in it, of which ``==`` cannot say whether it is equal
+    # numpy's state may be a tuple with an array in it, of which ``==`` cannot say whether it is equal
     if isinstance(one, tuple) and isinstance(other, tuple):
         return len(one) == len(other) and all(map(same_content, one, other))
     return same_content(one, other)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from recipes.reproduce.__main__ import listing, main, outcome
 from recipes.reproduce.bubbles import value
 from recipes.reproduce.experiments import Experiment
 from recipes.reproduce.page import page
+from recipes.reproduce.piz_daint import in_figure13
 from recipes.reproduce.published import paper
 from recipes.reproduce.report import Outcome, as_json, table
 from recipes.reproduce.results import Picture, Result, Row, Tolerance
@@ -117,6 +119,25 @@ def test_verdicts() -> None:
         Tolerance("about 5")
 
 
+@pytest.mark.parametrize(
+    "name", ["gpipe_table2", "gpipe_table3", "gpipe_table3_amoebanet", "torchgpipe_amoebanet_speed"]
+)
+def test_the_unit_of_a_table_is_not_called_reproduced(name: str) -> None:
+    rows = [row for row in experiments.load(name).reproduce().rows if row.published == row.reproduced == 1]
+    assert [row.verdict for row in rows] == ["shown"]
+
+
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [("chimera_figure14", "Chimera, 32 nodes"), ("chimera_figure17_simulated", "Chimera, direct, mini-batch of 512")],
+)
+def test_a_point_to_which_constants_were_fitted_is_in_sample_in_every_figure(name: str, what: str) -> None:
+    rows = experiments.load(name).reproduce().rows
+    assert [row.what for row in rows if row.in_sample] == [what]
+    assert in_figure13("GPT-2", 140.1)  # of Figures 15 and 18
+    assert not in_figure13("GPT-2", 278.7)
+
+
 def test_formulas() -> None:
     assert value("(D-2f)/(2fN+D-2f)", D=16, f=2, N=16) == Fraction(3, 19)
     assert value("D-D/(2f)+1", D=16, f=2) == 13
@@ -149,7 +170,12 @@ GOLDEN = Path(__file__).with_name("page.html")
 
 def test_the_page_is_the_golden_one() -> None:
     """Write it anew with ``python -m tests.recipes.reproduce.test_reproduce`` when it changes on purpose."""
-    assert page(outcomes(), "a machine") == GOLDEN.read_text()
+    assert page(outcomes(), "a machine") == GOLDEN.read_text(encoding="utf-8")
+
+
+def test_the_text_names_machine_and_date_of_what_is_stored() -> None:
+    one = outcomes()[0]
+    assert "simulated; stored result: 2026-01-02; a machine)" in table([replace(one, stored="2026-01-02; a machine")])
 
 
 def test_text_and_json_say_the_same() -> None:

@@ -122,8 +122,9 @@ def test_replicas_of_pipelines() -> None:
         ({}, {}, True, "16-mixed precision scales the loss"),
         ({"micro_batches": 2}, {}, False, "makes a step of 1 micro-batches"),
         ({"shard_optimizer": True}, {}, False, "shard_optimizer=True does not go"),
+        ({"shard_optimizer": "gradients"}, {}, False, "shard_optimizer='gradients' does not go"),
     ],
-    ids=["norm", "accumulation", "16-mixed", "micro_batches", "sharded"],
+    ids=["norm", "accumulation", "16-mixed", "micro_batches", "sharded", "gradients"],
 )
 def test_refusals(strategy: dict[str, Any], trainer: dict[str, Any], plugins: bool, message: str) -> None:
     for outcome in run({"schedule": "pipedream", "layers": "net.layers", **strategy}, trainer, plugins=plugins):
