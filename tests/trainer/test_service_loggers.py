@@ -69,8 +69,10 @@ HOW = {
 
 
 def logged(process: int, name: str, folder: Path) -> Values:
-    """What a process of a pipeline has logged."""
-    return SERVICES[name][1](Runner(RANKS, folder))
+    """What a process of a pipeline has logged, in a folder of its own."""
+    own = folder / f"process {process}"
+    own.mkdir()
+    return SERVICES[name][1](Runner(RANKS, own))
 
 
 @pytest.mark.filterwarnings("ignore")
