@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from torch import Tensor, nn
 
@@ -43,7 +43,7 @@ class BufferSync:
 
     def begin(self) -> None:
         """Before the first batch."""
-        self._before = {name: (buffer, state_of(buffer)) for name, buffer in self._here()}
+        self._before = _states(self._module)
 
     def agree(self, copies: Callable[[str], int], micro_batches: int) -> None:
         """After it. Collective.
@@ -52,13 +52,7 @@ class BufferSync:
             copies: ``copies(name)``: how many ranks of one pipeline hold a buffer.
             micro_batches: of the batch.
         """
-        now = dict(self._here())
-        changed = [
-            name
-            for name, (buffer, state) in self._before.items()
-            # In place, or by assignment of another tensor with other values.
-            if name in now and (has_changed(buffer, state) or not same_content(now[name], buffer))
-        ]
+        changed = list(_changed(self._module, self._before))
         self._before = {}
         # A rank sees the changes of its own layers alone.
         everyone = tuple(range(self._transport.topology.world_size))
@@ -95,13 +89,60 @@ class BufferSync:
                 # By .data: a change that counts would make autograd refuse graphs that have saved the buffer.
                 buffers[name].data.copy_(data)
 
-    def _here(self) -> Iterator[tuple[str, Tensor]]:
-        """The buffers of layers and other modules that this process has; batch norm has an option of its own."""
-        for prefix, part in self._module.named_modules():
-            for name, buffer in part.named_buffers(prefix, recurse=False):
-                if prefix and not isinstance(part, BatchNorm) and not isinstance(buffer, AbsentTensor):
-                    yield name, buffer
-
     def _is_shared(self, name: str) -> bool:
         """Whether several processes have a buffer of a layer."""
         return name.startswith(self._layers) and len(self._members(name)) > 1
+
+
+class EvaluatedCopies:
+    """Gives all copies of a layer the buffers that an evaluation has changed in one of them.
+
+    Bidirectional schedules hold each stage on two ranks, and evaluate batches in the pipe that ends on rank 0. Counts
+    and caches that layers keep there would be old on the other ranks, which train with them.
+
+    Args:
+        module: the user's module.
+        transport: reaches the other processes.
+        members: the processes of this pipeline.
+    """
+
+    def __init__(self, module: nn.Module, transport: Transport, members: tuple[int, ...]) -> None:
+        self._module, self._transport, self._members = module, transport, members
+        self._before: dict[str, tuple[Tensor, TensorState]] = {}
+
+    def begin(self) -> None:
+        """Before the first batch."""
+        self._before = _states(self._module)
+
+    def end(self) -> None:
+        """Behind the last one. Collective over the pipeline."""
+        changed = _changed(self._module, self._before)
+        self._before = {}
+        gathered = self._transport.all_gather_object(changed, self._members)
+        buffers = dict(_buffers(self._module))
+        for theirs in gathered:
+            for name in (theirs.keys() & buffers.keys()) - changed.keys():
+                owner, _, own_name = name.rpartition(".")
+                self._module.get_submodule(owner)._buffers[own_name] = theirs[name].to(buffers[name].device)
+
+
+def _buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The buffers of layers and other modules that this process has; batch norm has an option of its own."""
+    for prefix, part in module.named_modules():
+        for name, buffer in part.named_buffers(prefix, recurse=False):
+            if prefix and not isinstance(part, BatchNorm) and not isinstance(buffer, AbsentTensor):
+                yield name, buffer
+
+
+def _states(module: nn.Module) -> dict[str, tuple[Tensor, TensorState]]:
+    return {name: (buffer, state_of(buffer)) for name, buffer in _buffers(module)}
+
+
+def _changed(module: nn.Module, before: Mapping[str, tuple[Tensor, TensorState]]) -> dict[str, Tensor]:
+    """The buffers that have changed: in place, or by assignment of another tensor with other values."""
+    now = dict(_buffers(module))
+    return {
+        name: now[name]
+        for name, (buffer, state) in before.items()
+        if name in now and (has_changed(buffer, state) or not same_content(now[name], buffer))
+    }

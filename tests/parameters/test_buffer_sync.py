@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from lightning_pipe import schedules
 from lightning_pipe.engine.pipeline import Pipeline
+from lightning_pipe.parameters.buffer_sync import EvaluatedCopies
 from lightning_pipe.partition import find_layers
 from lightning_pipe.transport.threads import ThreadTransport, run_threads, thread_world
 from lightning_pipe.transport.topology import Topology
@@ -121,3 +123,24 @@ def test_the_user_is_told_of_what_sees_micro_batches() -> None:
     assert not told(normalise=True, micro_batches=1)
     (message,) = told(normalise=True, micro_batches=2)
     assert "'0.linear.parametrizations.weight.0._u' (4 such buffers) is changed by forward passes: 2 times" in message
+
+
+def test_copies_that_an_evaluation_has_not_run_take_over_what_it_has_changed() -> None:
+    net = Net()
+
+    def body(transport: ThreadTransport) -> dict[str, Tensor]:
+        mine = copy.deepcopy(net)
+        copies = EvaluatedCopies(mine, transport, (0, 1))
+        copies.begin()
+        layer: Any = mine.layers[transport.rank]  # each rank has run one of the layers that both have
+        layer(torch.ones(2, 4))
+        layer.scale = torch.ones(3)  # another shape
+        copies.end()
+        return dict(mine.named_buffers())
+
+    one, two = run_threads(thread_world(Topology(2)), body)
+    for name, value in one.items():
+        assert torch.equal(value, two[name])
+        ran = name.startswith(("layers.0", "layers.1"))
+        assert torch.equal(value, dict(net.named_buffers())[name]) != ran, name
+    assert one["layers.0.rows"] == one["layers.1.rows"] == 2

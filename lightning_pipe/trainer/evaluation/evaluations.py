@@ -11,6 +11,7 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_warn
 
+from lightning_pipe.parameters.buffer_sync import EvaluatedCopies
 from lightning_pipe.patches import replaced
 from lightning_pipe.trainer.evaluation.conditions import reason_to_wait, tell_that_batches_wait
 from lightning_pipe.trainer.evaluation.replica_predictions import in_order, share_of
@@ -36,6 +37,12 @@ class Evaluations:
             and steps.options.evaluation_micro_batches == 1
             and world.layout.pipeline_parallel_size > 1
         )
+        pipeline = steps.pipeline
+        self._copies = (
+            EvaluatedCopies(module, pipeline.transport, pipeline.pipeline_members)
+            if pipeline.family.pipes > 1
+            else None
+        )
         self._steadiness: defaultdict[str, Steadiness] = defaultdict(Steadiness)
         self._told: set[tuple[str, str]] = set()
         self._stream: EvaluationStream | None = None
@@ -52,7 +59,7 @@ class Evaluations:
         }
         with ExitStack() as changed:
             changed.callback(self._close)
-            for loop, name in loops.items() if self._may_stream else ():
+            for loop, name in loops.items() if self._may_stream or self._copies is not None else ():
                 begin = partial(self._begin, loop.on_run_start, loop, name)
                 changed.enter_context(replaced(loop, "on_run_start", begin, gated=False))
                 changed.enter_context(replaced(loop, "on_run_end", partial(self._end, loop.on_run_end), gated=False))
@@ -83,6 +90,10 @@ class Evaluations:
     def _begin(self, method: Callable[..., Any], loop: Any, name: str) -> None:
         """In the place of ``on_run_start``. Collective over all processes."""
         method()
+        if self._copies is not None:
+            self._copies.begin()
+        if not self._may_stream:
+            return
         reason = reason_to_wait(self._module, self._steps.pipeline, self._steps.user_step, loop, name)
         # a callback may exist on some ranks alone
         reasons = self._world.transport.all_gather_object(reason, self._world.everyone)
@@ -101,6 +112,8 @@ class Evaluations:
         stream, self._stream = self._stream, None
         if stream is not None:
             stream.end()
+        if self._copies is not None:
+            self._copies.end()
         return method()
 
     def _end_prediction(self, loop: Any, method: Callable[..., Any]) -> Any:
