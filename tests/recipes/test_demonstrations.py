@@ -125,3 +125,10 @@ def test_mistakes_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("sys.executable", shutil.which("false"))
     with pytest.raises(SystemExit, match=r"has failed\.\nHint: Read .*output\.txt"):
         main(["unet_imagenet", "--output", str(tmp_path), "--seeds", "1"])
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_every_demonstration_was_run_with_three_seeds_in_under_three_minutes(name: str) -> None:
+    runs = stored()[name].runs
+    assert len({run.seed for run in runs}) >= 3
+    assert max(run.seconds for run in runs) < 180
