@@ -46,16 +46,14 @@ def all_replaced(places: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
     """
     entered: list[_Replacement] = []
     try:
-        with _lock:
-            for owner, name, value in places:
-                replacement = _Replacement(owner, name, value, gated=False)
-                replacement.__enter__()
-                entered.append(replacement)
+        for owner, name, value in places:
+            replacement = _Replacement(owner, name, value, gated=False)
+            replacement.__enter__()
+            entered.append(replacement)
         yield
     finally:
-        with _lock:
-            for replacement in reversed(entered):
-                replacement.__exit__()
+        for replacement in reversed(entered):
+            replacement.__exit__()
 
 
 def replacements() -> list[tuple[Any, str]]:

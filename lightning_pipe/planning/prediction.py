@@ -159,7 +159,7 @@ class Predictor:
         costs = self.costs(one, layers, schedule)
         sums = [costs.forward, costs.backward, costs.backward_input, costs.backward_weight, costs.step]
         forward, backward, half_input, half_weight, step = (sum(each) / one.ranks for each in sums)  # type: ignore[arg-type]
-        backward += _divided_share(schedule) * (half_input + half_weight - backward)
+        backward += divided_share(schedule) * (half_input + half_weight - backward)
         recompute = forward * one.micro_batches if one.recompute != "never" else 0.0
         compute = (forward + backward) * one.micro_batches
         return Prediction(
@@ -188,8 +188,8 @@ class Predictor:
         seconds = 0.0
         for tied in self.profile.tied:
             stages = {bisect_right(ends, layer) for layer in tied.layers}
-            copies = one.replicas * len({rank for stage in stages for rank in holders(stage)})
             if len(stages) > 1:
+                copies = one.replicas * len({rank for stage in stages for rank in holders(stage)})
                 seconds += float(self.profile.all_reduce.all_reduce(tied.parameter_bytes, copies))
         return seconds
 
@@ -228,7 +228,7 @@ def _built(family: Family, ranks: int, micro_batches: int, stages: int, recomput
         return with_recompute(family.build(ranks, micro_batches, stages), recompute)
 
 
-def _divided_share(schedule: Schedule) -> float:
+def divided_share(schedule: Schedule) -> float:
     """The share of its backward passes whose halves run apart."""
     kinds = Counter(action.kind for order in schedule.actions for action in order)
     return kinds[Kind.BACKWARD_INPUT] / (kinds[Kind.BACKWARD_INPUT] + kinds[Kind.BACKWARD])

@@ -16,10 +16,10 @@ from lightning_pipe.errors import ConfigurationError, ScheduleError
 from lightning_pipe.partition import find_layers
 from lightning_pipe.planning.cost_profile import CostProfile
 from lightning_pipe.planning.layer_sizes import estimated, layer_sizes
-from lightning_pipe.planning.prediction import Configuration, Predictor, stage_memory
+from lightning_pipe.planning.prediction import Configuration, Predictor, divided_share, stage_memory
 from lightning_pipe.planning.replicated import replicated_stages
 from lightning_pipe.planning.search_result import RuledOut, SearchResult
-from lightning_pipe.schedules import Family, Kind, PipeDream
+from lightning_pipe.schedules import Family, PipeDream
 from lightning_pipe.text import memory as amount_of_memory
 
 SHOWN = 10
@@ -199,7 +199,7 @@ def _lowest_stages(family: Family) -> str:
 @cache
 def _halves(family: Family) -> bool:
     """Whether the family divides backward passes."""
-    return any(action.kind is Kind.BACKWARD_INPUT for order in family.build(2, 4).actions for action in order)
+    return divided_share(family.build(2, 4)) > 0
 
 
 @dataclass

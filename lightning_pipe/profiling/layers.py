@@ -88,8 +88,10 @@ def measure_layers(
     layers = find_layers(own, paths)
     count = len(layers)
     single = _times(_pipeline(own, paths, [1] * count, device), step, own, part, rounds)
-    whole = single if count == 1 else _times(_pipeline(own, paths, [count], device), step, own, part, rounds)
-    split = _times(_pipeline(own, paths, [1] * count, device, halves=True), step, own, part, rounds)
+    whole = split = single  # of one layer there is no more to measure: the first stage does not divide its pass
+    if count > 1:
+        whole = _times(_pipeline(own, paths, [count], device), step, own, part, rounds)
+        split = _times(_pipeline(own, paths, [1] * count, device, halves=True), step, own, part, rounds)
     saved, boundary = _bytes(_pipeline(own, paths, [count], device), step, own, part)
 
     times: dict[Kind, tuple[float, ...]] = {}

@@ -19,6 +19,7 @@ from lightning_pipe.schedules import Family
 from lightning_pipe.transport.base import Transport
 from lightning_pipe.transport.threads import run_threads, thread_world
 from lightning_pipe.transport.topology import Topology
+from tests.support.zoo import base
 
 WIDTH, ROWS, BATCHES = 6, 8, 12
 Batch = Mapping[str, Any]
@@ -26,13 +27,9 @@ Values = dict[str, Tensor]
 Version = Callable[[int, int], int]
 
 
-class Block(nn.Module):
+class Block(base.Block):
     def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.linear(x))
+        super().__init__(WIDTH)
 
 
 class Net(nn.Module):

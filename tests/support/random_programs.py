@@ -12,20 +12,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.support.model_zoo import Entry
-from tests.support.zoo.base import Module
+from tests.support.zoo.base import Block, Module
 
 WIDTH = 4
 MOST = 6
 """Variables that a program holds at a time."""
 
 
-class Plain(nn.Module):
+class Plain(Block):
     def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Any:
-        return torch.tanh(self.linear(x))
+        super().__init__(WIDTH)
 
 
 class InPlace(Plain):

@@ -62,9 +62,9 @@ class Regression(Module):
 class Block(nn.Module):
     """A plain layer."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = WIDTH) -> None:
         super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.linear = nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.tanh(self.linear(x))
