@@ -21,7 +21,6 @@ from lightning_pipe.intercept.numpy_generator import NumpyState
 from lightning_pipe.intercept.python_generator import GeneratorState
 
 _python, _of_numpy = GeneratorState(), NumpyState()
-_numpy: Any = np.random  # its types leave out how generators are exchanged (numpy 2.4)
 
 
 def mix(*parts: int) -> int:
@@ -64,36 +63,16 @@ def _restore(generators: Sequence[torch.Generator], states: Sequence[Tensor]) ->
             generator.set_state(state)
 
 
-# Generators of numpy that no code draws from now. To put another one in place costs a hundredth of what it costs to
-# read a state and to put it back (numpy 2.4).
-_spare: list[np.random.MT19937] = []
-
-
-def passed_over() -> None:
-    """Leave behind what `RandomStreams.isolated` leaves behind around it, where another stage makes the call.
-
-    numpy makes normal numbers in pairs and keeps the second one with the generator in place, until another is put
-    there (numpy 2.4).
-    """
-    _numpy.set_bit_generator(_numpy.get_bit_generator())
-
-
 class _Isolated:
     """Gives the code inside its own stream and puts the surrounding stream back. A class, for speed."""
 
-    __slots__ = ("_generators", "_numpy", "_own", "_python", "_seed", "_states")
+    __slots__ = ("_generators", "_numpy", "_python", "_seed", "_states")
 
     def __init__(self, generators: list[torch.Generator], seed: int) -> None:
         self._generators, self._seed = generators, seed
 
     def __enter__(self) -> None:
-        self._states, self._python, self._numpy = (
-            _states(self._generators),
-            _python.read(),
-            _numpy.get_bit_generator(),
-        )
-        self._own = _spare.pop() if _spare else np.random.MT19937()
-        _numpy.set_bit_generator(self._own)
+        self._states, self._python, self._numpy = _states(self._generators), _python.read(), _of_numpy.read()
         _seed_all(self._generators, self._seed)
 
     def __exit__(
@@ -101,8 +80,7 @@ class _Isolated:
     ) -> None:
         _restore(self._generators, self._states)
         _python.put_back(self._python)
-        _numpy.set_bit_generator(self._numpy)
-        _spare.append(self._own)
+        _of_numpy.put_back(self._numpy)
 
 
 class RandomStreams:

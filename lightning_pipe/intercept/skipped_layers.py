@@ -13,7 +13,6 @@ from lightning_pipe.intercept.effects import Attributes, containers_in, replace_
 from lightning_pipe.intercept.inner_hooks import act
 from lightning_pipe.intercept.objects import objects_of, put_state
 from lightning_pipe.intercept.placeholder import Placeholder
-from lightning_pipe.intercept.random_streams import passed_over
 from lightning_pipe.intercept.surroundings import Surroundings
 from lightning_pipe.intercept.torch_functions import leaves_of
 from lightning_pipe.intercept.tracker import Tracker
@@ -47,7 +46,6 @@ class SkippedLayers:
 
     def answer(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """The result of a call that another rank runs, with placeholders for its tensors."""
-        passed_over()
         with self._tracker.paused():
             return self._answer(name, module, args, kwargs)
 

@@ -19,7 +19,6 @@ from lightning_pipe.intercept.lineage import Lineage
 from lightning_pipe.intercept.numbers import NO_VIEWS, SAME_PATH, Numbers
 from lightning_pipe.intercept.parameter_use import ParameterUse
 from lightning_pipe.intercept.placeholder import KNOWN, Placeholder, no_hook, shape_only
-from lightning_pipe.intercept.random_streams import passed_over
 from lightning_pipe.intercept.recompute import is_recomputing
 from lightning_pipe.intercept.tensor_state import counting
 from lightning_pipe.intercept.torch_functions import (
@@ -279,8 +278,6 @@ class Tracker(TorchFunctionMode):
 
     def _answer(self, name: str, func: Any, args: Any, kwargs: Any, plain: list[Tensor]) -> Any:
         call = self.expect(name, self.lineage.given(plain))
-        if draws(func, name):
-            passed_over()
         written = self.in_place.written(changed_in_place(name, args, kwargs))
         if name in AUTOGRAD:
             if not isinstance(args[0], Placeholder):

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import sys
+import threading
+import time
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -15,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_pipe.errors import CutError
+from lightning_pipe.intercept.random_streams import RandomStreams
 from lightning_pipe.intercept.torch_functions import (
     FACTORIES,
     RANDOM,
@@ -229,6 +234,40 @@ def test_a_batch_leaves_the_generators_as_they_were() -> None:
     assert np.random.get_bit_generator() is generator
     for found, expected in zip(np.random.get_state(), states[1], strict=True):
         assert np.array_equal(found, expected)
+
+
+def test_ranks_that_are_threads_never_lose_a_lock_of_numpy() -> None:
+    """A collection may give the interpreter to another thread in the midst of any call of numpy's."""
+    done = []
+
+    def draw(rank: int) -> None:
+        streams = RandomStreams(rank, torch.device("cpu"))
+        for micro_batch in range(500):
+            streams.seed_user_code(micro_batch)
+            with streams.isolated(micro_batch, rank):
+                np.random.normal(size=100)
+            with streams.batch():
+                np.random.normal(size=100)
+        done.append(rank)
+
+    def yields(*_: Any) -> None:
+        time.sleep(0)
+
+    threads = [threading.Thread(target=draw, args=(rank,), daemon=True) for rank in range(4)]
+    thresholds, interval = gc.get_threshold(), sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    gc.set_threshold(2)
+    gc.callbacks.append(yields)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(timeout=10)
+    finally:
+        gc.callbacks.remove(yields)
+        gc.set_threshold(*thresholds)
+        sys.setswitchinterval(interval)
+    assert sorted(done) == [0, 1, 2, 3]
 
 
 class ByRank(nn.Module):
