@@ -223,7 +223,13 @@ def fit_until(node: int, number: int) -> None:
     ("node", "number", "words"),
     [
         (1, signal.SIGKILL, r"CommunicationError: Rank 0 could not .* rank 1 .*(closed|reset|gone|left)"),
-        pytest.param(0, signal.SIGKILL, r"CommunicationError: Rank 1 could not .* rank 0 ", marks=pytest.mark.slow),
+        # with node 0 goes the store of the agents: that of node 1 may notice it first, say so and end its worker
+        pytest.param(
+            0,
+            signal.SIGKILL,
+            r"CommunicationError: Rank 1 could not .* rank 0 |RendezvousConnectionError",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             1, signal.SIGSTOP, r"Rank 0 could not .* within 8 s(.|\n)*rank 1: no answer", marks=pytest.mark.slow
         ),
