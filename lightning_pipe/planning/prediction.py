@@ -74,7 +74,7 @@ class Prediction:
         step: its optimizer step, and what a batch takes besides its actions.
         bubble: its waits for other ranks if messages took no time.
         communication: by how much messages make the step longer.
-        reduction: by how much sums of gradients over copies make it longer.
+        reduction: by how much sums of gradients over copies make it longer, and the updates that copies share.
         bytes: the most that a rank holds.
     """
 
@@ -126,7 +126,7 @@ class Predictor:
 
     def costs(self, one: Configuration, layers: Sequence[int], schedule: Schedule) -> Costs:
         """Seconds of every stage, with the engine's own work."""
-        return stage_costs(self.profile, layers, one.samples, copies_of(one, schedule))
+        return stage_costs(self.profile, layers, one.samples, copies_of(one, schedule), one.shard_optimizer)
 
     def costs_of(self, one: Configuration, layers: Sequence[int], copies: int) -> Costs:
         """Seconds of every stage, given how many ranks hold it."""
@@ -154,10 +154,12 @@ class Predictor:
         def without(**nothing: Any) -> float:
             return self._over_time(one, lambda schedule: replace(self.costs(one, layers, schedule), **nothing))
 
-        whole, unreduced, local = without(), without(reduce=0), without(reduce=0, send=0)
         schedule, tied = self.schedule(one, one.ranks), self._tied_sums(one, layers)
         costs = self.costs(one, layers, schedule)
-        sums = [costs.forward, costs.backward, costs.backward_input, costs.backward_weight, costs.step]
+        updates = update_seconds(self.profile, layers, copies_of(one, schedule), one.shard_optimizer)
+        alone = {"reduce": 0, "step": updates}
+        whole, unreduced, local = without(), without(**alone), without(**alone, send=0)
+        sums = [costs.forward, costs.backward, costs.backward_input, costs.backward_weight, updates]
         forward, backward, half_input, half_weight, step = (sum(each) / one.ranks for each in sums)  # type: ignore[arg-type]
         backward += divided_share(schedule) * (half_input + half_weight - backward)
         recompute = forward * one.micro_batches if one.recompute != "never" else 0.0
@@ -180,7 +182,7 @@ class Predictor:
         return self._schedule(one.family, one.ranks, micro_batches, one.stages, one.recompute)
 
     def _tied_sums(self, one: Configuration, layers: Sequence[int]) -> float:
-        """Seconds in which the gradients of tied parameters are summed over the ranks that hold them, at the end."""
+        """Seconds in which tied parameters are summed over the ranks that hold them, and shared, at the end."""
         if not self.profile.tied:
             return 0.0
         ends = list(accumulate(layers))
@@ -190,7 +192,8 @@ class Predictor:
             stages = {bisect_right(ends, layer) for layer in tied.layers}
             if len(stages) > 1:
                 copies = one.replicas * len({rank for stage in stages for rank in holders(stage)})
-                seconds += float(self.profile.all_reduce.all_reduce(tied.parameter_bytes, copies))
+                sums, shares = _together(self.profile, tied.parameter_bytes, copies, one.shard_optimizer)
+                seconds += sums + shares
         return seconds
 
     def _over_time(self, one: Configuration, costs: Callable[[Schedule], Costs]) -> float:
@@ -239,7 +242,9 @@ def copies_of(one: Configuration, schedule: Schedule) -> tuple[int, ...]:
     return tuple(one.replicas * len(schedule.holders(stage)) for stage in range(one.stages))
 
 
-def stage_costs(profile: CostProfile, layers: Sequence[int], samples: int, copies: Sequence[int]) -> Costs:
+def stage_costs(
+    profile: CostProfile, layers: Sequence[int], samples: int, copies: Sequence[int], shard_optimizer: Sharding = False
+) -> Costs:
     """Seconds of every stage.
 
     Args:
@@ -247,6 +252,7 @@ def stage_costs(profile: CostProfile, layers: Sequence[int], samples: int, copie
         layers: layers of every stage.
         samples: of a micro-batch.
         copies: ranks that hold each stage.
+        shard_optimizer: what these divide: an optimizer step then ends when the updates are shared.
     """
     at = profile.at(samples)
     spans = list(pairwise(accumulate(layers, initial=0)))
@@ -254,7 +260,11 @@ def stage_costs(profile: CostProfile, layers: Sequence[int], samples: int, copie
     def sums(values: Sequence[float], beside: float = 0.0) -> list[float]:
         return [beside + sum(values[start:end]) for start, end in spans]
 
-    weights, own = zip(*_weights(profile, spans), strict=True)
+    together = [
+        _together(profile, w, n, shard_optimizer) for (_, w), n in zip(_weights(profile, spans), copies, strict=True)
+    ]
+    reduce, shares = zip(*together, strict=True)
+    updates = update_seconds(profile, layers, copies, shard_optimizer)
     forward = sums(at.forward, at.stage_forward + profile.overhead)
     backward = sums(at.backward, at.stage_backward + profile.overhead)
     towards_input = at.backward_input or [b - w for b, w in zip(at.backward, at.backward_weight, strict=True)]
@@ -267,9 +277,25 @@ def stage_costs(profile: CostProfile, layers: Sequence[int], samples: int, copie
         backward_input=[profile.overhead, *half_input[1:]],
         backward_weight=[backward[0], *half_weight[1:]],
         send=[float(profile.message.message(at.boundary_bytes[end - 1])) for _, end in spans],
-        reduce=[float(profile.all_reduce.all_reduce(w, n)) for w, n in zip(own, copies, strict=True)],
-        step=[profile.step_per_byte * w for w in weights],
+        reduce=reduce,
+        step=[update + share for update, share in zip(updates, shares, strict=True)],
     )
+
+
+def update_seconds(
+    profile: CostProfile, layers: Sequence[int], copies: Sequence[int], shard_optimizer: Sharding
+) -> list[float]:
+    """Seconds in which a rank updates its parameters of every stage: all of them, or its share. Arguments as above."""
+    held = [weights for weights, _ in _weights(profile, list(pairwise(accumulate(layers, initial=0))))]
+    shares = copies if shard_optimizer else [1] * len(held)
+    return [profile.step_per_byte * weights / share for weights, share in zip(held, shares, strict=True)]
+
+
+def _together(profile: CostProfile, size: float, copies: int, shard_optimizer: Sharding) -> tuple[float, float]:
+    """Seconds in which the holders of parameters sum their gradients, and share what each of them has updated."""
+    link = profile.all_reduce
+    reduce = link.all_shares if shard_optimizer == "gradients" else link.all_reduce
+    return float(reduce(size, copies)), float(link.all_shares(size, copies)) if shard_optimizer else 0.0
 
 
 def _weights(profile: CostProfile, spans: Sequence[tuple[int, int]]) -> list[tuple[float, float]]:

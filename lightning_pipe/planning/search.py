@@ -304,7 +304,7 @@ class _Search:
 
 
 def _ever_smaller(one: Configuration) -> Iterator[Configuration]:
-    """Variants that need less and less memory: dividing costs no time, recomputation a third.
+    """Variants that need less and less memory: dividing costs the time to share updates, recomputation a third.
 
     To divide gradients as well, once a stage is done, makes room for those of other stages of the rank alone.
     """

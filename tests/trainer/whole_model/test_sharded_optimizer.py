@@ -235,14 +235,47 @@ def train(name: str, devices: int, sharded: Sharding = False) -> tuple[oracle.Tr
     return trace, noise.refused
 
 
-def train_all(process: int) -> dict[str, tuple[oracle.Trace, set[str]]]:
-    found = {name: train(name, 4, "gradients") for name in DIVIDED}
+class InSixteenBits(L.Callback):
+    """For every gradient that this process gets whether it has the digits of bfloat16 alone."""
+
+    def __init__(self) -> None:
+        self.found: list[bool] = []
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        own = [value.grad for value in pl_module.parameters() if not isinstance(value.grad, AbsentTensor | None)]
+        self.found += [torch.equal(gradient, gradient.bfloat16().double()) for gradient in own]
+
+
+def rounded(dtype: str | None, sharded: Sharding) -> tuple[oracle.Trace, list[bool]]:
+    """Train with sums in a narrow type: the weights, and whether each sum has its digits alone."""
+    from lightning_pipe import PipeStrategy
+
+    quiet()
+    L.seed_everything(7, verbose=False)
+    module, digits = Lit().double(), InSixteenBits()
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=4,
+        strategy=PipeStrategy(**STAGES, shard_optimizer=sharded, reduce_dtype=dtype),
+        max_epochs=1,
+        limit_val_batches=0,
+        callbacks=[digits],
+        **QUIET,
+    )
+    trainer.fit(module, datamodule=Data())
+    return oracle.Trace(weights=oracle.state_of(module)), digits.found
+
+
+def train_all(process: int) -> dict[str, Any]:
+    found: dict[str, Any] = {name: train(name, 4, "gradients") for name in DIVIDED}
     found["whole"] = train("scaled", 4)
+    found["rounded"] = {sharded: rounded("bfloat16", sharded) for sharded in SHARDINGS}
+    found["not rounded"] = rounded(None, False)
     return found
 
 
 @pytest.fixture(scope="module")
-def four() -> list[dict[str, tuple[oracle.Trace, set[str]]]]:
+def four() -> list[dict[str, Any]]:
     """All cases on two ranks and two replicas."""
     return processes.run_trainers(train_all, 4, timeout=100)
 
@@ -255,7 +288,7 @@ def four() -> list[dict[str, tuple[oracle.Trace, set[str]]]]:
 )
 @pytest.mark.parametrize("name", ["1f1b", "chimera"])
 @pytest.mark.timeout(120)
-def test_divided_gradients_train_as_one_device(name: str, four: list[dict[str, tuple[oracle.Trace, set[str]]]]) -> None:
+def test_divided_gradients_train_as_one_device(name: str, four: list[dict[str, Any]]) -> None:
     """With tied weights, gradients of several batches, limits of both kinds, and a callback that changes gradients."""
     truth, refused = train(name, 1)
     assert not refused
@@ -266,7 +299,7 @@ def test_divided_gradients_train_as_one_device(name: str, four: list[dict[str, t
 
 
 @pytest.mark.timeout(120)
-def test_a_gradient_that_another_rank_has_says_so(four: list[dict[str, tuple[oracle.Trace, set[str]]]]) -> None:
+def test_a_gradient_that_another_rank_has_says_so(four: list[dict[str, Any]]) -> None:
     refused = [process["1f1b"][1] for process in four]
     # the layer norm is one of the second stage, which two processes hold; one of them has its gradient
     assert sum(not texts for texts in refused) == 1
@@ -277,11 +310,28 @@ def test_a_gradient_that_another_rank_has_says_so(four: list[dict[str, tuple[ora
 
 @pytest.mark.timeout(120)
 def test_all_holders_pass_by_a_step_that_one_has_found_too_large(
-    four: list[dict[str, tuple[oracle.Trace, set[str]]]],
+    four: list[dict[str, Any]],
 ) -> None:
     for process in four:
         oracle.assert_equal(process["scaled"][0], process["whole"][0], 1e-6)
         assert process["scaled"][0].metrics["scale"] == 2.0**9
+
+
+@pytest.mark.timeout(120)
+def test_divided_updates_of_rounded_sums_are_the_undivided_ones(four: list[dict[str, Any]]) -> None:
+    """The sum of two does not depend on their order, so both kinds of division round as the undivided run does."""
+    exact, digits = four[0]["not rounded"]
+    assert not any(digits)
+    for process in four:
+        whole, all_digits = process["rounded"][False]
+        assert all(all_digits)
+        assert any(not torch.equal(value, exact.weights[key]) for key, value in whole.weights.items())
+        for sharded in (True, "gradients"):
+            found, own = process["rounded"][sharded]
+            oracle.assert_equal(found, whole, 0.0)
+            assert own
+            assert all(own)
+            assert (len(own) < len(all_digits)) == (sharded == "gradients")
 
 
 def test_hooks_that_some_holders_would_not_hear_are_refused() -> None:
