@@ -75,7 +75,12 @@ def test_small_models_with_further_schedules(entry: Entry, point: Point) -> None
     check(entry, point)
 
 
-@pytest.mark.parametrize(("entry", "point"), cases(SMALL, [NAMED[0], NAMED[1], NAMED[3]]))
+def with_and_without_replicas(entry: Entry, point: Point) -> bool:
+    """Every small model without replicas, and at one of the two points with them."""
+    return point is NAMED[0] or point is NAMED[1 + 2 * (SMALL.index(entry) % 2)]
+
+
+@pytest.mark.parametrize(("entry", "point"), cases(SMALL, [NAMED[0], NAMED[1], NAMED[3]], with_and_without_replicas))
 def test_small_models(entry: Entry, point: Point) -> None:
     check(entry, point)
 

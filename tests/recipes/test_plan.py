@@ -87,7 +87,8 @@ TOO_FEW_LAYERS = {
 }
 
 
-@pytest.mark.parametrize("size", ["tiny", "small"])  # the papers' sizes are planned above
+# the papers' sizes are planned above
+@pytest.mark.parametrize("size", ["tiny", pytest.param("small", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("experiment", sorted(PARAMETERS))
 def test_every_size_is_planned(composed: Compose, experiment: str, size: str) -> None:
     texts = list(plans(composed(f"experiment={experiment}", f"size={size}", "ranks=[2,4,8]")))
