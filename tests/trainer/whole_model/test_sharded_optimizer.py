@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -185,6 +186,15 @@ class Noise(L.Callback):
             self.refused.add(str(error))
 
 
+class SpoiltReplica(L.Callback):
+    """One gradient is too large for 16 bits in the second step, on one replica alone: its own code has made it so."""
+
+    def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
+        pipeline = trainer.strategy.pipeline
+        if trainer.global_step == 2 and pipeline.transport.replica == 1 and pipeline.holds("model.3.weight"):
+            pl_module.model[3].weight.grad.fill_(math.inf)
+
+
 class Ordered(Data):
     """Batches in a fixed order, the same for all replicas."""
 
@@ -205,8 +215,8 @@ DIVIDED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def train(name: str, devices: int, sharded: Sharding = False) -> tuple[oracle.Trace, set[str]]:
-    """The weights and the scale at the end, and what was refused."""
+def train(name: str, devices: int, sharded: Sharding = False, spoilt: bool = False) -> tuple[oracle.Trace, set[str]]:
+    """The weights and the scale at the end, and what was refused; ``spoilt``: by one replica's callback."""
     from lightning_pipe import PipeStrategy
 
     quiet()
@@ -214,17 +224,20 @@ def train(name: str, devices: int, sharded: Sharding = False) -> tuple[oracle.Tr
     options, of_trainer = DIVIDED[name]
     scaled, noise = name == "scaled", Noise()
     dtype = torch.float32 if scaled else torch.float64
-    module = Tied(overflow=scaled).to(dtype)
+    module = Tied(overflow=scaled and not spoilt).to(dtype)
     plugins = [MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", 2.0**10))] if scaled else []
     trainer = L.Trainer(
         accelerator="cpu",
         devices=devices,
-        strategy=PipeStrategy(**options, shard_optimizer=sharded) if devices > 1 else "auto",
+        # ranks that wait for each other are to fail before the test's own time is over
+        strategy=PipeStrategy(**options, shard_optimizer=sharded, timeout=timedelta(seconds=30))
+        if devices > 1
+        else "auto",
         max_epochs=1,
         use_distributed_sampler=False,
         limit_val_batches=0,
         plugins=plugins,
-        callbacks=[] if scaled else [noise],
+        callbacks=[SpoiltReplica()] if spoilt else [] if scaled else [noise],
         **of_trainer,
         **QUIET,
     )
@@ -269,6 +282,7 @@ def rounded(dtype: str | None, sharded: Sharding) -> tuple[oracle.Trace, list[bo
 def train_all(process: int) -> dict[str, Any]:
     found: dict[str, Any] = {name: train(name, 4, "gradients") for name in DIVIDED}
     found["whole"] = train("scaled", 4)
+    found["one replica"] = {sharded: train("scaled", 4, sharded, spoilt=True) for sharded in (False, True)}
     found["rounded"] = {sharded: rounded("bfloat16", sharded) for sharded in SHARDINGS}
     found["not rounded"] = rounded(None, False)
     return found
@@ -315,6 +329,15 @@ def test_all_holders_pass_by_a_step_that_one_has_found_too_large(
     for process in four:
         oracle.assert_equal(process["scaled"][0], process["whole"][0], 1e-6)
         assert process["scaled"][0].metrics["scale"] == 2.0**9
+
+
+@pytest.mark.timeout(120)
+def test_all_replicas_pass_by_a_step_that_one_has_found_too_large(four: list[dict[str, Any]]) -> None:
+    """Whether each of them has all gradients, or updates a share that the others would not take."""
+    for process in four:
+        for found, _ in process["one replica"].values():
+            oracle.assert_equal(found, process["whole"][0], 1e-6)
+            assert found.metrics["scale"] == 2.0**9
 
 
 @pytest.mark.timeout(120)
