@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 from lightning_pipe.config import Sharding, divided
 from lightning_pipe.partition import balance
@@ -192,7 +192,8 @@ class Predictor:
             stages = {bisect_right(ends, layer) for layer in tied.layers}
             if len(stages) > 1:
                 copies = one.replicas * len({rank for stage in stages for rank in holders(stage)})
-                sums, shares = _together(self.profile, tied.parameter_bytes, copies, one.shard_optimizer)
+                size = tied.parameter_bytes - tied.frozen_bytes
+                sums, shares = _together(self.profile, size, copies, one.shard_optimizer)
                 seconds += sums + shares
         return seconds
 
@@ -261,7 +262,8 @@ def stage_costs(
         return [beside + sum(values[start:end]) for start, end in spans]
 
     together = [
-        _together(profile, w, n, shard_optimizer) for (_, w), n in zip(_weights(profile, spans), copies, strict=True)
+        _together(profile, each.alone, n, shard_optimizer)
+        for each, n in zip(_weights(profile, spans), copies, strict=True)
     ]
     reduce, shares = zip(*together, strict=True)
     updates = update_seconds(profile, layers, copies, shard_optimizer)
@@ -286,7 +288,7 @@ def update_seconds(
     profile: CostProfile, layers: Sequence[int], copies: Sequence[int], shard_optimizer: Sharding
 ) -> list[float]:
     """Seconds in which a rank updates its parameters of every stage: all of them, or its share. Arguments as above."""
-    held = [weights for weights, _ in _weights(profile, list(pairwise(accumulate(layers, initial=0))))]
+    held = [each.trained for each in _weights(profile, list(pairwise(accumulate(layers, initial=0))))]
     shares = copies if shard_optimizer else [1] * len(held)
     return [profile.step_per_byte * weights / share for weights, share in zip(held, shares, strict=True)]
 
@@ -298,21 +300,34 @@ def _together(profile: CostProfile, size: float, copies: int, shard_optimizer: S
     return float(reduce(size, copies)), float(link.all_shares(size, copies)) if shard_optimizer else 0.0
 
 
-def _weights(profile: CostProfile, spans: Sequence[tuple[int, int]]) -> list[tuple[float, float]]:
-    """Bytes of the parameters that every stage holds, and of those that it has in common with no other stage.
+class _StageWeights(NamedTuple):
+    """Bytes of parameters.
 
-    The sums of the others' gradients are at the end of a batch.
+    Args:
+        held: those that a stage holds.
+        trained: those of them that are trained.
+        alone: those of these that it has in common with no other stage; the others are summed at the end of a batch.
     """
+
+    held: float
+    trained: float
+    alone: float
+
+
+def _weights(profile: CostProfile, spans: Sequence[tuple[int, int]]) -> list[_StageWeights]:
+    """The parameters of every stage."""
     found = []
     for start, end in spans:
         held = float(sum(layer.parameter_bytes for layer in profile.layers[start:end]))
+        frozen = float(sum(layer.frozen_bytes for layer in profile.layers[start:end]))
         elsewhere = 0.0
         for tied in profile.tied:
             here = sum(start <= layer < end for layer in tied.layers)
             held -= max(0, here - 1) * tied.parameter_bytes  # the layers of a stage have them once
+            frozen -= max(0, here - 1) * tied.frozen_bytes
             if 0 < here < len(tied.layers):
-                elsewhere += tied.parameter_bytes
-        found.append((held, held - elsewhere))
+                elsewhere += tied.parameter_bytes - tied.frozen_bytes
+        found.append(_StageWeights(held, held - frozen, held - frozen - elsewhere))
     return found
 
 
@@ -343,14 +358,15 @@ def stage_memory(
     """
     at = profile.at(samples)
     spans = list(pairwise(accumulate(layers, initial=0)))
-    weights = [held for held, _ in _weights(profile, spans)]
+    weights = _weights(profile, spans)
     shares = copies if shard_optimizer else [1] * len(spans)
     kept = copies if shard_optimizer == "gradients" else [1] * len(spans)
     inputs = [at.boundary_bytes[start - 1] if start else 0.0 for start, _ in spans]
     return Memory(
-        weights,
-        summed=[w / share for w, share in zip(weights, kept, strict=True)],
-        optimizer=[2 * w / share for w, share in zip(weights, shares, strict=True)],
+        [each.held for each in weights],
+        gradients=[each.trained for each in weights],
+        summed=[each.trained / share for each, share in zip(weights, kept, strict=True)],
+        optimizer=[2 * each.trained / share for each, share in zip(weights, shares, strict=True)],
         # what has come from another rank is held even where no layer keeps it: its gradient is sent back
         activations=[sum(at.saved_bytes[start:end], own) for (start, end), own in zip(spans, inputs, strict=True)],
         inputs=inputs,

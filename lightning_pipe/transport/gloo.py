@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_pipe.transport.base import Collective, IncomingParts, Lane, Message, Work, check_message
+from lightning_pipe.transport.base import DONE, Collective, IncomingParts, Lane, Message, Work, check_message
 from lightning_pipe.transport.message_layout import MessageLayout
+from lightning_pipe.transport.objects import PackedObject, read
 from lightning_pipe.transport.shared_memory.peer import SharedMemoryPeer
 from lightning_pipe.transport.shared_memory.rendezvous import connect_local
 from lightning_pipe.transport.topology import Topology
-from lightning_pipe.transport.torch_distributed import TorchTransport
+from lightning_pipe.transport.torch_distributed import TorchTransport, object_lane, object_tag
 from lightning_pipe.transport.work import LocalReceive, StagedReceive
 
 _GATHERS = (1 << 16) - 2
@@ -95,6 +97,33 @@ class GlooTransport(TorchTransport):
             return LocalReceive(self, operation, local, local.expect(layout.size, layout.read, _lane_tag(lane)))
         except OSError as error:
             raise self.failed(operation, error) from error
+
+    @override
+    def send_object_to(self, obj: object, peers: Sequence[int], tag: int) -> Work:
+        elsewhere = [peer for peer in peers if peer not in self._local]
+        if len(elsewhere) < len(peers):
+            packed = PackedObject(obj)
+            for peer in set(peers).difference(elsewhere):
+                self._hand_over(packed, peer, tag)
+        return super().send_object_to(obj, elsewhere, tag) if elsewhere else DONE
+
+    def _hand_over(self, packed: PackedObject, peer: int, tag: int) -> None:
+        try:
+            self._local[peer].hand_over(packed.size, packed.write, object_tag(tag))
+        except OSError as error:
+            raise self.failed(Message("send", packed.size, self.names[peer], object_lane(tag)), error) from error
+
+    @override
+    def receive_object(self, peer: int, tag: int) -> Any:
+        local = self._local.get(peer)
+        if local is None:
+            return super().receive_object(peer, tag)
+        operation = Message("receive", None, self.names[peer], object_lane(tag))
+        try:
+            posted = local.expect(None, partial(read, device=self.device), object_tag(tag))
+        except OSError as error:
+            raise self.failed(operation, error) from error
+        return LocalReceive(self, operation, local, posted).wait()
 
     @override
     def _all_gather(self, data: Tensor, members: tuple[int, ...]) -> list[Tensor]:

@@ -18,7 +18,7 @@ from lightning_pipe.config import Sharding
 from lightning_pipe.errors import ConfigurationError
 from lightning_pipe.partition import find_layers
 from lightning_pipe.planning.cost_profile import CostProfile, LayerSizes, SizeCosts, TiedSizes
-from lightning_pipe.planning.layer_sizes import layer_sizes, tied_sizes
+from lightning_pipe.planning.layer_sizes import layer_sizes, of_module, tied_sizes
 from lightning_pipe.planning.prediction import Configuration, Predictor, rank_bytes, stage_costs, stage_memory
 from lightning_pipe.planning.search import _candidates, _ever_smaller, _Search, search
 from lightning_pipe.simulate import Link, memory_over_time, peak, simulate
@@ -140,6 +140,23 @@ def test_a_module_knows_its_tied_parameters() -> None:
     module = Tied()
     assert tied_sizes(module, find_layers(module)) == (TiedSizes((0, 2), 160),)
     assert tied_sizes(module.layers, find_layers(module.layers)) == ()
+
+
+def test_what_is_frozen_has_neither_gradients_nor_updates() -> None:
+    net = nn.Sequential(nn.Embedding(100, 8), nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 100))
+    net[3].weight = net[0].weight
+    net[0].weight.requires_grad_(False)
+    net[1].requires_grad_(False)
+    trained = tuple(replace(each, frozen_bytes=0) for each in layer_sizes(net, find_layers(net)))
+    found = of_module(replace(profile(4), layers=trained), net, find_layers(net))
+    assert found.tied == (TiedSizes((0, 3), 3200, 3200),)
+    memory = stage_memory(found, (2, 2), 1, (1, 1))
+    assert (memory.weights, memory.gradients) == ([3488, 3888], [0, 688])
+    assert (memory.summed, memory.optimizer) == ([0, 688], [0, 1376])
+    costs = stage_costs(found, (2, 2), 1, (2, 2))
+    sums = found.all_reduce.all_reduce
+    assert costs.reduce == pytest.approx([float(sums(0, 2)), float(sums(688, 2))])
+    assert costs.step == pytest.approx([0, 688 * found.step_per_byte])
 
 
 def test_what_layers_have_in_common_counts_once_on_each_stage_that_holds_it() -> None:
