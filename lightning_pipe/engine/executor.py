@@ -78,6 +78,7 @@ class Executor:
         position: the action under way, for reports about failures.
         busy: seconds spent computing so far.
         waited: seconds spent waiting for messages since `restart_clocks`.
+        summed: seconds spent beginning and awaiting sums of gradients since then.
         spent: for each kind of action and stage the seconds and the number of its actions since `restart_clocks`.
         later: for each stage those that it sends to, neighbours first.
         events: where to note when each action computed, in seconds of the host's monotonic clock; ``None``: nowhere.
@@ -91,6 +92,7 @@ class Executor:
     position: Action | None = None
     busy: float = 0.0
     waited: float = 0.0
+    summed: float = 0.0
     spent: dict[tuple[Kind, int], tuple[float, int]] = field(default_factory=dict)
     events: list[Event] | None = None
     _find: Find = field(init=False)
@@ -233,7 +235,7 @@ class Executor:
 
     def restart_clocks(self) -> None:
         """Begin anew to add up what actions and waiting take: the first batch is no measure."""
-        self.waited = 0.0
+        self.waited = self.summed = 0.0
         self.spent.clear()
 
     def _note(self, action: Action, start: float) -> None:
@@ -344,7 +346,9 @@ class Executor:
         self.exchange.expect_gradients(key, _peer(action))
 
     def _reduce(self, action: Action, _: None) -> None:
+        start = time.perf_counter()
         self.reduce(action.stage)
+        self.summed += time.perf_counter() - start
 
     def _signature(self, micro_batch: int) -> Hashable:
         batch, index = self._find(micro_batch)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -107,7 +108,7 @@ class PartitionedModule:
         """The process that speaks for this replica: the rank with the last stage of pipe 0."""
         return self.transport.topology.process(self.transport.replica, self.loss_ranks[0])
 
-    @property
+    @cached_property
     def pipeline_members(self) -> tuple[int, ...]:
         """The processes of this pipeline, sorted."""
         topology = self.transport.topology

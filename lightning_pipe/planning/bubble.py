@@ -19,17 +19,21 @@ class IdleShares(NamedTuple):
         schedule: idle by the schedule if all stages took the same time.
         imbalance: further idle time because they do not.
         messages: waiting for messages beyond that.
-        host: the engine's own work, and sums of gradients that nothing hides.
+        host: the engine's own work.
+        sums: beginning and awaiting sums of gradients.
     """
 
     schedule: float
     imbalance: float
     messages: float
     host: float
+    sums: float
 
     def __str__(self) -> str:
-        names = ("by the schedule", "imbalance of the stages", "waiting for messages", "host work")
-        return ", ".join(f"{100 * share:.1f} % {name}" for share, name in zip(self, names, strict=True))
+        names = ["by the schedule", "imbalance of the stages", "waiting for messages", "host work"]
+        if self.sums >= 0.0005:  # else there are no copies
+            names.append("sums of gradients")
+        return ", ".join(f"{100 * share:.1f} % {name}" for share, name in zip(self, names, strict=False))
 
 
 def measured_costs(spent: Iterable[Spent], stages: int) -> Costs | None:
@@ -59,7 +63,7 @@ def measured_costs(spent: Iterable[Spent], stages: int) -> Costs | None:
 _HALVES = (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
 
 
-def idle_shares(schedule: Schedule, costs: Costs, measured: float, host: float) -> IdleShares:
+def idle_shares(schedule: Schedule, costs: Costs, measured: float, host: float, sums: float = 0.0) -> IdleShares:
     """Divide a measured bubble by its causes.
 
     Args:
@@ -67,6 +71,7 @@ def idle_shares(schedule: Schedule, costs: Costs, measured: float, host: float) 
         costs: the measured times of its stages.
         measured: the idle share of the ranks' time.
         host: the share in which ranks neither computed nor waited for a message.
+        sums: of this the share in which they began and awaited sums of gradients.
     """
     equal = {
         name: sum(value) / len(value)
@@ -76,6 +81,8 @@ def idle_shares(schedule: Schedule, costs: Costs, measured: float, host: float) 
     by_schedule = float(simulate(schedule, Costs(**equal)).bubble_ratio)
     by_stages = float(simulate(schedule, costs).bubble_ratio)
     imbalance = min(by_stages, measured) - by_schedule
-    # What is idle for no other reason is the host's, so that the shares add up.
     messages = max(0.0, measured - max(by_stages, 0.0) - host)
-    return IdleShares(by_schedule, imbalance, messages, measured - by_schedule - imbalance - messages)
+    rest = measured - by_schedule - imbalance - messages
+    # What is idle for no other reason is the host's, so that the shares add up.
+    sums = max(0.0, min(sums, rest))
+    return IdleShares(by_schedule, imbalance, messages, rest - sums, sums)

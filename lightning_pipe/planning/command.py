@@ -74,16 +74,21 @@ def _bytes(text: str) -> float:
 
 
 def _search(values: argparse.Namespace, module: nn.Module) -> None:
+    from lightning_pipe.partition import find_layers
     from lightning_pipe.planning.cost_profile import CostProfile
-    from lightning_pipe.planning.search import checked, search
+    from lightning_pipe.planning.layer_sizes import of_module
+    from lightning_pipe.planning.search import search
 
     if values.passes != 1:
         raise ConfigurationError(
             f"A search predicts one pass over the layers, not {values.passes}.",
             hint="Leave out --search to plan one configuration, or --passes.",
         )
+    costs: nn.Module | CostProfile = module
+    if values.profile is not None:
+        costs = of_module(CostProfile.load(values.profile), module, find_layers(module, values.layers))
     found = search(
-        module if values.profile is None else checked(CostProfile.load(values.profile), module, values.layers),
+        costs,
         values.ranks,
         values.batch_size,
         memory=values.memory,

@@ -75,11 +75,13 @@ class LayerSizes:
         parameters: how many it has, with those outside the sequence that run beside it. What layers have in common
             counts at each of them; see `TiedSizes`.
         parameter_bytes: their bytes.
+        frozen_bytes: of these, the bytes of parameters that are not trained: they get no gradients and no updates.
     """
 
     name: str
     parameters: int
     parameter_bytes: int
+    frozen_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -89,10 +91,12 @@ class TiedSizes:
     Args:
         layers: indices of these layers.
         parameter_bytes: their bytes, once.
+        frozen_bytes: of these, the bytes of parameters that are not trained.
     """
 
     layers: tuple[int, ...]
     parameter_bytes: int
+    frozen_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -225,7 +229,7 @@ def _made(content: dict[str, Any]) -> CostProfile:
     if len({len(costs.backward_input) for costs in sizes.values()}) > 1:
         raise ValueError("backward_input is needed for all sizes of micro-batches, or for none")
     for layer in layers:
-        _checked("parameter_bytes", layer.parameter_bytes)
+        _checked_sizes("", layer)
     for name in {"message", "all_reduce"} & content.keys():
         content[name] = Link(**{key: _checked(f"{key} of {name}", each) for key, each in content[name].items()})
     for name in {"overhead", "batch", "step_per_byte"} & content.keys():
@@ -236,14 +240,22 @@ def _made(content: dict[str, Any]) -> CostProfile:
 
 
 def _tied(content: dict[str, Any], layers: Sequence[LayerSizes]) -> TiedSizes:
-    places, size = tuple(content["layers"]), _checked("parameter_bytes of tied", content["parameter_bytes"])
+    tied = TiedSizes(**{**content, "layers": tuple(content["layers"])})
+    _checked_sizes(" of tied", tied)
+    places, size = tied.layers, tied.parameter_bytes
     if not set(places) <= set(range(len(layers))):
         raise ValueError(f"layers of tied are numbers from 0 to {len(layers) - 1}, not {list(places)}")
     if small := [layers[place].name for place in places if layers[place].parameter_bytes < size]:
         raise ValueError(
             f"layer {small[0]} has fewer parameter_bytes than the {size} that it has in common with others"
         )
-    return TiedSizes(places, size)
+    return tied
+
+
+def _checked_sizes(of: str, sizes: LayerSizes | TiedSizes) -> None:
+    size, frozen = _checked(f"parameter_bytes{of}", sizes.parameter_bytes), sizes.frozen_bytes
+    if _checked(f"frozen_bytes{of}", frozen) > size:
+        raise ValueError(f"frozen_bytes{of} are at most parameter_bytes, {size}, not {frozen}")
 
 
 def _checked(name: str, value: Any) -> Any:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
 from torch import nn
 
 from lightning_pipe.partition import Layers, parameter_places
+from lightning_pipe.partition.holding import ParameterPlace
 from lightning_pipe.planning.cost_profile import CostProfile, LayerSizes, SizeCosts, TiedSizes
 from lightning_pipe.simulate.link import Link
 
@@ -17,22 +19,42 @@ _FLOPS, _BANDWIDTH, _LATENCY = 1e12, 1e10, 5e-5
 
 def layer_sizes(module: nn.Module, layers: Layers) -> tuple[LayerSizes, ...]:
     """Name and parameters of every layer, with the parameters outside the layers that it brings to its stage."""
-    numbers, sizes = [0] * len(layers), [0] * len(layers)
+    numbers, sizes, frozen = [0] * len(layers), [0] * len(layers), [0] * len(layers)
     for held in parameter_places(module, layers):
         for place in {*held.inside, *held.beside}:
             numbers[place] += held.size
             sizes[place] += held.size * held.parameter.element_size()
-    return tuple(LayerSizes(name, number, size) for (name, _), number, size in zip(layers, numbers, sizes, strict=True))
+            frozen[place] += _frozen(held)
+    names = (name for name, _ in layers)
+    return tuple(LayerSizes(*each) for each in zip(names, numbers, sizes, frozen, strict=True))
 
 
 def tied_sizes(module: nn.Module, layers: Layers) -> tuple[TiedSizes, ...]:
     """The parameters that are expected at several layers: those of the same layers together."""
     sizes: Counter[tuple[int, ...]] = Counter()
+    frozen: Counter[tuple[int, ...]] = Counter()
     for held in parameter_places(module, layers):
         places = tuple(sorted({*held.inside, *held.beside}))
         if len(places) > 1:
             sizes[places] += held.size * held.parameter.element_size()
-    return tuple(TiedSizes(places, number) for places, number in sorted(sizes.items()))
+            frozen[places] += _frozen(held)
+    return tuple(TiedSizes(places, number, frozen[places]) for places, number in sorted(sizes.items()))
+
+
+def _frozen(held: ParameterPlace) -> int:
+    """Bytes of a parameter if it is not trained."""
+    return 0 if held.parameter.requires_grad else held.size * held.parameter.element_size()
+
+
+def of_module(profile: CostProfile, module: nn.Module, layers: Layers) -> CostProfile:
+    """A profile of this module, with the parameters that are frozen now.
+
+    Raises:
+        ConfigurationError: it is of another.
+    """
+    sizes = layer_sizes(module, layers)
+    profile.check_layers([layer.name for layer in sizes], [layer.parameters for layer in sizes])
+    return replace(profile, layers=sizes, tied=tied_sizes(module, layers))
 
 
 def estimated(module: nn.Module, layers: Layers, positions: int = 1) -> CostProfile:

@@ -148,7 +148,7 @@ def made(module: nn.Module, asked: PlanOptions) -> Plan:
     if profile is not None:
         profile.check_layers(*layers_of(module, found))
         copies = [asked.replicas * len(order.holders(stage)) for stage in range(stages)]
-        costs = stage_costs(profile, counts, samples, copies)
+        costs = stage_costs(profile, counts, samples, copies, asked.shard_optimizer)
         memory = stage_memory(profile, counts, samples, copies, asked.shard_optimizer)
         known = "the most that a rank holds for a stage: weights, gradients, two optimizer moments, and activations"
     bubble = predicted_bubble(build, number, stream, costs)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 from lightning_pipe.config import Sharding, divided
 from lightning_pipe.partition import balance
@@ -74,7 +74,7 @@ class Prediction:
         step: its optimizer step, and what a batch takes besides its actions.
         bubble: its waits for other ranks if messages took no time.
         communication: by how much messages make the step longer.
-        reduction: by how much sums of gradients over copies make it longer.
+        reduction: by how much sums of gradients over copies make it longer, and the updates that copies share.
         bytes: the most that a rank holds.
     """
 
@@ -126,7 +126,7 @@ class Predictor:
 
     def costs(self, one: Configuration, layers: Sequence[int], schedule: Schedule) -> Costs:
         """Seconds of every stage, with the engine's own work."""
-        return stage_costs(self.profile, layers, one.samples, copies_of(one, schedule))
+        return stage_costs(self.profile, layers, one.samples, copies_of(one, schedule), one.shard_optimizer)
 
     def costs_of(self, one: Configuration, layers: Sequence[int], copies: int) -> Costs:
         """Seconds of every stage, given how many ranks hold it."""
@@ -154,10 +154,12 @@ class Predictor:
         def without(**nothing: Any) -> float:
             return self._over_time(one, lambda schedule: replace(self.costs(one, layers, schedule), **nothing))
 
-        whole, unreduced, local = without(), without(reduce=0), without(reduce=0, send=0)
         schedule, tied = self.schedule(one, one.ranks), self._tied_sums(one, layers)
         costs = self.costs(one, layers, schedule)
-        sums = [costs.forward, costs.backward, costs.backward_input, costs.backward_weight, costs.step]
+        updates = update_seconds(self.profile, layers, copies_of(one, schedule), one.shard_optimizer)
+        alone = {"reduce": 0, "step": updates}
+        whole, unreduced, local = without(), without(**alone), without(**alone, send=0)
+        sums = [costs.forward, costs.backward, costs.backward_input, costs.backward_weight, updates]
         forward, backward, half_input, half_weight, step = (sum(each) / one.ranks for each in sums)  # type: ignore[arg-type]
         backward += divided_share(schedule) * (half_input + half_weight - backward)
         recompute = forward * one.micro_batches if one.recompute != "never" else 0.0
@@ -180,7 +182,7 @@ class Predictor:
         return self._schedule(one.family, one.ranks, micro_batches, one.stages, one.recompute)
 
     def _tied_sums(self, one: Configuration, layers: Sequence[int]) -> float:
-        """Seconds in which the gradients of tied parameters are summed over the ranks that hold them, at the end."""
+        """Seconds in which tied parameters are summed over the ranks that hold them, and shared, at the end."""
         if not self.profile.tied:
             return 0.0
         ends = list(accumulate(layers))
@@ -190,7 +192,9 @@ class Predictor:
             stages = {bisect_right(ends, layer) for layer in tied.layers}
             if len(stages) > 1:
                 copies = one.replicas * len({rank for stage in stages for rank in holders(stage)})
-                seconds += float(self.profile.all_reduce.all_reduce(tied.parameter_bytes, copies))
+                size = tied.parameter_bytes - tied.frozen_bytes
+                sums, shares = _together(self.profile, size, copies, one.shard_optimizer)
+                seconds += sums + shares
         return seconds
 
     def _over_time(self, one: Configuration, costs: Callable[[Schedule], Costs]) -> float:
@@ -239,7 +243,9 @@ def copies_of(one: Configuration, schedule: Schedule) -> tuple[int, ...]:
     return tuple(one.replicas * len(schedule.holders(stage)) for stage in range(one.stages))
 
 
-def stage_costs(profile: CostProfile, layers: Sequence[int], samples: int, copies: Sequence[int]) -> Costs:
+def stage_costs(
+    profile: CostProfile, layers: Sequence[int], samples: int, copies: Sequence[int], shard_optimizer: Sharding = False
+) -> Costs:
     """Seconds of every stage.
 
     Args:
@@ -247,6 +253,7 @@ def stage_costs(profile: CostProfile, layers: Sequence[int], samples: int, copie
         layers: layers of every stage.
         samples: of a micro-batch.
         copies: ranks that hold each stage.
+        shard_optimizer: what these divide: an optimizer step then ends when the updates are shared.
     """
     at = profile.at(samples)
     spans = list(pairwise(accumulate(layers, initial=0)))
@@ -254,7 +261,12 @@ def stage_costs(profile: CostProfile, layers: Sequence[int], samples: int, copie
     def sums(values: Sequence[float], beside: float = 0.0) -> list[float]:
         return [beside + sum(values[start:end]) for start, end in spans]
 
-    weights, own = zip(*_weights(profile, spans), strict=True)
+    together = [
+        _together(profile, each.alone, n, shard_optimizer)
+        for each, n in zip(_weights(profile, spans), copies, strict=True)
+    ]
+    reduce, shares = zip(*together, strict=True)
+    updates = update_seconds(profile, layers, copies, shard_optimizer)
     forward = sums(at.forward, at.stage_forward + profile.overhead)
     backward = sums(at.backward, at.stage_backward + profile.overhead)
     towards_input = at.backward_input or [b - w for b, w in zip(at.backward, at.backward_weight, strict=True)]
@@ -267,26 +279,55 @@ def stage_costs(profile: CostProfile, layers: Sequence[int], samples: int, copie
         backward_input=[profile.overhead, *half_input[1:]],
         backward_weight=[backward[0], *half_weight[1:]],
         send=[float(profile.message.message(at.boundary_bytes[end - 1])) for _, end in spans],
-        reduce=[float(profile.all_reduce.all_reduce(w, n)) for w, n in zip(own, copies, strict=True)],
-        step=[profile.step_per_byte * w for w in weights],
+        reduce=reduce,
+        step=[update + share for update, share in zip(updates, shares, strict=True)],
     )
 
 
-def _weights(profile: CostProfile, spans: Sequence[tuple[int, int]]) -> list[tuple[float, float]]:
-    """Bytes of the parameters that every stage holds, and of those that it has in common with no other stage.
+def update_seconds(
+    profile: CostProfile, layers: Sequence[int], copies: Sequence[int], shard_optimizer: Sharding
+) -> list[float]:
+    """Seconds in which a rank updates its parameters of every stage: all of them, or its share. Arguments as above."""
+    held = [each.trained for each in _weights(profile, list(pairwise(accumulate(layers, initial=0))))]
+    shares = copies if shard_optimizer else [1] * len(held)
+    return [profile.step_per_byte * weights / share for weights, share in zip(held, shares, strict=True)]
 
-    The sums of the others' gradients are at the end of a batch.
+
+def _together(profile: CostProfile, size: float, copies: int, shard_optimizer: Sharding) -> tuple[float, float]:
+    """Seconds in which the holders of parameters sum their gradients, and share what each of them has updated."""
+    link = profile.all_reduce
+    reduce = link.all_shares if shard_optimizer == "gradients" else link.all_reduce
+    return float(reduce(size, copies)), float(link.all_shares(size, copies)) if shard_optimizer else 0.0
+
+
+class _StageWeights(NamedTuple):
+    """Bytes of parameters.
+
+    Args:
+        held: those that a stage holds.
+        trained: those of them that are trained.
+        alone: those of these that it has in common with no other stage; the others are summed at the end of a batch.
     """
+
+    held: float
+    trained: float
+    alone: float
+
+
+def _weights(profile: CostProfile, spans: Sequence[tuple[int, int]]) -> list[_StageWeights]:
+    """The parameters of every stage."""
     found = []
     for start, end in spans:
         held = float(sum(layer.parameter_bytes for layer in profile.layers[start:end]))
+        frozen = float(sum(layer.frozen_bytes for layer in profile.layers[start:end]))
         elsewhere = 0.0
         for tied in profile.tied:
             here = sum(start <= layer < end for layer in tied.layers)
             held -= max(0, here - 1) * tied.parameter_bytes  # the layers of a stage have them once
+            frozen -= max(0, here - 1) * tied.frozen_bytes
             if 0 < here < len(tied.layers):
-                elsewhere += tied.parameter_bytes
-        found.append((held, held - elsewhere))
+                elsewhere += tied.parameter_bytes - tied.frozen_bytes
+        found.append(_StageWeights(held, held - frozen, held - frozen - elsewhere))
     return found
 
 
@@ -317,14 +358,15 @@ def stage_memory(
     """
     at = profile.at(samples)
     spans = list(pairwise(accumulate(layers, initial=0)))
-    weights = [held for held, _ in _weights(profile, spans)]
+    weights = _weights(profile, spans)
     shares = copies if shard_optimizer else [1] * len(spans)
     kept = copies if shard_optimizer == "gradients" else [1] * len(spans)
     inputs = [at.boundary_bytes[start - 1] if start else 0.0 for start, _ in spans]
     return Memory(
-        weights,
-        summed=[w / share for w, share in zip(weights, kept, strict=True)],
-        optimizer=[2 * w / share for w, share in zip(weights, shares, strict=True)],
+        [each.held for each in weights],
+        gradients=[each.trained for each in weights],
+        summed=[each.trained / share for each, share in zip(weights, kept, strict=True)],
+        optimizer=[2 * each.trained / share for each, share in zip(weights, shares, strict=True)],
         # what has come from another rank is held even where no layer keeps it: its gradient is sent back
         activations=[sum(at.saved_bytes[start:end], own) for (start, end), own in zip(spans, inputs, strict=True)],
         inputs=inputs,

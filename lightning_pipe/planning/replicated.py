@@ -47,7 +47,7 @@ def replicated_stages(profile: CostProfile, ranks: int, samples: int) -> Replica
     """
     at, count = profile.at(samples), len(profile.layers)
     times = [0.0, *accumulate(f + b for f, b in zip(at.forward, at.backward, strict=True))]
-    sizes = [0.0, *accumulate(float(layer.parameter_bytes) for layer in profile.layers)]
+    sizes = [0.0, *accumulate(float(layer.parameter_bytes - layer.frozen_bytes) for layer in profile.layers)]
     beside = at.stage_forward + at.stage_backward + 2 * profile.overhead
 
     def stage(start: int, end: int, copies: int) -> float:

@@ -15,7 +15,7 @@ from lightning_pipe.config import Sharding
 from lightning_pipe.errors import ConfigurationError, ScheduleError
 from lightning_pipe.partition import find_layers
 from lightning_pipe.planning.cost_profile import CostProfile
-from lightning_pipe.planning.layer_sizes import estimated, layer_sizes
+from lightning_pipe.planning.layer_sizes import estimated
 from lightning_pipe.planning.prediction import Configuration, Predictor, divided_share, stage_memory
 from lightning_pipe.planning.replicated import replicated_stages
 from lightning_pipe.planning.search_result import RuledOut, SearchResult
@@ -101,17 +101,6 @@ def _check(**numbers: Sequence[int]) -> None:
         for value in values:
             if not isinstance(value, int) or value < 1:
                 raise ConfigurationError(f"A search needs {name} of 1 or more, not {value!r}.")
-
-
-def checked(profile: CostProfile, module: nn.Module, layers: str | Sequence[str] | None) -> CostProfile:
-    """A profile that is of this module.
-
-    Raises:
-        ConfigurationError: it is of another.
-    """
-    sizes = layer_sizes(module, find_layers(module, layers))
-    profile.check_layers([layer.name for layer in sizes], [layer.parameters for layer in sizes])
-    return profile
 
 
 def _profile_of(module: nn.Module, layers: str | Sequence[str] | None) -> CostProfile:
@@ -304,7 +293,7 @@ class _Search:
 
 
 def _ever_smaller(one: Configuration) -> Iterator[Configuration]:
-    """Variants that need less and less memory: dividing costs no time, recomputation a third.
+    """Variants that need less and less memory: dividing costs the time to share updates, recomputation a third.
 
     To divide gradients as well, once a stage is done, makes room for those of other stages of the rank alone.
     """

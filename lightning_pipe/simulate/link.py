@@ -44,3 +44,18 @@ class Link:
         if members < 2:
             return 0
         return 2 * log2(members) * self.alpha + 2 * (members - 1) / members * self.beta * size
+
+    def all_shares(self, size: Number, members: int) -> Number:
+        """Seconds of half an all-reduce, share by share: ``r log2(r) alpha + (r - 1) / r * beta * L``.
+
+        Half of it is the sum of every share for its owner, or the copy of every share from its owner to all. Both are r
+        operations of a share each (a reduce for every owner, a broadcast from every owner), each with the latency of a
+        half, where `all_reduce` has that latency once.
+
+        Args:
+            size: bytes of all shares together, L.
+            members: that have a share each, r. Alone there is nothing to do.
+        """
+        if members < 2:
+            return 0
+        return members * log2(members) * self.alpha + (members - 1) / members * self.beta * size

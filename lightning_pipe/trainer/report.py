@@ -175,7 +175,7 @@ class Report:
         """Print what was measured. Collective over the pipeline."""
         transport = self.pipeline.transport
         executor = self.pipeline.training_executor
-        mine = (self.pipeline.busy, self.pipeline.elapsed, executor.waited, executor.spent)
+        mine = (self.pipeline.busy, self.pipeline.elapsed, executor.waited, executor.summed, executor.spent)
         gathered = transport.all_gather_object((mine, self._sent), self.pipeline.pipeline_members)
         times = [times for times, _ in gathered]
         elapsed = max(elapsed for _, elapsed, *_ in times)
@@ -186,8 +186,9 @@ class Report:
         measured = (
             1 - sum(busy for busy, *_ in times) / (elapsed * len(times)) if transport.device.type == "cpu" else None
         )
-        host = sum(passed - busy - waited for busy, passed, waited, _ in times) / (elapsed * len(times))
-        idle = None if measured is None else self._idle([spent for *_, spent in times], measured, host)
+        host = sum(passed - busy - waited for busy, passed, waited, *_ in times) / (elapsed * len(times))
+        sums = sum(summed for *_, summed, _ in times) / (elapsed * len(times))
+        idle = None if measured is None else self._idle([spent for *_, spent in times], measured, host, sums)
         samples = self._samples * self.layout.data_parallel_size
         if self.module.trainer.is_global_zero:
             # not by the progress bar, which is closed by now and drops what it is given
@@ -218,10 +219,10 @@ class Report:
             topology, {}, gradient_bytes(places, self.pipeline.placement, _sent_size(self.pipeline)), edges
         )
 
-    def _idle(self, spent: list[Spent], measured: float, host: float) -> IdleShares | None:
+    def _idle(self, spent: list[Spent], measured: float, host: float, sums: float) -> IdleShares | None:
         """Where the idle time went; unknown without a flush, whose batches overlap."""
         if self.pipeline.asynchronous is not None or not self._micro_batches:
             return None
         schedule = _schedule_of(self.pipeline)(self._micro_batches)
         costs = measured_costs(spent, schedule.stages)
-        return None if costs is None else idle_shares(schedule, costs, measured, host)
+        return None if costs is None else idle_shares(schedule, costs, measured, host, sums)

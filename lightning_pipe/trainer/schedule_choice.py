@@ -19,7 +19,7 @@ from lightning_pipe.config import MICRO_BATCHES_PER_RANK, Auto, Sharding, divide
 from lightning_pipe.errors import ConfigurationError, PartitionError
 from lightning_pipe.partition import Balance, Layers, divide, find_layers
 from lightning_pipe.planning.cost_profile import CostProfile, default_path
-from lightning_pipe.planning.layer_sizes import estimated, layer_sizes
+from lightning_pipe.planning.layer_sizes import estimated, layer_sizes, of_module
 from lightning_pipe.planning.search import Cut, search
 from lightning_pipe.planning.search_result import SearchResult
 from lightning_pipe.profiling.measure import SHAPES, run_conditions
@@ -111,7 +111,8 @@ def choose(
         try:
             stored = CostProfile.load(path)
             stored.check({**run_conditions(device), "ranks": str(ranks)})
-            profile, source, limit = stored, str(path), memory_of_a_process(device, processes)
+            profile, source = of_module(stored, module, sequence), str(path)
+            limit = memory_of_a_process(device, processes)
         except ConfigurationError as error:
             source = f"the layers' parameters, because {error.message[0].lower()}{error.message[1:-1]}"
     number = MICRO_BATCHES_PER_RANK * ranks if micro_batches == "auto" else micro_batches

@@ -351,13 +351,14 @@ class Message(NamedTuple):
     """A message under way, as errors and reports name it."""
 
     verb: Literal["send", "receive"]
-    size: int
+    size: int | None
     peer: str
     lane: Lane | str
 
     def __str__(self) -> str:
         preposition = "to" if self.verb == "send" else "from"
-        return f"{self.verb} {self.size} bytes {preposition} {self.peer} on {self.lane}"
+        what = "an object" if self.size is None else f"{self.size} bytes"
+        return f"{self.verb} {what} {preposition} {self.peer} on {self.lane}"
 
 
 class Collective(NamedTuple):

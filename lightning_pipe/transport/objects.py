@@ -8,7 +8,8 @@ An object becomes one to several messages of bytes::
     +-------+-----------+-------+------------------------------------------------------+
     with ``by_reference`` every large tensor follows in a message of its own: its memory, without a copy
 
-A receiver knows the size of the first message. It reads the size of the second one there, and the shapes of the large
+In shared memory an object is one message of its own size, written and read where it lies. Elsewhere a
+receiver knows the size of the first message. It reads the size of the second one there, and the shapes of the large
 tensors in the specs. So no message needs another one to announce it.
 
 The structure goes along every time: it is short, and a cache of structures would have to be kept alike on all members.
@@ -78,38 +79,58 @@ class _Unpickler(pickle.Unpickler):
         return tensor
 
 
-def encode(obj: object, *, by_reference: bool = False) -> list[Tensor]:
-    """The messages of an object, in the order in which a receiver takes them.
+class PackedObject:
+    """What becomes the messages of an object: any type that pickles.
 
-    Any type that pickles will do. Tensors keep dtype, shape and, if their elements fill their memory, strides. What
-    they were computed from stays behind, and so do attributes set on them and memory that they share.
+    Tensors keep dtype, shape and, if their elements fill their memory, strides. What they were computed from stays
+    behind, and so do attributes set on them and memory that they share.
+
+    Args:
+        obj: the object.
+        by_reference: whether large tensors are left out.
+
+    Attributes:
+        size: bytes of all but the large tensors.
+        separate: the large tensors as flat bytes.
+    """
+
+    def __init__(self, obj: object, *, by_reference: bool = False) -> None:
+        buffer = io.BytesIO()
+        pickler = _Pickler(buffer)
+        pickler.dump(obj)
+        structure, tensors = buffer.getvalue(), pickler.tensors
+        entries = [_entry(tensor, by_reference) for tensor in tensors]
+        # most objects have no tensors: for them a layout would cost more than the pickle
+        specs = pickle.dumps(entries, protocol=pickle.HIGHEST_PROTOCOL) if entries else b""
+        self._layout = _layout(entries) if entries else _EMPTY
+        self._begin = _SIZES.pack(len(structure), len(specs), self._layout.size) + structure + specs
+        self._small = [tensor for tensor, entry in zip(tensors, entries, strict=True) if not entry.separate]
+        self.size = len(self._begin) + self._layout.size
+        self.separate = [
+            as_bytes(tensor, _own_strides(entry.spec))
+            for tensor, entry in zip(tensors, entries, strict=True)
+            if entry.separate
+        ]
+
+    def write(self, address: int) -> None:
+        """Write ``size`` bytes to host memory, for `read`."""
+        ctypes.memmove(address, self._begin, len(self._begin))
+        self._layout.write(address + len(self._begin), (), self._small)
+
+
+def encode(obj: object, *, by_reference: bool = False) -> list[Tensor]:
+    """The messages of an object, in the order in which a receiver takes them; see `PackedObject`.
 
     Args:
         obj: the object.
         by_reference: whether large tensors may be sent out of their own memory. The caller then changes none of them
             before the messages have been sent.
     """
-    buffer = io.BytesIO()
-    pickler = _Pickler(buffer)
-    pickler.dump(obj)
-    structure, tensors = buffer.getvalue(), pickler.tensors
-    entries = [_entry(tensor, by_reference) for tensor in tensors]
-    # most objects have no tensors: for them a layout would cost more than the pickle
-    specs = pickle.dumps(entries, protocol=pickle.HIGHEST_PROTOCOL) if entries else b""
-    layout = _layout(entries) if entries else _EMPTY
-    begin = _SIZES.size + len(structure) + len(specs)
-    body = torch.empty(max(FIRST, begin + layout.size), dtype=torch.uint8, device=_HOST)
-    address = body.data_ptr()
-    sizes = _SIZES.pack(len(structure), len(specs), layout.size)
-    ctypes.memmove(address, sizes + structure + specs, begin)
-    small = [tensor for tensor, entry in zip(tensors, entries, strict=True) if not entry.separate]
-    layout.write(address + begin, (), small)
+    packed = PackedObject(obj, by_reference=by_reference)
+    body = torch.empty(max(FIRST, packed.size), dtype=torch.uint8, device=_HOST)
+    packed.write(body.data_ptr())
     messages = [body] if body.numel() == FIRST else [body[:FIRST], body[FIRST:]]
-    return messages + [
-        as_bytes(tensor, _own_strides(entry.spec))
-        for tensor, entry in zip(tensors, entries, strict=True)
-        if entry.separate
-    ]
+    return messages + packed.separate
 
 
 def decode(receive: Callable[[Tensor], object], device: torch.device) -> Any:
@@ -121,20 +142,32 @@ def decode(receive: Callable[[Tensor], object], device: torch.device) -> Any:
     """
     body = torch.empty(FIRST, dtype=torch.uint8, device=_HOST)
     receive(body)
-    structure_size, specs_size, tensors_size = _sizes(body)
-    middle, begin = _SIZES.size + structure_size, _SIZES.size + structure_size + specs_size
-    if begin + tensors_size > FIRST:
-        first, body = body, torch.empty(begin + tensors_size, dtype=torch.uint8, device=_HOST)
+    size = FIRST + rest_size(body)
+    if size > FIRST:
+        first, body = body, torch.empty(size, dtype=torch.uint8, device=_HOST)
         body[:FIRST] = first
         receive(body[FIRST:])
-    text = ctypes.string_at(body.data_ptr(), begin)
+    return read(body.data_ptr(), device, receive)
+
+
+def read(address: int, device: torch.device, receive: Callable[[Tensor], object] | None = None) -> Any:
+    """The object that `PackedObject.write` has written to an address.
+
+    Args:
+        address: in host memory, which may be used otherwise afterwards.
+        device: where tensors of an accelerator arrive.
+        receive: fills the tensor that it gets with the next large tensor, if any was left out.
+    """
+    structure_size, specs_size, _ = _sizes(address)
+    middle, begin = _SIZES.size + structure_size, _SIZES.size + structure_size + specs_size
+    text = ctypes.string_at(address, begin)
     entries = pickle.loads(text[middle:]) if specs_size else []
-    tensors = list(_tensors(entries, body.data_ptr() + begin, receive, device))
+    tensors = list(_tensors(entries, address + begin, receive, device))
     return _Unpickler(text[_SIZES.size : middle], tensors).load()
 
 
 def _tensors(
-    entries: list[_TensorEntry], address: int, receive: Callable[[Tensor], object], device: torch.device
+    entries: list[_TensorEntry], address: int, receive: Callable[[Tensor], object] | None, device: torch.device
 ) -> Iterator[Tensor]:
     """The tensors of an object; the small ones lie at an address, the others come in messages of their own."""
     if not entries:
@@ -144,6 +177,7 @@ def _tensors(
     for entry in entries:
         place = device if entry.on_device else _HOST
         if entry.separate:
+            assert receive is not None
             strides = strides_in_message(entry.spec)
             tensor = torch.empty_strided(entry.spec.shape, strides, dtype=entry.spec.dtype, device=place)
             receive(as_bytes(tensor, _own_strides(entry.spec)))
@@ -154,7 +188,7 @@ def _tensors(
 
 def rest_size(first: Tensor) -> int:
     """Bytes of the second message that follows a first one; 0 if there is none."""
-    return max(0, _SIZES.size + sum(_sizes(first)) - FIRST)
+    return max(0, _SIZES.size + sum(_sizes(first.data_ptr())) - FIRST)
 
 
 def as_bytes(tensor: Tensor, strides: tuple[int, ...] | None = None) -> Tensor:
@@ -189,6 +223,6 @@ def _layout(entries: list[_TensorEntry]) -> MessageLayout:
     return MessageLayout(0, tuple(entry.spec for entry in entries if not entry.separate))
 
 
-def _sizes(first: Tensor) -> tuple[int, int, int]:
-    structure, specs, tensors = _SIZES.unpack(ctypes.string_at(first.data_ptr(), _SIZES.size))
+def _sizes(address: int) -> tuple[int, int, int]:
+    structure, specs, tensors = _SIZES.unpack(ctypes.string_at(address, _SIZES.size))
     return structure, specs, tensors

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_pipe.errors import CommunicationError
 from lightning_pipe.transport.topology import Topology
 
 
@@ -26,8 +27,9 @@ class MessageEnd:
 
 @dataclass
 class PendingCollective:
-    """A collective that some of its members have joined, with the contribution of each."""
+    """A collective that some members have joined: what the first one calls, and the contribution of each."""
 
+    what: Hashable
     contributions: dict[int, Any] = field(default_factory=dict)
     done: threading.Event = field(default_factory=threading.Event)
     result: Any = None
@@ -81,11 +83,23 @@ class SharedWorld:
         self.finish(source.done, target.done)
 
     def join_collective(
-        self, key: Hashable, process: int, contribution: Any, members: int, combine: Callable[[Any], Any]
+        self,
+        key: Hashable,
+        process: int,
+        contribution: Any,
+        members: int,
+        combine: Callable[[Any], Any],
+        what: Hashable = None,
     ) -> PendingCollective:
-        """Join a collective; the last member that does combines the contributions of all."""
+        """Join a collective; the last member that does combines the contributions of all.
+
+        Raises:
+            CommunicationError: a member before this one has called something else than ``what``.
+        """
         with self.lock:
-            collective = self.collectives.setdefault(key, PendingCollective())
+            collective = self.collectives.setdefault(key, PendingCollective(what))
+            if collective.what != what:
+                raise CommunicationError(f"{what} meets {collective.what}: the ranks disagree.")
             self.pending.add(collective.done)
             collective.contributions[process] = contribution
             if len(collective.contributions) < members:

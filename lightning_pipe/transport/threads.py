@@ -94,7 +94,8 @@ class ThreadTransport(Transport):
         if len(members) == 1:
             return DONE
         each = zip(parts, members, strict=True)
-        return Several(*[self._join("reduce", part, members, partial(combine, member=member)) for part, member in each])
+        works = [self._join("reduce", part, members, partial(combine, member=member), member) for part, member in each]
+        return Several(*works)
 
     @override
     def broadcast(self, tensor: Tensor, source: int, members: tuple[int, ...]) -> Work:
@@ -104,7 +105,7 @@ class ThreadTransport(Transport):
                     copy_bytes(target, contributions[source])
 
         self.check_members(members)
-        return DONE if len(members) == 1 else self._join("broadcast", tensor, members, combine)
+        return DONE if len(members) == 1 else self._join("broadcast", tensor, members, combine, source)
 
     @override
     def barrier(self, members: tuple[int, ...] | None = None) -> None:
@@ -162,9 +163,14 @@ class ThreadTransport(Transport):
         return _ThreadWork(self, operation, end)
 
     def _join(
-        self, name: str, data: Tensor | None, members: tuple[int, ...], combine: Callable[[dict[int, Any]], Any]
+        self,
+        name: str,
+        data: Tensor | None,
+        members: tuple[int, ...],
+        combine: Callable[[dict[int, Any]], Any],
+        root: int | None = None,
     ) -> _ThreadWork:
-        """Join a collective of several members with a tensor."""
+        """Join a collective of several members with a tensor; ``root`` has or gets the values, if one of them does."""
         if members not in self._groups:
             raise CommunicationError(f"The group {members} was never made.", hint="Call make_groups on all processes.")
         if data is not None and not data.is_contiguous():
@@ -172,8 +178,11 @@ class ThreadTransport(Transport):
         # members call their collectives in the same order, so equal counts mean the same call
         self._calls[members] += 1
         key = (members, self._calls[members])
-        collective = self.world.join_collective(key, self.process, data, len(members), combine)
-        return _ThreadWork(self, Collective(name, 0 if data is None else data.nbytes, members), collective)
+        operation = Collective(name, 0 if data is None else data.nbytes, members)
+        # other bytes than the caller's would be written, or beyond its memory
+        what = f"{operation}{'' if data is None else f' in {data.dtype}'}{'' if root is None else f', root {root}'}"
+        collective = self.world.join_collective(key, self.process, data, len(members), combine, what)
+        return _ThreadWork(self, operation, collective)
 
 
 @torch.no_grad()

@@ -213,11 +213,11 @@ class TorchTransport(Transport):
 
     @override
     def _send_bytes(self, data: Tensor, peer: int, tag: int) -> Work:
-        return self._start_send(data, peer, f"the object lane with tag {tag}", _object_tag(tag))
+        return self._start_send(data, peer, object_lane(tag), object_tag(tag))
 
     @override
     def _receive_bytes(self, data: Tensor, peer: int, tag: int) -> Work:
-        return self._start_receive(data, peer, f"the object lane with tag {tag}", _object_tag(tag))
+        return self._start_receive(data, peer, object_lane(tag), object_tag(tag))
 
     def _start_send(self, data: Tensor, peer: int, lane: Lane | str, tag: int) -> Work:
         local = self._local.get(peer)
@@ -287,7 +287,13 @@ def _set_timeout(group: ProcessGroup, timeout: timedelta) -> None:
     group._get_backend(torch.device("cpu"))._set_default_timeout(timeout)
 
 
-def _object_tag(tag: int) -> int:
+def object_lane(tag: int) -> str:
+    """How messages name the lane of objects with a tag."""
+    return f"the object lane with tag {tag}"
+
+
+def object_tag(tag: int) -> int:
+    """The tag of objects with a tag among those of all messages."""
     if not 0 <= tag < 1 << 29:
         raise CommunicationError(f"Objects have tags from 0 to {(1 << 29) - 1}, not {tag}.")
     return _OBJECT_TAGS + tag

@@ -36,24 +36,28 @@ class Heavy(SleepingLayer):
 def run(quick: bool) -> list[Finding]:
     """The time of a batch whose sums begin when a stage is done, and of one whose sums begin at its end."""
     options = {"rounds": 3 if quick else 9}
-    both = processes.run_pipeline(measure, Topology.for_schedule(RANKS, REPLICAS), timeout=200, **options)[0]
-    beside, after, alone = (statistics.median(each) for each in zip(*both, strict=True))
-    return [
-        Finding("sums of the last stage, alone", f"{alone:.3f} s"),
-        Finding(
-            f"1f1b, {RANKS} ranks x {REPLICAS} replicas, sums beside the cool-down",
-            f"{beside:.3f} s, afterwards {after:.3f} s",
-            "less by half of the sums",
-            after - beside >= alone / 2,
-        ),
-    ]
+    topology, findings = Topology.for_schedule(RANKS, REPLICAS), []
+    for scattered, words in ((False, ""), (True, ' of shard_optimizer="gradients"')):
+        both = processes.run_pipeline(measure, topology, timeout=200, scattered=scattered, **options)[0]
+        beside, after, alone = (statistics.median(each) for each in zip(*both, strict=True))
+        findings += [
+            Finding(f"sums{words} of the last stage, alone", f"{alone:.3f} s"),
+            Finding(
+                f"1f1b, {RANKS} ranks x {REPLICAS} replicas, sums{words} beside the cool-down",
+                f"{beside:.3f} s, afterwards {after:.3f} s",
+                "less by half of the sums",
+                after - beside >= alone / 2,
+            ),
+        ]
+    return findings
 
 
-def measure(transport: Transport, rounds: int) -> list[tuple[float, float, float]]:
-    """Seconds of a batch with sums beside and after it, and those of the sums alone."""
+def measure(transport: Transport, rounds: int, scattered: bool) -> list[tuple[float, float, float]]:
+    """Seconds of a batch with sums beside and after it, and those of the sums alone; all get them, or their owners."""
     module = nn.Sequential(SleepingLayer(), Heavy())
     pipeline = Pipeline(module, find_layers(module), [1] * RANKS, schedules.get("1f1b"), transport)
     pipeline.partition()
+    pipeline.reductions.scattered = scattered
     parts = [torch.ones(1, 4) for _ in range(MICRO_BATCHES)]
     everyone = tuple(range(transport.topology.world_size))
 

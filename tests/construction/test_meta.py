@@ -61,7 +61,14 @@ def initialised(module: nn.Module, seed: int = 3) -> nn.Module:
     return module
 
 
-@pytest.mark.parametrize("make", [Model, lambda: hf.LlamaForCausalLM(LLAMA), lambda: hf.GPT2LMHeadModel(GPT2)])
+@pytest.mark.parametrize(
+    "make",
+    [
+        Model,
+        pytest.param(lambda: hf.LlamaForCausalLM(LLAMA), marks=pytest.mark.slow),
+        lambda: hf.GPT2LMHeadModel(GPT2),
+    ],
+)
 def test_values_depend_on_seed_and_name_alone(make: Callable[[], nn.Module]) -> None:
     layers = "layers" if make is Model else None
     plain, state = make(), torch.get_rng_state()

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -37,10 +37,21 @@ FURTHER = [
 ]
 
 
-def cases(entries: Iterable[Entry], points: Iterable[Point]) -> list[Any]:
+def always(entry: Entry, point: Point) -> bool:
+    return True
+
+
+def in_turn(entry: Entry, point: Point) -> bool:
+    """Every point with three of the main models, and every model at several points."""
+    return (MAIN.index(entry) - FURTHER.index(point)) % len(MAIN) in (0, 2, 4)
+
+
+def cases(
+    entries: Iterable[Entry], points: Iterable[Point], fast: Callable[[Entry, Point], bool] = always
+) -> list[Any]:
     """The points at which each model can equal one device, threads being the ranks."""
     return [
-        pytest.param(entry, point, id=f"{entry}-{point}")
+        pytest.param(entry, point, id=f"{entry}-{point}", marks=() if fast(entry, point) else pytest.mark.slow)
         for entry, point in product(entries, points)
         if entry.threads
         and (entry.replicas or (point.replicas == 1 and point.schedule not in ("chimera", "gems")))
@@ -53,7 +64,7 @@ def test_main_models(entry: Entry, point: Point) -> None:
     check(entry, point)
 
 
-@pytest.mark.parametrize(("entry", "point"), cases(MAIN, FURTHER))
+@pytest.mark.parametrize(("entry", "point"), cases(MAIN, FURTHER, in_turn))
 def test_main_models_with_further_schedules(entry: Entry, point: Point) -> None:
     check(entry, point)
 
@@ -64,7 +75,12 @@ def test_small_models_with_further_schedules(entry: Entry, point: Point) -> None
     check(entry, point)
 
 
-@pytest.mark.parametrize(("entry", "point"), cases(SMALL, [NAMED[0], NAMED[1], NAMED[3]]))
+def with_and_without_replicas(entry: Entry, point: Point) -> bool:
+    """Every small model without replicas, and at one of the two points with them."""
+    return point is NAMED[0] or point is NAMED[1 + 2 * (SMALL.index(entry) % 2)]
+
+
+@pytest.mark.parametrize(("entry", "point"), cases(SMALL, [NAMED[0], NAMED[1], NAMED[3]], with_and_without_replicas))
 def test_small_models(entry: Entry, point: Point) -> None:
     check(entry, point)
 

@@ -43,19 +43,24 @@ def test_shares_add_up_to_what_was_measured() -> None:
     assert shares.imbalance == pytest.approx(by_stages - 1 / 9)
     assert shares.messages == pytest.approx(0.05)
     assert shares.host == pytest.approx(0.03)
+    assert shares.sums == 0.0
+    beside = idle_shares(schedule, costs, measured=by_stages + 0.08, host=0.03, sums=0.02)
+    assert (beside.messages, beside.host, beside.sums) == pytest.approx((0.05, 0.01, 0.02))
     for measured, host in ((0.5, 0.4), (0.05, 0.0), (by_stages, 0.2)):
-        shares = idle_shares(schedule, costs, measured, host)
+        shares = idle_shares(schedule, costs, measured, host, sums=host / 2)
         assert sum(shares) == pytest.approx(measured)
         assert shares.messages >= 0
 
 
 def test_the_closing_line_says_where_a_difference_went() -> None:
-    shares = IdleShares(0.111, 0.203, 0.04, 0.012)
+    shares = IdleShares(0.111, 0.203, 0.04, 0.012, 0.0)
     line = closing_line(10, 1.0, 80, 0.111, 0.366, shares)
     assert line.endswith(
         "bubble measured 36.6 %, predicted 11.1 %; measured are 11.1 % by the schedule, "
         "20.3 % imbalance of the stages, 4.0 % waiting for messages, 1.2 % host work"
     )
+    summed = closing_line(10, 1.0, 80, 0.111, 0.366, shares._replace(sums=0.1))
+    assert summed == f"{line}, 10.0 % sums of gradients"
     assert "imbalance" not in closing_line(10, 1.0, 80, 0.111, 0.115, shares)
     assert "imbalance" not in closing_line(10, 1.0, 80, None, 0.115, shares)
 

@@ -18,7 +18,7 @@ from lightning_pipe.config import Sharding
 from lightning_pipe.errors import ConfigurationError
 from lightning_pipe.partition import find_layers
 from lightning_pipe.planning.cost_profile import CostProfile, LayerSizes, SizeCosts, TiedSizes
-from lightning_pipe.planning.layer_sizes import layer_sizes, tied_sizes
+from lightning_pipe.planning.layer_sizes import layer_sizes, of_module, tied_sizes
 from lightning_pipe.planning.prediction import Configuration, Predictor, rank_bytes, stage_costs, stage_memory
 from lightning_pipe.planning.search import _candidates, _ever_smaller, _Search, search
 from lightning_pipe.simulate import Link, memory_over_time, peak, simulate
@@ -81,6 +81,53 @@ def test_tied_parameters_are_summed_over_the_ranks_that_hold_them() -> None:
         assert Predictor(tied).seconds(one) == pytest.approx(with_.seconds)
 
 
+def test_what_holders_divide_is_reduced_and_shared_share_by_share() -> None:
+    """By hand, with two layers of 12 MiB on a stage: messages of 20 us latency, 1e-10 s per byte; steps of 1e-11 s."""
+    size, latency = 2 * 12 * MIB, 2e-5
+    whole = {2: 2 * latency + 1e-10 * size, 4: 4 * latency + 1.5e-10 * size}
+    shared = {2: 2 * latency + 0.5e-10 * size, 4: 8 * latency + 0.75e-10 * size}
+    for copies in (2, 4):
+        update = 1e-11 * size / copies
+        expected: dict[Sharding, tuple[float, float]] = {
+            False: (whole[copies], 1e-11 * size),
+            True: (whole[copies], update + shared[copies]),
+            "gradients": (shared[copies], update + shared[copies]),
+        }
+        for sharding, (reduce, step) in expected.items():
+            found = stage_costs(profile(4), (2, 2), 1, (copies, copies), sharding)
+            assert found.reduce == pytest.approx([reduce] * 2, rel=1e-12)
+            assert found.step == pytest.approx([step] * 2, rel=1e-12)
+    alone = stage_costs(profile(4), (2, 2), 1, (1, 1), "gradients")
+    assert (list(alone.reduce), alone.step) == ([0, 0], [1e-11 * size] * 2)  # type: ignore[arg-type]
+
+
+def test_a_divided_step_is_predicted_with_what_its_holders_share() -> None:
+    """By hand: rank 0 is done last, sums its stage with nothing beside it, updates its share and shares it."""
+    size, latency, tied = 2 * 12 * MIB, 2e-5, 8 * MIB
+    halves = {
+        False: (2 * latency + 1e-10 * size, 0.0),
+        True: (2 * latency + 1e-10 * size, 2 * latency + 0.5e-10 * size),
+        "gradients": (2 * latency + 0.5e-10 * size, 2 * latency + 0.5e-10 * size),
+    }
+    at_end = {  # of the tied parameter, over all four processes
+        False: 4 * latency + 1.5e-10 * tied,
+        True: 4 * latency + 1.5e-10 * tied + 8 * latency + 0.75e-10 * tied,
+        "gradients": 2 * (8 * latency + 0.75e-10 * tied),
+    }
+    one = Configuration(schedules.get("1f1b"), 2, 2, 2, 8, 1)
+    unreduced = Predictor(replace(profile(4), step_per_byte=0.0)).predict(replace(one, replicas=1))
+    sharding: Sharding
+    for sharding, (reduce, share) in halves.items():  # type: ignore[assignment]
+        found = Predictor(profile(4)).predict(replace(one, shard_optimizer=sharding))
+        update = 1e-11 * size / (2 if sharding else 1)
+        assert found.seconds == pytest.approx(unreduced.seconds + reduce + update + share, rel=1e-12)
+        assert found.reduction == pytest.approx(reduce + share, rel=1e-9)
+        assert found.step == pytest.approx(update + 1e-3, rel=1e-12)
+        with_tied = replace(profile(4), tied=(TiedSizes((0, 3), tied),))
+        more = Predictor(with_tied)._tied_sums(replace(one, shard_optimizer=sharding), (2, 2))
+        assert more == pytest.approx(at_end[sharding], rel=1e-12)
+
+
 def test_a_module_knows_its_tied_parameters() -> None:
     class Tied(nn.Module):
         def __init__(self) -> None:
@@ -93,6 +140,23 @@ def test_a_module_knows_its_tied_parameters() -> None:
     module = Tied()
     assert tied_sizes(module, find_layers(module)) == (TiedSizes((0, 2), 160),)
     assert tied_sizes(module.layers, find_layers(module.layers)) == ()
+
+
+def test_what_is_frozen_has_neither_gradients_nor_updates() -> None:
+    net = nn.Sequential(nn.Embedding(100, 8), nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 100))
+    net[3].weight = net[0].weight
+    net[0].weight.requires_grad_(False)
+    net[1].requires_grad_(False)
+    trained = tuple(replace(each, frozen_bytes=0) for each in layer_sizes(net, find_layers(net)))
+    found = of_module(replace(profile(4), layers=trained), net, find_layers(net))
+    assert found.tied == (TiedSizes((0, 3), 3200, 3200),)
+    memory = stage_memory(found, (2, 2), 1, (1, 1))
+    assert (memory.weights, memory.gradients) == ([3488, 3888], [0, 688])
+    assert (memory.summed, memory.optimizer) == ([0, 688], [0, 1376])
+    costs = stage_costs(found, (2, 2), 1, (2, 2))
+    sums = found.all_reduce.all_reduce
+    assert costs.reduce == pytest.approx([float(sums(0, 2)), float(sums(688, 2))])
+    assert costs.step == pytest.approx([0, 688 * found.step_per_byte])
 
 
 def test_what_layers_have_in_common_counts_once_on_each_stage_that_holds_it() -> None:

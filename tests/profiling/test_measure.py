@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
-from typing import Any
 
 import lightning
 import pytest
@@ -21,40 +19,7 @@ from lightning_pipe.profiling import command
 from lightning_pipe.profiling.measure import first, measure_profile, run_conditions
 from lightning_pipe.transport.threads import run_threads, thread_world
 from lightning_pipe.transport.topology import Topology
-
-
-class _Sleep(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
-        ctx.seconds = seconds
-        time.sleep(seconds * len(x))
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        time.sleep(2 * ctx.seconds * len(gradients[0]))
-        return gradients[0], None
-
-
-class Sleeper(nn.Module):
-    """Sleeps for each sample, twice as long backward."""
-
-    def __init__(self, seconds: float = 0.01) -> None:
-        super().__init__()
-        self.scale, self.seconds = nn.Parameter(torch.ones(1)), seconds
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = _Sleep.apply(x * self.scale, self.seconds)
-        return out
-
-
-def sleepers(seconds: float = 0.01) -> nn.Sequential:
-    """The second of three layers is twice as slow; also what the command line makes."""
-    return nn.Sequential(Sleeper(seconds), Sleeper(2 * seconds), Sleeper(seconds))
-
-
-def batch() -> Tensor:
-    return torch.ones(4, 8)
+from tests.profiling.sleeping import batch, sleepers
 
 
 def test_layers_are_measured_by_size() -> None:
@@ -136,8 +101,8 @@ def test_what_cannot_be_sent_to_processes_is_refused() -> None:
 @pytest.mark.timeout(120)
 def test_from_the_command_line_to_a_search(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Two processes measure; the file is planned with, and refused for another module."""
-    path, place = tmp_path / "sleepers.json", "tests.profiling.test_measure:sleepers"
-    options = ["--batch", "tests.profiling.test_measure:batch", "--sizes", "1", "--rounds", "1", "--timeout", "100"]
+    path, place = tmp_path / "sleepers.json", "tests.profiling.sleeping:sleepers"
+    options = ["--batch", "tests.profiling.sleeping:batch", "--sizes", "1", "--rounds", "1", "--timeout", "100"]
     main(["profile", place, "--argument", "seconds=0.001", "--ranks", "2", *options, "--output", str(path)])
     assert f"measured 3 layers of Sequential on micro-batches of 1 samples: {path}" in capsys.readouterr().out
     message = CostProfile.load(path).message
@@ -160,16 +125,16 @@ class Described(lightning.LightningDataModule):
 
 
 class Logging(lightning.LightningModule):
-    """Logs in its step, and may ask for its Trainer."""
+    """Logs in its step."""
 
-    def __init__(self, *, asks: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.net, self.asks = sleepers(0.0001), asks
+        self.net = sleepers(0.0001)
 
     def training_step(self, batch: list[Tensor], index: int) -> Tensor:
         loss: Tensor = self.net(batch[0]).sum()
         self.log("loss", loss)
-        return loss * (self.trainer.max_epochs or 1) if self.asks else loss
+        return loss
 
 
 def test_a_data_module_gives_the_batch_and_logging_is_silent(
@@ -187,19 +152,17 @@ def test_a_data_module_gives_the_batch_and_logging_is_silent(
 
 @pytest.mark.timeout(100)
 def test_processes_say_what_failed_in_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
-    place = "tests.profiling.test_measure:Logging"
-    options = ["--batch", "tests.profiling.test_measure:Described", "--timeout", "60"]
-
-    def told(*more: str) -> str:
+    def told(*more: str, made: str = "sleepers") -> str:
+        words = [f"tests.profiling.sleeping:{made}", "--batch", "tests.profiling.sleeping:batch", "--timeout", "60"]
         with pytest.raises(SystemExit):
-            main(["profile", place, *options, *more])
+            main(["profile", *words, *more])
         return capsys.readouterr().err.strip()
 
     assert "micro_batch_sizes=[9] cannot be measured with a batch of 4 samples" in (error := told("--sizes", "9"))
     assert "Traceback" not in error
-    error = told("--argument", "asks=True", "--sizes", "1")
-    assert "A process that measured failed with RuntimeError: Logging is not attached to a `Trainer`" in error
-    assert "module.py, line" in error
+    error = told("--sizes", "1", made="broken")
+    assert "A process that measured failed with RuntimeError: mat1 and mat2 shapes cannot be multiplied" in error
+    assert "linear.py, line" in error
     assert "Traceback" not in error
     assert "not ranks=0" in told("--ranks", "0")
     if not torch.cuda.is_available():

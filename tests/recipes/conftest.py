@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import runpy
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +13,8 @@ from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
 
 from recipes import config
+from recipes.command_line import RANK_VARIABLES
+from tests.support.processes import Outcome, outcomes
 
 ROOT = Path(__file__).resolve().parents[2]
 CONF = ROOT / "conf"
@@ -41,6 +46,29 @@ def write_parquet(folder: Path, train: int = 40, validation: int = 10) -> Path:
         rows = (ARTICLE * copies).splitlines(keepends=True)
         Dataset.from_dict({"text": rows}).to_parquet(folder / f"{name}.parquet")
     return folder
+
+
+def command(module: str, folder: Path, arguments: list[str], timeout: float = 60) -> Outcome:
+    """What ``python -m module`` does in a folder; a forked process has the libraries that a fresh one imports first.
+
+    The value is the code or the words it ends with.
+    """
+    (done,) = outcomes(
+        _command, 1, timeout=timeout, group_timeout=None, module=module, folder=folder, arguments=arguments
+    )
+    return done
+
+
+def _command(process: int, module: str, folder: Path, arguments: list[str]) -> str | int | None:
+    for name in (*RANK_VARIABLES, "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        os.environ.pop(name, None)
+    os.chdir(folder)
+    sys.argv[1:] = arguments
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except SystemExit as end:
+        return end.code
+    return 0
 
 
 @pytest.fixture(autouse=True)

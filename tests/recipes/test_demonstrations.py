@@ -94,6 +94,7 @@ def test_pictures_are_small() -> None:
     } == {}
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_runs_are_measured_and_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     name, output = "unet_imagenet", tmp_path / "out"

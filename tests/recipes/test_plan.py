@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import runpy
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,8 +14,7 @@ from lightning_pipe.partition import find_layers
 from recipes import job
 from recipes.errors import RecipeError
 from recipes.plan import plans
-from tests.recipes.conftest import CONF
-from tests.support.processes import outcomes
+from tests.recipes.conftest import CONF, command
 
 Compose = Callable[..., DictConfig]
 PARAMETERS = {
@@ -91,7 +87,8 @@ TOO_FEW_LAYERS = {
 }
 
 
-@pytest.mark.parametrize("size", ["tiny", "small"])  # the papers' sizes are planned above
+# the papers' sizes are planned above
+@pytest.mark.parametrize("size", ["tiny", pytest.param("small", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("experiment", sorted(PARAMETERS))
 def test_every_size_is_planned(composed: Compose, experiment: str, size: str) -> None:
     texts = list(plans(composed(f"experiment={experiment}", f"size={size}", "ranks=[2,4,8]")))
@@ -125,26 +122,15 @@ def test_without_a_schedule_there_is_no_plan(composed: Compose) -> None:
         list(plans(composed("experiment=gpt2_wikitext2", "pipe=none")))
 
 
-def command_line(process: int, folder: Path, arguments: list[str]) -> str | int | None:
-    """What ``python -m recipes.plan`` does in this folder, and the code or the words it ends with."""
-    os.chdir(folder)
-    sys.argv[1:] = arguments
-    try:
-        runpy.run_module("recipes.plan", run_name="__main__", alter_sys=True)
-    except SystemExit as end:
-        return end.code
-    return 0
-
-
 def test_the_command_line_writes_nothing(tmp_path: Path) -> None:
     arguments = ["+experiment=gpt2_wikitext2", "ranks=[2]", "pipe=gpipe"]
-    (done,) = outcomes(command_line, 1, group_timeout=None, folder=tmp_path, arguments=arguments)
+    done = command("recipes.plan", tmp_path, arguments)
     assert not done.value, done.output
     assert done.error is None, done.trace
     assert "Pipeline of GPT2" in done.output
     assert list(tmp_path.iterdir()) == []
     mistaken = [*arguments, "model.widht=3"]
-    (done,) = outcomes(command_line, 1, group_timeout=None, folder=tmp_path, arguments=mistaken)
+    done = command("recipes.plan", tmp_path, mistaken)
     told = f"{done.output}{done.value}"
     assert done.value, "ends as a success"
     assert "Did you mean model.width?" in told

@@ -114,6 +114,14 @@ def test_all_reduce_after_rabenseifner() -> None:
     assert link.all_reduce(100, 8) == pytest.approx(2 * 3 * 2 + 2 * 7 / 8 * 10)
 
 
+def test_shares_of_an_all_reduce_have_a_latency_each() -> None:
+    """Half the bytes of an all-reduce, by so many operations as there are members, of ``log2(r)`` latencies each."""
+    link = Link(alpha=2, beta=Fraction(1, 10))
+    assert link.all_shares(100, 1) == 0
+    assert link.all_shares(100, 2) == 2 * 1 * 2 + 5
+    assert link.all_shares(100, 8) == pytest.approx(8 * 3 * 2 + 7 / 8 * 10)
+
+
 @pytest.mark.parametrize(("forward", "backward"), [(1, 1), (1, 2), (2, 3)])
 def test_chimeras_model_is_the_simulation(forward: int, backward: int) -> None:
     """Without messages the critical path of Eq. (1) is exact, and so are reductions that only bubbles hide."""

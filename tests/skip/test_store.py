@@ -14,6 +14,8 @@ from lightning_pipe.skip import SkipError
 from tests.support.engine_runs import assert_same, pipelined
 
 pytestmark = pytest.mark.usefixtures("float64")
+WIDTH = 250
+"""A tensor of four rows is larger than what describes it."""
 
 
 class Plainly(nn.Module):
@@ -21,7 +23,7 @@ class Plainly(nn.Module):
 
     def __init__(self, *todo: tuple[str, str]) -> None:
         super().__init__()
-        self.linear, self.todo = nn.Linear(1000, 1000), todo
+        self.linear, self.todo = nn.Linear(WIDTH, WIDTH), todo
 
     def forward(self, x: Tensor) -> Tensor:
         for what, name in self.todo:
@@ -58,7 +60,7 @@ REUSES = [
 def test_plain_functions_may_use_a_name_again(layers: Any, schedule: str) -> None:
     torch.manual_seed(0)
     ranks = 2 if schedule == "interleaved" else 4
-    data = [{"x": 0.1 * torch.randn(size, 1000)} for size in (4, 4, 2)]
+    data = [{"x": 0.1 * torch.randn(size, WIDTH)} for size in (4, 4, 2)]
     assert_same(Told(*layers), data, micro_batches=2, ranks=ranks, schedule=schedule, layers="layers")
 
 
@@ -73,7 +75,7 @@ def test_layers_may_look_at_a_skip_connection_and_leave_it() -> None:
 
     net = Told([PUT], [], [], [TAKE])
     net.layers[2] = Looks()
-    data = [{"x": 0.1 * torch.randn(4, 1000)}] * 3
+    data = [{"x": 0.1 * torch.randn(4, WIDTH)}] * 3
     assert_same(net, data, micro_batches=2, ranks=4, schedule="gpipe", recompute="always", layers="layers")
 
 
@@ -86,14 +88,14 @@ def test_what_the_plain_functions_stash_goes_straight_from_the_second_batch_on(r
         with torch.no_grad():
             pipeline.evaluate(lambda _, part: module(**part), [data[0]])
 
-    data = [{"x": 0.1 * torch.randn(4, 1000)}] * 4
+    data = [{"x": 0.1 * torch.randn(4, WIDTH)}] * 4
     net = Told([], [PUT], [], [], [TAKE])
     options: dict[str, Any] = {"layers": "layers", "recompute": recompute, "schedule": "gpipe", "between": note}
     assert_same(net, data, micro_batches=1, ranks=4, balance=[2, 1, 1, 1], **options)
     # activations of training and evaluation and gradients: beside the skip's each rank sends one to its neighbours
     tensors = {0: 2 * 2, 1: 2 + 1, 2: 2 + 1, 3: 2}
     for rank, expected in tensors.items():
-        assert sent[rank][-1] - sent[rank][-2] == pytest.approx(expected * 4 * 1000 * 8, abs=1000), rank
+        assert sent[rank][-1] - sent[rank][-2] == pytest.approx(expected * 4 * WIDTH * 8, abs=1000), rank
 
 
 @pytest.mark.parametrize(
@@ -106,7 +108,7 @@ def test_what_the_plain_functions_stash_goes_straight_from_the_second_batch_on(r
 )
 def test_plain_functions_that_do_not_fit_raise_over_stages(layers: Any, message: str) -> None:
     with pytest.raises(SkipError, match=message):
-        pipelined(Told(*layers), [{"x": torch.ones(2, 1000)}], 1, ranks=3, layers="layers")
+        pipelined(Told(*layers), [{"x": torch.ones(2, WIDTH)}], 1, ranks=3, layers="layers")
 
 
 class Moving(Told):
@@ -124,7 +126,7 @@ class Moving(Told):
 
 
 def test_a_pop_that_moves_to_a_later_stage_is_served_and_to_an_earlier_one_raises() -> None:
-    data = [{"x": 0.1 * torch.randn(size, 1000)} for size in (4, 4, 2, 4, 2)]
+    data = [{"x": 0.1 * torch.randn(size, WIDTH)} for size in (4, 4, 2, 4, 2)]
     options: dict[str, Any] = {"ranks": 5, "schedule": "gpipe", "layers": "layers"}
     assert_same(Moving(2, 4), data, micro_batches=1, **options)
     with pytest.raises(CutError, match=r"layers\.2 \(skip\)' needs"):

@@ -64,6 +64,27 @@ def flags(**options: Any) -> Callable[[Runner], Any]:
     return case
 
 
+def backends(**options: Any) -> Callable[[Runner], Any]:
+    """What the Trainer has set of torch, as training sees it, and what it trains."""
+
+    def case(runner: Runner) -> Any:
+        seen: list[Any] = []
+
+        class Looks(L.Callback):
+            def on_train_batch_start(self, *_: Any) -> None:
+                seen.append((torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark))
+
+        before = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
+        try:
+            trainer = runner.fit(callbacks=[Looks()], **options)
+        finally:
+            torch.use_deterministic_algorithms(before[0])
+            torch.backends.cudnn.benchmark = before[1]
+        return seen, weights(trainer)
+
+    return case
+
+
 class Inferring(Lit):
     """Says in which mode it is tested."""
 
@@ -317,7 +338,7 @@ CASES: dict[str, Callable[[Runner], Any]] = {
     "min_steps": flags(min_steps=4, max_time="00:00:00:00"),
     "min_epochs": flags(min_epochs=2, max_epochs=3, max_time="00:00:00:00"),
     "check_val_every_n_epoch": flags(check_val_every_n_epoch=2, max_epochs=3),
-    "deterministic": flags(deterministic=True, benchmark=False),
+    "deterministic": backends(deterministic=True, benchmark=True),
     "barebones": flags(barebones=True, log_every_n_steps=0),
     "autolog": own_logger(enable_autolog_hparams=False),
     "limits": limited_evaluations,

@@ -136,8 +136,7 @@ def required() -> Iterator[tuple[str, str]]:
         ("Trainer arguments", name) for name in inspect.signature(L.Trainer.__init__).parameters if name != "self"
     )
     yield from (("Callbacks", name) for name in callbacks.__all__)
-    # only some releases of Lightning 2.6 have the logger of Neptune
-    yield from (("Loggers", name) for name in loggers.__all__ if name != "NeptuneLogger")
+    yield from (("Loggers", name) for name in loggers.__all__)
     yield from (("Profilers", name) for name in profilers.__all__)
     for name in plugins.__all__:
         yield ("Precision" if name.endswith("Precision") else "Plugins"), name

@@ -284,7 +284,7 @@ class Augmented(Data):
     def train_dataloader(self) -> DataLoader:
         context = "fork" if self.workers else None
         return DataLoader(
-            dataset(44),
+            dataset(self.length),
             batch_size=8,
             shuffle=True,
             collate_fn=augment,
@@ -296,8 +296,8 @@ class Augmented(Data):
 class AugmentedByWorkers(Augmented):
     """... in worker processes."""
 
-    def __init__(self) -> None:
-        super().__init__(workers=2)
+    def __init__(self, length: int = 44) -> None:
+        super().__init__(length, workers=2)
 
 
 class TwoValidationLoaders(Data):
@@ -337,7 +337,7 @@ class Single(Data):
         return DataLoader(TensorDataset(x.float(), y), batch_size=8, shuffle=shuffle)
 
     def train_dataloader(self) -> DataLoader:
-        return self.loader(44, 3, shuffle=True)
+        return self.loader(self.length, 3, shuffle=True)
 
     def val_dataloader(self) -> DataLoader:
         return self.loader(20, 4, shuffle=False)

@@ -8,7 +8,9 @@ import sys
 from tests.trainer.test_launcher import clean_environment
 
 SESSION = """
-import torch, lightning as L, lightning_pipe
+import lightning_pipe, sys
+import torch, lightning as L
+assert "lightning_pipe.trainer.strategy" not in sys.modules
 from tests.support.lit_modules import Data, Lit
 options = dict(accelerator="cpu", logger=False, max_epochs=1, enable_checkpointing=False, enable_progress_bar=False)
 
@@ -21,7 +23,10 @@ print("trained on", trainer.strategy.layout.stages, "stages")
 
 
 def test_an_interactive_session_is_told_what_to_do_and_may_use_one_process() -> None:
-    """The first Trainer is refused, in words that name the remedy; the remedy for one process works."""
+    """The first Trainer is refused, in words that name the remedy; the remedy for one process works.
+
+    The session imports this package before Lightning, and finds "pipe" all the same.
+    """
     ended = subprocess.run(
         [sys.executable, "-i", "-c", "pass"],
         input=SESSION,
@@ -31,6 +36,7 @@ def test_an_interactive_session_is_told_what_to_do_and_may_use_one_process() -> 
         timeout=100,
         check=False,
     )
+    assert "AssertionError" not in ended.stderr, ended.stderr
     assert "needs 2 processes" in ended.stderr, ended.stderr
     assert "%%writefile train.py" in ended.stderr
     assert "ddp_notebook" not in ended.stderr

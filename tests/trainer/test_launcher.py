@@ -177,12 +177,14 @@ trainer.fit(Fails().double(), datamodule=Data())
 """
 
 
+# tests/faults has a run of this kind among the fast tests
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("process", "message"),
     [
         ("1", "ValueError: a bug"),
-        pytest.param("0", "ValueError: a bug", marks=pytest.mark.slow),
-        pytest.param("2", "ConfigurationError: configure_optimizers returned several", marks=pytest.mark.slow),
+        ("0", "ValueError: a bug"),
+        ("2", "ConfigurationError: configure_optimizers returned several"),
     ],
 )
 def test_an_error_is_told_once(process: str, message: str, tmp_path: Path) -> None:

@@ -56,14 +56,10 @@ def test_unknown_names() -> None:
     assert "PipeStrategy" in dir(lightning_pipe)
 
 
-@pytest.mark.parametrize(
-    "imports",
-    [
-        "import lightning_pipe, lightning",
-        # as in the processes below: a fresh interpreter spends seconds on the import
-        pytest.param("import lightning, lightning_pipe", marks=pytest.mark.slow),
-    ],
-)
+# a fresh interpreter spends seconds on the import: the session of test_interactive has the first order, too, and the
+# processes below the second
+@pytest.mark.slow
+@pytest.mark.parametrize("imports", ["import lightning_pipe, lightning", "import lightning, lightning_pipe"])
 def test_either_import_comes_first(imports: str) -> None:
     subprocess.run([sys.executable, "-c", ORDERS.format(imports=imports)], check=True, timeout=100)
 

@@ -63,7 +63,7 @@ def counted(hook: str, process: int, devices: int | None, batch: int = 2, **opti
         use_distributed_sampler=False,
         **QUIET,
     )
-    trainer.fit(Lit().double(), datamodule=Data())
+    trainer.fit(Lit().double(), datamodule=Data(28))
     return counts.training, counts.validation
 
 

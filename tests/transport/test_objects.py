@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import BatchEncoding
 
-from lightning_pipe.transport.objects import FIRST, LARGE, decode, encode
+from lightning_pipe.transport.objects import FIRST, LARGE, PackedObject, decode, encode, read
 from lightning_pipe.transport.threads import ThreadTransport, run_threads, thread_world
 from lightning_pipe.transport.topology import Topology
 
@@ -87,6 +87,16 @@ def test_arrives_as_it_was(name: str) -> None:
     assert received[1][0] is obj
     assert [len(each) for each in received] == [3, 2, 3]
     assert all(same(obj, each) for found in received for each in found)
+
+
+@pytest.mark.parametrize("name", OBJECTS)
+def test_is_read_where_it_was_written(name: str) -> None:
+    packed = PackedObject(OBJECTS[name])
+    memory = torch.empty(packed.size, dtype=torch.uint8)
+    packed.write(memory.data_ptr())
+    found = read(memory.data_ptr(), CPU)
+    memory.fill_(0xA5)  # another message
+    assert same(OBJECTS[name], found)
 
 
 @pytest.mark.parametrize("by_reference", [False, True])

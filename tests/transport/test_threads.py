@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -63,6 +64,37 @@ def test_sizes_that_differ_raise() -> None:
 
     with pytest.raises(CommunicationError, match="3 bytes were sent, 4 expected"):
         run_threads(thread_world(Topology(2)), fn)
+
+
+MISMATCHES: dict[str, list[Callable[[ThreadTransport], Any]]] = {
+    "size": [
+        lambda transport: transport.broadcast(torch.zeros(2), 0, (0, 1)),
+        lambda transport: transport.broadcast(torch.zeros(4), 0, (0, 1)),
+    ],
+    "root": [
+        lambda transport: transport.broadcast(torch.zeros(2), 0, (0, 1)),
+        lambda transport: transport.broadcast(torch.zeros(2), 1, (0, 1)),
+    ],
+    "kind": [
+        lambda transport: transport.broadcast(torch.zeros(2), 0, (0, 1)),
+        lambda transport: transport.all_reduce(torch.zeros(2), (0, 1)),
+    ],
+    "type": [
+        lambda transport: transport.all_reduce(torch.zeros(2), (0, 1)),
+        lambda transport: transport.all_reduce(torch.zeros(1, dtype=torch.float64), (0, 1)),
+    ],
+    "shares": [
+        lambda transport: transport.reduce_scatter([torch.zeros(2), torch.zeros(1)], (0, 1)),
+        lambda transport: transport.reduce_scatter([torch.zeros(1), torch.zeros(2)], (0, 1)),
+    ],
+}
+
+
+@pytest.mark.parametrize("name", MISMATCHES)
+def test_collectives_that_differ_raise(name: str) -> None:
+    """A copy would write beyond the smaller of two tensors, or what the other member does not expect."""
+    with pytest.raises(CommunicationError, match="the ranks disagree"):
+        run_threads(thread_world(Topology(2)), lambda transport: MISMATCHES[name][transport.process](transport).wait())
 
 
 def test_one_process_needs_no_peer() -> None:

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import lightning.pytorch as pl
@@ -149,10 +150,17 @@ class FetchedBatches:
 
     def _arguments(self, fetched: Fetched) -> tuple[Any, ...]:
         """What the loop will pass to the step."""
-        loop, (_, number, loader) = self._loop, fetched.item
+        given = (self.moved(fetched), *fetched.item[1:])
+        return tuple(given[place] for place in self._passed)
+
+    @cached_property
+    def _passed(self) -> Sequence[int]:
+        """Which of batch, number and loader the loop passes to the step: it inspects the signature for each batch."""
+        loop = self._loop
         several = loop.num_dataloaders > 1 and (self._name == "predict_step" or loop._is_sequential)
-        arguments = loop._build_kwargs(self.moved(fetched), number, loader if several else None)
-        return tuple(loop._build_step_args_from_hook_kwargs(arguments, self._name))
+        arguments = loop._build_kwargs(0, 1, 2 if several else None)
+        passed: Sequence[int] = loop._build_step_args_from_hook_kwargs(arguments, self._name)
+        return passed
 
     @contextmanager
     def as_if_at(self, fetched: Fetched) -> Iterator[None]:

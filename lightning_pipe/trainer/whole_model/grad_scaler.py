@@ -22,9 +22,10 @@ def loss_scale(plugin: Precision) -> float:
 
 @contextmanager
 def over_stages(plugin: Precision, pipeline: Pipeline) -> Iterator[None]:
-    """Let all stages know of an overflow on any stage, so that all of them skip the same steps.
+    """Let all stages of all replicas know of an overflow on any of them, so that all of them skip the same steps.
 
-    So do all replicas where each has a part of the sums.
+    Replicas may differ even where each has all sums: code of the user has changed gradients on one of them. With a
+    divided optimizer the others would wait for the share that it does not update.
 
     Args:
         plugin: the Trainer's precision plugin.
@@ -39,7 +40,8 @@ def over_stages(plugin: Precision, pipeline: Pipeline) -> Iterator[None]:
 
 
 def _unscale(unscale: Callable[..., dict[Any, Tensor]], pipeline: Pipeline) -> Callable[..., dict[Any, Tensor]]:
-    """The scaler's search for overflows, which then returns those of all stages."""
+    """The scaler's search for overflows, which then returns those of all processes."""
+    everyone = tuple(range(pipeline.transport.topology.world_size))
 
     def unscale_gradients(*args: Any, **kwargs: Any) -> dict[Any, Tensor]:
         found = unscale(*args, **kwargs)
@@ -47,7 +49,7 @@ def _unscale(unscale: Callable[..., dict[Any, Tensor]], pipeline: Pipeline) -> C
         # a rank without gradients has looked at none, and must decide nevertheless
         overflows = found or {device: torch.zeros((), device=device)}
         largest = torch.stack([overflow.reshape(()).to(device) for overflow in overflows.values()]).max()
-        pipeline.transport.all_reduce(largest, pipeline.reductions.members_with_all, "max").wait()
+        pipeline.transport.all_reduce(largest, everyone, "max").wait()
         for overflow in overflows.values():
             overflow.copy_(largest)
         return overflows

@@ -16,7 +16,7 @@ from lightning_pipe.transport.shared_memory.peer import SharedMemoryPeer
 
 def connect_local(
     process: int, peers: Sequence[int], timeout: float, gather: Callable[[Any], list[Any]]
-) -> dict[int, SharedMemoryPeer]:
+) -> tuple[dict[int, SharedMemoryPeer], bool]:
     """Connect the processes of a pipeline that run on the same host. Collective over the world.
 
     Args:
@@ -26,8 +26,9 @@ def connect_local(
         gather: gathers an object from all processes, by process.
 
     Returns:
-        The connections, by process. Processes on other hosts, and those that cannot be reached (in another
-        container, on a system without the means), are left out at both ends.
+        The connections, by process, and whether all processes of the pipeline are connected to each other. Processes on
+        other hosts, and those that cannot be reached (in another container, on a system without the means), are left
+        out at both ends.
 
     Raises:
         OSError: a process that had come did not finish.
@@ -58,7 +59,8 @@ def connect_local(
                 connections[peer] = connection
         finally:
             shutil.rmtree(folder, ignore_errors=True)
-    return {peer: SharedMemoryPeer(connection, timeout) for peer, connection in connections.items()}
+    complete = all(higher in reached[lower] for lower in peers for higher in peers if lower < higher)
+    return {peer: SharedMemoryPeer(connection, timeout) for peer, connection in connections.items()}, complete
 
 
 def _listen(listener: socket.socket, others: int) -> tuple[str, str]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 
 from lightning_pipe import schedules
@@ -9,9 +12,10 @@ from lightning_pipe.transport.threads import run_threads, thread_world
 from lightning_pipe.transport.topology import Topology
 from recipes.errors import RecipeError
 from recipes.reproduce import parity
-from recipes.reproduce.one_device_memory import MIB, largest, measured
+from recipes.reproduce.one_device_memory import MIB, largest, measured, peak_bytes
 from recipes.reproduce.sleeping import Case, measure
 from recipes.reproduce.update_rules import batch_norm, rules
+from tests.support.processes import run_trainers
 
 
 def test_update_rules() -> None:
@@ -55,11 +59,22 @@ def test_the_largest_size_below_a_limit() -> None:
             largest(lambda size: (size, size * MIB), 10.5, *range_, 1)
 
 
-def test_recomputation_needs_less_memory() -> None:
+def forked(**options: Any) -> tuple[int, int]:
+    """In a process that has torch already."""
+    found: tuple[int, int] = run_trainers(_peak, 1, options=options)[0]
+    return found
+
+
+def _peak(process: int, options: dict[str, Any]) -> tuple[int, int]:
+    return peak_bytes(**options)
+
+
+@pytest.mark.parametrize("way", [forked, pytest.param(measured, marks=pytest.mark.slow)])
+def test_recomputation_needs_less_memory(way: Callable[..., tuple[int, int]]) -> None:
     # in processes of their own: this one may have memory to spare
-    options = {"kind": "transformer", "size": 6, "batch": 16, "length": 64, "vocabulary": 16, "width": 64}
-    options |= {"inner": 256, "heads": 2}
-    parameters, naive = measured(micro_batches=0, **options)
-    same, recomputed = measured(micro_batches=16, **options)
+    options: dict[str, Any] = {"kind": "transformer", "size": 6, "batch": 16, "length": 64, "vocabulary": 16}
+    options |= {"width": 64, "inner": 256, "heads": 2}
+    parameters, naive = way(micro_batches=0, **options)
+    same, recomputed = way(micro_batches=16, **options)
     assert parameters == same > 0
     assert naive > recomputed

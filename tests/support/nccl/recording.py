@@ -221,6 +221,7 @@ class _Group:
             data if contribution is None else contribution,
             self.size(),
             combine,
+            f"{name} of {data.nbytes} bytes with ranks {list(self.group.members)}",
         )
         return _Work(number, self._threads, self._events, pending)
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_pipe.intercept.withheld import Withheld
-from lightning_pipe.transport.base import Transport
+from lightning_pipe.transport.gloo import GlooTransport
 from lightning_pipe.transport.objects import encode
 from tests.support.processes import run_trainers
 from tests.support.trainer_runs import QUIET, quiet
@@ -143,14 +143,14 @@ def fitted(
 
 def in_a_pipeline(process: int) -> dict[str, Any]:
     sent: Counter[str] = Counter()
-    name, send = "", Transport.send_object_to
+    name, send = "", GlooTransport.send_object_to
 
     def counting(self: Any, obj: Any, peers: Any, tag: int) -> Any:
         if isinstance(obj, tuple) and obj[0] == "batch":
             sent[name] += len(peers) * sum(message.nbytes for message in encode(obj))
         return send(self, obj, peers, tag)
 
-    Transport.send_object_to = counting  # type: ignore[method-assign]
+    GlooTransport.send_object_to = counting  # type: ignore[method-assign]
     found: dict[str, Any] = {}
     looking = Looking()
     for name, run in {

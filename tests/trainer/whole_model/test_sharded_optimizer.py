@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -185,6 +186,15 @@ class Noise(L.Callback):
             self.refused.add(str(error))
 
 
+class SpoiltReplica(L.Callback):
+    """One gradient is too large for 16 bits in the second step, on one replica alone: its own code has made it so."""
+
+    def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
+        pipeline = trainer.strategy.pipeline
+        if trainer.global_step == 2 and pipeline.transport.replica == 1 and pipeline.holds("model.3.weight"):
+            pl_module.model[3].weight.grad.fill_(math.inf)
+
+
 class Ordered(Data):
     """Batches in a fixed order, the same for all replicas."""
 
@@ -205,8 +215,8 @@ DIVIDED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def train(name: str, devices: int, sharded: Sharding = False) -> tuple[oracle.Trace, set[str]]:
-    """The weights and the scale at the end, and what was refused."""
+def train(name: str, devices: int, sharded: Sharding = False, spoilt: bool = False) -> tuple[oracle.Trace, set[str]]:
+    """The weights and the scale at the end, and what was refused; ``spoilt``: by one replica's callback."""
     from lightning_pipe import PipeStrategy
 
     quiet()
@@ -214,17 +224,20 @@ def train(name: str, devices: int, sharded: Sharding = False) -> tuple[oracle.Tr
     options, of_trainer = DIVIDED[name]
     scaled, noise = name == "scaled", Noise()
     dtype = torch.float32 if scaled else torch.float64
-    module = Tied(overflow=scaled).to(dtype)
+    module = Tied(overflow=scaled and not spoilt).to(dtype)
     plugins = [MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", 2.0**10))] if scaled else []
     trainer = L.Trainer(
         accelerator="cpu",
         devices=devices,
-        strategy=PipeStrategy(**options, shard_optimizer=sharded) if devices > 1 else "auto",
+        # ranks that wait for each other are to fail before the test's own time is over
+        strategy=PipeStrategy(**options, shard_optimizer=sharded, timeout=timedelta(seconds=30))
+        if devices > 1
+        else "auto",
         max_epochs=1,
         use_distributed_sampler=False,
         limit_val_batches=0,
         plugins=plugins,
-        callbacks=[] if scaled else [noise],
+        callbacks=[SpoiltReplica()] if spoilt else [] if scaled else [noise],
         **of_trainer,
         **QUIET,
     )
@@ -235,14 +248,48 @@ def train(name: str, devices: int, sharded: Sharding = False) -> tuple[oracle.Tr
     return trace, noise.refused
 
 
-def train_all(process: int) -> dict[str, tuple[oracle.Trace, set[str]]]:
-    found = {name: train(name, 4, "gradients") for name in DIVIDED}
+class InSixteenBits(L.Callback):
+    """For every gradient that this process gets whether it has the digits of bfloat16 alone."""
+
+    def __init__(self) -> None:
+        self.found: list[bool] = []
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        own = [value.grad for value in pl_module.parameters() if not isinstance(value.grad, AbsentTensor | None)]
+        self.found += [torch.equal(gradient, gradient.bfloat16().double()) for gradient in own]
+
+
+def rounded(dtype: str | None, sharded: Sharding) -> tuple[oracle.Trace, list[bool]]:
+    """Train with sums in a narrow type: the weights, and whether each sum has its digits alone."""
+    from lightning_pipe import PipeStrategy
+
+    quiet()
+    L.seed_everything(7, verbose=False)
+    module, digits = Lit().double(), InSixteenBits()
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=4,
+        strategy=PipeStrategy(**STAGES, shard_optimizer=sharded, reduce_dtype=dtype),
+        max_epochs=1,
+        limit_val_batches=0,
+        callbacks=[digits],
+        **QUIET,
+    )
+    trainer.fit(module, datamodule=Data())
+    return oracle.Trace(weights=oracle.state_of(module)), digits.found
+
+
+def train_all(process: int) -> dict[str, Any]:
+    found: dict[str, Any] = {name: train(name, 4, "gradients") for name in DIVIDED}
     found["whole"] = train("scaled", 4)
+    found["one replica"] = {sharded: train("scaled", 4, sharded, spoilt=True) for sharded in (False, True)}
+    found["rounded"] = {sharded: rounded("bfloat16", sharded) for sharded in SHARDINGS}
+    found["not rounded"] = rounded(None, False)
     return found
 
 
 @pytest.fixture(scope="module")
-def four() -> list[dict[str, tuple[oracle.Trace, set[str]]]]:
+def four() -> list[dict[str, Any]]:
     """All cases on two ranks and two replicas."""
     return processes.run_trainers(train_all, 4, timeout=100)
 
@@ -255,7 +302,7 @@ def four() -> list[dict[str, tuple[oracle.Trace, set[str]]]]:
 )
 @pytest.mark.parametrize("name", ["1f1b", "chimera"])
 @pytest.mark.timeout(120)
-def test_divided_gradients_train_as_one_device(name: str, four: list[dict[str, tuple[oracle.Trace, set[str]]]]) -> None:
+def test_divided_gradients_train_as_one_device(name: str, four: list[dict[str, Any]]) -> None:
     """With tied weights, gradients of several batches, limits of both kinds, and a callback that changes gradients."""
     truth, refused = train(name, 1)
     assert not refused
@@ -266,7 +313,7 @@ def test_divided_gradients_train_as_one_device(name: str, four: list[dict[str, t
 
 
 @pytest.mark.timeout(120)
-def test_a_gradient_that_another_rank_has_says_so(four: list[dict[str, tuple[oracle.Trace, set[str]]]]) -> None:
+def test_a_gradient_that_another_rank_has_says_so(four: list[dict[str, Any]]) -> None:
     refused = [process["1f1b"][1] for process in four]
     # the layer norm is one of the second stage, which two processes hold; one of them has its gradient
     assert sum(not texts for texts in refused) == 1
@@ -277,11 +324,37 @@ def test_a_gradient_that_another_rank_has_says_so(four: list[dict[str, tuple[ora
 
 @pytest.mark.timeout(120)
 def test_all_holders_pass_by_a_step_that_one_has_found_too_large(
-    four: list[dict[str, tuple[oracle.Trace, set[str]]]],
+    four: list[dict[str, Any]],
 ) -> None:
     for process in four:
         oracle.assert_equal(process["scaled"][0], process["whole"][0], 1e-6)
         assert process["scaled"][0].metrics["scale"] == 2.0**9
+
+
+@pytest.mark.timeout(120)
+def test_all_replicas_pass_by_a_step_that_one_has_found_too_large(four: list[dict[str, Any]]) -> None:
+    """Whether each of them has all gradients, or updates a share that the others would not take."""
+    for process in four:
+        for found, _ in process["one replica"].values():
+            oracle.assert_equal(found, process["whole"][0], 1e-6)
+            assert found.metrics["scale"] == 2.0**9
+
+
+@pytest.mark.timeout(120)
+def test_divided_updates_of_rounded_sums_are_the_undivided_ones(four: list[dict[str, Any]]) -> None:
+    """The sum of two does not depend on their order, so both kinds of division round as the undivided run does."""
+    exact, digits = four[0]["not rounded"]
+    assert not any(digits)
+    for process in four:
+        whole, all_digits = process["rounded"][False]
+        assert all(all_digits)
+        assert any(not torch.equal(value, exact.weights[key]) for key, value in whole.weights.items())
+        for sharded in (True, "gradients"):
+            found, own = process["rounded"][sharded]
+            oracle.assert_equal(found, whole, 0.0)
+            assert own
+            assert all(own)
+            assert (len(own) < len(all_digits)) == (sharded == "gradients")
 
 
 def test_hooks_that_some_holders_would_not_hear_are_refused() -> None:

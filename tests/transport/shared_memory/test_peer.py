@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_pipe.errors import CommunicationError
 from lightning_pipe.transport.base import Lane, Transport
 from lightning_pipe.transport.shared_memory import peer, rendezvous
 from lightning_pipe.transport.shared_memory.peer import SharedMemoryPeer
@@ -227,3 +228,51 @@ def test_processes_of_one_host_find_each_other() -> None:
 def test_processes_that_cannot_reach_each_other_use_gloo() -> None:
     assert processes.run_world(unreachable, 2) == [(0, [2] * 3), (0, [1] * 3)]
     assert processes.run_world(no_memory, 2) == [(0, [2] * 3), (0, [1] * 3)]
+
+
+def objects(transport: Transport) -> list[int]:
+    """Objects of many sizes, in order and by tag."""
+    sizes, peer = [0, 5000, 1 << 22, 3, 70_000], 1 - transport.rank
+    works = [transport.send_object(torch.full((size,), size), peer, tag) for size in sizes for tag in (0, 1)]
+    found = [transport.receive_object(peer, tag) for tag in (1, 0) for _ in sizes]
+    for work in works:
+        work.wait()
+    assert all(bool((each == each.numel()).all()) for each in found)
+    return [each.numel() for each in found]
+
+
+@pytest.mark.parametrize("local", [True, False])
+def test_objects_of_any_size_keep_their_order(local: bool) -> None:
+    assert processes.run_pipeline(objects, Topology(2), local=local) == [[0, 5000, 1 << 22, 3, 70_000] * 2] * 2
+
+
+def gather(transport: Transport) -> list[Any]:
+    def without_gloo(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("a gather over Gloo")
+
+    gathered = torch.distributed.all_gather
+    torch.distributed.all_gather = without_gloo
+    try:
+        mine = [transport.process] * (3000 * transport.process)  # the second message is as long as the longest
+        found = [[len(each) for each in transport.all_gather_object(mine, (0, 1, 2))]]
+        if transport.process:
+            found.append(transport.all_gather_object(transport.process, (1, 2)))
+    finally:
+        torch.distributed.all_gather = gathered
+    return found
+
+
+def half_reachable(process: int) -> Any:
+    if process == 0:
+        rendezvous._reach = lambda address, process: None  # 1 and 2 reach each other
+    return processes._with_transport(process, (gather, Topology(3), 15.0, True, {}))
+
+
+def test_processes_of_one_host_gather_without_gloo() -> None:
+    everything = [0, 3000, 6000]
+    assert processes.run_pipeline(gather, Topology(3)) == [[everything], *[[everything, [1, 2]]] * 2]
+
+
+def test_processes_that_are_not_all_connected_gather_over_gloo() -> None:
+    with pytest.raises(CommunicationError, match="a gather over Gloo"):
+        processes.run_world(half_reachable, 3)
