@@ -11,7 +11,7 @@ import lightning.pytorch as pl
 
 from lightning_pipe.engine.first_batch.trial_runs import is_alone
 from lightning_pipe.engine.pipeline import Pipeline
-from lightning_pipe.errors import CutError
+from lightning_pipe.errors import ConfigurationError, CutError
 from lightning_pipe.intercept.recompute import is_recomputing
 from lightning_pipe.intercept.snapshot import Change, Snapshot
 from lightning_pipe.torch_internals import DisableTorchFunction, tree_leaves
@@ -258,7 +258,7 @@ class StepOfBatch:
         # a run that computes a micro-batch again logs what was logged before
         recording = common.log.recording(self._logged, index, counts=not is_recomputing())
         with recording, common.undoing(index, training=self._training), self._context():
-            result = self._method(micro_batch, *self._rest)
+            result = self._run(micro_batch)
             # within these contexts: a run that still waits for what other ranks send must not count as complete
             common.pipeline.returning(result)
         # the loss check has run this: it compares what two micro-batches and both together log and return
@@ -266,6 +266,18 @@ class StepOfBatch:
             with DisableTorchFunction():
                 common.numbers.note([*common.log.numbers(), *numbers_in(result)])
         return result
+
+    def _run(self, micro_batch: Any) -> Any:
+        try:
+            return self._method(micro_batch, *self._rest)
+        except StopIteration as error:
+            if isinstance(micro_batch, Iterator):  # `dataloader_iter`
+                raise
+            # Lightning's loop would take it for the end of the data (2.6), on this rank alone
+            raise ConfigurationError(
+                f"{self._method.__name__} raises StopIteration: an iterator that it takes from has ended.",
+                hint="Give next() a default, or let the items come with the batch (CombinedLoader).",
+            ) from error
 
     def share(
         self,

@@ -284,6 +284,17 @@ class Breaks(Evaluated):
         return super().validation_step(batch, batch_idx)
 
 
+class Exhausts(Evaluated):
+    """Takes from an iterator that ends before the data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales = iter((1.0, 2.0))
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
+        return super().validation_step((batch[0] * next(self.scales), batch[1]), batch_idx)
+
+
 class Steps(DummyLogger):
     """Keeps what is logged for each batch."""
 
