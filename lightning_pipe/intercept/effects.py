@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from lightning_pipe.intercept.objects import ObjectStates
+from lightning_pipe.intercept.objects import ObjectStates, objects_of
 from lightning_pipe.intercept.tensor_state import memory_of, same_objects, version_of
 from lightning_pipe.torch_internals import tree_flatten, tree_leaves
 
@@ -97,6 +97,17 @@ class Watch:
             yield Effect(len(tensors), state, object=number), list(tensors)
         if self._attributes is not None:
             yield from self._attribute_effects(self._attributes, results, derived)
+
+    def kept_objects(self, effects: Iterable[Effect], leaves: Sequence[Any]) -> dict[int, Any]:
+        """The objects that the call has changed, and those that it has put into them, by ``id``.
+
+        Args:
+            effects: those of the call.
+            leaves: those of its arguments.
+        """
+        changed = [self._objects.objects[effect.object] for effect in effects if effect.object is not None]
+        before = {id(each) for each in self._objects.objects}
+        return {id(each): each for each in (*changed, *(new for new in objects_of(leaves) if id(new) not in before))}
 
     def _attribute_effects(
         self, attributes: dict[tuple[str, str], _State], results: Sequence[Any], derived: Callable[[Tensor], bool]

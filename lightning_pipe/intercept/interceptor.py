@@ -64,6 +64,11 @@ class Interceptor:
         roots = (*self.layers, *(module for _, module in self._outside))
         yield from {id(part): part for root in roots for part in root.modules()}.values()
 
+    @property
+    def in_module(self) -> bool:
+        """Whether a layer or an outside module runs now, in a step."""
+        return self.run is not None and self.run.inside
+
     @contextmanager
     def installed(self, *, caches: bool = False) -> Iterator[None]:
         """Wrap the forwards. As instance attributes: nothing stays behind that copying or pickling could meet.

@@ -12,6 +12,7 @@ from lightning_pipe.intercept.describe import RecordCache
 from lightning_pipe.intercept.effects import AttributeSearch, Watch
 from lightning_pipe.intercept.inner_hooks import HookedParts, shown
 from lightning_pipe.intercept.objects import objects_of
+from lightning_pipe.intercept.placeholder import Placeholder
 from lightning_pipe.intercept.recompute import release_saved
 from lightning_pipe.intercept.stage_layers import StageLayers
 from lightning_pipe.intercept.surroundings import Surroundings
@@ -72,6 +73,7 @@ class LayerCalls:
     ) -> None:
         self.tracker, self.inside, self.routed = tracker, False, dict[int, int]()
         self._others, self._routes, self._objects = not stage.all, stage.routes, objects
+        self._kept: dict[str, dict[int, Any]] = {}  # by layer, the objects that it has changed or made, by ``id``
         self._skips, self.surroundings, self._cache, self._profiler = skips, surroundings, cache, profiler
 
     def run(self, name: str, key: int, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -85,6 +87,8 @@ class LayerCalls:
         try:
             with tracker.paused(), self.surroundings.stream(key), stored_in(self._skips):
                 tracker.touch(tensors, name)
+                if name in self._kept:
+                    tracker.touch(self._moved(name), name)
                 if tracker.lineage.reads is not None and not plain:  # what objects among the arguments hold
                     tracker.lineage.read(tree_leaves([[*vars(each).values()] for each in objects_of(arguments)]))
                 before, received = tracker.in_place.noted(tensors), tracker.given(tensors)
@@ -110,11 +114,21 @@ class LayerCalls:
                 stashed, popped = self._skipped(name, skips, events) if len(self._skips.events) > events else ({}, ())
                 call = cache.records.record(tracker, name, result, arguments, changed, stashed, popped, watch, received)
                 tracker.calls.append(call)
+                if watch is not None and any(each.object is not None for each in call.effects):
+                    self._kept.setdefault(name, {}).update(watch.kept_objects(call.effects, arguments))
                 if seeks:
                     cache.attributes.note(name, module, any(effect.attribute for effect in call.effects))
         finally:
             self.inside = False
         return result
+
+    def _moved(self, name: str) -> list[Tensor]:
+        """What a layer keeps in objects that it is given, and code between layers has made anew on another rank.
+
+        Beam search reorders the key-value caches of all layers, on the rank that has chosen the beams.
+        """
+        kept = [list(vars(each).values()) for each in self._kept[name].values()]
+        return [leaf for leaf in tree_leaves(kept) if isinstance(leaf, Placeholder)]
 
     def _watch(self, watch: Watch) -> Watch:
         """Note that the call may use the tensors that its module keeps."""

@@ -69,7 +69,10 @@ class SkippedLayers:
         for position in call.lent:
             self.lenders[len(tracker.calls) - 1, position] = arguments[position]
         kept = self._kept_here(module, call) if call.effects else {}
-        leaves, new = self._leaves(call, arguments, kept)
+        old = self._old(call)
+        if old:
+            tracker.in_place.forget([*old.values()], name)
+        leaves, new = self._leaves(call, arguments, {**kept, **old})
         behind = [base for tensor in kept.values() for base in tracker.in_place.behind(tensor)] if kept else []
         tracker.follow([*written, *new, *behind], call)
         for tensor in kept.values():
@@ -145,6 +148,21 @@ class SkippedLayers:
             if tensor is not None:
                 kept[place] = tensor
         return dict(reversed(kept.items()))
+
+    def _old(self, call: CallRecord) -> dict[int, Tensor]:
+        """Tensors in objects that a skipped layer has changed, of which this rank has a value, by number of leaf.
+
+        They may have changed in place there, as those of a static key-value cache do: they are to be asked for again.
+        """
+        if all(effect.object is None for effect in call.effects):
+            return {}
+        seen = [(number, leaf) for number, leaf in enumerate(call.leaves) if isinstance(leaf, Seen)]
+        found = {number: self._tracker.numbers.find(leaf.number) for number, leaf in seen}
+        return {
+            number: tensor
+            for number, tensor in found.items()
+            if tensor is not None and not isinstance(tensor, Placeholder)
+        }
 
     def missing(self, values: Mapping[int, Tensor]) -> Iterator[tuple[int, str]]:
         """The numbers of the tensors kept here whose value did not come, and their layers."""

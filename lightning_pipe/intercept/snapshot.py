@@ -8,6 +8,7 @@ import sysconfig
 from collections import deque
 from collections.abc import Container, Iterator, Mapping
 from functools import cache
+from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipe.errors import CutError
+from lightning_pipe.intercept.slot_items import SlotItems
 from lightning_pipe.intercept.tensor_state import same_objects, same_values, version_of
 from lightning_pipe.torch_internals import DisableTorchFunction
 
@@ -204,6 +206,21 @@ class _Attributes(_Mapping):
         del vars(self.owner)[key]
 
 
+class _Slots(_Mapping):
+    """The attributes of an object with slots."""
+
+    kind = "slot"
+
+    def items(self) -> Iterator[tuple[Any, Any]]:
+        yield from SlotItems(self.owner).items()
+
+    def put(self, key: Any, value: Any) -> None:
+        setattr(self.owner, key, value)
+
+    def remove(self, key: Any) -> None:
+        delattr(self.owner, key)
+
+
 class _List(_Node):
     """The elements of a list or a deque."""
 
@@ -307,9 +324,9 @@ def _node(value: Any, seen: dict[int, _Node]) -> _Node | None:
         if isinstance(value, kinds):
             found: _Node = node(value, seen)
             return found
-    if hasattr(value, "__dict__") and not callable(value) and _is_users(kind):
-        return _Attributes(value, seen)
-    return None
+    if kind is not SimpleNamespace and (callable(value) or not _is_users(kind)):
+        return None
+    return _Attributes(value, seen) if hasattr(value, "__dict__") else _Slots(value, seen)
 
 
 _NODES: tuple[tuple[Any, type[Any]], ...] = (

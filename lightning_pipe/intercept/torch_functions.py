@@ -164,6 +164,9 @@ def function_name(func: Any) -> str:
     return str(name)
 
 
+MIRRORED: dict[str, Callable[..., Any]] = {"gt": torch.lt, "ge": torch.le}
+"""Comparisons, and what they are with their arguments in the other order: they are recorded in one of the two."""
+
 APPLIES = ("torch.autograd.function", f"{__package__}.torch_patches.autograd_functions")
 """Modules that call ``apply`` of Functions, which is written in C++ from torch 2.15 on and has no frame of its own."""
 

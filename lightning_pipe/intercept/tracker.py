@@ -25,6 +25,7 @@ from lightning_pipe.intercept.torch_functions import (
     AUTOGRAD,
     FACTORIES,
     METADATA,
+    MIRRORED,
     RANDOM,
     changed_in_place,
     draws,
@@ -223,6 +224,10 @@ class Tracker(TorchFunctionMode):
         if self._off:
             return func(*args, **kwargs)
         name = function_name(func)
+        if name in MIRRORED and len(args) == 2 and isinstance(args[0], Tensor) and isinstance(args[1], Tensor):
+            # for `x < h` Python asks h first if it is of a class derived from that of x: a placeholder, for h > x
+            func = MIRRORED[name]
+            name, args = function_name(func), args[::-1]
         own = name == "view_as" and is_autograds(sys._getframe(1))  # then the Function that returns it is the call
         if own or (name in METADATA and not (name == "__format__" and args[1])):
             if not (args and isinstance(args[0], Placeholder)):  # shapes and dtypes are known: nothing to record

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.intercept.snapshot import Change, Snapshot
+from lightning_pipe.trainer.layer_attributes import LayerAttributes
 from lightning_pipe.trainer.module_state import Tracked, name_of, portable
 from lightning_pipe.trainer.warn_once import WarnOnce
 
@@ -22,11 +23,16 @@ class AttributeSync:
 
     Attributes:
         tracked: the modules whose attributes are kept equal.
+        of_layers: what the step's own code sets in layers, and in modules outside them that hold parameters.
     """
 
     def __init__(self, module: pl.LightningModule, pipeline: Pipeline) -> None:
         self._pipeline = pipeline
         self.tracked = Tracked(module, [layer for _, layer in pipeline.layers])
+        interceptor = pipeline.executor.stages.interceptor
+        apart = {id(part) for part in interceptor.computing()}
+        parts = {name: part for name, part in module.named_modules() if id(part) in apart}
+        self.of_layers = LayerAttributes(parts, lambda: interceptor.in_module)
         self._warn = WarnOnce()
 
     def before(self, ranks: Sequence[int]) -> Snapshot | None:
@@ -45,7 +51,8 @@ class AttributeSync:
             before: the attributes before the steps, as `before` returned them.
             ranks: those that complete the steps.
         """
-        changes, lost = portable(before.changes()) if before is not None else ([], [])
+        of_layers = self.of_layers.changes()
+        changes, lost = portable([*before.changes(), *of_layers]) if before is not None else ([], [])
         for attribute in lost:
             self._warn(
                 attribute,
@@ -83,4 +90,4 @@ class AttributeSync:
             before.undo()
         if before is None or several:
             for each in changes:
-                self.tracked.apply(each, add=several)
+                self.tracked.apply(self.of_layers.adopt(each), add=several)

@@ -32,12 +32,17 @@ class LateValues:
         self._replica = pipeline.transport.replica
         # without a flush the runs of several batches alternate, and no batch's own changes can be told apart
         self._waiting = pipeline.asynchronous is None and 0 in pipeline.stages_here and pipeline.ends_early
+        # a rank with several stages runs the step several times for each batch, that of an evaluation too
+        self._several = self._waiting and len(pipeline.stages_here) > 1
+        self._told = False
         self.looking = False
         self._early: dict[str, Any] = {}
         self._start: Snapshot | None = None
 
     def begin(self, micro_batches: int) -> None:
         """Begin a batch of so many micro-batches."""
+        if self._several:
+            self._warn_of_iterators()
         self.looking = self._waiting and micro_batches > 1
         self._start = self._tracked.capture() if self.looking else None
 
@@ -57,6 +62,12 @@ class LateValues:
         self.looking = self._waiting = False
         self._warn_of_late_values(comparable_values(self._start.changes()))
         self._start = None
+        self._warn_of_iterators()
+
+    def _warn_of_iterators(self) -> None:
+        if self._told:
+            return
+        self._told = True
         self._warn_of(
             self._tracked.iterators(),
             "{}: an iterator cannot be put back after a run of the step that ends at a cut. If the step takes from it, "

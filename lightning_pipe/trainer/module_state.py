@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 import pickle
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from torchmetrics import Metric
 
 from lightning_pipe.errors import CutError
 from lightning_pipe.intercept.interceptor import outside_modules
+from lightning_pipe.intercept.slot_items import SlotItems
 from lightning_pipe.intercept.snapshot import Change, Snapshot
 
 _SMALL = 1024
@@ -144,12 +145,17 @@ def _plain(value: Any) -> Any:
 
 
 def _get(owner: Any, kind: str, key: Any) -> Any:
-    return vars(owner)[key] if kind == "attribute" else owner[key]
+    return _items(owner, kind)[key]
+
+
+def _items(owner: Any, kind: str) -> Any:
+    """What holds attributes, the items of a container or the values in slots."""
+    return vars(owner) if kind == "attribute" else SlotItems(owner) if kind == "slot" else owner
 
 
 def _apply(owner: Any, change: Change, *, add: bool) -> None:
     kind, key = change.path[-1]
-    target = vars(owner) if kind == "attribute" else owner
+    target = _items(owner, kind)
     if change.kind == "append":
         target.extend(change.value)
     elif change.kind == "delete":
@@ -165,7 +171,7 @@ def _apply(owner: Any, change: Change, *, add: bool) -> None:
 
 
 def _now(target: Any, key: Any, default: Any = None) -> Any:
-    return target.get(key, default) if isinstance(target, dict) else target[key]
+    return target.get(key, default) if isinstance(target, Mapping) else target[key]
 
 
 def _fits(now: Any, value: Tensor) -> bool:

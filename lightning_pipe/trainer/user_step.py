@@ -11,7 +11,7 @@ import lightning.pytorch as pl
 
 from lightning_pipe.engine.first_batch.trial_runs import is_alone
 from lightning_pipe.engine.pipeline import Pipeline
-from lightning_pipe.errors import CutError
+from lightning_pipe.errors import ConfigurationError, CutError
 from lightning_pipe.intercept.recompute import is_recomputing
 from lightning_pipe.intercept.snapshot import Change, Snapshot
 from lightning_pipe.torch_internals import DisableTorchFunction, tree_leaves
@@ -103,16 +103,19 @@ class UserStep:
         )
 
     @contextmanager
-    def running(self, *, may_repeat: bool = False, ranks: Sequence[int] | None = None) -> Iterator[Snapshot | None]:
+    def running(
+        self, *, may_repeat: bool = False, turns: bool = False, ranks: Sequence[int] | None = None
+    ) -> Iterator[Snapshot | None]:
         """Around the pipeline's call of steps. Yields what `AttributeSync.changes` compares attributes with.
 
         Args:
             may_repeat: whether the step may come back to the layers of an earlier stage, and end there on all ranks.
+            turns: whether the ranks take turns: each runs the whole step.
             ranks: those that complete it; ``None``: all with the last stage.
         """
         self._may_repeat = may_repeat
         before = self.attributes.before(self.pipeline.loss_ranks if ranks is None else ranks)
-        with self.metrics.in_step(), self.log.installed():
+        with self.metrics.in_step(alike=turns), self.log.installed():
             # most ranks leave the step early: collectives of the user's step must concern the replicas alone
             self._world.local = True
             try:
@@ -121,24 +124,28 @@ class UserStep:
                 self._world.local = False
 
     @contextmanager
-    def undoing(self, index: int) -> Iterator[None]:
+    def undoing(self, index: int, *, training: bool) -> Iterator[None]:
         """Around a run of the step: its traces are removed if it ends early, or if it is not the first complete one.
 
         Args:
             index: of the micro-batch.
+            training: whether it is a training step: activations may be computed again behind its run, with what it has
+                set in layers.
 
         Raises:
             CutError: the run has drawn from a generator that is an attribute, as another run of the batch does.
         """
         # recomputation runs a micro-batch again whose traces are there already
         again = is_recomputing()
-        if not (self._ends_early or self._may_repeat or again):
-            yield
+        complete = not (self._ends_early or self._may_repeat or again)
+        noting = self.attributes.of_layers.noting(lambda: complete, undo=not training)
+        if complete:
+            with noting:
+                yield
             return
         tracked = self.attributes.tracked
         kept, generators = tracked.capture(), tracked.generators()
-        complete = False
-        with self.metrics.remembered() as metrics:
+        with noting, self.metrics.remembered() as metrics:
             try:
                 yield
                 complete = not again
@@ -235,6 +242,7 @@ class StepOfBatch:
         self.check = user_step.checks.begin(micro_batches, context)
         self._user_step = user_step
         self._method, self._rest, self._context = getattr(user_step.module, name), rest, context
+        self._training = name == "training_step"
         self._logged: Logged = {}
 
     def __call__(self, index: int, micro_batch: Any) -> Any:
@@ -249,8 +257,8 @@ class StepOfBatch:
         common = self._user_step
         # a run that computes a micro-batch again logs what was logged before
         recording = common.log.recording(self._logged, index, counts=not is_recomputing())
-        with recording, common.undoing(index), self._context():
-            result = self._method(micro_batch, *self._rest)
+        with recording, common.undoing(index, training=self._training), self._context():
+            result = self._run(micro_batch)
             # within these contexts: a run that still waits for what other ranks send must not count as complete
             common.pipeline.returning(result)
         # the loss check has run this: it compares what two micro-batches and both together log and return
@@ -258,6 +266,18 @@ class StepOfBatch:
             with DisableTorchFunction():
                 common.numbers.note([*common.log.numbers(), *numbers_in(result)])
         return result
+
+    def _run(self, micro_batch: Any) -> Any:
+        try:
+            return self._method(micro_batch, *self._rest)
+        except StopIteration as error:
+            if isinstance(micro_batch, Iterator):  # `dataloader_iter`
+                raise
+            # Lightning's loop would take it for the end of the data (2.6), on this rank alone
+            raise ConfigurationError(
+                f"{self._method.__name__} raises StopIteration: an iterator that it takes from has ended.",
+                hint="Give next() a default, or let the items come with the batch (CombinedLoader).",
+            ) from error
 
     def share(
         self,

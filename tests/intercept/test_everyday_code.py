@@ -88,6 +88,28 @@ def test_numbers_that_some_batches_use(run: dict[str, Any]) -> None:
     assert_same(NumbersOfSomeBatches(), data, **run)
 
 
+class Compares(Net):
+    """Compares what is no layer's result with one: Python may ask the one on the right first."""
+
+    def body(self, h: Tensor, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            h = layer(h)
+            h = (
+                h * (x < h)
+                + 0.5 * (x >= h) * h
+                + 0.1 * torch.gt(x, h) * x
+                + (h > x)
+                - (h >= 0.2) * h
+                + (x - h) * (h < 9)
+            )
+        return h
+
+
+def test_comparisons(run: dict[str, Any]) -> None:
+    torch.manual_seed(1)
+    assert_same(Compares(), batches(), **run)
+
+
 class Reads(Net):
     """Reads numbers, text and arrays between layers, and decides by them."""
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,16 +16,28 @@ from lightning_pipe.errors import CutError
 from lightning_pipe.intercept.snapshot import Snapshot
 
 
+@dataclass(slots=True)
+class Slots:
+    """Keeps its attributes in no dictionary."""
+
+    number: int = 1
+    items: list[int] = field(default_factory=lambda: [1])
+
+
 class Holder(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.number, self.text, self.items, self.table = 1, "a", [1, [2]], {"k": [1]}
         self.names, self.array, self.tensor = {"x"}, np.ones(2), torch.ones(2)
+        self.slots, self.space = Slots(), SimpleNamespace(number=1)
         self.register_buffer("mean", torch.zeros(2))
 
 
 def content(module: nn.Module) -> str:
-    return repr(sorted(vars(module).items()))
+    slots = module.slots
+    return repr(
+        (sorted({**vars(module), "slots": None}.items()), [getattr(slots, name, None) for name in ("number", "items")])
+    )
 
 
 def _set(name: str, value: Any) -> Callable[[Any], None]:
@@ -42,6 +56,10 @@ CHANGES: list[tuple[str, str, Callable[[Any], Any]]] = [
     ("set", "names", lambda module: module.names.add("y")),
     ("set", "array", lambda module: module.array.__iadd__(1)),
     ("set", "tensor", lambda module: module.tensor.add_(1)),
+    ("set", "slots", lambda module: setattr(module.slots, "number", 2)),
+    ("append", "slots", lambda module: module.slots.items.append(2)),
+    ("delete", "slots", lambda module: delattr(module.slots, "number")),
+    ("set", "space", lambda module: setattr(module.space, "number", 2)),
     ("set", "_buffers", lambda module: module.mean.add_(1)),
 ]
 

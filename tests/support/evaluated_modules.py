@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import lightning as L
@@ -162,6 +163,86 @@ class Hooked(Evaluated):
             self.embed.bias += 1.0
 
 
+class Doubled(nn.Module):
+    """Computes something else in training mode."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2.0 if self.training else x
+
+
+class Samples(Evaluated):
+    """Puts the layers into training mode for some batches, as for Monte Carlo dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for layer in self.model:
+            layer.append(Doubled())
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
+        if batch_idx % 2:
+            self.model.train()
+        loss = super().validation_step(batch, batch_idx)
+        self.model.eval()
+        return loss
+
+
+class Scaled(nn.Linear):
+    """A layer with a number that others set."""
+
+    def __init__(self, scale: Any = 1.0) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.scale = scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(super().forward(x)) * self.scale
+
+
+class Scales(Evaluated):
+    """Sets a number in all layers behind the last one, from the first batch on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.Sequential(*(Scaled() for _ in range(8)))
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
+        loss = super().validation_step(batch, batch_idx)
+        for layer in self.model:
+            layer.scale = 1.0 + 0.1 * float(loss)
+        return loss
+
+
+class Slots:
+    """A number that is no attribute of the module, in an object without a dictionary."""
+
+    __slots__ = ("seen",)
+
+    def __init__(self) -> None:
+        self.seen = 1
+
+
+class CountsInObject(Evaluated):
+    """Counts batches in such an object, and in a namespace."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slots, self.space = Slots(), SimpleNamespace(seen=1)
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
+        scale = self.slots.seen * self.space.seen
+        loss = super().validation_step((batch[0] * scale, batch[1]), batch_idx)
+        self.slots.seen += 1
+        self.space.seen += 2
+        return loss
+
+
+class AsksMetric(Evaluated):
+    """Computes from what a metric has counted in earlier batches."""
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
+        scale = 1.0 + float(self.accuracy.compute())
+        return super().validation_step((batch[0] * scale, batch[1]), batch_idx)
+
+
 class Moved(Evaluated):
     """Scales batches when they have come to the device."""
 
@@ -201,6 +282,17 @@ class Breaks(Evaluated):
         if batch_idx == 3 and self.trainer.global_rank == self.trainer.world_size - 1:
             raise ArithmeticError("the first stage fails in batch 3")
         return super().validation_step(batch, batch_idx)
+
+
+class Exhausts(Evaluated):
+    """Takes from an iterator that ends before the data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales = iter((1.0, 2.0))
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
+        return super().validation_step((batch[0] * next(self.scales), batch[1]), batch_idx)
 
 
 class Steps(DummyLogger):

@@ -50,6 +50,8 @@ class Generates(L.LightningModule):
             mask = torch.ones_like(batch)
             options |= {"attention_mask": mask, "use_cache": cache, "max_new_tokens": 4}
             found.append(self.net.generate(input_ids=batch, **options))
+        # the rank that chooses the beams reorders the caches of all layers
+        found.append(self.net.generate(input_ids=batch, attention_mask=mask, num_beams=3, max_new_tokens=4))
         return found
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
@@ -62,6 +64,31 @@ class Generates(L.LightningModule):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+class Static(Generates):
+    """Keeps keys and values in tensors of fixed size, which layers change in place, as the count of tokens in them."""
+
+    def generated(self, batch: Tensor) -> list[Tensor]:
+        options = {"attention_mask": torch.ones_like(batch), "cache_implementation": "static", "max_new_tokens": 5}
+        return [self.net.generate(input_ids=batch, **options)]
+
+
+def generate_statically(process: int, devices: int) -> list[Any]:
+    rows = torch.randint(3, 61, (5, 5), generator=torch.Generator().manual_seed(1))
+    strategy: Any = PipeStrategy(layers=LAYERS["llama"]) if devices > 1 else "auto"
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer = L.Trainer(accelerator="cpu", devices=devices, strategy=strategy, enable_model_summary=False, **quiet)
+    predicted = trainer.predict(Static("llama"), DataLoader(rows, batch_size=2))
+    return [[each.tolist() for each in batch] for batch in predicted or ()]
+
+
+@pytest.mark.slow
+def test_a_static_cache_gives_the_tokens_of_one_device() -> None:
+    expected = generate_statically(0, 1)
+    for each in outcomes(generate_statically, 2, timeout=100, devices=2):
+        assert each.error is None, each.error
+        assert each.value == expected
 
 
 def generate(process: int, kind: str, devices: int, fits: bool = False, plain: bool = False) -> Any:

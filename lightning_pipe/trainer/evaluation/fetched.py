@@ -34,6 +34,8 @@ class Fetched:
         run: its step, if this rank has begun it.
         way: the same on its way through the engine.
         states: what the runs for its stages on this rank have read.
+        own: the attributes of layers that these runs have set, as code writes them.
+        adopted: how many of those that other batches have set this rank knew; ``None`` before the first of its runs.
         early: whether one of them came before the batch before it was at its end.
     """
 
@@ -45,11 +47,19 @@ class Fetched:
     run: RunStep | None = None
     way: Any = None
     states: list[ReadState] = field(default_factory=list)
+    own: set[str] = field(default_factory=set)
+    adopted: int | None = None
     early: bool = False
 
-    def changed(self) -> str | None:
-        """An attribute that was read and has changed since, as code writes it."""
-        return next((name for state in self.states for name in state.changed()), None)
+    def changed(self, adopted: Sequence[str]) -> str | None:
+        """An attribute that was read and has changed since, as code writes it.
+
+        Args:
+            adopted: the attributes of layers that other ranks have changed here, which layers may have read.
+        """
+        read = (name for state in self.states for name in state.changed())
+        late = adopted[self.adopted :] if self.adopted is not None else ()
+        return next(read, None) or next((name for name in late if name not in self.own), None)
 
 
 class FetchedBatches:

@@ -116,7 +116,7 @@ class EvaluationSteps:
         parts = run.step.micro_batches.parts
         with (
             run.learning.seeing(),
-            self.user_step.running(may_repeat=not turns, ranks=run.ranks) as run.before,
+            self.user_step.running(may_repeat=not turns, turns=turns, ranks=run.ranks) as run.before,
         ):
             run.outputs = self.pipeline.evaluate(run.step, parts, seed=run.seed, turns=turns)
         run.learning.end()

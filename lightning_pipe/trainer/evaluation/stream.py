@@ -41,6 +41,7 @@ from lightning_pipe.trainer.evaluation.conditions import tell_that_batches_wait
 from lightning_pipe.trainer.evaluation.fetched import Fetched, FetchedBatches
 from lightning_pipe.trainer.evaluation.reads import AttributeReads
 from lightning_pipe.trainer.evaluation.steps import EvaluationSteps
+from lightning_pipe.trainer.layer_attributes import LayerAttributes
 from lightning_pipe.trainer.world import World
 from lightning_pipe.transport.nonblocking_broadcast import NonBlockingBroadcast
 
@@ -100,6 +101,10 @@ class EvaluationStream:
     def _completes(self) -> bool:
         """Whether this rank has the last stage, and loads."""
         return self._last in self._stages
+
+    @property
+    def _of_layers(self) -> LayerAttributes:
+        return self._steps.user_step.attributes.of_layers
 
     @property
     def _runs_early(self) -> bool:
@@ -180,7 +185,7 @@ class EvaluationStream:
         if not self._engine.order.holds(current.number):
             self._steps.run(run)
         else:
-            if current.early and not in_turns and (changed := current.changed()) is not None:
+            if current.early and not in_turns and (changed := current.changed(self._of_layers.adopted)) is not None:
                 raise _read_too_early(self._name, args, changed)
             if self._completes:
                 self._run_to(self._slot)
@@ -227,8 +232,11 @@ class EvaluationStream:
         if action.stage == self._last:
             self._steps.run_stage(run, action.stage, perform)
         else:
+            if fetched.adopted is None:
+                fetched.adopted = len(self._of_layers.adopted)
             with self._batches.as_if_at(fetched), self._reads.noting() as names:
                 self._steps.run_stage(run, action.stage, perform)
+            fetched.own |= self._of_layers.latest
             state = self._reads.state(names)
             self._has_read |= state is not None
             fetched.states += [] if state is None else [state]
@@ -242,7 +250,7 @@ class EvaluationStream:
         current, known = self._batches.current, self._known
         if current is None or known.known or not (self._deciding or self._runs_early):
             return
-        changed, transport = current.changed(), self._steps.pipeline.transport
+        changed, transport = current.changed(self._of_layers.adopted), self._steps.pipeline.transport
         # the rank before the last one runs, and reads, all that the ranks before it do
         tells = transport.replica == 0 and self._stages == [self._last - 1]
         if self._deciding:

@@ -14,6 +14,7 @@ from torchmetrics.utilities.distributed import gather_all_tensors
 from torchmetrics.wrappers import Running
 
 from lightning_pipe.engine.pipeline import Pipeline
+from lightning_pipe.errors import CutError
 from lightning_pipe.intercept.interceptor import outside_modules
 from lightning_pipe.intercept.recompute import is_recomputing
 from lightning_pipe.intercept.snapshot import Snapshot
@@ -24,6 +25,9 @@ from lightning_pipe.trainer.broadcasts import from_ranks
 State = tuple[dict[str, Any], int]
 Gather = Callable[[State | None, tuple[int, ...]], list[State]]
 Updaters = Callable[[str], tuple[int, ...]]
+
+_OUTSIDE, _DIVIDED, _ALIKE = range(3)
+"""Where code is: in no step, in one of which each rank runs a part, or in one that all ranks run."""
 
 _forward, _reset = Metric.forward, Metric.reset
 
@@ -64,12 +68,13 @@ class Metrics:
         self._real = {id(part) for root in real for part in root.modules()}
         self.in_layers = [name for metric, name in self.names.items() if metric in self._real]
         self._updaters, self._rank, self._gather, self._replicas = updaters, rank, gather, replicas
-        self._in_step = False
+        self._step = _OUTSIDE
+        self._forwards = 0  # within how many calls of `Metric.forward` the code is, which computes the batch's value
         self._touched: dict[int, Snapshot] | None = None
         self._again = False
         self._changed = ExitStack()
         # made once: they are put in place for each batch
-        self._forward, self._reset = self._touching(_forward), self._touching(_reset)
+        self._methods = {"forward": self._touching(self._counting(_forward)), "reset": self._touching(_reset)}
         self.windows: set[str] = set()
 
     def install(self) -> None:
@@ -92,14 +97,18 @@ class Metrics:
         self._changed.close()
 
     @contextmanager
-    def in_step(self) -> Iterator[None]:
-        """Around a batch: ``compute`` is local."""
-        self._in_step = True
-        with replaced(Metric, "forward", self._forward), replaced(Metric, "reset", self._reset):
-            try:
-                yield
-            finally:
-                self._in_step = False
+    def in_step(self, *, alike: bool = False) -> Iterator[None]:
+        """Around a batch: ``compute`` is local.
+
+        Args:
+            alike: whether all ranks run the whole step.
+        """
+        self._step = _ALIKE if alike else _DIVIDED
+        with ExitStack() as changed:
+            changed.callback(setattr, self, "_step", _OUTSIDE)
+            for name, method in self._methods.items():
+                changed.enter_context(replaced(Metric, name, method))
+            yield
 
     @contextmanager
     def remembered(self) -> Iterator[dict[int, Snapshot]]:
@@ -125,10 +134,32 @@ class Metrics:
 
         return wrapper
 
+    def _counting(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(forward)
+        def wrapper(metric: Metric, *args: Any, **kwargs: Any) -> Any:
+            self._forwards += 1
+            try:
+                return forward(metric, *args, **kwargs)
+            finally:
+                self._forwards -= 1
+
+        return wrapper
+
+    def _check_known(self, metric: Metric) -> None:
+        """Raise where a step asks for the result of batches that this rank has not seen."""
+        name = self.names[id(metric)]
+        if self._step == _ALIKE or self._forwards or id(metric) in self._real or self._rank in self._updaters(name):
+            return
+        raise CutError(
+            f"the step computes the metric `self.{name}` before it calls the layers of later stages, and this rank "
+            "does not know what the metric has counted: the rank with the last stage updates it.",
+            hint="Compute it after the last layer, or in a hook such as on_validation_epoch_end.",
+        )
+
     def _update(self, metric: Metric, update: Callable[..., Any]) -> Callable[..., Any]:
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             self._touch(metric)
-            if self._in_step and isinstance(metric, Running):
+            if self._step and isinstance(metric, Running):
                 self.windows.add(self.names[id(metric)])
             return update(*args, **kwargs)
 
@@ -136,7 +167,8 @@ class Metrics:
 
     def _compute(self, metric: Metric, compute: Callable[..., Any]) -> Callable[..., Any]:
         def wrapper(*args: Any, **kwargs: Any) -> Any:
-            if self._in_step:
+            if self._step:
+                self._check_known(metric)
                 return compute(*args, **kwargs)
             mine = ({name: getattr(metric, name) for name in metric._defaults}, metric._update_count)
             ranks = self._updaters(self.names[id(metric)])

@@ -114,6 +114,20 @@ class Remembers(Twice):
         return torch.cat([entry.rows for entry in memory.entries] + [h])
 
 
+class Reorders(Remembers):
+    """Code between the layers makes anew what they keep, by what the last one has given, as beam search does."""
+
+    def several(self, x: Tensor, y: Tensor) -> Any:
+        memory, h = Memory(), self.embed(x)
+        for _ in range(3):
+            for layer in self.layers:
+                h = layer(h, memory)
+            order = h.sum(1).argsort()
+            for entry in memory.entries:
+                entry.rows = entry.rows[torch.cat([order] * (len(entry.rows) // len(order)))]
+        return h
+
+
 class Stashing(Block):
     first = last = False
 
@@ -174,7 +188,7 @@ def assert_equal(found: Any, expected: Any) -> None:
 
 
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: "-".join(map(str, run.values())))
-@pytest.mark.parametrize("model", [Twice, Loops, InARow, BackAndForth, Remembers, Stashes])
+@pytest.mark.parametrize("model", [Twice, Loops, InARow, BackAndForth, Remembers, Reorders, Stashes])
 def test_several_passes_give_what_one_device_gives(model: type[Twice], run: dict[str, Any]) -> None:
     net, data = model(), batch(5)
     for found in evaluated(net, data, **run):

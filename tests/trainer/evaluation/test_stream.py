@@ -17,10 +17,13 @@ from torch.utils.data import DataLoader
 from tests.support import oracle, processes
 from tests.support.evaluated_modules import (
     SIZE,
+    AsksMetric,
     Breaks,
     Calibrates,
     Counts,
+    CountsInObject,
     Evaluated,
+    Exhausts,
     Hooked,
     Keeps,
     Large,
@@ -28,6 +31,8 @@ from tests.support.evaluated_modules import (
     Looks,
     Moved,
     Rows,
+    Samples,
+    Scales,
     SideBySide,
     Steps,
     Stream,
@@ -55,9 +60,11 @@ CASES: dict[str, tuple[Callable[[], Evaluated], Callable[[], Any], dict[str, Any
     "moved": (Moved, loader, {}),
     "looks": (Looks, loader, {}),
     "watched": (Watched, lambda: [loader(), loader(rows=9)], {}),
+    "samples": (Samples, loader, {}),
+    "in_object": (CountsInObject, loader, {}),
     "off": (Evaluated, loader, {}),
 }
-AHEAD = {"plain", "kept", "two_loaders", "side_by_side", "no_length", "limited"}
+AHEAD = {"plain", "kept", "two_loaders", "side_by_side", "no_length", "limited", "samples"}
 """The cases that stream; all others run batch by batch."""
 
 
@@ -205,8 +212,9 @@ REASONS = {
     "looks": "reads `self.trainer.callback_metrics`",
     "moved": "Moved.on_after_batch_transfer is called between two batches",
     "watched": "the metric 'model.0.rows' is part of a module",
+    "in_object": "reads `self.s",
 }
-OFTEN = ["plain", "kept", "looks", "counted", "hooked"]
+OFTEN = ["plain", "kept", "looks", "counted", "hooked", "samples", "in_object"]
 
 
 def test_two_ranks_equal_one_device() -> None:
@@ -270,6 +278,9 @@ def test_four_ranks_equal_one_device() -> None:
 
 FAILURES: dict[str, tuple[Callable[[], Evaluated], Callable[[], DataLoader], str]] = {
     "late": (Late, loader, "reads `self.scale` before it calls the layers of other stages"),
+    "layers": (Scales, loader, "reads `self.model.0.scale`"),
+    "metric": (AsksMetric, loader, "computes the metric `self.accuracy` before it calls the layers of later stages"),
+    "exhausted": (Exhausts, loader, "validation_step raises StopIteration"),
     "step": (Breaks, loader, "the first stage fails in batch 3"),
     "data": (Evaluated, lambda: loader(fails_at=4 * SIZE + 1), "this row cannot be read"),
 }
@@ -290,6 +301,10 @@ def failing(process: int, devices: int, name: str, schedule: str) -> tuple[str, 
     [
         ("late", "1f1b"),
         ("step", "1f1b"),
+        ("layers", "1f1b"),
+        ("exhausted", "1f1b"),
+        ("metric", "1f1b"),
+        pytest.param("metric", "dualpipev", marks=pytest.mark.slow),
         pytest.param("data", "1f1b", marks=pytest.mark.slow),
         ("step", "interleaved"),
         pytest.param("late", "interleaved", marks=pytest.mark.slow),
@@ -301,7 +316,7 @@ def test_a_rank_that_fails_ends_all_with_its_reason(name: str, schedule: str) ->
     found = processes.run_trainers(failing, 2, timeout=40, devices=2, name=name, schedule=schedule)
     for text, _ in found:
         assert FAILURES[name][2] in text
-    if name == "late":
+    if name in ("late", "layers"):
         assert "PipeStrategy(stream_evaluation=False)" in found[1][0]
     elif name == "data":
         # the hooks and the logger of the batches before come first, as on one device
@@ -329,3 +344,22 @@ def test_two_replicas_of_two_ranks(schedule: str) -> None:
         for process, found in enumerate(several):
             own = [row for batch in found["predictions"][loader_] for row in batch["row"]]
             assert own == rows[process // 2 :: 2]
+
+
+def set_layers(process: int, devices: int | None, schedule: str) -> tuple[dict[str, float], list[Any]]:
+    """What an evaluation whose batches wait logs, and what a training behind it finds in the layers."""
+    trainer, _, _ = build(
+        "off" if schedule == "1f1b" else "plain", devices, **({"schedule": schedule} if devices else {})
+    )
+    module = Scales().double()
+    trainer.validate(module, loader(), verbose=False)
+    return oracle.numbers(trainer.callback_metrics), [layer.scale for layer in module.model]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("interleaved", marks=pytest.mark.slow)])
+def test_what_the_step_sets_in_layers_is_set_on_all_ranks(schedule: str) -> None:
+    """With several stages on a rank the first batch is alone, and the others wait from then on."""
+    metrics, scales = set_layers(0, None, schedule)
+    for found in processes.run_trainers(set_layers, 2, timeout=60, devices=2, schedule=schedule):
+        assert found[0] == pytest.approx(metrics, rel=1e-9)
+        assert found[1] == pytest.approx(scales, rel=1e-9)

@@ -1,0 +1,69 @@
+"""What steps set in layers is noted, put back, and set on other ranks."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_pipe.trainer.layer_attributes import LayerAttributes
+
+
+class Rank:
+    """A rank with two layers."""
+
+    def __init__(self) -> None:
+        self.layers = nn.ModuleDict({"a": nn.Linear(1, 1), "b": nn.Sequential(nn.Dropout())})
+        self.layers["a"].register_buffer("mean", torch.zeros(1))
+        self.computing = False
+        parts = {name: part for name, part in self.layers.named_modules() if name}
+        self.attributes = LayerAttributes(parts, lambda: self.computing)
+
+
+def test_what_a_complete_run_sets_is_set_on_the_other_ranks() -> None:
+    one, other = Rank(), Rank()
+    with one.attributes.installed():
+        with one.attributes.noting(lambda: True, undo=True):
+            one.layers["a"].scale = 2.0
+            one.layers["a"].mean = torch.ones(1)
+            one.layers["b"].eval()
+            one.layers["a"].hook = print  # no data
+            one.computing = True
+            one.layers["a"].calls = 1  # by the layer itself
+        one.layers["a"].late = 1  # in no step
+    changes = one.attributes.changes()
+    assert one.attributes.changes() == []
+    assert other.attributes.adopt(changes) == []
+    assert other.attributes.adopted == ["self.a.scale", "self.a.mean", "self.b.training", "self.b.0.training"]
+    assert (other.layers["a"].scale, other.layers["b"][0].training) == (2.0, False)
+    assert other.layers["a"].get_buffer("mean").tolist() == [1.0]
+    assert not {"hook", "calls", "late"} & {*vars(other.layers["a"])}
+    # what is the same already was read by no layer in vain
+    other.attributes.adopt([change for change in changes if isinstance(change.value, float | bool)])
+    assert len(other.attributes.adopted) == 4
+
+
+@pytest.mark.parametrize("undo", [True, False])
+def test_what_a_run_has_set_that_ends_early_is_put_back_in_an_evaluation(undo: bool) -> None:
+    rank = Rank()
+    with (
+        rank.attributes.installed(),
+        suppress(KeyboardInterrupt),
+        rank.attributes.noting(lambda: False, undo=undo),
+    ):
+        rank.layers["a"].scale = 2.0
+        rank.layers["b"].eval()
+        raise KeyboardInterrupt
+    assert rank.attributes.latest == {"self.a.scale", "self.b.training", "self.b.0.training"}
+    assert hasattr(rank.layers["a"], "scale") is not undo
+    assert rank.layers["b"][0].training is undo
+    assert rank.attributes.changes() == []
+
+
+def test_nothing_stays_in_place_of_what_sets_attributes() -> None:
+    before = nn.Module.__setattr__
+    with Rank().attributes.installed():
+        assert nn.Module.__setattr__ is not before
+    assert nn.Module.__setattr__ is before
