@@ -22,6 +22,7 @@ from lightning_pipe.trainer.data.loss_checks import LossChecks
 from lightning_pipe.trainer.data.micro_batches import LossWeight, MicroBatches
 from lightning_pipe.trainer.data.number_rules import NumberRules
 from lightning_pipe.trainer.late_values import LateValues
+from lightning_pipe.trainer.loader_iterator import LoaderIterator
 from lightning_pipe.trainer.step_report import ReportExchange, StepReport, has_loss, known_outputs
 from lightning_pipe.trainer.warn_once import WarnOnce
 from lightning_pipe.trainer.whole_model.logging import Log, Logged, combine, merge
@@ -268,11 +269,11 @@ class StepOfBatch:
         return result
 
     def _run(self, micro_batch: Any) -> Any:
+        if isinstance(micro_batch, LoaderIterator):
+            micro_batch = micro_batch.of_run()
         try:
             return self._method(micro_batch, *self._rest)
         except StopIteration as error:
-            if isinstance(micro_batch, Iterator):  # `dataloader_iter`
-                raise
             # Lightning's loop would take it for the end of the data (2.6), on this rank alone
             raise ConfigurationError(
                 f"{self._method.__name__} raises StopIteration: an iterator that it takes from has ended.",
