@@ -63,7 +63,7 @@ def check(seeds: range, changes: bool) -> None:
 
 @pytest.mark.parametrize("changes", [False, True], ids=["pure", "in_place"])
 def test_random_programs(changes: bool) -> None:
-    check(range(CHUNK), changes)
+    check(range(15), changes)
 
 
 @pytest.mark.slow
@@ -98,7 +98,7 @@ def check_evaluation(seeds: range, changes: bool) -> None:
 
 @pytest.mark.parametrize("changes", [False, True], ids=["pure", "in_place"])
 def test_random_programs_in_evaluation(changes: bool) -> None:
-    check_evaluation(range(12), changes)
+    check_evaluation(range(8), changes)
 
 
 @pytest.mark.slow
@@ -124,7 +124,7 @@ def check_streams(seeds: range, changes: bool) -> None:
     outcomes: Counter[str] = Counter()
     for seed in seeds:
         model, at = entry(seed, changes), STREAMED[seed % len(STREAMED)]
-        context = (torch.no_grad, torch.inference_mode)[seed // len(STREAMED) % 2]
+        context = (torch.no_grad, torch.inference_mode)[seed % 2]
         with torch.no_grad():
             try:
                 module = model.build()
@@ -145,7 +145,7 @@ def check_streams(seeds: range, changes: bool) -> None:
 
 @pytest.mark.parametrize("changes", [False, True], ids=["pure", "in_place"])
 def test_random_programs_in_streams(changes: bool) -> None:
-    check_streams(range(2 * len(STREAMED)), changes)
+    check_streams(range(len(STREAMED)), changes)
 
 
 @pytest.mark.slow
