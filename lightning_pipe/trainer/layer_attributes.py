@@ -1,6 +1,7 @@
 """Attributes of layers and outside modules that the step's own code sets: made equal on all ranks.
 
-What a layer does to itself in its forward pass stays where the layer runs. The step may set its attributes as well::
+What a layer does to itself in its forward pass, and what its hooks do to it, such as those of weight norm, stays where
+it is called. The step may set its attributes as well::
 
     def validation_step(self, batch, batch_idx):
         self.model.train()              # every rank runs this
@@ -10,8 +11,10 @@ What a layer does to itself in its forward pass stays where the layer runs. The 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from types import FrameType
 from typing import Any
 
 from torch import nn
@@ -20,6 +23,7 @@ from torchmetrics import Metric
 from lightning_pipe.intercept.snapshot import Change, is_compared
 from lightning_pipe.patches import replaced
 
+_CALL = nn.Module.__call__.__code__
 _MISSING = object()
 _PLAIN = (int, float, str, bytes, type(None))
 
@@ -55,11 +59,20 @@ class LayerAttributes:
         def set_attribute(module: nn.Module, name: str, value: Any) -> None:
             if self._noted is not None and id(module) in self._names and _counts(name, value):
                 key = (self._names[id(module)], name)
-                if key not in self._noted and not self._computing():
+                if key not in self._noted and not self._computing() and not self._in_a_call():
                     self._noted[key] = _holder(module, name).get(name, _MISSING)
             setting(module, name, value)
 
         return replaced(nn.Module, "__setattr__", set_attribute, gated=False)
+
+    def _in_a_call(self) -> bool:
+        """Whether one of the modules is being called: its hooks run around its forward pass."""
+        frame: FrameType | None = sys._getframe(2)
+        while frame is not None:
+            if frame.f_code is _CALL and id(frame.f_locals["self"]) in self._names:
+                return True
+            frame = frame.f_back
+        return False
 
     @contextmanager
     def noting(self, complete: Callable[[], bool], *, undo: bool) -> Iterator[None]:

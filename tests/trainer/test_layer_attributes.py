@@ -45,6 +45,20 @@ def test_what_a_complete_run_sets_is_set_on_the_other_ranks() -> None:
     assert len(other.attributes.adopted) == 4
 
 
+def test_what_hooks_of_a_layer_set_is_its_own() -> None:
+    rank = Rank()
+    nn.utils.weight_norm(rank.layers["a"])
+
+    def count(module: nn.Module, *_: object) -> None:
+        module.calls = 1
+
+    rank.layers["b"].register_forward_hook(count)
+    with rank.attributes.installed(), rank.attributes.noting(lambda: True, undo=True):
+        rank.layers["b"](rank.layers["a"](torch.ones(1, 1)))
+        rank.layers["a"].scale = 2.0
+    assert [change.path for change in rank.attributes.changes()] == [("a", ("attribute", "scale"))]
+
+
 @pytest.mark.parametrize("undo", [True, False])
 def test_what_a_run_has_set_that_ends_early_is_put_back_in_an_evaluation(undo: bool) -> None:
     rank = Rank()
