@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -78,25 +78,18 @@ class GlooTransport(TorchTransport):
         lane: Lane,
         tag: int,
     ) -> Sequence[Work]:
-        local = self._sharing(peer)
-        if local is None:
+        if not self._shares(peer):
             return super().send_parts(layout, control, tensors, peer, lane, tag)
-        try:
-            local.hand_over(layout.size, lambda address: layout.write(address, control, tensors), _lane_tag(lane))
-        except OSError as error:
-            raise self.failed(Message("send", layout.size, self.names[peer], lane), error) from error
+        self._hand_over(
+            layout.size, lambda address: layout.write(address, control, tensors), peer, lane, _lane_tag(lane)
+        )
         return ()
 
     @override
     def receive_parts(self, layout: MessageLayout, peer: int, lane: Lane, tag: int) -> IncomingParts:
-        local = self._sharing(peer)
-        if local is None:
+        if not self._shares(peer):
             return super().receive_parts(layout, peer, lane, tag)
-        operation = Message("receive", layout.size, self.names[peer], lane)
-        try:
-            return LocalReceive(self, operation, local, local.expect(layout.size, layout.read, _lane_tag(lane)))
-        except OSError as error:
-            raise self.failed(operation, error) from error
+        return self._expect(layout.size, layout.read, peer, lane, _lane_tag(lane))
 
     @override
     def send_object_to(self, obj: object, peers: Sequence[int], tag: int) -> Work:
@@ -104,26 +97,32 @@ class GlooTransport(TorchTransport):
         if len(elsewhere) < len(peers):
             packed = PackedObject(obj)
             for peer in set(peers).difference(elsewhere):
-                self._hand_over(packed, peer, tag)
+                self._hand_over(packed.size, packed.write, peer, object_lane(tag), object_tag(tag))
         return super().send_object_to(obj, elsewhere, tag) if elsewhere else DONE
-
-    def _hand_over(self, packed: PackedObject, peer: int, tag: int) -> None:
-        try:
-            self._local[peer].hand_over(packed.size, packed.write, object_tag(tag))
-        except OSError as error:
-            raise self.failed(Message("send", packed.size, self.names[peer], object_lane(tag)), error) from error
 
     @override
     def receive_object(self, peer: int, tag: int) -> Any:
-        local = self._local.get(peer)
-        if local is None:
+        if peer not in self._local:
             return super().receive_object(peer, tag)
-        operation = Message("receive", None, self.names[peer], object_lane(tag))
+        reader = partial(read, device=self.device)
+        return self._expect(None, reader, peer, object_lane(tag), object_tag(tag)).wait()
+
+    def _hand_over(self, size: int, write: Callable[[int], Any], peer: int, lane: Lane | str, tag: int) -> None:
+        """Write a message of ``size`` bytes where a process of this host reads it."""
         try:
-            posted = local.expect(None, partial(read, device=self.device), object_tag(tag))
+            self._local[peer].hand_over(size, write, tag)
+        except OSError as error:
+            raise self.failed(Message("send", size, self.names[peer], lane), error) from error
+
+    def _expect(
+        self, size: int | None, reader: Callable[[int], Any], peer: int, lane: Lane | str, tag: int
+    ) -> LocalReceive:
+        """Start to read such a message; ``None``: of any size."""
+        operation, local = Message("receive", size, self.names[peer], lane), self._local[peer]
+        try:
+            return LocalReceive(self, operation, local, local.expect(size, reader, tag))
         except OSError as error:
             raise self.failed(operation, error) from error
-        return LocalReceive(self, operation, local, posted).wait()
 
     @override
     def _all_gather(self, data: Tensor, members: tuple[int, ...]) -> list[Tensor]:
@@ -152,9 +151,9 @@ class GlooTransport(TorchTransport):
         """Wait for a part of a gather."""
         LocalReceive(self, operation, sender, sender.receive(data, _GATHERS)).wait()
 
-    def _sharing(self, peer: int) -> SharedMemoryPeer | None:
-        """The connection to a process that maps the same memory, where messages can be written to it as they are."""
-        return self._local.get(peer) if self.device.type == "cpu" else None
+    def _shares(self, peer: int) -> bool:
+        """Whether a process maps the same memory, and messages can be written to it as they are."""
+        return peer in self._local and self.device.type == "cpu"
 
     def _gather(self, obj: object) -> list[Any]:
         return self.all_gather_object(obj, self.everyone)

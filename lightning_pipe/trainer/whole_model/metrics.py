@@ -74,7 +74,7 @@ class Metrics:
         self._again = False
         self._changed = ExitStack()
         # made once: they are put in place for each batch
-        self._methods = {"forward": self._touching(self._counting(_forward)), "reset": self._touching(_reset)}
+        self._methods = self._touching(self._counting(_forward)), self._touching(_reset)
         self.windows: set[str] = set()
 
     def install(self) -> None:
@@ -104,11 +104,12 @@ class Metrics:
             alike: whether all ranks run the whole step.
         """
         self._step = _ALIKE if alike else _DIVIDED
-        with ExitStack() as changed:
-            changed.callback(setattr, self, "_step", _OUTSIDE)
-            for name, method in self._methods.items():
-                changed.enter_context(replaced(Metric, name, method))
-            yield
+        forward, reset = self._methods
+        with replaced(Metric, "forward", forward), replaced(Metric, "reset", reset):
+            try:
+                yield
+            finally:
+                self._step = _OUTSIDE
 
     @contextmanager
     def remembered(self) -> Iterator[dict[int, Snapshot]]:
