@@ -126,14 +126,23 @@ class Log:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Around a batch: catch the calls, on the class, so that a ``log`` of the user's own comes first."""
+        """Around a run: catch the calls, on the class, so that a ``log`` of the user's own comes first.
+
+        Hooks log at once, but not what comes from parameters of other ranks: Lightning would take it.
+        """
         names = self._names
 
         def log(module: pl.LightningModule, name: str, value: Any, *args: Any, **options: Any) -> None:
-            if self._current is None or id(module) not in names:
-                _log(module, name, value, *args, **options)
-            else:
+            if self._current is not None and id(module) in names:
                 self._record(names[id(module)], module, name, value, _named(args) | options)
+                return
+            if isinstance(value, AbsentTensor):
+                raise value.origin.error(
+                    f"self.log({name!r}, …) is given a number that comes from parameters of other ranks",
+                    "Log what the step computes, or norms by torch.nn.utils.get_total_norm, which are those of the "
+                    "whole model.",
+                )
+            _log(module, name, value, *args, **options)
 
         with replaced(pl.LightningModule, "log", log):
             yield
@@ -213,23 +222,6 @@ class Log:
         occurrence = sum(key[:2] == (owner, name) for key in self._current)
         origin = value if isinstance(value, Tensor) else None
         self._current[LogKey(owner, name, occurrence)] = LogEntry(kept, metric, options, origin)
-
-
-@contextmanager
-def of_values_alone() -> Iterator[None]:
-    """Around a run: refuse to log, in hooks, what comes from parameters of other ranks. Lightning would take it."""
-
-    def log(module: pl.LightningModule, name: str, value: Any, *args: Any, **options: Any) -> None:
-        if isinstance(value, AbsentTensor):
-            raise value.origin.error(
-                f"self.log({name!r}, …) is given a number that comes from parameters of other ranks",
-                "Log what the step computes, or norms by torch.nn.utils.get_total_norm, which are those of the whole "
-                "model.",
-            )
-        _log(module, name, value, *args, **options)
-
-    with replaced(pl.LightningModule, "log", log):
-        yield
 
 
 @contextmanager
