@@ -294,11 +294,13 @@ def _reduction(function: Any) -> str:
 
 
 def _to_host(values: Sequence[Tensor | None]) -> list[float]:
-    """The values as numbers, with one transfer from each device."""
+    """The values as numbers, with one transfer from each accelerator."""
     numbers_ = [0.0] * len(values)
     groups: dict[torch.device, list[int]] = {}
     for index, value in enumerate(values):
-        if value is not None:
+        if value is not None and value.is_cpu:
+            numbers_[index] = float(value.item())
+        elif value is not None:
             groups.setdefault(value.device, []).append(index)
     for indices in groups.values():
         stacked = torch.stack([values[i].reshape(()).to(torch.float64) for i in indices])  # type: ignore[union-attr]
