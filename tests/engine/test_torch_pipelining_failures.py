@@ -27,6 +27,15 @@ from tests.support.zoo.batches import regression_batches
 SCHEDULES = ["gpipe", "1f1b", "interleaved"]
 
 
+def in_turn(**cases: Any) -> list[Any]:
+    """Each case with each schedule: the fast tests show each case with one of them."""
+    return [
+        pytest.param(case, schedule, id=f"{name}-{schedule}", marks=() if number % 3 == turn else pytest.mark.slow)
+        for number, (name, case) in enumerate(cases.items())
+        for turn, schedule in enumerate(SCHEDULES)
+    ]
+
+
 def over_threads(
     entry: Entry, body: Callable[[Pipeline, Any], Any], schedule: str = "1f1b", stages: int = 4
 ) -> list[Any]:
@@ -196,9 +205,8 @@ def test_shared_weights_count_once() -> None:
 # ------------------------------------------------------------------ what is refused there
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("size", [10, 7, 3, 1])
-def test_uneven_micro_batches_and_batches_smaller_than_their_number(schedule: str, size: int) -> None:
+@pytest.mark.parametrize(("size", "schedule"), in_turn(ten=10, seven=7, three=3, one=1))
+def test_uneven_micro_batches_and_batches_smaller_than_their_number(size: int, schedule: str) -> None:
     """There: all micro-batches have the first one's shape."""
     entry = Entry("uneven", Residual, lambda number: regression_batches(number, (size,)), layers="layers")
     check(entry, Point(schedule, stages=4, micro_batches=4))
@@ -215,29 +223,27 @@ def test_changed_sequence_length(schedule: str) -> None:
     check(ZOO["sequence_lengths"], Point(schedule, stages=4, micro_batches=4, steps=6))
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param("structures", id="dict_none_and_integers_between_stages"),
-        pytest.param("lookups", id="integer_tensors_looked_up_on_later_stages"),
-        pytest.param("non_contiguous", id="activations_and_gradients_that_are_not_contiguous"),
-        pytest.param("in_place", id="in_place_first_operation"),
-        pytest.param("skips", id="skip_connections_backward"),
-        pytest.param("keywords", id="gradients_of_keyword_arguments"),
-        pytest.param("frozen_prefix", id="frozen_first_stage"),
-        pytest.param("unused_outputs", id="outputs_that_nobody_uses"),
-        pytest.param("gpt2", id="tied_weights"),
-        pytest.param("bert", id="a_model_output_and_a_mask_in_the_batch"),
-    ],
+    ("name", "schedule"),
+    in_turn(
+        dict_none_and_integers_between_stages="structures",
+        integer_tensors_looked_up_on_later_stages="lookups",
+        activations_and_gradients_that_are_not_contiguous="non_contiguous",
+        in_place_first_operation="in_place",
+        skip_connections_backward="skips",
+        gradients_of_keyword_arguments="keywords",
+        frozen_first_stage="frozen_prefix",
+        outputs_that_nobody_uses="unused_outputs",
+        tied_weights="gpt2",
+        a_model_output_and_a_mask_in_the_batch="bert",
+    ),
 )
 def test_what_may_stand_between_stages(name: str, schedule: str) -> None:
     check(ZOO[name], Point(schedule, stages=4, micro_batches=4))
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("micro_batches", [1, 2, 3])
-def test_fewer_micro_batches_than_ranks(schedule: str, micro_batches: int) -> None:
+@pytest.mark.parametrize(("micro_batches", "schedule"), in_turn(one=1, two=2, three=3))
+def test_fewer_micro_batches_than_ranks(micro_batches: int, schedule: str) -> None:
     """There: 1F1B hung, then raised."""
     check(ZOO["residual"], Point(schedule, stages=4, micro_batches=micro_batches))
 

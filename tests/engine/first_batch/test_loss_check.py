@@ -303,7 +303,7 @@ def test_the_first_process_tells_it() -> None:
 
 
 @pytest.mark.parametrize("name", ["mlp", "gpt2", "bert", "llama", "t5"])
-@pytest.mark.parametrize("micro_batches", [3, 8])
+@pytest.mark.parametrize("micro_batches", [3, pytest.param(8, marks=pytest.mark.slow)])
 def test_means_of_real_models_are_passed_over(name: str, micro_batches: int) -> None:
     entry = ZOO[name]
     assert fit(entry.build(), entry.batches(1), layers=entry.layers, micro_batches=micro_batches) == []

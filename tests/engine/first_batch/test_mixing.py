@@ -149,25 +149,33 @@ def test_no_false_alarms(module: type[Mixing], dtype: torch.dtype) -> None:
         assert fit(module(dtype), [batch(dtype)] * 2, **options) == []
 
 
+LOSSES: list[type[Tokens]] = [
+    Chosen,
+    Contrastive,
+    LayerDrop,
+    MeanOfCopies,
+    MeanOfSamples,
+    MeanOfViews,
+    Picky,
+    Random,
+    Routed,
+    SeldomDrop,
+    SumOfTokens,
+    TimeFirst,
+    Views,
+]
+
+
 @pytest.mark.parametrize(
-    "loss",
+    ("loss", "options"),
     [
-        Chosen,
-        Contrastive,
-        LayerDrop,
-        MeanOfCopies,
-        MeanOfSamples,
-        MeanOfViews,
-        Picky,
-        Random,
-        Routed,
-        SeldomDrop,
-        SumOfTokens,
-        TimeFirst,
-        Views,
+        # each loss with one of the options is fast
+        pytest.param(loss, options, marks=() if number % 3 == turn else pytest.mark.slow)
+        for number, loss in enumerate(LOSSES)
+        for turn, options in enumerate([{}, {"stages": 4}, {"micro_batches": 6}])
     ],
+    ids=str,
 )
-@pytest.mark.parametrize("options", [{}, {"stages": 4}, {"micro_batches": 6}], ids=str)
 def test_no_false_alarms_with_other_losses(loss: type[Tokens], options: dict[str, Any]) -> None:
     assert fit(loss(early=0.2), Batches().batches, layers="layers", message=MESSAGE, **options) == []
 
