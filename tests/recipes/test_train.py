@@ -80,8 +80,9 @@ def test_two_processes_train_and_one_device_goes_on(tmp_path: Path) -> None:
 
     checkpoint = output / "checkpoints" / "last.ckpt"
     arguments = ["trainer.max_epochs=2", "debug=one_device", f"ckpt_path={checkpoint}", f"hydra.run.dir={further}"]
-    done = run(tmp_path, *SMALL, *arguments)
-    assert done.returncode == 0, done.stdout + done.stderr
+    text = [f"data.files={tmp_path / 'wiki'}", f"paths.data={tmp_path / 'data'}"]
+    goes_on = command("recipes.train", tmp_path, [*SMALL, *arguments, *text])
+    assert goes_on.value == 0, goes_on.output + goes_on.trace
     second = summary(further)
     assert second["before"]["val_loss"] == pytest.approx(first["after"]["val_loss"], rel=1e-5)
     assert second["after"]["val_loss"] < second["before"]["val_loss"]
