@@ -261,12 +261,10 @@ def stage_costs(
     def sums(values: Sequence[float], beside: float = 0.0) -> list[float]:
         return [beside + sum(values[start:end]) for start, end in spans]
 
-    together = [
-        _together(profile, each.alone, n, shard_optimizer)
-        for each, n in zip(_weights(profile, spans), copies, strict=True)
-    ]
+    weights = _weights(profile, spans)
+    together = [_together(profile, each.alone, n, shard_optimizer) for each, n in zip(weights, copies, strict=True)]
     reduce, shares = zip(*together, strict=True)
-    updates = update_seconds(profile, layers, copies, shard_optimizer)
+    updates = _updates(profile, weights, copies, shard_optimizer)
     forward = sums(at.forward, at.stage_forward + profile.overhead)
     backward = sums(at.backward, at.stage_backward + profile.overhead)
     towards_input = at.backward_input or [b - w for b, w in zip(at.backward, at.backward_weight, strict=True)]
@@ -288,9 +286,15 @@ def update_seconds(
     profile: CostProfile, layers: Sequence[int], copies: Sequence[int], shard_optimizer: Sharding
 ) -> list[float]:
     """Seconds in which a rank updates its parameters of every stage: all of them, or its share. Arguments as above."""
-    held = [each.trained for each in _weights(profile, list(pairwise(accumulate(layers, initial=0))))]
-    shares = copies if shard_optimizer else [1] * len(held)
-    return [profile.step_per_byte * weights / share for weights, share in zip(held, shares, strict=True)]
+    spans = list(pairwise(accumulate(layers, initial=0)))
+    return _updates(profile, _weights(profile, spans), copies, shard_optimizer)
+
+
+def _updates(
+    profile: CostProfile, weights: Sequence[_StageWeights], copies: Sequence[int], shard_optimizer: Sharding
+) -> list[float]:
+    shares = copies if shard_optimizer else [1] * len(weights)
+    return [profile.step_per_byte * each.trained / share for each, share in zip(weights, shares, strict=True)]
 
 
 def _together(profile: CostProfile, size: float, copies: int, shard_optimizer: Sharding) -> tuple[float, float]:

@@ -39,7 +39,7 @@ class LayerAttributes:
         computing: whether a layer or an outside module runs now: what that sets is its own.
 
     Attributes:
-        adopted: the attributes that other ranks have changed on this one so far, as code writes them.
+        changes_adopted: how often another rank has changed an attribute on this one so far.
         latest: those that the last run of the step has set here.
     """
 
@@ -49,7 +49,8 @@ class LayerAttributes:
         self._computing = computing
         self._noted: Former | None = None
         self._complete: Former = {}
-        self.adopted: list[str] = []
+        self.changes_adopted = 0
+        self._last_change: dict[str, int] = {}  # which of them was the last one of each attribute, as code writes it
         self.latest: set[str] = set()
 
     def installed(self) -> AbstractContextManager[None]:
@@ -124,8 +125,13 @@ class LayerAttributes:
             now = held.get(name, _MISSING)
             if not (isinstance(now, _PLAIN) and type(now) is type(change.value) and now == change.value):
                 held[name] = change.value
-                self.adopted.append(_written(module, name))
+                self.changes_adopted += 1
+                self._last_change[_written(module, name)] = self.changes_adopted
         return others
+
+    def adopted_since(self, changes: int) -> list[str]:
+        """The attributes, as code writes them, that other ranks have changed here after so many such changes."""
+        return [name for name, last in self._last_change.items() if last > changes]
 
 
 def _counts(name: str, value: Any) -> bool:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_pipe.intercept.snapshot import Change
 from lightning_pipe.trainer.layer_attributes import LayerAttributes
 
 
@@ -36,13 +37,23 @@ def test_what_a_complete_run_sets_is_set_on_the_other_ranks() -> None:
     changes = one.attributes.changes()
     assert one.attributes.changes() == []
     assert other.attributes.adopt(changes) == []
-    assert other.attributes.adopted == ["self.a.scale", "self.a.mean", "self.b.training", "self.b.0.training"]
+    changed = ["self.a.scale", "self.a.mean", "self.b.training", "self.b.0.training"]
+    assert other.attributes.adopted_since(0) == changed
+    assert other.attributes.adopted_since(2) == changed[2:]
     assert (other.layers["a"].scale, other.layers["b"][0].training) == (2.0, False)
     assert other.layers["a"].get_buffer("mean").tolist() == [1.0]
     assert not {"hook", "calls", "late"} & {*vars(other.layers["a"])}
     # what is the same already was read by no layer in vain
     other.attributes.adopt([change for change in changes if isinstance(change.value, float | bool)])
-    assert len(other.attributes.adopted) == 4
+    assert other.attributes.adopted_since(4) == []
+
+
+def test_what_is_set_in_every_batch_is_known_once() -> None:
+    rank = Rank()
+    for number in range(50):
+        assert rank.attributes.adopt([Change("set", ("a", ("attribute", "scale")), float(number))]) == []
+        assert rank.attributes.adopted_since(number) == rank.attributes.adopted_since(0) == ["self.a.scale"]
+    assert rank.attributes.adopted_since(50) == []
 
 
 def test_what_hooks_of_a_layer_set_is_its_own() -> None:

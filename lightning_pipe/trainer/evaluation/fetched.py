@@ -16,6 +16,7 @@ from lightning_pipe.trainer.broadcasts import STREAMED_BATCHES
 from lightning_pipe.trainer.data.needs import Learning
 from lightning_pipe.trainer.evaluation.reads import ReadState
 from lightning_pipe.trainer.evaluation.steps import EvaluationSteps, RunStep
+from lightning_pipe.trainer.layer_attributes import LayerAttributes
 from lightning_pipe.transport.nonblocking_broadcast import NonBlockingBroadcast
 
 _NOT_YET = object()
@@ -35,7 +36,7 @@ class Fetched:
         way: the same on its way through the engine.
         states: what the runs for its stages on this rank have read.
         own: the attributes of layers that these runs have set, as code writes them.
-        adopted: how many of those that other batches have set this rank knew; ``None`` before the first of its runs.
+        adopted: how many changes by other ranks layers of this one knew; ``None`` before the first of its runs.
         early: whether one of them came before the batch before it was at its end.
     """
 
@@ -51,14 +52,14 @@ class Fetched:
     adopted: int | None = None
     early: bool = False
 
-    def changed(self, adopted: Sequence[str]) -> str | None:
+    def changed(self, of_layers: LayerAttributes) -> str | None:
         """An attribute that was read and has changed since, as code writes it.
 
         Args:
-            adopted: the attributes of layers that other ranks have changed here, which layers may have read.
+            of_layers: knows what other ranks have changed here: layers may have read that.
         """
         read = (name for state in self.states for name in state.changed())
-        late = adopted[self.adopted :] if self.adopted is not None else ()
+        late = of_layers.adopted_since(self.adopted) if self.adopted is not None else ()
         return next(read, None) or next((name for name in late if name not in self.own), None)
 
 

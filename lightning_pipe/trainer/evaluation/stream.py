@@ -185,7 +185,7 @@ class EvaluationStream:
         if not self._engine.order.holds(current.number):
             self._steps.run(run)
         else:
-            if current.early and not in_turns and (changed := current.changed(self._of_layers.adopted)) is not None:
+            if current.early and not in_turns and (changed := current.changed(self._of_layers)) is not None:
                 raise _read_too_early(self._name, args, changed)
             if self._completes:
                 self._run_to(self._slot)
@@ -233,7 +233,7 @@ class EvaluationStream:
             self._steps.run_stage(run, action.stage, perform)
         else:
             if fetched.adopted is None:
-                fetched.adopted = len(self._of_layers.adopted)
+                fetched.adopted = self._of_layers.changes_adopted
             with self._batches.as_if_at(fetched), self._reads.noting() as names:
                 self._steps.run_stage(run, action.stage, perform)
             fetched.own |= self._of_layers.latest
@@ -250,7 +250,7 @@ class EvaluationStream:
         current, known = self._batches.current, self._known
         if current is None or known.known or not (self._deciding or self._runs_early):
             return
-        changed, transport = current.changed(self._of_layers.adopted), self._steps.pipeline.transport
+        changed, transport = current.changed(self._of_layers), self._steps.pipeline.transport
         # the rank before the last one runs, and reads, all that the ranks before it do
         tells = transport.replica == 0 and self._stages == [self._last - 1]
         if self._deciding:
