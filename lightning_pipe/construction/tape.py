@@ -177,12 +177,21 @@ class Operation:
         for cell, strides, tensor in zip(self.made, self.strides, tensors, strict=True):
             if cell is None:
                 continue
-            if tensor.stride() != strides:
-                raise CutError(
-                    f"internal error: {self.function} returned strides {tensor.stride()}, not {strides} as predicted.",
-                    hint="Build the module outside deferred_init().",
-                )
-            memory[cell] = tensor.untyped_storage()
+            memory[cell] = self._laid_out(tensor, strides, cell).untyped_storage()
+
+    def _laid_out(self, tensor: Tensor, strides: tuple[int, ...], cell: Cell) -> Tensor:
+        """A result as it was predicted: operations that were recorded since count on that.
+
+        Meta kernels may predict another layout (``aten._linalg_svd`` on a CPU, torch 2.13).
+        """
+        if tensor.stride() == strides:
+            return tensor
+        if tensor.nbytes != cell.size:  # not alone in its storage
+            raise CutError(
+                f"{self.function} returned strides {tensor.stride()}, not {strides} as torch had predicted.",
+                hint="Build the module outside deferred_init().",
+            )
+        return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
 class drawing_again:  # noqa: N801 - used like a function

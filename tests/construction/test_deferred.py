@@ -89,6 +89,8 @@ INITIALISATIONS: dict[str, Callable[[Tensor], object]] = {
     "transposed": lambda weight: weight.data.t().normal_(),
     "masked": lambda weight: weight.data.zero_().masked_fill_(torch.rand(WIDE, WIDE) > 0.5, 1.0),
     "scaled_by_own_norm": lambda weight: weight.data.normal_().div_(weight.data.norm()),
+    # the meta kernel predicts another layout than LAPACK gives (torch 2.13)
+    "decomposed": lambda weight: weight.data.copy_(torch.linalg.svd(torch.randn(WIDE, WIDE)).Vh),
     "list_of_values": lambda weight: weight.data.copy_(torch.tensor(torch.rand(WIDE, WIDE).tolist())),
 }
 
