@@ -214,7 +214,11 @@ class _Search:
                 if fitting is None:
                     ruled_out.append(RuledOut(candidates[number], least))
                     continue
-                best = sorted([*best, (self.predictor.seconds(fitting), number, fitting)])[: self.shown]
+                found = sorted([*best, (self.predictor.seconds(fitting), number, fitting)])
+                # of two that are equal the first candidate stays, a family's own before its variants
+                best = [
+                    each for place, each in enumerate(found) if not any(self.equal(each, one) for one in found[:place])
+                ][: self.shown]
                 simulated += 1
             except ScheduleError:
                 continue  # the family has no order for these numbers
@@ -241,6 +245,16 @@ class _Search:
                 if least <= self.limit:
                     return changed, least
         return None, least
+
+    def equal(self, one: tuple[float, int, Configuration], other: tuple[float, int, Configuration]) -> bool:
+        """Whether two of the best, each with its time and number, run the same: small variants of a family may."""
+        first, second = one[2], other[2]
+        if one[0] != other[0] or replace(first, family=second.family) != second:
+            return False
+        orders = (self.predictor.schedule(each, each.micro_batches) for each in (first, second))
+        # what is left out is for display, but for when gradients are summed
+        plain = [replace(each, name="", options={"sync": each.options.get("sync")}) for each in orders]
+        return plain[0] == plain[1]
 
     def at_least(self, one: Configuration) -> float:
         """Bytes that some rank holds however the schedule orders: what its stages hold all the time."""

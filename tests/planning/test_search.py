@@ -179,15 +179,34 @@ def test_the_best_are_those_of_trying_everything() -> None:
     halved = replace(with_slow_halves(profile()), tied=(TiedSizes((0, 15), 8 * MIB),))
     for costs, limit in ((profile(), None), (slow, None), (halved, None), (profile(), 400.0 * MIB)):
         engine = _Search(costs, limit, 10)
-        times = []
+        different = {}
         for one in _candidates(costs, 8, 32, None, None, (1, 2), None):
             fitting, _ = engine.fitting(one)
             if fitting is not None:
-                times.append(engine.predictor.seconds(fitting))
+                schedule = engine.predictor.schedule(fitting, fitting.micro_batches)
+                order = (
+                    schedule.actions,
+                    tuple(sorted(schedule.placement.items())),
+                    fitting.family.options().get("sync"),
+                )
+                numbers = (fitting.replicas, fitting.samples, fitting.shard_optimizer, fitting.layers)
+                different[order, numbers] = engine.predictor.seconds(fitting)
+        times = list(different.values())
         found = search(costs, 8, 32, memory=limit)
         assert [choice.seconds for choice in found.choices] == pytest.approx(sorted(times)[:10])
         assert found.considered >= len(times)
         assert limit is not None or found.simulated < len(times)
+
+
+def test_equal_schedules_are_shown_once() -> None:
+    """With as many micro-batches as ranks variants are the same order, of which the family's own name is shown."""
+    shown = search(profile(8), 2, 8).choices
+    at = [(each.configuration.family.label, each.configuration.micro_batches) for each in shown]
+    assert ("chimera", 2) in at
+    assert ("zero_bubble", 2) in at
+    assert not {("chimera scaling=backward_halving", 2), ("zero_bubble variant=h2", 2)} & {*at}
+    assert ("zero_bubble variant=h2", 4) in at
+    assert len(shown) == 10
 
 
 def test_no_bound_is_above_the_time() -> None:
