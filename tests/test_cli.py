@@ -183,6 +183,16 @@ def huge():
 
 def number():
     return 3
+
+class Both(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.encoder, self.decoder = Net(4), Net(4)
+
+class Rows(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
 """
 
 
@@ -210,6 +220,18 @@ def test_a_module_of_the_user_s_is_planned_without_weights(capsys: pytest.Captur
     out = planned(capsys, "my_models:huge", "--ranks", "3", "--schedule", "interleaved", "--option", "virtual_stages=2")
     assert "6,000,006,000,000 parameters" in out
     assert "Schedule  interleaved" in out
+
+
+@pytest.mark.usefixtures("_models")
+@pytest.mark.parametrize(("name", "layers"), [("Both", "encoder decoder"), ("Rows", "first second")])
+def test_layers_that_are_not_clear_are_named_as_the_error_says(
+    name: str, layers: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        planned(capsys, f"my_models:{name}", "--ranks", "2")
+    remedy = capsys.readouterr().err.partition(", on the command line ")[2].strip().rstrip(".")
+    assert remedy == " ".join(f"--layers {each}" for each in layers.split())
+    assert f"Pipeline of {name}" in planned(capsys, f"my_models:{name}", "--ranks", "2", *remedy.split())
 
 
 @pytest.mark.usefixtures("_models")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -254,6 +255,12 @@ def _paste(paths: Sequence[str]) -> str:
     return repr(paths[0]) if len(paths) == 1 else "[" + ", ".join(f'"{path}"' for path in paths) + "]"
 
 
+def _option(paths: Sequence[str]) -> str:
+    """How code and the command line name layers."""
+    options = " ".join(f"--layers {shlex.quote(path)}" for path in paths)
+    return f"PipeStrategy(layers={_paste(paths)}), on the command line {options}"
+
+
 def _parts(path: str, module: nn.Module) -> list[str]:
     """The outermost modules inside that hold parameters, if they are several."""
     children = [(f"{path}.{name}".lstrip("."), child) for name, child in module.named_children()]
@@ -290,7 +297,7 @@ def _unclear(module: nn.Module, candidates: list[_Candidate], total: int) -> Par
             f"{name} holds no nn.Sequential or nn.ModuleList of at least 2 layers that the stages could be cut from.",
             hint="Compile the layers one by one; code compiled as a whole cannot be cut."
             if compiled
-            else f"If these run one after the other, name them: layers={_paste(parts)}."
+            else f"If these run one after the other, name them: {_option(parts)}."
             if parts
             else "Build an nn.Sequential or nn.ModuleList of layers: a single module cannot be divided.",
         )
@@ -305,5 +312,5 @@ def _unclear(module: nn.Module, candidates: list[_Candidate], total: int) -> Par
         f"Which layers of {name} to cut is not clear: a sequence is taken by itself if it holds "
         f"{100 * CLEAR_SHARE:.0f} % of the {amount(total)} parameters and no other one {100 * RIVAL_SHARE:.0f} %. "
         f"Found:\n{table}",
-        hint=f"Name them in the order in which they run: PipeStrategy(layers={_paste(worthwhile)}).",
+        hint=f"Name them in the order in which they run: {_option(worthwhile)}.",
     )
