@@ -149,6 +149,7 @@ class PipelineRun:
         self.pipeline.ownership.elsewhere = [self._module, *trainer.callbacks]
         self._step = UserStep(self._module, self.pipeline, self._world, metrics, self._splitter.options.loss_weight)
         self._changed.enter_context(self._step.attributes.of_layers.installed())
+        self._changed.enter_context(self._step.attributes.hooks.installed())
         steps = EvaluationSteps(
             self.pipeline, self._step, self._precision, self._seeds, self._splitter.options, self.loaders.needs
         )
