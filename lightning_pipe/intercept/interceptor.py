@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
+from functools import partial, update_wrapper
 from itertools import chain
 from typing import Any
 
@@ -111,7 +111,9 @@ class Interceptor:
         # The wrapper is made once, for speed; what it calls is asked for anew, since forwards may be replaced.
         wrapper = self._wrappers.get(key)
         if wrapper is None:
-            wrapper = self._wrappers[key] = self._apart(make(key, module))
+            # with its names and signature: Hugging Face's generate() asks what a model's forward takes (5.23)
+            made = update_wrapper(make(key, module), module.forward, updated=())
+            wrapper = self._wrappers[key] = self._apart(made)
         if vars(module).get("forward") is not wrapper:  # it is when wrappers are put on within themselves
             self._forwards[key] = own_forward(module)
         yield module, "forward", wrapper

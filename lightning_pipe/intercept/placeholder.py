@@ -133,9 +133,9 @@ def shape_only(
     call = _Shapes()
     with torch.no_grad():
         meta_args, meta_kwargs = tree_map(call.to_meta, (args, dict(kwargs)))
-        meta_args, meta_kwargs = call.redirect(func, meta_args, meta_kwargs)
+        meta_func, meta_args, meta_kwargs = call.redirect(func, meta_args, meta_kwargs)
         try:
-            result = func(*meta_args, **meta_kwargs)
+            result = meta_func(*meta_args, **meta_kwargs)
         except (RuntimeError, NotImplementedError, TypeError, ValueError, IndexError) as error:
             raise CutError(
                 f"'{function_name(func)}' needs the value of a tensor that only another stage has "
@@ -164,19 +164,22 @@ class _Shapes:
         self._originals[id(meta)] = value
         return meta
 
-    def redirect(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def redirect(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
         """Keep a call that names a device on meta, and note which device its result would have been on."""
         name = getattr(func, "__name__", "")
         if name in ("cpu", "cuda"):
-            self.device = torch.device(name, *(argument for argument in args[1:] if isinstance(argument, int)))
-            return args[:1], {}
+            # a meta tensor has no such methods: they copy
+            given = [each for each in (*args[1:2], kwargs.get("device")) if isinstance(each, (str, torch.device, int))]
+            place = given[0] if given else name
+            self.device = torch.device(name, place) if isinstance(place, int) else torch.device(place)
+            return Tensor.to, (args[0], "meta"), {}
         if kwargs.get("device") is not None:
             self.device = torch.device(kwargs["device"])
-            return args, {**kwargs, "device": "meta"}
+            return func, args, {**kwargs, "device": "meta"}
         if name == "to" and len(args) > 1 and isinstance(args[1], (str, torch.device, int)):
             self.device = torch.device(args[1])
-            return (args[0], "meta", *args[2:]), kwargs
-        return args, kwargs
+            return func, (args[0], "meta", *args[2:]), kwargs
+        return func, args, kwargs
 
     def to_placeholder(self, value: Any, func: Any) -> Any:
         if torch.is_storage(value):

@@ -11,6 +11,7 @@ from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.intercept.snapshot import Change, Snapshot
 from lightning_pipe.trainer.layer_attributes import LayerAttributes
 from lightning_pipe.trainer.module_state import Tracked, name_of, portable
+from lightning_pipe.trainer.step_hooks import StepHooks
 from lightning_pipe.trainer.warn_once import WarnOnce
 
 
@@ -24,6 +25,7 @@ class AttributeSync:
     Attributes:
         tracked: the modules whose attributes are kept equal.
         of_layers: what the step's own code sets in layers, and in modules outside them that hold parameters.
+        hooks: what it registers on modules.
     """
 
     def __init__(self, module: pl.LightningModule, pipeline: Pipeline) -> None:
@@ -33,6 +35,7 @@ class AttributeSync:
         apart = {id(part) for part in interceptor.computing()}
         parts = {name: part for name, part in module.named_modules() if id(part) in apart}
         self.of_layers = LayerAttributes(parts, lambda: interceptor.in_module)
+        self.hooks = StepHooks(module, lambda: interceptor.in_module)
         self._warn = WarnOnce()
 
     def before(self, ranks: Sequence[int]) -> Snapshot | None:

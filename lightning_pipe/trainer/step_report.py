@@ -33,6 +33,7 @@ class StepReport:
         stop: whether this rank has been asked to stop the training.
         seen: numbers of this batch that were compared, from which follows how those of micro-batches join.
         repeats: whether the step has come back to layers of an earlier stage, and ended there.
+        hooks: those on modules that the step has left, by their places among all that it has registered.
     """
 
     outputs: dict[int, Any] | None
@@ -41,6 +42,7 @@ class StepReport:
     stop: bool
     seen: dict[Any, Comparison] = field(default_factory=dict)
     repeats: bool = False
+    hooks: tuple[int, ...] = ()
 
 
 class ReportExchange:

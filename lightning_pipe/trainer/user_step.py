@@ -23,6 +23,7 @@ from lightning_pipe.trainer.data.micro_batches import LossWeight, MicroBatches
 from lightning_pipe.trainer.data.number_rules import NumberRules
 from lightning_pipe.trainer.late_values import LateValues
 from lightning_pipe.trainer.loader_iterator import LoaderIterator
+from lightning_pipe.trainer.step_hooks import HooksOfBatch
 from lightning_pipe.trainer.step_report import ReportExchange, StepReport, has_loss, known_outputs
 from lightning_pipe.trainer.warn_once import WarnOnce
 from lightning_pipe.trainer.whole_model.logging import Log, Logged, combine, merge
@@ -125,11 +126,12 @@ class UserStep:
                 self._world.local = False
 
     @contextmanager
-    def undoing(self, index: int, *, training: bool) -> Iterator[None]:
+    def undoing(self, index: int, hooks: HooksOfBatch, *, training: bool) -> Iterator[None]:
         """Around a run of the step: its traces are removed if it ends early, or if it is not the first complete one.
 
         Args:
             index: of the micro-batch.
+            hooks: what runs for the batch register on modules.
             training: whether it is a training step: activations may be computed again behind its run, with what it has
                 set in layers.
 
@@ -140,13 +142,14 @@ class UserStep:
         again = is_recomputing()
         complete = not (self._ends_early or self._may_repeat or again)
         noting = self.attributes.of_layers.noting(lambda: complete, undo=not training)
+        noting_hooks = self.attributes.hooks.noting(hooks, lambda: complete)
         if complete:
-            with noting:
+            with noting, noting_hooks:
                 yield
             return
         tracked = self.attributes.tracked
         kept, generators = tracked.capture(), tracked.generators()
-        with noting, self.metrics.remembered() as metrics:
+        with noting, noting_hooks, self.metrics.remembered() as metrics:
             try:
                 yield
                 complete = not again
@@ -245,6 +248,7 @@ class StepOfBatch:
         self._method, self._rest, self._context = getattr(user_step.module, name), rest, context
         self._training = name == "training_step"
         self._logged: Logged = {}
+        self._hooks = HooksOfBatch()
 
     def __call__(self, index: int, micro_batch: Any) -> Any:
         """Run the user's step for one micro-batch.
@@ -258,7 +262,7 @@ class StepOfBatch:
         common = self._user_step
         # a run that computes a micro-batch again logs what was logged before
         recording = common.log.recording(self._logged, index, counts=not is_recomputing())
-        with recording, common.undoing(index, training=self._training), self._context():
+        with recording, common.undoing(index, self._hooks, training=self._training), self._context():
             result = self._run(micro_batch)
             # within these contexts: a run that still waits for what other ranks send must not count as complete
             common.pipeline.returning(result)
@@ -335,16 +339,17 @@ class StepOfBatch:
             losses = {i: float(each["loss"] if has_loss(each) else each) for i, each in outputs.items()}
         # what is logged is weighted as the losses are
         logged = merge(self._logged, amounts, losses)
-        return StepReport(outputs, logged, changes, stop, common.numbers.compared(self.check))
+        return StepReport(outputs, logged, changes, stop, common.numbers.compared(self.check), hooks=self._hooks.left())
 
     def replay(self, reports: Sequence[StepReport], *, own_batch: bool = True) -> None:
-        """Log for the whole batch what the step logged on the ranks with the last stage.
+        """Log for the whole batch what the step logged on the ranks with the last stage; have the hooks that it left.
 
         Args:
             reports: of all these ranks.
             own_batch: whether it is the batch that the Trainer takes the number of samples from.
         """
         common = self._user_step
+        self._hooks.put_back(max((report.hooks for report in reports), key=len))
         merged = combine(one for report in reports for one in report.logged)
         for one in merged:
             known = common.numbers.rules.get(one.key)

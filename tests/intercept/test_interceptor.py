@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import pickle
+import sys
 from typing import Any
 
 import pytest
@@ -73,6 +76,22 @@ def test_calls_go_to_the_run_while_the_wrappers_are_on() -> None:
         assert interceptor.run is None
     assert notes.called == [("embed", -2), 0, 1, ("norm", -3), ("head.inner.out", -4)]
     assert torch.equal(result, net(x))
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+def test_wrappers_take_what_forwards_take(compiles: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Code may ask: generate() leaves out the mask of a model that takes none."""
+    net = Net()
+    interceptor = Interceptor(net, find_layers(net, "layers"))
+    parts = [net.layers[0], net.embed, net.norm]
+    expected = [inspect.signature(part.forward) for part in parts]
+    if not compiles:
+        monkeypatch.delitem(sys.modules, "torch._dynamo", raising=False)
+    elif "torch._dynamo" not in sys.modules:
+        importlib.import_module("torch._dynamo")
+    with interceptor.installed():
+        assert all("forward" in vars(part) for part in parts)
+        assert [inspect.signature(part.forward) for part in parts] == expected
 
 
 def test_nothing_stays_behind() -> None:

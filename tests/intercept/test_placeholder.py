@@ -31,6 +31,14 @@ def test_results_are_placeholders(placeholder: Placeholder) -> None:
     assert shape_only(Tensor.add_, (placeholder, 1.0), {}) is placeholder
 
 
+def test_it_moves_to_another_device(placeholder: Placeholder) -> None:
+    assert shape_only(Tensor.cpu, (placeholder,), {}) is placeholder
+    elsewhere = shape_only(Tensor.cuda, (placeholder, 1), {})
+    assert (elsewhere.device, elsewhere.shape) == (torch.device("cuda", 1), placeholder.shape)
+    assert shape_only(Tensor.cuda, (placeholder,), {"device": "cuda:2"}).device == torch.device("cuda", 2)
+    assert shape_only(Tensor.cpu, (elsewhere,), {}).device.type == "cpu"
+
+
 @pytest.mark.parametrize("read", [torch.nonzero, Tensor.item, Tensor.tolist], ids=lambda read: read.__name__)
 def test_values_cannot_be_read(placeholder: Placeholder, read: Callable[..., object]) -> None:
     with pytest.raises(CutError, match=f"'{read.__name__}' needs the value of a tensor that only another stage has"):
