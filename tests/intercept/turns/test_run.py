@@ -128,6 +128,13 @@ class Reorders(Remembers):
         return h
 
 
+class ReordersTwice(Reorders):
+    """The object of the first round has gone when the second one fills another."""
+
+    def several(self, x: Tensor, y: Tensor) -> Any:
+        return super().several(x, y), super().several(x.flip(0), y)
+
+
 class Stashing(Block):
     first = last = False
 
@@ -181,6 +188,9 @@ def assert_equal(found: Any, expected: Any) -> None:
     if isinstance(expected, dict):
         for key, value in expected.items():
             assert_equal(found[key], value)
+    elif isinstance(expected, tuple):
+        for one, other in zip(found, expected, strict=True):
+            assert_equal(one, other)
     elif isinstance(expected, Tensor):
         assert torch.equal(found, expected)
     else:
@@ -188,7 +198,7 @@ def assert_equal(found: Any, expected: Any) -> None:
 
 
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: "-".join(map(str, run.values())))
-@pytest.mark.parametrize("model", [Twice, Loops, InARow, BackAndForth, Remembers, Reorders, Stashes])
+@pytest.mark.parametrize("model", [Twice, Loops, InARow, BackAndForth, Remembers, Reorders, ReordersTwice, Stashes])
 def test_several_passes_give_what_one_device_gives(model: type[Twice], run: dict[str, Any]) -> None:
     net, data = model(), batch(5)
     for found in evaluated(net, data, **run):
