@@ -236,6 +236,11 @@ class PartitionedModule:
 
         return self.ownership.agree_on_lost(gather)
 
+    @cached_property
+    def norms(self) -> dict[DeferredBatchNorm, str]:
+        """The deferred batch norms and their names."""
+        return {part: name for name, part in self.module.named_modules() if isinstance(part, DeferredBatchNorm)}
+
     def check_called(self, stages: set[int], called: set[int]) -> None:
         """Raise if the first training batch has left out layers.
 

@@ -6,6 +6,7 @@ import time
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, cached_property
+from itertools import chain
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from lightning_pipe.intercept.random_streams import RandomStreams
 from lightning_pipe.intercept.recompute import BufferGuard
 from lightning_pipe.intercept.stage_layers import StageLayers
 from lightning_pipe.parameters.buffer_sync import BufferSync
-from lightning_pipe.parameters.deferred_batchnorm import DeferredBatchNorm, Statistics, deferred_norms, discard_all
+from lightning_pipe.parameters.deferred_batchnorm import DeferredBatchNorm, Statistics, discard_all
 from lightning_pipe.parameters.gradient_groups import GradientGroups
 from lightning_pipe.schedules import Action, Family, Kind, forward_only, lower
 from lightning_pipe.schedules.passes.recompute import Mode as Recompute
@@ -179,7 +180,7 @@ class Pipeline(PartitionedModule):
         elif reduce:
             # Most are under way already: `GradientGroups.stage_done` starts each when its stage is done.
             self.reduce_gradients()
-        self._commit_statistics(deferred_norms(self.module))
+        self._commit_statistics(self.norms)
         self._buffer_sync.equalise()
         if first:
             self.training_executor.restart_clocks()
@@ -224,7 +225,7 @@ class Pipeline(PartitionedModule):
 
     def commit_evaluated(self) -> None:
         """End the batch of an evaluation for norms in training mode: they learn as on one device."""
-        self._commit_statistics(norm for norm in deferred_norms(self.module) if norm.training)
+        self._commit_statistics(norm for norm in self.norms if norm.training)
 
     @cached_property
     def turns(self) -> Turns:
@@ -297,9 +298,8 @@ class Pipeline(PartitionedModule):
     def timeline(self, events: Sequence[Event], title: str | None = None) -> Timeline:
         """The measured timeline of the whole pipeline. Collective over it; right for the ranks of one host."""
         gathered = self.transport.all_gather_object(list(events), self.pipeline_members)
-        everything = [event for of_rank in gathered for event in of_rank]
         return Timeline.of(
-            everything,
+            list(chain.from_iterable(gathered)),
             ranks=self.transport.topology.ranks,
             title=title or self.family.name,
             unit="s",
@@ -363,7 +363,7 @@ class Pipeline(PartitionedModule):
                 yield
         except BaseException:
             # What norms have noted of a failed batch must not count in the next one.
-            discard_all(self.module)
+            discard_all(self.norms)
             raise
 
     def _lowered(self, micro_batches: int, training: bool) -> tuple[Action, ...]:
@@ -379,8 +379,8 @@ class Pipeline(PartitionedModule):
             return
         self._learnt_skips.add(training)
         everyone = tuple(range(self.transport.topology.world_size))
-        gathered = self.transport.all_gather_object(self.executor.stages.skipped, everyone)
-        if self.skips.learn({stage: events for theirs in gathered for stage, events in theirs.items()}):
+        theirs = self.transport.all_gather_object(self.executor.stages.skipped, everyone)
+        if self.skips.learn(dict(chain.from_iterable(each.items() for each in theirs))):
             connect(self, self.skips.ends)
             self._program.cache_clear()
             self.executor.connect(self.skips)
@@ -394,7 +394,5 @@ class Pipeline(PartitionedModule):
 
     def _commit_statistics(self, ended: Iterable[DeferredBatchNorm]) -> None:
         """End the mini-batch of those of some deferred batch norms that this rank runs."""
-        norms = list(ended)
-        names = {id(part): name for name, part in self.module.named_modules()} if norms else {}
-        buffers = [(norm, f"{names[id(norm)]}.running_mean".lstrip(".")) for norm in norms]
+        buffers = [(norm, f"{self.norms[norm]}.running_mean".lstrip(".")) for norm in ended]
         self._statistics.commit([(norm, self.holding_processes(name)) for norm, name in buffers if self.holds(name)])

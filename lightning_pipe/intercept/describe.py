@@ -77,11 +77,17 @@ def _again(last: CallRecord, tracker: Tracker, result: Tensor, arguments: Sequen
         and spec.strides is None
         and result.is_contiguous()
         and result.requires_grad == last.differentiable[0]
-        and result.grad_fn is not None  # new memory, then
         and result._base is None
         and tracker.numbers.of(result) is None
         and all(result is not argument for argument in arguments)
+        and (result.grad_fn is not None or _lends_nothing(tracker, result, arguments))
     )
+
+
+def _lends_nothing(tracker: Tracker, result: Tensor, arguments: Sequence[Any]) -> bool:
+    """Whether a result without a graph, of an evaluation, shares no memory with what the call was given."""
+    tracker.lineage.read([result])
+    return not tracker.in_place.lend(result, len(tracker.calls), arguments)
 
 
 def _describe(

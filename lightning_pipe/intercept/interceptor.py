@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial, update_wrapper
 from itertools import chain
 from typing import Any
@@ -22,6 +22,7 @@ from lightning_pipe.intercept.torch_patches.encoders import padding_alike
 from lightning_pipe.intercept.torch_patches.inner_backward import INNER_BACKWARD
 from lightning_pipe.intercept.torch_patches.patch import installed
 from lightning_pipe.intercept.turns.run import TurnRun
+from lightning_pipe.patches import all_replaced
 from lightning_pipe.torch_internals import NormBase, is_compiled
 
 _PATCHES = (CHECKPOINTS, FUNCTIONS, BACKWARD_HOOKS, INNER_BACKWARD)
@@ -41,6 +42,7 @@ class Interceptor:
 
     def __init__(self, module: nn.Module, layers: Sequence[tuple[str, nn.Module]], *, tells: bool = True) -> None:
         self.run: StageRun | TurnRun | None = None
+        self._current = lambda: self.run
         self.module = module
         self.layers = [layer for _, layer in layers]
         self.cache = RunCache()
@@ -77,8 +79,12 @@ class Interceptor:
             caches: whether model caches are of use.
         """
         off = () if caches else self._caches.off()
-        with installed(_PATCHES, lambda: self.run, chain(self._places(), off)):
+        with self.torch_patched(), all_replaced(chain(self._places(), off)):
             yield
+
+    def torch_patched(self) -> AbstractContextManager[None]:
+        """Around many batches: what in torch follows the runs of this thread is put in place once for all of them."""
+        return installed(_PATCHES, self._current)
 
     @property
     def compiled(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -265,9 +265,9 @@ class Statistics:
         return True
 
 
-def discard_all(module: nn.Module) -> None:
+def discard_all(norms: Iterable[DeferredBatchNorm]) -> None:
     """Forget a mini-batch that was given up."""
-    for norm in deferred_norms(module):
+    for norm in norms:
         norm.pending = {}
 
 

@@ -68,7 +68,7 @@ from lightning_pipe.trainer.user_step import UserStep
 from lightning_pipe.trainer.whole_model.finetuning import values_compared
 from lightning_pipe.trainer.whole_model.grad_scaler import loss_scale, over_stages
 from lightning_pipe.trainer.whole_model.gradient_norms import over_all_stages
-from lightning_pipe.trainer.whole_model.logging import moved_once, of_values_alone
+from lightning_pipe.trainer.whole_model.logging import moved_once
 from lightning_pipe.trainer.whole_model.metrics import metrics_of
 from lightning_pipe.trainer.whole_model.sharded_optimizer import ShardedOptimizers
 from lightning_pipe.trainer.withheld_gradients import withheld_gradients
@@ -134,7 +134,6 @@ class PipelineRun:
         fitting = trainer.state.fn == TrainerFn.FITTING
         self._changed.enter_context(over_stages(self._precision, self.pipeline))
         self._changed.enter_context(over_all_stages(self.pipeline))
-        self._changed.enter_context(of_values_alone())
         self._changed.enter_context(moved_once())
         self._changed.enter_context(values_compared(self.pipeline))
         if fitting:
@@ -148,6 +147,9 @@ class PipelineRun:
         # hooks may keep parameters, or copies of them, in these objects
         self.pipeline.ownership.elsewhere = [self._module, *trainer.callbacks]
         self._step = UserStep(self._module, self.pipeline, self._world, metrics, self._splitter.options.loss_weight)
+        # once for all batches: to put these in place takes as long as a small layer
+        self._changed.enter_context(self._step.log.installed())
+        self._changed.enter_context(self.pipeline.executor.stages.interceptor.torch_patched())
         self._changed.enter_context(self._step.attributes.of_layers.installed())
         self._changed.enter_context(self._step.attributes.hooks.installed())
         steps = EvaluationSteps(

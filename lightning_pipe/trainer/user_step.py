@@ -117,7 +117,7 @@ class UserStep:
         """
         self._may_repeat = may_repeat
         before = self.attributes.before(self.pipeline.loss_ranks if ranks is None else ranks)
-        with self.metrics.in_step(alike=turns), self.log.installed():
+        with self.metrics.in_step(alike=turns):
             # most ranks leave the step early: collectives of the user's step must concern the replicas alone
             self._world.local = True
             try:

@@ -22,6 +22,7 @@ import io
 import pickle
 import struct
 from collections.abc import Callable, Iterator
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -36,7 +37,6 @@ LARGE = 1 << 20
 """Tensors of this many bytes travel by themselves where their memory may be referred to."""
 _SIZES = struct.Struct("=3q")  # bytes of the structure, of the specs and of the tensors
 _HOST = torch.device("cpu")
-_EMPTY = MessageLayout(0, ())
 
 
 class _TensorEntry(NamedTuple):
@@ -99,10 +99,8 @@ class PackedObject:
         pickler = _Pickler(buffer)
         pickler.dump(obj)
         structure, tensors = buffer.getvalue(), pickler.tensors
-        entries = [_entry(tensor, by_reference) for tensor in tensors]
-        # most objects have no tensors: for them a layout would cost more than the pickle
-        specs = pickle.dumps(entries, protocol=pickle.HIGHEST_PROTOCOL) if entries else b""
-        self._layout = _layout(entries) if entries else _EMPTY
+        entries = tuple(_entry(tensor, by_reference) for tensor in tensors)
+        specs, self._layout = _described(entries)
         self._begin = _SIZES.pack(len(structure), len(specs), self._layout.size) + structure + specs
         self._small = [tensor for tensor, entry in zip(tensors, entries, strict=True) if not entry.separate]
         self.size = len(self._begin) + self._layout.size
@@ -161,19 +159,17 @@ def read(address: int, device: torch.device, receive: Callable[[Tensor], object]
     structure_size, specs_size, _ = _sizes(address)
     middle, begin = _SIZES.size + structure_size, _SIZES.size + structure_size + specs_size
     text = ctypes.string_at(address, begin)
-    entries = pickle.loads(text[middle:]) if specs_size else []
-    tensors = list(_tensors(entries, address + begin, receive, device))
+    tensors = list(_tensors(text[middle:], address + begin, receive, device)) if specs_size else []
     return _Unpickler(text[_SIZES.size : middle], tensors).load()
 
 
 def _tensors(
-    entries: list[_TensorEntry], address: int, receive: Callable[[Tensor], object] | None, device: torch.device
+    specs: bytes, address: int, receive: Callable[[Tensor], object] | None, device: torch.device
 ) -> Iterator[Tensor]:
     """The tensors of an object; the small ones lie at an address, the others come in messages of their own."""
-    if not entries:
-        return
+    entries, layout = _described_by(specs)
     # copied out of the message: a small tensor must not keep all of it alive
-    small = iter(_layout(entries).read(address)[1])
+    small = iter(layout.read(address)[1])
     for entry in entries:
         place = device if entry.on_device else _HOST
         if entry.separate:
@@ -219,7 +215,21 @@ def _own_strides(spec: TensorSpec) -> tuple[int, ...] | None:
     return spec.strides if spec.dense else None
 
 
-def _layout(entries: list[_TensorEntry]) -> MessageLayout:
+# the tensors of most batches are alike: to describe them anew takes longer than to copy small ones
+@lru_cache(maxsize=128)
+def _described(entries: tuple[_TensorEntry, ...]) -> tuple[bytes, MessageLayout]:
+    """The specs of tensors as they stand in a message, and where the small ones lie."""
+    return pickle.dumps(entries, protocol=pickle.HIGHEST_PROTOCOL) if entries else b"", _layout(entries)
+
+
+@lru_cache(maxsize=128)
+def _described_by(specs: bytes) -> tuple[tuple[_TensorEntry, ...], MessageLayout]:
+    """The inverse of `_described`."""
+    entries: tuple[_TensorEntry, ...] = pickle.loads(specs)
+    return entries, _layout(entries)
+
+
+def _layout(entries: tuple[_TensorEntry, ...]) -> MessageLayout:
     return MessageLayout(0, tuple(entry.spec for entry in entries if not entry.separate))
 
 

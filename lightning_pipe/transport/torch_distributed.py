@@ -58,8 +58,11 @@ class TorchTransport(Transport):
         self.everyone = tuple(range(topology.world_size))
         self._make_group(self.everyone)
         self._local: dict[int, SharedMemoryPeer] = {}
-        pipelines = [self.new_group(topology.pipeline_processes(replica)) for replica in range(topology.replicas)]
-        self._messages: ProcessGroup | None = pipelines[self.replica]
+        pipelines = [tuple(sorted(topology.pipeline_processes(replica))) for replica in range(topology.replicas)]
+        for members in pipelines:
+            self._make_group(members)
+        # each group of Gloo has a thread that wakes a hundred times a second: messages share that of collectives
+        self._messages = self._host_groups.get(pipelines[self.replica])
         self._group_ranks = tuple(sorted(self.peers).index(peer) for peer in self.peers)
 
     @override
@@ -115,9 +118,8 @@ class TorchTransport(Transport):
     def abort(self) -> None:
         for peer in self._local.values():
             peer.shutdown()
-        for group in (self._messages, *self._host_groups.values()):
-            if group is not None:
-                _abort_gloo(group)
+        for group in self._host_groups.values():
+            _abort_gloo(group)
         # Others may be on their way into a collective of the default group, where nobody will meet them any more.
         if dist.is_initialized() and dist.get_backend() == "gloo" and dist.group.WORLD is not None:
             _abort_gloo(dist.group.WORLD)
@@ -125,9 +127,8 @@ class TorchTransport(Transport):
     @override
     def leave_time_to_watchdog(self) -> None:
         self.limit = _UNLIMITED
-        for group in (self._messages, *self._host_groups.values()):
-            if group is not None:
-                _set_timeout(group, _UNLIMITED)
+        for group in self._host_groups.values():
+            _set_timeout(group, _UNLIMITED)
         for peer in self._local.values():
             peer.wait_without_limit()
 
@@ -139,9 +140,9 @@ class TorchTransport(Transport):
         for peer in self._local.values():
             peer.close()
         self._local.clear()
-        groups = (self._messages, *self._host_groups.values(), *self._device_groups.values())
+        groups = (*self._host_groups.values(), *self._device_groups.values())
         if dist.is_initialized():
-            for group in {id(group): group for group in groups if group is not None}.values():
+            for group in {id(group): group for group in groups}.values():
                 dist.destroy_process_group(group)
         # a group that is referred to keeps its connections and the store
         self._messages = None

@@ -44,6 +44,7 @@ PRELOAD = [
     "transformers.models.bart.modeling_bart",
     "tests.support.processes",
     "tests.support.trainer_runs",
+    "tests.support.frozen",
 ]
 # How long the others may go on once one process has failed.
 GRACE = 10.0

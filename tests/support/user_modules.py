@@ -121,6 +121,22 @@ class OwnSGD(Lit):
         return torch.optim.SGD(self.model[-1].parameters(), lr=0.1)
 
 
+class ClippedInParts(Lit):
+    """On one device: clips by a norm that is added up as two ranks do, from that of each stage."""
+
+    def configure_gradient_clipping(
+        self,
+        optimizer: torch.optim.Optimizer,
+        gradient_clip_val: int | float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        first = [*self.embed.parameters(), *self.model[0].parameters()]
+        stages = (first, list(self.model[1:].parameters()))
+        norms = [nn.utils.get_total_norm([parameter.grad for parameter in stage]) for stage in stages]
+        norm = torch.stack([norm.double() ** 2 for norm in norms]).sum().sqrt()
+        nn.utils.clip_grads_with_norm_(self.parameters(), float(gradient_clip_val), norm.float())
+
+
 class Groups(Lit):
     """Has parameter groups with different learning rates."""
 

@@ -42,18 +42,20 @@ class Patch:
 
 
 @contextmanager
-def installed(
-    patches: Iterable[Patch], current: Callable[[], StageRun | TurnRun | None], places: Iterable[Place] = ()
-) -> Iterator[None]:
+def installed(patches: Iterable[Patch], current: Callable[[], StageRun | TurnRun | None]) -> Iterator[None]:
     """While the context lasts, replacements that this thread calls ask ``current`` which stage runs.
+
+    Within itself it has nothing to do: around a whole run it spares every batch of it the replacing.
 
     Args:
         patches: what is replaced in torch.
         current: which stage runs in this thread.
-        places: what else is replaced meanwhile, before what is in torch.
     """
     before = getattr(_local, "current", None)
-    with all_replaced(chain(places, *(patch.places for patch in patches))):
+    if before is current:
+        yield
+        return
+    with all_replaced(chain.from_iterable(patch.places for patch in patches)):
         _local.current = current
         try:
             yield

@@ -126,14 +126,23 @@ class Log:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Around a batch: catch the calls, on the class, so that a ``log`` of the user's own comes first."""
+        """Around a run: catch the calls, on the class, so that a ``log`` of the user's own comes first.
+
+        Hooks log at once, but not what comes from parameters of other ranks: Lightning would take it.
+        """
         names = self._names
 
         def log(module: pl.LightningModule, name: str, value: Any, *args: Any, **options: Any) -> None:
-            if self._current is None or id(module) not in names:
-                _log(module, name, value, *args, **options)
-            else:
+            if self._current is not None and id(module) in names:
                 self._record(names[id(module)], module, name, value, _named(args) | options)
+                return
+            if isinstance(value, AbsentTensor):
+                raise value.origin.error(
+                    f"self.log({name!r}, …) is given a number that comes from parameters of other ranks",
+                    "Log what the step computes, or norms by torch.nn.utils.get_total_norm, which are those of the "
+                    "whole model.",
+                )
+            _log(module, name, value, *args, **options)
 
         with replaced(pl.LightningModule, "log", log):
             yield
@@ -216,23 +225,6 @@ class Log:
 
 
 @contextmanager
-def of_values_alone() -> Iterator[None]:
-    """Around a run: refuse to log, in hooks, what comes from parameters of other ranks. Lightning would take it."""
-
-    def log(module: pl.LightningModule, name: str, value: Any, *args: Any, **options: Any) -> None:
-        if isinstance(value, AbsentTensor):
-            raise value.origin.error(
-                f"self.log({name!r}, …) is given a number that comes from parameters of other ranks",
-                "Log what the step computes, or norms by torch.nn.utils.get_total_norm, which are those of the whole "
-                "model.",
-            )
-        _log(module, name, value, *args, **options)
-
-    with replaced(pl.LightningModule, "log", log):
-        yield
-
-
-@contextmanager
 def moved_once() -> Iterator[None]:
     """Around a run: a logged value whose sum is on the device is not brought there again.
 
@@ -302,11 +294,13 @@ def _reduction(function: Any) -> str:
 
 
 def _to_host(values: Sequence[Tensor | None]) -> list[float]:
-    """The values as numbers, with one transfer from each device."""
+    """The values as numbers, with one transfer from each accelerator."""
     numbers_ = [0.0] * len(values)
     groups: dict[torch.device, list[int]] = {}
     for index, value in enumerate(values):
-        if value is not None:
+        if value is not None and value.is_cpu:
+            numbers_[index] = float(value.item())
+        elif value is not None:
             groups.setdefault(value.device, []).append(index)
     for indices in groups.values():
         stacked = torch.stack([values[i].reshape(()).to(torch.float64) for i in indices])  # type: ignore[union-attr]

@@ -73,13 +73,13 @@ class Metrics:
         self._touched: dict[int, Snapshot] | None = None
         self._again = False
         self._changed = ExitStack()
-        # made once: they are put in place for each batch
-        self._methods = self._touching(self._counting(_forward)), self._touching(_reset)
         self.windows: set[str] = set()
 
     def install(self) -> None:
-        """Take over synchronisation."""
+        """Take over synchronisation, and see what steps do to metrics."""
         metric: Any
+        self._changed.enter_context(replaced(Metric, "forward", self._touching(self._counting(_forward))))
+        self._changed.enter_context(replaced(Metric, "reset", self._touching(_reset)))
         for metric in self._metrics:
             self._replace(metric, "update", self._update(metric, metric.update))
             self._replace(metric, "compute", self._compute(metric, metric.compute))
@@ -104,12 +104,10 @@ class Metrics:
             alike: whether all ranks run the whole step.
         """
         self._step = _ALIKE if alike else _DIVIDED
-        forward, reset = self._methods
-        with replaced(Metric, "forward", forward), replaced(Metric, "reset", reset):
-            try:
-                yield
-            finally:
-                self._step = _OUTSIDE
+        try:
+            yield
+        finally:
+            self._step = _OUTSIDE
 
     @contextmanager
     def remembered(self) -> Iterator[dict[int, Snapshot]]:

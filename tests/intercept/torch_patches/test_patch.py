@@ -14,12 +14,18 @@ def test_a_thread_sees_its_own_run_alone() -> None:
     patch = Patch((owner, "attribute", 2))
     seen: list[Any] = []
     run: Any = own
-    with installed([patch], lambda: run, [(owner, "beside", 3)]):
+
+    def current() -> Any:
+        return run
+
+    with installed([patch], current):
         other = threading.Thread(target=lambda: seen.append(patch.run))
         other.start()
         other.join(10)
         assert patch.run is own
-        assert vars(owner) == {"attribute": 2, "beside": 3}
+        assert vars(owner) == {"attribute": 2}
+        with installed([patch], current):
+            assert patch.run is own
         with installed([patch], lambda: None):
             assert patch.run is None
         assert patch.run is own

@@ -117,8 +117,11 @@ class Remembers(Twice):
 class Reorders(Remembers):
     """Code between the layers makes anew what they keep, by what the last one has given, as beam search does."""
 
+    def memory(self) -> Memory:
+        return Memory()
+
     def several(self, x: Tensor, y: Tensor) -> Any:
-        memory, h = Memory(), self.embed(x)
+        memory, h = self.memory(), self.embed(x)
         for _ in range(3):
             for layer in self.layers:
                 h = layer(h, memory)
@@ -129,7 +132,14 @@ class Reorders(Remembers):
 
 
 class ReordersTwice(Reorders):
-    """The object of the first round has gone when the second one fills another."""
+    """The object of the first round has gone when the second one fills another; layers change what is in it alone."""
+
+    def memory(self) -> Memory:
+        memory = Memory()
+        memory.entries = [Entry() for _ in self.layers]
+        for number, entry in enumerate(memory.entries):
+            entry.rows, memory.seen[number] = torch.empty(0, WIDTH), True
+        return memory
 
     def several(self, x: Tensor, y: Tensor) -> Any:
         return super().several(x, y), super().several(x.flip(0), y)
