@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
+from weakref import WeakValueDictionary
 
 from torch import Tensor, nn
 
@@ -73,7 +74,8 @@ class LayerCalls:
     ) -> None:
         self.tracker, self.inside, self.routed = tracker, False, dict[int, int]()
         self._others, self._routes, self._objects = not stage.all, stage.routes, objects
-        self._kept: dict[str, dict[int, Any]] = {}  # by layer, the objects that it has changed or made, by ``id``
+        # by layer, the objects that it has changed or made, by ``id``; caches of an earlier generate() must go
+        self._kept: dict[str, WeakValueDictionary[int, Any]] = {}
         self._skips, self.surroundings, self._cache, self._profiler = skips, surroundings, cache, profiler
 
     def run(self, name: str, key: int, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -88,7 +90,7 @@ class LayerCalls:
             with tracker.paused(), self.surroundings.stream(key), stored_in(self._skips):
                 tracker.touch(tensors, name)
                 if name in self._kept:
-                    tracker.touch(self._moved(name), name)
+                    tracker.touch(self._moved(name, arguments), name)
                 if tracker.lineage.reads is not None and not plain:  # what objects among the arguments hold
                     tracker.lineage.read(tree_leaves([[*vars(each).values()] for each in objects_of(arguments)]))
                 before, received = tracker.in_place.noted(tensors), tracker.given(tensors)
@@ -115,19 +117,21 @@ class LayerCalls:
                 call = cache.records.record(tracker, name, result, arguments, changed, stashed, popped, watch, received)
                 tracker.calls.append(call)
                 if watch is not None and any(each.object is not None for each in call.effects):
-                    self._kept.setdefault(name, {}).update(watch.kept_objects(call.effects, arguments))
+                    kept = self._kept.setdefault(name, WeakValueDictionary())
+                    kept.update(watch.kept_objects(call.effects, arguments))
                 if seeks:
                     cache.attributes.note(name, module, any(effect.attribute for effect in call.effects))
         finally:
             self.inside = False
         return result
 
-    def _moved(self, name: str) -> list[Tensor]:
+    def _moved(self, name: str, arguments: Sequence[Any]) -> list[Tensor]:
         """What a layer keeps in objects that it is given, and code between layers has made anew on another rank.
 
         Beam search reorders the key-value caches of all layers, on the rank that has chosen the beams.
         """
-        kept = [list(vars(each).values()) for each in self._kept[name].values()]
+        ids = self._kept[name]
+        kept = [list(vars(each).values()) for each in objects_of(arguments) if id(each) in ids]
         return [leaf for leaf in tree_leaves(kept) if isinstance(leaf, Placeholder)]
 
     def _watch(self, watch: Watch) -> Watch:

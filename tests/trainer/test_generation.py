@@ -74,19 +74,84 @@ class Static(Generates):
         return [self.net.generate(input_ids=batch, **options)]
 
 
-def generate_statically(process: int, devices: int) -> list[Any]:
+class Streamed(T.generation.streamers.BaseStreamer):
+    """Keeps the tokens that come."""
+
+    def __init__(self) -> None:
+        self.tokens: list[list[int]] = []
+
+    def put(self, value: Tensor) -> None:
+        self.tokens.append(value.flatten().tolist())
+
+    def end(self) -> None:
+        self.tokens.append([])
+
+
+class Pushes(T.LogitsProcessor):
+    """Pushes a token, the more the more often it is called; also ends behind the first sequence's even tokens."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
+        self.calls += 1
+        scores = scores.clone()
+        scores[:, 7] += 0.1 * self.calls + float(scores[0, 3])
+        return scores
+
+    def stops(self, ids: Tensor, scores: Tensor, **_: Any) -> Tensor:
+        return torch.full((len(ids),), int(ids[0, -1]) % 2 == 0 and self.calls > 1)
+
+
+class Decodes(Generates):
+    """Decodes in rarer ways."""
+
+    def __init__(self, kind: str = "llama") -> None:
+        super().__init__(kind)
+        self.draft = network(kind)
+        for parameter in self.draft.parameters():
+            nn.init.normal_(parameter, std=0.4)
+
+    def generated(self, batch: Tensor) -> list[Tensor]:
+        torch.manual_seed(5)
+        one = {"input_ids": batch[:1], "attention_mask": torch.ones_like(batch[:1]), "max_new_tokens": 5}
+        every = one | {"input_ids": batch, "attention_mask": torch.ones_like(batch)}
+        streamer, pushes = Streamed(), Pushes()
+        own = {"logits_processor": [pushes], "stopping_criteria": [pushes.stops], "streamer": streamer}
+        states = self.net.generate(**every, output_hidden_states=True, return_dict_in_generate=True).hidden_states
+        found = [self.net.generate(**one, assistant_model=self.draft, do_sample=True) for _ in range(2)]
+        found += [
+            self.net.generate(**one, **own, do_sample=True),
+            torch.tensor([token for tokens in streamer.tokens for token in tokens]),
+        ]
+        found += [self.net.generate(**every, num_beams=3, num_return_sequences=2) for _ in range(2)]
+        found += [torch.tensor([len(states), *map(len, states)])]
+        return [*found, self.net.generate(**every, do_sample=True, num_return_sequences=2)]
+
+
+def predicted(process: int, devices: int, kind: type[Generates] = Static) -> list[Any]:
     rows = torch.randint(3, 61, (5, 5), generator=torch.Generator().manual_seed(1))
     strategy: Any = PipeStrategy(layers=LAYERS["llama"]) if devices > 1 else "auto"
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     trainer = L.Trainer(accelerator="cpu", devices=devices, strategy=strategy, enable_model_summary=False, **quiet)
-    predicted = trainer.predict(Static("llama"), DataLoader(rows, batch_size=2))
-    return [[each.tolist() for each in batch] for batch in predicted or ()]
+    return [
+        [each.tolist() for each in batch]
+        for batch in trainer.predict(kind("llama"), DataLoader(rows, batch_size=2)) or ()
+    ]
 
 
 @pytest.mark.slow
 def test_a_static_cache_gives_the_tokens_of_one_device() -> None:
-    expected = generate_statically(0, 1)
-    for each in outcomes(generate_statically, 2, timeout=100, devices=2):
+    expected = predicted(0, 1)
+    for each in outcomes(predicted, 2, timeout=100, devices=2):
+        assert each.error is None, each.error
+        assert each.value == expected
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_rarer_ways_of_decoding_give_the_tokens_of_one_device(ranks: int) -> None:
+    expected = predicted(0, 1, Decodes)
+    for each in outcomes(predicted, ranks, timeout=80, devices=ranks, kind=Decodes):
         assert each.error is None, each.error
         assert each.value == expected
 

@@ -117,8 +117,11 @@ class Remembers(Twice):
 class Reorders(Remembers):
     """Code between the layers makes anew what they keep, by what the last one has given, as beam search does."""
 
+    def memory(self) -> Memory:
+        return Memory()
+
     def several(self, x: Tensor, y: Tensor) -> Any:
-        memory, h = Memory(), self.embed(x)
+        memory, h = self.memory(), self.embed(x)
         for _ in range(3):
             for layer in self.layers:
                 h = layer(h, memory)
@@ -126,6 +129,20 @@ class Reorders(Remembers):
             for entry in memory.entries:
                 entry.rows = entry.rows[torch.cat([order] * (len(entry.rows) // len(order)))]
         return h
+
+
+class ReordersTwice(Reorders):
+    """The object of the first round has gone when the second one fills another; layers change what is in it alone."""
+
+    def memory(self) -> Memory:
+        memory = Memory()
+        memory.entries = [Entry() for _ in self.layers]
+        for number, entry in enumerate(memory.entries):
+            entry.rows, memory.seen[number] = torch.empty(0, WIDTH), True
+        return memory
+
+    def several(self, x: Tensor, y: Tensor) -> Any:
+        return super().several(x, y), super().several(x.flip(0), y)
 
 
 class Stashing(Block):
@@ -181,6 +198,9 @@ def assert_equal(found: Any, expected: Any) -> None:
     if isinstance(expected, dict):
         for key, value in expected.items():
             assert_equal(found[key], value)
+    elif isinstance(expected, tuple):
+        for one, other in zip(found, expected, strict=True):
+            assert_equal(one, other)
     elif isinstance(expected, Tensor):
         assert torch.equal(found, expected)
     else:
@@ -188,7 +208,7 @@ def assert_equal(found: Any, expected: Any) -> None:
 
 
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: "-".join(map(str, run.values())))
-@pytest.mark.parametrize("model", [Twice, Loops, InARow, BackAndForth, Remembers, Reorders, Stashes])
+@pytest.mark.parametrize("model", [Twice, Loops, InARow, BackAndForth, Remembers, Reorders, ReordersTwice, Stashes])
 def test_several_passes_give_what_one_device_gives(model: type[Twice], run: dict[str, Any]) -> None:
     net, data = model(), batch(5)
     for found in evaluated(net, data, **run):
