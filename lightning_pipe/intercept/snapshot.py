@@ -6,7 +6,7 @@ import importlib.util
 import sys
 import sysconfig
 from collections import deque
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping, MutableMapping
 from functools import cache
 from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
@@ -179,9 +179,7 @@ class _Mapping(_Node):
 
 
 class _Attributes(_Mapping):
-    """The attributes of a module or another object."""
-
-    kind = "attribute"
+    """The attributes of a module or another object, which keeps them in a dictionary or in slots."""
 
     def __init__(
         self,
@@ -191,34 +189,21 @@ class _Attributes(_Mapping):
         only: Container[str] | None = None,
     ) -> None:
         self.skipped, self.only = skipped, only
+        self.of: Callable[[Any], MutableMapping[str, Any]]
+        self.kind, self.of = ("attribute", vars) if hasattr(owner, "__dict__") else ("slot", SlotItems)
         super().__init__(owner, seen)
 
     def items(self) -> Iterator[tuple[Any, Any]]:
-        for name, value in vars(self.owner).items():
+        for name, value in self.of(self.owner).items():
             wanted = self.only is None or name in self.only
             if wanted and name not in self.skipped and not isinstance(value, nn.Module):
                 yield name, value
 
     def put(self, key: Any, value: Any) -> None:
-        vars(self.owner)[key] = value
+        self.of(self.owner)[key] = value
 
     def remove(self, key: Any) -> None:
-        del vars(self.owner)[key]
-
-
-class _Slots(_Mapping):
-    """The attributes of an object with slots."""
-
-    kind = "slot"
-
-    def items(self) -> Iterator[tuple[Any, Any]]:
-        yield from SlotItems(self.owner).items()
-
-    def put(self, key: Any, value: Any) -> None:
-        setattr(self.owner, key, value)
-
-    def remove(self, key: Any) -> None:
-        delattr(self.owner, key)
+        del self.of(self.owner)[key]
 
 
 class _List(_Node):
@@ -326,7 +311,7 @@ def _node(value: Any, seen: dict[int, _Node]) -> _Node | None:
             return found
     if kind is not SimpleNamespace and (callable(value) or not _is_users(kind)):
         return None
-    return _Attributes(value, seen) if hasattr(value, "__dict__") else _Slots(value, seen)
+    return _Attributes(value, seen)
 
 
 _NODES: tuple[tuple[Any, type[Any]], ...] = (

@@ -1,0 +1,145 @@
+"""Every transport's sums, broadcasts and gatherings, over threads, over Gloo, and over shared memory of one host."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_pipe.errors import CommunicationError
+from lightning_pipe.transport.base import Transport
+from lightning_pipe.transport.topology import Topology
+from tests.support import processes
+from tests.support.transports import Run, run_in_threads
+
+
+def collectives(transport: Transport) -> dict[str, Any]:
+    world = tuple(range(4))
+    pairs = [(0, 2), (1, 3)]
+    transport.make_groups([*pairs, (0,), pairs[0]])
+    transport.make_groups(pairs)
+    mine = transport.topology.members(0, [0]) and pairs[transport.process % 2]
+    results: dict[str, Any] = {}
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.int64):
+        for op in ("sum", "max", "min"):
+            tensor = torch.tensor([transport.process, 1], dtype=dtype)
+            work = transport.all_reduce(tensor, world, op)  # type: ignore[arg-type]
+            work.wait()
+            results[f"{op} {dtype}"] = tensor.tolist()
+    tensor = torch.tensor([transport.process])
+    transport.all_reduce(tensor, mine).wait()
+    results["pair"] = tensor.item()
+    transport.all_reduce(tensor, (transport.process,)).wait()
+    tensor = torch.full((3,), transport.process)
+    transport.broadcast(tensor, mine[1], mine).wait()
+    results["broadcast"] = tensor.tolist()
+    results["object"] = transport.broadcast_object({"p": transport.process}, 2, world)
+    results["large object"] = len(transport.broadcast_object("x" * 5000 * transport.process, 3, world))
+    results["alone"] = transport.broadcast_object("me", transport.process, (transport.process,))
+    results["gather"] = transport.all_gather_object("x" * transport.process * 1000, world)
+    results["gather pair"] = transport.all_gather_object(transport.process, mine)
+    transport.barrier(mine)
+    transport.barrier()
+    return results
+
+
+def test_collectives(run: Run) -> None:
+    for process, results in enumerate(run(collectives, Topology.for_schedule(2, 2))):
+        pair = (process % 2, process % 2 + 2)
+        for key, value in results.items():
+            if key.startswith(("sum", "max", "min")):
+                assert value == {"sum": [6, 4], "max": [3, 1], "min": [0, 1]}[key.split()[0]], key
+        assert results["pair"] == sum(pair)
+        assert results["broadcast"] == [pair[1]] * 3
+        assert results["object"] == {"p": 2}
+        assert results["large object"] == 15000
+        assert results["alone"] == "me"
+        assert results["gather"] == ["x" * 1000 * process for process in range(4)]
+        assert results["gather pair"] == list(pair)
+
+
+def scattered(transport: Transport) -> list[list[float]]:
+    """What this process keeps of sums of parts of different sizes, in a world of three and in a pair."""
+    world, pair = (0, 1, 2), (0, 2)
+    transport.make_groups([pair])
+    found = []
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        parts = [torch.arange(size, dtype=dtype) + transport.process for size in (3, 0, 2)]
+        transport.reduce_scatter(parts, world).wait()
+        found.append(parts[transport.process].tolist())
+    if transport.process in pair:
+        parts = [torch.full((1, 2), 1.0 + transport.process, requires_grad=True) for _ in pair]
+        transport.reduce_scatter(parts, pair).wait()
+        found += parts[pair.index(transport.process)].tolist()
+    alone = torch.ones(2)
+    transport.reduce_scatter([alone], (transport.process,)).wait()
+    return [*found, alone.tolist()]
+
+
+def test_sums_are_scattered_to_their_members(run: Run) -> None:
+    first, second, third = run(scattered, Topology(1, 3))
+    assert first == [[3.0, 6.0, 9.0]] * 3 + [[4.0, 4.0], [1.0, 1.0]]
+    assert second == [[]] * 3 + [[1.0, 1.0]]
+    assert third == [[3.0, 6.0]] * 3 + [[4.0, 4.0], [1.0, 1.0]]
+
+
+def freed(transport: Transport) -> tuple[bool, bool]:
+    """Whether the memory of the other member's part is free when the sum is done, without anybody waiting for it."""
+    memory = np.ones(1 << 17)
+    held = weakref.ref(memory)
+    parts = [torch.from_numpy(memory), torch.from_numpy(memory)]
+    parts[transport.process] = torch.ones(1 << 17, dtype=torch.float64)
+    del memory
+    if transport.process == 1:
+        transport.receive_object(1, 0)
+    work, early = transport.reduce_scatter(parts, (0, 1)), held() is None
+    own = parts[transport.process]
+    del parts
+    if transport.process == 0:
+        early = held() is None
+        transport.send_object(None, 0, 0)
+    deadline = time.monotonic() + 5
+    while held() is not None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    late = held() is None
+    work.wait()
+    assert bool((own == 2).all())
+    return early, late
+
+
+def test_the_memory_of_sums_for_others_is_free_when_they_are_done(run: Run) -> None:
+    # one process has begun when the other one has not
+    assert run(freed, Topology(2, order=(1, 0))) == [(False, True)] * 2
+
+
+def overlapping(transport: Transport) -> list[float]:
+    tensors = [torch.full((1000,), float(i + transport.process)) for i in range(10)]
+    works = [transport.all_reduce(tensor, (0, 1)) for tensor in tensors]
+    for work in reversed(works):
+        work.wait()
+    return [float(tensor[0]) for tensor in tensors]
+
+
+def test_collectives_under_way_together(run: Run) -> None:
+    assert run(overlapping, Topology(2)) == [[2.0 * i + 1 for i in range(10)]] * 2
+
+
+def ungrouped(transport: Transport, members: tuple[int, ...]) -> str:
+    try:
+        transport.all_reduce(torch.zeros(1), members)
+    except CommunicationError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("members", "message"), [((0, 1), "make_groups"), ((1, 0), "sorted"), ((0, 7), "sorted"), ((2, 3), "no collective")]
+)
+def test_wrong_groups_are_named(members: tuple[int, ...], message: str) -> None:
+    assert message in run_in_threads(ungrouped, Topology(4), members=members)[0]
+    if members == (0, 1):
+        assert message in processes.run_pipeline(ungrouped, Topology(4), members=members)[0]
