@@ -51,6 +51,10 @@ IN_HOOKS = (
     "trainer.strategy.whole_module() gives every rank all of it; norms of gradients and weights over all ranks come "
     "from torch.nn.utils.get_total_norm and lightning.pytorch.utilities.grad_norm."
 )
+_IN_STEPS = (
+    "Let the layer use it, or return it, in its forward; or register it in the LightningModule, outside the layers: "
+    "every rank has it there."
+)
 _ONE_DEVICE = (
     "Only tensors of one rank can follow each other: a teacher whose layers follow a student's needs one device. For "
     "averaged weights use Lightning's callback EMAWeightAveraging."
@@ -301,3 +305,18 @@ def _unknown(func: Callable[..., Any], args: Any, kwargs: Any, origin: Origin) -
             raise origin.error(f"'{function_name(func)}' needs a value that is not here") from error
         raise
     return tree_map(lambda leaf: _like(leaf, leaf, origin) if isinstance(leaf, Placeholder) else leaf, result)
+
+
+def check_values(tensors: Iterable[Tensor], what: str) -> None:
+    """Raise where a step uses what has no value on this rank; it would come out as NaN.
+
+    Args:
+        tensors: what is used.
+        what: the use, as a message begins.
+
+    Raises:
+        CutError: one of them is absent, or comes from what is.
+    """
+    for tensor in tensors:
+        if isinstance(tensor, AbsentTensor):
+            raise tensor.origin.error(f"{what} needs a value that is not here", hint=_IN_STEPS)

@@ -9,6 +9,7 @@ from weakref import WeakValueDictionary
 
 from torch import Tensor, nn
 
+from lightning_pipe.intercept.absent_tensor import check_values
 from lightning_pipe.intercept.describe import RecordCache
 from lightning_pipe.intercept.effects import AttributeSearch, Watch
 from lightning_pipe.intercept.inner_hooks import HookedParts, shown
@@ -89,6 +90,7 @@ class LayerCalls:
         try:
             with tracker.paused(), self.surroundings.stream(key), stored_in(self._skips):
                 tracker.touch(tensors, name)
+                check_values(tensors, f"'{name}'")
                 if name in self._kept:
                     tracker.touch(self._moved(name, arguments), name)
                 if tracker.lineage.reads is not None and not plain:  # what objects among the arguments hold

@@ -41,6 +41,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipe.errors import CutError
+from lightning_pipe.intercept.absent_tensor import check_values
 from lightning_pipe.intercept.arrival import Arrival
 from lightning_pipe.intercept.call_record import AGAIN, CallRecord
 from lightning_pipe.intercept.crossing import Crossing
@@ -181,7 +182,9 @@ class StageRun:
                 hint="A training step may leave layers out if it runs the last one: LayerDrop must keep that (in "
                 "transformers layerdrop=0.0). If these layers belong to no step, name another sequence: layers=... .",
             )
-        self.tracker.touch([leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)], "the step's result")
+        tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        self.tracker.touch(tensors, "the step's result")
+        check_values(tensors, "the step's result")
         # what outlives the step is read later: attributes, lists, what was logged
         self.tracker.used.update(number for number, _ in self.tracker.numbers.alive())
         self.skips.check_empty()

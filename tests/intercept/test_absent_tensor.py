@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import copy
 import io
+import re
 from collections.abc import Callable
 
+import lightning as L
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from lightning_pipe.errors import CutError
 from lightning_pipe.intercept.absent_tensor import AbsentTensor, is_absent
+from tests.support import processes
 
 
 @pytest.fixture
@@ -152,3 +156,63 @@ def test_can_become_the_parameter_again(linear: nn.Linear) -> None:
     assert type(linear.weight) is nn.Parameter
     assert optimizer.param_groups[0]["params"][0] is linear.weight
     assert linear.weight.sum().item() == 12
+
+
+class _Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("scale", torch.tensor(2.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x))
+
+
+class ReadsAfter(L.LightningModule):
+    """Computes with a buffer of the first layer behind the last one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(_Scaled(), _Scaled())
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return (self.net(batch) * self.net[0].scale).mean()
+
+
+class ReadsBefore(ReadsAfter):
+    """Computes with a buffer of the last layer before the first one."""
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.net(batch * self.net[1].scale).mean()
+
+
+class LogsIt(ReadsAfter):
+    """Logs a buffer of the first layer."""
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.net(batch)
+        self.log("scale", self.net[0].scale)
+
+
+MODULES = {"the step's result": ReadsAfter, "'net.0'": ReadsBefore, "self.log('scale', …)": LogsIt}
+
+
+def _validate(process: int, kind: type[ReadsAfter]) -> None:
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy="pipe",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.validate(kind(), DataLoader(torch.ones(4, 4), batch_size=2), verbose=False)
+
+
+@pytest.mark.parametrize("use", MODULES)
+def test_a_step_cannot_use_the_value_of_another_rank(use: str) -> None:
+    with pytest.raises(CutError, match=re.escape(f"{use} needs a value that is not here")) as caught:
+        processes.run_trainers(_validate, 2, timeout=60, kind=MODULES[use])
+    assert "scale'" in str(caught.value)
+    assert "register it in the LightningModule" in str(caught.value)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_pipe.errors import ConfigurationError
-from lightning_pipe.intercept.absent_tensor import AbsentTensor
+from lightning_pipe.intercept.absent_tensor import AbsentTensor, check_values
 from lightning_pipe.intercept.placeholder import Placeholder
 from lightning_pipe.lightning_internals import ResultMetric
 from lightning_pipe.patches import replaced
@@ -212,6 +212,8 @@ class Log:
                     hint="Create the metric in __init__ or setup and keep it as an attribute.",
                 )
             value = value._forward_cache
+        if isinstance(value, Tensor):
+            check_values([value], f"self.log({name!r}, …)")
         # the interceptor must not take these torch calls for calls of the step
         with DisableTorchFunction():
             kept = _single_value(value)
