@@ -6,7 +6,6 @@ import time
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, cached_property
-from itertools import chain
 from typing import Any
 
 import torch
@@ -299,7 +298,7 @@ class Pipeline(PartitionedModule):
         """The measured timeline of the whole pipeline. Collective over it; right for the ranks of one host."""
         gathered = self.transport.all_gather_object(list(events), self.pipeline_members)
         return Timeline.of(
-            list(chain.from_iterable(gathered)),
+            [event for of_rank in gathered for event in of_rank],
             ranks=self.transport.topology.ranks,
             title=title or self.family.name,
             unit="s",
@@ -379,8 +378,8 @@ class Pipeline(PartitionedModule):
             return
         self._learnt_skips.add(training)
         everyone = tuple(range(self.transport.topology.world_size))
-        theirs = self.transport.all_gather_object(self.executor.stages.skipped, everyone)
-        if self.skips.learn(dict(chain.from_iterable(each.items() for each in theirs))):
+        gathered = self.transport.all_gather_object(self.executor.stages.skipped, everyone)
+        if self.skips.learn({stage: events for theirs in gathered for stage, events in theirs.items()}):
             connect(self, self.skips.ends)
             self._program.cache_clear()
             self.executor.connect(self.skips)

@@ -269,8 +269,3 @@ def discard_all(norms: Iterable[DeferredBatchNorm]) -> None:
     """Forget a mini-batch that was given up."""
     for norm in norms:
         norm.pending = {}
-
-
-def deferred_norms(module: nn.Module) -> Iterator[DeferredBatchNorm]:
-    """The deferred norms in a module."""
-    return (part for part in module.modules() if isinstance(part, DeferredBatchNorm))

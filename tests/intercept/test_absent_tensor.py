@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 from lightning_pipe.errors import CutError
 from lightning_pipe.intercept.absent_tensor import AbsentTensor, is_absent
 from tests.support import processes
+from tests.support.trainer_runs import QUIET
 
 
 @pytest.fixture
@@ -198,15 +199,7 @@ MODULES = {"the step's result": ReadsAfter, "'net.0'": ReadsBefore, "self.log('s
 
 
 def _validate(process: int, kind: type[ReadsAfter]) -> None:
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=2,
-        strategy="pipe",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    trainer = L.Trainer(accelerator="cpu", devices=2, strategy="pipe", **QUIET)  # type: ignore[arg-type]
     trainer.validate(kind(), DataLoader(torch.ones(4, 4), batch_size=2), verbose=False)
 
 

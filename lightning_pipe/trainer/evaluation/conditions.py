@@ -10,7 +10,6 @@ import lightning.pytorch as pl
 
 from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.lightning_internals import DataLoaderIterDataFetcher
-from lightning_pipe.parameters.deferred_batchnorm import deferred_norms
 from lightning_pipe.torch_internals import is_compiled
 from lightning_pipe.trainer.data.batch_hooks import hooks_between
 from lightning_pipe.trainer.data.shared_loader import SharedDataLoader
@@ -59,7 +58,7 @@ def _reasons(module: pl.LightningModule, pipeline: Pipeline, step: UserStep, loo
     replicas, loaders = pipeline.transport.topology.replicas > 1, loop._combined_loader.flattened
     if replicas and any(isinstance(loader, SharedDataLoader) and loader.compares for loader in loaders):
         yield "the replicas' loaders may differ in length"
-    if (replicas or not pipeline.linear) and any(norm.training for norm in deferred_norms(module)):
+    if (replicas or not pipeline.linear) and any(norm.training for norm in pipeline.norms):
         # replicas update statistics together; two stages of a rank may update those of one norm
         yield "batch norm is in training mode"
     if (part := _shared_by_stages(pipeline)) is not None:

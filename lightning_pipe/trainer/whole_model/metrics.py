@@ -78,8 +78,8 @@ class Metrics:
     def install(self) -> None:
         """Take over synchronisation, and see what steps do to metrics."""
         metric: Any
-        self._changed.enter_context(replaced(Metric, "forward", self._touching(self._counting(_forward))))
-        self._changed.enter_context(replaced(Metric, "reset", self._touching(_reset)))
+        self._replace(Metric, "forward", self._touching(self._counting(_forward)))
+        self._replace(Metric, "reset", self._touching(_reset))
         for metric in self._metrics:
             self._replace(metric, "update", self._update(metric, metric.update))
             self._replace(metric, "compute", self._compute(metric, metric.compute))
@@ -89,8 +89,8 @@ class Metrics:
             elif metric.dist_sync_fn is None and metric.process_group is None:
                 self._replace(metric, "dist_sync_fn", functools.partial(_gather, self._replicas), gated=False)
 
-    def _replace(self, metric: Metric, name: str, value: Any, *, gated: bool = True) -> None:
-        self._changed.enter_context(replaced(metric, name, value, gated=gated))
+    def _replace(self, owner: Metric | type[Metric], name: str, value: Any, *, gated: bool = True) -> None:
+        self._changed.enter_context(replaced(owner, name, value, gated=gated))
 
     def remove(self) -> None:
         """Leave the metrics as they were found."""
