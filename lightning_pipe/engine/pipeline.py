@@ -27,6 +27,7 @@ from lightning_pipe.intercept.interceptor import Interceptor
 from lightning_pipe.intercept.random_streams import RandomStreams
 from lightning_pipe.intercept.recompute import BufferGuard
 from lightning_pipe.intercept.stage_layers import StageLayers
+from lightning_pipe.intercept.state_reads import Course
 from lightning_pipe.parameters.buffer_sync import BufferSync
 from lightning_pipe.parameters.deferred_batchnorm import DeferredBatchNorm, Statistics, discard_all
 from lightning_pipe.parameters.gradient_groups import GradientGroups
@@ -86,7 +87,8 @@ class Pipeline(PartitionedModule):
         self.reductions = GradientGroups(transport)
         self.gradients_divided = False
         self.elapsed = self.busy = 0.0
-        self._interceptor = Interceptor(module, self.layers, tells=transport.process == 0)
+        course = Course(self.stage_layers, self.linear and passes == 1, family.pipes == 1)
+        self._interceptor = Interceptor(module, self.layers, tells=transport.process == 0, course=course)
         stages = [StageLayers(stage, span, self.names, {}) for stage, span in enumerate(self.stage_layers)]
         self.executor = Executor(
             Stages(self._interceptor, stages, self.ownership, transport.device, BufferGuard([module])),

@@ -20,6 +20,7 @@ from lightning_pipe.intercept.incoming import Incoming
 from lightning_pipe.intercept.interceptor import Interceptor
 from lightning_pipe.intercept.parameter_use import ParameterUse
 from lightning_pipe.intercept.recompute import BufferGuard, Buffers, nothing_saved, recomputing
+from lightning_pipe.intercept.snapshot import Snapshot
 from lightning_pipe.intercept.stage_layers import StageLayers
 from lightning_pipe.intercept.stage_run import NO_SKIPPING, StageRun
 from lightning_pipe.parameters.deferred_batchnorm import forward_pass
@@ -70,12 +71,15 @@ class Saved:
 class Kept:
     """What a forward pass leaves that will run again: its input, and the calls it made up to the boundary.
 
-    ``buffers`` has the former values of those that it changed.
+    ``buffers`` has the former values of those that it changed, ``attributes`` those of layers, all of them or those
+    that earlier passes have changed.
     """
 
     inbound: Crossing | None
     calls: tuple[CallRecord, ...] | None
     buffers: Buffers
+    attributes: Snapshot
+    all_attributes: bool
 
 
 @dataclass
@@ -90,6 +94,7 @@ class Stages:
         buffers: puts buffers back that a second run changes.
         called: the layers that have been called so far.
         skipped: by stage, what its layers stashed and popped in their last run.
+        again: the stages that have been run in order to run again: it is known which attributes their layers change.
         reads: learns which tensors of a batch are read here; ``None``: nobody asks.
     """
 
@@ -100,6 +105,7 @@ class Stages:
     buffers: BufferGuard
     called: set[int] = field(default_factory=set)
     skipped: dict[int, list[SkipEvent]] = field(default_factory=dict)
+    again: set[int] = field(default_factory=set)
     reads: BatchReads | None = None
 
     def reroute(self, routes: Mapping[int, Mapping[SkipKey, int]]) -> None:
@@ -125,19 +131,29 @@ class Stages:
         _observe(self, stage, micro_batch, batch, inbound)
         # The first run may change what it received; the second one must find it as it came.
         copies = inbound and inbound.copied()
+        unknown = stage not in self.again
+        self.again.add(stage)
+        attributes = self.interceptor.attributes(all_of_them=unknown)
         with nothing_saved(), self.buffers.noted(stage) as former:
             saved, crossings, result = self._run(stage, micro_batch, batch, copies)
         if not crossings:
             batch.keep(micro_batch, saved.loss, result)
         calls = next((crossing.path.calls for crossing in crossings.values()), None)
-        return Kept(inbound, calls, former), {to: crossing.detached() for to, crossing in crossings.items()}
+        kept = Kept(inbound, calls, former, attributes, unknown)
+        return kept, {to: crossing.detached() for to, crossing in crossings.items()}
 
     def recompute(self, stage: int, micro_batch: int, batch: Batch, kept: Kept) -> Saved:
         """Run the step again, now keeping what the backward pass needs."""
-        with recomputing(), self.buffers.restored(kept.buffers):
-            saved, crossings, _ = self._run(stage, micro_batch, batch, kept.inbound)
+        attributes = self.interceptor.attributes(all_of_them=kept.all_attributes)
+        kept.attributes.undo()
+        try:
+            with recomputing(), self.buffers.restored(kept.buffers):
+                saved, crossings, _ = self._run(stage, micro_batch, batch, kept.inbound)
+        finally:
+            attributes.undo()
         # The last stage ends at no boundary and has no path to compare.
-        if next((crossing.path.calls for crossing in crossings.values()), None) != kept.calls:
+        calls = next((crossing.path.calls for crossing in crossings.values()), None)
+        if _path(calls) != _path(kept.calls):
             raise CutError(
                 f"stage {stage} took another path when micro-batch {micro_batch} was computed again.",
                 hint="Steps must not depend on counters, time or random numbers of other libraries than torch, random "
@@ -219,6 +235,11 @@ class Stages:
         if saved.split is not None:
             saved.split.weight_half()
         saved.release()
+
+
+def _path(calls: Sequence[CallRecord] | None) -> list[CallRecord] | None:
+    """What a run and its second one must have in common."""
+    return None if calls is None else [call.without_kept() for call in calls]
 
 
 def _observe(stages: Stages, stage: int, micro_batch: int, batch: Batch, inbound: Crossing | None) -> None:

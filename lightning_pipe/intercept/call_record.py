@@ -99,6 +99,10 @@ class CallRecord(NamedTuple):
     hook: tuple[str, int] | None = None
     drawn: tuple[bytes, ...] = ()
 
+    def without_kept(self) -> CallRecord:
+        """The same but for what the module keeps of its calls, which is another value after each of them."""
+        return self._replace(effects=tuple(effect for effect in self.effects if not effect.kept))
+
 
 class LiveTensor(NamedTuple):
     """One tensor that is alive at a cut.

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from lightning_pipe.intercept.kept_state import KeptState, Place, put
 from lightning_pipe.intercept.objects import ObjectStates, objects_of
 from lightning_pipe.intercept.tensor_state import memory_of, same_objects, version_of
 from lightning_pipe.torch_internals import tree_flatten, tree_leaves
@@ -33,6 +34,8 @@ class Effect(NamedTuple):
         attribute: its name.
         in_place: whether the attribute is the tensor that it was, and has changed or is what a result is a view of.
         object: for a changed object, its number among those that the arguments lead to; its state is ``structure``.
+        kept: whether the attribute is no tensor of the step (see `kept_state`); its new value is ``structure``, and
+            ``None`` there is one that cannot be shown.
     """
 
     size: int
@@ -42,6 +45,12 @@ class Effect(NamedTuple):
     attribute: str = ""
     in_place: bool = False
     object: int | None = None
+    kept: bool = False
+
+    @property
+    def place(self) -> Place:
+        """Where the attribute is, seen from the layer."""
+        return self.path, self.attribute
 
 
 class Watch:
@@ -71,6 +80,7 @@ class Watch:
         self._contents = [_contents(container) for container in self.containers]
         self._objects, self._shown = ObjectStates(leaves), objects
         self._attributes = {key: _State(tree_leaves(value)) for key, value in _attributes(module)} if seeks else None
+        self._kept = KeptState(module) if seeks else None
 
     def attributes(self) -> Iterator[Tensor]:
         """The tensors that the module keeps as attributes before the call; none where nobody looks for them."""
@@ -97,6 +107,8 @@ class Watch:
             yield Effect(len(tensors), state, object=number), list(tensors)
         if self._attributes is not None:
             yield from self._attribute_effects(self._attributes, results, derived)
+        for (path, name), shown in self._kept.changes() if self._kept is not None else ():
+            yield Effect(0, shown, path=path, attribute=name, kept=True), []
 
     def kept_objects(self, effects: Iterable[Effect], leaves: Sequence[Any]) -> dict[int, Any]:
         """The objects that the call has changed, and those that it has put into them, by ``id``.
@@ -160,10 +172,16 @@ class AttributeSearch:
 
 
 class Attributes:
-    """The attributes that have been set on skipped layers; `restore` puts the old ones back."""
+    """The attributes that have been set on skipped layers; `restore` puts the old ones back.
 
-    def __init__(self) -> None:
+    Args:
+        stay: whether what layers keep besides tensors is expected to stay.
+    """
+
+    def __init__(self, *, stay: bool) -> None:
+        self._stay = stay
         self._before: list[tuple[dict[str, Any], str, Any]] = []
+        self._former: list[Callable[[], None]] = []
         self._filled: dict[int, tuple[Tensor, Tensor]] = {}
 
     def set(self, module: nn.Module, effect: Effect, value: Any) -> None:
@@ -171,6 +189,12 @@ class Attributes:
         owner = vars(module.get_submodule(effect.path))
         self._before.append((owner, effect.attribute, owner.get(effect.attribute, self)))
         owner[effect.attribute] = value
+
+    def keep(self, module: nn.Module, effect: Effect) -> None:
+        """Let the part of ``module`` that the effect names keep the value that is shown of it."""
+        if effect.structure is not None:
+            undo = put(module, effect.place, effect.structure, stays=self._stay)
+            self._former.extend(() if undo is None else (undo,))
 
     def same(self, module: nn.Module, effect: Effect, spec: Any) -> Tensor | None:
         """The tensor that an attribute holds here too, and that the call changes in place on another stage."""
@@ -182,8 +206,15 @@ class Attributes:
         """What such a tensor holds has come from the other stage; ``before`` holds what it held here."""
         self._filled[id(tensor)] = tensor, before
 
-    def restore(self) -> None:
-        """Put everything back as it was: this rank may run the layer as well, for other micro-batches."""
+    def restore(self, *, undo: bool = False) -> None:
+        """Put everything back as it was, but for what stays: this rank may run the layer too, for other micro-batches.
+
+        Args:
+            undo: put back that, too.
+        """
+        for put_back in reversed(self._former) if undo or not self._stay else ():
+            put_back()
+        self._former.clear()
         for owner, attribute, value in reversed(self._before):  # an attribute may have been set more than once
             if value is self:
                 owner.pop(attribute, None)

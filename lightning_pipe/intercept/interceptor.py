@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial, update_wrapper
 from itertools import chain
 from typing import Any
@@ -14,7 +14,9 @@ from torch import nn
 
 from lightning_pipe.intercept.generation_caches import Caches
 from lightning_pipe.intercept.layer_calls import RunCache
+from lightning_pipe.intercept.snapshot import Snapshot
 from lightning_pipe.intercept.stage_run import StageRun
+from lightning_pipe.intercept.state_reads import Course, StateReads
 from lightning_pipe.intercept.torch_patches.activation_checkpoints import CHECKPOINTS, run_again
 from lightning_pipe.intercept.torch_patches.autograd_functions import FUNCTIONS
 from lightning_pipe.intercept.torch_patches.backward_hooks import BACKWARD_HOOKS
@@ -35,12 +37,20 @@ class Interceptor:
         module: the user's module.
         layers: the layer sequence with dotted names.
         tells: whether this rank says what it changes for the time of the steps.
+        course: how micro-batches pass the stages; ``None``: all of them run here.
 
     Attributes:
         run: the run of the step that is under way.
     """
 
-    def __init__(self, module: nn.Module, layers: Sequence[tuple[str, nn.Module]], *, tells: bool = True) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        layers: Sequence[tuple[str, nn.Module]],
+        *,
+        tells: bool = True,
+        course: Course | None = None,
+    ) -> None:
         self.run: StageRun | TurnRun | None = None
         self._current = lambda: self.run
         self.module = module
@@ -48,6 +58,7 @@ class Interceptor:
         self.cache = RunCache()
         self._caches = Caches(module, tells=tells)
         self._outside = list(outside_modules(module, self.layers))
+        self.cache.reads = StateReads([*layers, *self._outside], course or Course((), in_order=False, one_pipe=True))
         # by key: the number of a layer; for outside modules numbers below that of torch calls, -1
         self._wrappers: dict[int, Callable[..., Any]] = {}
         self._forwards: dict[int, Callable[..., Any]] = {}
@@ -65,6 +76,30 @@ class Interceptor:
         """The layers and outside modules with all their parts, each once."""
         roots = (*self.layers, *(module for _, module in self._outside))
         yield from {id(part): part for root in roots for part in root.modules()}.values()
+
+    def reads_seen(self) -> AbstractContextManager[None]:
+        """Around many batches: see what the step's own code reads of layers and outside modules."""
+        if self.cache.reads is None or any(map(is_compiled, self.module.modules())):
+            return nullcontext()  # compiled code could not be looked into
+        return self.cache.reads.installed(self._reading)
+
+    def _reading(self, module: nn.Module, name: str) -> None:
+        if isinstance(self.run, StageRun):
+            self.run.read(module, name)
+
+    def attributes(self, *, all_of_them: bool = True) -> Snapshot:
+        """The attributes of layers and outside modules as they are now.
+
+        Args:
+            all_of_them: not only those that calls have changed so far.
+        """
+        if all_of_them:
+            return Snapshot({str(number): part for number, part in enumerate(self.computing())})
+        keepers = {str(number): each for number, each in enumerate(self.cache.keepers.values())}
+        return Snapshot(
+            {number: part for number, (part, _) in keepers.items()},
+            {number: names for number, (_, names) in keepers.items()},
+        )
 
     @property
     def in_module(self) -> bool:

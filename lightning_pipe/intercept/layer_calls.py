@@ -17,6 +17,7 @@ from lightning_pipe.intercept.objects import objects_of
 from lightning_pipe.intercept.placeholder import Placeholder
 from lightning_pipe.intercept.recompute import release_saved
 from lightning_pipe.intercept.stage_layers import StageLayers
+from lightning_pipe.intercept.state_reads import StateReads
 from lightning_pipe.intercept.surroundings import Surroundings
 from lightning_pipe.intercept.torch_functions import FLAT
 from lightning_pipe.intercept.tracker import Tracker
@@ -38,9 +39,13 @@ class RunCache:
         attributes: tells which modules keep tensors as attributes.
         records: the last record of each layer.
         hooked: which parts of modules have forward hooks.
+        reads: knows what steps read of layers and outside modules; ``None``: nobody asks.
+        keepers: by ``id``, parts of modules whose calls have changed attributes that are no tensors, and their names.
     """
 
     def __init__(self) -> None:
+        self.reads: StateReads | None = None
+        self.keepers: dict[int, tuple[nn.Module, set[str]]] = {}
         self.attributes, self.records, self.hooked = AttributeSearch(), RecordCache(), HookedParts()
 
 
@@ -59,6 +64,7 @@ class LayerCalls:
     Attributes:
         surroundings: those of the run.
         inside: whether a layer or outside module runs now.
+        state: what the run reads of modules, and what they change; ``None``: all layers are here.
         routed: the numbers of tensors that go to another stage than the next, with that stage.
     """
 
@@ -77,6 +83,7 @@ class LayerCalls:
         self._others, self._routes, self._objects = not stage.all, stage.routes, objects
         # by layer, the objects that it has changed or made, by ``id``; caches of an earlier generate() must go
         self._kept: dict[str, WeakValueDictionary[int, Any]] = {}
+        self.state = cache.reads.run() if cache.reads is not None and self._others else None
         self._skips, self.surroundings, self._cache, self._profiler = skips, surroundings, cache, profiler
 
     def run(self, name: str, key: int, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -123,6 +130,10 @@ class LayerCalls:
                     kept.update(watch.kept_objects(call.effects, arguments))
                 if seeks:
                     cache.attributes.note(name, module, any(effect.attribute for effect in call.effects))
+                    for effect in call.effects:
+                        if effect.kept:
+                            part = module.get_submodule(effect.path)
+                            cache.keepers.setdefault(id(part), (part, set()))[1].add(effect.attribute)
         finally:
             self.inside = False
         return result

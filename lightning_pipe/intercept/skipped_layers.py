@@ -29,6 +29,7 @@ class SkippedLayers:
         surroundings: of the run.
         skips: what is stashed and not popped yet.
         device: where placeholders pretend to be.
+        stay: whether what modules keep stays behind the run: this rank is shown it in the order of the micro-batches.
 
     Attributes:
         attributes: what skipped layers keep as attributes.
@@ -37,9 +38,11 @@ class SkippedLayers:
         lenders: arguments whose memory a skipped layer's result may share, by the positions of call and argument.
     """
 
-    def __init__(self, tracker: Tracker, surroundings: Surroundings, skips: StepStore, device: torch.device) -> None:
+    def __init__(
+        self, tracker: Tracker, surroundings: Surroundings, skips: StepStore, device: torch.device, *, stay: bool
+    ) -> None:
         self._tracker, self._surroundings, self._skips, self._device = tracker, surroundings, skips, device
-        self.attributes = Attributes()
+        self.attributes = Attributes(stay=stay)
         self.modules: list[nn.Module] = []
         self.kept: list[tuple[Tensor, str]] = []
         self.lenders: dict[tuple[int, int], Tensor] = {}
@@ -118,6 +121,9 @@ class SkippedLayers:
             if effect.object is not None:
                 put_state(objects[effect.object], effect.structure, leaves[split:], objects)
                 del leaves[split:]
+                continue
+            if effect.kept:
+                self.attributes.keep(module, effect)
                 continue
             value = tree_unflatten(leaves[split:], effect.structure)
             del leaves[split:]

@@ -309,7 +309,7 @@ def _node(value: Any, seen: dict[int, _Node]) -> _Node | None:
         if isinstance(value, kinds):
             found: _Node = node(value, seen)
             return found
-    if kind is not SimpleNamespace and (callable(value) or not _is_users(kind)):
+    if kind is not SimpleNamespace and (callable(value) or not is_users(kind)):
         return None
     return _Attributes(value, seen)
 
@@ -351,7 +351,7 @@ def _place(value: Any) -> Any:
 
 
 @cache
-def _is_users(kind: Any) -> bool:
+def is_users(kind: Any) -> bool:
     """Whether a class is the user's own rather than a library's, whose objects may be large and intricate."""
     name = str(kind.__module__)
     if name == "__main__":

@@ -49,6 +49,7 @@ from lightning_pipe.intercept.layer_calls import LayerCalls, Profiler, RunCache
 from lightning_pipe.intercept.objects import ChangedObjectError
 from lightning_pipe.intercept.outgoing import check_surroundings, crossings_of
 from lightning_pipe.intercept.parameter_use import ParameterUse
+from lightning_pipe.intercept.recompute import is_recomputing
 from lightning_pipe.intercept.skipped_layers import SkippedLayers
 from lightning_pipe.intercept.stage_layers import CallNumbers, StageLayers
 from lightning_pipe.intercept.surroundings import Surroundings
@@ -115,7 +116,8 @@ class StageRun:
         stream = self.surroundings.stream
         self.tracker = Tracker(expected, stream, parameter_use, partial=not stage.all, alone=alone)
         self.tracker.come_back = self._come_back if may_repeat and not training else None
-        self.skipped_layers = SkippedLayers(self.tracker, self.surroundings, self.skips, device)
+        in_order = cache.reads is not None and cache.reads.course.in_order and not is_recomputing()
+        self.skipped_layers = SkippedLayers(self.tracker, self.surroundings, self.skips, device, stay=in_order)
         self.arrival = Arrival(inbound, self.tracker, self.skipped_layers, parameter_use)
         self.layer_calls = LayerCalls(stage, self.tracker, self.skips, self.surroundings, cache, profiler)
 
@@ -147,7 +149,7 @@ class StageRun:
         else:
             self._returned(result)
         finally:
-            self.skipped_layers.attributes.restore()
+            self.skipped_layers.attributes.restore(undo=self.repeats)
         self.arrival.check_copies(self.crossings.values())
         return result
 
@@ -189,6 +191,11 @@ class StageRun:
         self.tracker.used.update(number for number, _ in self.tracker.numbers.alive())
         self.skips.check_empty()
 
+    def read(self, module: nn.Module, name: str) -> None:
+        """The step's own code reads an attribute of a module."""
+        if self.layer_calls.state is not None and self.stage.last and not self.layer_calls.inside:
+            self.layer_calls.state.read(module, name, waiting=self.tracker.waiting)
+
     # ------------------------------------------------------------------ calls that arrive from the user's code
 
     def call_layer(self, number: int, layer: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -198,7 +205,7 @@ class StageRun:
             self._come_back(name)
         number, key = self._numbers.next(number)
         if self.tracker.waiting and number < own.start:
-            return self.skipped_layers.answer(name, layer, args, kwargs)  # a stage before this one runs it, (2)
+            return self._answer(name, layer, args, kwargs, number)  # a stage before this one runs it, (2)
         self.arrive()
         if number >= own.stop:
             self._cut(layer)
@@ -207,14 +214,14 @@ class StageRun:
         self.called[number % self.stage.in_one_pass] += 1
         # the backward of a Function computes the gradients of the layers that it calls at one go
         self.whole |= self.surroundings.whole_unit is not None
-        return self._run(name, key, layer, forward, args, kwargs)
+        return self._run(name, key, layer, forward, args, kwargs, number)
 
     def call_module(
         self, name: str, key: int, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
         """A module outside the sequence that has parameters is called."""
         if self.tracker.waiting:
-            return self.skipped_layers.answer(name, module, args, kwargs)  # (2)
+            return self._answer(name, module, args, kwargs)  # (2)
         if self.tracker.come_back and not self._parameter_use.holds_all(module.parameters()):
             self._come_back(name)  # its rank runs it before its layers
         self._parameter_use.run(name)
@@ -222,13 +229,33 @@ class StageRun:
             self._parameter_use.use(parameter)
         return self._run(name, key, module, forward, args, kwargs)
 
-    def _run(self, name: str, key: int, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _run(
+        self,
+        name: str,
+        key: int,
+        module: nn.Module,
+        forward: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        number: int | None = None,
+    ) -> Any:
         try:
-            return self.layer_calls.run(name, key, module, forward, args, kwargs)
+            result = self.layer_calls.run(name, key, module, forward, args, kwargs)
         except ChangedObjectError:
             if self.tracker.come_back is None:
                 raise
             self._come_back(name)  # a cache: of use in a step of several passes alone
+        self._note(module, number, own=True)
+        return result
+
+    def _answer(self, name: str, module: nn.Module, args: Any, kwargs: Any, number: int | None = None) -> Any:
+        result = self.skipped_layers.answer(name, module, args, kwargs)
+        self._note(module, number, own=False)
+        return result
+
+    def _note(self, module: nn.Module, number: int | None, *, own: bool) -> None:
+        if self.layer_calls.state is not None and self.stage.last:
+            self.layer_calls.state.note(module, self.tracker.calls[-1], number, own=own)
 
     # ------------------------------------------------------------------ the two ends of a stage
 

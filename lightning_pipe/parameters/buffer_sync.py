@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from torch import Tensor, nn
 
@@ -95,19 +95,24 @@ class BufferSync:
 
 
 class EvaluatedCopies:
-    """Gives all copies of a layer the buffers that an evaluation has changed in one of them.
+    """Gives all copies of a module the buffers that an evaluation has changed in one of them.
 
-    Bidirectional schedules hold each stage on two ranks, and evaluate batches in the pipe that ends on rank 0. Counts
-    and caches that layers keep there would be old on the other ranks, which train with them.
+    Every rank holds the modules outside the layers, and one of them runs them. Bidirectional schedules hold each stage
+    on two ranks, and evaluate batches in the pipe that ends on rank 0. Counts and caches that a module keeps there
+    would be old on the other ranks, which train with them, or from which the next run starts.
 
     Args:
         module: the user's module.
         transport: reaches the other processes.
         members: the processes of this pipeline.
+        held_once: the dotted names of the layers that one process alone has.
     """
 
-    def __init__(self, module: nn.Module, transport: Transport, members: tuple[int, ...]) -> None:
+    def __init__(
+        self, module: nn.Module, transport: Transport, members: tuple[int, ...], held_once: Iterable[str] = ()
+    ) -> None:
         self._module, self._transport, self._members = module, transport, members
+        self._held_once = tuple(f"{name}." for name in held_once)
         self._before: dict[str, tuple[Tensor, TensorState]] = {}
 
     def begin(self) -> None:
@@ -116,7 +121,8 @@ class EvaluatedCopies:
 
     def end(self) -> None:
         """Behind the last one. Collective over the pipeline."""
-        changed = _changed(self._module, self._before)
+        found = _changed(self._module, self._before)
+        changed = {name: value for name, value in found.items() if not name.startswith(self._held_once)}
         self._before = {}
         gathered = self._transport.all_gather_object(changed, self._members)
         buffers = dict(_buffers(self._module))

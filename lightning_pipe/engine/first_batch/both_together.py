@@ -31,7 +31,7 @@ def readings(
         received: what it has received for each of them.
         sizes: their samples.
         standing: which of the two (0 or 1) gives the values that have no dimension of samples and differ, such as a
-            router's loss; ``None``: such values cannot be put together.
+            router's loss, or what a layer counts; ``None``: such values cannot be put together.
 
     Raises:
         UnlikeError: it cannot be put together.
@@ -91,7 +91,9 @@ def _inbound(received: Sequence[Crossing | None], sizes: Sequence[int], reading:
 
 
 def _call(one: CallRecord, other: CallRecord, sizes: Sequence[int], reading: _Reading) -> CallRecord:
-    _same(one._replace(leaves=()), other._replace(leaves=()))
+    _same(one.without_kept()._replace(leaves=()), other.without_kept()._replace(leaves=()))
+    if reading.standing is None:
+        _same(one.effects, other.effects)  # what a layer counts is known for each of them alone
     leaves = []
     for a, b in zip(one.leaves, other.leaves, strict=True):
         if isinstance(a, TensorSpec) and isinstance(b, TensorSpec):
@@ -99,7 +101,7 @@ def _call(one: CallRecord, other: CallRecord, sizes: Sequence[int], reading: _Re
         else:
             _same(a, b)
             leaves.append(a)
-    return one._replace(leaves=tuple(leaves))
+    return (one, other)[reading.standing or 0]._replace(leaves=tuple(leaves))
 
 
 def _spec(one: TensorSpec, other: TensorSpec, sizes: Sequence[int], reading: _Reading) -> TensorSpec:

@@ -15,7 +15,6 @@ from lightning_pipe.engine.batch import Batch
 from lightning_pipe.engine.stage import Crossings, Stages, loss_of
 from lightning_pipe.intercept.crossing import Crossing
 from lightning_pipe.intercept.recompute import recomputing
-from lightning_pipe.intercept.snapshot import Snapshot
 from lightning_pipe.torch_internals import DropoutNd, NormBase
 
 _SEEDS = 8
@@ -114,7 +113,7 @@ def leaving_no_trace(stages: Stages) -> Iterator[None]:
 @contextmanager
 def _attributes(stages: Stages) -> Iterator[None]:
     """What computes has the same attributes as before afterwards."""
-    kept = Snapshot({str(number): part for number, part in enumerate(stages.interceptor.computing())})
+    kept = stages.interceptor.attributes()
     try:
         yield
     finally:

@@ -93,7 +93,8 @@ class TurnRun:
         self.tracker = TurnTracker(mail, ranks[0], parameter_use, place, generators)
         self.skips = _FetchedSkips(self.tracker)
         self.surroundings = Surroundings(isolated)
-        self.skipped_layers = SkippedLayers(self.tracker, self.surroundings, self.skips, device)
+        # every rank is shown all calls, in their order
+        self.skipped_layers = SkippedLayers(self.tracker, self.surroundings, self.skips, device, stay=True)
         everything = StageLayers(0, range(len(names) if mail.ranks == 1 else 0), names, {})
         self.layer_calls = LayerCalls(
             everything, self.tracker, self.skips, self.surroundings, cache, None, objects=True

@@ -40,11 +40,8 @@ class Evaluations:
             and world.layout.pipeline_parallel_size > 1
         )
         pipeline = steps.pipeline
-        self._copies = (
-            EvaluatedCopies(module, pipeline.transport, pipeline.pipeline_members)
-            if pipeline.family.pipes > 1
-            else None
-        )
+        held_once = pipeline.names if pipeline.family.pipes == 1 else ()
+        self._copies = EvaluatedCopies(module, pipeline.transport, pipeline.pipeline_members, held_once)
         self._steadiness: defaultdict[str, Steadiness] = defaultdict(Steadiness)
         self._told: set[tuple[str, str]] = set()
         self._stream: EvaluationStream | None = None
@@ -62,7 +59,7 @@ class Evaluations:
         }
         with ExitStack() as changed:
             changed.callback(self._close)
-            for loop, name in loops.items() if self._may_stream or self._copies is not None else ():
+            for loop, name in loops.items() if len(self._steps.pipeline.pipeline_members) > 1 else ():
                 begin = partial(self._begin, loop.on_run_start, loop, name)
                 changed.enter_context(replaced(loop, "on_run_start", begin, gated=False))
                 changed.enter_context(replaced(loop, "on_run_end", partial(self._end, loop.on_run_end), gated=False))
@@ -98,8 +95,7 @@ class Evaluations:
     def _begin(self, method: Callable[..., Any], loop: Any, name: str) -> None:
         """In the place of ``on_run_start``. Collective over all processes."""
         method()
-        if self._copies is not None:
-            self._copies.begin()
+        self._copies.begin()
         if not self._may_stream:
             return
         reason = reason_to_wait(self._module, self._steps.pipeline, self._steps.user_step, loop, name)
@@ -120,8 +116,7 @@ class Evaluations:
         stream, self._stream = self._stream, None
         if stream is not None:
             stream.end()
-        if self._copies is not None:
-            self._copies.end()
+        self._copies.end()
         return method()
 
     def _end_prediction(self, loop: Any, method: Callable[..., Any]) -> Any:

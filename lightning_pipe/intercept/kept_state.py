@@ -1,0 +1,191 @@
+"""What layers and outside modules count or keep of their calls, besides tensors: numbers, lists, objects, buffers.
+
+The stage that runs a module shows later stages what the call has made of these by value. So code behind the module
+reads on every later stage what it reads on one device, and finds it there again in the next micro-batch.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections import deque
+from collections.abc import Callable, Iterator
+from functools import cache, partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from lightning_pipe.intercept.objects import ObjectStates, is_opaque
+from lightning_pipe.intercept.snapshot import is_compared, is_users
+from lightning_pipe.intercept.tensor_state import same_values, version_of
+from lightning_pipe.torch_internals import DisableTorchFunction
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_CONTAINERS = (list, tuple, dict, set, frozenset, deque, bytearray, np.ndarray)
+_MISSING = object()
+_SHOWN = 1 << 16
+"""Bytes up to which a value is shown to later stages."""
+
+Place = tuple[str, str]
+"""The path from a layer to a part of it, and the name of an attribute or buffer there."""
+
+
+class _NotAloneError(Exception):
+    """A value refers to tensors or modules."""
+
+
+class KeptState:
+    """What a module and its parts keep, before a call.
+
+    Args:
+        module: the layer or outside module.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._before = {place: _Kept(value) for place, value in _kept(module)}
+
+    def changes(self) -> Iterator[tuple[Place, bytes | None]]:
+        """Where the call has changed something, with the new value; ``None``: it cannot be shown."""
+        for place, value in _kept(self._module):
+            before = self._before.get(place)
+            if before is None or before.differs(value):
+                yield place, _shown(value)
+
+
+class _Kept:
+    """One value before a call, with what tells whether it changes."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+        self._content: Any = None
+        if isinstance(value, Tensor):
+            self._content = version_of(value)
+            if self._content is None:
+                self._content = value.clone()  # in inference mode nobody counts
+        elif not isinstance(value, _PLAIN):
+            self._content = _pickled(value)
+            if self._content is None:
+                self._content = ObjectStates([value])
+
+    def differs(self, now: Any) -> bool:
+        if isinstance(now, Tensor):
+            if now is not self.value:
+                return True
+            before = self._content
+            return not same_values(now, before) if isinstance(before, Tensor) else version_of(now) != before
+        if isinstance(now, _PLAIN):
+            return type(now) is not type(self.value) or (now is not self.value and now != self.value)
+        if isinstance(self._content, ObjectStates):
+            # tensors in lists and dictionaries are looked for elsewhere
+            return self._content.have_changed() or (now is not self.value and is_opaque(now))
+        return bool(_pickled(now) != self._content)
+
+
+def put(module: nn.Module, place: Place, shown: bytes, *, stays: bool) -> Callable[[], None] | None:
+    """Let a skipped module keep what it keeps where it runs.
+
+    Args:
+        module: the layer or outside module.
+        place: where in it.
+        shown: the value.
+        stays: whether it is expected to stay. A buffer is changed in place then, as on one device: code that has taken
+            it before the call sees the change. Otherwise another tensor stands there for a time, since graphs of other
+            micro-batches may need the values of the buffer.
+
+    Returns:
+        What puts back the former value; ``None`` if there is no such buffer on this rank.
+    """
+    path, name = place
+    part, value = module.get_submodule(path), pickle.loads(shown)
+    if name not in part._buffers:
+        return partial(_put_back, vars(part), name, _replace(vars(part), name, value))
+    buffer = part._buffers[name]
+    # the buffers of other ranks have no values here
+    if type(buffer) is not Tensor or not isinstance(value, Tensor):
+        return None
+    if not stays or (buffer.shape, buffer.dtype) != (value.shape, value.dtype) or buffer.is_inference():
+        return partial(_put_back, part._buffers, name, _replace(part._buffers, name, value.to(buffer.device)))
+    with DisableTorchFunction(), torch.no_grad():
+        former = buffer.clone()
+        buffer.copy_(value)
+    return partial(_copy_back, buffer, former)
+
+
+def _copy_back(buffer: Tensor, former: Tensor) -> None:
+    with DisableTorchFunction(), torch.no_grad():
+        buffer.copy_(former)
+
+
+def _replace(holder: dict[str, Any], name: str, value: Any) -> Any:
+    before = holder.get(name, _MISSING)
+    holder[name] = value
+    return before
+
+
+def _put_back(holder: dict[str, Any], name: str, value: Any) -> None:
+    if value is _MISSING:
+        holder.pop(name, None)
+    else:
+        holder[name] = value
+
+
+def _kept(module: nn.Module) -> Iterator[tuple[Place, Any]]:
+    for path, part in module.named_modules():
+        kind: Any = type(part)
+        if not is_own(kind):
+            continue
+        for name, value in vars(part).items():
+            if is_compared(name) and name not in ("forward", "_apply", "_buffers") and _is_state(value):
+                yield (path, name), value
+        for name, buffer in part._buffers.items():
+            if type(buffer) is Tensor:
+                yield (path, name), buffer
+
+
+def _is_state(value: Any) -> bool:
+    if isinstance(value, _PLAIN):
+        return True
+    if isinstance(value, Tensor | nn.Module | type) or callable(value):
+        return False
+    kind: Any = type(value)
+    return isinstance(value, _CONTAINERS) or (is_opaque(value) and is_users(kind))
+
+
+@cache
+def is_own(kind: type) -> bool:
+    """Whether a class of modules is neither torch's, nor one of this package, nor a metric: it is known what they keep.
+
+    Batch norms that defer their statistics keep some of every call, and cost a fifth more of a batch when looked into.
+    """
+    if str(kind.__module__).partition(".")[0] in ("torch", "lightning_pipe"):
+        return False
+    return all(str(base.__module__).partition(".")[0] != "torchmetrics" for base in kind.__mro__)
+
+
+class _Pickler(pickle.Pickler):
+    def persistent_id(self, obj: Any) -> None:
+        if isinstance(obj, Tensor | nn.Module):
+            raise _NotAloneError
+
+
+def _pickled(value: Any) -> bytes | None:
+    """A value that refers to no tensors as bytes; ``None`` if it does, or does not pickle."""
+    file = io.BytesIO()
+    try:
+        _Pickler(file, pickle.HIGHEST_PROTOCOL).dump(value)
+    except Exception:
+        return None
+    return file.getvalue()
+
+
+def _shown(value: Any) -> bytes | None:
+    if isinstance(value, Tensor):
+        if value.nbytes > _SHOWN or value.requires_grad:
+            return None
+        with DisableTorchFunction(), torch.no_grad():
+            return pickle.dumps(value.detach().cpu().clone())
+    found = _pickled(value)
+    return found if found is not None and len(found) <= _SHOWN else None

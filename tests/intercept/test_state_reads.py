@@ -1,0 +1,193 @@
+"""What a step reads of modules, while their forward passes change it, is what one device reads, or an error."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import product
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_pipe import PipeStrategy
+from tests.support.processes import run_trainers
+from tests.support.trainer_runs import QUIET, quiet
+
+WIDTH, SAMPLES, BATCH = 4, 16, 4
+DATA = torch.randn(SAMPLES, WIDTH, generator=torch.Generator().manual_seed(1)).double()
+
+
+class Memory:
+    """An object of the user's."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+
+class Counts(nn.Module):
+    """A module with parameters that keeps something of its calls, in all ways that there are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.calls, self.values = 0, [0.0]
+        self.memory, self.hidden = Memory(), Memory()
+        self.output = torch.zeros(())
+        self.register_buffer("size", torch.ones(()))
+        self.register_buffer("large", torch.ones(20_000))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.memory.calls += 1
+        self.hidden.calls += 1
+        self.hidden.open = lambda: None  # type: ignore[attr-defined]  # nothing that pickles
+        self.values.append(float(x.detach().mean()))
+        self.size.mul_(0.9).add_(x.detach().abs().mean())
+        self.large.mul_(0.9)
+        hidden = torch.tanh(self.linear(x) * (1 + 0.01 * self.calls))
+        self.output = hidden.mean()
+        return hidden
+
+
+Case = tuple[str, str, bool]
+"""Of which module something is read, what, and whether before its call."""
+
+
+class Reads(L.LightningModule):
+    """Computes with what it reads of modules."""
+
+    def __init__(self, cases: Sequence[Case]) -> None:
+        super().__init__()
+        self.cases = cases
+        self.early, self.late = Counts(), Counts()
+        self.layers = nn.Sequential(*(Counts() for _ in range(8)))
+
+    def read(self, *, before: bool) -> list[Any]:
+        of = {"first": self.layers[0], "last": self.layers[-1], "early": self.early, "late": self.late}
+        return [_number(getattr(of[module], name)) for module, name, early in self.cases if early == before]
+
+    def step(self, x: Tensor) -> Tensor:
+        reads = self.read(before=True)
+        out = self.late(self.layers(self.early(x)))
+        reads += self.read(before=False)
+        return (out * (1 + sum(0.01 * number * value for number, value in enumerate(reads, 1)))).mean()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("value", self.step(batch[0]))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.step(batch[0])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+def _number(value: Any) -> Any:
+    if isinstance(value, Memory):
+        return value.calls
+    if isinstance(value, Tensor) and value.dim():
+        return value.mean()
+    return sum(value) if isinstance(value, list) else value
+
+
+def found(process: int, devices: int | None, cases: Sequence[Case], **options: Any) -> list[float]:
+    """What an evaluation logs, and another one after the module has been trained."""
+    quiet()
+    micro_batches = options.setdefault("micro_batches", 1)
+
+    def trainer(**settings: Any) -> L.Trainer:
+        strategy: Any = PipeStrategy(layers="layers", **options) if devices else "auto"
+        settings = {**QUIET, **settings, "max_epochs": 1}
+        return L.Trainer(accelerator="cpu", devices=devices or 1, strategy=strategy, **settings)
+
+    def loader(size: int = BATCH) -> Any:
+        return DataLoader(TensorDataset(DATA), size)
+
+    L.seed_everything(7, verbose=False)
+    module = Reads(cases).double()
+    values = []
+    for trains in (False, True):
+        if trains:
+            parts = 1 if devices else micro_batches
+            trainer(accumulate_grad_batches=parts, limit_val_batches=0).fit(module, loader(BATCH // parts))
+        evaluates = trainer()
+        evaluates.validate(module, loader(), verbose=False)
+        values.append(float(evaluates.callback_metrics["value"]))
+    return values
+
+
+def check(devices: int, cases: Sequence[Case], **options: Any) -> None:
+    """A pipeline computes the same as one device."""
+    plain = found(0, None, cases, micro_batches=options["micro_batches"])
+    runs = run_trainers(found, devices, timeout=40, devices=devices, cases=cases, **options) if devices > 1 else None
+    for values in runs or [found(0, 1, cases, **options)]:
+        assert values == pytest.approx(plain, rel=1e-9)
+
+
+BEHIND = [
+    *product(("early", "late", "first", "last"), ("calls", "values", "memory", "output"), (False,)),
+    *product(("early", "late", "last"), ("size",), (False,)),
+    *product(("late", "last"), ("large", "hidden"), (False,)),
+]
+BEFORE = [*product(("early", "first"), ("calls", "values", "memory"), (True,)), ("early", "size", True)]
+
+
+@pytest.mark.timeout(60)
+def test_what_reaches_every_reader_in_time_equals_one_device() -> None:
+    check(2, BEHIND + BEFORE, micro_batches=2)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("options", [{"stages": 2}, {"stages": 2, "recompute": "always"}], ids=str)
+def test_of_several_stages_on_a_rank_what_is_read_behind_the_calls_equals_one_device(options: dict[str, Any]) -> None:
+    check(1, BEHIND, micro_batches=2, **options)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("devices", "options"),
+    [
+        (4, {}),
+        (2, {"recompute": "always"}),
+        (2, {"stages": 4, "schedule": "interleaved"}),
+        (2, {"schedule": "dualpipev"}),
+        (2, {"schedule": "gpipe", "stream_evaluation": False}),
+    ],
+    ids=str,
+)
+def test_the_same_under_other_schedules(devices: int, options: dict[str, Any]) -> None:
+    linear = "stages" not in options and options.get("schedule") != "dualpipev"
+    check(devices, BEHIND + (BEFORE if linear else []), micro_batches=4, **options)
+
+
+LATER = r"changes on a later stage than those that read it"
+REFUSED = {
+    ("late", "calls", True): rf"`self\.late\.calls`, which a forward pass {LATER}",
+    ("last", "size", True): rf"`self\.layers\.7\.size`, which a forward pass {LATER}",
+    ("first", "output", True): rf"`self\.layers\.0\.output`, which a forward pass {LATER}",
+    ("first", "size", False): r"Rank 0 does not hold 'layers.0.size'",
+    ("early", "hidden", False): r"`self\.early\.hidden`, which a forward pass changes on a stage that cannot show it",
+    ("early", "large", False): r"`self\.early\.large`, which a forward pass changes on a stage that cannot show it",
+}
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_does_not_is_refused(case: Case) -> None:
+    with pytest.raises(Exception, match=REFUSED[case]):
+        run_trainers(found, 2, timeout=40, devices=2, cases=[case], micro_batches=2)
+
+
+@pytest.mark.parametrize("case", [("early", "calls", True), ("first", "memory", True), ("last", "values", True)])
+def test_with_several_stages_on_a_rank_what_is_read_before_a_call_is_refused(case: Case) -> None:
+    with pytest.raises(Exception, match=LATER):
+        found(0, 1, [case], micro_batches=2, stages=2)
+
+
+@pytest.mark.timeout(60)
+def test_of_several_pipes_each_sees_a_part_of_the_micro_batches() -> None:
+    with pytest.raises(Exception, match="pipes"):
+        run_trainers(found, 2, timeout=40, devices=2, cases=[("early", "calls", False)], schedule="chimera")
