@@ -61,7 +61,6 @@ class Watch:
         module: the module.
         arguments: the positional ones, then the keywords' values.
         leaves: their leaves.
-        seeks: whether to look for attributes.
         objects: whether other ranks can be shown what changes in objects among the arguments.
     """
 
@@ -71,7 +70,6 @@ class Watch:
         module: nn.Module,
         arguments: Sequence[Any],
         leaves: Sequence[Any],
-        seeks: bool,
         *,
         objects: bool = False,
     ) -> None:
@@ -79,8 +77,18 @@ class Watch:
         self.containers = list(containers_in(arguments))
         self._contents = [_contents(container) for container in self.containers]
         self._objects, self._shown = ObjectStates(leaves), objects
-        self._attributes = {key: _State(tree_leaves(value)) for key, value in _attributes(module)} if seeks else None
-        self._kept = KeptState(module) if seeks else None
+        self._attributes: dict[tuple[str, str], _State] | None = None
+        self._kept: KeptState | None = None
+
+    @property
+    def seeks(self) -> bool:
+        """Whether attributes are looked for."""
+        return self._attributes is not None
+
+    def seek(self) -> None:
+        """Look for attributes from now on."""
+        self._attributes = {key: _State(tree_leaves(value)) for key, value in _attributes(self._module)}
+        self._kept = KeptState(self._module)
 
     def attributes(self) -> Iterator[Tensor]:
         """The tensors that the module keeps as attributes before the call; none where nobody looks for them."""

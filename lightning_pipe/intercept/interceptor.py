@@ -106,6 +106,11 @@ class Interceptor:
         """Whether a layer or an outside module runs now, in a step."""
         return self.run is not None and self.run.inside
 
+    def setting(self, part: nn.Module, name: str, value: Any) -> None:
+        """A layer or an outside module that runs now is about to set an attribute of one of its parts."""
+        if self.run is not None:
+            self.run.layer_calls.setting(part, name, value)
+
     @contextmanager
     def installed(self, *, caches: bool = False) -> Iterator[None]:
         """Wrap the forwards. As instance attributes: nothing stays behind that copying or pickling could meet.

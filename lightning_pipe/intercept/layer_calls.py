@@ -83,6 +83,7 @@ class LayerCalls:
         self._others, self._routes, self._objects = not stage.all, stage.routes, objects
         # by layer, the objects that it has changed or made, by ``id``; caches of an earlier generate() must go
         self._kept: dict[str, WeakValueDictionary[int, Any]] = {}
+        self._watch: Watch | None = None
         self.state = cache.reads.run() if cache.reads is not None and self._others else None
         self._skips, self.surroundings, self._cache, self._profiler = skips, surroundings, cache, profiler
 
@@ -106,18 +107,18 @@ class LayerCalls:
                 skips, events = dict(self._skips), len(self._skips.events)
                 if self._profiler is not None:
                     self._profiler(name, key, forward, args, kwargs, skips)
-                seeks = self._others and cache.attributes.seeks(name, module)
                 # With the layers on one stage nobody needs a record: code behind them sees what they leave behind.
-                watched = seeks or (self._others and not plain)
-                watch = (
-                    self._watch(Watch(name, module, given, arguments, seeks, objects=self._objects))
-                    if watched
-                    else None
-                )
+                watched = ((), ()) if plain else (given, arguments)
+                watch = Watch(name, module, *watched, objects=self._objects) if self._others else None
+                self._watch = watch
+                if watch is not None and cache.attributes.seeks(name, module):
+                    self._seek(watch)
                 hooked = cache.hooked.of(module)
                 start = graph_nodes()
                 with shown(self, name, hooked, arguments) if hooked else _AS_IT_IS:
                     result = forward(*args, **kwargs)
+                if watch is not None and plain and not watch.seeks:
+                    watch = None  # nothing has been looked at
                 # tensors made in between have no number: those that get out other than by the result are an error
                 tracker.spans.append((start, graph_nodes()))
                 changed = tracker.in_place.changed(before, name)
@@ -128,15 +129,24 @@ class LayerCalls:
                 if watch is not None and any(each.object is not None for each in call.effects):
                     kept = self._kept.setdefault(name, WeakValueDictionary())
                     kept.update(watch.kept_objects(call.effects, arguments))
-                if seeks:
+                if watch is not None and watch.seeks:
                     cache.attributes.note(name, module, any(effect.attribute for effect in call.effects))
                     for effect in call.effects:
                         if effect.kept:
                             part = module.get_submodule(effect.path)
                             cache.keepers.setdefault(id(part), (part, set()))[1].add(effect.attribute)
         finally:
-            self.inside = False
+            self.inside, self._watch = False, None
         return result
+
+    def setting(self, part: nn.Module, name: str, value: Any) -> None:
+        """The layer or module that runs now is about to set an attribute of one of its parts.
+
+        A module that has set nothing in its first calls is not searched any more: it is now, while all is as it was.
+        """
+        watch = self._watch
+        if watch is not None and not watch.seeks and vars(part).get(name) is not value:
+            self._seek(watch)
 
     def _moved(self, name: str, arguments: Sequence[Any]) -> list[Tensor]:
         """What a layer keeps in objects that it is given, and code between layers has made anew on another rank.
@@ -147,11 +157,11 @@ class LayerCalls:
         kept = [list(vars(each).values()) for each in objects_of(arguments) if id(each) in ids]
         return [leaf for leaf in tree_leaves(kept) if isinstance(leaf, Placeholder)]
 
-    def _watch(self, watch: Watch) -> Watch:
-        """Note that the call may use the tensors that its module keeps."""
+    def _seek(self, watch: Watch) -> None:
+        """Look for attributes, and note that the call may use the tensors that its module keeps."""
+        watch.seek()
         numbers = map(self.tracker.numbers.of, watch.attributes())
         self.tracker.used.update(number for number in numbers if number is not None)
-        return watch
 
     def _skipped(
         self, name: str, before: Stashed, events: int

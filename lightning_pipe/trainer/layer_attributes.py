@@ -37,16 +37,22 @@ class LayerAttributes:
     Args:
         modules: all parts of them, by name.
         computing: whether a layer or an outside module runs now: what that sets is its own.
+        within: told of what one is about to set then, with its part, the name and the value.
 
     Attributes:
         changes_adopted: how often another rank has changed an attribute on this one so far.
         latest: those that the last run of the step has set here.
     """
 
-    def __init__(self, modules: Mapping[str, nn.Module], computing: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        modules: Mapping[str, nn.Module],
+        computing: Callable[[], bool],
+        within: Callable[[nn.Module, str, Any], None],
+    ) -> None:
         self.modules = {name: module for name, module in modules.items() if not isinstance(module, Metric)}
         self._names = {id(module): name for name, module in self.modules.items()}
-        self._computing = computing
+        self._computing, self._within = computing, within
         self._noted: Former | None = None
         self._complete: Former = {}
         self.changes_adopted = 0
@@ -60,7 +66,9 @@ class LayerAttributes:
         def set_attribute(module: nn.Module, name: str, value: Any) -> None:
             if self._noted is not None and id(module) in self._names and _counts(name, value):
                 key = (self._names[id(module)], name)
-                if key not in self._noted and not self._computing() and not self._in_a_call():
+                if self._computing():
+                    self._within(module, name, value)
+                elif key not in self._noted and not self._in_a_call():
                     self._noted[key] = _holder(module, name).get(name, _MISSING)
             setting(module, name, value)
 

@@ -33,7 +33,7 @@ def recorded(*, shared: bool = False) -> Crossing:
 
 def arrival(inbound: Crossing) -> tuple[Arrival, Tracker]:
     second = tracker(list(inbound.path.calls))
-    skipped = SkippedLayers(second, Surroundings(lambda *_: nullcontext()), StepStore(), torch.device("cpu"))
+    skipped = SkippedLayers(second, Surroundings(lambda *_: nullcontext()), StepStore(), torch.device("cpu"), stay=True)
     return Arrival(inbound, second, skipped, Uses()), second  # type: ignore[arg-type]
 
 

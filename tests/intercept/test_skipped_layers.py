@@ -40,7 +40,7 @@ def recorded(module: nn.Module, *args: Any, cache: RunCache | None = None) -> tu
 
 def answered(call: CallRecord, module: nn.Module, *args: Any) -> tuple[Any, SkippedLayers]:
     second = tracker([call])
-    skipped = SkippedLayers(second, Surroundings(lambda *_: nullcontext()), StepStore(), torch.device("cpu"))
+    skipped = SkippedLayers(second, Surroundings(lambda *_: nullcontext()), StepStore(), torch.device("cpu"), stay=True)
     with second, second.paused():
         return skipped.answer(NAMES[0], module, args, {}), skipped
 

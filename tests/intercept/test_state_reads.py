@@ -56,6 +56,55 @@ Case = tuple[str, str, bool]
 """Of which module something is read, what, and whether before its call."""
 
 
+class Seldom(nn.Module):
+    """Keeps something for the first time when others are taken to keep nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.large, self.of_largest = 0, torch.zeros(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x[0, 0] > 1000:  # the last of eight batches
+            self.large += 1
+            self.of_largest = x.mean() * self.large
+        return self.linear(x)
+
+
+class ReadsSeldom(L.LightningModule):
+    """Logs what is seldom kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(Seldom() for _ in range(4)))
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        out = self.layers(batch[0]).sum()
+        for number, layer in enumerate(self.layers):
+            self.log(f"large {number}", float(layer.large), reduce_fx="max")
+        self.log("of largest", self.layers[0].of_largest + 0 * out, reduce_fx="max")
+
+
+def seldom(process: int, devices: int | None) -> dict[str, float]:
+    """What is logged of it."""
+    quiet()
+    L.seed_everything(7, verbose=False)
+    data = torch.cat([DATA, DATA])
+    data[-BATCH] = 100_000.0
+    strategy: Any = PipeStrategy(layers="layers") if devices else "auto"
+    trainer = L.Trainer(accelerator="cpu", devices=devices or 1, strategy=strategy, **QUIET)
+    trainer.validate(ReadsSeldom().double(), DataLoader(TensorDataset(data), BATCH), verbose=False)
+    return {name: float(value) for name, value in trainer.callback_metrics.items()}
+
+
+@pytest.mark.timeout(60)
+def test_what_is_kept_for_the_first_time_after_many_calls_is_seen() -> None:
+    plain = seldom(0, None)
+    assert plain["large 0"] == 1
+    for values in run_trainers(seldom, 2, timeout=40, devices=2):
+        assert values == pytest.approx(plain, rel=1e-9)
+
+
 class Reads(L.LightningModule):
     """Computes with what it reads of modules."""
 

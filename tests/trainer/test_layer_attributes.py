@@ -20,7 +20,7 @@ class Rank:
         self.layers["a"].register_buffer("mean", torch.zeros(1))
         self.computing = False
         parts = {name: part for name, part in self.layers.named_modules() if name}
-        self.attributes = LayerAttributes(parts, lambda: self.computing)
+        self.attributes = LayerAttributes(parts, lambda: self.computing, lambda *_: None)
 
 
 def test_what_a_complete_run_sets_is_set_on_the_other_ranks() -> None:
