@@ -188,14 +188,15 @@ class Attributes:
 
     def __init__(self, *, stay: bool) -> None:
         self._stay = stay
-        self._before: list[tuple[dict[str, Any], str, Any]] = []
+        self._before: dict[tuple[int, str], tuple[dict[str, Any], Any]] = {}
         self._former: list[Callable[[], None]] = []
         self._filled: dict[int, tuple[Tensor, Tensor]] = {}
 
     def set(self, module: nn.Module, effect: Effect, value: Any) -> None:
         """Let the part of ``module`` that the effect names keep ``value``."""
         owner = vars(module.get_submodule(effect.path))
-        self._before.append((owner, effect.attribute, owner.get(effect.attribute, self)))
+        # of an attribute that is set again the first value alone: those in between are not held where the layer runs
+        self._before.setdefault((id(owner), effect.attribute), (owner, owner.get(effect.attribute, self)))
         owner[effect.attribute] = value
 
     def keep(self, module: nn.Module, effect: Effect) -> None:
@@ -223,7 +224,7 @@ class Attributes:
         for put_back in reversed(self._former) if undo or not self._stay else ():
             put_back()
         self._former.clear()
-        for owner, attribute, value in reversed(self._before):  # an attribute may have been set more than once
+        for (_, attribute), (owner, value) in self._before.items():
             if value is self:
                 owner.pop(attribute, None)
             else:

@@ -6,7 +6,7 @@ import importlib.util
 import sys
 import sysconfig
 from collections import deque
-from collections.abc import Callable, Container, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, MutableMapping
 from functools import cache
 from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
@@ -98,6 +98,11 @@ class Snapshot:
             done: dict[int, Any] = {}
             for node in self._nodes.values():
                 node.undo_once(done)
+
+    def forget(self, names: Iterable[str]) -> None:
+        """Leave some modules out from now on."""
+        for name in names:
+            self._nodes.pop(name, None)
 
     def changes(self) -> list[Change]:
         """What has become different since."""

@@ -240,3 +240,48 @@ def test_with_several_stages_on_a_rank_what_is_read_before_a_call_is_refused(cas
 def test_of_several_pipes_each_sees_a_part_of_the_micro_batches() -> None:
     with pytest.raises(Exception, match="pipes"):
         run_trainers(found, 2, timeout=40, devices=2, cases=[("early", "calls", False)], schedule="chimera")
+
+
+class Returns(L.LightningModule):
+    """Passes the layers a second time in some batches, where later ones are under way already; logs what is counted."""
+
+    def __init__(self, limit: float) -> None:
+        super().__init__()
+        self.limit = limit
+        self.early, self.late = Seldom(), Seldom()
+        self.layers = nn.Sequential(*(Seldom() for _ in range(4)))
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        hidden = 10_000 + self.early(batch[0])
+        for _ in range(1 + bool(batch[0][0, 0] > self.limit)):
+            hidden = 10_000 + self.layers(hidden)
+        self.log("out", self.late(hidden).mean())
+        for name, module in (("early", self.early), ("late", self.late), ("layer", self.layers[0])):
+            self.log(name, float(module.large))
+
+
+def returning(process: int, devices: int | None, limits: Sequence[float], **options: Any) -> list[dict[str, float]]:
+    """What is logged of it."""
+    quiet()
+    found = []
+    for limit in limits:
+        L.seed_everything(7, verbose=False)
+        strategy: Any = PipeStrategy(layers="layers", **options) if devices else "auto"
+        trainer = L.Trainer(accelerator="cpu", devices=devices or 1, strategy=strategy, **QUIET)
+        data = TensorDataset(20_000 + torch.cat([DATA, DATA]))
+        trainer.validate(Returns(20_000 + limit).double(), DataLoader(data, BATCH), verbose=False)
+        found.append({name: float(value) for name, value in trainer.callback_metrics.items()})
+    return found
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("devices", "options"), [(2, {}), (3, {}), (2, {"stages": 4, "schedule": "interleaved"})], ids=str
+)
+def test_a_batch_that_runs_again_counts_once(devices: int, options: dict[str, Any]) -> None:
+    limits = (-5.0, 0.0)
+    plain = returning(0, None, limits)
+    assert plain[0]["layer"] > plain[1]["layer"] > plain[0]["early"] == 4.5  # the mean of 1 to 8
+    for values in run_trainers(returning, devices, timeout=40, devices=devices, limits=limits, **options):
+        for one, other in zip(values, plain, strict=True):
+            assert one == pytest.approx(other, rel=1e-9)

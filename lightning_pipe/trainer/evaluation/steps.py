@@ -75,9 +75,16 @@ class EvaluationSteps:
     ) -> None:
         self.pipeline, self.user_step, self.options, self._needs = pipeline, user_step, options, needs
         self._seeds = seeds
-        # the layers before each run since the last batch that was run in turns, and the methods that leave layers alone
+        # what modules kept before each run since the last batch that was run in turns; the methods that change none
         self._before: list[Snapshot] = []
         self._leaves_layers: set[str] = set()
+        # by ``id``, the stage of this rank that runs a part of a module
+        self._run_by = {
+            str(id(part)): stage
+            for stage in pipeline.stages_here
+            for number in pipeline.stage_layers[stage]
+            for part in pipeline.layers[number][1].modules()
+        }
         self._contexts: dict[str, Callable[[], AbstractContextManager[None]]] = {
             "validation_step": precision.val_step_context,
             "test_step": precision.test_step_context,
@@ -137,16 +144,30 @@ class EvaluationSteps:
             self.user_step.running(may_repeat=True, ranks=run.ranks if completes else ()) as run.before,
         ):
             perform()
+        self._learn(run, stage)
 
     def _remember(self, run: RunStep, stages: Iterable[int]) -> None:
-        """Remember the layers of some stages before a run that may have to be undone."""
+        """Remember what layers and outside modules keep before a run of some stages that may have to be undone.
+
+        Not what the other stages here run: they may be at work on earlier batches, which stay.
+        """
         if run.name in self._leaves_layers and run.name not in self.user_step.in_turns:
             return
-        numbers = [number for stage in stages for number in self.pipeline.stage_layers[stage]]
-        layers = [self.pipeline.layers[number] for number in numbers]
-        before = Snapshot({f"{of}.{part}": each for of, layer in layers for part, each in layer.named_modules()})
+        known = {None, *stages}
+        computing = self.pipeline.executor.stages.interceptor.computing()
+        before = Snapshot({str(id(part)): part for part in computing if self._run_by.get(str(id(part))) in known})
         run.layers.append(before)
         self._before.append(before)
+
+    def _learn(self, run: RunStep, stage: int) -> None:
+        """Learn which modules a stage runs outside the layers, if this rank has several stages."""
+        if len(self.pipeline.stages_here) == 1 or not run.layers:
+            return
+        changed = {str(change.path[0]) for change in run.layers[-1].changes()} - self._run_by.keys()
+        self._run_by.update(dict.fromkeys(changed, stage))
+        for before in self._before if changed else ():
+            if before is not run.layers[-1]:
+                before.forget(changed)
 
     def _cut(self, batch: Any) -> MicroBatches:
         options, number = self.options, self.options.evaluation_micro_batches
