@@ -19,7 +19,7 @@ class UnlikeError(Exception):
 
 
 def readings(
-    received: Sequence[Crossing | None], sizes: Sequence[int], standing: int | None = None
+    received: Sequence[Crossing | None], sizes: Sequence[int], standing: int | None = None, kept: int = 0
 ) -> list[Crossing | None]:
     """What a stage would receive for two micro-batches together, in all ways that it may be meant.
 
@@ -31,7 +31,8 @@ def readings(
         received: what it has received for each of them.
         sizes: their samples.
         standing: which of the two (0 or 1) gives the values that have no dimension of samples and differ, such as a
-            router's loss, or what a layer counts; ``None``: such values cannot be put together.
+            router's loss; ``None``: such values cannot be put together.
+        kept: which of the two gives what layers keep of their calls besides tensors.
 
     Raises:
         UnlikeError: it cannot be put together.
@@ -40,7 +41,7 @@ def readings(
     for last in (False, True):
         for reading in _readings(last=last):
             try:
-                found.append(_inbound(received, sizes, reading._replace(standing=standing)))
+                found.append(_inbound(received, sizes, reading._replace(standing=standing, kept=kept)))
             except UnlikeError:
                 continue
             if reading.views is None or reading.free:
@@ -48,6 +49,15 @@ def readings(
     if not found:
         raise UnlikeError
     return found
+
+
+def keep_alike(received: Sequence[Crossing | None]) -> bool:
+    """Whether layers keep the same of the two, such as a number that does not depend on the samples."""
+    first, second = received
+    if first is None or second is None:
+        return True
+    pairs = zip(first.path.calls, second.path.calls, strict=True)
+    return all(one.effects == other.effects for one, other in pairs)
 
 
 def joinings(one: Tensor, other: Tensor, sizes: Sequence[int]) -> Iterator[Tensor]:
@@ -62,13 +72,14 @@ class _Reading(NamedTuple):
 
     ``views=None``: every tensor has one element per sample, or is the same for both; otherwise whether the first
     elements of all samples come first. ``last``: which of several dimensions that fit is that of the samples.
-    ``free``: samples may have different numbers of elements. ``standing``: see `readings`.
+    ``free``: samples may have different numbers of elements. ``standing``, ``kept``: see `readings`.
     """
 
     views: bool | None
     last: bool
     free: bool
     standing: int | None = None
+    kept: int = 0
 
 
 def _readings(*, last: bool) -> Iterator[_Reading]:
@@ -92,8 +103,6 @@ def _inbound(received: Sequence[Crossing | None], sizes: Sequence[int], reading:
 
 def _call(one: CallRecord, other: CallRecord, sizes: Sequence[int], reading: _Reading) -> CallRecord:
     _same(one.without_kept()._replace(leaves=()), other.without_kept()._replace(leaves=()))
-    if reading.standing is None:
-        _same(one.effects, other.effects)  # what a layer counts is known for each of them alone
     leaves = []
     for a, b in zip(one.leaves, other.leaves, strict=True):
         if isinstance(a, TensorSpec) and isinstance(b, TensorSpec):
@@ -101,7 +110,7 @@ def _call(one: CallRecord, other: CallRecord, sizes: Sequence[int], reading: _Re
         else:
             _same(a, b)
             leaves.append(a)
-    return (one, other)[reading.standing or 0]._replace(leaves=tuple(leaves))
+    return (one, other)[reading.kept]._replace(leaves=tuple(leaves))
 
 
 def _spec(one: TensorSpec, other: TensorSpec, sizes: Sequence[int], reading: _Reading) -> TensorSpec:

@@ -17,7 +17,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_pipe.engine.batch import Batch, BatchObserver
-from lightning_pipe.engine.first_batch.both_together import UnlikeError, readings
+from lightning_pipe.engine.first_batch.both_together import UnlikeError, keep_alike, readings
 from lightning_pipe.engine.first_batch.mixing import MixingCheck
 from lightning_pipe.engine.first_batch.trial_runs import TrialRuns, leaving_no_trace
 from lightning_pipe.engine.stage import Stages, loss_of
@@ -135,16 +135,18 @@ class LossCheck(BatchObserver):
         expected = one + other if self.summed else share * one + (1 - share) * other
         together: list[float] = []
         failed: Exception | None = None
-        for inbound, known in self._received_together(runs, received, sizes, (pair[0], both_parts)):
+        for alternatives in self._received_together(received, sizes):
             try:
-                loss, values = known or self._run(runs, pair[0], both_parts, inbound)
+                found = self._run_alike(runs, pair[0], both_parts, alternatives)
             except Exception as error:
                 failed = error
                 continue
-            together.append(float(loss))
+            if found is None:
+                continue
+            together.append(float(found.loss))
             if close(expected, together[-1], self.rounding):
                 self.agreed = True
-                self._note(share, singles[0].values, singles[1].values, values)
+                self._note(share, singles[0].values, singles[1].values, found.values)
                 return
         if not together:
             raise failed or UnlikeError
@@ -162,24 +164,41 @@ class LossCheck(BatchObserver):
         return _Found(runs.loss(index, part, inbound), self.values())
 
     def _received_together(
-        self, runs: TrialRuns, received: Sequence[Crossing | None], sizes: Sequence[int], both: tuple[int, Any]
-    ) -> Iterator[tuple[Crossing | None, _Found | None]]:
+        self, received: Sequence[Crossing | None], sizes: Sequence[int]
+    ) -> Iterator[tuple[Crossing | None, Crossing | None]]:
         """What the stage would receive for both together; values without samples must not matter to the loss.
 
-        A router's loss that the step only logs is such a value: nobody knows what it is for both micro-batches, but
-        the loss is the same with that of the one and with that of the other. Numbers that are not are not compared.
+        A router's loss that the step only logs is such a value, and so is what a layer counts of its calls: nobody
+        knows what it is for both micro-batches, but the loss is the same with that of the one and with that of the
+        other. Numbers that are not are not compared.
 
         Yields:
-            What it would receive, in all ways that it may be meant, and what a run on it has made if there was one.
+            What it would receive, in all ways that it may be meant, with such values of the one micro-batch; and the
+            same with those of the other, if there are any.
         """
         try:
-            yield from ((inbound, None) for inbound in readings(received, sizes))
+            ones = readings(received, sizes)
+            if keep_alike(received):
+                yield from ((inbound, None) for inbound in ones)
+                return
+            others = readings(received, sizes, kept=1)
         except UnlikeError:
-            for one, other in zip(readings(received, sizes, 0), readings(received, sizes, 1), strict=True):
-                found, again = self._run(runs, *both, one), self._run(runs, *both, other)
-                if found.loss.equal(again.loss):
-                    self._unknown |= {name for name, value in again.values.items() if found.values.get(name) != value}
-                    yield one, found
+            ones, others = readings(received, sizes, 0), readings(received, sizes, 1, kept=1)
+        yield from zip(ones, others, strict=True)
+
+    def _run_alike(
+        self, runs: TrialRuns, index: int, part: Any, alternatives: tuple[Crossing | None, Crossing | None]
+    ) -> _Found | None:
+        """What a run makes, if it has the same loss with both alternatives; numbers that differ are not compared."""
+        one, other = alternatives
+        found = self._run(runs, index, part, one)
+        if other is None:
+            return found
+        again = self._run(runs, index, part, other)
+        if not found.loss.equal(again.loss):
+            return None
+        self._unknown |= {name for name, value in again.values.items() if found.values.get(name) != value}
+        return found
 
     def _agrees(self, result: Any, loss: float) -> bool:
         return close(float(loss_of(result)), loss, self.rounding)
