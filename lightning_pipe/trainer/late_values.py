@@ -8,7 +8,6 @@ input of a layer from such an attribute computes something else than on one devi
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
 from typing import Any
 
 from lightning_pipe.engine.pipeline import Pipeline
@@ -32,17 +31,12 @@ class LateValues:
         self._replica = pipeline.transport.replica
         # without a flush the runs of several batches alternate, and no batch's own changes can be told apart
         self._waiting = pipeline.asynchronous is None and 0 in pipeline.stages_here and pipeline.ends_early
-        # a rank with several stages runs the step several times for each batch, that of an evaluation too
-        self._several = self._waiting and len(pipeline.stages_here) > 1
-        self._told = False
         self.looking = False
         self._early: dict[str, Any] = {}
         self._start: Snapshot | None = None
 
     def begin(self, micro_batches: int) -> None:
         """Begin a batch of so many micro-batches."""
-        if self._several:
-            self._warn_of_iterators()
         self.looking = self._waiting and micro_batches > 1
         self._start = self._tracked.capture() if self.looking else None
 
@@ -62,18 +56,6 @@ class LateValues:
         self.looking = self._waiting = False
         self._warn_of_late_values(comparable_values(self._start.changes()))
         self._start = None
-        self._warn_of_iterators()
-
-    def _warn_of_iterators(self) -> None:
-        if self._told:
-            return
-        self._told = True
-        self._warn_of(
-            self._tracked.iterators(),
-            "{}: an iterator cannot be put back after a run of the step that ends at a cut. If the step takes from it, "
-            "stages may get different items for one micro-batch. Let the items come with the batch (CombinedLoader), "
-            "or take them in on_train_batch_start.",
-        )
 
     def _warn_of_late_values(self, final: dict[str, Any]) -> None:
         """Warn about attributes that the last run that ended early left with other values than the batch.
@@ -81,14 +63,13 @@ class LateValues:
         That run began with the values from before the batch. An attribute that it only wrote is the same in the end;
         an attribute that it read first is not.
         """
-        self._warn_of(
-            [name for name, value in self._early.items() if value is not None and final.get(name, value) != value],
-            "The step changes {} before it calls the layers of other stages. All stages but the last see in every "
-            "micro-batch of a batch the value from before it: what they compute from it is not what one device "
-            "computes. (If only code behind the layers reads it, all is well.)",
-        )
-
-    def _warn_of(self, names: Sequence[str], message: str) -> None:
+        late = [name for name, value in self._early.items() if value is not None and final.get(name, value) != value]
         # not by rank_zero_warn: process 0 need not have the first stage
-        if names and self._replica == 0:
-            warnings.warn(message.format(", ".join(f"`self.{name}`" for name in names)), stacklevel=2)
+        if late and self._replica == 0:
+            warnings.warn(
+                f"The step changes {', '.join(f'`self.{name}`' for name in late)} before it calls the layers of other "
+                "stages. All stages but the last see in every micro-batch of a batch the value from before it: what "
+                "they compute from it is not what one device computes. (If only code behind the layers reads it, all "
+                "is well.)",
+                stacklevel=2,
+            )

@@ -53,17 +53,17 @@ class Tracked:
         """Remember all attributes as they are now."""
         return Snapshot(self.modules)
 
-    def generators(self) -> dict[str, bytes]:
-        """The states of the random generators among the attributes, by name."""
-        return {name: _state(value) for name, value in self._attributes(_GENERATORS)}
+    def generators(self) -> list[tuple[str, Any]]:
+        """The random generators among the attributes, with their names."""
+        return [(name, value) for name, _, value in self._attributes(_GENERATORS)]
 
-    def iterators(self) -> list[str]:
-        """The names of attributes that are iterators: items that a step takes from them cannot be put back."""
-        found = self._attributes(Iterator)
-        return [name for name, value in found if not isinstance(value, io.IOBase)]  # an open file is one, too
+    def iterators(self) -> list[tuple[str, tuple[dict[str, Any], str], Iterator[Any]]]:
+        """The attributes that are iterators: their names, where they are, and they themselves."""
+        # an open file is one, too
+        return [each for each in self._attributes(Iterator) if not isinstance(each[2], io.IOBase)]
 
-    def _attributes(self, kind: type | tuple[type, ...]) -> Iterator[tuple[str, Any]]:
-        """The attributes of a kind, by name."""
+    def _attributes(self, kind: type | tuple[type, ...]) -> Iterator[tuple[str, tuple[dict[str, Any], str], Any]]:
+        """The attributes of a kind: names, places and values."""
         # around each run of the step: to look a type up costs a tenth of what isinstance costs with torch's (2.13)
         others = self._other_types.setdefault(kind, set())
         for path, module in self.modules.items():
@@ -71,7 +71,7 @@ class Tracked:
                 if type(value) in others:
                     continue
                 if isinstance(value, kind):
-                    yield f"{path}.{name}".lstrip("."), value
+                    yield f"{path}.{name}".lstrip("."), (vars(module), name), value
                 else:
                     others.add(type(value))
 
@@ -89,8 +89,29 @@ class Tracked:
             _apply(owner, change, add=add)
 
 
-def _state(generator: Any) -> bytes:
-    return bytes(generator.get_state().numpy()) if isinstance(generator, torch.Generator) else pickle.dumps(generator)
+def generator_state(generator: Any) -> bytes:
+    """The state of a random generator of torch, Python or NumPy."""
+    if isinstance(generator, torch.Generator):
+        return bytes(generator.get_state().numpy())
+    return pickle.dumps(_parts(generator))
+
+
+def set_generator_state(generator: Any, state: bytes) -> None:
+    """Let a generator be in a state that `generator_state` has told."""
+    if isinstance(generator, torch.Generator):
+        generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+    elif isinstance(generator, random.Random):
+        generator.setstate(pickle.loads(state))
+    elif isinstance(generator, np.random.RandomState):
+        generator.set_state(pickle.loads(state))
+    else:
+        generator.bit_generator.state = pickle.loads(state)
+
+
+def _parts(generator: Any) -> Any:
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    return generator.get_state() if isinstance(generator, np.random.RandomState) else generator.bit_generator.state
 
 
 def portable(changes: Iterable[Change]) -> tuple[list[Change], list[str]]:

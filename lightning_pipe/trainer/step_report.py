@@ -34,6 +34,7 @@ class StepReport:
         seen: numbers of this batch that were compared, from which follows how those of micro-batches join.
         repeats: whether the step has come back to layers of an earlier stage, and ended there.
         hooks: those on modules that the step has left, by their places among all that it has registered.
+        taken: what has been taken from random generators and iterators of the module's own; see `OwnSources`.
     """
 
     outputs: dict[int, Any] | None
@@ -43,6 +44,7 @@ class StepReport:
     seen: dict[Any, Comparison] = field(default_factory=dict)
     repeats: bool = False
     hooks: tuple[int, ...] = ()
+    taken: dict[str, Any] = field(default_factory=dict)
 
 
 class ReportExchange:

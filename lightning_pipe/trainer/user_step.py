@@ -11,7 +11,7 @@ import lightning.pytorch as pl
 
 from lightning_pipe.engine.first_batch.trial_runs import is_alone
 from lightning_pipe.engine.pipeline import Pipeline
-from lightning_pipe.errors import ConfigurationError, CutError
+from lightning_pipe.errors import ConfigurationError
 from lightning_pipe.intercept.recompute import is_recomputing
 from lightning_pipe.intercept.snapshot import Change, Snapshot
 from lightning_pipe.torch_internals import DisableTorchFunction, tree_leaves
@@ -23,6 +23,7 @@ from lightning_pipe.trainer.data.micro_batches import LossWeight, MicroBatches
 from lightning_pipe.trainer.data.number_rules import NumberRules
 from lightning_pipe.trainer.late_values import LateValues
 from lightning_pipe.trainer.loader_iterator import LoaderIterator
+from lightning_pipe.trainer.own_sources import OwnSources, check_alike, several_runs
 from lightning_pipe.trainer.step_hooks import HooksOfBatch
 from lightning_pipe.trainer.step_report import ReportExchange, StepReport, has_loss, known_outputs
 from lightning_pipe.trainer.warn_once import WarnOnce
@@ -52,6 +53,7 @@ class UserStep:
         numbers: how numbers of micro-batches join.
         checks: the loss checks.
         attributes: what steps change in the LightningModule.
+        sources: the random generators and iterators of the module's own.
         late_values: attributes that are changed before layers of other stages are called.
         summed: whether the losses of micro-batches are added.
         in_turns: the evaluation steps in which the ranks take turns, because they call layers again.
@@ -78,8 +80,7 @@ class UserStep:
         self._reports = ReportExchange(pipeline)
         self.in_turns: set[str] = set()
         self._may_repeat = False
-        # a rank that holds the last stage alone completes every run, unless that comes back to an earlier stage
-        self._ends_early = pipeline.ends_early
+        self.sources = OwnSources(self.attributes.tracked)
         self._warn = WarnOnce()
 
     def begin(
@@ -126,47 +127,67 @@ class UserStep:
                 self._world.local = False
 
     @contextmanager
-    def undoing(self, index: int, hooks: HooksOfBatch, *, training: bool) -> Iterator[None]:
+    def undoing(self, index: int, hooks: HooksOfBatch, taken: dict[str, Any], *, training: bool) -> Iterator[None]:
         """Around a run of the step: its traces are removed if it ends early, or if it is not the first complete one.
 
         Args:
             index: of the micro-batch.
             hooks: what runs for the batch register on modules.
+            taken: gets what the run takes from the module's own sources.
             training: whether it is a training step: activations may be computed again behind its run, with what it has
                 set in layers.
 
         Raises:
-            CutError: the run has drawn from a generator that is an attribute, as another run of the batch does.
+            CutError: the run has taken from a generator or an iterator that is an attribute, as another run does.
         """
         # recomputation runs a micro-batch again whose traces are there already
         again = is_recomputing()
-        complete = not (self._ends_early or self._may_repeat or again)
+        # a rank that holds the last stage alone completes every run, unless that comes back to an earlier stage
+        complete = not (self.pipeline.ends_early or self._may_repeat or again)
         noting = self.attributes.of_layers.noting(lambda: complete, undo=not training)
         noting_hooks = self.attributes.hooks.noting(hooks, lambda: complete)
         if complete:
-            with noting, noting_hooks:
+            with noting, noting_hooks, self._taking(taken):
                 yield
             return
-        tracked = self.attributes.tracked
-        kept, generators = tracked.capture(), tracked.generators()
+        kept, sources = self.attributes.tracked.capture(), self.sources.run()
         with noting, noting_hooks, self.metrics.remembered() as metrics:
             try:
                 yield
                 complete = not again
             finally:
+                drawn = sources.end()
+                if not again:
+                    self._note_taken(drawn, taken)
                 self._note_kept(kept)
                 if not complete:
-                    drawn = [name for name, state in tracked.generators().items() if generators.get(name) != state]
                     if not again:
                         self.late_values.note(kept)
                     # the next micro-batch, and the complete run on another rank, begin with what was there before
                     kept.undo()
+                    if again:
+                        sources.put_back()
                     for states in metrics.values():
                         states.undo()
                     several = index > 0 or again or len(self.pipeline.stages_here) > 1 or self.pipeline.passes > 1
                     # what ends a run early is a BaseException; an error of the user's step says more than this one
                     if drawn and several and not isinstance(sys.exception(), Exception):
-                        raise _drawn(drawn[0])
+                        raise several_runs(min(drawn))
+
+    @contextmanager
+    def _taking(self, taken: dict[str, Any]) -> Iterator[None]:
+        sources = self.sources.run()
+        try:
+            yield
+        finally:
+            self._note_taken(sources.end(), taken)
+
+    def _note_taken(self, drawn: Mapping[str, Any], taken: dict[str, Any]) -> None:
+        """Note what a run has taken from the module's own sources."""
+        taken.update(drawn)
+        self.sources.taken.update(drawn)
+        if self._may_repeat:
+            self.sources.evaluated.update(drawn)
 
     def _note_kept(self, before: Snapshot) -> None:
         """Note that what the step keeps as attributes is read: a layer may take it from there."""
@@ -175,7 +196,12 @@ class UserStep:
             reads.read(leaf for change in before.changes() for leaf in tree_leaves(change.value))
 
     def take_turns(self, name: str) -> None:
-        """Let the ranks take turns in an evaluation step from now on, and say so."""
+        """Let the ranks take turns in an evaluation step from now on, and say so.
+
+        Raises:
+            CutError: the run that has shown the need has drawn from what does not give the same again.
+        """
+        self.sources.check_may_run_again()
         self.in_turns.add(name)
         self._warn(
             f"{name} in turns",
@@ -249,6 +275,7 @@ class StepOfBatch:
         self._training = name == "training_step"
         self._logged: Logged = {}
         self._hooks = HooksOfBatch()
+        self._taken: dict[str, Any] = {}
 
     def __call__(self, index: int, micro_batch: Any) -> Any:
         """Run the user's step for one micro-batch.
@@ -262,7 +289,7 @@ class StepOfBatch:
         common = self._user_step
         # a run that computes a micro-batch again logs what was logged before
         recording = common.log.recording(self._logged, index, counts=not is_recomputing())
-        with recording, common.undoing(index, self._hooks, training=self._training), self._context():
+        with recording, common.undoing(index, self._hooks, self._taken, training=self._training), self._context():
             result = self._run(micro_batch)
             # within these contexts: a run that still waits for what other ranks send must not count as complete
             common.pipeline.returning(result)
@@ -316,6 +343,8 @@ class StepOfBatch:
         self.repeats = any(each.repeats for each in reports)
         if self.repeats:
             return {}
+        if report is None:
+            check_alike(self._taken, [each.taken for each in reports])
         common.attributes.adopt([each.changes for each in reports], before)
         # compares what the early runs wrote with what has just been adopted
         common.late_values.end()
@@ -339,7 +368,8 @@ class StepOfBatch:
             losses = {i: float(each["loss"] if has_loss(each) else each) for i, each in outputs.items()}
         # what is logged is weighted as the losses are
         logged = merge(self._logged, amounts, losses)
-        return StepReport(outputs, logged, changes, stop, common.numbers.compared(self.check), hooks=self._hooks.left())
+        compared, left = common.numbers.compared(self.check), self._hooks.left()
+        return StepReport(outputs, logged, changes, stop, compared, hooks=left, taken=dict(self._taken))
 
     def replay(self, reports: Sequence[StepReport], *, own_batch: bool = True) -> None:
         """Log for the whole batch what the step logged on the ranks with the last stage; have the hooks that it left.
@@ -355,12 +385,3 @@ class StepOfBatch:
             known = common.numbers.rules.get(one.key)
             one.reduction = "sum" if common.summed and one.is_loss else known or one.reduction
         common.log.replay(merged, len(self.micro_batches.parts), common.pipeline.transport.device, own_batch=own_batch)
-
-
-def _drawn(name: str) -> CutError:
-    return CutError(
-        f"the step draws before a cut from a random generator of its own, 'self.{name}': it runs several times for "
-        "each batch, and its runs on different stages would see different numbers.",
-        hint="Draw from the global generators of torch, NumPy or Python: their numbers depend on the step and the "
-        "micro-batch alone. Or use micro_batches=1 with one stage on each rank, without recomputation.",
-    )

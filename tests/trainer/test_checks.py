@@ -318,7 +318,7 @@ def test_a_generator_of_the_modules_own_before_a_cut(
     attribute: str, generator: Any, draw: Callable[[Any, Tensor], Tensor]
 ) -> None:
     """Else the stages would see different numbers in one micro-batch, and train on them without a word."""
-    with pytest.raises(CutError, match=f"draws before a cut from a random generator of its own, 'self.{attribute}'"):
+    with pytest.raises(CutError, match=f"draws before a cut .*self.{attribute}'"):
         fit(Noisy(draw, **{attribute: generator}), stages=2, micro_batches=2)
     fit(Noisy(lambda own, x: torch.randn_like(x), **{attribute: generator}), stages=2, micro_batches=2)
 
@@ -354,8 +354,6 @@ class Counting(Lit):
         self.attribute = attribute
         self.seen, self.size, self.queue = 0, 0, list[int]()
         self.register_buffer("ticks", torch.zeros(2))
-        if attribute == "items":
-            self.items = iter(range(100))
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         if self.attribute == "seen":
@@ -364,8 +362,6 @@ class Counting(Lit):
             self.ticks += 1
         elif self.attribute == "queue":
             self.queue.append(1)
-        elif self.attribute == "items":
-            next(self.items)
         else:
             self.size = len(batch[0])
         return super().training_step(batch, batch_idx)
@@ -382,15 +378,14 @@ def what_is_said_of(process: int, attributes: list[str]) -> list[list[str]]:
         with warnings.catch_warnings(record=True) as caught:
             fit(Counting(attribute), devices=2, micro_batches=3, callbacks=[Listens()])
         texts = [str(warning.message) for warning in caught]
-        about = ("before it calls the layers of other stages", "an iterator cannot be put back")
-        said.append([text for text in texts if any(part in text for part in about)])
+        said.append([text for text in texts if "before it calls the layers of other stages" in text])
     return said
 
 
 def test_attributes_that_are_late_in_front_of_a_cut() -> None:
     """The first stage sees them as they were before the batch, and nothing says so but a warning."""
-    attributes = ["seen", "ticks", "queue", "items", "size"]
+    attributes = ["seen", "ticks", "queue", "size"]
     last, first = processes.run_trainers(what_is_said_of, 2, timeout=60, attributes=attributes)
     assert not any(last)
     named = [f"`self.{attribute}`" in "".join(texts) for attribute, texts in zip(attributes, first, strict=True)]
-    assert named == [True, True, True, True, False]  # the size is only written, by each run anew
+    assert named == [True, True, True, False]  # the size is only written, by each run anew

@@ -1,0 +1,152 @@
+"""What a step draws from that is its module's own: random generators and iterators which are attributes.
+
+Each run of a step takes from them, and one device runs it once for each micro-batch. Runs that follow each other on
+several stages would get different numbers or items::
+
+    def training_step(self, batch):         micro-batch 0 on stage 0    on stage 1
+        noise = next(self.noises)           item 0                      item 0
+        h = self.layers(batch + noise)      ends at the cut             ends
+        weight = next(self.weights)                                     item 0
+
+Items are the same on both stages as long as each runs once for a batch, and takes the same number of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
+from typing import Any
+
+from lightning_pipe.errors import CutError
+from lightning_pipe.trainer.module_state import Tracked, generator_state, set_generator_state
+
+_HINT = (
+    "Draw from the global generators of torch, NumPy or Python: their numbers depend on the step and the micro-batch "
+    "alone. Let items come with the batch (CombinedLoader), or take them in a hook: on_train_batch_start."
+)
+
+
+class OwnSources:
+    """What the runs of steps on a rank have taken so far.
+
+    Args:
+        tracked: the modules whose attributes count.
+
+    Attributes:
+        taken: by name how many items have been taken, or the state that a generator was in afterwards.
+        evaluated: the names of those from which evaluations have taken something.
+    """
+
+    def __init__(self, tracked: Tracked) -> None:
+        self._tracked = tracked
+        self.taken: dict[str, Any] = {}
+        self.evaluated: set[str] = set()
+
+    def run(self) -> SourcesOfRun:
+        """Watch one run of a step from now on."""
+        return SourcesOfRun(self._tracked, self.taken)
+
+    def check_may_run_again(self) -> None:
+        """The batch of an evaluation has to run again.
+
+        Raises:
+            CutError: it has taken from what does not give the same again.
+        """
+        if self.evaluated:
+            raise several_runs(min(self.evaluated))
+
+
+class SourcesOfRun:
+    """Watches what one run of a step takes.
+
+    Args:
+        tracked: the modules whose attributes count.
+        taken: that of `OwnSources`, to be brought up to date.
+    """
+
+    def __init__(self, tracked: Tracked, taken: dict[str, Any]) -> None:
+        self._taken = taken
+        self._generators = [(name, each, generator_state(each)) for name, each in tracked.generators()]
+        self._iterators = [(name, _Watched(holder, iterator)) for name, holder, iterator in tracked.iterators()]
+
+    def end(self) -> dict[str, Any]:
+        """The run is over: what it has taken something from, as ``taken`` has it."""
+        now = [(name, generator_state(each), state) for name, each, state in self._generators]
+        found: dict[str, Any] = {name: state for name, state, before in now if state != before}
+        items = {name: watched.end() for name, watched in self._iterators}
+        return found | {name: self._taken.get(name, 0) + number for name, number in items.items() if number}
+
+    def put_back(self) -> None:
+        """Let the next run take the same again."""
+        for _, generator, state in self._generators:
+            if generator_state(generator) != state:
+                set_generator_state(generator, state)
+        for _, watched in self._iterators:
+            watched.put_back()
+
+
+class _Watched(Iterator[Any]):
+    """Stands in the place of an iterator that is an attribute.
+
+    Args:
+        place: the holder's dictionary, and the name in it.
+        iterator: what is there.
+    """
+
+    def __init__(self, place: tuple[dict[str, Any], str], iterator: Iterator[Any]) -> None:
+        self._place, self._iterator = place, iterator
+        self._items: list[Any] = []
+        self._ended = False
+        holder, name = place
+        holder[name] = self
+
+    def __next__(self) -> Any:
+        item = next(self._iterator)
+        if not self._ended:
+            self._items.append(item)
+        return item
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._iterator, name)
+
+    def end(self) -> int:
+        """Put the iterator into its place again, unless the step has put another one there; the number of items."""
+        self._ended = True
+        holder, name = self._place
+        if holder.get(name) is self:
+            holder[name] = self._iterator
+        return len(self._items)
+
+    def put_back(self) -> None:
+        """Let the same items come again."""
+        holder, name = self._place
+        if self._items and holder.get(name) is self._iterator:
+            holder[name] = chain(self._items, self._iterator)
+
+
+def several_runs(name: str) -> CutError:
+    """A step takes from one of them, and runs several times."""
+    return CutError(
+        f"the step draws before a cut from a random generator or an iterator of its own, 'self.{name}': it runs "
+        "several times for each batch, and its runs on different stages would see different numbers.",
+        hint=f"{_HINT} Or use micro_batches=1 with one stage on each rank, without recomputation.",
+    )
+
+
+def check_alike(taken: Mapping[str, Any], elsewhere: Iterable[Mapping[str, Any]]) -> None:
+    """Raise if this rank has taken other things than those that complete the step.
+
+    Args:
+        taken: what this rank's runs for a batch have taken.
+        elsewhere: what the other ranks have taken.
+
+    Raises:
+        CutError: names it.
+    """
+    for name, each in taken.items():
+        if any(other.get(name) != each for other in elsewhere):
+            raise CutError(
+                f"the step draws before a cut and behind it from 'self.{name}', a random generator or an iterator of "
+                "its own: this stage does not run the code behind the cut, and would see different numbers.",
+                hint=_HINT,
+            )
