@@ -32,10 +32,17 @@ class Sent(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """What a rank did in its turn: its calls, and values that the next rank needs, by number."""
+    """What a rank did in its turn.
+
+    Args:
+        calls: those outside layers, and of layers.
+        values: those that the next rank needs, by number.
+        outdated: the numbers of tensors of which other ranks may have an old value, though no call says so.
+    """
 
     calls: tuple[CallRecord, ...]
     values: dict[int, Sent]
+    outdated: tuple[int, ...]
 
 
 class Wanted(NamedTuple):

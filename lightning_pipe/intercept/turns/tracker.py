@@ -69,8 +69,7 @@ class TurnTracker(Tracker):
         with self.paused():
             values: dict[int, Sent] = {}
             if turn.mine:
-                turn.check(self.calls, self.numbers)
-                self._tell(rank, given)
+                self._tell(rank, given, turn.outdated(self.calls, self.numbers))
             else:
                 values = self.learn()
             turn.end(rank, self.calls)
@@ -78,7 +77,7 @@ class TurnTracker(Tracker):
             if turn.mine:
                 self._fill(values)
 
-    def _tell(self, rank: int, given: Iterable[Any]) -> None:
+    def _tell(self, rank: int, given: Iterable[Any], outdated: tuple[int, ...]) -> None:
         """Tell all others what this rank has done in its turn."""
         numbers = {number for each in given if isinstance(each, Tensor) and (number := self._real(each)) is not None}
         known = self.turn.known.setdefault(rank, set())
@@ -86,7 +85,7 @@ class TurnTracker(Tracker):
         for peer in self._others():
             # All must know what was called; values are for the rank that goes on, and it keeps them.
             values = self._values(sorted(numbers - known)) if peer == rank else {}
-            self._mail.send(Turn(calls, values), peer)
+            self._mail.send(Turn(calls, values, outdated), peer)
         known |= numbers
 
     def learn(self) -> dict[int, Sent]:
@@ -98,7 +97,18 @@ class TurnTracker(Tracker):
                 f"{len(self._expected)}.",
                 hint=SAME_PATH,
             )
+        if (told := self.turn.told) is not None:
+            self._forget(told.outdated)
         return values
+
+    def _forget(self, outdated: Iterable[int]) -> None:
+        """Drop the values here of tensors that the rank with the turn has changed where no call says so."""
+        for number in outdated:
+            tensor = self.numbers.find(number)
+            if tensor is not None and not isinstance(tensor, Placeholder):
+                self.in_place.forget([tensor], f"rank {self.turn.holder}")
+                self.numbers.bind(tensor, number)
+            self.turn.changed(number)
 
     def _ask(self) -> dict[int, Sent]:
         """Wait for what the rank with the turn tells, and answer what it asks."""
@@ -121,10 +131,10 @@ class TurnTracker(Tracker):
                 self.learn()
                 return False
             self._fetch([tensor for _, tensor in self.numbers.alive() if isinstance(tensor, Placeholder)])
-            self.turn.check(self.calls, self.numbers)
+            self.turn.outdated(self.calls, self.numbers)  # for its errors: no rank computes any more
             calls = tuple(self.calls[self.turn.begin :])
             for peer in self._others():
-                self._mail.send(Turn(calls, {}), peer)
+                self._mail.send(Turn(calls, {}, ()), peer)
         return True
 
     def _others(self) -> list[int]:
@@ -176,8 +186,8 @@ class TurnTracker(Tracker):
             if isinstance(self.numbers.find(number), Placeholder):
                 self.numbers.fill(number, counted(spec.lay_out(value)))
                 filled = self.numbers.find(number)
-                if shared and filled is not None:
-                    self.turn.copied[number] = state_of(filled)
+                if filled is not None:
+                    self.turn.copied[number] = state_of(filled), shared
 
     # ------------------------------------------------------------------ the tracker's own questions
 
@@ -267,7 +277,8 @@ class _Turns:
         homes: by number, the rank that has computed a tensor.
         known: by rank, the numbers of the values that it got with its turn.
         lent: by number, the state of a tensor here when others got its value.
-        copied: by number, the state of a value as it came here, if its memory belongs to another tensor as well.
+        copied: by number, the state of a value as it came here, and whether its memory belongs to another tensor where
+            it comes from.
     """
 
     def __init__(self, holder: int, rank: int) -> None:
@@ -277,41 +288,68 @@ class _Turns:
         self.homes: dict[int, int] = {}
         self.known: dict[int, set[int]] = {}
         self.lent: dict[int, TensorState] = {}
-        self.copied: dict[int, TensorState] = {}
+        self.copied: dict[int, tuple[TensorState, bool]] = {}
 
     @property
     def mine(self) -> bool:
         """Whether this rank has the turn."""
         return self.holder == self._rank
 
-    def check(self, calls: Sequence[CallRecord], numbers: Numbers) -> None:
-        """At the end of this rank's turn: raise if a tensor has changed of which other ranks have an old value.
+    def outdated(self, calls: Sequence[CallRecord], numbers: Numbers) -> tuple[int, ...]:
+        """At the end of this rank's turn: the tensors of which others have an old value and do not know that.
 
-        They know of a call that changes the tensor itself, and not of one that changes another one with its memory.
+        They know of a call that changes the tensor itself. They do not know of one that changes another tensor with its
+        memory, nor of a layer that changes it in an object in inference mode, where nobody counts changes.
+
+        Raises:
+            CutError: a value that came from another rank has changed here, and there a tensor shares its memory.
         """
         for number in _left_by(calls[self.begin :]):
-            self.lent.pop(number, None)
-            for known in self.known.values():
-                known.discard(number)
-        for table in (self.lent, self.copied):
-            for number, state in list(table.items()):
-                tensor = numbers.find(number)
-                if tensor is None or isinstance(tensor, Placeholder):
-                    del table[number]
-                elif has_changed(tensor, state):
+            self._forget(number)
+        found: list[int] = []
+        for number, state in list(self.lent.items()):
+            tensor = numbers.find(number)
+            if tensor is None or isinstance(tensor, Placeholder):
+                del self.lent[number]
+            elif has_changed(tensor, state):
+                self._forget(number)
+                found.append(number)
+        for number, (state, shared) in list(self.copied.items()):
+            tensor = numbers.find(number)
+            if tensor is None or isinstance(tensor, Placeholder):
+                del self.copied[number]
+            elif has_changed(tensor, state):
+                if shared:
                     raise CutError(
                         f"tensor {number}, {tuple(tensor.shape)}, is changed in place, another tensor shares its "
                         "memory, and they have been on different ranks.",
                         hint="Use the out-of-place form, or .clone() one of them.",
                     )
+                del self.copied[number]
+                found.append(number)
+        for number in found:
+            self.homes[number] = self.holder
+        return tuple(found)
+
+    def _forget(self, number: int) -> None:
+        """No other rank has the tensor's value any more."""
+        self.lent.pop(number, None)
+        for known in self.known.values():
+            known.discard(number)
+
+    def changed(self, number: int) -> None:
+        """The rank with the turn, another one, has made or changed a tensor."""
+        self.homes[number] = self.holder
+        self.copied.pop(number, None)
+        self.lent.pop(number, None)
 
     def end(self, rank: int, calls: Sequence[CallRecord]) -> None:
         """The turn is over and another rank has the next one."""
         for number in _left_by(calls[self.begin :]):
-            self.homes[number] = self.holder
-            if not self.mine:
-                self.copied.pop(number, None)
-                self.lent.pop(number, None)
+            if self.mine:
+                self.homes[number] = self.holder
+            else:
+                self.changed(number)
         self.holder, self.begin, self.told = rank, len(calls), None
 
 
