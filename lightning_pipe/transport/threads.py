@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar
@@ -239,12 +241,13 @@ def run_threads(
         threading.Thread(target=body, args=(transport,), daemon=True, name=f"process {transport.process}")
         for transport in world
     ]
-    for thread in threads:
-        thread.start()
     shared = world[0].world
     deadline = time.monotonic() + seconds
-    while any(thread.is_alive() for thread in threads) and shared.failure is None and time.monotonic() < deadline:
-        next(thread for thread in threads if thread.is_alive() or thread is threads[-1]).join(0.02)
+    with _no_collection():
+        for thread in threads:
+            thread.start()
+        while any(thread.is_alive() for thread in threads) and shared.failure is None and time.monotonic() < deadline:
+            next(thread for thread in threads if thread.is_alive() or thread is threads[-1]).join(0.02)
     if shared.failure is None and any(thread.is_alive() for thread in threads):
         late = [transport for transport, thread in zip(world, threads, strict=True) if thread.is_alive()]
         error = CommunicationError(f"Not done within {seconds:g} s.\n" + "\n".join(map(_where, late)))
@@ -256,6 +259,23 @@ def run_threads(
             thread.join(max(0.0, deadline - time.monotonic()))
         raise shared.failure[1]
     return [results[transport.process] for transport in world]
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """While the context lasts, no garbage is collected by itself.
+
+    torch holds a generator's mutex while it makes the tensor of its state. If that collects garbage, another thread may
+    get the interpreter; one that then waits for the mutex keeps it for ever (torch 2.13). torch's own code does so, in
+    reentrant activation checkpoints.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 def _where(transport: ThreadTransport) -> str:
