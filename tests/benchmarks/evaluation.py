@@ -23,7 +23,7 @@ STEPS = ("validate", "test", "predict")
 WIDTH, SAMPLES, PRODUCTS = 1024, 512, 8
 """Of the layers that multiply: their width, the samples of a batch, and how many there are."""
 LONG = 2.5
-"""By this factor layers sleep longer where eight ranks share two cores: what each rank computes weighs less then."""
+"""By this factor layers sleep longer where four or eight ranks share two cores: what each computes weighs less then."""
 SEVERAL_STAGES = ("interleaved", "dualpipev")
 """Schedules with two stages on each rank: in a loop, and in a V."""
 
@@ -71,7 +71,7 @@ class Stopwatch(L.Callback):
 def run(quick: bool) -> list[Finding]:
     """The share of one device's time that a pipeline takes."""
     findings = []
-    for ranks, share in ((2, 1.0), (4, 1.0)) if quick else ((2, 1.0), (4, 1.0), (8, 1.0), (8, LONG)):
+    for ranks, share in ((2, 1.0), (4, 1.0)) if quick else ((2, 1.0), (4, 1.0), (8, 1.0), (4, LONG), (8, LONG)):
         findings += sleeping(ranks, share)
     return [*findings, *several_stages(), *products(3 if quick else 7)]
 
