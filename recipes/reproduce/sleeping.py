@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -40,19 +41,42 @@ class Case:
     batches: int
 
 
+class _Slept(threading.local):
+    """Seconds that a rank has slept: each rank is a thread, of its own process or of one that holds all."""
+
+    seconds = 0.0
+
+
+# Layers do not count for themselves: what a layer counts is sent to the stages behind it.
+_slept = _Slept()
+
+
+def sleep(seconds: float) -> None:
+    """Sleep, and add it to what `slept` returns."""
+    start = time.perf_counter()
+    time.sleep(seconds)
+    _slept.seconds += time.perf_counter() - start
+
+
+def slept() -> float:
+    """Seconds that this rank has slept so far: a busy machine wakes it late."""
+    return _slept.seconds
+
+
 class _Sleep(torch.autograd.Function):
     """The identity; its backward pass sleeps as long as its forward pass was told to."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, before: float, after: float, layer: Sleeper) -> Tensor:
-        ctx.after, ctx.layer = after, layer
-        layer.sleep(before)
+    def forward(ctx: Any, x: Tensor, before: float, after: float) -> Tensor:
+        ctx.after = after
+        if before:
+            sleep(before)
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        ctx.layer.sleep(ctx.after)
-        return gradients[0], None, None, None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        sleep(ctx.after)
+        return gradients[0], None, None
 
 
 class Sleeper(nn.Module):
@@ -61,32 +85,18 @@ class Sleeper(nn.Module):
     Args:
         forward: seconds of its forward pass.
         half: seconds of its backward pass for its input, and again for its weight.
-
-    Attributes:
-        slept: seconds that it has slept: a busy machine wakes it late.
     """
 
     def __init__(self, forward: float, half: float) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.ones(1))
-        self.seconds, self.half_seconds, self.slept = forward, half, 0.0
-
-    def sleep(self, seconds: float) -> None:
-        """Sleeps and adds up."""
-        if seconds:
-            start = time.perf_counter()
-            time.sleep(seconds)
-            self.slept += time.perf_counter() - start
+        self.seconds, self.half_seconds = forward, half
 
     def forward(self, x: Tensor) -> Tensor:
         """The input, after a sleep."""
-        weight = _Sleep.apply(self.scale, 0.0, self.half_seconds, self)  # type: ignore[no-untyped-call]
-        out: Tensor = _Sleep.apply(x, self.seconds, self.half_seconds, self) * weight  # type: ignore[no-untyped-call]
+        weight = _Sleep.apply(self.scale, 0.0, self.half_seconds)  # type: ignore[no-untyped-call]
+        out: Tensor = _Sleep.apply(x, self.seconds, self.half_seconds) * weight  # type: ignore[no-untyped-call]
         return out
-
-
-def _slept(net: nn.Module) -> float:
-    return sum(layer.slept for layer in net.modules() if isinstance(layer, Sleeper))
 
 
 def bubbles(cases: Sequence[Case], ranks: int, timeout: float = 600) -> list[float]:
@@ -122,12 +132,12 @@ def _flushed(transport: Transport, case: Case) -> float:
     ranks = transport.topology.ranks
     found: list[float] = []
     for _ in range(case.batches + 2):
-        arrived, before = time.monotonic(), _slept(net)
+        arrived, before = time.monotonic(), slept()
         transport.barrier()
         # The input needs a gradient, so that the first stage's backward pass has both halves.
         pipeline.train(lambda _, part: net(part.requires_grad_()).sum(), parts, [1 / len(parts)] * len(parts))
         # The monotonic clock is the same for all processes of a host.
-        mine = (arrived, time.monotonic(), _slept(net) - before)
+        mine = (arrived, time.monotonic(), slept() - before)
         times = transport.all_gather_object(mine, tuple(range(ranks)))
         makespan = max(end for _, end, _ in times) - max(start for start, _, _ in times)
         found.append(1 - sum(asleep for _, _, asleep in times) / (ranks * makespan))
@@ -141,10 +151,10 @@ def _streamed(transport: Transport, case: Case) -> float:
     start = asleep = 0.0
     for number in range(filled + case.batches):
         if number == filled:
-            start, asleep = time.monotonic(), _slept(net)
+            start, asleep = time.monotonic(), slept()
         pipeline.advance(lambda _, part: net(part.requires_grad_()).sum(), parts, [1 / len(parts)] * len(parts))
         net.zero_grad()  # in the place of a step
-    found = 1 - (_slept(net) - asleep) / (time.monotonic() - start)
+    found = 1 - (slept() - asleep) / (time.monotonic() - start)
     for _ in pipeline.drain():
         net.zero_grad()
     return float(transport.all_gather_object(found, tuple(range(transport.topology.ranks)))[0])

@@ -14,6 +14,7 @@ from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.partition import find_layers
 from lightning_pipe.transport.base import Transport
 from lightning_pipe.transport.topology import Topology
+from recipes.reproduce.sleeping import sleep, slept
 from tests.benchmarks.measure import Finding
 from tests.support import processes
 
@@ -23,17 +24,17 @@ TOLERANCE = 0.03
 
 
 class _Sleep(torch.autograd.Function):
-    """The identity, at leisure; adds up how long it slept."""
+    """The identity, at leisure."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, layer: SleepingLayer) -> Tensor:
-        ctx.layer = layer
-        layer.sleep(FORWARD * layer.share)
+    def forward(ctx: Any, x: Tensor, share: float) -> Tensor:
+        ctx.share = share
+        sleep(FORWARD * share)
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        ctx.layer.sleep(BACKWARD * ctx.layer.share)
+        sleep(BACKWARD * ctx.share)
         return gradients[0], None
 
 
@@ -48,15 +49,9 @@ class SleepingLayer(nn.Module):
         super().__init__()
         self.share = share
         self.scale = nn.Parameter(torch.ones(1))
-        self.slept = 0.0
-
-    def sleep(self, seconds: float) -> None:
-        start = time.perf_counter()
-        time.sleep(seconds)
-        self.slept += time.perf_counter() - start
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = _Sleep.apply(x * self.scale, self)
+        out: Tensor = _Sleep.apply(x * self.scale, self.share)
         return out
 
 
@@ -91,12 +86,12 @@ def measure(transport: Transport, name: str, micro_batches: int, rounds: int) ->
     everyone = tuple(range(transport.topology.world_size))
     ratios = []
     for number in range(rounds + 2):
-        asleep = sum(layer.slept for _, layer in layers if isinstance(layer, SleepingLayer))
+        asleep = slept()
         arrived = time.monotonic()
         transport.barrier()
         pipeline.train(lambda _, part: module(part).sum(), parts, [1 / micro_batches] * micro_batches, seed=number)
         ended = time.monotonic()
-        busy = sum(layer.slept for _, layer in layers if isinstance(layer, SleepingLayer)) - asleep
+        busy = slept() - asleep
         # The monotonic clock is the same for all processes of a host.
         times = transport.all_gather_object((arrived, ended, busy), everyone)
         makespan = max(end for _, end, _ in times) - max(start for start, _, _ in times)
