@@ -6,10 +6,10 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_pipe import schedules
 from lightning_pipe.engine.pipeline import Pipeline
@@ -18,6 +18,7 @@ from lightning_pipe.schedules import Chimera, Family, GPipe, OneFOneB
 from lightning_pipe.simulate import Costs, simulate
 from lightning_pipe.transport.base import Transport
 from lightning_pipe.transport.topology import Topology
+from recipes.reproduce.sleeping import Sleeper
 from tests.benchmarks.against_torch import Block
 from tests.benchmarks.measure import Finding, Ratio, alternate
 from tests.support import processes
@@ -29,34 +30,6 @@ UNIT = {4: 0.04, 8: 0.08}
 ROWS = 512
 """Of a micro-batch with real compute: the tokens of one sequence. Fewer, and adding up the gradients of Chimera's two
 copies of the weights takes longer than computing them."""
-
-
-class _Sleep(torch.autograd.Function):
-    """The identity; its backward pass sleeps as long as its forward pass was told to."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, before: float, after: float) -> Tensor:
-        ctx.after = after
-        time.sleep(before)
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        time.sleep(ctx.after)
-        return gradients[0], None, None
-
-
-class Sleeper(nn.Module):
-    """Sleeps one unit forward, one for the gradient of its input, one for that of its weight."""
-
-    def __init__(self, unit: float) -> None:
-        super().__init__()
-        self.scale, self.unit = nn.Parameter(torch.ones(1)), unit
-
-    def forward(self, x: Tensor) -> Tensor:
-        weight = _Sleep.apply(self.scale, 0.0, self.unit)
-        out: Tensor = _Sleep.apply(x, self.unit, self.unit) * weight
-        return out
 
 
 class Measured(NamedTuple):
@@ -71,7 +44,7 @@ def measure(transport: Transport, family: Family, micro_batches: int, rounds: in
     ranks = transport.topology.ranks
     stages = ranks * family.stages_per_rank
     unit = UNIT[ranks] / family.stages_per_rank
-    net = nn.Sequential(*(Sleeper(unit) for _ in range(stages)))
+    net = nn.Sequential(*(Sleeper(unit, unit) for _ in range(stages)))
     pipeline = Pipeline(net, find_layers(net), [1] * stages, family, transport)
     pipeline.partition()
     # The input needs a gradient, so that the first stage's backward pass has both halves.

@@ -20,7 +20,8 @@ from lightning_pipe.simulate import Costs, Link, simulate
 from lightning_pipe.transport.base import Lane, Transport
 from lightning_pipe.transport.choose import open_transport
 from lightning_pipe.transport.topology import Topology
-from tests.benchmarks.families import UNIT, Sleeper
+from recipes.reproduce.sleeping import Sleeper
+from tests.benchmarks.families import UNIT
 from tests.benchmarks.measure import Finding
 from tests.support import hosts, processes
 from tests.support.hosts import Host
@@ -114,7 +115,8 @@ def _batch(transport: Transport, name: str, rounds: int) -> float:
     family = schedules.get(name)
     stages = family.build(RANKS, MICRO_BATCHES).stages
     # layers whose backward pass has two halves, as the simulated one: zero bubble sends behind the first half
-    module = nn.Sequential(*(Sleeper(UNIT[RANKS] * RANKS / stages) for _ in range(stages)))
+    unit = UNIT[RANKS] * RANKS / stages
+    module = nn.Sequential(*(Sleeper(unit, unit) for _ in range(stages)))
     pipeline = Pipeline(module, find_layers(module), [1] * stages, family, transport)
     pipeline.partition()
     parts = [torch.ones(1, NUMBERS) for _ in range(MICRO_BATCHES)]
