@@ -149,18 +149,21 @@ class FetchedBatches:
             fetched.item = (None, number, loader)
         return fetched.batch
 
+    def arguments_of_current(self, *_: Any) -> tuple[Any, ...]:
+        """What the loop passes to the step: in the place of the method that inspects its signature for each batch."""
+        assert self.current is not None
+        return self._arguments(self.current)
+
     def _arguments(self, fetched: Fetched) -> tuple[Any, ...]:
-        """What the loop will pass to the step."""
         given = (self.moved(fetched), *fetched.item[1:])
-        return tuple(given[place] for place in self._passed)
+        return tuple([given[place] for place in self._passed])
 
     @cached_property
     def _passed(self) -> Sequence[int]:
-        """Which of batch, number and loader the loop passes to the step: it inspects the signature for each batch."""
-        loop = self._loop
+        """Which of batch, number and loader the loop passes to the step."""
+        loop, build = self._loop, type(self._loop)._build_step_args_from_hook_kwargs
         several = loop.num_dataloaders > 1 and (self._name == "predict_step" or loop._is_sequential)
-        arguments = loop._build_kwargs(0, 1, 2 if several else None)
-        passed: Sequence[int] = loop._build_step_args_from_hook_kwargs(arguments, self._name)
+        passed: Sequence[int] = build(loop, loop._build_kwargs(0, 1, 2 if several else None), self._name)
         return passed
 
     @contextmanager

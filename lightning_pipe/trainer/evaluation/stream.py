@@ -117,6 +117,8 @@ class EvaluationStream:
         """Take the place of the fetcher."""
         self._changed.enter_context(replaced(self._loop, "_data_fetcher", self, gated=False))
         self._changed.enter_context(replaced(self._module.trainer.strategy, "batch_to_device", self._transferred))
+        arguments = self._batches.arguments_of_current
+        self._changed.enter_context(replaced(self._loop, "_build_step_args_from_hook_kwargs", arguments))
         if self._runs_early:
             self._changed.enter_context(self._reads.installed())
 
