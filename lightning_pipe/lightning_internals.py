@@ -98,6 +98,7 @@ NAMES = {
         "_build_step_args_from_hook_kwargs": _ARGUMENTS,
         "_combined_loader": "the loaders, for what they have in common with those of other replicas",
         "_data_fetcher": _AHEAD,
+        "_predict_step": f"ends no prediction after SIGTERM, as other evaluations do; {_OWN}",
     },
     "lightning.pytorch.utilities.combined_loader.CombinedLoader": {
         "_iterator": "whether it is a loop that asks a loader for a batch, or code of the user's"

@@ -17,10 +17,13 @@ import torch
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from lightning.pytorch.trainer.connectors import signal_connector
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch import Tensor
+from torch.utils.data import DataLoader
 
 from lightning_pipe import PipeStrategy
 from lightning_pipe.errors import CommunicationError
 from lightning_pipe.trainer.launcher import ScriptLauncher
+from tests.support.evaluated_modules import Evaluated, Rows
 from tests.support.lit_modules import Data, Lit
 from tests.support.processes import run_trainers
 from tests.support.trainer_runs import QUIET, quiet
@@ -121,6 +124,57 @@ def test_one_that_comes_before_or_after_the_batches_ends_the_run(signalled: int,
     if place != "on_train_end":  # nobody asks the other one yet, or any more
         expected[1 - signalled] = "CommunicationError"
     assert [name for name, _ in outcomes] == expected
+
+
+class TerminatedInEvaluation(Evaluated):
+    """One process gets a signal in an evaluation step."""
+
+    def __init__(self, process: int) -> None:
+        super().__init__()
+        self.process = process
+
+    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        if batch_idx == AT and self.trainer.global_rank == self.process:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return super().predict_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
+        self.predict_step(batch, batch_idx)
+        return super().validation_step(batch, batch_idx)
+
+
+def terminated_in_evaluation(process: int, signalled: int, name: str, stream: bool, size: int) -> tuple[str, int]:
+    quiet()
+    strategy = PipeStrategy(layers="model", stream_evaluation=stream)
+    trainer = L.Trainer(accelerator="cpu", devices=2, strategy=strategy, **QUIET)
+    loop: Any = getattr(trainer, f"{name}_loop")
+    data = DataLoader(Rows(4 * size), batch_size=4)
+    with pytest.raises((SIGTERMException, CommunicationError)) as ended:
+        getattr(trainer, name)(TerminatedInEvaluation(signalled).double(), data)
+    return type(ended.value).__name__, loop.batch_progress.current.completed
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("signalled", [0, 1])
+@pytest.mark.parametrize("name", ["predict", "validate"])
+def test_one_that_comes_in_an_evaluation_ends_it_before_the_next_batch(name: str, signalled: int, stream: bool) -> None:
+    outcomes = run_trainers(
+        terminated_in_evaluation, 2, timeout=50, signalled=signalled, name=name, stream=stream, size=50
+    )
+    assert outcomes[signalled][0] == "SIGTERMException"
+    assert outcomes[1 - signalled][0] == "CommunicationError"
+    # in a stream the first stage may run the step two batches ahead of its loop
+    assert AT + 1 - (2 if stream and signalled else 0) <= outcomes[signalled][1] <= AT + 1
+    assert outcomes[1 - signalled][1] <= AT + 3
+
+
+@pytest.mark.timeout(60)
+def test_one_that_comes_in_the_last_batch_of_a_prediction_ends_all() -> None:
+    outcomes = run_trainers(
+        terminated_in_evaluation, 2, timeout=50, signalled=0, name="predict", stream=True, size=AT + 1
+    )
+    assert outcomes == [("SIGTERMException", AT + 1)] * 2
 
 
 class Early(Data):

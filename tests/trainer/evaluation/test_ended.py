@@ -151,6 +151,7 @@ SWEEP: list[tuple[str, int, int | None]] = [
     ("validate", number, who) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL) for who in (0, 1, 2)
 ]
 SWEEP += [("validate", signal.SIGINT, None), ("validate", signal.SIGTERM, None), ("predict", signal.SIGTERM, None)]
+SWEEP += [("predict", signal.SIGTERM, who) for who in (0, 1, 2)]
 SWEEP += [("passes", signal.SIGINT, None), ("passes", signal.SIGTERM, 1), ("passes", signal.SIGKILL, 1)]
 
 
