@@ -15,6 +15,7 @@ from functools import partial
 from types import FrameType
 from typing import Any
 
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_pipe.patches import replaced
@@ -27,8 +28,8 @@ _Handler = Callable[[int, FrameType | None], None]
 class Signals:
     """Notes what signals ask for, and lets all processes do it before their next training batch.
 
-    Outside the training loop, in an evaluation for instance, a signal acts at once as in Lightning: the process ends,
-    and the others with it.
+    In an evaluation SIGTERM ends this process behind its batch, and the others with it. SLURM's requeue signal waits for
+    the next training batch in a validation within a training, and acts at once in other evaluations, as in Lightning.
 
     Args:
         trainer: the Trainer; its handlers are registered later.
@@ -107,7 +108,7 @@ class Signals:
             self._connector.received_sigterm = True
 
     def _on_requeue(self, number: int, frame: FrameType | None) -> None:
-        if self._trainer.training:
+        if self._trainer.state.fn == TrainerFn.FITTING:  # in a validation, too: its ranks are at different batches
             self.asked[1] = True
         else:
             self._requeue(number, frame)

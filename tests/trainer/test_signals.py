@@ -200,32 +200,44 @@ def test_one_that_comes_before_the_module_is_connected_is_told(
     assert signal.getsignal(signal.SIGTERM) is handler
 
 
-def requeued(process: int, folder: Path) -> tuple[int, int, bool]:
+class InValidation(Lit):
+    """One process gets a signal in the validation behind the first epoch."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if self.trainer.global_rank == 1 and not self.trainer.sanity_checking and self.trainer.current_epoch == 0:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        return super().validation_step(batch, batch_idx)
+
+
+def requeued(process: int, folder: Path, validating: bool) -> tuple[int, int, bool]:
     os.environ["SLURM_JOB_ID"] = "7"
     commands = []
     signal_connector.call = lambda command, **_: commands.append(command) or 0  # type: ignore[attr-defined]
-    callback = Signalled(1, signal.SIGUSR1)
+    callback = Signalled(-1 if validating else 1, signal.SIGUSR1)
     trainer = trainer_with(callback, folder)
 
     class Handles(L.Callback):
-        def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        def on_fit_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
             # as Lightning registers it under SLURM
             handler = trainer._signal_connector._slurm_sigusr_handler_fn
             signal.signal(signal.SIGUSR1, handler)  # type: ignore[arg-type]
 
     trainer.callbacks.append(Handles())
-    trainer.fit(Lit().double(), datamodule=Data())
+    trainer.fit((InValidation if validating else Lit)().double(), datamodule=Data())
     saved = torch.load(folder / "hpc_ckpt_1.ckpt", weights_only=False)
     return callback.batches, saved["global_step"], commands == [["scontrol", "requeue", "7"]]
 
 
 @pytest.mark.feature("Plugins", "SLURMEnvironment that requeues", "works", "all processes save after the same batch")
 @pytest.mark.timeout(60)
-def test_a_job_to_be_requeued_is_saved_by_all_after_the_batch(tmp_path: Path) -> None:
-    first, second = run_trainers(requeued, 2, timeout=50, folder=tmp_path)
-    assert first == (first[0], AT + 2, True)  # and goes on: SLURM ends it
-    assert second == (first[0], AT + 2, False)
-    assert first[0] > AT + 2
+@pytest.mark.parametrize("validating", [False, True])
+def test_a_job_to_be_requeued_is_saved_by_all_after_the_batch(tmp_path: Path, validating: bool) -> None:
+    first, second = run_trainers(requeued, 2, timeout=50, folder=tmp_path, validating=validating)
+    batches = first[0]
+    saved = batches // 3 + 1 if validating else AT + 2
+    assert first == (batches, saved, True)  # and goes on: SLURM ends it
+    assert second == (batches, saved, False)
+    assert batches > saved
 
 
 SCRIPT = """
