@@ -133,7 +133,11 @@ class Transport(ABC):
 
     @abstractmethod
     def send(self, data: Tensor, peer: int, lane: Lane) -> Work:
-        """Start to send a flat, contiguous ``uint8`` tensor. It must not be changed before the operation is done."""
+        """Start to send a flat, contiguous ``uint8`` tensor. It must not be changed before the operation is done.
+
+        The caller keeps what it gets until it has waited for it, as with everything that is started here: Gloo loses a
+        message whose operation nobody keeps if its receiver comes later, and all that follow it to this peer.
+        """
 
     @abstractmethod
     def receive(self, data: Tensor, peer: int, lane: Lane) -> Work:
@@ -179,7 +183,7 @@ class Transport(ABC):
         return Parts(work, read)
 
     def send_object(self, obj: object, peer: int, tag: int) -> Work:
-        """Start to send any object that pickles; it may be changed at once.
+        """Start to send any object that pickles; it may be changed at once. The caller keeps what it gets; see `send`.
 
         Objects with different tags may overtake each other. Tensors of an accelerator arrive on the peer's device.
         """

@@ -129,7 +129,7 @@ def test_the_reduction_runs_while_the_caller_goes_on() -> None:
             transport.receive_object(1, 0)  # the peer has started and gone on
         reducer.start(0)
         if transport.process == 0:
-            transport.send_object(None, 0, 0)
+            transport.send_object(None, 0, 0).wait()
         reducer.finish()
         return bool((weight.grad == 2).all())
 

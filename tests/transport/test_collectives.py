@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lightning_pipe.errors import CommunicationError
-from lightning_pipe.transport.base import Transport
+from lightning_pipe.transport.base import DONE, Transport, Work
 from lightning_pipe.transport.topology import Topology
 from tests.support import processes
 from tests.support.transports import Run, run_in_threads
@@ -94,6 +94,7 @@ def freed(transport: Transport) -> tuple[bool, bool]:
     parts = [torch.from_numpy(memory), torch.from_numpy(memory)]
     parts[transport.process] = torch.ones(1 << 17, dtype=torch.float64)
     del memory
+    told: Work = DONE
     if transport.process == 1:
         transport.receive_object(1, 0)
     work, early = transport.reduce_scatter(parts, (0, 1)), held() is None
@@ -101,11 +102,12 @@ def freed(transport: Transport) -> tuple[bool, bool]:
     del parts
     if transport.process == 0:
         early = held() is None
-        transport.send_object(None, 0, 0)
+        told = transport.send_object(None, 0, 0)
     deadline = time.monotonic() + 5
     while held() is not None and time.monotonic() < deadline:
         time.sleep(0.01)
     late = held() is None
+    told.wait()
     work.wait()
     assert bool((own == 2).all())
     return early, late
