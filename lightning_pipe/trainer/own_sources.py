@@ -13,7 +13,7 @@ Items are the same on both stages as long as each runs once for a batch, and tak
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -124,13 +124,36 @@ class _Watched(Iterator[Any]):
             holder[name] = chain(self._items, self._iterator)
 
 
-def several_runs(name: str) -> CutError:
-    """A step takes from one of them, and runs several times."""
+def several_runs(name: str, remedies: Sequence[str] = ()) -> CutError:
+    """A step takes from one of them in code that runs several times.
+
+    Args:
+        name: of the attribute.
+        remedies: what else could be used for it to run once, all of it together.
+    """
     return CutError(
-        f"the step draws before a cut from a random generator or an iterator of its own, 'self.{name}': it runs "
-        "several times for each batch, and its runs on different stages would see different numbers.",
-        hint=f"{_HINT} Or use micro_batches=1 with one stage on each rank, without recomputation.",
+        f"the step draws from a random generator or an iterator of its own, 'self.{name}', in code that runs several "
+        "times for each batch: its runs would see different numbers.",
+        hint=f"{_HINT} Or use {' with '.join(remedies)}." if remedies else _HINT,
     )
+
+
+def check_one_pipe(taken: Iterable[Mapping[str, Any]]) -> None:
+    """Raise if ranks that complete the steps of a part of the micro-batches each have taken something.
+
+    Args:
+        taken: what each of several such ranks has taken.
+
+    Raises:
+        CutError: names it.
+    """
+    names = {name for each in taken for name in each}
+    if names:
+        raise CutError(
+            f"the step draws from a random generator or an iterator of its own, 'self.{min(names)}', and the schedule "
+            "lets several ranks complete steps: each would see the numbers from the beginning.",
+            hint=f"{_HINT} Or use a schedule with one pipe, such as 1f1b.",
+        )
 
 
 def check_alike(taken: Mapping[str, Any], elsewhere: Iterable[Mapping[str, Any]]) -> None:

@@ -23,7 +23,7 @@ from lightning_pipe.trainer.data.micro_batches import LossWeight, MicroBatches
 from lightning_pipe.trainer.data.number_rules import NumberRules
 from lightning_pipe.trainer.late_values import LateValues
 from lightning_pipe.trainer.loader_iterator import LoaderIterator
-from lightning_pipe.trainer.own_sources import OwnSources, check_alike, several_runs
+from lightning_pipe.trainer.own_sources import OwnSources, check_alike, check_one_pipe, several_runs
 from lightning_pipe.trainer.step_hooks import HooksOfBatch
 from lightning_pipe.trainer.step_report import ReportExchange, StepReport, has_loss, known_outputs
 from lightning_pipe.trainer.warn_once import WarnOnce
@@ -127,11 +127,11 @@ class UserStep:
                 self._world.local = False
 
     @contextmanager
-    def undoing(self, index: int, hooks: HooksOfBatch, taken: dict[str, Any], *, training: bool) -> Iterator[None]:
+    def undoing(self, number: int, hooks: HooksOfBatch, taken: dict[str, Any], *, training: bool) -> Iterator[None]:
         """Around a run of the step: its traces are removed if it ends early, or if it is not the first complete one.
 
         Args:
-            index: of the micro-batch.
+            number: of micro-batches.
             hooks: what runs for the batch register on modules.
             taken: gets what the run takes from the module's own sources.
             training: whether it is a training step: activations may be computed again behind its run, with what it has
@@ -169,10 +169,21 @@ class UserStep:
                         sources.put_back()
                     for states in metrics.values():
                         states.undo()
-                    several = index > 0 or again or len(self.pipeline.stages_here) > 1 or self.pipeline.passes > 1
                     # what ends a run early is a BaseException; an error of the user's step says more than this one
-                    if drawn and several and not isinstance(sys.exception(), Exception):
-                        raise several_runs(min(drawn))
+                    if drawn and not isinstance(sys.exception(), Exception):
+                        self._check_one_run(min(drawn), number, training=training)
+
+    def _check_one_run(self, name: str, number: int, *, training: bool) -> None:
+        """Raise if this rank runs several times for a batch what takes from a source of the module's own."""
+        remedies = {
+            "micro_batches=1" if training else "evaluation_micro_batches=1": number > 1,
+            "one stage on each rank": len(self.pipeline.stages_here) > 1,
+            "recompute='never'": training and self.pipeline.recompute != "never",
+        }
+        if self.pipeline.passes > 1:
+            raise several_runs(name)
+        if any(remedies.values()):
+            raise several_runs(name, [remedy for remedy, helps in remedies.items() if helps])
 
     @contextmanager
     def _taking(self, taken: dict[str, Any]) -> Iterator[None]:
@@ -289,7 +300,8 @@ class StepOfBatch:
         common = self._user_step
         # a run that computes a micro-batch again logs what was logged before
         recording = common.log.recording(self._logged, index, counts=not is_recomputing())
-        with recording, common.undoing(index, self._hooks, self._taken, training=self._training), self._context():
+        number = len(self.micro_batches.parts)
+        with recording, common.undoing(number, self._hooks, self._taken, training=self._training), self._context():
             result = self._run(micro_batch)
             # within these contexts: a run that still waits for what other ranks send must not count as complete
             common.pipeline.returning(result)
@@ -343,8 +355,7 @@ class StepOfBatch:
         self.repeats = any(each.repeats for each in reports)
         if self.repeats:
             return {}
-        if report is None:
-            check_alike(self._taken, [each.taken for each in reports])
+        self.check_sources(reports)
         common.attributes.adopt([each.changes for each in reports], before)
         # compares what the early runs wrote with what has just been adopted
         common.late_values.end()
@@ -370,6 +381,18 @@ class StepOfBatch:
         logged = merge(self._logged, amounts, losses)
         compared, left = common.numbers.compared(self.check), self._hooks.left()
         return StepReport(outputs, logged, changes, stop, compared, hooks=left, taken=dict(self._taken))
+
+    def check_sources(self, reports: Sequence[StepReport]) -> None:
+        """Raise if runs of this batch's step have taken other things than one device would.
+
+        Args:
+            reports: of all ranks that complete it.
+        """
+        taken = [each.taken for each in reports]
+        if self._user_step.pipeline.transport.rank not in self._ranks:
+            check_alike(self._taken, taken)
+        if len(taken) > 1:
+            check_one_pipe(taken)
 
     def replay(self, reports: Sequence[StepReport], *, own_batch: bool = True) -> None:
         """Log for the whole batch what the step logged on the ranks with the last stage; have the hooks that it left.

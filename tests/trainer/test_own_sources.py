@@ -66,7 +66,7 @@ def found(process: int, devices: int | None, places: Sequence[str], *, passes: i
     def loader(parts: int) -> Any:
         return DataLoader(TensorDataset(DATA), 4 // parts)
 
-    if passes == 1:
+    if passes == 1:  # else in the evaluation alone
         accumulates = 1 if devices else parts
         trainer(limit_val_batches=0, accumulate_grad_batches=accumulates).fit(module, loader(accumulates))
     evaluates = trainer()
@@ -91,19 +91,75 @@ def test_trial_runs_put_items_back() -> None:
     assert found(0, 1, ["front", "behind"], micro_batches=2, stages=1) == pytest.approx(plain, rel=1e-9)
 
 
+WORDS = r"an iterator of its own, 'self\.items'"
+
+
+def hint_of(error: BaseException) -> str:
+    return str(error).partition("on_train_batch_start.")[2].partition("\n")[0]
+
+
 @pytest.mark.parametrize(
-    "options", [{"stages": 2}, {"stages": 2, "micro_batches": 2}, {"recompute": "always"}], ids=str
+    ("options", "remedy"),
+    [
+        ({}, " Or use one stage on each rank."),
+        ({"micro_batches": 2}, " Or use micro_batches=1 with one stage on each rank."),
+        ({"recompute": "always"}, " Or use one stage on each rank with recompute='never'."),
+        ({"evaluation_micro_batches": 2, "passes": 0}, " Or use evaluation_micro_batches=1 with one stage on each rank."),
+    ],
+    ids=str,
 )
-def test_several_runs_are_refused(options: dict[str, Any]) -> None:
-    with pytest.raises(CutError, match=r"an iterator of its own, 'self\.items'"):
+def test_several_runs_are_refused(options: dict[str, Any], remedy: str) -> None:
+    """With a remedy that is not what is used already."""
+    with pytest.raises(CutError, match=WORDS) as refused:
         found(0, 1, ["front"], **{"stages": 2, **options})
+    assert hint_of(refused.value) == remedy
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("options", [{"micro_batches": 2}, {"passes": 2}], ids=str)
-def test_several_runs_are_refused_on_several_ranks(options: dict[str, Any]) -> None:
-    with pytest.raises(Exception, match=r"an iterator of its own, 'self\.items'"):
+@pytest.mark.parametrize(
+    ("options", "remedy"),
+    [
+        ({"micro_batches": 2}, " Or use micro_batches=1."),
+        ({"recompute": "always"}, " Or use recompute='never'."),
+        ({"passes": 2}, ""),
+    ],
+    ids=str,
+)
+def test_several_runs_are_refused_on_several_ranks(options: dict[str, Any], remedy: str) -> None:
+    with pytest.raises(Exception, match=WORDS) as refused:
         run_trainers(found, 2, timeout=40, devices=2, places=["front"], **options)
+    assert hint_of(refused.value) == remedy
+
+
+def training(process: int, places: Sequence[str], passes: int = 1, **options: Any) -> None:
+    quiet()
+    strategy = PipeStrategy(layers="layers", passes=passes, **{"micro_batches": 1, **options})
+    trainer = L.Trainer(accelerator="cpu", devices=2, strategy=strategy, max_epochs=1, limit_val_batches=0, **QUIET)
+    trainer.fit(Takes(places, passes).double(), DataLoader(TensorDataset(DATA), 4))
+
+
+@pytest.mark.timeout(60)
+def test_no_option_lets_a_training_of_several_passes_draw() -> None:
+    with pytest.raises(Exception, match=WORDS) as refused:
+        run_trainers(training, 2, timeout=40, places=["front"], passes=2)
+    assert hint_of(refused.value) == ""
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("schedule", ["chimera", "gems", "dualpipe"])
+@pytest.mark.parametrize("place", ["front", "behind"])
+def test_several_pipes_that_complete_steps_are_refused(schedule: str, place: str) -> None:
+    """Each has items of its own, and sees a part of the micro-batches."""
+    with pytest.raises(Exception, match=WORDS) as refused:
+        run_trainers(training, 2, timeout=40, places=[place], micro_batches=4, schedule=schedule)
+    if place == "behind":
+        assert hint_of(refused.value) == " Or use a schedule with one pipe, such as 1f1b."
+
+
+@pytest.mark.timeout(60)
+def test_what_is_taken_in_several_places_is_refused_by_asynchronous_schedules() -> None:
+    with pytest.raises(Exception, match=r"before a cut and behind it from 'self\.items'"):
+        run_trainers(training, 2, timeout=40, places=["front", "behind"], schedule="pipedream")
 
 
 class Holds(nn.Module):
