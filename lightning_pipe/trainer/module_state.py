@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 import pickle
 import random
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,10 +21,13 @@ from torchmetrics import Metric
 from lightning_pipe.errors import CutError
 from lightning_pipe.intercept.interceptor import outside_modules
 from lightning_pipe.intercept.slot_items import SlotItems
-from lightning_pipe.intercept.snapshot import Change, Snapshot
+from lightning_pipe.intercept.snapshot import Change, Snapshot, is_compared
 
 _SMALL = 1024
 """Bytes up to which values of tensors are compared."""
+_CONTAINERS = (list, dict)
+_FEW = 32
+"""In containers of up to so many elements random generators and iterators are looked for."""
 _GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 
 
@@ -57,22 +60,20 @@ class Tracked:
         """The random generators among the attributes, with their names."""
         return [(name, value) for name, _, value in self._attributes(_GENERATORS)]
 
-    def iterators(self) -> list[tuple[str, tuple[dict[str, Any], str], Iterator[Any]]]:
-        """The attributes that are iterators: their names, where they are, and they themselves."""
+    def iterators(self) -> list[tuple[str, tuple[Any, Any], Iterator[Any]]]:
+        """The attributes that are iterators: their names, the mapping or list and the key where each is, and it."""
         # an open file is one, too
         return [each for each in self._attributes(Iterator) if not isinstance(each[2], io.IOBase)]
 
-    def _attributes(self, kind: type | tuple[type, ...]) -> Iterator[tuple[str, tuple[dict[str, Any], str], Any]]:
-        """The attributes of a kind: names, places and values."""
+    def _attributes(self, kind: type | tuple[type, ...]) -> Iterator[tuple[str, tuple[Any, Any], Any]]:
+        """The attributes of a kind, also in short lists and dictionaries: names, places and values."""
         # around each run of the step: to look a type up costs a tenth of what isinstance costs with torch's (2.13)
         others = self._other_types.setdefault(kind, set())
         for path, module in self.modules.items():
-            for name, value in vars(module).items():
-                if type(value) in others:
-                    continue
+            for name, holder, key, value in _entries(vars(module), others):
                 if isinstance(value, kind):
-                    yield f"{path}.{name}".lstrip("."), (vars(module), name), value
-                else:
+                    yield f"{path}.{name}".lstrip("."), (holder, key), value
+                elif type(value) not in _CONTAINERS:
                     others.add(type(value))
 
     def apply(self, changes: Iterable[Change], *, add: bool = False) -> None:
@@ -87,6 +88,18 @@ class Tracked:
             for step in change.path[1:-1]:
                 owner = _get(owner, *step)
             _apply(owner, change, add=add)
+
+
+def _entries(attributes: dict[str, Any], others: Container[type]) -> Iterator[tuple[str, Any, Any, Any]]:
+    """Attributes and what is in short containers, but for some types: names, holders, keys and values."""
+    for name, value in attributes.items():
+        if type(value) in others:
+            continue
+        yield name, attributes, name, value
+        if type(value) in _CONTAINERS and 0 < len(value) <= _FEW and is_compared(name):
+            for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+                if type(item) not in others:
+                    yield f"{name}[{key!r}]", value, key, item
 
 
 def generator_state(generator: Any) -> bytes:

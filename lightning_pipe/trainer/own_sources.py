@@ -14,9 +14,11 @@ Items are the same on both stages as long as each runs once for a batch, and tak
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import chain
 from typing import Any
 
+from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.errors import CutError
 from lightning_pipe.trainer.module_state import Tracked, generator_state, set_generator_state
 
@@ -53,7 +55,7 @@ class OwnSources:
             CutError: it has taken from what does not give the same again.
         """
         if self.evaluated:
-            raise several_runs(min(self.evaluated))
+            raise _several_runs(min(self.evaluated))
 
 
 class SourcesOfRun:
@@ -89,16 +91,16 @@ class _Watched(Iterator[Any]):
     """Stands in the place of an iterator that is an attribute.
 
     Args:
-        place: the holder's dictionary, and the name in it.
+        place: the mapping or list that holds it, and the key there.
         iterator: what is there.
     """
 
-    def __init__(self, place: tuple[dict[str, Any], str], iterator: Iterator[Any]) -> None:
+    def __init__(self, place: tuple[Any, Any], iterator: Iterator[Any]) -> None:
         self._place, self._iterator = place, iterator
         self._items: list[Any] = []
         self._ended = False
-        holder, name = place
-        holder[name] = self
+        holder, key = place
+        holder[key] = self
 
     def __next__(self) -> Any:
         item = next(self._iterator)
@@ -112,25 +114,45 @@ class _Watched(Iterator[Any]):
     def end(self) -> int:
         """Put the iterator into its place again, unless the step has put another one there; the number of items."""
         self._ended = True
-        holder, name = self._place
-        if holder.get(name) is self:
-            holder[name] = self._iterator
+        self._replace(self, self._iterator)
         return len(self._items)
 
     def put_back(self) -> None:
         """Let the same items come again."""
-        holder, name = self._place
-        if self._items and holder.get(name) is self._iterator:
-            holder[name] = chain(self._items, self._iterator)
+        if self._items:
+            self._replace(self._iterator, chain(self._items, self._iterator))
+
+    def _replace(self, before: Iterator[Any], after: Iterator[Any]) -> None:
+        holder, key = self._place
+        with suppress(LookupError):
+            if holder[key] is before:
+                holder[key] = after
 
 
-def several_runs(name: str, remedies: Sequence[str] = ()) -> CutError:
-    """A step takes from one of them in code that runs several times.
+def check_one_run(name: str, pipeline: Pipeline, number: int, *, training: bool) -> None:
+    """Raise if this rank runs code several times for a batch, in which it has taken from one of them.
 
     Args:
         name: of the attribute.
-        remedies: what else could be used for it to run once, all of it together.
+        pipeline: runs the steps.
+        number: of micro-batches.
+        training: whether it is a training step.
+
+    Raises:
+        CutError: names it, and what would let the code run once.
     """
+    remedies = {
+        "micro_batches=1" if training else "evaluation_micro_batches=1": number > 1,
+        "one stage on each rank": len(pipeline.stages_here) > 1,
+        "recompute='never'": training and pipeline.recompute != "never",
+    }
+    if pipeline.passes > 1:
+        raise _several_runs(name)
+    if any(remedies.values()):
+        raise _several_runs(name, [remedy for remedy, helps in remedies.items() if helps])
+
+
+def _several_runs(name: str, remedies: Sequence[str] = ()) -> CutError:
     return CutError(
         f"the step draws from a random generator or an iterator of its own, 'self.{name}', in code that runs several "
         "times for each batch: its runs would see different numbers.",

@@ -28,8 +28,9 @@ _Handler = Callable[[int, FrameType | None], None]
 class Signals:
     """Notes what signals ask for, and lets all processes do it before their next training batch.
 
-    In an evaluation SIGTERM ends this process behind its batch, and the others with it. SLURM's requeue signal waits for
-    the next training batch in a validation within a training, and acts at once in other evaluations, as in Lightning.
+    In an evaluation SIGTERM ends this process behind its batch, and the others with it. SLURM's requeue signal waits
+    for the next training batch in a validation within a training, and acts at once in other evaluations, as in
+    Lightning.
 
     Args:
         trainer: the Trainer; its handlers are registered later.

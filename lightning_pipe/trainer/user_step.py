@@ -23,7 +23,7 @@ from lightning_pipe.trainer.data.micro_batches import LossWeight, MicroBatches
 from lightning_pipe.trainer.data.number_rules import NumberRules
 from lightning_pipe.trainer.late_values import LateValues
 from lightning_pipe.trainer.loader_iterator import LoaderIterator
-from lightning_pipe.trainer.own_sources import OwnSources, check_alike, check_one_pipe, several_runs
+from lightning_pipe.trainer.own_sources import OwnSources, check_alike, check_one_pipe, check_one_run
 from lightning_pipe.trainer.step_hooks import HooksOfBatch
 from lightning_pipe.trainer.step_report import ReportExchange, StepReport, has_loss, known_outputs
 from lightning_pipe.trainer.warn_once import WarnOnce
@@ -171,19 +171,7 @@ class UserStep:
                         states.undo()
                     # what ends a run early is a BaseException; an error of the user's step says more than this one
                     if drawn and not isinstance(sys.exception(), Exception):
-                        self._check_one_run(min(drawn), number, training=training)
-
-    def _check_one_run(self, name: str, number: int, *, training: bool) -> None:
-        """Raise if this rank runs several times for a batch what takes from a source of the module's own."""
-        remedies = {
-            "micro_batches=1" if training else "evaluation_micro_batches=1": number > 1,
-            "one stage on each rank": len(self.pipeline.stages_here) > 1,
-            "recompute='never'": training and self.pipeline.recompute != "never",
-        }
-        if self.pipeline.passes > 1:
-            raise several_runs(name)
-        if any(remedies.values()):
-            raise several_runs(name, [remedy for remedy, helps in remedies.items() if helps])
+                        check_one_run(min(drawn), self.pipeline, number, training=training)
 
     @contextmanager
     def _taking(self, taken: dict[str, Any]) -> Iterator[None]:

@@ -26,14 +26,16 @@ DATA = torch.randn(16, 4, generator=torch.Generator().manual_seed(1)).double()
 class Takes(L.LightningModule):
     """Scales with items of an iterator: before the layers ("front"), behind them, or in both places."""
 
-    def __init__(self, places: Sequence[str], passes: int = 1) -> None:
+    def __init__(self, places: Sequence[str], passes: int = 1, within: str = "") -> None:
         super().__init__()
-        self.places, self.passes = places, passes
-        self.items = (1.0 + 0.1 * number for number in range(1000))
+        self.places, self.passes, self.within = places, passes, within
+        items = (1.0 + 0.1 * number for number in range(1000))
+        self.items: Any = {"": items, "list": [items], "dict": {"first": items}}[within]
         self.layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
 
     def _item(self, place: str) -> float:
-        return next(self.items) if place in self.places else 1.0
+        items = self.items[{"list": 0, "dict": "first"}[self.within]] if self.within else self.items
+        return next(items) if place in self.places else 1.0
 
     def step(self, x: Tensor) -> Tensor:
         h = x * self._item("front")
@@ -51,11 +53,13 @@ class Takes(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def found(process: int, devices: int | None, places: Sequence[str], *, passes: int = 1, **options: Any) -> float:
+def found(
+    process: int, devices: int | None, places: Sequence[str], *, passes: int = 1, within: str = "", **options: Any
+) -> float:
     """What is evaluated after a training."""
     quiet()
     L.seed_everything(7, verbose=False)
-    module = Takes(places, passes).double()
+    module = Takes(places, passes, within).double()
     parts = options.setdefault("micro_batches", 1)
 
     def trainer(**settings: Any) -> L.Trainer:
@@ -77,7 +81,12 @@ def found(process: int, devices: int | None, places: Sequence[str], *, passes: i
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize(
     ("places", "options"),
-    [(("front",), {"micro_batches": 1}), (("behind",), {"micro_batches": 2})],
+    [
+        (("front",), {"micro_batches": 1}),
+        (("behind",), {"micro_batches": 2}),
+        (("front",), {"micro_batches": 1, "within": "dict"}),
+        (("behind",), {"micro_batches": 2, "within": "list"}),
+    ],
 )
 def test_one_run_of_each_stage_takes_what_one_device_takes(places: Sequence[str], options: dict[str, Any]) -> None:
     plain = found(0, None, places, **options)
@@ -85,13 +94,15 @@ def test_one_run_of_each_stage_takes_what_one_device_takes(places: Sequence[str]
         assert value == pytest.approx(plain, rel=1e-9)
 
 
-def test_trial_runs_put_items_back() -> None:
+@pytest.mark.parametrize("within", ["", "list", "dict"])
+def test_trial_runs_put_items_back(within: str) -> None:
     """The first batch's loss is compared with that of two micro-batches together."""
-    plain = found(0, None, ["front", "behind"], micro_batches=2)
-    assert found(0, 1, ["front", "behind"], micro_batches=2, stages=1) == pytest.approx(plain, rel=1e-9)
+    options: dict[str, Any] = {"micro_batches": 2, "within": within}
+    plain = found(0, None, ["front", "behind"], **options)
+    assert found(0, 1, ["front", "behind"], stages=1, **options) == pytest.approx(plain, rel=1e-9)
 
 
-WORDS = r"an iterator of its own, 'self\.items'"
+WORDS = r"an iterator of its own, 'self\.items(\[(0|'first')\])?'"
 
 
 def hint_of(error: BaseException) -> str:
@@ -103,8 +114,13 @@ def hint_of(error: BaseException) -> str:
     [
         ({}, " Or use one stage on each rank."),
         ({"micro_batches": 2}, " Or use micro_batches=1 with one stage on each rank."),
+        ({"within": "list"}, " Or use one stage on each rank."),
+        ({"within": "dict"}, " Or use one stage on each rank."),
         ({"recompute": "always"}, " Or use one stage on each rank with recompute='never'."),
-        ({"evaluation_micro_batches": 2, "passes": 0}, " Or use evaluation_micro_batches=1 with one stage on each rank."),
+        (
+            {"evaluation_micro_batches": 2, "passes": 0},
+            " Or use evaluation_micro_batches=1 with one stage on each rank.",
+        ),
     ],
     ids=str,
 )
