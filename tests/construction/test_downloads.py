@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 import transformers as hf
+
+from tests.support.process_groups import process_group
 
 PROCESSES = 2
 REPOSITORY = "somebody/model"
@@ -100,14 +101,9 @@ def test_one_process_of_a_host_downloads(tmp_path: Path) -> None:
     with hub(tmp_path / "files", asked) as address:
         variables = {**os.environ, "HF_ENDPOINT": address, "HF_HOME": str(tmp_path / "home"), "NO_PROXY": "127.0.0.1"}
         variables.update(HF_HUB_DISABLE_XET="1", HF_HUB_OFFLINE="0", HF_HUB_DISABLE_TELEMETRY="1")
-        with subprocess.Popen(
-            [sys.executable, "-c", LOAD], env=variables, text=True, stdout=-1, stderr=-1, start_new_session=True
-        ) as started:
-            try:
-                output, errors = started.communicate(timeout=100)
-            finally:
-                with suppress(ProcessLookupError):
-                    os.killpg(started.pid, signal.SIGKILL)
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        with process_group([sys.executable, "-c", LOAD], env=variables, **pipes) as started:
+            output, errors = started.communicate(timeout=100)
     assert started.returncode == 0, errors
     assert [float(line) for line in output.split()] == [float(model.transformer.wte.weight.detach().sum())] * PROCESSES
     assert asked["HEAD", "model.safetensors"] >= PROCESSES

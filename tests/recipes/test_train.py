@@ -14,6 +14,7 @@ import pytest
 
 from recipes import command_line
 from tests.recipes.conftest import ROOT, command, write_text
+from tests.support.process_groups import process_group
 from tests.support.processes import free_port
 
 SMALL = [
@@ -37,7 +38,7 @@ def run(tmp_path: Path, *arguments: str, seconds: float = 200) -> subprocess.Com
     text = [f"data.files={write_text(tmp_path / 'wiki')}", f"paths.data={tmp_path / 'data'}"]
     command = [sys.executable, "-m", "recipes.train", *arguments, *text]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with subprocess.Popen(command, cwd=ROOT, env=environment, text=True, start_new_session=True, **pipes) as process:
+    with process_group(command, cwd=ROOT, env=environment, **pipes) as process:
         try:
             out, errors = process.communicate(timeout=seconds)
         except subprocess.TimeoutExpired:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from tests.support.process_groups import process_group
 from tests.trainer.test_launcher import clean_environment
 
 SCRIPT = """
@@ -101,18 +100,8 @@ def ended(folder: Path, fault: str, place: str, rank: int, devices: int = 2, rep
     script = folder / "train.py"
     script.write_text(SCRIPT)
     words: Sequence[object] = (sys.executable, script, fault, place, rank, devices, replicas)
-    with subprocess.Popen(
-        [str(word) for word in words],
-        env=clean_environment(),
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    ) as first:
-        try:
-            _, errors = first.communicate(timeout=240)  # until the last process has closed it
-        finally:
-            with suppress(ProcessLookupError):
-                os.killpg(first.pid, signal.SIGKILL)
+    with process_group(words, env=clean_environment(), stderr=subprocess.PIPE) as first:
+        _, errors = first.communicate(timeout=240)  # until the last process has closed it
     return Ended(first.returncode, errors)
 
 

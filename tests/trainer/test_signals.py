@@ -6,8 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +23,7 @@ from lightning_pipe.errors import CommunicationError
 from lightning_pipe.trainer.launcher import ScriptLauncher
 from tests.support.evaluated_modules import Evaluated, Rows
 from tests.support.lit_modules import Data, Lit
+from tests.support.process_groups import check_gone, process_group
 from tests.support.processes import run_trainers
 from tests.support.trainer_runs import QUIET, quiet
 from tests.trainer.test_launcher import clean_environment
@@ -263,22 +262,11 @@ trainer.fit(Slow().double(), datamodule=Data())
 def test_a_terminated_run_leaves_no_process(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    with subprocess.Popen(
-        [sys.executable, script], env=clean_environment(), stdout=subprocess.PIPE, text=True, start_new_session=True
-    ) as first:
-        try:
-            assert first.stdout is not None
-            for line in first.stdout:
-                if line.startswith("training"):
-                    break
-            first.send_signal(signal.SIGTERM)
-            assert first.wait(timeout=30) == 143
-            deadline = time.monotonic() + 20
-            with suppress(ProcessLookupError):  # nobody is left in the group
-                while time.monotonic() < deadline:
-                    os.killpg(first.pid, 0)
-                    time.sleep(0.2)
-                pytest.fail("a process is left")
-        finally:
-            with suppress(ProcessLookupError):
-                os.killpg(first.pid, signal.SIGKILL)
+    with process_group([sys.executable, script], env=clean_environment(), stdout=subprocess.PIPE) as first:
+        assert first.stdout is not None
+        for line in first.stdout:
+            if line.startswith("training"):
+                break
+        first.send_signal(signal.SIGTERM)
+        assert first.wait(timeout=30) == 143
+        check_gone(first, 20)

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from lightning_pipe import PipeStrategy
 from lightning_pipe.errors import CommunicationError
 from tests.support import processes
 from tests.support.evaluated_modules import Evaluated, loader
+from tests.support.process_groups import check_gone, process_group
 from tests.support.trainer_runs import QUIET
 from tests.trainer.test_launcher import clean_environment
 
@@ -85,25 +85,16 @@ def ended(folder: Path, what: str, number: int, who: int | None, devices: int, s
     """The exit code of the first process and what all have written; fails if something is left."""
     script = folder / "evaluate.py"
     script.write_text(SCRIPT)
-    words = [sys.executable, str(script), what, str(devices), schedule, str(folder)]
-    options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "start_new_session": True}
-    with subprocess.Popen(words, env=clean_environment(), **options) as first:  # type: ignore[call-overload]
-        try:
-            ranks = of_processes(folder, devices, first)
-            if who is None:
-                os.killpg(first.pid, number)
-            else:
-                os.kill(ranks[who], number)
-            text, _ = first.communicate(timeout=40)  # until the last process has closed it
-            deadline = time.monotonic() + 10
-            with suppress(ProcessLookupError):  # nobody is left in the group
-                while time.monotonic() < deadline:
-                    os.killpg(first.pid, 0)
-                    time.sleep(0.1)
-                pytest.fail("a process is left")
-        finally:
-            with suppress(ProcessLookupError):
-                os.killpg(first.pid, signal.SIGKILL)
+    words = [sys.executable, script, what, devices, schedule, folder]
+    outputs: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    with process_group(words, env=clean_environment(), **outputs) as first:
+        ranks = of_processes(folder, devices, first)
+        if who is None:
+            os.killpg(first.pid, number)
+        else:
+            os.kill(ranks[who], number)
+        text, _ = first.communicate(timeout=40)  # until the last process has closed it
+        check_gone(first, 10)
     return first.returncode, text
 
 
