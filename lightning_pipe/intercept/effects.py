@@ -19,7 +19,7 @@ from lightning_pipe.torch_internals import tree_flatten, tree_leaves
 
 _CONTAINERS = (list, dict, OrderedDict, defaultdict)
 _MODULE_INTERNALS = frozenset(vars(nn.Module())) | {"forward", "_apply"}
-_LOOKS = 4
+LOOKS = 4
 """How often a module is searched for attributes in vain before it is taken to keep none."""
 
 
@@ -73,22 +73,28 @@ class Watch:
         *,
         objects: bool = False,
     ) -> None:
-        self._name, self._module = name, module
+        self.name, self.module = name, module
         self.containers = list(containers_in(arguments))
         self._contents = [_contents(container) for container in self.containers]
         self._objects, self._shown = ObjectStates(leaves), objects
         self._attributes: dict[tuple[str, str], _State] | None = None
         self._kept: KeptState | None = None
+        self._foreign: list[tuple[str, nn.Module, KeptState]] = []
 
     @property
     def seeks(self) -> bool:
         """Whether attributes are looked for."""
         return self._attributes is not None
 
-    def seek(self) -> None:
-        """Look for attributes from now on."""
-        self._attributes = {key: _State(tree_leaves(value)) for key, value in _attributes(self._module)}
-        self._kept = KeptState(self._module)
+    def seek(self, foreign: Iterable[tuple[str, nn.Module]] = ()) -> None:
+        """Look for attributes from now on.
+
+        Args:
+            foreign: modules that this one reaches and that are no parts of it, with their names.
+        """
+        self._attributes = {key: _State(tree_leaves(value)) for key, value in _attributes(self.module)}
+        self._kept = KeptState(self.module)
+        self._foreign = [(name, part, KeptState(part, parts=False)) for name, part in foreign]
 
     def attributes(self) -> Iterator[Tensor]:
         """The tensors that the module keeps as attributes before the call; none where nobody looks for them."""
@@ -106,17 +112,29 @@ class Watch:
             ChangedObjectError: an argument of another kind has changed.
         """
         if not self._shown:
-            self._objects.check_unchanged(self._name)
+            self._objects.check_unchanged(self.name)
         for number, (container, contents) in enumerate(zip(self.containers, self._contents, strict=True)):
             if not same_objects(_contents(container), contents):
                 leaves, structure = tree_flatten(container)
                 yield Effect(len(leaves), structure, container=number), leaves
-        for number, state, tensors in self._objects.changes(self._name) if self._shown else ():
+        for number, state, tensors in self._objects.changes(self.name) if self._shown else ():
             yield Effect(len(tensors), state, object=number), list(tensors)
         if self._attributes is not None:
             yield from self._attribute_effects(self._attributes, results, derived)
         for (path, name), shown in self._kept.changes() if self._kept is not None else ():
             yield Effect(0, shown, path=path, attribute=name, kept=True), []
+
+    def altered(self, effect: Effect) -> list[Any]:
+        """The lists, dictionaries and objects that have changed in the place of an effect."""
+        if effect.kept:
+            return [] if self._kept is None else self._kept.altered(effect.place)
+        value = vars(self.module.get_submodule(effect.path))[effect.attribute]
+        return [value] if isinstance(value, _CONTAINERS) else []
+
+    def foreign_changes(self) -> Iterator[tuple[str, nn.Module, str]]:
+        """What has changed in other modules: their names, they themselves, and the attributes."""
+        for name, part, before in self._foreign:
+            yield from ((name, part, attribute) for (_, attribute), _ in before.changes())
 
     def kept_objects(self, effects: Iterable[Effect], leaves: Sequence[Any]) -> dict[int, Any]:
         """The objects that the call has changed, and those that it has put into them, by ``id``.
@@ -134,7 +152,7 @@ class Watch:
     ) -> Iterator[tuple[Effect, list[Any]]]:
         # of a result that is a view of an attribute: a later change in place reaches the attribute
         memories = {memory_of(leaf) for leaf in results if isinstance(leaf, Tensor)} - {None} if attributes else ()
-        for (path, attribute), value in _attributes(self._module):
+        for (path, attribute), value in _attributes(self.module):
             leaves, structure = tree_flatten(value)
             known = attributes.get((path, attribute))
             effect = Effect(len(leaves), structure, path=path, attribute=attribute)
@@ -170,7 +188,7 @@ class AttributeSearch:
 
     def seeks(self, name: str, module: nn.Module) -> bool:
         """Whether the module must be searched."""
-        return self._vain.get((name, module.training), 0) < _LOOKS
+        return self._vain.get((name, module.training), 0) < LOOKS
 
     def note(self, name: str, module: nn.Module, found: bool) -> None:
         """What the search has brought."""

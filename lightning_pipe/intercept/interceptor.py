@@ -14,6 +14,7 @@ from torch import nn
 
 from lightning_pipe.intercept.generation_caches import Caches
 from lightning_pipe.intercept.layer_calls import RunCache
+from lightning_pipe.intercept.shared_state import Sharing
 from lightning_pipe.intercept.snapshot import Snapshot
 from lightning_pipe.intercept.stage_run import StageRun
 from lightning_pipe.intercept.state_reads import Course, StateReads
@@ -58,6 +59,8 @@ class Interceptor:
         self.cache = RunCache()
         self._caches = Caches(module, tells=tells)
         self._outside = list(outside_modules(module, self.layers))
+        roots = [*self.layers, *(outside for _, outside in self._outside)]
+        self.cache.sharing = Sharing(module, roots)
         self.cache.reads = StateReads([*layers, *self._outside], course or Course((), in_order=False, one_pipe=True))
         # by key: the number of a layer; for outside modules numbers below that of torch calls, -1
         self._wrappers: dict[int, Callable[..., Any]] = {}

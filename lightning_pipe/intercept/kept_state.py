@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import pickle
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache, partial
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipe.intercept.objects import ObjectStates, is_opaque
+from lightning_pipe.intercept.slot_items import SlotItems
 from lightning_pipe.intercept.snapshot import is_compared, is_users
 from lightning_pipe.intercept.tensor_state import same_values, version_of
 from lightning_pipe.torch_internals import DisableTorchFunction
@@ -41,18 +42,28 @@ class KeptState:
 
     Args:
         module: the layer or outside module.
+        parts: whether its parts count, too.
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        self._before = {place: _Kept(value) for place, value in _kept(module)}
+    def __init__(self, module: nn.Module, *, parts: bool = True) -> None:
+        self._module, self._parts = module, parts
+        self._before = {place: _Kept(value) for place, value in self._now()}
+
+    def _now(self) -> Iterator[tuple[Place, Any]]:
+        return _kept(self._module.named_modules() if self._parts else [("", self._module)])
 
     def changes(self) -> Iterator[tuple[Place, bytes | None]]:
         """Where the call has changed something, with the new value; ``None``: it cannot be shown."""
-        for place, value in _kept(self._module):
+        for place, value in self._now():
             before = self._before.get(place)
             if before is None or before.differs(value):
                 yield place, _shown(value)
+
+    def altered(self, place: Place) -> list[Any]:
+        """The lists, dictionaries and objects that have changed in one of these places."""
+        path, name = place
+        before, part = self._before.get(place), self._module.get_submodule(path)
+        return [] if before is None or name in part._buffers else before.altered(vars(part)[name])
 
 
 class _Kept:
@@ -80,8 +91,56 @@ class _Kept:
             return type(now) is not type(self.value) or (now is not self.value and now != self.value)
         if isinstance(self._content, ObjectStates):
             # tensors in lists and dictionaries are looked for elsewhere
-            return self._content.have_changed() or (now is not self.value and is_opaque(now))
+            return bool(self._content.changed()) or (now is not self.value and is_opaque(now))
         return bool(_pickled(now) != self._content)
+
+    def altered(self, now: Any) -> list[Any]:
+        """What of the value of now has changed itself, of all lists, dictionaries and objects in it."""
+        if isinstance(now, _PLAIN) or self._content is None:
+            return []
+        if isinstance(self._content, ObjectStates):
+            return self._content.changed()
+        return list(_altered(pickle.loads(self._content), now, set()))
+
+
+def _altered(before: Any, now: Any, seen: set[int]) -> Iterator[Any]:
+    """What of one value differs from what stands in its place in an earlier one, but for what is in it."""
+    if isinstance(now, _PLAIN) or id(now) in seen:
+        return
+    seen.add(id(now))
+    if type(before) is not type(now):
+        yield now
+        return
+    if isinstance(now, (list, tuple, deque)):
+        items, others = [*now], [*before]
+    elif isinstance(now, dict) or has_content(now):
+        found, former = (now, before) if isinstance(now, dict) else (content_of(now), content_of(before))
+        if [*found] != [*former]:
+            yield now
+        keys = [key for key in found if key in former]
+        items, others = [found[key] for key in keys], [former[key] for key in keys]
+    else:
+        if _pickled(before) != _pickled(now):
+            yield now
+        return
+    if len(items) != len(others) or any(
+        isinstance(one, _PLAIN) and (type(one) is not type(other) or one != other)
+        for one, other in zip(items, others, strict=True)
+    ):
+        yield now
+    for one, other in zip(items, others, strict=False):
+        yield from _altered(other, one, seen)
+
+
+def has_content(value: Any) -> bool:
+    """Whether a value is an object with attributes, or slots, of a class of the user's."""
+    kind: Any = type(value)
+    return not callable(value) and kind.__module__ != "builtins" and is_users(kind)
+
+
+def content_of(value: Any) -> dict[str, Any]:
+    """The attributes of an object."""
+    return {**(vars(value) if hasattr(value, "__dict__") else {}), **SlotItems(value)}
 
 
 def put(module: nn.Module, place: Place, shown: bytes, *, stays: bool) -> Callable[[], None] | None:
@@ -132,17 +191,22 @@ def _put_back(holder: dict[str, Any], name: str, value: Any) -> None:
         holder[name] = value
 
 
-def _kept(module: nn.Module) -> Iterator[tuple[Place, Any]]:
-    for path, part in module.named_modules():
+def _kept(parts: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[Place, Any]]:
+    for path, part in parts:
         kind: Any = type(part)
         if not is_own(kind):
             continue
         for name, value in vars(part).items():
-            if is_compared(name) and name not in ("forward", "_apply", "_buffers") and _is_state(value):
+            if is_data(name) and _is_state(value):
                 yield (path, name), value
         for name, buffer in part._buffers.items():
             if type(buffer) is Tensor:
                 yield (path, name), buffer
+
+
+def is_data(name: str) -> bool:
+    """Whether an attribute of this name is neither a part of how a module is built nor one of its buffers."""
+    return is_compared(name) and name not in ("forward", "_apply", "_buffers")
 
 
 def _is_state(value: Any) -> bool:
@@ -151,7 +215,7 @@ def _is_state(value: Any) -> bool:
     if isinstance(value, Tensor | nn.Module | type) or callable(value):
         return False
     kind: Any = type(value)
-    return isinstance(value, _CONTAINERS) or (is_opaque(value) and is_users(kind))
+    return isinstance(value, _CONTAINERS) or (is_users(kind) and (is_opaque(value) or hasattr(kind, "__slots__")))
 
 
 @cache

@@ -10,12 +10,14 @@ from weakref import WeakValueDictionary
 from torch import Tensor, nn
 
 from lightning_pipe.intercept.absent_tensor import check_values
+from lightning_pipe.intercept.call_record import CallRecord
 from lightning_pipe.intercept.describe import RecordCache
-from lightning_pipe.intercept.effects import AttributeSearch, Watch
+from lightning_pipe.intercept.effects import LOOKS, AttributeSearch, Watch
 from lightning_pipe.intercept.inner_hooks import HookedParts, shown
 from lightning_pipe.intercept.objects import objects_of
 from lightning_pipe.intercept.placeholder import Placeholder
 from lightning_pipe.intercept.recompute import release_saved
+from lightning_pipe.intercept.shared_state import Sharing, changed_elsewhere
 from lightning_pipe.intercept.stage_layers import StageLayers
 from lightning_pipe.intercept.state_reads import StateReads
 from lightning_pipe.intercept.surroundings import Surroundings
@@ -40,13 +42,24 @@ class RunCache:
         records: the last record of each layer.
         hooked: which parts of modules have forward hooks.
         reads: knows what steps read of layers and outside modules; ``None``: nobody asks.
+        sharing: knows what these have in common with others; ``None``: nobody asks.
         keepers: by ``id``, parts of modules whose calls have changed attributes that are no tensors, and their names.
     """
 
     def __init__(self) -> None:
         self.reads: StateReads | None = None
+        self.sharing: Sharing | None = None
         self.keepers: dict[int, tuple[nn.Module, set[str]]] = {}
         self.attributes, self.records, self.hooked = AttributeSearch(), RecordCache(), HookedParts()
+        self._foreign: dict[str, tuple[int, list[tuple[str, nn.Module]]]] = {}
+
+    def foreign(self, name: str, module: nn.Module) -> list[tuple[str, nn.Module]]:
+        """The modules that a layer or outside module reaches and that are no parts of it, with their names."""
+        looks, found = self._foreign.get(name, (0, []))
+        if looks < LOOKS and self.sharing is not None:
+            found = self.sharing.foreign(module)
+            self._foreign[name] = looks + 1, found
+        return found
 
 
 class LayerCalls:
@@ -80,7 +93,7 @@ class LayerCalls:
         objects: bool = False,
     ) -> None:
         self.tracker, self.inside, self.routed = tracker, False, dict[int, int]()
-        self._others, self._routes, self._objects = not stage.all, stage.routes, objects
+        self._others, self._last, self._routes, self._objects = not stage.all, stage.last, stage.routes, objects
         # by layer, the objects that it has changed or made, by ``id``; caches of an earlier generate() must go
         self._kept: dict[str, WeakValueDictionary[int, Any]] = {}
         self._watch: Watch | None = None
@@ -131,22 +144,44 @@ class LayerCalls:
                     kept.update(watch.kept_objects(call.effects, arguments))
                 if watch is not None and watch.seeks:
                     cache.attributes.note(name, module, any(effect.attribute for effect in call.effects))
-                    for effect in call.effects:
-                        if effect.kept:
-                            part = module.get_submodule(effect.path)
-                            cache.keepers.setdefault(id(part), (part, set()))[1].add(effect.attribute)
+                    self._note_kept(name, module, watch, call)
         finally:
             self.inside, self._watch = False, None
         return result
 
     def setting(self, part: nn.Module, name: str, value: Any) -> None:
-        """The layer or module that runs now is about to set an attribute of one of its parts.
+        """The layer or module that runs now is about to set an attribute of a module.
 
         A module that has set nothing in its first calls is not searched any more: it is now, while all is as it was.
+
+        Raises:
+            CutError: of another module than its own parts.
         """
-        watch = self._watch
-        if watch is not None and not watch.seeks and vars(part).get(name) is not value:
+        watch, sharing = self._watch, self._cache.sharing
+        if watch is None or vars(part).get(name) is value:
+            return
+        if sharing is not None and not sharing.has(watch.module, part):
+            if not sharing.may_change(part, last=self._last):
+                raise changed_elsewhere(watch.name, sharing.name_of(part), name)
+        elif not watch.seeks:
             self._seek(watch)
+
+    def _note_kept(self, name: str, module: nn.Module, watch: Watch, call: CallRecord) -> None:
+        """Note what a call has changed in its module.
+
+        Raises:
+            CutError: other modules hold that, too, or it has changed another module.
+        """
+        cache, sharing = self._cache, self._cache.sharing
+        for effect in call.effects:
+            if effect.kept:
+                part = module.get_submodule(effect.path)
+                cache.keepers.setdefault(id(part), (part, set()))[1].add(effect.attribute)
+            if effect.attribute and sharing is not None and (altered := watch.altered(effect)):
+                sharing.check((name, module), effect.place, altered, last=self._last)
+        for other, part, attribute in watch.foreign_changes():
+            if sharing is not None and not sharing.may_change(part, last=self._last):
+                raise changed_elsewhere(name, other, attribute)
 
     def _moved(self, name: str, arguments: Sequence[Any]) -> list[Tensor]:
         """What a layer keeps in objects that it is given, and code between layers has made anew on another rank.
@@ -159,7 +194,7 @@ class LayerCalls:
 
     def _seek(self, watch: Watch) -> None:
         """Look for attributes, and note that the call may use the tensors that its module keeps."""
-        watch.seek()
+        watch.seek(self._cache.foreign(watch.name, watch.module))
         numbers = map(self.tracker.numbers.of, watch.attributes())
         self.tracker.used.update(number for number in numbers if number is not None)
 

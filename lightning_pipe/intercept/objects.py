@@ -46,9 +46,9 @@ class ObjectStates:
             if not _same(_content(each), before):
                 yield number, each
 
-    def have_changed(self) -> bool:
-        """Whether any of them has changed."""
-        return any(True for _ in self._changed())
+    def changed(self) -> list[Any]:
+        """Those that have changed."""
+        return [each for _, each in self._changed()]
 
     def check_unchanged(self, name: str) -> None:
         """Raise if the call of ``name`` has changed one of them."""

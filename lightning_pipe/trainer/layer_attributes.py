@@ -12,7 +12,7 @@ it is called. The step may set its attributes as well::
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
 from typing import Any
@@ -37,7 +37,8 @@ class LayerAttributes:
     Args:
         modules: all parts of them, by name.
         computing: whether a layer or an outside module runs now: what that sets is its own.
-        within: told of what one is about to set then, with its part, the name and the value.
+        within: told of what one is about to set then, with the module, the name and the value.
+        others: the other modules of the user's module.
 
     Attributes:
         changes_adopted: how often another rank has changed an attribute on this one so far.
@@ -49,9 +50,11 @@ class LayerAttributes:
         modules: Mapping[str, nn.Module],
         computing: Callable[[], bool],
         within: Callable[[nn.Module, str, Any], None],
+        others: Iterable[nn.Module] = (),
     ) -> None:
         self.modules = {name: module for name, module in modules.items() if not isinstance(module, Metric)}
         self._names = {id(module): name for name, module in self.modules.items()}
+        self._all = {*self._names, *(id(module) for module in others if not isinstance(module, Metric))}
         self._computing, self._within = computing, within
         self._noted: Former | None = None
         self._complete: Former = {}
@@ -64,12 +67,13 @@ class LayerAttributes:
         setting = nn.Module.__setattr__
 
         def set_attribute(module: nn.Module, name: str, value: Any) -> None:
-            if self._noted is not None and id(module) in self._names and _counts(name, value):
-                key = (self._names[id(module)], name)
+            if self._noted is not None and id(module) in self._all and _counts(name, value):
                 if self._computing():
                     self._within(module, name, value)
-                elif key not in self._noted and not self._in_a_call():
-                    self._noted[key] = _holder(module, name).get(name, _MISSING)
+                elif id(module) in self._names:
+                    key = (self._names[id(module)], name)
+                    if key not in self._noted and not self._in_a_call():
+                        self._noted[key] = _holder(module, name).get(name, _MISSING)
             setting(module, name, value)
 
         return replaced(nn.Module, "__setattr__", set_attribute, gated=False)
