@@ -136,6 +136,8 @@ class Stages:
         attributes = self.interceptor.attributes(all_of_them=unknown)
         with nothing_saved(), self.buffers.noted(stage) as former:
             saved, crossings, result = self._run(stage, micro_batch, batch, copies)
+        if unknown:
+            self.interceptor.note_changes(attributes)
         if not crossings:
             batch.keep(micro_batch, saved.loss, result)
         calls = next((crossing.path.calls for crossing in crossings.values()), None)

@@ -201,24 +201,28 @@ class Attributes:
     """The attributes that have been set on skipped layers; `restore` puts the old ones back.
 
     Args:
+        changing: told of each part of a module and the attribute before it is set, and whether its value is known here.
         stay: whether what layers keep besides tensors is expected to stay.
     """
 
-    def __init__(self, *, stay: bool) -> None:
-        self._stay = stay
+    def __init__(self, changing: Callable[[nn.Module, str, bool], None], *, stay: bool) -> None:
+        self._changing, self._stay = changing, stay
         self._before: dict[tuple[int, str], tuple[dict[str, Any], Any]] = {}
         self._former: list[Callable[[], None]] = []
         self._filled: dict[int, tuple[Tensor, Tensor]] = {}
 
     def set(self, module: nn.Module, effect: Effect, value: Any) -> None:
         """Let the part of ``module`` that the effect names keep ``value``."""
-        owner = vars(module.get_submodule(effect.path))
+        part = module.get_submodule(effect.path)
+        self._changing(part, effect.attribute, True)
+        owner = vars(part)
         # of an attribute that is set again the first value alone: those in between are not held where the layer runs
         self._before.setdefault((id(owner), effect.attribute), (owner, owner.get(effect.attribute, self)))
         owner[effect.attribute] = value
 
     def keep(self, module: nn.Module, effect: Effect) -> None:
         """Let the part of ``module`` that the effect names keep the value that is shown of it."""
+        self._changing(module.get_submodule(effect.path), effect.attribute, effect.structure is not None)
         if effect.structure is not None:
             undo = put(module, effect.place, effect.structure, stays=self._stay)
             self._former.extend(() if undo is None else (undo,))

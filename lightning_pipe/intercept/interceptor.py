@@ -89,6 +89,8 @@ class Interceptor:
     def _reading(self, module: nn.Module, name: str) -> None:
         if isinstance(self.run, StageRun):
             self.run.read(module, name)
+        elif self.run is None and self.cache.reads is not None:
+            self.cache.reads.read_in_hook(module, name)
 
     def attributes(self, *, all_of_them: bool = True) -> Snapshot:
         """The attributes of layers and outside modules as they are now.
@@ -96,13 +98,32 @@ class Interceptor:
         Args:
             all_of_them: not only those that calls have changed so far.
         """
-        if all_of_them:
-            return Snapshot({str(number): part for number, part in enumerate(self.computing())})
-        keepers = {str(number): each for number, each in enumerate(self.cache.keepers.values())}
-        return Snapshot(
-            {number: part for number, (part, _) in keepers.items()},
-            {number: names for number, (_, names) in keepers.items()},
-        )
+        return self.cache.kept(self.computing() if all_of_them else None)
+
+    def note_changes(self, before: Snapshot) -> None:
+        """Note which of all attributes have changed since they were looked at."""
+        self.cache.note_changes(before, self.computing())
+
+    @contextmanager
+    def _apart(self, run: StageRun | TurnRun) -> Iterator[None]:
+        """Around a run of one of several stages of this rank: what other stages keep is put back.
+
+        The runs of all these stages run the same code before their layers.
+        """
+        if not isinstance(run, StageRun) or not run.apart:
+            yield
+            return
+        key = (run.stage.stage, run.training)
+        known = key in self.cache.looked
+        self.cache.looked.add(key)
+        kept = self.attributes(all_of_them=not known)
+        try:
+            yield
+        finally:
+            if not known:
+                self.note_changes(kept)
+            kept.forget(str(id(part)) for module in run.layer_calls.ran for part in module.modules())
+            kept.undo()
 
     @property
     def in_module(self) -> bool:
@@ -113,6 +134,42 @@ class Interceptor:
         """A layer or an outside module that runs now is about to set an attribute of one of its parts."""
         if self.run is not None:
             self.run.layer_calls.setting(part, name, value)
+
+    def is_behind(self, part: nn.Module, name: str | None = None) -> bool:
+        """Whether the step is behind the stage that runs a module; with a name, if calls change the attribute there."""
+        state = self.run.layer_calls.state if isinstance(self.run, StageRun) and self.run.stage.last else None
+        return state is not None and state.is_behind(part, name)
+
+    def note_set(self, part: nn.Module, name: str) -> None:
+        """The step is about to set an attribute of a layer or an outside module."""
+        self.cache.note_keeper(part, name)
+
+    def changed_elsewhere(self, part: nn.Module, name: str) -> bool:
+        """Calls on any rank have changed an attribute. Returns whether this rank does not know the value of now."""
+        reads = self.cache.reads
+        if reads is None:
+            return False
+        if id(part) not in self.cache.run_here and not reads.is_current(part, name):
+            reads.changed(part, name, here=False)
+            return True
+        return False
+
+    def hide(self, part: nn.Module, name: str) -> None:
+        """Calls have changed an attribute of which this rank cannot have the value, unless it runs them all."""
+        reads = self.cache.reads
+        if reads is not None and not (reads.course.one_pipe and id(part) in self.cache.run_here):
+            reads.hide(part, name)
+
+    @property
+    def one_pipe(self) -> bool:
+        """Whether all micro-batches take the same way."""
+        return self.cache.reads is None or self.cache.reads.course.one_pipe
+
+    def has_run(self, part: nn.Module, *, now: bool = False) -> bool:
+        """Whether a part of a layer or an outside module has run on this rank; ``now``: in the run under way."""
+        if not now:
+            return id(part) in self.cache.run_here
+        return self.run is not None and self.run.layer_calls.has_run(part)
 
     @contextmanager
     def installed(self, *, caches: bool = False) -> Iterator[None]:
@@ -145,7 +202,7 @@ class Interceptor:
         for position, (name, outside) in enumerate(self._outside):
             yield from self._wrapped(-2 - position, outside, partial(self._module_wrapper, name))
         for encoder in self._encoders:
-            yield encoder, "forward", self._apart(padding_alike(encoder, encoder.forward))
+            yield encoder, "forward", self._uncompiled(padding_alike(encoder, encoder.forward))
             yield from self._hidden(encoder)
 
     def _wrapped(
@@ -156,7 +213,7 @@ class Interceptor:
         if wrapper is None:
             # with its names and signature: Hugging Face's generate() asks what a model's forward takes (5.23)
             made = update_wrapper(make(key, module), module.forward, updated=())
-            wrapper = self._wrappers[key] = self._apart(made)
+            wrapper = self._wrappers[key] = self._uncompiled(made)
         if vars(module).get("forward") is not wrapper:  # it is when wrappers are put on within themselves
             self._forwards[key] = own_forward(module)
         yield module, "forward", wrapper
@@ -167,7 +224,7 @@ class Interceptor:
             self._hides_compiled = True
             yield module, "_compiled_call_impl", None
 
-    def _apart(self, wrapper: Callable[..., Any]) -> Callable[..., Any]:
+    def _uncompiled(self, wrapper: Callable[..., Any]) -> Callable[..., Any]:
         """A wrapper that code compiled around the module does not follow into the engine."""
         return torch.compiler.disable(wrapper) if self._interrupts else wrapper  # type: ignore[no-untyped-call]
 
@@ -180,7 +237,8 @@ class Interceptor:
         """Run the user's step; its calls of layers go to ``run``."""
         self.run = run
         try:
-            return run.run(step)
+            with self._apart(run):
+                return run.run(step)
         finally:
             self.run = None
 

@@ -43,21 +43,33 @@ class KeptState:
     Args:
         module: the layer or outside module.
         parts: whether its parts count, too.
+        only_in_place: whether lists, dictionaries and objects alone count.
     """
 
-    def __init__(self, module: nn.Module, *, parts: bool = True) -> None:
-        self._module, self._parts = module, parts
+    def __init__(self, module: nn.Module, *, parts: bool = True, only_in_place: bool = False) -> None:
+        self._module, self._parts, self._only_in_place = module, parts, only_in_place
         self._before = {place: _Kept(value) for place, value in self._now()}
 
     def _now(self) -> Iterator[tuple[Place, Any]]:
-        return _kept(self._module.named_modules() if self._parts else [("", self._module)])
+        found = _kept(self._module.named_modules() if self._parts else [("", self._module)])
+        if not self._only_in_place:
+            return found
+        return (each for each in found if not isinstance(each[1], (*_PLAIN, Tensor)))
 
     def changes(self) -> Iterator[tuple[Place, bytes | None]]:
         """Where the call has changed something, with the new value; ``None``: it cannot be shown."""
+        for place, value in self._changed():
+            yield place, shown(value)
+
+    def places(self) -> list[Place]:
+        """Where something has changed."""
+        return [place for place, _ in self._changed()]
+
+    def _changed(self) -> Iterator[tuple[Place, Any]]:
         for place, value in self._now():
             before = self._before.get(place)
             if before is None or before.differs(value):
-                yield place, _shown(value)
+                yield place, value
 
     def altered(self, place: Place) -> list[Any]:
         """The lists, dictionaries and objects that have changed in one of these places."""
@@ -143,13 +155,13 @@ def content_of(value: Any) -> dict[str, Any]:
     return {**(vars(value) if hasattr(value, "__dict__") else {}), **SlotItems(value)}
 
 
-def put(module: nn.Module, place: Place, shown: bytes, *, stays: bool) -> Callable[[], None] | None:
+def put(module: nn.Module, place: Place, data: bytes, *, stays: bool) -> Callable[[], None] | None:
     """Let a skipped module keep what it keeps where it runs.
 
     Args:
         module: the layer or outside module.
         place: where in it.
-        shown: the value.
+        data: the value, from `shown`.
         stays: whether it is expected to stay. A buffer is changed in place then, as on one device: code that has taken
             it before the call sees the change. Otherwise another tensor stands there for a time, since graphs of other
             micro-batches may need the values of the buffer.
@@ -158,7 +170,7 @@ def put(module: nn.Module, place: Place, shown: bytes, *, stays: bool) -> Callab
         What puts back the former value; ``None`` if there is no such buffer on this rank.
     """
     path, name = place
-    part, value = module.get_submodule(path), pickle.loads(shown)
+    part, value = module.get_submodule(path), pickle.loads(data)
     if name not in part._buffers:
         return partial(_put_back, vars(part), name, _replace(vars(part), name, value))
     buffer = part._buffers[name]
@@ -197,7 +209,7 @@ def _kept(parts: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[Place, Any]]
         if not is_own(kind):
             continue
         for name, value in vars(part).items():
-            if is_data(name) and _is_state(value):
+            if is_data(name) and is_state(value):
                 yield (path, name), value
         for name, buffer in part._buffers.items():
             if type(buffer) is Tensor:
@@ -209,7 +221,8 @@ def is_data(name: str) -> bool:
     return is_compared(name) and name not in ("forward", "_apply", "_buffers")
 
 
-def _is_state(value: Any) -> bool:
+def is_state(value: Any) -> bool:
+    """Whether a value is a number, a list, an object of the user's: something that a module may keep of its calls."""
     if isinstance(value, _PLAIN):
         return True
     if isinstance(value, Tensor | nn.Module | type) or callable(value):
@@ -245,7 +258,8 @@ def _pickled(value: Any) -> bytes | None:
     return file.getvalue()
 
 
-def _shown(value: Any) -> bytes | None:
+def shown(value: Any) -> bytes | None:
+    """A value for other ranks; ``None``: it is too large, requires a gradient, refers to tensors or does not pickle."""
     if isinstance(value, Tensor):
         if value.nbytes > _SHOWN or value.requires_grad:
             return None

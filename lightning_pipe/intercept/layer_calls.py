@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
 from torch import Tensor, nn
@@ -16,8 +16,9 @@ from lightning_pipe.intercept.effects import LOOKS, AttributeSearch, Watch
 from lightning_pipe.intercept.inner_hooks import HookedParts, shown
 from lightning_pipe.intercept.objects import objects_of
 from lightning_pipe.intercept.placeholder import Placeholder
-from lightning_pipe.intercept.recompute import release_saved
+from lightning_pipe.intercept.recompute import is_recomputing, release_saved
 from lightning_pipe.intercept.shared_state import Sharing, changed_elsewhere
+from lightning_pipe.intercept.snapshot import Snapshot
 from lightning_pipe.intercept.stage_layers import StageLayers
 from lightning_pipe.intercept.state_reads import StateReads
 from lightning_pipe.intercept.surroundings import Surroundings
@@ -34,6 +35,16 @@ Profiler = Callable[[str, int, Callable[..., Any], Any, Any, Stashed], None]
 """Called before a layer or outside module runs: name, key (negative outside), forward, arguments, skip tensors."""
 
 
+class Writes(Protocol):
+    """What is told who changes attributes of layers and outside modules."""
+
+    def by_call(self, part: nn.Module, name: str) -> None:
+        """A call changes an attribute of a part."""
+
+    def by_step(self, part: nn.Module, name: str) -> None:
+        """The step has changed a list, a dictionary or an object in place, which other stages have as well."""
+
+
 class RunCache:
     """What the runs of one rank keep for later runs.
 
@@ -42,22 +53,71 @@ class RunCache:
         records: the last record of each layer.
         hooked: which parts of modules have forward hooks.
         reads: knows what steps read of layers and outside modules; ``None``: nobody asks.
+        looked: the stages, and whether in training, of which a run has shown what it changes.
+        run_here: by ``id``, the parts of those that have run on this rank, with the stage.
         sharing: knows what these have in common with others; ``None``: nobody asks.
-        keepers: by ``id``, parts of modules whose calls have changed attributes that are no tensors, and their names.
+        writes: told what the calls and the step change in layers and outside modules; ``None``: nobody asks.
+        keepers: by ``id``, parts of modules whose attributes calls or steps have changed, and the names of these.
     """
 
     def __init__(self) -> None:
         self.reads: StateReads | None = None
+        self.looked: set[tuple[int, bool]] = set()
+        self.run_here: dict[int, int] = {}
         self.sharing: Sharing | None = None
+        self.writes: Writes | None = None
         self.keepers: dict[int, tuple[nn.Module, set[str]]] = {}
         self.attributes, self.records, self.hooked = AttributeSearch(), RecordCache(), HookedParts()
         self._foreign: dict[str, tuple[int, list[tuple[str, nn.Module]]]] = {}
+
+    def note_run(self, root: nn.Module, stage: int) -> None:
+        """A layer or outside module runs in a stage of this rank."""
+        if id(root) not in self.run_here:
+            self.run_here.update((id(part), stage) for part in root.modules())
+
+    def note_keeper(self, part: nn.Module, name: str) -> None:
+        """A call or the step changes an attribute of a part of a module."""
+        self.keepers.setdefault(id(part), (part, set()))[1].add(name)
+
+    def changing(self, part: nn.Module, name: str, known: bool = True) -> None:
+        """A call changes an attribute of a part of its module; ``known``: this rank has the value."""
+        if self.reads is not None and not is_recomputing():
+            self.reads.changed(part, name, here=known)
+        if self.writes is not None:
+            self.writes.by_call(part, name)
+
+    def kept(self, modules: Iterable[nn.Module] | None = None) -> Snapshot:
+        """What modules keep as attributes, as it is now.
+
+        Args:
+            modules: all attributes of these; ``None``: those that calls or steps have changed so far.
+        """
+        if modules is not None:
+            return Snapshot({str(id(part)): part for part in modules})
+        keepers = self.keepers.items()
+        return Snapshot(
+            {str(key): part for key, (part, _) in keepers},
+            {str(key): names for key, (_, names) in keepers},
+        )
+
+    def note_changes(self, before: Snapshot, modules: Iterable[nn.Module]) -> None:
+        """Note what has changed since a snapshot of all attributes."""
+        parts = {str(id(part)): part for part in modules}
+        for change in before.changes():
+            (_, name), part = change.path[1], parts[change.path[0]]
+            if name not in ("_buffers", "training"):
+                self.note_keeper(part, name)
 
     def foreign(self, name: str, module: nn.Module) -> list[tuple[str, nn.Module]]:
         """The modules that a layer or outside module reaches and that are no parts of it, with their names."""
         looks, found = self._foreign.get(name, (0, []))
         if looks < LOOKS and self.sharing is not None:
-            found = self.sharing.foreign(module)
+            reached = self.sharing.foreign(module)
+            if self.reads is not None:
+                self.reads.watch(part for _, part in reached)
+            # of what surrounds the module itself alone: to look at all that is in it would take long
+            around = any(self.sharing.surrounds(part, module) for _, part in reached)
+            found = [each for each in reached if not around or self.sharing.surrounds(each[1], module)]
             self._foreign[name] = looks + 1, found
         return found
 
@@ -76,7 +136,9 @@ class LayerCalls:
 
     Attributes:
         surroundings: those of the run.
+        cache: as given.
         inside: whether a layer or outside module runs now.
+        ran: those that have run.
         state: what the run reads of modules, and what they change; ``None``: all layers are here.
         routed: the numbers of tensors that go to another stage than the next, with that stage.
     """
@@ -93,21 +155,24 @@ class LayerCalls:
         objects: bool = False,
     ) -> None:
         self.tracker, self.inside, self.routed = tracker, False, dict[int, int]()
-        self._others, self._last, self._routes, self._objects = not stage.all, stage.last, stage.routes, objects
+        self.ran: list[nn.Module] = []
+        self._stage, self._others, self._objects = stage, not stage.all, objects
         # by layer, the objects that it has changed or made, by ``id``; caches of an earlier generate() must go
         self._kept: dict[str, WeakValueDictionary[int, Any]] = {}
         self._watch: Watch | None = None
         self.state = cache.reads.run() if cache.reads is not None and self._others else None
-        self._skips, self.surroundings, self._cache, self._profiler = skips, surroundings, cache, profiler
+        self._skips, self.surroundings, self.cache, self._profiler = skips, surroundings, cache, profiler
 
     def run(self, name: str, key: int, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call ``forward`` with the random stream of ``key``, and record what the call leaves behind."""
-        tracker, cache = self.tracker, self._cache
+        tracker, cache = self.tracker, self.cache
         given = [*args, *kwargs.values()]
         plain = FLAT.issuperset(map(type, given))  # nothing in them can change
         arguments = given if plain else tree_leaves((args, kwargs))
         tensors = [leaf for leaf in arguments if isinstance(leaf, Tensor)]
         self.inside = True  # what a layer calls, other layers too, belongs to it
+        self.ran.append(module)
+        self.cache.note_run(module, self._stage.stage)
         try:
             with tracker.paused(), self.surroundings.stream(key), stored_in(self._skips):
                 tracker.touch(tensors, name)
@@ -149,6 +214,29 @@ class LayerCalls:
             self.inside, self._watch = False, None
         return result
 
+    def read(self, part: nn.Module, name: str, answered: Iterable[nn.Module]) -> None:
+        """The layer or module that runs now reads an attribute of a module.
+
+        Args:
+            part: that module.
+            name: the attribute.
+            answered: the modules that earlier stages have run in this run of the step.
+
+        Raises:
+            CutError: it belongs to another layer, and is not what it is on one device.
+        """
+        watch, reads, sharing = self._watch, self.cache.reads, self.cache.sharing
+        if watch is None or reads is None or sharing is None or sharing.has(watch.module, part):
+            return
+        root, in_turn = reads.root_of(part), self.cache.run_here.get(id(part)) == self._stage.stage
+        seen = in_turn or any(id(each) == root for each in answered) or reads.is_current(part, name)
+        if root != -1 and not (seen and reads.course.one_pipe):
+            reads.read_in_call(watch.name, part, name)
+
+    def has_run(self, part: nn.Module) -> bool:
+        """Whether a part of a layer or an outside module has run."""
+        return any(each is part for module in self.ran for each in module.modules())
+
     def setting(self, part: nn.Module, name: str, value: Any) -> None:
         """The layer or module that runs now is about to set an attribute of a module.
 
@@ -157,11 +245,11 @@ class LayerCalls:
         Raises:
             CutError: of another module than its own parts.
         """
-        watch, sharing = self._watch, self._cache.sharing
+        watch, sharing = self._watch, self.cache.sharing
         if watch is None or vars(part).get(name) is value:
             return
         if sharing is not None and not sharing.has(watch.module, part):
-            if not sharing.may_change(part, last=self._last):
+            if not sharing.may_change(part, last=self._stage.last):
                 raise changed_elsewhere(watch.name, sharing.name_of(part), name)
         elif not watch.seeks:
             self._seek(watch)
@@ -172,15 +260,16 @@ class LayerCalls:
         Raises:
             CutError: other modules hold that, too, or it has changed another module.
         """
-        cache, sharing = self._cache, self._cache.sharing
+        cache, sharing = self.cache, self.cache.sharing
         for effect in call.effects:
-            if effect.kept:
+            if effect.attribute:
                 part = module.get_submodule(effect.path)
-                cache.keepers.setdefault(id(part), (part, set()))[1].add(effect.attribute)
+                cache.changing(part, effect.attribute)
+                cache.note_keeper(part, effect.attribute)
             if effect.attribute and sharing is not None and (altered := watch.altered(effect)):
-                sharing.check((name, module), effect.place, altered, last=self._last)
+                sharing.check((name, module), effect.place, altered, last=self._stage.last)
         for other, part, attribute in watch.foreign_changes():
-            if sharing is not None and not sharing.may_change(part, last=self._last):
+            if sharing is not None and not sharing.may_change(part, last=self._stage.last):
                 raise changed_elsewhere(name, other, attribute)
 
     def _moved(self, name: str, arguments: Sequence[Any]) -> list[Tensor]:
@@ -194,7 +283,7 @@ class LayerCalls:
 
     def _seek(self, watch: Watch) -> None:
         """Look for attributes, and note that the call may use the tensors that its module keeps."""
-        watch.seek(self._cache.foreign(watch.name, watch.module))
+        watch.seek(self.cache.foreign(watch.name, watch.module))
         numbers = map(self.tracker.numbers.of, watch.attributes())
         self.tracker.used.update(number for number in numbers if number is not None)
 
@@ -210,9 +299,9 @@ class LayerCalls:
         popped = tuple(key for key in before if (key, False) in new)
         self.tracker.touch([tensor for key in popped if (tensor := before[key]) is not None], f"{name} (skip)")
         for key, tensor in stashed.items():
-            if tensor is not None and key in self._routes:
+            if tensor is not None and key in self._stage.routes:
                 # a view would keep the tensor alive, and in an evaluation what is alive travels to the next stage
                 alias = tensor.view_as(tensor) if tensor.requires_grad else tensor.detach()
                 self._skips[key] = stashed[key] = alias
-                self.routed[self.tracker.numbers.give(alias)] = self._routes[key]
+                self.routed[self.tracker.numbers.give(alias)] = self._stage.routes[key]
         return stashed, popped

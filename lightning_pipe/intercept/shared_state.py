@@ -85,19 +85,21 @@ class Sharing:
         self._counts[key] = counts
 
     def foreign(self, root: nn.Module) -> list[tuple[str, nn.Module]]:
-        """The modules of the user's that a module reaches and that are no parts of it, with their names."""
+        """The modules of the user's that a module may read and that are no parts of it, with their names."""
         own = {id(part) for part in root.modules()}
         held = (value for part in root.modules() for name, value in vars(part).items() if is_data(name))
         found = {id(each) for value in held for each in _modules(value)} - own
         reached: dict[int, tuple[str, nn.Module]] = {}
         for name, part in self._module.named_modules() if found else ():
-            if id(part) in found:
-                inside = () if any(id(each) in own for each in part.modules()) else part.named_modules()
-                for path, inner in (("", part), *inside):
-                    kind: Any = type(inner)
-                    if is_own(kind):
-                        reached[id(inner)] = ".".join(filter(None, (name, path))), inner
+            for path, inner in part.named_modules() if id(part) in found else ():
+                kind: Any = type(inner)
+                if is_own(kind) and id(inner) not in own:
+                    reached[id(inner)] = ".".join(filter(None, (name, path))), inner
         return [*reached.values()]
+
+    def surrounds(self, part: nn.Module, root: nn.Module) -> bool:
+        """Whether ``root`` is a part of a module."""
+        return any(each is root for each in part.modules())
 
     def has(self, root: nn.Module, part: nn.Module) -> bool:
         """Whether a module is the layer or outside module ``root``, or a part of it."""

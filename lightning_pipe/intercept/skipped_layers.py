@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ class SkippedLayers:
         surroundings: of the run.
         skips: what is stashed and not popped yet.
         device: where placeholders pretend to be.
+        changing: told what is set in modules; see `Attributes`.
         stay: whether what modules keep stays behind the run: this rank is shown it in the order of the micro-batches.
 
     Attributes:
@@ -39,10 +40,17 @@ class SkippedLayers:
     """
 
     def __init__(
-        self, tracker: Tracker, surroundings: Surroundings, skips: StepStore, device: torch.device, *, stay: bool
+        self,
+        tracker: Tracker,
+        surroundings: Surroundings,
+        skips: StepStore,
+        device: torch.device,
+        changing: Callable[[nn.Module, str, bool], None],
+        *,
+        stay: bool,
     ) -> None:
         self._tracker, self._surroundings, self._skips, self._device = tracker, surroundings, skips, device
-        self.attributes = Attributes(stay=stay)
+        self.attributes = Attributes(changing, stay=stay)
         self.modules: list[nn.Module] = []
         self.kept: list[tuple[Tensor, str]] = []
         self.lenders: dict[tuple[int, int], Tensor] = {}

@@ -59,13 +59,16 @@ class Change(NamedTuple):
     """One difference that a step made.
 
     ``path`` starts with the name of a module; then come attributes and keys, each with the kind of its owner. ``delta``
-    is what a number or tensor grew by, for schedules in which two ranks complete steps of one batch.
+    is what a number or tensor grew by, for schedules in which two ranks complete steps of one batch. ``everywhere``
+    tells that no other rank has run the code that made it, if it is a change in a layer. What a call of a layer has
+    changed is kept, with the value as bytes, or hidden if other ranks cannot have it.
     """
 
-    kind: Literal["set", "delete", "append"]
+    kind: Literal["set", "delete", "append", "keep", "hide"]
     path: Path
     value: Any = None
     delta: Any = None
+    everywhere: bool = True
 
 
 class _Kept(NamedTuple):
@@ -307,7 +310,8 @@ def _node(value: Any, seen: dict[int, _Node]) -> _Node | None:
     if kind in (int, float, str, bool, type(None), torch.dtype, torch.device, tuple, frozenset):
         return None
     if id(value) in seen:
-        return seen[id(value)]
+        # a module that another one refers to counts where it is a part, or not at all
+        return None if isinstance(value, nn.Module) else seen[id(value)]
     if isinstance(value, Tensor):
         return None if isinstance(value, nn.Parameter) else _Tensor(value, seen)
     for kinds, node in _NODES:

@@ -117,7 +117,9 @@ class StageRun:
         self.tracker = Tracker(expected, stream, parameter_use, partial=not stage.all, alone=alone)
         self.tracker.come_back = self._come_back if may_repeat and not training else None
         in_order = cache.reads is not None and cache.reads.course.in_order and not is_recomputing()
-        self.skipped_layers = SkippedLayers(self.tracker, self.surroundings, self.skips, device, stay=in_order)
+        self.skipped_layers = SkippedLayers(
+            self.tracker, self.surroundings, self.skips, device, cache.changing, stay=in_order
+        )
         self.arrival = Arrival(inbound, self.tracker, self.skipped_layers, parameter_use)
         self.layer_calls = LayerCalls(stage, self.tracker, self.skips, self.surroundings, cache, profiler)
 
@@ -125,6 +127,12 @@ class StageRun:
     def inside(self) -> bool:
         """Whether a layer or outside module runs now."""
         return self.layer_calls.inside
+
+    @property
+    def apart(self) -> bool:
+        """Whether this rank has other stages, which run the same code."""
+        reads = self.layer_calls.cache.reads
+        return not ((reads is not None and reads.course.in_order) or self.stage.all or is_recomputing())
 
     # ------------------------------------------------------------------ the run
 
@@ -187,14 +195,20 @@ class StageRun:
         tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         self.tracker.touch(tensors, "the step's result")
         check_values(tensors, "the step's result")
+        if self.layer_calls.cache.writes is not None and self.layer_calls.state is not None and not is_recomputing():
+            for part, name in self.layer_calls.state.altered():
+                self.layer_calls.cache.writes.by_step(part, name)
         # what outlives the step is read later: attributes, lists, what was logged
         self.tracker.used.update(number for number, _ in self.tracker.numbers.alive())
         self.skips.check_empty()
 
     def read(self, module: nn.Module, name: str) -> None:
-        """The step's own code reads an attribute of a module."""
-        if self.layer_calls.state is not None and self.stage.last and not self.layer_calls.inside:
-            self.layer_calls.state.read(module, name, waiting=self.tracker.waiting)
+        """The step's own code, or a layer, reads an attribute of a module."""
+        calls = self.layer_calls
+        if calls.inside:
+            calls.read(module, name, self.skipped_layers.modules)
+        elif calls.state is not None and self.stage.last:
+            calls.state.read(module, name, waiting=self.tracker.waiting)
 
     # ------------------------------------------------------------------ calls that arrive from the user's code
 

@@ -14,7 +14,7 @@ from the first change on: what was read before it was right on all stages.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
@@ -22,7 +22,8 @@ from torch import nn
 
 from lightning_pipe.errors import CutError
 from lightning_pipe.intercept.call_record import CallRecord
-from lightning_pipe.intercept.effects import Effect
+from lightning_pipe.intercept.effects import AttributeSearch, Effect
+from lightning_pipe.intercept.kept_state import KeptState, is_data, is_state
 from lightning_pipe.patches import replaced
 
 _HINT = (
@@ -49,6 +50,22 @@ class Course(NamedTuple):
     one_pipe: bool
 
 
+class _Calls(NamedTuple):
+    """What calls on any rank change, as far as this one knows.
+
+    Args:
+        changing: all of it.
+        current: what of it is here as on one device.
+        hidden: what of it hooks must not read here.
+        readers: the layers that have read something of others before anybody was known to change it.
+    """
+
+    changing: set[Read]
+    current: set[Read]
+    hidden: set[Read]
+    readers: dict[Read, str]
+
+
 class StateReads:
     """What is known of the runs of a rank.
 
@@ -61,18 +78,46 @@ class StateReads:
         self.course = course
         self.names: dict[int, str] = {}
         self._root_of: dict[int, int] = {}
+        self._roots: dict[int, nn.Module] = {}
         for name, root in roots:
+            self._roots[id(root)] = root
             self.names[id(root)] = name
             self._root_of.update((id(part), id(root)) for part in root.modules())
         self._late: dict[Read, str] = {}
         self._unseen: dict[Read, str] = {}
         self._places: dict[Read, int] = {}
+        self._far: set[Read] = set()
+        self._calls = _Calls(set(), set(), set(), {})
+        self._looks = AttributeSearch()
+        self._watched: set[tuple[type, str]] = set()
         self._watching: ExitStack | None = None
         self._reading: Callable[[nn.Module, str], None] = _unnoted
 
     def run(self) -> RunReads:
         """What is to be known of one run of the step."""
         return RunReads(self)
+
+    def root_of(self, part: nn.Module) -> int:
+        """The ``id`` of the layer or outside module that a module is part of; -1: it is none."""
+        return self._root_of.get(id(part), -1)
+
+    def note_far(self, part: nn.Module, name: str) -> None:
+        """Another stage has changed an attribute in a call."""
+        self._far.add((id(part), name))
+
+    def is_far(self, part: nn.Module, name: str) -> bool:
+        """Whether calls on other stages change an attribute."""
+        return (id(part), name) in self._far
+
+    def seeks(self, root: nn.Module, call: CallRecord) -> bool:
+        """Whether it is to be seen what the step changes in place behind the call of a module of another stage."""
+        if any(effect.kept for effect in call.effects):
+            return True
+        return self._looks.seeks(self.names[id(root)], root)
+
+    def note_looked(self, root: nn.Module, *, found: bool) -> None:
+        """What the step has changed in place behind the call of a module."""
+        self._looks.note(self.names[id(root)], root, found)
 
     @contextmanager
     def installed(self, reading: Callable[[nn.Module, str], None]) -> Iterator[None]:
@@ -82,6 +127,7 @@ class StateReads:
             reading: told of each of these attributes that is read, with its module.
         """
         self._reading = reading
+        self._watched.clear()
         with ExitStack() as self._watching:
             yield
         self._watching = None
@@ -104,15 +150,89 @@ class StateReads:
         key = id(part), name
         if effect.kept and self._places.setdefault(key, place) != place:
             raise _unlike(written, "forward passes change on two stages", "a module keeps")
-        if key not in self._late and key not in self._unseen and (late or unseen) and self._watching is not None:
-            kind = type(part)
-            self._watching.enter_context(replaced(kind, name, _Watched(kind, name, self._reading), gated=False))
+        if key not in self._late and key not in self._unseen and (late or unseen):
+            self._watch(part, name)
         if unseen:
             self._unseen[key] = written
         elif late:
             self._late[key] = written
 
-    def read(self, module: nn.Module, name: str, called: set[int], *, waiting: bool) -> None:
+    def _watch(self, part: nn.Module, name: str) -> None:
+        """See from now on who reads an attribute."""
+        kind = type(part)
+        if self._watching is not None and (kind, name) not in self._watched:
+            self._watched.add((kind, name))
+            self._watching.enter_context(replaced(kind, name, _Watched(kind, name, self._reading), gated=False))
+
+    def watch(self, parts: Iterable[nn.Module]) -> None:
+        """See from now on what a layer reads of parts of others."""
+        for part in parts:
+            for name, value in vars(part).items() if id(part) in self._root_of else ():
+                if is_data(name) and is_state(value):
+                    self._watch(part, name)
+
+    def changed(self, part: nn.Module, name: str, *, here: bool) -> None:
+        """The calls of a module change an attribute.
+
+        Args:
+            part: of this part of it.
+            name: the attribute.
+            here: whether this rank runs it, or has been shown what the call has changed.
+
+        Raises:
+            CutError: a layer has read it that runs before.
+        """
+        key = id(part), name
+        if here and self.course.in_order and self.course.one_pipe:
+            self._calls.current.add(key)
+            self._calls.readers.pop(key, None)
+        elif (reader := self._calls.readers.get(key)) is not None:
+            raise _read_early(reader, self._written(part, name))
+        self._calls.changing.add(key)
+
+    def hide(self, part: nn.Module, name: str) -> None:
+        """Calls change an attribute to what this rank cannot have: hooks must not read it."""
+        self._calls.hidden.add((id(part), name))
+        self._watch(part, name)
+
+    def is_current(self, part: nn.Module, name: str) -> bool:
+        """Whether an attribute that calls change is here what it is on one device."""
+        return (id(part), name) in self._calls.current
+
+    def read_in_call(self, reader: str, part: nn.Module, name: str) -> None:
+        """A layer reads an attribute of another one, which has not been called in this run of the step.
+
+        Args:
+            reader: the layer.
+            part: of this part of the other one.
+            name: the attribute.
+
+        Raises:
+            CutError: the calls of that change it.
+        """
+        key = id(part), name
+        if key in self._calls.changing:
+            raise _read_early(reader, self._written(part, name))
+        self._calls.readers[key] = reader
+
+    def read_in_hook(self, part: nn.Module, name: str) -> None:
+        """Code outside of steps reads an attribute.
+
+        Raises:
+            CutError: this rank has no value of it.
+        """
+        if (id(part), name) in self._calls.hidden:
+            why = "changes on another rank, and cannot be shown to this one"
+            if not self.course.one_pipe:
+                why = "changes in several pipes, each for its own micro-batches"
+            raise CutError(f"a hook reads `{self._written(part, name)}`, which a forward pass {why}.", hint=_HINT)
+
+    def _written(self, part: nn.Module, name: str) -> str:
+        root = self._roots.get(self.root_of(part))
+        path = next((path for path, each in root.named_modules() if each is part), "") if root is not None else ""
+        return ".".join(filter(None, ("self", self.names.get(id(root), ""), path, name)))
+
+    def read(self, module: nn.Module, name: str, called: Container[int], *, waiting: bool) -> None:
         """The step's code reads an attribute; see `RunReads.read`."""
         key = id(module), name
         if key in self._unseen and not self.course.one_pipe:
@@ -132,8 +252,11 @@ class RunReads:
 
     def __init__(self, known: StateReads) -> None:
         self._known = known
-        self._called: set[int] = set()
+        self._called: dict[int, int] = {}
         self._stage = 0
+        # roots of this stage that are to be looked at behind its last call, and as they were then
+        self._pending: list[nn.Module] = []
+        self._left: list[tuple[nn.Module, KeptState]] = []
 
     def read(self, module: nn.Module, name: str, *, waiting: bool) -> None:
         """The step's code reads an attribute that forward passes change.
@@ -160,22 +283,51 @@ class RunReads:
         Raises:
             CutError: two stages change the same attribute.
         """
-        course = self._known.course
-        self._called.add(id(root))
-        if layer is not None and course.in_order:
-            self._stage = next(stage for stage, span in enumerate(course.spans) if layer in span)
+        known, course = self._known, self._known.course
+        if layer is not None and layer not in course.spans[self._stage]:
+            self._look()
+            self._stage = next((stage for stage, span in enumerate(course.spans) if layer in span), self._stage)
+        self._called[id(root)] = self._stage
+        if not own and known.seeks(root, call):
+            self._pending.append(root)
         for effect in call.effects:
             if not effect.attribute:
                 continue
-            self._known.change(
-                root.get_submodule(effect.path),
+            part = root.get_submodule(effect.path)
+            if not own:
+                known.note_far(part, effect.attribute)
+            known.change(
+                part,
                 effect,
-                ".".join(filter(None, (self._known.names[id(root)], *effect.place))),
+                ".".join(filter(None, (known.names[id(root)], *effect.place))),
                 self._stage if course.in_order else int(own),
                 # the first stage runs all that comes before its layers, and shows what it keeps for good
                 late=not (effect.kept and course.in_order and self._stage == 0),
                 unseen=effect.kept and ((effect.structure is None and not own) or not course.one_pipe),
             )
+
+    def is_behind(self, part: nn.Module, name: str | None) -> bool:
+        """Whether the step is behind the stage that runs a module: that stage does not run this code.
+
+        Args:
+            part: the module, or a part of it.
+            name: of an attribute that calls must have changed; ``None``: any.
+        """
+        stage = self._called.get(self._known.root_of(part))
+        return stage is not None and stage < self._stage and (name is None or self._known.is_far(part, name))
+
+    def _look(self) -> None:
+        """Behind the last call of a stage: what changes now is changed by code that this stage does not run."""
+        self._left += [(root, KeptState(root, only_in_place=True)) for root in self._pending]
+        self._pending.clear()
+
+    def altered(self) -> Iterator[tuple[nn.Module, str]]:
+        """At the end: the lists, dictionaries and objects that such code has changed in place."""
+        self._look()
+        for root, before in self._left:
+            places = before.places()
+            self._known.note_looked(root, found=bool(places))
+            yield from ((root.get_submodule(path), name) for path, name in places)
 
 
 class _Watched:
@@ -206,6 +358,14 @@ class _Watched:
 
 def _unnoted(module: nn.Module, name: str) -> None:
     """Nobody watches."""
+
+
+def _read_early(reader: str, written: str) -> CutError:
+    return CutError(
+        f"'{reader}' reads `{written}` in its forward pass, which that of another module changes later in the step: it "
+        "would read another value than on one device.",
+        hint="Keep it in the LightningModule, and let the step give it to the layer as an argument.",
+    )
 
 
 def _unlike(written: str, why: str, who: str = "the step reads") -> CutError:

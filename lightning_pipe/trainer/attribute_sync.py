@@ -34,7 +34,8 @@ class AttributeSync:
         interceptor = pipeline.executor.stages.interceptor
         apart = {id(part) for part in interceptor.computing()}
         parts = {name: part for name, part in module.named_modules() if id(part) in apart}
-        self.of_layers = LayerAttributes(parts, lambda: interceptor.in_module, interceptor.setting, module.modules())
+        self.of_layers = LayerAttributes(parts, interceptor, module.modules())
+        interceptor.cache.writes = self.of_layers
         self.hooks = StepHooks(module, lambda: interceptor.in_module)
         self._warn = WarnOnce()
 

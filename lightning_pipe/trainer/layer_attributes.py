@@ -7,19 +7,27 @@ it is called. The step may set its attributes as well::
         self.model.train()              # every rank runs this
         samples = self.model(batch)     # all ranks but the last end their run of the step in here,
         self.model.eval()               # and never come to this
+
+What a call changes that the step has set before is the call's from then on, where the layer runs. What the step sets
+or changes in place behind the stage that keeps it comes there with the report of the batch: too late if that stage has
+run other micro-batches meanwhile.
 """
 
 from __future__ import annotations
 
+import copy
+import pickle
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
-from torch import nn
+from torch import Tensor, nn
 from torchmetrics import Metric
 
+from lightning_pipe.errors import CutError
+from lightning_pipe.intercept.kept_state import shown
 from lightning_pipe.intercept.snapshot import Change, is_compared
 from lightning_pipe.patches import replaced
 
@@ -27,8 +35,48 @@ _CALL = nn.Module.__call__.__code__
 _MISSING = object()
 _PLAIN = (int, float, str, bytes, type(None))
 
-Former = dict[tuple[str, str], Any]
-"""What attributes were before they were set, by the names of the module and of the attribute."""
+Key = tuple[str, str]
+"""The names of a module and of an attribute."""
+Former = dict[Key, Any]
+"""What attributes were before they were set."""
+
+
+class _Set(NamedTuple):
+    """What a complete run has set: the former value, the new one, and whether that was behind the module's stage."""
+
+    former: Any
+    value: Any
+    behind: bool
+
+
+class Runs(Protocol):
+    """What knows the run of the step that is under way."""
+
+    @property
+    def in_module(self) -> bool:
+        """Whether a layer or an outside module runs now: what that sets is its own."""
+
+    def setting(self, part: nn.Module, name: str, value: Any) -> None:
+        """One is about to set an attribute."""
+
+    def note_set(self, part: nn.Module, name: str) -> None:
+        """The step is about to set an attribute of one."""
+
+    def is_behind(self, part: nn.Module, name: str | None = None) -> bool:
+        """Whether the step is behind the stage that runs a module; with a name, if calls change the attribute there."""
+
+    def changed_elsewhere(self, part: nn.Module, name: str) -> bool:
+        """Calls on any rank have changed an attribute. Returns whether this rank does not know the value of now."""
+
+    def hide(self, part: nn.Module, name: str) -> None:
+        """Calls have changed an attribute of which this rank cannot have the value, unless it runs them all."""
+
+    @property
+    def one_pipe(self) -> bool:
+        """Whether all micro-batches take the same way."""
+
+    def has_run(self, part: nn.Module, *, now: bool = False) -> bool:
+        """Whether this rank has run a module; ``now``: in the run that ends."""
 
 
 class LayerAttributes:
@@ -36,8 +84,7 @@ class LayerAttributes:
 
     Args:
         modules: all parts of them, by name.
-        computing: whether a layer or an outside module runs now: what that sets is its own.
-        within: told of what one is about to set then, with the module, the name and the value.
+        runs: knows the run of the step that is under way.
         others: the other modules of the user's module.
 
     Attributes:
@@ -45,19 +92,19 @@ class LayerAttributes:
         latest: those that the last run of the step has set here.
     """
 
-    def __init__(
-        self,
-        modules: Mapping[str, nn.Module],
-        computing: Callable[[], bool],
-        within: Callable[[nn.Module, str, Any], None],
-        others: Iterable[nn.Module] = (),
-    ) -> None:
+    def __init__(self, modules: Mapping[str, nn.Module], runs: Runs, others: Iterable[nn.Module] = ()) -> None:
         self.modules = {name: module for name, module in modules.items() if not isinstance(module, Metric)}
         self._names = {id(module): name for name, module in self.modules.items()}
         self._all = {*self._names, *(id(module) for module in others if not isinstance(module, Metric))}
-        self._computing, self._within = computing, within
+        self._runs = runs
         self._noted: Former | None = None
-        self._complete: Former = {}
+        self._followed = False
+        self._complete: dict[Key, _Set] = {}
+        # of what is noted, that which has been set behind the stage of its module
+        self._behind: set[Key] = set()
+        # what calls have changed: in this run, and in complete ones, with the values
+        self._called: set[Key] = set()
+        self._kept: Former = {}
         self.changes_adopted = 0
         self._last_change: dict[str, int] = {}  # which of them was the last one of each attribute, as code writes it
         self.latest: set[str] = set()
@@ -68,19 +115,30 @@ class LayerAttributes:
 
         def set_attribute(module: nn.Module, name: str, value: Any) -> None:
             if self._noted is not None and id(module) in self._all and _counts(name, value):
-                if self._computing():
-                    self._within(module, name, value)
+                if self._runs.in_module:
+                    self._runs.setting(module, name, value)
                 elif id(module) in self._names:
-                    key = (self._names[id(module)], name)
-                    if key not in self._noted and not self._in_a_call():
-                        self._noted[key] = _holder(module, name).get(name, _MISSING)
+                    self._note(module, name, value, self._noted)
             setting(module, name, value)
 
         return replaced(nn.Module, "__setattr__", set_attribute, gated=False)
 
+    def _note(self, module: nn.Module, name: str, value: Any, noted: Former) -> None:
+        """The step is about to set an attribute."""
+        key = (self._names[id(module)], name)
+        former = _holder(module, name).get(name, _MISSING)
+        if self._followed and not _is_same(former, value) and self._runs.is_behind(module, name):
+            raise _too_late(*key)
+        if key not in noted:
+            if self._in_a_call():
+                return
+            noted[key] = former
+            self._runs.note_set(module, name)
+        (self._behind.add if self._runs.is_behind(module) else self._behind.discard)(key)
+
     def _in_a_call(self) -> bool:
         """Whether one of the modules is being called: its hooks run around its forward pass."""
-        frame: FrameType | None = sys._getframe(2)
+        frame: FrameType | None = sys._getframe(3)
         while frame is not None:
             if frame.f_code is _CALL and id(frame.f_locals["self"]) in self._names:
                 return True
@@ -88,58 +146,106 @@ class LayerAttributes:
         return False
 
     @contextmanager
-    def noting(self, complete: Callable[[], bool], *, undo: bool) -> Iterator[None]:
+    def noting(self, complete: Callable[[], bool], *, undo: bool, followed: bool = False) -> Iterator[None]:
         """Around a run of the step.
 
         Args:
             complete: asked behind it whether it counts; what it has set is for the other ranks then.
             undo: whether what another run has set is to be put back.
+            followed: whether earlier stages run other micro-batches before they learn what it has set.
         """
         noted: Former = {}
-        self._noted = noted
+        self._noted, self._followed = noted, followed
+        self._behind.clear()
+        self._called.clear()
         try:
             yield
         finally:
             self._noted = None
             self.latest = {_written(*key) for key in noted}
             if complete():
-                self._complete = {**noted, **self._complete}
+                self._kept.update((key, vars(self.modules[key[0]]).get(key[1])) for key in self._called)
+                for key, former in noted.items():
+                    value = _holder(self.modules[key[0]], key[1]).get(key[1], former)
+                    before = self._complete[key].former if key in self._complete else former
+                    self._complete[key] = _Set(before, value, key in self._behind)
             elif undo:
                 self._put_back(noted)
 
     def _put_back(self, former: Former) -> None:
+        """What runs here has been set in its turn, and stays: later runs go on with it."""
         for (module, name), value in former.items():
             holder = _holder(self.modules[module], name)
+            if self._runs.has_run(self.modules[module], now=True):
+                continue
             if value is _MISSING:
                 holder.pop(name, None)
             else:
                 holder[name] = value
 
+    def by_call(self, part: nn.Module, name: str) -> None:
+        """A call changes an attribute: what the step had set there is the past, and not to be put back either."""
+        if id(part) not in self._names:
+            return
+        key = self._names[id(part)], name
+        if self._noted is not None:
+            self._noted.pop(key, None)
+            if name not in part._buffers:
+                self._called.add(key)
+        self._complete.pop(key, None)
+
+    def by_step(self, part: nn.Module, name: str) -> None:
+        """A complete run has changed a list, a dictionary or an object in place, of a stage that does not run it.
+
+        Raises:
+            CutError: that stage runs other micro-batches before it learns of it.
+        """
+        if id(part) in self._names:
+            key = self._names[id(part)], name
+            if self._followed:
+                raise _too_late(*key)
+            self._runs.note_set(part, name)
+            self._complete[key] = _Set(_MISSING, copy.deepcopy(vars(part)[name]), behind=True)
+
     def changes(self) -> list[Change]:
-        """What complete runs have set since this was asked: numbers and the like always, as other ranks may differ."""
+        """What complete runs have set since this was asked, and what calls have changed.
+
+        What was set comes always if it is a number or the like, as other ranks may differ.
+        """
         complete, self._complete = self._complete, {}
         found = []
-        for (module, name), former in complete.items():
-            value = _holder(self.modules[module], name).get(name, former)
+        for (module, name), (former, value, behind) in complete.items():
             if isinstance(value, _PLAIN) or value is not former:
-                found.append(Change("set", (module, ("attribute", name)), value))
+                found.append(Change("set", (module, ("attribute", name)), value, everywhere=behind))
+        kept, self._kept = self._kept, {}
+        for (module, name), value in kept.items():
+            data = shown(value) if self._runs.one_pipe and not isinstance(value, Tensor) else None
+            found.append(Change("hide" if data is None else "keep", (module, ("attribute", name)), data))
+        self.adopt(found)  # a rank with several stages has put back what its last one has set
         return found
 
     def adopt(self, changes: Sequence[Change]) -> list[Change]:
-        """Set what another rank's complete runs have set. Returns the other changes among those."""
+        """Have what another rank's complete runs have set, and what calls have changed. Returns the other changes."""
         others = []
         for change in changes:
             module, (_, name), *inner = change.path
             if inner or module not in self.modules:
                 others.append(change)
-                continue
-            held = _holder(self.modules[module], name)
-            now = held.get(name, _MISSING)
-            if not (isinstance(now, _PLAIN) and type(now) is type(change.value) and now == change.value):
-                held[name] = change.value
-                self.changes_adopted += 1
-                self._last_change[_written(module, name)] = self.changes_adopted
+            elif change.kind == "hide":
+                self._runs.hide(self.modules[module], name)
+            elif change.kind == "keep":
+                if self._runs.changed_elsewhere(self.modules[module], name):
+                    vars(self.modules[module])[name] = pickle.loads(change.value)
+            elif change.everywhere or not self._runs.has_run(self.modules[module]):
+                self._set(module, name, change.value)
         return others
+
+    def _set(self, module: str, name: str, value: Any) -> None:
+        held = _holder(self.modules[module], name)
+        if not _is_same(held.get(name, _MISSING), value):
+            held[name] = value
+            self.changes_adopted += 1
+            self._last_change[_written(module, name)] = self.changes_adopted
 
     def adopted_since(self, changes: int) -> list[str]:
         """The attributes, as code writes them, that other ranks have changed here after so many such changes."""
@@ -154,6 +260,20 @@ def _counts(name: str, value: Any) -> bool:
 def _holder(module: nn.Module, name: str) -> dict[str, Any]:
     """Where a module keeps an attribute."""
     return module._buffers if name in module._buffers else vars(module)
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Whether setting one value in the place of the other changes nothing."""
+    return one is other or (isinstance(one, _PLAIN) and type(one) is type(other) and bool(one == other))
+
+
+def _too_late(module: str, name: str) -> CutError:
+    return CutError(
+        f"the step changes `{_written(module, name)}` behind the layers of its stage, which has run other "
+        "micro-batches by then: they would see an old value.",
+        hint="Change it before the layers are called, in the module's forward, or in on_train_batch_end; or use "
+        "micro_batches=1.",
+    )
 
 
 def _written(module: str, name: str) -> str:

@@ -151,7 +151,7 @@ class PipelineRun:
         self._changed.enter_context(self._step.log.installed())
         self._changed.enter_context(self.pipeline.executor.stages.interceptor.torch_patched())
         self._changed.enter_context(self._step.attributes.of_layers.installed())
-        if self.pipeline.is_loss_rank and len(self.pipeline.balance) > 1:
+        if len(self.pipeline.balance) > 1:
             self._changed.enter_context(self.pipeline.executor.stages.interceptor.reads_seen())
         self._changed.enter_context(self._step.attributes.hooks.installed())
         steps = EvaluationSteps(

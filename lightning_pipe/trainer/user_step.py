@@ -127,11 +127,14 @@ class UserStep:
                 self._world.local = False
 
     @contextmanager
-    def undoing(self, number: int, hooks: HooksOfBatch, taken: dict[str, Any], *, training: bool) -> Iterator[None]:
+    def undoing(
+        self, index: int, micro_batches: int, hooks: HooksOfBatch, taken: dict[str, Any], *, training: bool
+    ) -> Iterator[None]:
         """Around a run of the step: its traces are removed if it ends early, or if it is not the first complete one.
 
         Args:
-            number: of micro-batches.
+            index: of the micro-batch.
+            micro_batches: how many the batch has.
             hooks: what runs for the batch register on modules.
             taken: gets what the run takes from the module's own sources.
             training: whether it is a training step: activations may be computed again behind its run, with what it has
@@ -144,7 +147,9 @@ class UserStep:
         again = is_recomputing()
         # a rank that holds the last stage alone completes every run, unless that comes back to an earlier stage
         complete = not (self.pipeline.ends_early or self._may_repeat or again)
-        noting = self.attributes.of_layers.noting(lambda: complete, undo=not training)
+        several = micro_batches > 1 and (index < micro_batches - 1 or self.pipeline.family.pipes > 1)
+        followed = not again and (several or (training and self.pipeline.asynchronous is not None))
+        noting = self.attributes.of_layers.noting(lambda: complete, undo=not training, followed=followed)
         noting_hooks = self.attributes.hooks.noting(hooks, lambda: complete)
         if complete:
             with noting, noting_hooks, self._taking(taken):
@@ -171,7 +176,7 @@ class UserStep:
                         states.undo()
                     # what ends a run early is a BaseException; an error of the user's step says more than this one
                     if drawn and not isinstance(sys.exception(), Exception):
-                        check_one_run(min(drawn), self.pipeline, number, training=training)
+                        check_one_run(min(drawn), self.pipeline, micro_batches, training=training)
 
     @contextmanager
     def _taking(self, taken: dict[str, Any]) -> Iterator[None]:
@@ -289,7 +294,8 @@ class StepOfBatch:
         # a run that computes a micro-batch again logs what was logged before
         recording = common.log.recording(self._logged, index, counts=not is_recomputing())
         number = len(self.micro_batches.parts)
-        with recording, common.undoing(number, self._hooks, self._taken, training=self._training), self._context():
+        undoing = common.undoing(index, number, self._hooks, self._taken, training=self._training)
+        with recording, undoing, self._context():
             result = self._run(micro_batch)
             # within these contexts: a run that still waits for what other ranks send must not count as complete
             common.pipeline.returning(result)

@@ -12,6 +12,7 @@ from lightning_pipe.errors import CutError
 from lightning_pipe.intercept.arrival import Arrival
 from lightning_pipe.intercept.call_record import LiveTensor, RunRecord
 from lightning_pipe.intercept.crossing import Crossing
+from lightning_pipe.intercept.layer_calls import RunCache
 from lightning_pipe.intercept.placeholder import Placeholder
 from lightning_pipe.intercept.skipped_layers import SkippedLayers
 from lightning_pipe.intercept.surroundings import Surroundings
@@ -33,7 +34,8 @@ def recorded(*, shared: bool = False) -> Crossing:
 
 def arrival(inbound: Crossing) -> tuple[Arrival, Tracker]:
     second = tracker(list(inbound.path.calls))
-    skipped = SkippedLayers(second, Surroundings(lambda *_: nullcontext()), StepStore(), torch.device("cpu"), stay=True)
+    surroundings, device = Surroundings(lambda *_: nullcontext()), torch.device("cpu")
+    skipped = SkippedLayers(second, surroundings, StepStore(), device, RunCache().changing, stay=True)
     return Arrival(inbound, second, skipped, Uses()), second  # type: ignore[arg-type]
 
 

@@ -40,7 +40,8 @@ def recorded(module: nn.Module, *args: Any, cache: RunCache | None = None) -> tu
 
 def answered(call: CallRecord, module: nn.Module, *args: Any) -> tuple[Any, SkippedLayers]:
     second = tracker([call])
-    skipped = SkippedLayers(second, Surroundings(lambda *_: nullcontext()), StepStore(), torch.device("cpu"), stay=True)
+    surroundings, device = Surroundings(lambda *_: nullcontext()), torch.device("cpu")
+    skipped = SkippedLayers(second, surroundings, StepStore(), device, RunCache().changing, stay=True)
     with second, second.paused():
         return skipped.answer(NAMES[0], module, args, {}), skipped
 

@@ -13,14 +13,35 @@ from lightning_pipe.trainer.layer_attributes import LayerAttributes
 
 
 class Rank:
-    """A rank with two layers."""
+    """A rank with two layers, and its runs of the step."""
 
     def __init__(self) -> None:
         self.layers = nn.ModuleDict({"a": nn.Linear(1, 1), "b": nn.Sequential(nn.Dropout())})
         self.layers["a"].register_buffer("mean", torch.zeros(1))
-        self.computing = False
+        self.in_module = False
+        self.has = set[nn.Module]()
         parts = {name: part for name, part in self.layers.named_modules() if name}
-        self.attributes = LayerAttributes(parts, lambda: self.computing, lambda *_: None)
+        self.attributes = LayerAttributes(parts, self)
+
+    def setting(self, part: nn.Module, name: str, value: object) -> None:
+        """Of no interest here."""
+
+    def note_set(self, part: nn.Module, name: str) -> None:
+        """Nor is this."""
+
+    one_pipe = True
+
+    def changed_elsewhere(self, part: nn.Module, name: str) -> bool:
+        return part not in self.has
+
+    def hide(self, part: nn.Module, name: str) -> None:
+        """No hooks read anything here."""
+
+    def is_behind(self, part: nn.Module, name: str | None = None) -> bool:
+        return False
+
+    def has_run(self, part: nn.Module, *, now: bool = False) -> bool:
+        return part in self.has
 
 
 def test_what_a_complete_run_sets_is_set_on_the_other_ranks() -> None:
@@ -31,7 +52,7 @@ def test_what_a_complete_run_sets_is_set_on_the_other_ranks() -> None:
             one.layers["a"].mean = torch.ones(1)
             one.layers["b"].eval()
             one.layers["a"].hook = print  # no data
-            one.computing = True
+            one.in_module = True
             one.layers["a"].calls = 1  # by the layer itself
         one.layers["a"].late = 1  # in no step
     changes = one.attributes.changes()

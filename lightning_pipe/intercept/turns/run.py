@@ -94,7 +94,9 @@ class TurnRun:
         self.skips = _FetchedSkips(self.tracker)
         self.surroundings = Surroundings(isolated)
         # every rank is shown all calls, in their order
-        self.skipped_layers = SkippedLayers(self.tracker, self.surroundings, self.skips, device, stay=True)
+        self.skipped_layers = SkippedLayers(
+            self.tracker, self.surroundings, self.skips, device, cache.changing, stay=True
+        )
         everything = StageLayers(0, range(len(names) if mail.ranks == 1 else 0), names, {})
         self.layer_calls = LayerCalls(
             everything, self.tracker, self.skips, self.surroundings, cache, None, objects=True

@@ -1,0 +1,392 @@
+"""What layers keep of their calls, while others read and change it, is what one device keeps, or an error."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_pipe import PipeStrategy
+from tests.support.processes import run_trainers
+from tests.support.trainer_runs import QUIET, quiet
+
+WIDTH, SAMPLES, BATCH = 3, 16, 4
+DATA = torch.randn(SAMPLES, WIDTH, generator=torch.Generator().manual_seed(1)).double()
+
+
+class Layer(nn.Module):
+    """Computes with what it keeps of its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.calls, self.items, self.counts = 0, [0.0], {"of": {"n": 0}}
+        self.table = {"scale": 1.0}
+        self.state: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.items.append(float(x.detach().mean()))
+        self.counts["of"]["n"] += 1
+        hidden = torch.tanh(self.linear(x)) * self.table["scale"]
+        if self.state is not None:
+            hidden = hidden + 0.1 * self.state
+        self.state = hidden.detach().mean(0)
+        return hidden * (1 + 0.01 * (self.calls + sum(self.items) + self.counts["of"]["n"]))
+
+
+class Model(L.LightningModule):
+    """Four such layers; derived classes say what is done with them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(Layer() for _ in range(4)))
+        self.count, self.scale = 0, 1.0
+
+    def before(self, resets: bool) -> None:
+        """Code of the step before the layers."""
+
+    def behind(self, resets: bool) -> None:
+        """Code of the step behind the layers."""
+
+    def step(self, x: Tensor, resets: bool) -> Tensor:
+        self.before(resets)
+        out = self.layers(x * self.scale).pow(2).mean()
+        self.behind(resets)
+        return out
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.step(batch[0], self.trainer.global_step % 2 == 0)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("value", self.step(batch[0], batch_idx % 2 == 0))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+def found(process: int, devices: int | None, model: type[Model], **options: Any) -> dict[str, float]:
+    """What evaluations log, before the training and after it, and what the module counts."""
+    quiet()
+    micro_batches = options.setdefault("micro_batches", 1)
+    L.seed_everything(7, verbose=False)
+    module = model().double()
+    values = {}
+    for trains in (False, True):
+
+        def trainer(**settings: Any) -> L.Trainer:
+            strategy: Any = PipeStrategy(layers="layers", **options) if devices else "auto"
+            settings = {**QUIET, **settings, "max_epochs": 1}
+            return L.Trainer(accelerator="cpu", devices=devices or 1, strategy=strategy, **settings)
+
+        if trains:
+            parts = 1 if devices else micro_batches
+            fits = trainer(accumulate_grad_batches=parts, limit_val_batches=0)
+            fits.fit(module, DataLoader(TensorDataset(DATA), BATCH // parts))
+            values["count after training"] = float(module.count)
+        evaluates = trainer()
+        evaluates.validate(module, DataLoader(TensorDataset(DATA), BATCH), verbose=False)
+        values[f"{trains} value"] = float(evaluates.callback_metrics["value"])
+        values[f"{trains} count"] = float(module.count)
+    return values
+
+
+def check(model: type[Model], devices: int = 2, **options: Any) -> None:
+    """All ranks have what one device has."""
+    plain = found(0, None, model, micro_batches=options.get("micro_batches", 1))
+    runs = run_trainers(found, devices, timeout=40, devices=devices, model=model, **options) if devices > 1 else None
+    for values in runs or [found(0, 1, model, **options)]:
+        assert values == pytest.approx(plain, rel=1e-9)
+
+
+WAITS: Mapping[str, Any] = {"stream_evaluation": False}
+
+
+# ------------------------------------------------------------------ what the step sets
+
+
+class ResetsBefore(Model):
+    def before(self, resets: bool) -> None:
+        if resets:
+            for layer in self.layers:
+                layer.state = None
+                layer.calls, layer.items = 0, []
+
+
+class SetsBehind(Model):
+    def behind(self, resets: bool) -> None:
+        if resets:
+            for layer in self.layers:
+                layer.state = None
+                layer.calls = 0
+
+
+class ChangesBehind(Model):
+    def behind(self, resets: bool) -> None:
+        if resets:
+            for layer in self.layers:
+                layer.items.clear()
+                layer.counts["of"]["n"] = 0
+
+
+class ChangesWhatIsOnlyRead(Model):
+    def behind(self, resets: bool) -> None:
+        self.layers[0].table["scale"] *= 0.9
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("devices", "options"),
+    [
+        (2, {}),
+        (2, WAITS),
+        (2, {"micro_batches": 1, "recompute": "always"}),
+        (4, {"micro_batches": 1}),
+        (2, {"stages": 4, "schedule": "interleaved", "micro_batches": 2, **WAITS}),
+    ],
+    ids=str,
+)
+def test_what_the_step_resets_before_the_layers_equals_one_device(devices: int, options: dict[str, Any]) -> None:
+    check(ResetsBefore, devices, **options)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("model", [SetsBehind, ChangesBehind, ChangesWhatIsOnlyRead])
+@pytest.mark.parametrize(
+    ("devices", "options"),
+    [(2, {}), (2, WAITS), (4, WAITS), (2, {"schedule": "dualpipev", "micro_batches": 1, **WAITS})],
+    ids=str,
+)
+def test_what_the_step_changes_behind_the_layers_equals_one_device(
+    model: type[Model], devices: int, options: dict[str, Any]
+) -> None:
+    check(model, devices, **options)
+
+
+class SetsBetween(Model):
+    """Sets something behind the first layer of each stage: the stage itself comes there, too."""
+
+    def step(self, x: Tensor, resets: bool) -> Tensor:
+        for number, layer in enumerate(self.layers):
+            x = layer(x)
+            if number % 2 == 0 and resets:
+                layer.calls, layer.state = 0, None
+        return x.pow(2).mean()
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("options", [WAITS, {"micro_batches": 2, **WAITS}], ids=str)
+def test_what_the_step_sets_between_layers_of_a_stage_equals_one_device(options: dict[str, Any]) -> None:
+    check(SetsBetween, **options)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("devices", "options"),
+    [
+        (2, {"micro_batches": 2}),
+        (2, {"micro_batches": 2, "recompute": "always"}),
+        (1, {"micro_batches": 2, "stages": 2}),
+        (2, {"micro_batches": 2, "stages": 4, "schedule": "interleaved"}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("model", [SetsBehind, ChangesBehind, ChangesWhatIsOnlyRead])
+def test_what_comes_too_late_for_other_micro_batches_is_refused(
+    model: type[Model], devices: int, options: dict[str, Any]
+) -> None:
+    with pytest.raises(Exception, match=r"the step changes `self\.layers\.0\.\w+` behind the layers of its stage"):
+        check(model, devices, **options, **WAITS)
+
+
+class Eager(SetsBehind):
+    """Reads nothing for which the ranks would wait for the end of the first batch."""
+
+    def step(self, x: Tensor, resets: bool) -> Tensor:
+        out = self.layers(x).pow(2).mean()
+        self.behind(resets)
+        return out
+
+
+@pytest.mark.timeout(60)
+def test_what_comes_too_late_for_batches_that_are_ahead_is_refused() -> None:
+    with pytest.raises(Exception, match=r"reads `self\.layers\.0\.\w+` before it calls the layers of other stages"):
+        run_trainers(found, 2, timeout=40, devices=2, model=Eager)
+    check(Eager, **WAITS)
+
+
+class ScalesBefore(Model):
+    def before(self, resets: bool) -> None:
+        self.layers[0].table["scale"] *= 0.9
+
+
+class SetsFromItself(Model):
+    def before(self, resets: bool) -> None:
+        self.layers[0].gain = getattr(self.layers[0], "gain", 1.0) * 0.9
+        self.layers[0].table = {"scale": self.layers[0].gain}
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("model", [Model, ScalesBefore, SetsFromItself])
+@pytest.mark.parametrize(
+    ("devices", "options"),
+    [
+        (2, {"micro_batches": 2}),
+        (2, {"micro_batches": 2, "recompute": "always"}),
+        (1, {"micro_batches": 2, "stages": 2}),
+        (2, {"micro_batches": 4, "stages": 4, "schedule": "interleaved"}),
+        (2, {"micro_batches": 1, "schedule": "dualpipev"}),
+    ],
+    ids=str,
+)
+def test_what_is_kept_is_changed_once_for_each_micro_batch(
+    model: type[Model], devices: int, options: dict[str, Any]
+) -> None:
+    """However often the step runs for it: once for each stage of a rank, and again to compute activations."""
+    check(model, devices, **options)
+
+
+# ------------------------------------------------------------------ what hooks read
+
+
+class ReadsInHooks(Model):
+    """Hooks compute with what layers keep: attributes from which the next steps compute."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.scale = 1.0 + sum(0.01 * layer.calls + 0.1 * sum(layer.items) for layer in self.layers)
+
+    def on_validation_batch_end(self, *_: Any) -> None:
+        self.scale = 1.0 + sum(0.001 * layer.counts["of"]["n"] + 0.1 * sum(layer.items) for layer in self.layers)
+
+    def on_validation_epoch_end(self) -> None:
+        self.count = sum(layer.calls for layer in self.layers)
+
+    def on_train_epoch_end(self) -> None:
+        self.count += sum(layer.counts["of"]["n"] for layer in self.layers)
+
+
+class ReadsAtTheEnd(Model):
+    """Reads between no two batches of an evaluation, so that these follow each other."""
+
+    def on_validation_epoch_end(self) -> None:
+        self.count = sum(layer.calls for layer in self.layers)
+        self.scale = 1.0 + sum(0.1 * sum(layer.items) for layer in self.layers)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("model", [ReadsInHooks, ReadsAtTheEnd])
+@pytest.mark.parametrize(
+    ("devices", "options"),
+    [
+        (2, {}),
+        (4, {}),
+        (2, {"recompute": "always"}),
+        (1, {"stages": 2}),
+        (2, {"stages": 4, "schedule": "interleaved"}),
+        (2, {"schedule": "dualpipev"}),
+    ],
+    ids=str,
+)
+def test_what_hooks_read_equals_one_device(model: type[Model], devices: int, options: dict[str, Any]) -> None:
+    check(model, devices, **options)
+
+
+class ReadsState(Model):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.layers[0].state is not None:
+            self.scale = float(self.layers[0].state.mean())
+
+
+class Large(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[0].items += [0.0] * 20_000
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.scale = float(len(self.layers[0].items))
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("model", [ReadsState, Large])
+def test_what_hooks_read_that_cannot_be_shown_is_refused(model: type[Model]) -> None:
+    with pytest.raises(Exception, match=r"`self\.layers\.0\.(state|items)`, which"):
+        check(model)
+
+
+@pytest.mark.timeout(60)
+def test_of_several_pipes_hooks_read_nothing_that_layers_keep() -> None:
+    with pytest.raises(Exception, match=r"`self\.layers\.0\.\w+`, which .* several pipes"):
+        check(ReadsInHooks, schedule="chimera", micro_batches=4)
+
+
+# ------------------------------------------------------------------ what layers read of each other
+
+
+class Looks(Layer):
+    """Computes with what another layer keeps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.at: list[Layer] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (1 + sum(0.1 * other.calls + 0.1 * sum(other.items) for other in self.at))
+
+
+class Looking(Model):
+    reader, other = 3, 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[self.reader] = Looks()
+        self.layers[self.reader].at.append(self.layers[self.other])
+
+
+class LooksAhead(Looking):
+    reader, other = 0, 3
+
+
+class LooksAheadOnce(LooksAhead):
+    """Trains with one batch alone: the error must come at its end."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.trainer.should_stop = True
+
+
+class LooksAheadInItsStage(Looking):
+    reader, other = 0, 1
+
+
+LINEAR: list[tuple[int, dict[str, Any]]] = [(2, {"micro_batches": 2}), (2, {"micro_batches": 2, "recompute": "always"})]
+FOLDED: list[tuple[int, dict[str, Any]]] = [
+    (1, {"micro_batches": 2, "stages": 2}),
+    (2, {"micro_batches": 4, "stages": 4, "schedule": "interleaved"}),
+    (2, {"micro_batches": 2, "schedule": "dualpipev"}),
+]
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("model", "devices", "options"),
+    [*((Looking, *each) for each in LINEAR + FOLDED), *((LooksAheadInItsStage, *each) for each in LINEAR)],
+    ids=str,
+)
+def test_what_a_layer_reads_of_one_that_ran_before_equals_one_device(
+    model: type[Model], devices: int, options: dict[str, Any]
+) -> None:
+    check(model, devices, **options)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("model", [LooksAhead, LooksAheadOnce])
+@pytest.mark.parametrize(("devices", "options"), LINEAR + FOLDED, ids=str)
+def test_what_a_layer_reads_of_one_that_runs_later_is_refused(
+    model: type[Model], devices: int, options: dict[str, Any]
+) -> None:
+    with pytest.raises(Exception, match=r"'layers\.0' reads `self\.layers\.3\.(calls|items)`"):
+        check(model, devices, **options)
