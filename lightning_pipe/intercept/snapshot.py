@@ -56,7 +56,7 @@ Path = tuple[Any, ...]
 
 
 class Change(NamedTuple):
-    """One difference that a step made.
+    """One difference that a step made. A list or a set that has other elements is the same object, filled again.
 
     ``path`` starts with the name of a module; then come attributes and keys, each with the kind of its owner. ``delta``
     is what a number or tensor grew by, for schedules in which two ranks complete steps of one batch. ``everywhere``
@@ -64,7 +64,7 @@ class Change(NamedTuple):
     changed is kept, with the value as bytes, or hidden if other ranks cannot have it.
     """
 
-    kind: Literal["set", "delete", "append", "keep", "hide"]
+    kind: Literal["set", "delete", "append", "fill", "keep", "hide"]
     path: Path
     value: Any = None
     delta: Any = None
@@ -233,7 +233,7 @@ class _List(_Node):
         now = list(self.owner)
         old = len(self.kept)
         if not same_objects(now[:old], [kept.value for kept in self.kept]):
-            yield Change("set", path, self.owner)
+            yield Change("fill", path, self.owner)
             return
         for index, (_, node) in enumerate(self.kept):
             if node is not None:
@@ -258,7 +258,7 @@ class _Set(_Node):
 
     def changes(self, path: Path, seen: set[int]) -> Iterator[Change]:
         if self.owner != self.kept:
-            yield Change("set", path, self.owner)
+            yield Change("fill", path, self.owner)
 
 
 class _Tensor(_Node):

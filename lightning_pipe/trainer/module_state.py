@@ -194,6 +194,11 @@ def _apply(owner: Any, change: Change, *, add: bool) -> None:
         target.extend(change.value)
     elif change.kind == "delete":
         target.pop(key, None)
+    elif change.kind == "fill" and type(_now(target, key)) is type(change.value):
+        # others may hold it, too
+        filled = target[key]
+        filled.clear()
+        filled.update(change.value) if isinstance(filled, set) else filled.extend(change.value)
     else:
         value = change.value if not add or change.delta is None else _now(target, key, 0) + change.delta
         if isinstance(value, Tensor) and _fits(_now(target, key), value):

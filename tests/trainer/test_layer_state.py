@@ -220,6 +220,24 @@ def test_what_comes_too_late_for_batches_that_are_ahead_is_refused() -> None:
     check(Eager, **WAITS)
 
 
+class ChangesShared(Model):
+    """Changes a list that a layer holds, too, and that no layer changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = [1.0]
+        self.layers[0].own = self.own
+
+    def step(self, x: Tensor, resets: bool) -> Tensor:
+        self.own[0] *= 0.9
+        return self.layers(x * self.layers[0].own[0]).pow(2).mean()
+
+
+@pytest.mark.timeout(60)
+def test_what_the_step_changes_stays_the_same_object_for_layers_that_hold_it() -> None:
+    check(ChangesShared, **WAITS)
+
+
 class ScalesBefore(Model):
     def before(self, resets: bool) -> None:
         self.layers[0].table["scale"] *= 0.9
@@ -322,71 +340,3 @@ def test_what_hooks_read_that_cannot_be_shown_is_refused(model: type[Model]) -> 
 def test_of_several_pipes_hooks_read_nothing_that_layers_keep() -> None:
     with pytest.raises(Exception, match=r"`self\.layers\.0\.\w+`, which .* several pipes"):
         check(ReadsInHooks, schedule="chimera", micro_batches=4)
-
-
-# ------------------------------------------------------------------ what layers read of each other
-
-
-class Looks(Layer):
-    """Computes with what another layer keeps."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.at: list[Layer] = []
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * (1 + sum(0.1 * other.calls + 0.1 * sum(other.items) for other in self.at))
-
-
-class Looking(Model):
-    reader, other = 3, 0
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers[self.reader] = Looks()
-        self.layers[self.reader].at.append(self.layers[self.other])
-
-
-class LooksAhead(Looking):
-    reader, other = 0, 3
-
-
-class LooksAheadOnce(LooksAhead):
-    """Trains with one batch alone: the error must come at its end."""
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        self.trainer.should_stop = True
-
-
-class LooksAheadInItsStage(Looking):
-    reader, other = 0, 1
-
-
-LINEAR: list[tuple[int, dict[str, Any]]] = [(2, {"micro_batches": 2}), (2, {"micro_batches": 2, "recompute": "always"})]
-FOLDED: list[tuple[int, dict[str, Any]]] = [
-    (1, {"micro_batches": 2, "stages": 2}),
-    (2, {"micro_batches": 4, "stages": 4, "schedule": "interleaved"}),
-    (2, {"micro_batches": 2, "schedule": "dualpipev"}),
-]
-
-
-@pytest.mark.timeout(60)
-@pytest.mark.parametrize(
-    ("model", "devices", "options"),
-    [*((Looking, *each) for each in LINEAR + FOLDED), *((LooksAheadInItsStage, *each) for each in LINEAR)],
-    ids=str,
-)
-def test_what_a_layer_reads_of_one_that_ran_before_equals_one_device(
-    model: type[Model], devices: int, options: dict[str, Any]
-) -> None:
-    check(model, devices, **options)
-
-
-@pytest.mark.timeout(60)
-@pytest.mark.parametrize("model", [LooksAhead, LooksAheadOnce])
-@pytest.mark.parametrize(("devices", "options"), LINEAR + FOLDED, ids=str)
-def test_what_a_layer_reads_of_one_that_runs_later_is_refused(
-    model: type[Model], devices: int, options: dict[str, Any]
-) -> None:
-    with pytest.raises(Exception, match=r"'layers\.0' reads `self\.layers\.3\.(calls|items)`"):
-        check(model, devices, **options)
