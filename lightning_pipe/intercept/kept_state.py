@@ -239,7 +239,13 @@ def is_own(kind: type) -> bool:
     """
     if str(kind.__module__).partition(".")[0] in ("torch", "lightning_pipe"):
         return False
-    return all(str(base.__module__).partition(".")[0] != "torchmetrics" for base in kind.__mro__)
+    return not is_metric(kind)
+
+
+@cache
+def is_metric(kind: type) -> bool:
+    """Whether a class of modules is a metric of torchmetrics."""
+    return any(str(base.__module__).partition(".")[0] == "torchmetrics" for base in kind.__mro__)
 
 
 class _Pickler(pickle.Pickler):

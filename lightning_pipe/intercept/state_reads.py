@@ -23,7 +23,7 @@ from torch import nn
 from lightning_pipe.errors import CutError
 from lightning_pipe.intercept.call_record import CallRecord
 from lightning_pipe.intercept.effects import AttributeSearch, Effect
-from lightning_pipe.intercept.kept_state import KeptState, is_data, is_state
+from lightning_pipe.intercept.kept_state import KeptState, is_data, is_metric, is_state
 from lightning_pipe.patches import replaced
 
 _HINT = (
@@ -159,8 +159,9 @@ class StateReads:
 
     def _watch(self, part: nn.Module, name: str) -> None:
         """See from now on who reads an attribute."""
-        kind = type(part)
-        if self._watching is not None and (kind, name) not in self._watched:
+        kind: Any = type(part)
+        # a metric reads its states whenever modules are listed, and they are brought to all ranks in another way
+        if self._watching is not None and (kind, name) not in self._watched and not is_metric(kind):
             self._watched.add((kind, name))
             self._watching.enter_context(replaced(kind, name, _Watched(kind, name, self._reading), gated=False))
 

@@ -102,6 +102,10 @@ class LayerAttributes:
         self._complete: dict[Key, _Set] = {}
         # of what is noted, that which has been set behind the stage of its module
         self._behind: set[Key] = set()
+        # what complete runs on other ranks have set there
+        self._set_behind: set[Key] = set()
+        # where runs ahead of the others have set something: what complete runs have left there
+        self._agreed: Former = {}
         # what calls have changed: in this run, and in complete ones, with the values
         self._called: set[Key] = set()
         self._kept: Former = {}
@@ -173,10 +177,12 @@ class LayerAttributes:
                 self._put_back(noted)
 
     def _put_back(self, former: Former) -> None:
-        """What runs here has been set in its turn, and stays: later runs go on with it."""
-        for (module, name), value in former.items():
+        """Later runs go on with what has been set in a module that runs here, unless the step sets it once more."""
+        for key, value in former.items():
+            module, name = key
             holder = _holder(self.modules[module], name)
-            if self._runs.has_run(self.modules[module], now=True):
+            if key not in self._set_behind and self._runs.has_run(self.modules[module], now=True):
+                self._agreed.setdefault(key, value)
                 continue
             if value is _MISSING:
                 holder.pop(name, None)
@@ -237,13 +243,19 @@ class LayerAttributes:
                 if self._runs.changed_elsewhere(self.modules[module], name):
                     vars(self.modules[module])[name] = pickle.loads(change.value)
             elif change.everywhere or not self._runs.has_run(self.modules[module]):
+                if change.everywhere:
+                    self._set_behind.add((module, name))
                 self._set(module, name, change.value)
+            elif (module, name) in self._agreed:
+                self._agreed[module, name] = change.value
         return others
 
     def _set(self, module: str, name: str, value: Any) -> None:
         held = _holder(self.modules[module], name)
+        before = self._agreed.pop((module, name), held.get(name, _MISSING))
         if not _is_same(held.get(name, _MISSING), value):
             held[name] = value
+        if not _is_same(before, value):
             self.changes_adopted += 1
             self._last_change[_written(module, name)] = self.changes_adopted
 

@@ -48,6 +48,19 @@ class OwnSources:
         """Watch one run of a step from now on."""
         return SourcesOfRun(self._tracked, self.taken)
 
+    def note(self, drawn: Mapping[str, Any], taken: dict[str, Any], *, evaluating: bool) -> None:
+        """Note what a run has taken something from.
+
+        Args:
+            drawn: as `SourcesOfRun.end` returns it.
+            taken: that of the runs for one batch, to be brought up to date.
+            evaluating: whether it is an evaluation.
+        """
+        taken.update(drawn)
+        self.taken.update(drawn)
+        if evaluating:
+            self.evaluated.update(drawn)
+
     def check_may_run_again(self) -> None:
         """The batch of an evaluation has to run again.
 

@@ -163,7 +163,7 @@ class UserStep:
             finally:
                 drawn = sources.end()
                 if not again:
-                    self._note_taken(drawn, taken)
+                    self.sources.note(drawn, taken, evaluating=self._may_repeat)
                 self._note_kept(kept)
                 if not complete:
                     if not again:
@@ -184,14 +184,7 @@ class UserStep:
         try:
             yield
         finally:
-            self._note_taken(sources.end(), taken)
-
-    def _note_taken(self, drawn: Mapping[str, Any], taken: dict[str, Any]) -> None:
-        """Note what a run has taken from the module's own sources."""
-        taken.update(drawn)
-        self.sources.taken.update(drawn)
-        if self._may_repeat:
-            self.sources.evaluated.update(drawn)
+            self.sources.note(sources.end(), taken, evaluating=self._may_repeat)
 
     def _note_kept(self, before: Snapshot) -> None:
         """Note that what the step keeps as attributes is read: a layer may take it from there."""

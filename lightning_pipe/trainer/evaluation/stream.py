@@ -240,7 +240,8 @@ class EvaluationStream:
                 self._steps.run_stage(run, action.stage, perform)
             fetched.own |= self._of_layers.latest
             state = self._reads.state(names)
-            self._has_read |= state is not None
+            # the end of the first batch shows what the step sets behind its layers, too
+            self._has_read |= state is not None or bool(self._of_layers.latest)
             fetched.states += [] if state is None else [state]
             fetched.early |= fetched.number > self._batches.given
         if action.stage == self._stages[-1]:
