@@ -52,8 +52,8 @@ class StreamedEvaluation:
         self._ranks = [pipeline.placement[0, stage] for stage in range(len(pipeline.balance))]
         self._later = pipeline.executor.later
         self.order = EvaluationOrder(self._ranks, alone=alone)
-        # a batch begins when the one so many batches before it has ended
-        self.lag = len(self._ranks) + 2
+        # what a batch sends is there when the one so many batches later begins
+        self.lag = len(self._ranks) + 1 + self.order.ahead
         self._actions: deque[tuple[int, Action]] = deque()
         self._batches: dict[int, Batch] = {}
         self._ended = 0

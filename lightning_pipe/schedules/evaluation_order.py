@@ -29,13 +29,16 @@ class EvaluationOrder:
     A pass needs the pass of the stage before it, which is in an earlier slot. So ranks that run their passes in this
     order never wait for each other in a circle, wherever in it each of them is.
 
-    A batch begins when the batch as many before it as there are stages has ended.
+    A batch begins when the batch as many before it as there are stages has ended. Where each rank has one stage, a rank
+    may run some slots more before it knows what the end of a batch has brought: ranks whose batches take a little
+    longer on some than on others would otherwise wait for each other in every slot.
 
     Args:
         ranks: the rank of each stage.
         alone: let no batch begin before the first one has ended, and one more slot is over.
 
     Attributes:
+        ahead: how many slots behind the end of a batch are known when the loop comes to the batch.
         slots: the slots so far that nobody has taken, each with its number.
 
     Example:
@@ -51,6 +54,7 @@ class EvaluationOrder:
         self._done = [0] * len(ranks)  # batches, by stage
         self._ends: deque[int] = deque()  # the slots of ends that nobody has asked for
         self._number, self._closed = 0, False
+        self.ahead = max(1, len(ranks) // 2) if len(self._stages) == len(ranks) and not alone else 1
         self._opens = math.inf if alone else 0  # the slot from which on further batches may begin
         self.slots: deque[tuple[int, list[Pass]]] = deque()
 
@@ -60,11 +64,11 @@ class EvaluationOrder:
         return self._done[0]
 
     def to_end(self) -> int:
-        """Go on to one slot behind the end of the next batch, the first one at first. Returns the slot of that end."""
+        """Go on to `ahead` slots behind the end of the next batch, the first one at first; returns the slot of that."""
         while not self._ends:
             self._go_on()
         end = self._ends.popleft()
-        while self._number < end + 2:
+        while self._number <= end + self.ahead:
             self._go_on()
         return end
 

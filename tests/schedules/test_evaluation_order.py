@@ -50,14 +50,17 @@ def ran(order: EvaluationOrder, batches: int) -> tuple[dict[tuple[int, int], int
 @pytest.mark.parametrize("alone", [False, True])
 def test_every_pass_follows_the_pass_of_the_stage_before(ranks: tuple[int, ...], alone: bool) -> None:
     stages = len(ranks)
-    slots, ends, begun = ran(EvaluationOrder(ranks, alone=alone), BATCHES)
+    order = EvaluationOrder(ranks, alone=alone)
+    slots, ends, begun = ran(order, BATCHES)
     starts = [slot for (stage, _), slot in slots.items() if stage == 0]
     for batch in range(BATCHES):
         path = [slots[stage, batch] for stage in range(stages)]
         assert all(early < late for early, late in pairwise(path))
         assert path[-1] == ends[batch]
         # all ranks have computed as many slots when the loop comes to a batch
-        assert begun[batch] == (sum(slot <= ends[batch] + 1 for slot in starts), ends[batch] + 1)
+        known = ends[batch] + order.ahead
+        assert begun[batch] == (sum(slot <= known for slot in starts), known)
+        assert begun[batch][0] - batch <= stages + order.ahead
     for stage in range(stages):  # each stage runs the batches in their order
         of_stage = [slots[stage, batch] for batch in range(BATCHES)]
         assert all(early < late for early, late in pairwise(of_stage))
@@ -78,6 +81,12 @@ def test_where_each_rank_has_one_stage_batches_follow_each_other_at_once() -> No
     slots, ends, _ = ran(EvaluationOrder([0, 1, 2, 3]), 3)
     assert slots[0, 2] == 2
     assert ends == [3, 4, 5]
+
+
+@pytest.mark.parametrize(("ranks", "ahead"), [([0, 1], 1), ([0, 1, 2, 3], 2), ([*range(8)], 4), ([0, 1, 1, 0], 1)])
+def test_ranks_with_one_stage_may_run_some_slots_more(ranks: list[int], ahead: int) -> None:
+    assert EvaluationOrder(ranks).ahead == ahead
+    assert EvaluationOrder(ranks, alone=True).ahead == 1
 
 
 def test_a_closed_order_ends_what_has_begun() -> None:

@@ -11,8 +11,8 @@ batches that they run, and between bars what the loops are at::
 
 The rank with the last stage, which also loads the batches, sends them, and a report of every batch, without waiting for
 the others. Before it evaluates a batch in its loop, it runs what the order has before the end of the batch. The other
-ranks go on to one slot behind that end, and then wait for the report: whatever they wait for before is sent by a rank
-that has got as far in the order without that report.
+ranks go on to a few slots behind that end (`EvaluationOrder.ahead`), and then wait for the report: whatever they wait
+for before is sent by a rank that has got as far in the order without that report.
 
 A run of the step may read attributes that an earlier batch changes. Where every rank holds one stage, each rank decides
 by itself how far it is ahead: the messages of all batches keep their order. A rank whose run reads attributes waits for
@@ -155,7 +155,7 @@ class EvaluationStream:
             if self._completes:
                 # batches are loaded for the rank that is furthest ahead
                 self._batches.up_to(self._engine.order.begun - 1)
-            self._run_to(self._slot - 1 if self._completes else self._slot + 1)
+            self._run_to(self._slot - 1 if self._completes else self._slot + self._engine.order.ahead)
         current = self._batches.give()
         return (self._batches.moved(current), *current.item[1:])
 
