@@ -27,31 +27,25 @@ class _Sleep(torch.autograd.Function):
     """The identity, at leisure."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, share: float) -> Tensor:
-        ctx.share = share
-        sleep(FORWARD * share)
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        sleep(FORWARD)
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        sleep(BACKWARD * ctx.share)
-        return gradients[0], None
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        sleep(BACKWARD)
+        return gradients[0]
 
 
 class SleepingLayer(nn.Module):
-    """A layer whose compute needs no core, so that four ranks fit on two.
+    """A layer whose compute needs no core, so that four ranks fit on two."""
 
-    Args:
-        share: of `FORWARD` and `BACKWARD` that it sleeps.
-    """
-
-    def __init__(self, share: float = 1.0) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.share = share
         self.scale = nn.Parameter(torch.ones(1))
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = _Sleep.apply(x * self.scale, self.share)
+        out: Tensor = _Sleep.apply(x * self.scale)
         return out
 
 

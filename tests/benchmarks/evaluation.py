@@ -23,8 +23,6 @@ TOLERANCE = 0.10
 STEPS = ("validate", "test", "predict")
 WIDTH, SAMPLES, PRODUCTS = 1024, 512, 8
 """Of the layers that multiply: their width, the samples of a batch, and how many there are."""
-LONG = 2.5
-"""By this factor layers sleep longer where four or eight ranks share two cores: what each computes weighs less then."""
 SEVERAL_STAGES = ("interleaved", "dualpipev")
 """Schedules with two stages on each rank: in a loop, and in a V."""
 
@@ -32,10 +30,10 @@ SEVERAL_STAGES = ("interleaved", "dualpipev")
 class Lit(L.LightningModule):
     """Layers whose compute needs no core, or matrix products."""
 
-    def __init__(self, sleeping: int, share: float) -> None:
+    def __init__(self, sleeping: int) -> None:
         super().__init__()
         products = (nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()) for _ in range(PRODUCTS))
-        self.layers = nn.Sequential(*((SleepingLayer(share) for _ in range(sleeping)) if sleeping else products))
+        self.layers = nn.Sequential(*((SleepingLayer() for _ in range(sleeping)) if sleeping else products))
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         return self.layers(batch).square().mean()
@@ -72,12 +70,12 @@ class Stopwatch(L.Callback):
 def run(quick: bool) -> list[Finding]:
     """The share of one device's time that a pipeline takes."""
     findings = []
-    for ranks, share in ((2, 1.0), (4, 1.0)) if quick else ((2, 1.0), (4, 1.0), (8, 1.0), (4, LONG), (8, LONG)):
-        findings += sleeping(ranks, share, 1 if quick else 5)
+    for ranks in (2, 4) if quick else (2, 4, 8):
+        findings += sleeping(ranks, 1 if quick else 5)
     return [*findings, *several_stages(), *products(3 if quick else 7)]
 
 
-def sleeping(ranks: int, share: float, rounds: int) -> list[Finding]:
+def sleeping(ranks: int, rounds: int) -> list[Finding]:
     """One sleeping layer on each rank; and how long plain Trainers take side by side, which send each other nothing.
 
     Each of these runs as many batches as a pipeline has slots, with one layer. So it takes what a pipeline would take
@@ -85,21 +83,20 @@ def sleeping(ranks: int, share: float, rounds: int) -> list[Finding]:
 
     Args:
         ranks: of the pipeline, and the number of the Trainers.
-        share: of `FORWARD` that a layer sleeps.
         rounds: in each of which the pipeline and the Trainers have new processes.
     """
     slots = BATCHES + ranks - 1
-    alone = {name: seconds[-1] for name, seconds in measure(0, ranks, None, share=share).items()}
+    alone = {name: seconds[-1] for name, seconds in measure(0, ranks, None).items()}
     several: dict[str, list[Sequence[float]]] = {name: [] for name in STEPS}
     beside: dict[str, list[float]] = {name: [] for name in STEPS}
     for _ in range(rounds):  # in turns
-        found = processes.run_trainers(measure, ranks, timeout=180, sleeping=ranks, devices=ranks, share=share, times=2)
-        plain = {"sleeping": 1, "devices": None, "share": share, "batches": slots, "times": 2}
+        found = processes.run_trainers(measure, ranks, timeout=180, sleeping=ranks, devices=ranks, times=2)
+        plain = {"sleeping": 1, "devices": None, "batches": slots, "times": 2}
         trainers = processes.run_trainers(measure, ranks, timeout=180, **plain)
         for name in STEPS:
             several[name].append([seconds / alone[name] for seconds in found[0][name]])
             beside[name].append(max(each[name][-1] for each in trainers) / alone[name])
-    expected, milliseconds = slots / (BATCHES * ranks), f"{share * FORWARD * 1e3:.0f} ms"
+    expected, milliseconds = slots / (BATCHES * ranks), f"{FORWARD * 1e3:.0f} ms"
     findings = []
     for name in STEPS:
         first, again = zip(*several[name], strict=True)
@@ -171,7 +168,6 @@ def measure(
     sleeping: int,
     devices: int | None,
     schedule: str = "1f1b",
-    share: float = 1.0,
     batches: int = BATCHES,
     times: int = 1,
 ) -> dict[str, list[float]]:
@@ -185,7 +181,6 @@ def measure(
         sleeping: layers that sleep; 0: layers that multiply.
         devices: of the pipeline; ``None``: one plain device.
         schedule: of the pipeline.
-        share: of `FORWARD` that a layer sleeps.
         batches: how many, where layers sleep.
         times: how often each is repeated.
     """
@@ -206,7 +201,7 @@ def measure(
         enable_model_summary=False,
     )
     samples, width, batches = (4, 4, batches) if sleeping else (SAMPLES, WIDTH, OF_PRODUCTS)
-    module, data = Lit(sleeping, share), DataLoader(torch.ones(samples * batches, width), batch_size=samples)
+    module, data = Lit(sleeping), DataLoader(torch.ones(samples * batches, width), batch_size=samples)
     torch.set_num_threads(1)
     seconds: dict[str, list[float]] = {name: [] for name in (STEPS if sleeping else ("fit", *STEPS))}
     for name, found in list(seconds.items()) * times:
