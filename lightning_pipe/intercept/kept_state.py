@@ -9,8 +9,9 @@ from __future__ import annotations
 import io
 import pickle
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from functools import cache, partial
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -142,6 +143,42 @@ def _altered(before: Any, now: Any, seen: set[int]) -> Iterator[Any]:
         yield now
     for one, other in zip(items, others, strict=False):
         yield from _altered(other, one, seen)
+
+
+def filled(value: Any, new: Any) -> bool:
+    """Let a list, a dictionary, a set or an object hold what another one holds, as others may refer to it.
+
+    What is in it and can hold something itself stays in its place, too.
+
+    Returns:
+        Whether it could be done.
+    """
+    if value is new or type(value) is not type(new) or isinstance(value, (*_PLAIN, Tensor, nn.Module)):
+        return False
+    if isinstance(value, (list, deque)):
+        now = [old if filled(old, item) else item for old, item in zip_longest(value, new)][: len(new)]
+        value.clear()
+        value.extend(now)
+    elif isinstance(value, set):
+        value.clear()
+        value.update(new)
+    elif isinstance(value, dict) or has_content(value):
+        _fill_mapping(value if isinstance(value, dict) else _attributes_of(value), new)
+    else:
+        return False
+    return True
+
+
+def _fill_mapping(mapping: MutableMapping[Any, Any], new: Any) -> None:
+    items = new if isinstance(new, dict) else content_of(new)
+    now = {key: mapping[key] if key in mapping and filled(mapping[key], item) else item for key, item in items.items()}
+    for key in [*mapping]:
+        del mapping[key]
+    mapping.update(now)
+
+
+def _attributes_of(value: Any) -> MutableMapping[str, Any]:
+    return vars(value) if hasattr(value, "__dict__") else SlotItems(value)
 
 
 def has_content(value: Any) -> bool:

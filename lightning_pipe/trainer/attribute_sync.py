@@ -34,7 +34,8 @@ class AttributeSync:
         interceptor = pipeline.executor.stages.interceptor
         apart = {id(part) for part in interceptor.computing()}
         parts = {name: part for name, part in module.named_modules() if id(part) in apart}
-        self.of_layers = LayerAttributes(parts, interceptor, module.modules())
+        others = {name: part for name, part in module.named_modules() if id(part) not in apart}
+        self.of_layers = LayerAttributes(parts, interceptor, others)
         interceptor.cache.writes = self.of_layers
         self.hooks = StepHooks(module, lambda: interceptor.in_module)
         self._warn = WarnOnce()
@@ -94,4 +95,6 @@ class AttributeSync:
             before.undo()
         if before is None or several:
             for each in changes:
-                self.tracked.apply(self.of_layers.adopt(each), add=several)
+                self.tracked.apply(self.of_layers.others(each), add=several)
+                # behind that: a layer may hold a list that the LightningModule holds, which is longer by now
+                self.of_layers.adopt(each)

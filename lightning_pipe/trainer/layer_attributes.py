@@ -18,7 +18,7 @@ from __future__ import annotations
 import copy
 import pickle
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
 from typing import Any, NamedTuple, Protocol
@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_pipe.errors import CutError
-from lightning_pipe.intercept.kept_state import shown
+from lightning_pipe.intercept.kept_state import filled, shown
 from lightning_pipe.intercept.snapshot import Change, is_compared
 from lightning_pipe.patches import replaced
 
@@ -85,17 +85,21 @@ class LayerAttributes:
     Args:
         modules: all parts of them, by name.
         runs: knows the run of the step that is under way.
-        others: the other modules of the user's module.
+        others: the other modules of the user's module, by name: of these the mode counts (``training``).
 
     Attributes:
+        modules: all of them, by name.
         changes_adopted: how often another rank has changed an attribute on this one so far.
         latest: those that the last run of the step has set here.
     """
 
-    def __init__(self, modules: Mapping[str, nn.Module], runs: Runs, others: Iterable[nn.Module] = ()) -> None:
-        self.modules = {name: module for name, module in modules.items() if not isinstance(module, Metric)}
-        self._names = {id(module): name for name, module in self.modules.items()}
-        self._all = {*self._names, *(id(module) for module in others if not isinstance(module, Metric))}
+    def __init__(
+        self, modules: Mapping[str, nn.Module], runs: Runs, others: Mapping[str, nn.Module] | None = None
+    ) -> None:
+        both = {**modules, **(others or {})}
+        self.modules = {name: module for name, module in both.items() if not isinstance(module, Metric)}
+        self._all = {id(module): name for name, module in self.modules.items()}
+        self._names = {key: name for key, name in self._all.items() if name in modules}
         self._runs = runs
         self._noted: Former | None = None
         self._followed = False
@@ -121,7 +125,7 @@ class LayerAttributes:
             if self._noted is not None and id(module) in self._all and _counts(name, value):
                 if self._runs.in_module:
                     self._runs.setting(module, name, value)
-                elif id(module) in self._names:
+                elif id(module) in self._names or name == "training":
                     self._note(module, name, value, self._noted)
             setting(module, name, value)
 
@@ -129,15 +133,18 @@ class LayerAttributes:
 
     def _note(self, module: nn.Module, name: str, value: Any, noted: Former) -> None:
         """The step is about to set an attribute."""
-        key = (self._names[id(module)], name)
+        key = (self._all[id(module)], name)
         former = _holder(module, name).get(name, _MISSING)
-        if self._followed and not _is_same(former, value) and self._runs.is_behind(module, name):
+        changed = self._followed and not _is_same(former, value)
+        # what each run sets before the layers, too, is alike for all micro-batches unless calls change it
+        if changed and self._runs.is_behind(module, name if key in noted else None):
             raise _too_late(*key)
         if key not in noted:
             if self._in_a_call():
                 return
             noted[key] = former
-            self._runs.note_set(module, name)
+            if id(module) in self._names:
+                self._runs.note_set(module, name)
         (self._behind.add if self._runs.is_behind(module) else self._behind.discard)(key)
 
     def _in_a_call(self) -> bool:
@@ -230,14 +237,20 @@ class LayerAttributes:
         self.adopt(found)  # a rank with several stages has put back what its last one has set
         return found
 
-    def adopt(self, changes: Sequence[Change]) -> list[Change]:
-        """Have what another rank's complete runs have set, and what calls have changed. Returns the other changes."""
-        others = []
-        for change in changes:
-            module, (_, name), *inner = change.path
-            if inner or module not in self.modules:
-                others.append(change)
-            elif change.kind == "hide":
+    def others(self, changes: Sequence[Change]) -> list[Change]:
+        """The changes that concern other modules, or what is in their attributes."""
+        return [change for change in changes if not self._concerns(change)]
+
+    def _concerns(self, change: Change) -> bool:
+        name, (_, attribute), *inner = change.path
+        part = self.modules.get(name)
+        return part is not None and not inner and (id(part) in self._names or attribute == "training")
+
+    def adopt(self, changes: Sequence[Change]) -> None:
+        """Have what another rank's complete runs have set, and what calls have changed."""
+        for change in filter(self._concerns, changes):
+            module, (_, name) = change.path
+            if change.kind == "hide":
                 self._runs.hide(self.modules[module], name)
             elif change.kind == "keep":
                 if self._runs.changed_elsewhere(self.modules[module], name):
@@ -248,12 +261,11 @@ class LayerAttributes:
                 self._set(module, name, change.value)
             elif (module, name) in self._agreed:
                 self._agreed[module, name] = change.value
-        return others
 
     def _set(self, module: str, name: str, value: Any) -> None:
         held = _holder(self.modules[module], name)
         before = self._agreed.pop((module, name), held.get(name, _MISSING))
-        if not _is_same(held.get(name, _MISSING), value):
+        if not _is_same(held.get(name, _MISSING), value) and not filled(held.get(name), value):
             held[name] = value
         if not _is_same(before, value):
             self.changes_adopted += 1
@@ -289,4 +301,4 @@ def _too_late(module: str, name: str) -> CutError:
 
 
 def _written(module: str, name: str) -> str:
-    return f"self.{module}.{name}"
+    return ".".join(filter(None, ("self", module, name)))

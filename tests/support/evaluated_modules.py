@@ -186,6 +186,16 @@ class Samples(Evaluated):
         return loss
 
 
+class Modes(Evaluated):
+    """The step puts the LightningModule itself into training mode, and back."""
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
+        self.train()
+        loss = super().validation_step(batch, batch_idx)
+        self.eval()
+        return loss
+
+
 class Scaled(nn.Linear):
     """A layer with a number that others set."""
 

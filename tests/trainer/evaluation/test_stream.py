@@ -30,6 +30,7 @@ from tests.support.evaluated_modules import (
     Large,
     Late,
     Looks,
+    Modes,
     Moved,
     Rows,
     Samples,
@@ -64,10 +65,11 @@ CASES: dict[str, tuple[Callable[[], Evaluated], Callable[[], Any], dict[str, Any
     "looks": (Looks, loader, {}),
     "watched": (Watched, lambda: [loader(), loader(rows=9)], {}),
     "samples": (Samples, loader, {}),
+    "modes": (Modes, loader, {}),
     "in_object": (CountsInObject, loader, {}),
     "off": (Evaluated, loader, {}),
 }
-AHEAD = {"plain", "kept", "two_loaders", "side_by_side", "no_length", "limited", "samples"}
+AHEAD = {"plain", "kept", "two_loaders", "side_by_side", "no_length", "limited", "samples", "modes"}
 """The cases that stream; all others run batch by batch."""
 
 
@@ -219,7 +221,7 @@ REASONS = {
     "watched": "the metric 'model.0.rows' is part of a module",
     "in_object": "reads `self.s",
 }
-OFTEN = ["plain", "kept", "looks", "counted", "hooked", "samples", "in_object", "fetches"]
+OFTEN = ["plain", "kept", "looks", "counted", "hooked", "samples", "modes", "in_object", "fetches"]
 
 
 def test_two_ranks_equal_one_device() -> None:

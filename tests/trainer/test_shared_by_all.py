@@ -1,0 +1,78 @@
+"""What the step changes behind the layers and all layers hold is the same on all ranks, or an error."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_pipe.errors import CutError
+from tests.support import processes
+from tests.trainer.test_layer_state import WIDTH, Model, check, found
+
+
+class Scale:
+    """A configuration."""
+
+    def __init__(self) -> None:
+        self.value, self.seen = 1.0, [1.0]
+
+
+class Scaled(nn.Module):
+    """A layer that reads, and keeps nothing of its calls."""
+
+    def __init__(self, config: Scale, seen: list[float]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.config, self.seen, self.factor = config, seen, 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x)) * self.config.value * self.seen[-1] * self.config.seen[-1] * self.factor
+
+
+class Shares(Model):
+    """All layers and the LightningModule hold one object, and one list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config, self.seen = Scale(), [1.0]
+        self.layers = nn.Sequential(*(Scaled(self.config, self.seen) for _ in range(4)))
+
+    def behind(self, resets: bool) -> None:
+        self.config.value *= 0.9
+        self.config.seen.append(0.8)
+        self.seen.append(self.seen[-1] * 0.7)
+
+
+class Changes(Shares):
+    """The step changes what a layer reads."""
+
+    def behind(self, resets: bool) -> None:
+        self.layers[0].factor *= 0.5
+
+
+class Alternates(Shares):
+    """Before the layers the step sets again what it sets behind them."""
+
+    def before(self, resets: bool) -> None:
+        self.layers[0].factor = 0.5
+
+    def behind(self, resets: bool) -> None:
+        self.layers[0].factor = 1.0
+
+
+@pytest.mark.parametrize("devices", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_an_object_that_all_layers_hold_stays_one_object(devices: int) -> None:
+    check(Shares, devices, stream_evaluation=False)
+
+
+def test_an_attribute_that_other_micro_batches_have_read_raises() -> None:
+    with pytest.raises(CutError, match=r"`self\.layers\.0\.factor` behind the layers of its stage"):
+        processes.run_trainers(found, 2, timeout=40, devices=2, model=Changes, micro_batches=2)
+
+
+def test_what_each_micro_batch_sets_first_equals_one_device() -> None:
+    options: dict[str, Any] = {"micro_batches": 2}
+    check(Alternates, **options)
