@@ -71,7 +71,7 @@ def run(quick: bool) -> list[Finding]:
     """The share of one device's time that a pipeline takes."""
     findings = []
     for ranks in (2, 4) if quick else (2, 4, 8):
-        findings += sleeping(ranks, 1 if quick else 5)
+        findings += sleeping(ranks, 1 if quick else 3)
     return [*findings, *several_stages(), *products(3 if quick else 7)]
 
 
