@@ -76,7 +76,7 @@ class Sharing:
             for held, value in vars(part).items():
                 found = next(_held(value, wanted), None) if is_data(held) else None
                 if found is not None:
-                    here, there = _written(name, path, attribute), _written(other, held)
+                    here, there = written(name, path, attribute), written(other, held)
                     raise CutError(
                         f"'{name}' changes a {type(found).__qualname__} in its forward pass that `{here}` and "
                         f"`{there}` share: stages would see different ones.",
@@ -126,14 +126,15 @@ def changed_elsewhere(name: str, other: str, attribute: str) -> CutError:
         attribute: of that.
     """
     return CutError(
-        f"'{name}' changes `{_written(other, attribute)}` in its forward pass, which belongs to another module: other "
+        f"'{name}' changes `{written(other, attribute)}` in its forward pass, which belongs to another module: other "
         "stages would not see it.",
         hint="Let the forward pass return it or keep it in its own module, and let the step do the rest behind the "
         "layers.",
     )
 
 
-def _written(*path: str) -> str:
+def written(*path: str) -> str:
+    """An attribute as code writes it, by the names that lead to it; the LightningModule's own is empty."""
     return ".".join(filter(None, ("self", *path)))
 
 

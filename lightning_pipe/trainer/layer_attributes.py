@@ -28,6 +28,7 @@ from torchmetrics import Metric
 
 from lightning_pipe.errors import CutError
 from lightning_pipe.intercept.kept_state import filled, shown
+from lightning_pipe.intercept.shared_state import written
 from lightning_pipe.intercept.snapshot import Change, is_compared
 from lightning_pipe.patches import replaced
 
@@ -173,7 +174,7 @@ class LayerAttributes:
             yield
         finally:
             self._noted = None
-            self.latest = {_written(*key) for key in noted}
+            self.latest = {written(*key) for key in noted}
             if complete():
                 self._kept.update((key, vars(self.modules[key[0]]).get(key[1])) for key in self._called)
                 for key, former in noted.items():
@@ -269,7 +270,7 @@ class LayerAttributes:
             held[name] = value
         if not _is_same(before, value):
             self.changes_adopted += 1
-            self._last_change[_written(module, name)] = self.changes_adopted
+            self._last_change[written(module, name)] = self.changes_adopted
 
     def adopted_since(self, changes: int) -> list[str]:
         """The attributes, as code writes them, that other ranks have changed here after so many such changes."""
@@ -293,12 +294,8 @@ def _is_same(one: Any, other: Any) -> bool:
 
 def _too_late(module: str, name: str) -> CutError:
     return CutError(
-        f"the step changes `{_written(module, name)}` behind the layers of its stage, which has run other "
+        f"the step changes `{written(module, name)}` behind the layers of its stage, which has run other "
         "micro-batches by then: they would see an old value.",
         hint="Change it before the layers are called, in the module's forward, or in on_train_batch_end; or use "
         "micro_batches=1.",
     )
-
-
-def _written(module: str, name: str) -> str:
-    return ".".join(filter(None, ("self", module, name)))
