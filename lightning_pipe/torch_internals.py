@@ -51,6 +51,10 @@ NAMES = {
         "_storage_Use_Count": "how many tensors share a memory",
     },
     "torch._C._autograd": {"_get_sequence_nr": "which nodes of the graph a layer has made"},
+    "torch._C._dynamo.eval_frame": dict.fromkeys(
+        ["_FrameAction", "_FrameExecStrategy", "set_code_exec_strategy"],
+        "a function that stands for the look-up of attributes is not compiled: its own look-ups would lead back to it",
+    ),
     "torch._C._functorch": {"is_functorch_wrapped_tensor": "such a tensor has no memory to ask for"},
     "torch.overrides": {"_get_current_function_mode": "whether the tracker is on top of the stack"},
     "torch.ops.aten": {"_to_copy": "what needs values when it is on another device"},
@@ -122,6 +126,7 @@ from torch._C import (
     _current_graph_task_id,
     _storage_Use_Count,
 )
+from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.modules.batchnorm import _NormBase as NormBase
 from torch.nn.modules.dropout import _DropoutNd as DropoutNd
@@ -154,6 +159,14 @@ def is_compiled(module: torch.nn.Module) -> bool:
     return vars(module).get("_compiled_call_impl") is not None
 
 
+def never_compile(function: Callable[..., Any]) -> None:
+    """Let ``torch.compile`` leave calls of a function, and what it calls, as they are.
+
+    Code that calls it is compiled with what it does all the same.
+    """
+    set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
+
+
 def in_backward() -> bool:
     """Whether a backward pass is under way on this thread."""
     return _current_graph_task_id() != -1
@@ -176,6 +189,7 @@ __all__ = [
     "is_compiled",
     "is_functorch_tensor",
     "keystr",
+    "never_compile",
     "pop_function_mode",
     "push_function_mode",
     "storage_uses",

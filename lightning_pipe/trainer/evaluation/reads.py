@@ -7,7 +7,7 @@ last stage. Its run is right all the same unless it reads what they have changed
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -15,7 +15,8 @@ import lightning.pytorch as pl
 from torch import nn
 
 from lightning_pipe.intercept.snapshot import Change, Snapshot, is_compared
-from lightning_pipe.patches import replaced
+from lightning_pipe.intercept.state_reads import Watched
+from lightning_pipe.patches import reads_told, replaced
 
 _BUFFERS = "_buffers"
 _LOGGED = ("callback_metrics", "logged_metrics", "progress_bar_metrics")
@@ -68,11 +69,10 @@ class AttributeReads:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Around an evaluation: on the classes, because Python looks for ``__getattribute__`` nowhere else."""
+        """Around an evaluation."""
         with ExitStack() as changed:
             for kind in {type(module) for module in self._modules.values()}:
-                lookup = self._noting(kind.__getattribute__)
-                changed.enter_context(replaced(kind, "__getattribute__", lookup, gated=False))
+                changed.enter_context(reads_told(kind, self._note))
             for name in _LOGGED:
                 changed.enter_context(replaced(pl.Trainer, name, self._noting_logged(name), gated=False))
             yield
@@ -87,13 +87,9 @@ class AttributeReads:
 
         return property(read)
 
-    def _noting(self, original: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
-        def lookup(module: Any, name: str) -> Any:
-            if self._noted is not None:
-                self._noted.add((id(module), name))
-            return original(module, name)
-
-        return lookup
+    def _note(self, module: nn.Module, name: str) -> None:
+        if self._noted is not None:
+            self._noted.add((id(module), name))
 
     @contextmanager
     def noting(self) -> Iterator[Names]:
