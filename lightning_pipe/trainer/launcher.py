@@ -21,7 +21,7 @@ from lightning_pipe.lightning_internals import SubprocessLauncher, basic_command
 from lightning_pipe.trainer.children import CHILD, Children
 from lightning_pipe.trainer.connect import RUN
 from lightning_pipe.trainer.schedule_choice import checkpoint_of
-from lightning_pipe.trainer.signals import ending_by_termination
+from lightning_pipe.trainer.signals import ending_by_termination, leaving_with_others
 from lightning_pipe.transport.failures import joined_threads
 
 if TYPE_CHECKING:
@@ -123,6 +123,7 @@ class ScriptLauncher(SubprocessLauncher):
         with ExitStack() as during:
             if trainer is not None:
                 during.enter_context(ending_by_termination(trainer))
+                during.enter_context(leaving_with_others(trainer))
             if started is not None and started.children is not None:
                 during.enter_context(started.children.running())
             self.checkpoint = checkpoint_of(function, args, kwargs)

@@ -180,15 +180,16 @@ class ProcessStrategy(ParallelStrategy):
     def on_exception(self, exception: BaseException) -> None:
         if self.signals is not None:
             self.signals.leaving_together = False  # the hooks of callbacks have been called, and processes leave now
+        board = None if self.world is None else self.world.board
         if isinstance(exception, SIGTERMException) and exception.code is None:
             # Lightning (2.6) ends with code 0 and without a word, as after a run that has finished
             exception.code = 128 + signal.SIGTERM
             if self.global_rank == 0:
-                joined_threads.tell(f"{self._where()} The run ends: it was asked to by SIGTERM.")
+                reason = "it was asked to by SIGTERM." if board is None or board.failure is None else board.failure
+                joined_threads.tell(f"{self._where()} The run ends: {reason}")
         joined_threads.note_failure(exception)
-        board = None if self.world is None else self.world.board
         if board is not None:
-            board.fail(exception)
+            board.fail(exception, asked=isinstance(exception, SIGTERMException))
         if isinstance(exception, CommunicationError):
             # it quotes the process that failed: where this one waited says nothing more
             exception.__traceback__, exception.__cause__, exception.__suppress_context__ = None, None, True

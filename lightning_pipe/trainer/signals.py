@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -16,8 +17,10 @@ from types import FrameType
 from typing import Any
 
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+from lightning_pipe.errors import CommunicationError
 from lightning_pipe.patches import replaced
 from lightning_pipe.trainer.children import is_child
 from lightning_pipe.trainer.world import World
@@ -28,9 +31,11 @@ _Handler = Callable[[int, FrameType | None], None]
 class Signals:
     """Notes what signals ask for, and lets all processes do it before their next training batch.
 
-    In an evaluation SIGTERM ends this process behind its batch, and the others with it. SLURM's requeue signal waits
-    for the next training batch in a validation within a training, and acts at once in other evaluations, as in
-    Lightning.
+    In an evaluation SIGTERM ends this process behind its batch, and the others with it. A process that does not come to
+    its next batch, because it waits for another one that hangs, is ended by the failure board's watchdog.
+
+    SLURM's requeue signal waits for the next training batch in a validation within a training. In other evaluations it
+    requeues the job at once, as in Lightning, but without a checkpoint.
 
     Args:
         trainer: the Trainer; its handlers are registered later.
@@ -64,6 +69,12 @@ class Signals:
         ):
             yield
 
+    def _begin_to_end(self) -> None:
+        """All processes leave together: what they still do, such as to save, may take its time."""
+        if self._world.board is not None:
+            self._world.board.noticed.set()
+            self._world.board.asked_to_end = None
+
     def act(self, asked: Sequence[bool]) -> None:
         """Do what the processes have agreed on.
 
@@ -76,6 +87,7 @@ class Signals:
             self._requeue(signal.SIGUSR1, None)
         if end:
             self._connector.received_sigterm = True
+            self._begin_to_end()
             raise SIGTERMException
 
     def end_if_asked(self) -> None:
@@ -85,6 +97,7 @@ class Signals:
             SIGTERMException: one was.
         """
         if self._world.agree(self.asked[0], unanimous=False):
+            self._begin_to_end()
             raise SIGTERMException
 
     def _act_as_told(self) -> None:
@@ -103,6 +116,8 @@ class Signals:
         if launcher is not None and not self.asked[0]:
             launcher.kill(number)
         self.asked[0] = True
+        if (board := self._world.board) is not None and board.asked_to_end is None:
+            board.asked_to_end = time.monotonic()
         if os.getppid() != self._parent:  # the first process has gone: nobody will ask any more
             raise SIGTERMException
         if not self._trainer.training:
@@ -111,8 +126,33 @@ class Signals:
     def _on_requeue(self, number: int, frame: FrameType | None) -> None:
         if self._trainer.state.fn == TrainerFn.FITTING:  # in a validation, too: its ranks are at different batches
             self.asked[1] = True
-        else:
-            self._requeue(number, frame)
+        else:  # nothing is there to save, and a process in the middle of a step could not gather it
+            with replaced(self._trainer, "save_checkpoint", _not_saved):
+                self._requeue(number, frame)
+
+
+def _not_saved(*_: Any, **__: Any) -> None:
+    """In the place of ``save_checkpoint``."""
+    rank_zero_info("No checkpoint is saved: an evaluation changes no weights, and the requeued job begins it anew.")
+
+
+@contextmanager
+def leaving_with_others(trainer: Any) -> Iterator[None]:
+    """Let SIGTERM to another process end this one in the same way.
+
+    Args:
+        trainer: the Trainer.
+
+    Raises:
+        SIGTERMException: a message has failed since another process was asked to end.
+    """
+    try:
+        yield
+    except CommunicationError:
+        world = getattr(trainer.strategy, "world", None)
+        if world is None or world.board is None or world.board.failure is None or world.board.failure.kind != "asked":
+            raise
+        raise SIGTERMException from None
 
 
 @contextmanager

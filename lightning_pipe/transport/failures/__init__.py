@@ -21,12 +21,14 @@ A rank without a connection to rank 2 notices when one of its own neighbours abo
 layer, or in a collective that nobody else will join, only a thread can act. (D) The store ends with process 0. (E) See
 `FailureBoard.becomes_reporter`.
 
-Nobody raises in three other cases, and each becomes an entry or an error like the one above:
+Nobody raises in four other cases, and each becomes an entry or an error like the one above:
 
 * *A hang*: an operation takes longer than the timeout. The process enters "asker"; every watchdog, which looks once a
   second, answers with its "place"; the asker enters all places as the failure, and (B) to (E) follow.
 * *A killed process*: the process that started it enters how it ended (`FailureBoard.lost`). Its neighbours see their
   connections close, wait `patience` for that entry, and say without one that nobody has said why.
+* *A signal to end* (SIGTERM) reaches a process that waits for one that hangs: its watchdog enters that it was asked to
+  end, and for what it waits.
 * *Process 0 itself*, and the store with it: stopped, it does not answer (`StoreSilentError`); ended, its connection
   closes (`StoreGoneError`). Nothing can be entered any more; each of the others ends with what it knows.
 """

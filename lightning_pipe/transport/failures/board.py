@@ -8,6 +8,7 @@ connection does any more; `lightning_pipe.transport.failures` draws how a failur
     board.program = actions                     # what the process is about to do, for its place in a report
     board.position = action                     # before each action; None between batches
     board.fail(error)                           # when an error leaves the strategy: publish it, wake the others
+    board.asked_to_end = time.monotonic()       # SIGTERM: the process ends at its next batch, or if none comes
     board.close()                               # at the end
 
 A process whose communication breaks asks the board why (`Transport.error` does so by itself) and raises an error that
@@ -29,7 +30,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from lightning_pipe.errors import CommunicationError
 from lightning_pipe.schedules import Action
 from lightning_pipe.transport.base import Transport
-from lightning_pipe.transport.failures.store import Failure, FailureStore
+from lightning_pipe.transport.failures.store import Failure, FailureStore, Kind
 from lightning_pipe.transport.failures.store_client import StoreSilentError
 from lightning_pipe.transport.failures.watchdog import Watchdog
 
@@ -39,6 +40,7 @@ _SILENT = (
     "host is frozen or cannot be reached."
 )
 _GONE = "has ended without saying why: it may have been killed (out of memory?)."
+_ASKED = "was asked to end by SIGTERM"
 _HANG = "Look at the rank that computes, or at the first rank that waits for one that does not send."
 
 
@@ -54,6 +56,7 @@ class FailureBoard:
         program: the positions that follow each other in this batch.
         noticed: set once the main thread knows of a failure.
         handled: set once the main thread is done with the user's hooks for exceptions.
+        asked_to_end: when this process was asked to end, as long as it has not begun to.
     """
 
     def __init__(self, store: Store, transport: Transport, patience: float = 2.0) -> None:
@@ -63,6 +66,7 @@ class FailureBoard:
         self.store = FailureStore(store, f"lightning_pipe/board/{generation}/")
         self.noticed = threading.Event()
         self.handled = threading.Event()
+        self.asked_to_end: float | None = None
         self._lock = threading.Lock()
         self._thread_id = threading.get_ident()
         self.program: Sequence[object] = ()
@@ -110,16 +114,25 @@ class FailureBoard:
         """Whether a process is known to have failed."""
         return self._failure is not None
 
-    def fail(self, error: BaseException) -> None:
+    @property
+    def failure(self) -> Failure | None:
+        """The failure that is known here; asks nobody."""
+        return self._failure
+
+    def fail(self, error: BaseException, *, asked: bool = False) -> None:
         """Publish why this process fails and make the others stop. Never raises; call it from the main thread.
 
         The consequence of another process's failure is not published. Process 0 waits a moment before it returns,
         until the others have read what it wrote: the store usually goes with it.
+
+        Args:
+            error: the error.
+            asked: whether it is none, and this process ends as it was asked to.
         """
         self.noticed.set()
         self.handled.set()
         try:
-            self._publish(error)
+            self._publish(error, asked=asked)
             self.transport.abort()
             if self.transport.process == 0:
                 self._linger()
@@ -199,6 +212,12 @@ class FailureBoard:
         if self.find_failure() is None:
             self.store.publish(failure)
 
+    def end_as_asked(self) -> Failure | None:
+        """Enter that this process was asked to end while it waits for what does not come."""
+        waits = f"{_ASKED}, and waits to {self.transport.waiting}."
+        self.store.publish(Failure(self.transport.process, self.transport.describe(), waits, "asked"))
+        return self.find_failure()
+
     def watch(self, interval: float = 1.0, stall: float | None = None, exit_after: float | None = 5.0) -> None:
         """Start a thread that looks at the board, for a main thread that cannot; see `Watchdog`.
 
@@ -261,10 +280,11 @@ class FailureBoard:
         self.store.publish(Failure(self.transport.process, describe(), text, "hang"))
         return self.find_failure()
 
-    def _publish(self, error: BaseException) -> None:
+    def _publish(self, error: BaseException, *, asked: bool) -> None:
         if self.find_failure() is None:
-            text = "".join(traceback.format_exception(error)).rstrip()
-            self.store.publish(Failure(self.transport.process, self.transport.describe(), text))
+            text = f"{_ASKED}." if asked else "".join(traceback.format_exception(error)).rstrip()
+            kind: Kind = "asked" if asked else "error"
+            self.store.publish(Failure(self.transport.process, self.transport.describe(), text, kind))
             self.find_failure()
 
     def _lose(self, failure: Failure) -> Failure:

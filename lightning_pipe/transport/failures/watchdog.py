@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 import time
 from typing import TYPE_CHECKING
 
+from lightning_pipe.transport.base import Message
 from lightning_pipe.transport.failures import joined_threads
 from lightning_pipe.transport.failures.store import Failure
 from lightning_pipe.transport.failures.store_client import StoreSilentError
@@ -18,6 +20,12 @@ _LATE = 3.0
 
 _RECENT = 30.0
 
+GRACE = 10.0
+"""Seconds that a process which was asked to end waits for one message: who has asked (SLURM, torchrun) kills it 30 s
+after it."""
+
+_ASKED_CODE = 128 + signal.SIGTERM
+
 
 class Watchdog:
     """Looks at the board every ``interval`` seconds until it is stopped.
@@ -29,6 +37,8 @@ class Watchdog:
     * The store has gone, and process 0 with it: the same, if this process is at work; else the run is ending.
     * The main thread is at the same place for longer than ``stall`` seconds: that is a hang. A store that does not
       answer then is one, too: the process that serves it stands still.
+    * This process was asked to end, and has waited for one message for some time since then: it will not come to its
+      next batch, and all end now.
     * This process was suspended (Ctrl-Z), or its main thread did not let other threads run: the time does not count.
     """
 
@@ -75,8 +85,10 @@ class Watchdog:
 
     def _look(self) -> Failure | None:
         try:
-            failure = self._board.find_failure()
-            return self._board.report() if failure is None and self._stands_still() else failure
+            failure, still = self._board.find_failure(), self._stands_still()
+            if failure is None and self._waits_though_asked():
+                return self._board.end_as_asked()
+            return self._board.report() if failure is None and still else failure
         except StoreSilentError:
             return self._board.silence() if self._stands_still() else None
         except RuntimeError:
@@ -92,10 +104,15 @@ class Watchdog:
             self._place, self._since = place, time.monotonic()
         return time.monotonic() - self._since > self._stall
 
+    def _waits_though_asked(self) -> bool:
+        asked, waits = self._board.asked_to_end, isinstance(self._board.transport.waiting, Message)
+        return asked is not None and waits and time.monotonic() - max(asked, self._since) > GRACE
+
     def _end(self, failure: Failure) -> None:
         board = self._board
         # after a hang nobody will notice anything without help
-        noticed = board.noticed.wait(board.patience if not failure.overdue else 0.0)
+        at_once, asked = failure.overdue or failure.process == board.transport.process, failure.kind == "asked"
+        noticed = board.noticed.wait(0.0 if at_once else board.patience)
         if self._stopped.is_set():
             return
         if not noticed:
@@ -107,4 +124,4 @@ class Watchdog:
         name = self._board.transport.describe()
         reason = f"\n{failure}" if self._board.becomes_reporter() else ""
         joined_threads.tell(f"{name.capitalize()} does not react and is ended.{reason}")
-        joined_threads.leave(1)
+        joined_threads.leave(_ASKED_CODE if asked else 1)

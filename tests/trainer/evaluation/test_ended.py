@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -106,8 +107,9 @@ def check(folder: Path, what: str, number: int, who: int | None, devices: int, s
         assert code == (1 if who else -signal.SIGKILL)
         assert words in text, text
     elif number == signal.SIGTERM:
-        assert code == (1 if who else 143)
-        assert ("SIGTERMException" if who else "it was asked to by SIGTERM") in text, text
+        assert code == 143
+        assert re.search("asked to (by|end by) SIGTERM", text), text
+        assert "Traceback" not in text
     else:
         assert code == 1
         assert "KeyboardInterrupt" in text, text
@@ -134,7 +136,7 @@ def test_a_rank_that_is_killed_ends_the_other() -> None:
     last, first = processes.outcomes(killed, 2, timeout=50, group_timeout=None)
     assert isinstance(first.error, processes.ProcessDiedError)
     assert last.error is None
-    assert "from rank 1" in last.value
+    assert "rank 1" in last.value  # it could not send, or not receive
     assert "a process may have been killed" in last.value
 
 
