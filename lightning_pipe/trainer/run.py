@@ -51,6 +51,7 @@ from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.intercept.random_streams import RandomStreams
 from lightning_pipe.partition import ProfileStore
 from lightning_pipe.patches import replaced
+from lightning_pipe.trainer.active_loop import active_loop_kept
 from lightning_pipe.trainer.asynchronous.streaming import Streaming
 from lightning_pipe.trainer.batch_ends import BatchEnds
 from lightning_pipe.trainer.checks import check_outside_step, steps_for_every_batch
@@ -135,6 +136,7 @@ class PipelineRun:
         self._changed.enter_context(over_stages(self._precision, self.pipeline))
         self._changed.enter_context(over_all_stages(self.pipeline))
         self._changed.enter_context(moved_once())
+        self._changed.enter_context(active_loop_kept())
         self._changed.enter_context(values_compared(self.pipeline))
         if fitting:
             self._changed.callback(self.gradients.end)
