@@ -81,14 +81,16 @@ class EvaluationOrder:
         return not self._closed or batch < self.begun
 
     def _go_on(self) -> None:
-        passes = [
-            Pass(rank, stage, self._done[stage])
-            for rank, stages in self._stages.items()
-            if (stage := next(filter(self._is_ready, stages), None)) is not None
-        ]
+        passes: list[Pass] = []
+        ended = self._done[-1]
+        for rank, stages in self._stages.items():
+            for stage in stages:
+                if self._is_ready(stage):
+                    passes.append(Pass(rank, stage, self._done[stage]))
+                    break
         for _, stage, _ in passes:
             self._done[stage] += 1
-        if any(stage == len(self._done) - 1 for _, stage, _ in passes):
+        if self._done[-1] > ended:
             self._ends.append(self._number)
             self._opens = min(self._opens, self._number + 2)
         self.slots.append((self._number, passes))

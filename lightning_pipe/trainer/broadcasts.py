@@ -7,7 +7,7 @@ from typing import Any
 
 from lightning_pipe.engine.pipeline import Pipeline
 
-NUMBERS = STREAMED_BATCHES, STREAMED_REPORTS, BATCHES, REPORTS, ENDS, NEEDS = range(1, 7)
+NUMBERS = STREAMED, BATCHES, REPORTS, ENDS, NEEDS = range(1, 6)
 """The numbers of broadcasts in which the source does not wait for the others; see `NonBlockingBroadcast`."""
 
 Broadcast = Callable[[Any, int], Any]

@@ -170,7 +170,9 @@ class Needs:
             batch: the batch.
         """
         name, loop = _under_way(self._trainer)
-        if self._off or name in self._whole or not _is_asked_by(loop, iterator):
+        if self._off or name in self._whole or not any(map(_may_be_left_out, tree_leaves(batch))):
+            return {}
+        if not _is_asked_by(loop, iterator):
             return {}
         key = (name, _structure(batch))
         needed = self._needed.get(key)

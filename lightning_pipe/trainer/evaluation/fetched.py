@@ -12,12 +12,10 @@ from typing import Any
 import lightning.pytorch as pl
 
 from lightning_pipe.patches import replaced
-from lightning_pipe.trainer.broadcasts import STREAMED_BATCHES
 from lightning_pipe.trainer.data.needs import Learning
 from lightning_pipe.trainer.evaluation.reads import ReadState
 from lightning_pipe.trainer.evaluation.steps import EvaluationSteps, RunStep
 from lightning_pipe.trainer.layer_attributes import LayerAttributes
-from lightning_pipe.transport.nonblocking_broadcast import NonBlockingBroadcast
 
 _NOT_YET = object()
 
@@ -71,17 +69,15 @@ class FetchedBatches:
         steps: runs and shares steps.
         loop: Lightning's loop, about to fetch its first batch.
         name: the method that evaluates a batch.
-        ahead: how many batches later what this rank sends must have arrived.
 
     Attributes:
         fetcher: that of the loop.
         current: the batch that the loop has got.
     """
 
-    def __init__(self, module: pl.LightningModule, steps: EvaluationSteps, loop: Any, name: str, ahead: int) -> None:
+    def __init__(self, module: pl.LightningModule, steps: EvaluationSteps, loop: Any, name: str) -> None:
         self._module, self._steps, self._loop, self._name = module, steps, loop, name
         self.fetcher = loop._data_fetcher
-        self._channel = NonBlockingBroadcast(steps.pipeline.transport, ahead, STREAMED_BATCHES)
         self._queue: deque[Fetched] = deque()
         self._fetched = 0
         self._end: Exception | None = None
@@ -91,14 +87,6 @@ class FetchedBatches:
     def given(self) -> int:
         """The number of batches that the loop has got."""
         return self._fetched - len(self._queue)
-
-    def share(self, obj: Any, source: int) -> Any:
-        """The object of the process that loads, which does not wait for the others."""
-        return self._channel.share(obj, source, self._steps.pipeline.pipeline_members)
-
-    def flush(self) -> None:
-        """Wait until the others have got all batches."""
-        self._channel.flush()
 
     def up_to(self, number: int) -> None:
         """Fetch all batches up to one, if there are so many."""
@@ -111,7 +99,6 @@ class FetchedBatches:
             learning = self._steps.learning(self._name, item[0])
             self._queue.append(Fetched(self._fetched, item, self.fetcher.done, learning))
             self._fetched += 1
-            self._channel.end_call()
 
     def find(self, number: int) -> Fetched | None:
         """A batch that the loop has not got, or its current one; ``None`` if there are not so many."""

@@ -36,14 +36,13 @@ from lightning_pipe.engine.streamed_evaluation import StreamedEvaluation
 from lightning_pipe.errors import ConfigurationError
 from lightning_pipe.patches import replaced
 from lightning_pipe.schedules import Action, Kind
-from lightning_pipe.trainer.broadcasts import STREAMED_REPORTS
 from lightning_pipe.trainer.evaluation.conditions import tell_that_batches_wait
 from lightning_pipe.trainer.evaluation.fetched import Fetched, FetchedBatches
+from lightning_pipe.trainer.evaluation.messages import EvaluationMessages
 from lightning_pipe.trainer.evaluation.reads import AttributeReads
 from lightning_pipe.trainer.evaluation.steps import EvaluationSteps
 from lightning_pipe.trainer.layer_attributes import LayerAttributes
 from lightning_pipe.trainer.world import World
-from lightning_pipe.transport.nonblocking_broadcast import NonBlockingBroadcast
 
 
 @dataclass
@@ -91,8 +90,8 @@ class EvaluationStream:
         self._engine = StreamedEvaluation(pipeline, alone=bool(self._deciding) and not steadiness.known)
         if self._deciding and not steadiness.steady:
             self._engine.order.close()
-        self._batches = FetchedBatches(module, steps, loop, name, self._engine.lag)
-        self._reports = NonBlockingBroadcast(pipeline.transport, self._engine.lag, STREAMED_REPORTS)
+        self._batches = FetchedBatches(module, steps, loop, name)
+        self._messages = EvaluationMessages(pipeline, self._engine.lag)
         self._reads = AttributeReads(steps.user_step.attributes.tracked.modules)
         self._slot, self._has_read = 0, False
         self._changed = ExitStack()
@@ -126,8 +125,7 @@ class EvaluationStream:
         """End behind the last batch. Collective over all processes."""
         self.close()
         self._engine.end()
-        self._batches.flush()
-        self._reports.flush()
+        self._messages.flush()
 
     def close(self) -> None:
         """Leave Lightning as it was found."""
@@ -155,6 +153,8 @@ class EvaluationStream:
             if self._completes:
                 # batches are loaded for the rank that is furthest ahead
                 self._batches.up_to(self._engine.order.begun - 1)
+                with self._messages.holding():
+                    self._batches.up_to(self._engine.order.begun)
             self._run_to(self._slot - 1 if self._completes else self._slot + self._engine.order.ahead)
         current = self._batches.give()
         return (self._batches.moved(current), *current.item[1:])
@@ -162,7 +162,7 @@ class EvaluationStream:
     @property
     def share_batch(self) -> Any:
         """Sends what the loading process has loaded, without waiting for the others."""
-        return self._batches.share
+        return self._messages.batch
 
     def _transferred(self, *_: Any, **__: Any) -> Any:
         """In the place of the strategy's ``batch_to_device``: the loop's current batch is there already."""
@@ -193,8 +193,8 @@ class EvaluationStream:
                 self._run_to(self._slot)
             # what was begun before the first batch that had to be run in turns: so are all behind it
             run.repeats |= in_turns
-        output = self._steps.share(run, self._share_report, send_outputs=self._outputs_are_kept)
-        self._reports.end_call()
+        output = self._steps.share(run, self._messages.report, send_outputs=self._outputs_are_kept)
+        self._messages.end_call()
         if self._name in self._steps.user_step.in_turns:
             self._engine.order.close()
         current.run = None
@@ -206,9 +206,6 @@ class EvaluationStream:
         callbacks = self._module.trainer.callbacks  # type: ignore[attr-defined]
         writers = any(isinstance(each, pl.callbacks.BasePredictionWriter) for each in callbacks)
         return self._name == "predict_step" and (self._loop.return_predictions or writers)
-
-    def _share_report(self, obj: Any, source: int) -> Any:
-        return self._reports.share(obj, source, self._steps.pipeline.pipeline_members)
 
     def _run_to(self, slot: int) -> None:
         """Run what the order has for this rank up to a slot, as far as it may be ahead of the loop."""

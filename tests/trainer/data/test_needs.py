@@ -146,8 +146,10 @@ def in_a_pipeline(process: int) -> dict[str, Any]:
     name, send = "", GlooTransport.send_object_to
 
     def counting(self: Any, obj: Any, peers: Any, tag: int) -> Any:
-        if isinstance(obj, tuple) and obj[0] == "batch":
-            sent[name] += len(peers) * sum(message.nbytes for message in encode(obj))
+        # in a stream of an evaluation several batches may come in one message
+        several = obj[0] if isinstance(obj, tuple) and isinstance(obj[0], list) else [obj]
+        for batch in (each for each in several if isinstance(each, tuple) and each[0] == "batch"):
+            sent[name] += len(peers) * sum(message.nbytes for message in encode(batch))
         return send(self, obj, peers, tag)
 
     GlooTransport.send_object_to = counting  # type: ignore[method-assign]

@@ -32,7 +32,7 @@ def batches(request: pytest.FixtureRequest) -> tuple[FetchedBatches, Any]:
     steps: Any = SimpleNamespace(
         pipeline=SimpleNamespace(transport=None, pipeline_members=()), learning=lambda name, batch: None
     )
-    return FetchedBatches(L.LightningModule(), steps, loop, "validation_step", ahead=4), loop
+    return FetchedBatches(L.LightningModule(), steps, loop, "validation_step"), loop
 
 
 @pytest.mark.parametrize("batches", [(3,)], indirect=True)
