@@ -130,7 +130,8 @@ class AsynchronousPipeline:
         try:
             # This object only puts the generators back after the call; every batch brings streams of its own.
             streams = RandomStreams(0, pipeline.transport.device)
-            with torch.enable_grad(), self.versions.call(), pipeline.running(streams):
+            views = pipeline.executor.stages.interceptor.views
+            with torch.enable_grad(), self.versions.call(), pipeline.running(streams), views.of_batch():
                 pipeline.executor.advance(actions, call.again, self._find)
         except BaseException:
             self.drop()

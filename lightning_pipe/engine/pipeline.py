@@ -311,7 +311,7 @@ class Pipeline(PartitionedModule):
         training = batch.training
         program = self._program(len(batch.micro_batches), training)
         executor = self.training_executor if training else self.executor
-        with self.running(batch.streams):
+        with self.running(batch.streams), self._interceptor.views.of_batch():
             executor.run(program, batch)
         if training and not self._checked_layers:
             ran = {action.stage for action in program if action.kind is Kind.FORWARD}
@@ -334,11 +334,12 @@ class Pipeline(PartitionedModule):
         """The object that goes down to the stages."""
         if not micro_batches or len(micro_batches) != len(weights):
             raise ConfigurationError(f"{len(micro_batches)} micro-batches came with {len(weights)} weights.")
-        # What a step does depends on these as well: a plan made in training is none for an evaluation.
+        # What a step does depends on these as well: a plan made in training is none for an evaluation. There the step
+        # may change the mode, and batches begin on some ranks before others have done so.
         mode = (
             training,
             torch.is_grad_enabled(),
-            self.module.training,
+            training and self.module.training,
             torch.is_autocast_enabled(self.transport.device.type),
         )
         # Numbers in the place of signatures: they are looked up for every message.

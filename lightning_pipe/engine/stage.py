@@ -72,14 +72,17 @@ class Kept:
     """What a forward pass leaves that will run again: its input, and the calls it made up to the boundary.
 
     ``buffers`` has the former values of those that it changed, ``attributes`` those of layers, all of them or those
-    that earlier passes have changed.
+    that earlier passes have changed; ``new`` has those that this pass was the first to set. ``around`` has those of the
+    LightningModule.
     """
 
     inbound: Crossing | None
     calls: tuple[CallRecord, ...] | None
     buffers: Buffers
     attributes: Snapshot
+    new: list[Snapshot]
     all_attributes: bool
+    around: Snapshot
 
 
 @dataclass
@@ -133,26 +136,32 @@ class Stages:
         copies = inbound and inbound.copied()
         unknown = stage not in self.again
         self.again.add(stage)
-        attributes = self.interceptor.attributes(all_of_them=unknown)
-        with nothing_saved(), self.buffers.noted(stage) as former:
+        attributes = self.interceptor.attributes(stage, all_of_them=unknown)
+        around = self.interceptor.attributes_around()
+        with nothing_saved(), self.buffers.noted(stage) as former, self.interceptor.views.seen_first() as new:
             saved, crossings, result = self._run(stage, micro_batch, batch, copies)
         if unknown:
             self.interceptor.note_changes(attributes)
         if not crossings:
             batch.keep(micro_batch, saved.loss, result)
         calls = next((crossing.path.calls for crossing in crossings.values()), None)
-        kept = Kept(inbound, calls, former, attributes, unknown)
+        kept = Kept(inbound, calls, former, attributes, new, unknown, around)
         return kept, {to: crossing.detached() for to, crossing in crossings.items()}
 
     def recompute(self, stage: int, micro_batch: int, batch: Batch, kept: Kept) -> Saved:
         """Run the step again, now keeping what the backward pass needs."""
         attributes = self.interceptor.attributes(all_of_them=kept.all_attributes)
-        kept.attributes.undo()
+        around = self.interceptor.attributes_around()
+        for earlier in (kept.attributes, *kept.new):
+            earlier.undo()
+        # other micro-batches may have changed these since, and graphs may hold what they are now
+        kept.around.undo(for_now=True)
         try:
             with recomputing(), self.buffers.restored(kept.buffers):
                 saved, crossings, _ = self._run(stage, micro_batch, batch, kept.inbound)
         finally:
             attributes.undo()
+            around.undo()
         # The last stage ends at no boundary and has no path to compare.
         calls = next((crossing.path.calls for crossing in crossings.values()), None)
         if _path(calls) != _path(kept.calls):

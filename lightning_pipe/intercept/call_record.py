@@ -60,6 +60,14 @@ class Value(NamedTuple):
         return pickle.loads(self.data)
 
 
+class Read(NamedTuple):
+    """What a layer has read of a module around it, such as the LightningModule: where, and the value as bytes."""
+
+    module: str
+    attribute: str
+    data: bytes
+
+
 # A tuple: the sender at a boundary compares the records of a whole step for every micro-batch.
 class CallRecord(NamedTuple):
     """One recorded call outside layers, or of one layer or outside module.
@@ -82,6 +90,7 @@ class CallRecord(NamedTuple):
         given: what it is given of the batch; see `Lineage`.
         hook: for a forward hook on a part of a layer, the path from the layer to the part and the hook's number there.
         drawn: for a function that has drawn random numbers where ranks take turns, the states of the generators then.
+        reads: for layers and modules, what they have read of modules around them.
     """
 
     name: str
@@ -98,10 +107,18 @@ class CallRecord(NamedTuple):
     given: int = 0
     hook: tuple[str, int] | None = None
     drawn: tuple[bytes, ...] = ()
+    reads: tuple[Read, ...] = ()
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether a layer has left a new tensor as its result, and nothing else."""
+        one = len(self.leaves) == 1 and type(self.leaves[0]) is TensorSpec and self.structure.is_leaf()
+        others = self.mutated or self.stashed or self.popped or self.effects or self.lent
+        return one and not others and self.container is None
 
     def without_kept(self) -> CallRecord:
-        """The same but for what the module keeps of its calls, which is another value after each of them."""
-        return self._replace(effects=tuple(effect for effect in self.effects if not effect.kept))
+        """The same but for what the module keeps of its calls, and what it has read: other values in each of them."""
+        return self._replace(effects=tuple(effect for effect in self.effects if not effect.kept), reads=())
 
 
 class LiveTensor(NamedTuple):

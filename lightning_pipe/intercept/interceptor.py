@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial, update_wrapper
 from itertools import chain
@@ -12,11 +12,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_pipe.intercept.around import Around
 from lightning_pipe.intercept.generation_caches import Caches
 from lightning_pipe.intercept.layer_calls import RunCache
 from lightning_pipe.intercept.shared_state import Sharing
 from lightning_pipe.intercept.snapshot import Snapshot
 from lightning_pipe.intercept.stage_run import StageRun
+from lightning_pipe.intercept.stage_views import StageViews
 from lightning_pipe.intercept.state_reads import Course, StateReads
 from lightning_pipe.intercept.torch_patches.activation_checkpoints import CHECKPOINTS, run_again
 from lightning_pipe.intercept.torch_patches.autograd_functions import FUNCTIONS
@@ -42,6 +44,9 @@ class Interceptor:
 
     Attributes:
         run: the run of the step that is under way.
+        cache: what runs keep for later ones.
+        views: what each of several stages of this rank sees of the layers of others.
+        around: the modules by name whose attributes runs that are not the last stage's leave as they were.
     """
 
     def __init__(
@@ -53,14 +58,16 @@ class Interceptor:
         course: Course | None = None,
     ) -> None:
         self.run: StageRun | TurnRun | None = None
+        self.around: Mapping[str, nn.Module] = {}
         self._current = lambda: self.run
         self.module = module
         self.layers = [layer for _, layer in layers]
         self.cache = RunCache()
+        self.views = StageViews(self.cache, self.computing)
         self._caches = Caches(module, tells=tells)
         self._outside = list(outside_modules(module, self.layers))
         roots = [*self.layers, *(outside for _, outside in self._outside)]
-        self.cache.sharing = Sharing(module, roots)
+        self.cache.sharing, self.cache.around = Sharing(module, roots), Around(module)
         self.cache.reads = StateReads([*layers, *self._outside], course or Course((), in_order=False, one_pipe=True))
         # by key: the number of a layer; for outside modules numbers below that of torch calls, -1
         self._wrappers: dict[int, Callable[..., Any]] = {}
@@ -88,42 +95,38 @@ class Interceptor:
 
     def _reading(self, module: nn.Module, name: str) -> None:
         if isinstance(self.run, StageRun):
+            if self.cache.writes is not None and not self.run.inside:
+                self.cache.writes.by_read(module, name)
             self.run.read(module, name)
         elif self.run is None and self.cache.reads is not None:
             self.cache.reads.read_in_hook(module, name)
 
-    def attributes(self, *, all_of_them: bool = True) -> Snapshot:
+    def attributes(self, stage: int | None = None, *, all_of_them: bool = True) -> Snapshot:
         """The attributes of layers and outside modules as they are now.
 
         Args:
-            all_of_them: not only those that calls have changed so far.
+            stage: as the next run of this one sees them.
+            all_of_them: not only those that calls or steps have changed so far.
         """
-        return self.cache.kept(self.computing() if all_of_them else None)
+        with self.views.seen_by(stage):
+            return self.cache.kept(self.computing() if all_of_them else None)
+
+    def attributes_around(self) -> Snapshot:
+        """The attributes as they are now of what is around layers and outside modules: the LightningModule's own."""
+        return Snapshot(self.around, buffers=False)
 
     def note_changes(self, before: Snapshot) -> None:
         """Note which of all attributes have changed since they were looked at."""
-        self.cache.note_changes(before, self.computing())
+        self.cache.note_changes(before.changes(), self.computing())
 
     @contextmanager
     def _apart(self, run: StageRun | TurnRun) -> Iterator[None]:
-        """Around a run of one of several stages of this rank: what other stages keep is put back.
-
-        The runs of all these stages run the same code before their layers.
-        """
+        """Around a run: one of several stages of this rank leaves alone what the others keep."""
         if not isinstance(run, StageRun) or not run.apart:
             yield
             return
-        key = (run.stage.stage, run.training)
-        known = key in self.cache.looked
-        self.cache.looked.add(key)
-        kept = self.attributes(all_of_them=not known)
-        try:
+        with self.views.apart(run):
             yield
-        finally:
-            if not known:
-                self.note_changes(kept)
-            kept.forget(str(id(part)) for module in run.layer_calls.ran for part in module.modules())
-            kept.undo()
 
     @property
     def in_module(self) -> bool:
@@ -142,11 +145,18 @@ class Interceptor:
 
     def note_set(self, part: nn.Module, name: str) -> None:
         """The step is about to set an attribute of a layer or an outside module."""
-        self.cache.note_keeper(part, name)
+        self.views.note_set(part, name)
+        if self.cache.reads is not None:
+            self.cache.reads.watch_one(part, name)
+
+    def adopts(self, part: nn.Module, name: str) -> None:
+        """An attribute is about to become what runs on another rank have left, whatever those on this one have."""
+        self.views.forget(part, name)
 
     def changed_elsewhere(self, part: nn.Module, name: str) -> bool:
         """Calls on any rank have changed an attribute. Returns whether this rank does not know the value of now."""
         reads = self.cache.reads
+        self.cache.called.add((id(part), name))
         if reads is None:
             return False
         if id(part) not in self.cache.run_here and not reads.is_current(part, name):
@@ -159,6 +169,21 @@ class Interceptor:
         reads = self.cache.reads
         if reads is not None and not (reads.course.one_pipe and id(part) in self.cache.run_here):
             reads.hide(part, name)
+
+    @property
+    def several(self) -> bool:
+        """Whether this rank may have several stages."""
+        return self.cache.reads is None or not self.cache.reads.course.in_order
+
+    @property
+    def apart(self) -> bool:
+        """Whether what the run under way sets in the layers of others is put back behind it."""
+        return isinstance(self.run, StageRun) and self.run.apart
+
+    @property
+    def watches(self) -> bool:
+        """Whether reads of attributes can be seen."""
+        return self.cache.reads is not None and self.cache.reads.watches
 
     @property
     def one_pipe(self) -> bool:
@@ -198,16 +223,22 @@ class Interceptor:
             self._interrupts = True
             self._wrappers.clear()
         for number, layer in enumerate(self.layers):
-            yield from self._wrapped(number, layer, self._layer_wrapper)
+            yield layer, "forward", self._wrapper(number, layer, self._layer_wrapper)
+            if is_compiled(layer):
+                yield self._hidden(layer)
         for position, (name, outside) in enumerate(self._outside):
-            yield from self._wrapped(-2 - position, outside, partial(self._module_wrapper, name))
+            yield outside, "forward", self._wrapper(-2 - position, outside, partial(self._module_wrapper, name))
+            if is_compiled(outside):
+                yield self._hidden(outside)
         for encoder in self._encoders:
             yield encoder, "forward", self._uncompiled(padding_alike(encoder, encoder.forward))
-            yield from self._hidden(encoder)
+            if is_compiled(encoder):
+                yield self._hidden(encoder)
 
-    def _wrapped(
+    def _wrapper(
         self, key: int, module: nn.Module, make: Callable[[int, nn.Module], Callable[..., Any]]
-    ) -> Iterator[tuple[nn.Module, str, Any]]:
+    ) -> Callable[..., Any]:
+        """What stands in the place of a module's forward."""
         # The wrapper is made once, for speed; what it calls is asked for anew, since forwards may be replaced.
         wrapper = self._wrappers.get(key)
         if wrapper is None:
@@ -216,13 +247,12 @@ class Interceptor:
             wrapper = self._wrappers[key] = self._uncompiled(made)
         if vars(module).get("forward") is not wrapper:  # it is when wrappers are put on within themselves
             self._forwards[key] = own_forward(module)
-        yield module, "forward", wrapper
-        yield from self._hidden(module)
+        return self._wrappers[key]
 
-    def _hidden(self, module: nn.Module) -> Iterator[tuple[nn.Module, str, Any]]:
-        if is_compiled(module):  # the wrapper calls it instead
-            self._hides_compiled = True
-            yield module, "_compiled_call_impl", None
+    def _hidden(self, module: nn.Module) -> tuple[nn.Module, str, None]:
+        """What hides that a module is compiled: the wrapper calls what is."""
+        self._hides_compiled = True
+        return module, "_compiled_call_impl", None
 
     def _uncompiled(self, wrapper: Callable[..., Any]) -> Callable[..., Any]:
         """A wrapper that code compiled around the module does not follow into the engine."""

@@ -20,8 +20,9 @@ from torch import Tensor, nn
 
 from lightning_pipe.intercept.objects import ObjectStates, is_opaque
 from lightning_pipe.intercept.slot_items import SlotItems
-from lightning_pipe.intercept.snapshot import is_compared, is_users
+from lightning_pipe.intercept.snapshot import is_compared
 from lightning_pipe.intercept.tensor_state import same_values, version_of
+from lightning_pipe.intercept.user_classes import is_users
 from lightning_pipe.torch_internals import DisableTorchFunction
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
@@ -181,6 +182,11 @@ def _attributes_of(value: Any) -> MutableMapping[str, Any]:
     return vars(value) if hasattr(value, "__dict__") else SlotItems(value)
 
 
+def can_hold(value: Any) -> bool:
+    """Whether a value is a list, a dictionary or an object of the user's, which several may hold and change."""
+    return is_state(value) and not isinstance(value, _PLAIN)
+
+
 def has_content(value: Any) -> bool:
     """Whether a value is an object with attributes, or slots, of a class of the user's."""
     kind: Any = type(value)
@@ -274,9 +280,12 @@ def is_own(kind: type) -> bool:
 
     Batch norms that defer their statistics keep some of every call, and cost a fifth more of a batch when looked into.
     """
-    if str(kind.__module__).partition(".")[0] in ("torch", "lightning_pipe"):
-        return False
-    return not is_metric(kind)
+    return not (str(kind.__module__).partition(".")[0] == "torch" or is_packages(kind) or is_metric(kind))
+
+
+def is_packages(kind: type) -> bool:
+    """Whether a class of modules is one of this package: deferred batch norms, skip connections."""
+    return str(kind.__module__).partition(".")[0] == "lightning_pipe"
 
 
 @cache

@@ -9,16 +9,19 @@ from weakref import WeakValueDictionary
 
 from torch import Tensor, nn
 
+from lightning_pipe.errors import CutError
 from lightning_pipe.intercept.absent_tensor import check_values
-from lightning_pipe.intercept.call_record import CallRecord
+from lightning_pipe.intercept.around import Around
+from lightning_pipe.intercept.call_record import CallRecord, Read
 from lightning_pipe.intercept.describe import RecordCache
 from lightning_pipe.intercept.effects import LOOKS, AttributeSearch, Watch
 from lightning_pipe.intercept.inner_hooks import HookedParts, shown
+from lightning_pipe.intercept.kept_state import is_packages
 from lightning_pipe.intercept.objects import objects_of
 from lightning_pipe.intercept.placeholder import Placeholder
 from lightning_pipe.intercept.recompute import is_recomputing, release_saved
 from lightning_pipe.intercept.shared_state import Sharing, changed_elsewhere
-from lightning_pipe.intercept.snapshot import Snapshot
+from lightning_pipe.intercept.snapshot import Change, Snapshot
 from lightning_pipe.intercept.stage_layers import StageLayers
 from lightning_pipe.intercept.state_reads import StateReads
 from lightning_pipe.intercept.surroundings import Surroundings
@@ -35,14 +38,27 @@ Profiler = Callable[[str, int, Callable[..., Any], Any, Any, Stashed], None]
 """Called before a layer or outside module runs: name, key (negative outside), forward, arguments, skip tensors."""
 
 
+Keepers = dict[int, tuple[nn.Module, set[str]]]
+"""Parts of modules by ``id``, each with the names of some attributes."""
+
+
 class Writes(Protocol):
     """What is told who changes attributes of layers and outside modules."""
+
+    def by_read(self, part: nn.Module, name: str) -> None:
+        """The step's own code reads an attribute that calls or steps change."""
 
     def by_call(self, part: nn.Module, name: str) -> None:
         """A call changes an attribute of a part."""
 
-    def by_step(self, part: nn.Module, name: str) -> None:
-        """The step has changed a list, a dictionary or an object in place, which other stages have as well."""
+    def by_step(self, part: nn.Module, name: str, *, behind: bool = True) -> None:
+        """The step has changed a list, a dictionary or an object in place, which other stages have as well.
+
+        Args:
+            part: of this part of a module.
+            name: the attribute that refers to it.
+            behind: whether that was behind the stage that runs it.
+        """
 
 
 class RunCache:
@@ -56,8 +72,10 @@ class RunCache:
         looked: the stages, and whether in training, of which a run has shown what it changes.
         run_here: by ``id``, the parts of those that have run on this rank, with the stage.
         sharing: knows what these have in common with others; ``None``: nobody asks.
+        around: compares what layers read of modules around them; ``None``: nobody asks.
         writes: told what the calls and the step change in layers and outside modules; ``None``: nobody asks.
         keepers: by ``id``, parts of modules whose attributes calls or steps have changed, and the names of these.
+        called: what of these calls have changed, by ``id`` and name.
     """
 
     def __init__(self) -> None:
@@ -66,7 +84,9 @@ class RunCache:
         self.run_here: dict[int, int] = {}
         self.sharing: Sharing | None = None
         self.writes: Writes | None = None
-        self.keepers: dict[int, tuple[nn.Module, set[str]]] = {}
+        self.around: Around | None = None
+        self.keepers: Keepers = {}
+        self.called: set[tuple[int, str]] = set()
         self.attributes, self.records, self.hooked = AttributeSearch(), RecordCache(), HookedParts()
         self._foreign: dict[str, tuple[int, list[tuple[str, nn.Module]]]] = {}
 
@@ -75,12 +95,17 @@ class RunCache:
         if id(root) not in self.run_here:
             self.run_here.update((id(part), stage) for part in root.modules())
 
-    def note_keeper(self, part: nn.Module, name: str) -> None:
-        """A call or the step changes an attribute of a part of a module."""
-        self.keepers.setdefault(id(part), (part, set()))[1].add(name)
+    def note_keeper(self, part: nn.Module, name: str) -> bool:
+        """A call or the step changes an attribute of a part of a module. Returns whether none has done so before."""
+        names = self.keepers.setdefault(id(part), (part, set()))[1]
+        if name in names:
+            return False
+        names.add(name)
+        return True
 
     def changing(self, part: nn.Module, name: str, known: bool = True) -> None:
         """A call changes an attribute of a part of its module; ``known``: this rank has the value."""
+        self.called.add((id(part), name))
         if self.reads is not None and not is_recomputing():
             self.reads.changed(part, name, here=known)
         if self.writes is not None:
@@ -94,16 +119,21 @@ class RunCache:
         """
         if modules is not None:
             return Snapshot({str(id(part)): part for part in modules})
-        keepers = self.keepers.items()
-        return Snapshot(
-            {str(key): part for key, (part, _) in keepers},
-            {str(key): names for key, (_, names) in keepers},
-        )
+        return snapshot_of(self.keepers)
 
-    def note_changes(self, before: Snapshot, modules: Iterable[nn.Module]) -> None:
-        """Note what has changed since a snapshot of all attributes."""
+    def of_steps(self) -> Keepers:
+        """The attributes that steps change, and no call; what modules of this package keep, calls change."""
+        found = {
+            key: (part, {name for name in names if (key, name) not in self.called})
+            for key, (part, names) in self.keepers.items()
+            if not is_packages(type(part))
+        }
+        return {key: (part, names) for key, (part, names) in found.items() if names}
+
+    def note_changes(self, changes: Iterable[Change], modules: Iterable[nn.Module]) -> None:
+        """Note what has changed since a snapshot of all attributes of some modules."""
         parts = {str(id(part)): part for part in modules}
-        for change in before.changes():
+        for change in changes:
             (_, name), part = change.path[1], parts[change.path[0]]
             if name not in ("_buffers", "training"):
                 self.note_keeper(part, name)
@@ -120,6 +150,34 @@ class RunCache:
             found = [each for each in reached if not around or self.sharing.surrounds(each[1], module)]
             self._foreign[name] = looks + 1, found
         return found
+
+
+def names_in(keepers: Keepers) -> dict[str, set[str]]:
+    """What a snapshot must look at to have some attributes."""
+    # a buffer is looked up in the dictionary of all of them
+    return {
+        str(key): names if names.isdisjoint(part._buffers) else {*names, "_buffers"}
+        for key, (part, names) in keepers.items()
+    }
+
+
+def snapshot_of(keepers: Keepers) -> Snapshot:
+    """Some attributes as they are now."""
+    return Snapshot({str(key): part for key, (part, _) in keepers.items()}, names_in(keepers))
+
+
+def by_own_value(written: str) -> CutError:
+    """With several pipes, the step changes an attribute of a layer by its own value.
+
+    Args:
+        written: the attribute as code writes it.
+    """
+    return CutError(
+        f"the step changes `{written}` by its own value, and this schedule has several pipes: none of them runs all "
+        "micro-batches, so none has the value that one device has.",
+        hint="Change it in on_train_batch_start or on_train_batch_end, once for a batch; or use a schedule with one "
+        "pipe, such as schedule='1f1b'.",
+    )
 
 
 class LayerCalls:
@@ -160,6 +218,7 @@ class LayerCalls:
         # by layer, the objects that it has changed or made, by ``id``; caches of an earlier generate() must go
         self._kept: dict[str, WeakValueDictionary[int, Any]] = {}
         self._watch: Watch | None = None
+        self._around: dict[tuple[int, str], nn.Module] = {}
         self.state = cache.reads.run() if cache.reads is not None and self._others else None
         self._skips, self.surroundings, self.cache, self._profiler = skips, surroundings, cache, profiler
 
@@ -203,6 +262,8 @@ class LayerCalls:
                 release_saved()
                 stashed, popped = self._skipped(name, skips, events) if len(self._skips.events) > events else ({}, ())
                 call = cache.records.record(tracker, name, result, arguments, changed, stashed, popped, watch, received)
+                if self._around:
+                    call = call._replace(reads=self._told())
                 tracker.calls.append(call)
                 if watch is not None and any(each.object is not None for each in call.effects):
                     kept = self._kept.setdefault(name, WeakValueDictionary())
@@ -230,8 +291,18 @@ class LayerCalls:
             return
         root, in_turn = reads.root_of(part), self.cache.run_here.get(id(part)) == self._stage.stage
         seen = in_turn or any(id(each) == root for each in answered) or reads.is_current(part, name)
-        if root != -1 and not (seen and reads.course.one_pipe):
+        if root == -1:
+            if not self._stage.last:
+                self._around[id(part), name] = part
+        elif not (seen and reads.course.one_pipe):
             reads.read_in_call(watch.name, part, name)
+
+    def _told(self) -> tuple[Read, ...]:
+        """What the call has read of modules around the layers."""
+        found, around = [*self._around.items()], self.cache.around
+        self._around.clear()
+        told = (around.told(part, name) for (_, name), part in found) if around is not None else ()
+        return tuple(read for read in told if read is not None)
 
     def has_run(self, part: nn.Module) -> bool:
         """Whether a part of a layer or an outside module has run."""

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from lightning_pipe.errors import CutError
 from lightning_pipe.intercept.kept_state import Place, content_of, is_data, is_own
-from lightning_pipe.intercept.snapshot import is_users
+from lightning_pipe.intercept.user_classes import is_users
 
 _LARGE = 4096
 """Containers of more elements are not searched."""

@@ -70,6 +70,10 @@ class SkippedLayers:
         call = tracker.expect(name, given)
         tracker.note_read(tensors)
         self.modules.append(module)
+        if call.is_plain:  # as mostly
+            result = self._placeholder_for(call.leaves[0])
+            tracker.follow([result], call)
+            return result
         written: list[Tensor] = []
         if call.mutated:
             # in the order of the record: what was given and changed, then what is new

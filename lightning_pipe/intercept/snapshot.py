@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-import sysconfig
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, MutableMapping
-from functools import cache
+from copy import copy
 from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
 
@@ -17,7 +14,8 @@ from torch import Tensor, nn
 
 from lightning_pipe.errors import CutError
 from lightning_pipe.intercept.slot_items import SlotItems
-from lightning_pipe.intercept.tensor_state import same_objects, same_values, version_of
+from lightning_pipe.intercept.tensor_state import copy_of, growth_of, place_of, same_objects, same_values, version_of
+from lightning_pipe.intercept.user_classes import is_users
 from lightning_pipe.torch_internals import DisableTorchFunction
 
 _LARGE = 4096
@@ -61,7 +59,8 @@ class Change(NamedTuple):
     ``path`` starts with the name of a module; then come attributes and keys, each with the kind of its owner. ``delta``
     is what a number or tensor grew by, for schedules in which two ranks complete steps of one batch. ``everywhere``
     tells that no other rank has run the code that made it, if it is a change in a layer. What a call of a layer has
-    changed is kept, with the value as bytes, or hidden if other ranks cannot have it.
+    changed is kept, with the value as bytes, or hidden if other ranks cannot have it. ``order`` is the last micro-batch
+    that has made it, where the last one counts.
     """
 
     kind: Literal["set", "delete", "append", "fill", "keep", "hide"]
@@ -69,6 +68,7 @@ class Change(NamedTuple):
     value: Any = None
     delta: Any = None
     everywhere: bool = True
+    order: int = -1
 
 
 class _Kept(NamedTuple):
@@ -84,21 +84,34 @@ class Snapshot:
     Args:
         modules: the modules by name.
         only: the attributes of each that count; ``None``: all.
+        buffers: whether buffers count.
     """
 
-    def __init__(self, modules: Mapping[str, nn.Module], only: Mapping[str, Container[str]] | None = None) -> None:
+    def __init__(
+        self,
+        modules: Mapping[str, nn.Module],
+        only: Mapping[str, Container[str]] | None = None,
+        *,
+        buffers: bool = True,
+    ) -> None:
+        skipped = _SKIPPED if buffers else _SKIPPED | {"_buffers"}
         # Nodes keep their objects, so no ``id`` comes to mean another object while the snapshot lives.
         seen: dict[int, _Node] = {}  # one node for each object: several may refer to it, and it may hold itself
         with DisableTorchFunction():  # a step under way must not take this for calls of its own
             self._nodes = {
-                name: _Attributes(module, seen, skipped=_SKIPPED, only=None if only is None else only.get(name, ()))
+                name: _Attributes(module, seen, skipped=skipped, only=None if only is None else only.get(name, ()))
                 for name, module in modules.items()
             }
 
-    def undo(self) -> None:
-        """Put everything back in place."""
+    def undo(self, *, for_now: bool = False) -> None:
+        """Put everything back in place.
+
+        Args:
+            for_now: let copies stand for tensors that have changed in place: another snapshot puts the tensors back,
+                and their values may be needed by graphs meanwhile.
+        """
         with DisableTorchFunction():
-            done: dict[int, Any] = {}
+            done = _Done(for_now)
             for node in self._nodes.values():
                 node.undo_once(done)
 
@@ -107,6 +120,23 @@ class Snapshot:
         for name in names:
             self._nodes.pop(name, None)
 
+    def narrowed(self, only: Mapping[str, Container[str]] | None = None) -> Snapshot:
+        """The same of some attributes of some modules; ``None``: all."""
+        found = Snapshot({})
+        found._nodes = {
+            name: node if only is None else node.narrowed(only[name])
+            for name, node in self._nodes.items()
+            if only is None or name in only
+        }
+        return found
+
+    def without(self, module: str, attribute: str) -> Snapshot:
+        """The same without an attribute of a module."""
+        found = self.narrowed()
+        if module in found._nodes:
+            found._nodes[module] = found._nodes[module].narrowed(skipped={attribute})
+        return found
+
     def changes(self) -> list[Change]:
         """What has become different since."""
         with DisableTorchFunction():
@@ -114,16 +144,24 @@ class Snapshot:
             return [change for name, node in self._nodes.items() for change in node.changes((name,), seen)]
 
 
+class _Done(dict[int, Any]):
+    """What stands in the place of each node that has been put back, or is being put back, by its ``id``."""
+
+    def __init__(self, for_now: bool) -> None:
+        super().__init__()
+        self.for_now = for_now
+
+
 class _Node:
     """Something whose content can change: remembers the content."""
 
     owner: Any
 
-    def undo(self, done: dict[int, Any]) -> Any:
+    def undo(self, done: _Done) -> Any:
         """Put the content back; returns the object to hold in the place of the present one."""
         raise NotImplementedError
 
-    def undo_once(self, done: dict[int, Any]) -> Any:
+    def undo_once(self, done: _Done) -> Any:
         """Put the content back unless that is done, or under way: what it holds may hold it."""
         if id(self) not in done:
             done[id(self)] = self.owner
@@ -162,7 +200,7 @@ class _Mapping(_Node):
     def remove(self, key: Any) -> None:
         del self.owner[key]
 
-    def undo(self, done: dict[int, Any]) -> Any:
+    def undo(self, done: _Done) -> Any:
         now = dict(self.items())
         # The order of keys is not put back: a key that was deleted comes last.
         for key in now.keys() - self.kept.keys():
@@ -202,10 +240,21 @@ class _Attributes(_Mapping):
         super().__init__(owner, seen)
 
     def items(self) -> Iterator[tuple[Any, Any]]:
+        only, skipped = self.only, self.skipped
         for name, value in self.of(self.owner).items():
-            wanted = self.only is None or name in self.only
-            if wanted and name not in self.skipped and not isinstance(value, nn.Module):
+            if name not in skipped and (only is None or name in only) and not isinstance(value, nn.Module):
                 yield name, value
+
+    def narrowed(self, only: Container[str] | None = None, skipped: Iterable[str] = ()) -> _Attributes:
+        """The same of some attributes."""
+        found = copy(self)
+        if only is not None:
+            # what was not looked at has no value here, which is not the same as having been absent
+            found.only = only if self.only is None else {name for name in self.kept if name in only}
+        found.skipped = self.skipped.union(skipped)
+        wanted = self.kept if found.only is None else [name for name in self.kept if name in found.only]
+        found.kept = {name: self.kept[name] for name in wanted if name not in found.skipped}
+        return found
 
     def put(self, key: Any, value: Any) -> None:
         self.of(self.owner)[key] = value
@@ -222,7 +271,7 @@ class _List(_Node):
         self.owner = owner
         self.kept = [_keep(value, seen, len(owner)) for value in owner]
 
-    def undo(self, done: dict[int, Any]) -> Any:
+    def undo(self, done: _Done) -> Any:
         before = [value if node is None else node.undo_once(done) for value, node in self.kept]
         if not same_objects(before, self.owner):
             self.owner.clear()
@@ -250,7 +299,7 @@ class _Set(_Node):
         seen[id(owner)] = self
         self.owner, self.kept = owner, set(owner)
 
-    def undo(self, done: dict[int, Any]) -> Any:
+    def undo(self, done: _Done) -> Any:
         if self.owner != self.kept:
             self.owner.clear()
             self.owner.update(self.kept)
@@ -268,19 +317,21 @@ class _Tensor(_Node):
         seen[id(owner)] = self
         self.owner, self.kind = owner, type(owner)
         small = (owner.numel() if isinstance(owner, Tensor) else owner.size) <= _CLONED
-        self.kept = _clone(owner) if small else None  # a large one costs memory: its change cannot be undone
-        self.version, self.place = version_of(owner), _place(owner)
+        self.kept = copy_of(owner) if small else None  # a large one costs memory: its change cannot be undone
+        self.version, self.place = version_of(owner), place_of(owner)
 
     def _changed(self) -> bool:
         if type(self.owner) is not self.kind or version_of(self.owner) != self.version:
             return True
-        if _place(self.owner) != self.place:  # swapped for another tensor, with all who refer to it
+        if place_of(self.owner) != self.place:  # swapped for another tensor, with all who refer to it
             return True
         return self.version is None and self.kept is not None and not same_values(self.owner, self.kept)
 
-    def undo(self, done: dict[int, Any]) -> Any:
+    def undo(self, done: _Done) -> Any:
         if not self._changed():
             return self.owner
+        if done.for_now and self.kept is not None:
+            return self.kept
         if self.kept is None:
             raise CutError(
                 f"A tensor of shape {tuple(self.owner.shape)} that belongs to the LightningModule was changed in place "
@@ -288,7 +339,7 @@ class _Tensor(_Node):
                 hint="Change it after the last layer, or outside the step.",
             )
         # a tensor that the cut has swapped for another cannot take its value back
-        if type(self.owner) is not self.kind or _place(self.owner) != self.place:
+        if type(self.owner) is not self.kind or place_of(self.owner) != self.place:
             return self.kept
         with torch.no_grad():
             # in place, for whoever else refers to the tensor or to a view of it
@@ -297,7 +348,7 @@ class _Tensor(_Node):
 
     def changes(self, path: Path, seen: set[int]) -> Iterator[Change]:
         if self._changed():
-            yield Change("set", path, self.owner, _growth(self.kept, self.owner))
+            yield Change("set", path, self.owner, growth_of(self.kept, self.owner))
 
 
 def _keep(value: Any, seen: dict[int, _Node], siblings: int) -> _Kept:
@@ -331,16 +382,9 @@ _NODES: tuple[tuple[Any, type[Any]], ...] = (
 )
 
 
-def _growth(before: Any, now: Any) -> Any:
-    if not (isinstance(before, Tensor) and isinstance(now, Tensor)) or before.dtype is torch.bool:
-        return None
-    alike = (before.shape, before.dtype, before.device) == (now.shape, now.dtype, now.device)
-    return now.detach() - before if alike else None
-
-
 def _delta(kept: _Kept | None, value: Any) -> Any:
     if kept is not None and isinstance(kept.node, _Tensor):
-        return _growth(kept.node.kept, value)
+        return growth_of(kept.node.kept, value)
     if kept is None or isinstance(value, bool) or not isinstance(value, int | float):
         return None
     return value - kept.value if isinstance(kept.value, int | float) and not isinstance(kept.value, bool) else None
@@ -349,27 +393,3 @@ def _delta(kept: _Kept | None, value: Any) -> Any:
 def _equal_plain(one: Any, other: Any) -> bool:
     """Equal without being the same object: numbers and strings alone."""
     return type(one) is type(other) and isinstance(one, int | float | str | bytes) and one == other
-
-
-def _clone(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, Tensor) else value.copy()
-
-
-def _place(value: Any) -> Any:
-    return (value.data_ptr(), tuple(value.shape)) if type(value) is Tensor else None
-
-
-@cache
-def is_users(kind: Any) -> bool:
-    """Whether a class is the user's own rather than a library's, whose objects may be large and intricate."""
-    name = str(kind.__module__)
-    if name == "__main__":
-        return True
-    module = sys.modules.get(name)
-    file = getattr(module, "__file__", None)
-    if file is None:
-        found = importlib.util.find_spec(name) if module is None else None
-        file = found.origin if found else None
-    # A package installed with ``pip install -e`` lies outside these folders and counts as the user's.
-    libraries = {sysconfig.get_path(key) for key in ("stdlib", "platstdlib", "purelib", "platlib")}
-    return file is not None and not any(file.startswith(path) for path in libraries)

@@ -264,6 +264,9 @@ class StageRun:
 
     def _answer(self, name: str, module: nn.Module, args: Any, kwargs: Any, number: int | None = None) -> Any:
         result = self.skipped_layers.answer(name, module, args, kwargs)
+        reads, around = self.tracker.calls[-1].reads, self.layer_calls.cache.around
+        if reads and around is not None and self.stage.last and not is_recomputing():
+            around.check(name, reads)
         self._note(module, number, own=False)
         return result
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_pipe.errors import CutError
 from lightning_pipe.intercept.call_record import CallRecord
@@ -29,6 +29,10 @@ from lightning_pipe.patches import replaced
 _HINT = (
     "Let the module's forward return it, or keep it in the LightningModule: the step may read and change attributes of "
     "its own."
+)
+_HINT_ON_TENSORS = (
+    "A tensor, such as a loss of the layer's own, may be an attribute that forward sets in each call: "
+    "`self.aux = tensor`, in the place of a list of tensors. Let the module's forward return anything else."
 )
 _MISSING = object()
 Read = tuple[int, str]
@@ -163,13 +167,25 @@ class StateReads:
         # a metric reads its states whenever modules are listed, and they are brought to all ranks in another way
         if self._watching is not None and (kind, name) not in self._watched and not is_metric(kind):
             self._watched.add((kind, name))
-            self._watching.enter_context(replaced(kind, name, _Watched(kind, name, self._reading), gated=False))
+            self._watching.enter_context(replaced(kind, name, Watched(kind, name, self._reading), gated=False))
+
+    @property
+    def watches(self) -> bool:
+        """Whether it can be seen who reads an attribute."""
+        return self._watching is not None
+
+    def watch_one(self, part: nn.Module, name: str) -> None:
+        """See from now on who reads an attribute of a layer or an outside module."""
+        # what calls compute by: each of them asks for it, and it says in every step what that wants of it
+        if name != "training" and id(part) in self._root_of:
+            self._watch(part, name)
 
     def watch(self, parts: Iterable[nn.Module]) -> None:
-        """See from now on what a layer reads of parts of others."""
+        """See from now on what a layer reads of modules that are no parts of it."""
         for part in parts:
-            for name, value in vars(part).items() if id(part) in self._root_of else ():
-                if is_data(name) and is_state(value):
+            around = id(part) not in self._root_of
+            for name, value in {**vars(part), **(part._buffers if around else {})}.items():
+                if is_data(name) and (is_state(value) or (around and type(value) is Tensor)):
                     self._watch(part, name)
 
     def changed(self, part: nn.Module, name: str, *, here: bool) -> None:
@@ -188,7 +204,7 @@ class StateReads:
             self._calls.current.add(key)
             self._calls.readers.pop(key, None)
         elif (reader := self._calls.readers.get(key)) is not None:
-            raise _read_early(reader, self._written(part, name))
+            raise _read_early(reader, self.written(part, name))
         self._calls.changing.add(key)
 
     def hide(self, part: nn.Module, name: str) -> None:
@@ -213,7 +229,7 @@ class StateReads:
         """
         key = id(part), name
         if key in self._calls.changing:
-            raise _read_early(reader, self._written(part, name))
+            raise _read_early(reader, self.written(part, name))
         self._calls.readers[key] = reader
 
     def read_in_hook(self, part: nn.Module, name: str) -> None:
@@ -226,9 +242,10 @@ class StateReads:
             why = "changes on another rank, and cannot be shown to this one"
             if not self.course.one_pipe:
                 why = "changes in several pipes, each for its own micro-batches"
-            raise CutError(f"a hook reads `{self._written(part, name)}`, which a forward pass {why}.", hint=_HINT)
+            raise CutError(f"a hook reads `{self.written(part, name)}`, which a forward pass {why}.", hint=_HINT)
 
-    def _written(self, part: nn.Module, name: str) -> str:
+    def written(self, part: nn.Module, name: str) -> str:
+        """An attribute as code writes it."""
         root = self._roots.get(self.root_of(part))
         path = next((path for path, each in root.named_modules() if each is part), "") if root is not None else ""
         return ".".join(filter(None, ("self", self.names.get(id(root), ""), path, name)))
@@ -239,7 +256,8 @@ class StateReads:
         if key in self._unseen and not self.course.one_pipe:
             raise _unlike(self._unseen[key], "forward passes change in several pipes, each for its own micro-batches")
         if key in self._unseen:
-            raise _unlike(self._unseen[key], "a forward pass changes on a stage that cannot show it to others")
+            why = "a forward pass changes on a stage that cannot show it to others"
+            raise _unlike(self._unseen[key], why, hint=_HINT_ON_TENSORS)
         if waiting and key in self._late and self._root_of.get(key[0]) not in called:
             raise _unlike(self._late[key], "a forward pass changes on a later stage than those that read it")
 
@@ -331,7 +349,7 @@ class RunReads:
             yield from ((root.get_submodule(path), name) for path, name in places)
 
 
-class _Watched:
+class Watched:
     """Stands on a class for an attribute of its modules, and tells who reads it."""
 
     def __init__(self, kind: Any, name: str, reading: Callable[[nn.Module, str], None]) -> None:
@@ -342,13 +360,15 @@ class _Watched:
     def __get__(self, module: nn.Module | None, kind: Any) -> Any:
         if module is not None:
             self._reading(module, self._name)
-            if isinstance(self._before, _Watched):
+            if isinstance(self._before, Watched):
                 return self._before.__get__(module, kind)
             if self._name in vars(module):
                 return vars(module)[self._name]
         if self._before is _MISSING:
             raise AttributeError(self._name)  # Python goes on with __getattr__, which finds buffers
-        return self._before
+        # what computes the value once for each module (cached_property), or is bound to it
+        bound = getattr(type(self._before), "__get__", None)
+        return self._before if bound is None else bound(self._before, module, kind)
 
     def __set__(self, module: nn.Module, value: Any) -> None:
         vars(module)[self._name] = value
@@ -369,5 +389,5 @@ def _read_early(reader: str, written: str) -> CutError:
     )
 
 
-def _unlike(written: str, why: str, who: str = "the step reads") -> CutError:
-    return CutError(f"{who} `self.{written}`, which {why}: stages would see different values.", hint=_HINT)
+def _unlike(written: str, why: str, who: str = "the step reads", hint: str = _HINT) -> CutError:
+    return CutError(f"{who} `self.{written}`, which {why}: stages would see different values.", hint=hint)

@@ -42,6 +42,24 @@ def version_of(value: Any) -> int | None:
     return value._version if isinstance(value, Tensor) and not value.is_inference() else None
 
 
+def copy_of(value: Any) -> Any:
+    """A tensor or array of its own with the same values."""
+    return value.detach().clone() if isinstance(value, Tensor) else value.copy()
+
+
+def place_of(value: Any) -> Any:
+    """Where a plain tensor has its values, and its shape."""
+    return (value.data_ptr(), tuple(value.shape)) if type(value) is Tensor else None
+
+
+def growth_of(before: Any, now: Any) -> Any:
+    """What a tensor grew by; ``None`` if that cannot be said."""
+    if not (isinstance(before, Tensor) and isinstance(now, Tensor)) or before.dtype is torch.bool:
+        return None
+    alike = (before.shape, before.dtype, before.device) == (now.shape, now.dtype, now.device)
+    return now.detach() - before if alike else None
+
+
 def same_values(one: Any, other: Any) -> bool:
     """Whether two tensors, or two arrays, have the same type, shape and values. NaN is not the same as NaN."""
     if one.dtype != other.dtype:  # which `torch.equal` does not look at (torch 2.13)

@@ -65,6 +65,7 @@ class Tracker(TorchFunctionMode):
         alone: whether no other micro-batch is under way.
 
     Attributes:
+        alone: as given.
         come_back: called where the step comes back to an earlier stage other than by a layer, if it may.
     """
 
@@ -87,7 +88,7 @@ class Tracker(TorchFunctionMode):
         self.spans: list[tuple[int, int]] = []
         self.numbers, self.lineage = Numbers(), Lineage()
         self.in_place = InPlace(self.numbers, parameter_use, partial=partial)
-        self._partial, self._alone, self._expected = partial, alone, expected or ()
+        self._partial, self.alone, self._expected = partial, alone, expected or ()
         self._read_before: dict[int, Tensor | None] = {}
         self._stream, self._parameter_use = stream, parameter_use
         self._off = 0
@@ -96,22 +97,25 @@ class Tracker(TorchFunctionMode):
 
     def expects(self, name: str) -> bool:
         """Whether the call that the previous stage made here was ``name``."""
+        call = self._following()
+        return call is not None and call.name == name
+
+    def _following(self) -> CallRecord | None:
+        """The call that the previous stage made here, if any."""
         position = len(self.calls)
-        return position < len(self._expected) and self._expected[position].name == name
+        return self._expected[position] if position < len(self._expected) else None
 
     def following_hook(self) -> CallRecord | None:
         """The call that the previous stage made here if it is that of a forward hook on a part of a layer."""
-        position = len(self.calls)
-        call = self._expected[position] if position < len(self._expected) else None
+        call = self._following()
         return None if call is None or call.hook is None else call
 
     def expect(self, name: str, given: int = 0) -> CallRecord:
         """The call the previous stage made here; raises unless it was ``name``, with the same of the batch."""
-        position = len(self.calls)
-        if self.come_back is not None and self.expects(AGAIN):
+        call = self._following()
+        if call is not None and call.name == AGAIN and self.come_back is not None:
             self.come_back(name)
-        if self.expects(name):
-            call = self._expected[position]
+        if call is not None and call.name == name:
             if call.given != given and not is_recomputing():
                 raise CutError(
                     f"'{name}' is given tensors of the batch on which this stage and the previous one have not called "
@@ -120,9 +124,9 @@ class Tracker(TorchFunctionMode):
                 )
             self.calls.append(call)
             return call
-        found = f"'{self._expected[position].name}'" if position < len(self._expected) else "none"
+        found, number = "none" if call is None else f"'{call.name}'", len(self.calls)
         raise CutError(
-            f"this stage makes call number {position} outside its layers to '{name}', the previous stage made {found}.",
+            f"this stage makes call number {number} outside its layers to '{name}', the previous stage made {found}.",
             hint=SAME_PATH,
         )
 
@@ -331,7 +335,7 @@ class Tracker(TorchFunctionMode):
         return written
 
     def _check_not_read(self, written: Sequence[Tensor], name: str) -> None:
-        for tensor in () if self._alone else written:
+        for tensor in () if self.alone else written:
             if id(tensor) in self._read_before:
                 self.in_place.check_not_read(tensor, name)
 

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 
 import lightning.pytorch as pl
 from torch import Tensor
 
 from lightning_pipe.engine.pipeline import Pipeline
+from lightning_pipe.intercept.around import alike
+from lightning_pipe.intercept.kept_state import can_hold
 from lightning_pipe.intercept.snapshot import Change, Snapshot
 from lightning_pipe.trainer.layer_attributes import LayerAttributes
 from lightning_pipe.trainer.module_state import Tracked, name_of, portable
+from lightning_pipe.trainer.pipe_writes import PipeWrites, latest
 from lightning_pipe.trainer.step_hooks import StepHooks
 from lightning_pipe.trainer.warn_once import WarnOnce
+
+
+@contextmanager
+def _both(one: AbstractContextManager[None], other: AbstractContextManager[None]) -> Iterator[None]:
+    with one, other:
+        yield
 
 
 class AttributeSync:
@@ -36,9 +46,32 @@ class AttributeSync:
         parts = {name: part for name, part in module.named_modules() if id(part) in apart}
         others = {name: part for name, part in module.named_modules() if id(part) not in apart}
         self.of_layers = LayerAttributes(parts, interceptor, others)
-        interceptor.cache.writes = self.of_layers
+        interceptor.cache.writes, interceptor.around = self.of_layers, self.tracked.modules
         self.hooks = StepHooks(module, lambda: interceptor.in_module)
+        self._writes = PipeWrites(self.tracked.modules)
+        # without a flush the runs of several batches alternate
+        self._several = pipeline.family.pipes > 1 and pipeline.synchronous
         self._warn = WarnOnce()
+
+    def installed(self) -> AbstractContextManager[None]:
+        """Around a run of the Trainer: see what steps set."""
+        return (
+            _both(self.of_layers.installed(), self._writes.installed()) if self._several else self.of_layers.installed()
+        )
+
+    def noting(
+        self, index: int, complete: Callable[[], bool], *, pipes: bool, **how: bool
+    ) -> AbstractContextManager[None]:
+        """Around a run of the step; see `LayerAttributes.noting`.
+
+        Args:
+            index: of its micro-batch.
+            complete: asked behind it whether it counts.
+            pipes: whether other micro-batches of its batch take another way, past other ranks.
+            how: for `LayerAttributes.noting`.
+        """
+        noting = self.of_layers.noting(complete, pipes=pipes, **how)
+        return _both(noting, self._writes.noting(index, complete)) if self._several else noting
 
     def before(self, ranks: Sequence[int]) -> Snapshot | None:
         """The attributes before steps run; ``None`` on a rank whose changes no other rank needs.
@@ -57,7 +90,10 @@ class AttributeSync:
             ranks: those that complete the steps.
         """
         of_layers = self.of_layers.changes()
-        changes, lost = portable([*before.changes(), *of_layers]) if before is not None else ([], [])
+        self._join(of_layers)
+        found = before.changes() if before is not None else []
+        both = self._writes.ordered(found, of_layers) if self._several else [*found, *of_layers]
+        changes, lost = portable(both) if before is not None else ([], [])
         for attribute in lost:
             self._warn(
                 attribute,
@@ -72,14 +108,15 @@ class AttributeSync:
     def _warn_of_sums(self, changes: Sequence[Change]) -> None:
         """Warn about attributes for which adding up the changes of two ranks may be wrong (averages, queues)."""
         for change in changes:
-            grown = change.delta
+            grown = change.delta if change.order < 0 else None
             if isinstance(grown, float) or (isinstance(grown, Tensor) and grown.is_floating_point()):
                 name = name_of(change)
                 self._warn(
                     f"{name} added",
-                    f"The step changes `self.{name}`, and with this schedule it is completed on two ranks, each for a "
-                    "part of the micro-batches: what it grows by there is added up. That is exact for sums. For moving "
-                    "averages and queues use a schedule with one pipeline, such as '1f1b'.",
+                    f"The step changes `self.{name}` by its own value, and with this schedule it is completed on "
+                    "several ranks, each for a part of the micro-batches: what it grows by there is added up. That is "
+                    "exact for sums, and for nothing else. For moving averages, queues and products use a schedule "
+                    "with one pipe, such as schedule='1f1b'.",
                 )
 
     def adopt(self, changes: Sequence[Sequence[Change]], before: Snapshot | None) -> None:
@@ -94,7 +131,24 @@ class AttributeSync:
             # this rank's own changes are among those that are added up
             before.undo()
         if before is None or several:
-            for each in changes:
+            for each in latest(changes) if several else changes:
                 self.tracked.apply(self.of_layers.others(each), add=several)
                 # behind that: a layer may hold a list that the LightningModule holds, which is longer by now
                 self.of_layers.adopt(each)
+                self._join(each)
+
+    def _join(self, changes: Sequence[Change]) -> None:
+        """Let layers that this rank runs hold the objects that complete runs of the step have set there.
+
+        The step may have given one object to several, whose layers run elsewhere, and hooks may change it::
+
+            self.context = Context()
+            for layer in self.layers:
+                layer.context = self.context
+        """
+        for change in changes:
+            name, (_, attribute), *inner = change.path
+            module = None if inner or change.kind != "set" else self.of_layers.modules.get(name)
+            held = None if module is None else vars(module).get(attribute)
+            if module is not None and held is not change.value and can_hold(held) and alike(held, change.value):
+                vars(module)[attribute] = change.value

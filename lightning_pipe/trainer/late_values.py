@@ -12,6 +12,7 @@ from typing import Any
 
 from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.intercept.snapshot import Snapshot
+from lightning_pipe.trainer.global_numbers import GlobalNumbers
 from lightning_pipe.trainer.module_state import Tracked, comparable_values
 
 
@@ -34,9 +35,15 @@ class LateValues:
         self.looking = False
         self._early: dict[str, Any] = {}
         self._start: Snapshot | None = None
+        # the rank with the last stage runs all of the step; with one stage it is what runs on one device
+        tells = len(pipeline.balance) > 1 and len(pipeline.balance) - 1 in pipeline.stages_here and self._replica == 0
+        computing = pipeline.executor.stages.interceptor.computing() if tells else ()
+        self._globals = GlobalNumbers([*tracked.modules.values(), *computing]) if tells else None
 
     def begin(self, micro_batches: int) -> None:
         """Begin a batch of so many micro-batches."""
+        if self._globals is not None:
+            self._globals.begin()
         self.looking = self._waiting and micro_batches > 1
         self._start = self._tracked.capture() if self.looking else None
 
@@ -51,6 +58,8 @@ class LateValues:
 
     def end(self) -> None:
         """Warn when the first batch is over and its changes have been made on this rank."""
+        if self._globals is not None:
+            self._globals.end()
         if not self.looking or self._start is None:
             return
         self.looking = self._waiting = False

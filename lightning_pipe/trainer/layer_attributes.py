@@ -19,35 +19,24 @@ import copy
 import pickle
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import FrameType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, Protocol
 
 from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_pipe.errors import CutError
 from lightning_pipe.intercept.kept_state import filled, shown
+from lightning_pipe.intercept.layer_calls import by_own_value
 from lightning_pipe.intercept.shared_state import written
 from lightning_pipe.intercept.snapshot import Change, is_compared
-from lightning_pipe.patches import replaced
+from lightning_pipe.patches import reads_told, replaced
+from lightning_pipe.trainer.attribute_records import PLAIN, UNKNOWN, Complete, Key, Known, Noted, Run
 
 _CALL = nn.Module.__call__.__code__
-_MISSING = object()
-_PLAIN = (int, float, str, bytes, type(None))
-
-Key = tuple[str, str]
-"""The names of a module and of an attribute."""
-Former = dict[Key, Any]
-"""What attributes were before they were set."""
-
-
-class _Set(NamedTuple):
-    """What a complete run has set: the former value, the new one, and whether that was behind the module's stage."""
-
-    former: Any
-    value: Any
-    behind: bool
+_MISSING, _IN_PLACE = object(), object()
+_AS_IT_IS: AbstractContextManager[None] = nullcontext()
 
 
 class Runs(Protocol):
@@ -63,6 +52,9 @@ class Runs(Protocol):
     def note_set(self, part: nn.Module, name: str) -> None:
         """The step is about to set an attribute of one."""
 
+    def adopts(self, part: nn.Module, name: str) -> None:
+        """An attribute is about to become what runs on another rank have left, whatever those on this one have."""
+
     def is_behind(self, part: nn.Module, name: str | None = None) -> bool:
         """Whether the step is behind the stage that runs a module; with a name, if calls change the attribute there."""
 
@@ -75,6 +67,18 @@ class Runs(Protocol):
     @property
     def one_pipe(self) -> bool:
         """Whether all micro-batches take the same way."""
+
+    @property
+    def several(self) -> bool:
+        """Whether this rank may have several stages."""
+
+    @property
+    def apart(self) -> bool:
+        """Whether what the run under way sets in the layers of others is put back behind it."""
+
+    @property
+    def watches(self) -> bool:
+        """Whether reads of attributes can be seen."""
 
     def has_run(self, part: nn.Module, *, now: bool = False) -> bool:
         """Whether this rank has run a module; ``now``: in the run that ends."""
@@ -90,8 +94,9 @@ class LayerAttributes:
 
     Attributes:
         modules: all of them, by name.
-        changes_adopted: how often another rank has changed an attribute on this one so far.
-        latest: those that the last run of the step has set here.
+        latest: those that the last run of the step has set here by itself, with the mode of each module which it has
+            called.
+        has_set: whether it has set any.
     """
 
     def __init__(
@@ -102,51 +107,68 @@ class LayerAttributes:
         self._all = {id(module): name for name, module in self.modules.items()}
         self._names = {key: name for key, name in self._all.items() if name in modules}
         self._runs = runs
-        self._noted: Former | None = None
+        self._run: Run | None = None
         self._followed = False
-        self._complete: dict[Key, _Set] = {}
-        # of what is noted, that which has been set behind the stage of its module
-        self._behind: set[Key] = set()
-        # what complete runs on other ranks have set there
-        self._set_behind: set[Key] = set()
-        # where runs ahead of the others have set something: what complete runs have left there
-        self._agreed: Former = {}
-        # what calls have changed: in this run, and in complete ones, with the values
-        self._called: set[Key] = set()
-        self._kept: Former = {}
+        self._begun: set[str] = set()
+        self._complete: dict[Key, Complete] = {}
+        self._known: dict[Key, Known] = {}
         self.changes_adopted = 0
-        self._last_change: dict[str, int] = {}  # which of them was the last one of each attribute, as code writes it
-        self.latest: set[str] = set()
+        self.latest: dict[str, bool | None] = {}
+        self.has_set = False
+        self._agreed_modes: dict[str, bool] = {}
 
     def installed(self) -> AbstractContextManager[None]:
         """Around a run of the Trainer: see what is set in modules."""
         setting = nn.Module.__setattr__
 
         def set_attribute(module: nn.Module, name: str, value: Any) -> None:
-            if self._noted is not None and id(module) in self._all and _counts(name, value):
+            if name == "_current_fx_name":  # a string that Lightning sets around every hook
+                vars(module)[name] = value
+                return
+            run = self._run
+            if run is not None and id(module) in self._all and _counts(name, value):
                 if self._runs.in_module:
                     self._runs.setting(module, name, value)
                 elif id(module) in self._names or name == "training":
-                    self._note(module, name, value, self._noted)
+                    self._note(module, name, value, run)
             setting(module, name, value)
 
         return replaced(nn.Module, "__setattr__", set_attribute, gated=False)
 
-    def _note(self, module: nn.Module, name: str, value: Any, noted: Former) -> None:
+    def _all_seen(self) -> AbstractContextManager[None]:
+        """Around the first runs: see what they read, as it is not known yet what they set."""
+
+        def look(module: nn.Module, name: str) -> None:
+            if not name.startswith("_") and id(module) in self._names and not self._runs.in_module:
+                self.by_read(module, name)
+
+        return reads_told(nn.Module, look)
+
+    def by_read(self, part: nn.Module, name: str) -> None:
+        """The step's own code reads an attribute."""
+        if self._run is not None and id(part) in self._names:
+            key = self._names[id(part)], name
+            if key not in self._run.noted:
+                self._run.read.add(key)
+
+    def _note(self, module: nn.Module, name: str, value: Any, run: Run) -> None:
         """The step is about to set an attribute."""
         key = (self._all[id(module)], name)
         former = _holder(module, name).get(name, _MISSING)
-        changed = self._followed and not _is_same(former, value)
+        noted = run.noted.get(key)
+        changed = (run.followed or run.pipes) and not _is_same(former, value)
         # what each run sets before the layers, too, is alike for all micro-batches unless calls change it
-        if changed and self._runs.is_behind(module, name if key in noted else None):
+        if changed and run.followed and self._runs.is_behind(module, None if noted is None else name):
             raise _too_late(*key)
-        if key not in noted:
+        if noted is None:
             if self._in_a_call():
                 return
-            noted[key] = former
+            if changed and run.pipes and key in run.read:
+                raise by_own_value(written(*key))
+            noted = run.noted[key] = Noted(former)
             if id(module) in self._names:
                 self._runs.note_set(module, name)
-        (self._behind.add if self._runs.is_behind(module) else self._behind.discard)(key)
+        noted.behind = self._runs.is_behind(module)
 
     def _in_a_call(self) -> bool:
         """Whether one of the modules is being called: its hooks run around its forward pass."""
@@ -157,69 +179,110 @@ class LayerAttributes:
             frame = frame.f_back
         return False
 
+    def is_first(self, step: str) -> bool:
+        """Whether a step, of which a batch is about to begin, has had none before."""
+        if step in self._begun:
+            return False
+        self._begun.add(step)
+        return True
+
     @contextmanager
-    def noting(self, complete: Callable[[], bool], *, undo: bool, followed: bool = False) -> Iterator[None]:
+    def noting(
+        self,
+        complete: Callable[[], bool],
+        *,
+        undo: bool,
+        followed: bool = False,
+        pipes: bool = False,
+        first: bool = False,
+    ) -> Iterator[None]:
         """Around a run of the step.
 
         Args:
             complete: asked behind it whether it counts; what it has set is for the other ranks then.
             undo: whether what another run has set is to be put back.
             followed: whether earlier stages run other micro-batches before they learn what it has set.
+            pipes: whether other micro-batches of its batch take another way, past other ranks.
+            first: whether the step has not been seen before.
         """
-        noted: Former = {}
-        self._noted, self._followed = noted, followed
-        self._behind.clear()
-        self._called.clear()
+        run, self._followed = Run(followed, pipes), followed
+        self._run = run
         try:
-            yield
+            with self._all_seen() if first and self._runs.watches else _AS_IT_IS:
+                yield
         finally:
-            self._noted = None
-            self.latest = {written(*key) for key in noted}
+            self._run = None
+            self.has_set = bool(run.noted)
+            # what it has read before is not its own: it has set that by what was there
+            self.latest = {written(*key): self._mode(*key) for key in run.noted if key not in run.read}
             if complete():
-                self._kept.update((key, vars(self.modules[key[0]]).get(key[1])) for key in self._called)
-                for key, former in noted.items():
-                    value = _holder(self.modules[key[0]], key[1]).get(key[1], former)
-                    before = self._complete[key].former if key in self._complete else former
-                    self._complete[key] = _Set(before, value, key in self._behind)
+                self._note_complete(run)
             elif undo:
-                self._put_back(noted)
+                self._put_back(run.noted)
 
-    def _put_back(self, former: Former) -> None:
+    def _note_complete(self, run: Run) -> None:
+        for key in run.called:
+            record = self._complete.setdefault(key, Complete())
+            record.value, record.is_kept = vars(self.modules[key[0]]).get(key[1]), True
+        for key, noted in run.noted.items():
+            record = self._complete.setdefault(key, Complete())
+            if not record.is_set:
+                record.former, record.is_set = noted.former, True
+            record.value = _holder(self.modules[key[0]], key[1]).get(key[1], noted.former)
+            record.behind = noted.behind
+
+    def _put_back(self, noted: Mapping[Key, Noted]) -> None:
         """Later runs go on with what has been set in a module that runs here, unless the step sets it once more."""
-        for key, value in former.items():
+        for key, each in noted.items():
             module, name = key
-            holder = _holder(self.modules[module], name)
-            if key not in self._set_behind and self._runs.has_run(self.modules[module], now=True):
-                self._agreed.setdefault(key, value)
+            holder, known = _holder(self.modules[module], name), self._known.setdefault(key, Known())
+            if not known.set_behind and self._runs_now(module):
+                if known.agreed is UNKNOWN:
+                    known.agreed = each.former
+            elif self._runs.apart and name != "training":
                 continue
-            if value is _MISSING:
+            elif each.former is _MISSING:
                 holder.pop(name, None)
             else:
-                holder[name] = value
+                holder[name] = each.former
+
+    def _runs_now(self, module: str) -> bool:
+        return self._runs.has_run(self.modules[module], now=True)
+
+    def _mode(self, module: str, name: str) -> bool | None:
+        return self.modules[module].training if name == "training" and self._runs_now(module) else None
 
     def by_call(self, part: nn.Module, name: str) -> None:
         """A call changes an attribute: what the step had set there is the past, and not to be put back either."""
         if id(part) not in self._names:
             return
         key = self._names[id(part)], name
-        if self._noted is not None:
-            self._noted.pop(key, None)
+        if self._run is not None:
+            self._run.noted.pop(key, None)
             if name not in part._buffers:
-                self._called.add(key)
-        self._complete.pop(key, None)
+                self._run.called[key] = None
+        if key in self._complete:
+            self._complete[key].is_set = False
 
-    def by_step(self, part: nn.Module, name: str) -> None:
-        """A complete run has changed a list, a dictionary or an object in place, of a stage that does not run it.
+    def by_step(self, part: nn.Module, name: str, *, behind: bool = True) -> None:
+        """A complete run has changed a list, a dictionary or an object in place.
+
+        Args:
+            part: of this part of a module.
+            name: the attribute that refers to it.
+            behind: whether the stage of the module does not run the code that has changed it.
 
         Raises:
             CutError: that stage runs other micro-batches before it learns of it.
         """
         if id(part) in self._names:
             key = self._names[id(part)], name
-            if self._followed:
+            if behind and self._followed:
                 raise _too_late(*key)
             self._runs.note_set(part, name)
-            self._complete[key] = _Set(_MISSING, copy.deepcopy(vars(part)[name]), behind=True)
+            record = self._complete.setdefault(key, Complete())
+            record.former, record.value = _IN_PLACE, copy.deepcopy(vars(part)[name])
+            record.behind, record.is_set = behind or (record.is_set and record.behind), True
 
     def changes(self) -> list[Change]:
         """What complete runs have set since this was asked, and what calls have changed.
@@ -228,14 +291,17 @@ class LayerAttributes:
         """
         complete, self._complete = self._complete, {}
         found = []
-        for (module, name), (former, value, behind) in complete.items():
-            if isinstance(value, _PLAIN) or value is not former:
-                found.append(Change("set", (module, ("attribute", name)), value, everywhere=behind))
-        kept, self._kept = self._kept, {}
-        for (module, name), value in kept.items():
-            data = shown(value) if self._runs.one_pipe and not isinstance(value, Tensor) else None
-            found.append(Change("hide" if data is None else "keep", (module, ("attribute", name)), data))
-        self.adopt(found)  # a rank with several stages has put back what its last one has set
+        for (module, name), each in complete.items():
+            path = module, ("attribute", name)
+            if each.is_set and (isinstance(each.value, PLAIN) or each.value is not each.former):
+                # what was changed in place stays the same object, as others may hold it; what was set is another one
+                kind: Literal["fill", "set"] = "fill" if each.former is _IN_PLACE else "set"
+                found.append(Change(kind, path, each.value, everywhere=each.behind))
+            if each.is_kept:
+                data = shown(each.value) if self._runs.one_pipe and not isinstance(each.value, Tensor) else None
+                found.append(Change("hide" if data is None else "keep", path, data))
+        # behind its last stage, a rank with several has what the others have set; no hook is to read what is hidden
+        self.adopt(found if self._runs.several else [change for change in found if change.kind == "hide"])
         return found
 
     def others(self, changes: Sequence[Change]) -> list[Change]:
@@ -249,32 +315,48 @@ class LayerAttributes:
 
     def adopt(self, changes: Sequence[Change]) -> None:
         """Have what another rank's complete runs have set, and what calls have changed."""
+        self._agreed_modes.clear()
         for change in filter(self._concerns, changes):
             module, (_, name) = change.path
+            if name == "training" and not change.everywhere:
+                self._agreed_modes[written(module, name)] = change.value
             if change.kind == "hide":
                 self._runs.hide(self.modules[module], name)
             elif change.kind == "keep":
                 if self._runs.changed_elsewhere(self.modules[module], name):
                     vars(self.modules[module])[name] = pickle.loads(change.value)
-            elif change.everywhere or not self._runs.has_run(self.modules[module]):
+            elif change.everywhere or not (self._runs.one_pipe and self._runs.has_run(self.modules[module])):
                 if change.everywhere:
-                    self._set_behind.add((module, name))
-                self._set(module, name, change.value)
-            elif (module, name) in self._agreed:
-                self._agreed[module, name] = change.value
+                    self._known.setdefault((module, name), Known()).set_behind = True
+                self._set(module, name, change.value, fill=change.kind == "fill")
+            elif (known := self._known.get((module, name))) is not None and known.agreed is not UNKNOWN:
+                known.agreed = change.value
 
-    def _set(self, module: str, name: str, value: Any) -> None:
-        held = _holder(self.modules[module], name)
-        before = self._agreed.pop((module, name), held.get(name, _MISSING))
-        if not _is_same(held.get(name, _MISSING), value) and not filled(held.get(name), value):
+    def _set(self, module: str, name: str, value: Any, *, fill: bool) -> None:
+        held, known = _holder(self.modules[module], name), self._known.setdefault((module, name), Known())
+        before, known.agreed = known.agreed, UNKNOWN
+        self._runs.adopts(self.modules[module], name)
+        if before is UNKNOWN:
+            before = held.get(name, _MISSING)
+        if not _is_same(held.get(name, _MISSING), value) and not (fill and filled(held.get(name), value)):
             held[name] = value
         if not _is_same(before, value):
             self.changes_adopted += 1
-            self._last_change[written(module, name)] = self.changes_adopted
+            known.last_change = self.changes_adopted
+
+    def contradicted(self, own: Mapping[str, bool | None]) -> str | None:
+        """The mode of a module that has run here in another one than the complete run has just set.
+
+        Args:
+            own: what this rank's runs of the same batch have set; see `latest`.
+        """
+        modes = ((name, mode) for name, mode in own.items() if mode is not None)
+        return next((name for name, mode in modes if self._agreed_modes.get(name, mode) != mode), None)
 
     def adopted_since(self, changes: int) -> list[str]:
         """The attributes, as code writes them, that other ranks have changed here after so many such changes."""
-        return [name for name, last in self._last_change.items() if last > changes]
+        late = [(known.last_change, key) for key, known in self._known.items() if known.last_change > changes]
+        return [written(*key) for _, key in sorted(late)]
 
 
 def _counts(name: str, value: Any) -> bool:
@@ -289,7 +371,7 @@ def _holder(module: nn.Module, name: str) -> dict[str, Any]:
 
 def _is_same(one: Any, other: Any) -> bool:
     """Whether setting one value in the place of the other changes nothing."""
-    return one is other or (isinstance(one, _PLAIN) and type(one) is type(other) and bool(one == other))
+    return one is other or (isinstance(one, PLAIN) and type(one) is type(other) and bool(one == other))
 
 
 def _too_late(module: str, name: str) -> CutError:

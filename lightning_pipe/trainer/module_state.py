@@ -147,13 +147,14 @@ def portable(changes: Iterable[Change]) -> tuple[list[Change], list[str]]:
                 hint=f"Set `self.{name_of(change)}` in every batch, or to a value: float(…).",
             ) from error
         except Exception:
-            lost.append(".".join(str(step[1]) for step in change.path[1:]))
+            lost.append(name_of(change))
     return kept, lost
 
 
 def name_of(change: Change) -> str:
     """The attribute that has changed, as code writes it behind ``self.``; keys in the place of brackets."""
-    return ".".join(str(key) for _, key in change.path[1:] if key not in (None, "_buffers"))
+    module, *steps = change.path
+    return ".".join([*([module] if module else []), *(str(key) for _, key in steps if key not in (None, "_buffers"))])
 
 
 def comparable_values(changes: Iterable[Change]) -> dict[str, Any]:

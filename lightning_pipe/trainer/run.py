@@ -152,7 +152,7 @@ class PipelineRun:
         # once for all batches: to put these in place takes as long as a small layer
         self._changed.enter_context(self._step.log.installed())
         self._changed.enter_context(self.pipeline.executor.stages.interceptor.torch_patched())
-        self._changed.enter_context(self._step.attributes.of_layers.installed())
+        self._changed.enter_context(self._step.attributes.installed())
         if len(self.pipeline.balance) > 1:
             self._changed.enter_context(self.pipeline.executor.stages.interceptor.reads_seen())
         self._changed.enter_context(self._step.attributes.hooks.installed())

@@ -76,12 +76,9 @@ class UserStep:
         self.attributes = AttributeSync(module, pipeline)
         self.late_values = LateValues(self.attributes.tracked, pipeline)
         self.summed = loss_weight == "sum"
-        self._world = world
-        self._reports = ReportExchange(pipeline)
-        self.in_turns: set[str] = set()
-        self._may_repeat = False
-        self.sources = OwnSources(self.attributes.tracked)
-        self._warn = WarnOnce()
+        self._world, self._reports = world, ReportExchange(pipeline)
+        self.in_turns, self._may_repeat = set[str](), False
+        self.sources, self._warn = OwnSources(self.attributes.tracked), WarnOnce()
 
     def begin(
         self,
@@ -128,7 +125,7 @@ class UserStep:
 
     @contextmanager
     def undoing(
-        self, index: int, micro_batches: int, hooks: HooksOfBatch, taken: dict[str, Any], *, training: bool
+        self, index: int, micro_batches: int, hooks: HooksOfBatch, taken: dict[str, Any], *, training: bool, first: bool
     ) -> Iterator[None]:
         """Around a run of the step: its traces are removed if it ends early, or if it is not the first complete one.
 
@@ -139,6 +136,7 @@ class UserStep:
             taken: gets what the run takes from the module's own sources.
             training: whether it is a training step: activations may be computed again behind its run, with what it has
                 set in layers.
+            first: whether its batch is the first one that the step gets.
 
         Raises:
             CutError: the run has taken from a generator or an iterator that is an attribute, as another run does.
@@ -147,9 +145,12 @@ class UserStep:
         again = is_recomputing()
         # a rank that holds the last stage alone completes every run, unless that comes back to an earlier stage
         complete = not (self.pipeline.ends_early or self._may_repeat or again)
-        several = micro_batches > 1 and (index < micro_batches - 1 or self.pipeline.family.pipes > 1)
-        followed = not again and (several or (training and self.pipeline.asynchronous is not None))
-        noting = self.attributes.of_layers.noting(lambda: complete, undo=not training, followed=followed)
+        pipes = micro_batches > 1 and self.pipeline.family.pipes > 1 and not again
+        unsynchronized = training and self.pipeline.asynchronous is not None
+        followed = not again and (pipes or index < micro_batches - 1 or unsynchronized)
+        noting = self.attributes.noting(
+            index, lambda: complete, undo=not training, followed=followed, pipes=pipes, first=first
+        )
         noting_hooks = self.attributes.hooks.noting(hooks, lambda: complete)
         if complete:
             with noting, noting_hooks, self._taking(taken):
@@ -169,7 +170,8 @@ class UserStep:
                     if not again:
                         self.late_values.note(kept)
                     # the next micro-batch, and the complete run on another rank, begin with what was there before
-                    kept.undo()
+                    # (a recomputation is put back once more around it, and its graph holds the tensors of now)
+                    kept.undo(for_now=again and not is_alone())
                     if again:
                         sources.put_back()
                     for states in metrics.values():
@@ -270,6 +272,7 @@ class StepOfBatch:
         self._user_step = user_step
         self._method, self._rest, self._context = getattr(user_step.module, name), rest, context
         self._training = name == "training_step"
+        self._first = user_step.attributes.of_layers.is_first(name)
         self._logged: Logged = {}
         self._hooks = HooksOfBatch()
         self._taken: dict[str, Any] = {}
@@ -287,7 +290,7 @@ class StepOfBatch:
         # a run that computes a micro-batch again logs what was logged before
         recording = common.log.recording(self._logged, index, counts=not is_recomputing())
         number = len(self.micro_batches.parts)
-        undoing = common.undoing(index, number, self._hooks, self._taken, training=self._training)
+        undoing = common.undoing(index, number, self._hooks, self._taken, training=self._training, first=self._first)
         with recording, undoing, self._context():
             result = self._run(micro_batch)
             # within these contexts: a run that still waits for what other ranks send must not count as complete

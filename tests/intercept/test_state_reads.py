@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import cached_property
 from itertools import product
 from typing import Any
 
@@ -13,11 +15,40 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_pipe import PipeStrategy
+from lightning_pipe.intercept.state_reads import Watched
+from lightning_pipe.patches import replaced
 from tests.support.processes import run_trainers
 from tests.support.trainer_runs import QUIET, quiet
 
 WIDTH, SAMPLES, BATCH = 4, 16, 4
 DATA = torch.randn(SAMPLES, WIDTH, generator=torch.Generator().manual_seed(1)).double()
+
+
+class Computes(nn.Module):
+    """A module with attributes that its class provides."""
+
+    default = 1.0
+
+    @cached_property
+    def once(self) -> float:
+        return self.default + 1.0
+
+    def method(self) -> float:
+        return self.once + 1.0
+
+
+def test_what_the_class_provides_is_bound_while_it_is_watched() -> None:
+    read: list[str] = []
+    module = Computes()
+    with ExitStack() as watched:
+        for name in ("default", "once", "method"):
+            watching = Watched(Computes, name, lambda _, name: read.append(name))
+            watched.enter_context(replaced(Computes, name, watching, gated=False))
+        assert (module.default, module.once, module.once, module.method()) == (1.0, 2.0, 2.0, 3.0)
+        module.default = 5.0
+        assert (module.default, Computes().default) == (5.0, 1.0)
+    assert read[:4] == ["default", "once", "default", "once"]
+    assert (module.default, module.once) == (5.0, 2.0)
 
 
 class Memory:

@@ -196,6 +196,22 @@ class Modes(Evaluated):
         return loss
 
 
+class Alternates(Samples):
+    """The step gives the LightningModule another mode for every batch, and leaves it so."""
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
+        self.train(batch_idx % 2 == 0)
+        return Evaluated.validation_step(self, batch, batch_idx)
+
+
+class Toggles(Samples):
+    """The step changes the mode of the layers by the mode that they are in."""
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
+        self.model.train(not self.model.training)
+        return Evaluated.validation_step(self, batch, batch_idx)
+
+
 class Scaled(nn.Linear):
     """A layer with a number that others set."""
 

@@ -82,6 +82,7 @@ _ROOMS: dict[str, dict[str, str]] = {
         "terminal": "simulate/test_drawing",
     },
     "trainer": {
+        "attribute_records": "trainer/test_layer_attributes",
         "attribute_sync": "trainer/test_module_state",
         "batch_ends": "trainer/test_stopping",
         "broadcasts": "trainer/test_evaluation",

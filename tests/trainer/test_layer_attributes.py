@@ -29,13 +29,16 @@ class Rank:
     def note_set(self, part: nn.Module, name: str) -> None:
         """Nor is this."""
 
-    one_pipe = True
+    one_pipe, several, apart, watches = True, False, False, True
 
     def changed_elsewhere(self, part: nn.Module, name: str) -> bool:
         return part not in self.has
 
     def hide(self, part: nn.Module, name: str) -> None:
         """No hooks read anything here."""
+
+    def adopts(self, part: nn.Module, name: str) -> None:
+        """Nothing is kept for runs here."""
 
     def is_behind(self, part: nn.Module, name: str | None = None) -> bool:
         return False
@@ -103,7 +106,7 @@ def test_what_a_run_has_set_that_ends_early_is_put_back_in_an_evaluation(undo: b
         rank.layers["a"].scale = 2.0
         rank.layers["b"].eval()
         raise KeyboardInterrupt
-    assert rank.attributes.latest == {"self.a.scale", "self.b.training", "self.b.0.training"}
+    assert rank.attributes.latest.keys() == {"self.a.scale", "self.b.training", "self.b.0.training"}
     assert hasattr(rank.layers["a"], "scale") is not undo
     assert rank.layers["b"][0].training is undo
     assert rank.attributes.changes() == []

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipe.errors import CutError
-from lightning_pipe.trainer.module_state import Tracked, portable
+from lightning_pipe.intercept.snapshot import Change
+from lightning_pipe.trainer.module_state import Tracked, name_of, portable
 
 
 class Meter:
@@ -184,3 +185,11 @@ def test_views_of_tensors_on_the_other_side_stay_views(module: Module) -> None:
     module.total += 3.0
     tracked(other).apply(memory.changes())
     assert torch.equal(view, torch.full((1, 2), 3.0))
+
+
+def test_changes_are_named_as_code_writes_them() -> None:
+    buffer = Change("set", ("layers.1", ("attribute", "_buffers"), ("item", "t")), 1.0)
+    assert name_of(buffer) == "layers.1.t"
+    assert name_of(Change("set", ("", ("attribute", "scale")), 1.0)) == "scale"
+    _, lost = portable([Change("set", ("layers.1", ("attribute", "t")), lambda: None)])
+    assert lost == ["layers.1.t"]

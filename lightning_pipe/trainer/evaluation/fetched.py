@@ -33,7 +33,7 @@ class Fetched:
         run: its step, if this rank has begun it.
         way: the same on its way through the engine.
         states: what the runs for its stages on this rank have read.
-        own: the attributes of layers that these runs have set, as code writes them.
+        own: the attributes of layers that these runs have set; see `LayerAttributes.latest`.
         adopted: how many changes by other ranks layers of this one knew; ``None`` before the first of its runs.
         early: whether one of them came before the batch before it was at its end.
     """
@@ -46,7 +46,7 @@ class Fetched:
     run: RunStep | None = None
     way: Any = None
     states: list[ReadState] = field(default_factory=list)
-    own: set[str] = field(default_factory=set)
+    own: dict[str, bool | None] = field(default_factory=dict)
     adopted: int | None = None
     early: bool = False
 

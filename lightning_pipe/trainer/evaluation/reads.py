@@ -117,8 +117,9 @@ class AttributeReads:
             return False
         if not is_compared(name) or hasattr(pl.LightningModule, name):
             return False
-        # a property or method reads attributes itself
-        return not hasattr(type(inspect.getattr_static(type(module), name, _MISSING)), "__get__")
+        # a property or method reads attributes itself; what is watched is an attribute
+        found = inspect.getattr_static(type(module), name, _MISSING)
+        return isinstance(found, Watched) or not hasattr(type(found), "__get__")
 
 
 def _root(change: Change) -> tuple[str, str]:

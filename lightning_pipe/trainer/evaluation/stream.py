@@ -151,7 +151,7 @@ class EvaluationStream:
         if self._engine.order.holds(number):
             self._slot = self._engine.proceed()
             if self._completes:
-                # batches are loaded for the rank that is furthest ahead
+                # batches are loaded for the rank that is furthest ahead, which asks for one more behind the report
                 self._batches.up_to(self._engine.order.begun - 1)
                 with self._messages.holding():
                     self._batches.up_to(self._engine.order.begun)
@@ -195,6 +195,8 @@ class EvaluationStream:
             run.repeats |= in_turns
         output = self._steps.share(run, self._messages.report, send_outputs=self._outputs_are_kept)
         self._messages.end_call()
+        if current.early and (changed := self._of_layers.contradicted(current.own)) is not None:
+            raise _read_too_early(self._name, args, changed, mode=True)
         if self._name in self._steps.user_step.in_turns:
             self._engine.order.close()
         current.run = None
@@ -238,7 +240,7 @@ class EvaluationStream:
             fetched.own |= self._of_layers.latest
             state = self._reads.state(names)
             # the end of the first batch shows what the step sets behind its layers, too
-            self._has_read |= state is not None or bool(self._of_layers.latest)
+            self._has_read |= state is not None or self._of_layers.has_set
             fetched.states += [] if state is None else [state]
             fetched.early |= fetched.number > self._batches.given
         if action.stage == self._stages[-1]:
@@ -264,10 +266,12 @@ class EvaluationStream:
             tell_that_batches_wait(self._name, reason)
 
 
-def _read_too_early(name: str, args: Sequence[Any], attribute: str) -> ConfigurationError:
+def _read_too_early(name: str, args: Sequence[Any], attribute: str, *, mode: bool = False) -> ConfigurationError:
     number = f" for batch {args[1]}" if len(args) > 1 else ""
+    # a mode is set by what something else was: that of another module, say
+    does, what = ("sets", "what it depends on") if mode else ("reads", "it")
     return ConfigurationError(
-        f"{name} reads `{attribute}` before it calls the layers of other stages, and an earlier batch has changed it "
-        f"after this rank had run the step{number}.",
+        f"{name} {does} `{attribute}` before it calls the layers of other stages, and an earlier batch has changed "
+        f"{what} after this rank had run the step{number}.",
         hint="Use PipeStrategy(stream_evaluation=False): each batch then passes all ranks before the next one begins.",
     )

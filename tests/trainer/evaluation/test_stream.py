@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 from tests.support import oracle, processes
 from tests.support.evaluated_modules import (
     SIZE,
+    Alternates,
     AsksMetric,
     Breaks,
     Calibrates,
@@ -38,6 +39,7 @@ from tests.support.evaluated_modules import (
     SideBySide,
     Steps,
     Stream,
+    Toggles,
     Watched,
     Writer,
     loader,
@@ -66,10 +68,11 @@ CASES: dict[str, tuple[Callable[[], Evaluated], Callable[[], Any], dict[str, Any
     "watched": (Watched, lambda: [loader(), loader(rows=9)], {}),
     "samples": (Samples, loader, {}),
     "modes": (Modes, loader, {}),
+    "alternates": (Alternates, loader, {}),
     "in_object": (CountsInObject, loader, {}),
     "off": (Evaluated, loader, {}),
 }
-AHEAD = {"plain", "kept", "two_loaders", "side_by_side", "no_length", "limited", "samples", "modes"}
+AHEAD = {"plain", "kept", "two_loaders", "side_by_side", "no_length", "limited", "samples", "modes", "alternates"}
 """The cases that stream; all others run batch by batch."""
 
 
@@ -221,7 +224,7 @@ REASONS = {
     "watched": "the metric 'model.0.rows' is part of a module",
     "in_object": "reads `self.s",
 }
-OFTEN = ["plain", "kept", "looks", "counted", "hooked", "samples", "modes", "in_object", "fetches"]
+OFTEN = ["plain", "kept", "looks", "counted", "hooked", "samples", "modes", "alternates", "in_object", "fetches"]
 
 
 def test_two_ranks_equal_one_device() -> None:
@@ -280,12 +283,13 @@ def test_two_ranks_equal_one_device_in_rarer_cases() -> None:
 def test_four_ranks_equal_one_device() -> None:
     names = [*OFTEN, "no_length", "side_by_side"]
     several = run(4, names)
-    assert [found["plain"]["ahead"] for found in several] == [0, 2, 3, 4]
+    assert [found["plain"]["ahead"] for found in several] == [0, 3, 4, 5]
 
 
 FAILURES: dict[str, tuple[Callable[[], Evaluated], Callable[[], DataLoader], str]] = {
     "late": (Late, loader, "reads `self.scale` before it calls the layers of other stages"),
     "layers": (Scales, loader, "reads `self.model.0.scale`"),
+    "modes": (Toggles, loader, ".training` before it calls the layers of other stages"),
     "metric": (AsksMetric, loader, "computes the metric `self.accuracy` before it calls the layers of later stages"),
     "exhausted": (Exhausts, loader, "validation_step raises StopIteration"),
     "step": (Breaks, loader, "the first stage fails in batch 3"),
@@ -309,6 +313,8 @@ def failing(process: int, devices: int, name: str, schedule: str) -> tuple[str, 
         ("late", "1f1b"),
         ("step", "1f1b"),
         ("layers", "1f1b"),
+        ("modes", "1f1b"),
+        pytest.param("modes", "interleaved", marks=pytest.mark.slow),
         ("exhausted", "1f1b"),
         ("metric", "1f1b"),
         pytest.param("metric", "dualpipev", marks=pytest.mark.slow),
@@ -323,7 +329,7 @@ def test_a_rank_that_fails_ends_all_with_its_reason(name: str, schedule: str) ->
     found = processes.run_trainers(failing, 2, timeout=40, devices=2, name=name, schedule=schedule)
     for text, _ in found:
         assert FAILURES[name][2] in text
-    if name in ("late", "layers"):
+    if name in ("late", "layers", "modes"):
         assert "PipeStrategy(stream_evaluation=False)" in found[1][0]
     elif name == "data":
         # the hooks and the logger of the batches before come first, as on one device
