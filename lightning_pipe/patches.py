@@ -16,10 +16,6 @@ from contextlib import AbstractContextManager, contextmanager
 from types import ModuleType
 from typing import Any
 
-import torch
-
-from lightning_pipe.torch_internals import never_compile
-
 _MISSING = object()
 # The attributes belong to the process, and threads can be ranks of their own.
 _lock = threading.RLock()
@@ -58,29 +54,6 @@ def all_replaced(places: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
     finally:
         for replacement in reversed(entered):
             replacement.__exit__()
-
-
-def reads_told(kind: Any, told: Callable[[Any, str], None]) -> AbstractContextManager[None]:
-    """While the context lasts, somebody is told of each attribute of a class's objects before it is looked up.
-
-    Look-ups of compiled code are not told.
-
-    Args:
-        kind: the class, because Python looks for ``__getattribute__`` nowhere else.
-        told: gets the object and the name.
-    """
-    original: Any = kind.__getattribute__
-
-    def lookup(held: Any, name: str) -> Any:
-        if torch.compiler.is_dynamo_compiling():
-            # Dynamo would take object's own look-up, called as a function, for this one, and never end
-            return super(kind, held).__getattribute__(name) if is_objects else original(held, name)
-        told(held, name)
-        return original(held, name)
-
-    is_objects = original is object.__getattribute__
-    never_compile(lookup)
-    return replaced(kind, "__getattribute__", lookup, gated=False)
 
 
 def replacements() -> list[tuple[Any, str]]:

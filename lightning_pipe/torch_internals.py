@@ -159,6 +159,16 @@ def is_compiled(module: torch.nn.Module) -> bool:
     return vars(module).get("_compiled_call_impl") is not None
 
 
+def interrupting(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Let code that is compiled around calls of a function be interrupted there.
+
+    As ``torch.compiler.disable`` does, which imports the compiler, for seconds, and takes microseconds for each call.
+    """
+    never_compile(function)
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return function
+
+
 def never_compile(function: Callable[..., Any]) -> None:
     """Let ``torch.compile`` leave calls of a function, and what it calls, as they are.
 
@@ -186,6 +196,7 @@ __all__ = [
     "functorch_active",
     "graph_nodes",
     "in_backward",
+    "interrupting",
     "is_compiled",
     "is_functorch_tensor",
     "keystr",

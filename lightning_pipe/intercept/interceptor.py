@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial, update_wrapper
 from itertools import chain
 from typing import Any
 
-import torch
 from torch import nn
 
 from lightning_pipe.intercept.around import Around
@@ -28,7 +26,7 @@ from lightning_pipe.intercept.torch_patches.inner_backward import INNER_BACKWARD
 from lightning_pipe.intercept.torch_patches.patch import installed
 from lightning_pipe.intercept.turns.run import TurnRun
 from lightning_pipe.patches import all_replaced
-from lightning_pipe.torch_internals import NormBase, is_compiled
+from lightning_pipe.torch_internals import NormBase, interrupting, is_compiled
 
 _PATCHES = (CHECKPOINTS, FUNCTIONS, BACKWARD_HOOKS, INNER_BACKWARD)
 
@@ -72,7 +70,7 @@ class Interceptor:
         # by key: the number of a layer; for outside modules numbers below that of torch calls, -1
         self._wrappers: dict[int, Callable[..., Any]] = {}
         self._forwards: dict[int, Callable[..., Any]] = {}
-        self._interrupts = self._hides_compiled = False
+        self._hides_compiled = False
         ids = {id(layer) for layer in self.layers}
         self._encoders = [
             part
@@ -219,9 +217,6 @@ class Interceptor:
     def _places(self) -> Iterator[tuple[nn.Module, str, Any]]:
         """What stands in modules while steps run, each in place before the next is asked for."""
         self._hides_compiled = False
-        if not self._interrupts and "torch._dynamo" in sys.modules:  # which takes seconds to import
-            self._interrupts = True
-            self._wrappers.clear()
         for number, layer in enumerate(self.layers):
             yield layer, "forward", self._wrapper(number, layer, self._layer_wrapper)
             if is_compiled(layer):
@@ -231,7 +226,7 @@ class Interceptor:
             if is_compiled(outside):
                 yield self._hidden(outside)
         for encoder in self._encoders:
-            yield encoder, "forward", self._uncompiled(padding_alike(encoder, encoder.forward))
+            yield encoder, "forward", interrupting(padding_alike(encoder, encoder.forward))
             if is_compiled(encoder):
                 yield self._hidden(encoder)
 
@@ -244,7 +239,7 @@ class Interceptor:
         if wrapper is None:
             # with its names and signature: Hugging Face's generate() asks what a model's forward takes (5.23)
             made = update_wrapper(make(key, module), module.forward, updated=())
-            wrapper = self._wrappers[key] = self._uncompiled(made)
+            wrapper = self._wrappers[key] = interrupting(made)
         if vars(module).get("forward") is not wrapper:  # it is when wrappers are put on within themselves
             self._forwards[key] = own_forward(module)
         return self._wrappers[key]
@@ -253,10 +248,6 @@ class Interceptor:
         """What hides that a module is compiled: the wrapper calls what is."""
         self._hides_compiled = True
         return module, "_compiled_call_impl", None
-
-    def _uncompiled(self, wrapper: Callable[..., Any]) -> Callable[..., Any]:
-        """A wrapper that code compiled around the module does not follow into the engine."""
-        return torch.compiler.disable(wrapper) if self._interrupts else wrapper  # type: ignore[no-untyped-call]
 
     def returning(self, result: Any) -> None:
         """The step is about to return, if it is under way; see `StageRun.returning`."""

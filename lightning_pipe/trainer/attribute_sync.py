@@ -36,6 +36,7 @@ class AttributeSync:
         tracked: the modules whose attributes are kept equal.
         of_layers: what the step's own code sets in layers, and in modules outside them that hold parameters.
         hooks: what it registers on modules.
+        at_begin: what `before` has returned, while steps run.
     """
 
     def __init__(self, module: pl.LightningModule, pipeline: Pipeline) -> None:
@@ -51,6 +52,7 @@ class AttributeSync:
         self._writes = PipeWrites(self.tracked.modules)
         # without a flush the runs of several batches alternate
         self._several = pipeline.family.pipes > 1 and pipeline.synchronous
+        self.at_begin: Snapshot | None = None
         self._warn = WarnOnce()
 
     def installed(self) -> AbstractContextManager[None]:
@@ -80,7 +82,9 @@ class AttributeSync:
             ranks: those that complete the steps.
         """
         alone = len(self._pipeline.pipeline_members) == 1
-        return self.tracked.capture() if self._pipeline.transport.rank in ranks and not alone else None
+        complete = self._pipeline.transport.rank in ranks
+        self.at_begin = self.tracked.capture() if complete and not alone else None
+        return self.at_begin
 
     def changes(self, before: Snapshot | None, ranks: Sequence[int]) -> list[Change]:
         """What steps changed in the attributes of the LightningModule.

@@ -29,9 +29,10 @@ from torchmetrics import Metric
 from lightning_pipe.errors import CutError
 from lightning_pipe.intercept.kept_state import filled, shown
 from lightning_pipe.intercept.layer_calls import by_own_value
+from lightning_pipe.intercept.lookups import reads_told
 from lightning_pipe.intercept.shared_state import written
 from lightning_pipe.intercept.snapshot import Change, is_compared
-from lightning_pipe.patches import reads_told, replaced
+from lightning_pipe.patches import replaced
 from lightning_pipe.trainer.attribute_records import PLAIN, UNKNOWN, Complete, Key, Known, Noted, Run
 
 _CALL = nn.Module.__call__.__code__

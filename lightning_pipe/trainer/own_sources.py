@@ -14,7 +14,7 @@ Items are the same on both stages as long as each runs once for a batch, and tak
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from itertools import chain
 from typing import Any
 
@@ -47,6 +47,15 @@ class OwnSources:
     def run(self) -> SourcesOfRun:
         """Watch one run of a step from now on."""
         return SourcesOfRun(self._tracked, self.taken)
+
+    @contextmanager
+    def noting(self, taken: dict[str, Any], *, evaluating: bool) -> Iterator[None]:
+        """Around a complete run of a step; see `note`."""
+        run = self.run()
+        try:
+            yield
+        finally:
+            self.note(run.end(), taken, evaluating=evaluating)
 
     def note(self, drawn: Mapping[str, Any], taken: dict[str, Any], *, evaluating: bool) -> None:
         """Note what a run has taken something from.

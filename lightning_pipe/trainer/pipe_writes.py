@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from lightning_pipe.intercept.lookups import reads_told
 from lightning_pipe.intercept.recompute import is_recomputing
 from lightning_pipe.intercept.snapshot import Change
-from lightning_pipe.patches import reads_told, replaced
+from lightning_pipe.patches import replaced
 from lightning_pipe.trainer.attribute_records import PLAIN, Key
 
 

@@ -121,7 +121,7 @@ class UserStep:
             try:
                 yield before
             finally:
-                self._world.local = False
+                self._world.local, self.attributes.at_begin = False, None
 
     @contextmanager
     def undoing(
@@ -153,10 +153,12 @@ class UserStep:
         )
         noting_hooks = self.attributes.hooks.noting(hooks, lambda: complete)
         if complete:
-            with noting, noting_hooks, self._taking(taken):
+            with noting, noting_hooks, self.sources.noting(taken, evaluating=self._may_repeat):
                 yield
             return
-        kept, sources = self.attributes.tracked.capture(), self.sources.run()
+        # an evaluation of one micro-batch has what was there before its batch, as every run is undone
+        kept = self.attributes.at_begin if micro_batches == 1 and not (training or again) else None
+        kept, sources = kept or self.attributes.tracked.capture(), self.sources.run()
         with noting, noting_hooks, self.metrics.remembered() as metrics:
             try:
                 yield
@@ -179,14 +181,6 @@ class UserStep:
                     # what ends a run early is a BaseException; an error of the user's step says more than this one
                     if drawn and not isinstance(sys.exception(), Exception):
                         check_one_run(min(drawn), self.pipeline, micro_batches, training=training)
-
-    @contextmanager
-    def _taking(self, taken: dict[str, Any]) -> Iterator[None]:
-        sources = self.sources.run()
-        try:
-            yield
-        finally:
-            self.sources.note(sources.end(), taken, evaluating=self._may_repeat)
 
     def _note_kept(self, before: Snapshot) -> None:
         """Note that what the step keeps as attributes is read: a layer may take it from there."""

@@ -36,6 +36,8 @@ FIRST = 4096
 LARGE = 1 << 20
 """Tensors of this many bytes travel by themselves where their memory may be referred to."""
 _SIZES = struct.Struct("=3q")  # bytes of the structure, of the specs and of the tensors
+_REPEATED = 1 << 16
+"""Bytes up to which an object that is written again is copied whole."""
 _HOST = torch.device("cpu")
 
 
@@ -104,6 +106,7 @@ class PackedObject:
         self._begin = _SIZES.pack(len(structure), len(specs), self._layout.size) + structure + specs
         self._small = [tensor for tensor, entry in zip(tensors, entries, strict=True) if not entry.separate]
         self.size = len(self._begin) + self._layout.size
+        self._written: bytes | None = None
         self.separate = [
             as_bytes(tensor, _own_strides(entry.spec))
             for tensor, entry in zip(tensors, entries, strict=True)
@@ -112,8 +115,13 @@ class PackedObject:
 
     def write(self, address: int) -> None:
         """Write ``size`` bytes to host memory, for `read`."""
+        if self._written is not None:
+            ctypes.memmove(address, self._written, self.size)
+            return
         ctypes.memmove(address, self._begin, len(self._begin))
         self._layout.write(address + len(self._begin), (), self._small)
+        if self.size <= _REPEATED:  # for the other receivers
+            self._written = ctypes.string_at(address, self.size)
 
 
 def encode(obj: object, *, by_reference: bool = False) -> list[Tensor]:

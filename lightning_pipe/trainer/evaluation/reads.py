@@ -14,9 +14,10 @@ from typing import Any
 import lightning.pytorch as pl
 from torch import nn
 
+from lightning_pipe.intercept.lookups import reads_told
 from lightning_pipe.intercept.snapshot import Change, Snapshot, is_compared
 from lightning_pipe.intercept.state_reads import Watched
-from lightning_pipe.patches import reads_told, replaced
+from lightning_pipe.patches import replaced
 
 _BUFFERS = "_buffers"
 _LOGGED = ("callback_metrics", "logged_metrics", "progress_bar_metrics")

@@ -246,6 +246,8 @@ class SharedMemoryPeer:
 
     def _given_back(self) -> bytes:
         """The numbers of the buffers that the peer may use again, at the end of a packet."""
+        if not self._read_out:
+            return b""
         numbers = b"".join(_NUMBER.pack(buffer.number) for buffer in self._read_out)
         self._read_out.clear()
         return numbers
