@@ -133,6 +133,11 @@ class PartitionedModule:
         """The pipeline ranks that hold a stage, ascending."""
         return tuple(sorted({rank for (_, other), rank in self.placement.items() if other == stage}))
 
+    def evaluated_by(self, rank: int) -> list[str]:
+        """The layers that a pipeline rank runs in an evaluation whose batches are not cut: those of the first pipe."""
+        spans = enumerate(self.stage_layers)
+        return [self.names[i] for stage, span in spans if self.placement[0, stage] == rank for i in span]
+
     # ------------------------------------------------------------------ who holds what
 
     def holds(self, name: str) -> bool:

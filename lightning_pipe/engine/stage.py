@@ -138,7 +138,9 @@ class Stages:
         self.again.add(stage)
         attributes = self.interceptor.attributes(stage, all_of_them=unknown)
         around = self.interceptor.attributes_around()
-        with nothing_saved(), self.buffers.noted(stage) as former, self.interceptor.views.seen_first() as new:
+        views = self.interceptor.views
+        noted = self.buffers.noted(stage, views.seen_by(stage), views.buffers)
+        with nothing_saved(), noted as former, views.seen_first() as new:
             saved, crossings, result = self._run(stage, micro_batch, batch, copies)
         if unknown:
             self.interceptor.note_changes(attributes)

@@ -11,8 +11,10 @@ from typing import Any
 from torch import nn
 
 from lightning_pipe.intercept.around import Around
+from lightning_pipe.intercept.buffer_changes import BufferChanges
 from lightning_pipe.intercept.generation_caches import Caches
 from lightning_pipe.intercept.layer_calls import RunCache
+from lightning_pipe.intercept.recompute import is_recomputing
 from lightning_pipe.intercept.shared_state import Sharing
 from lightning_pipe.intercept.snapshot import Snapshot
 from lightning_pipe.intercept.stage_run import StageRun
@@ -67,6 +69,7 @@ class Interceptor:
         roots = [*self.layers, *(outside for _, outside in self._outside)]
         self.cache.sharing, self.cache.around = Sharing(module, roots), Around(module)
         self.cache.reads = StateReads([*layers, *self._outside], course or Course((), in_order=False, one_pipe=True))
+        self._buffer_changes = BufferChanges(self.computing(), self.cache.reads, self.views.note_changed_in_place)
         # by key: the number of a layer; for outside modules numbers below that of torch calls, -1
         self._wrappers: dict[int, Callable[..., Any]] = {}
         self._forwards: dict[int, Callable[..., Any]] = {}
@@ -257,6 +260,8 @@ class Interceptor:
     def follow(self, run: StageRun | TurnRun, step: Callable[[], Any]) -> Any:
         """Run the user's step; its calls of layers go to ``run``."""
         self.run = run
+        if isinstance(run, StageRun) and not run.stage.all and not is_recomputing():
+            run.tracker.changing = partial(self._buffer_changes.check, run)
         try:
             with self._apart(run):
                 return run.run(step)

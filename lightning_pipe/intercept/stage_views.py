@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_pipe.intercept.layer_calls import RunCache, by_own_value, names_in, snapshot_of
 from lightning_pipe.intercept.snapshot import Change, Snapshot
@@ -32,6 +32,9 @@ class StageViews:
     Args:
         cache: knows these attributes.
         computing: gives all parts of layers and outside modules.
+
+    Attributes:
+        buffers: those that the step changes in place, by the ``id`` of the module and the name.
     """
 
     def __init__(self, cache: RunCache, computing: Callable[[], Iterable[nn.Module]]) -> None:
@@ -41,6 +44,7 @@ class StageViews:
         # what the stages begin with that have not run yet
         self._start: list[Snapshot] = []
         self._seen_first: list[list[Snapshot]] = []
+        self.buffers: set[tuple[int, str]] = set()
 
     def _in_pipes(self, run: StageRun) -> bool:
         """Whether other micro-batches of the batch take another way."""
@@ -66,6 +70,11 @@ class StageViews:
         if self._cache.note_keeper(part, name):
             for found in self._seen_first:
                 found.append(snapshot_of({id(part): (part, {name})}))
+
+    def note_changed_in_place(self, part: nn.Module, name: str) -> None:
+        """The step is about to change a buffer in place."""
+        self.buffers.add((id(part), name))
+        self.note_set(part, name)
 
     @contextmanager
     def seen_first(self) -> Iterator[list[Snapshot]]:
@@ -152,17 +161,23 @@ class StageViews:
         for key, name in sorted({_root(change) for change in changes if _is_in_place(change)}):
             if key not in own or name not in own[key][1]:
                 continue
-            part = own[key][0]
+            part, is_buffer = own[key][0], name in own[key][0]._buffers
+            # buffers are set, too: that has been seen
+            if is_buffer and (key, name) not in self.buffers:
+                continue
             if self._in_pipes(run) and self._views and cache.reads is not None:
                 raise by_own_value(cache.reads.written(part, name))
-            if run.stage.last and not run.repeats and cache.writes is not None:
+            if run.stage.last and not run.repeats and cache.writes is not None and not is_buffer:
                 cache.writes.by_step(part, name, behind=False)
 
 
 def _root(change: Change) -> tuple[int, str]:
-    return int(change.path[0]), str(change.path[1][1])
+    module, (_, name), *inner = change.path
+    return int(module), str(inner[0][1] if name == "_buffers" and inner else name)
 
 
 def _is_in_place(change: Change) -> bool:
     """Whether what an attribute refers to has changed, and not the attribute."""
+    if isinstance(change.delta, Tensor) and not change.delta.any():
+        return False  # a tensor has been filled with the values that it had
     return len(change.path) > 2 or change.kind in ("fill", "append")

@@ -67,9 +67,11 @@ class Tracker(TorchFunctionMode):
     Attributes:
         alone: as given.
         come_back: called where the step comes back to an earlier stage other than by a layer, if it may.
+        changing: told which tensors a function is about to change in place; ``None``: nobody asks.
     """
 
     come_back: Callable[[str], None] | None = None
+    changing: Callable[[Sequence[Tensor], str], None] | None = None
 
     def __init__(
         self,
@@ -257,8 +259,8 @@ class Tracker(TorchFunctionMode):
         """Call a function of what is not derived: every stage has it, and does the same."""
         changed = changed_in_place(name, args, kwargs)
         written = self.in_place.written(changed) if changed else ()
-        if written and not self.waiting:
-            self._check_not_read(written, name)
+        if written:
+            self._check_changing(written, name)
         drawn = draws(func, name)
         pure = not (drawn or changed or name in AUTOGRAD)
         if any(type(tensor) is Withheld for tensor in tensors):
@@ -331,13 +333,15 @@ class Tracker(TorchFunctionMode):
         """What is written to when these change in place; raises if other stages would not see it."""
         self.in_place.check_not_lent(changed, name)
         written = self.in_place.written(changed)
-        self._check_not_read(written, name)
+        self._check_changing(written, name)
         return written
 
-    def _check_not_read(self, written: Sequence[Tensor], name: str) -> None:
-        for tensor in () if self.alone else written:
+    def _check_changing(self, written: Sequence[Tensor], name: str) -> None:
+        for tensor in () if self.alone or self.waiting else written:
             if id(tensor) in self._read_before:
                 self.in_place.check_not_read(tensor, name)
+        if self.changing is not None:
+            self.changing(written, name)
 
     def paused(self) -> _Paused:
         """A context in which torch calls are neither recorded nor slowed down."""

@@ -105,14 +105,15 @@ class EvaluatedCopies:
         module: the user's module.
         transport: reaches the other processes.
         members: the processes of this pipeline.
-        held_once: the dotted names of the layers that one process alone has.
+        not_told: the dotted names of layers of which this process tells nothing: it alone has them, or another one
+            evaluates them. The step may have changed their buffers here, and that may have been put back.
     """
 
     def __init__(
-        self, module: nn.Module, transport: Transport, members: tuple[int, ...], held_once: Iterable[str] = ()
+        self, module: nn.Module, transport: Transport, members: tuple[int, ...], not_told: Iterable[str] = ()
     ) -> None:
         self._module, self._transport, self._members = module, transport, members
-        self._held_once = tuple(f"{name}." for name in held_once)
+        self._not_told = tuple(f"{name}." for name in not_told)
         self._before: dict[str, tuple[Tensor, TensorState]] = {}
 
     def begin(self) -> None:
@@ -122,7 +123,7 @@ class EvaluatedCopies:
     def end(self) -> None:
         """Behind the last one. Collective over the pipeline."""
         found = _changed(self._module, self._before)
-        changed = {name: value for name, value in found.items() if not name.startswith(self._held_once)}
+        changed = {name: value for name, value in found.items() if not name.startswith(self._not_told)}
         self._before = {}
         gathered = self._transport.all_gather_object(changed, self._members)
         buffers = dict(_buffers(self._module))

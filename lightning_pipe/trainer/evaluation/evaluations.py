@@ -40,8 +40,12 @@ class Evaluations:
             and world.layout.pipeline_parallel_size > 1
         )
         pipeline = steps.pipeline
-        held_once = pipeline.names if pipeline.family.pipes == 1 else ()
-        self._copies = EvaluatedCopies(module, pipeline.transport, pipeline.pipeline_members, held_once)
+        told: Sequence[str] = ()
+        if pipeline.family.pipes > 1:
+            whole = steps.options.evaluation_micro_batches == 1
+            told = pipeline.evaluated_by(pipeline.transport.rank) if whole else pipeline.names
+        not_told = {*pipeline.names}.difference(told)
+        self._copies = EvaluatedCopies(module, pipeline.transport, pipeline.pipeline_members, not_told)
         self._steadiness: defaultdict[str, Steadiness] = defaultdict(Steadiness)
         self._told: set[tuple[str, str]] = set()
         self._stream: EvaluationStream | None = None
