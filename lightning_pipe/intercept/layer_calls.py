@@ -31,6 +31,10 @@ from lightning_pipe.skip import SkipKey, StepStore, stored_in
 from lightning_pipe.torch_internals import graph_nodes, tree_leaves
 
 _AS_IT_IS = nullcontext()
+ONCE_FOR_A_BATCH = (
+    "Change it in on_train_batch_start or on_train_batch_end, once for a batch; or use a schedule with one pipe, such "
+    "as schedule='1f1b'."
+)
 
 Stashed = Mapping[SkipKey, Tensor | None]
 
@@ -175,8 +179,7 @@ def by_own_value(written: str) -> CutError:
     return CutError(
         f"the step changes `{written}` by its own value, and this schedule has several pipes: none of them runs all "
         "micro-batches, so none has the value that one device has.",
-        hint="Change it in on_train_batch_start or on_train_batch_end, once for a batch; or use a schedule with one "
-        "pipe, such as schedule='1f1b'.",
+        hint=ONCE_FOR_A_BATCH,
     )
 
 
@@ -294,6 +297,8 @@ class LayerCalls:
         if root == -1:
             if not self._stage.last:
                 self._around[id(part), name] = part
+            elif self.cache.around is not None:
+                self.cache.around.note(watch.name, part, name)
         elif not (seen and reads.course.one_pipe):
             reads.read_in_call(watch.name, part, name)
 

@@ -37,6 +37,7 @@ class AttributeSync:
         of_layers: what the step's own code sets in layers, and in modules outside them that hold parameters.
         hooks: what it registers on modules.
         at_begin: what `before` has returned, while steps run.
+        several: whether several ranks may complete the micro-batches of a batch.
     """
 
     def __init__(self, module: pl.LightningModule, pipeline: Pipeline) -> None:
@@ -51,14 +52,14 @@ class AttributeSync:
         self.hooks = StepHooks(module, lambda: interceptor.in_module)
         self._writes = PipeWrites(self.tracked.modules)
         # without a flush the runs of several batches alternate
-        self._several = pipeline.family.pipes > 1 and pipeline.synchronous
         self.at_begin: Snapshot | None = None
+        self.several = pipeline.family.pipes > 1 and pipeline.synchronous
         self._warn = WarnOnce()
 
     def installed(self) -> AbstractContextManager[None]:
         """Around a run of the Trainer: see what steps set."""
         return (
-            _both(self.of_layers.installed(), self._writes.installed()) if self._several else self.of_layers.installed()
+            _both(self.of_layers.installed(), self._writes.installed()) if self.several else self.of_layers.installed()
         )
 
     def noting(
@@ -73,7 +74,7 @@ class AttributeSync:
             how: for `LayerAttributes.noting`.
         """
         noting = self.of_layers.noting(complete, pipes=pipes, **how)
-        return _both(noting, self._writes.noting(index, complete)) if self._several else noting
+        return _both(noting, self._writes.noting(index, complete)) if self.several else noting
 
     def before(self, ranks: Sequence[int]) -> Snapshot | None:
         """The attributes before steps run; ``None`` on a rank whose changes no other rank needs.
@@ -93,10 +94,12 @@ class AttributeSync:
             before: the attributes before the steps, as `before` returned them.
             ranks: those that complete the steps.
         """
+        if self.several:
+            self._check_pipes(several=len(ranks) > 1)
         of_layers = self.of_layers.changes()
         self._join(of_layers)
         found = before.changes() if before is not None else []
-        both = self._writes.ordered(found, of_layers) if self._several else [*found, *of_layers]
+        both = self._writes.ordered(found, of_layers) if self.several else [*found, *of_layers]
         changes, lost = portable(both) if before is not None else ([], [])
         for attribute in lost:
             self._warn(
@@ -109,12 +112,23 @@ class AttributeSync:
         self._warn_of_sums(changes)
         return changes
 
+    def note_changes(self, changes: Sequence[Change]) -> None:
+        """What a run of the step has changed in the LightningModule that counts."""
+        self._writes.note_changes(changes)
+
+    def _check_pipes(self, *, several: bool) -> None:
+        """At the end of a batch, where there are several pipes; ``several``: whether more than one has run it."""
+        around = self._pipeline.executor.stages.interceptor.cache.around
+        read = around.take_read() if around is not None else {}
+        if several:
+            self._writes.check(read)
+
     def _warn_of_sums(self, changes: Sequence[Change]) -> None:
         """Warn about attributes for which adding up the changes of two ranks may be wrong (averages, queues)."""
         for change in changes:
-            grown = change.delta if change.order < 0 else None
-            if isinstance(grown, float) or (isinstance(grown, Tensor) and grown.is_floating_point()):
-                name = name_of(change)
+            grown, name = change.delta if change.order < 0 else None, name_of(change)
+            unsteady = grown is not None and name in self._writes.unsteady
+            if unsteady or isinstance(grown, float) or (isinstance(grown, Tensor) and grown.is_floating_point()):
                 self._warn(
                     f"{name} added",
                     f"The step changes `self.{name}` by its own value, and with this schedule it is completed on "

@@ -49,8 +49,8 @@ class OwnSources:
         return SourcesOfRun(self._tracked, self.taken)
 
     @contextmanager
-    def noting(self, taken: dict[str, Any], *, evaluating: bool) -> Iterator[None]:
-        """Around a complete run of a step; see `note`."""
+    def taking(self, taken: dict[str, Any], *, evaluating: bool) -> Iterator[None]:
+        """Around a run of the step that counts; see `note`."""
         run = self.run()
         try:
             yield

@@ -2,21 +2,29 @@
 
 Several ranks complete steps then. What a step adds to an attribute (a counter, a sum) grows by what all of them add.
 What it sets without asking for the value before is what the last micro-batch has set, whichever rank runs that.
+
+Of numbers in objects, lists and dictionaries nobody sees who reads them. What grows by the same in two runs is a
+counter, anything else is refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 from torch import nn
 
+from lightning_pipe.errors import CutError
+from lightning_pipe.intercept.layer_calls import ONCE_FOR_A_BATCH
 from lightning_pipe.intercept.lookups import reads_told
 from lightning_pipe.intercept.recompute import is_recomputing
-from lightning_pipe.intercept.snapshot import Change
+from lightning_pipe.intercept.shared_state import written
+from lightning_pipe.intercept.snapshot import Change, Path
 from lightning_pipe.patches import replaced
 from lightning_pipe.trainer.attribute_records import PLAIN, Key
+from lightning_pipe.trainer.module_state import name_of
 
 
 class _Run(NamedTuple):
@@ -34,6 +42,7 @@ class PipeWrites:
 
     Attributes:
         last: the last micro-batch that has been completed here.
+        unsteady: the names of the whole numbers that grow now by this much, now by that: perhaps they are no counters.
     """
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
@@ -42,7 +51,9 @@ class PipeWrites:
         self._run: _Run | None = None
         self._orders: dict[Key, int] = {}
         self._by_own_value: set[Key] = set()
+        self._growth = _Growth()
         self.last = -1
+        self.unsteady: set[str] = set()
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -85,6 +96,28 @@ class PipeWrites:
                     if by_own_value:
                         self._by_own_value.add(key)
 
+    def note_changes(self, changes: Iterable[Change]) -> None:
+        """What a complete run has changed."""
+        self._growth.note(changes)
+
+    def check(self, read: Mapping[Key, str]) -> None:
+        """At the end of a batch that several ranks complete.
+
+        Args:
+            read: the attributes of the LightningModule that layers read, with the layers.
+
+        Raises:
+            CutError: the sum of what numbers have grown by is not what one device has, or a layer reads one.
+        """
+        for key in sorted(self._by_own_value & read.keys()):
+            raise CutError(
+                f"'{read[key]}' reads `{written(*key)}` in its forward pass, which the step changes by its own value, "
+                "and this schedule has several pipes: none of them runs all micro-batches, so none has the value that "
+                "one device has.",
+                hint=ONCE_FOR_A_BATCH,
+            )
+        self.unsteady |= self._growth.check()
+
     def ordered(self, changes: Sequence[Change], of_layers: Sequence[Change]) -> list[Change]:
         """The changes of a batch with the micro-batches that made them, where the last one counts.
 
@@ -94,6 +127,7 @@ class PipeWrites:
         """
         orders = {key: order for key, order in self._orders.items() if key not in self._by_own_value}
         last, self.last = self.last, -1
+        self._growth.forget()
         self._orders.clear()
         self._by_own_value.clear()
         found = [
@@ -107,6 +141,53 @@ class PipeWrites:
                 delta = 0 if isinstance(value, int | float) and not isinstance(value, bool) else None
                 found.append(Change("set", path, value, delta, order=order))
         return found + [change._replace(order=last) for change in of_layers]
+
+
+class _Growth:
+    """What numbers grow by in complete runs of the step."""
+
+    def __init__(self) -> None:
+        self._runs: list[dict[Path, Change]] = []
+        # by the path of a number, what it has grown by in the first run that has changed it
+        self._first: dict[Path, Any] = {}
+        self._counters: set[Path] = set()
+
+    def note(self, changes: Iterable[Change]) -> None:
+        """What a run has changed."""
+        numbers = (change for change in changes if change.kind == "set" and _is_number(change.value))
+        self._runs.append({change.path: change for change in numbers})
+
+    def forget(self) -> None:
+        """The end of a batch."""
+        self._runs.clear()
+
+    def check(self) -> set[str]:
+        """Returns the names of the whole numbers that have not grown alike.
+
+        Raises:
+            CutError: a number in an object, a list or a dictionary has not grown alike in the first two runs.
+        """
+        unsteady = set[str]()
+        for run in self._runs:
+            for path in self._first.keys() - run.keys() - self._counters:
+                self._compare(path, 0)
+            for path, change in run.items():
+                if not self._compare(path, change.delta) and isinstance(change.delta, int):
+                    unsteady.add(name_of(change))
+        return unsteady
+
+    def _compare(self, path: Path, growth: Any) -> bool:
+        """Whether a number has grown by as much as in the first run that has changed it."""
+        inside = len(path) > 2
+        if path not in self._first and growth is not None:
+            self._first[path] = growth
+            return True
+        if growth is not None and math.isclose(self._first[path], growth, rel_tol=1e-6):
+            self._counters.add(path)
+            return True
+        if inside and path not in self._counters:
+            raise _is_no_counter(path)
+        return False
 
 
 def latest(reports: Sequence[Sequence[Change]]) -> list[list[Change]]:
@@ -131,10 +212,26 @@ def latest(reports: Sequence[Sequence[Change]]) -> list[list[Change]]:
     ]
 
 
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_no_counter(path: Path) -> CutError:
+    name = name_of(Change("set", path))
+    return CutError(
+        f"the step changes the number `self.{name}`, and this schedule has several pipes: whether it adds to that or "
+        "sets it cannot be seen in an object, a list or a dictionary.",
+        hint=f"Keep it as an attribute of the LightningModule (`self.{name.rpartition('.')[2]}`), or as a tensor there "
+        "that the step adds to. " + ONCE_FOR_A_BATCH,
+    )
+
+
 def _is_whole(change: Change) -> bool:
-    """Whether an attribute has been set."""
-    return change.kind == "set" and len(change.path) == 2
+    """Whether an attribute or a buffer has been set."""
+    _, (_, name), *inner = change.path
+    return change.kind == "set" and len(inner) == (1 if name == "_buffers" else 0)
 
 
 def _key(change: Change) -> Key:
-    return change.path[0], change.path[1][1]
+    module, (_, name), *inner = change.path
+    return module, inner[0][1] if name == "_buffers" else name

@@ -153,7 +153,7 @@ class UserStep:
         )
         noting_hooks = self.attributes.hooks.noting(hooks, lambda: complete)
         if complete:
-            with noting, noting_hooks, self.sources.noting(taken, evaluating=self._may_repeat):
+            with noting, noting_hooks, self.sources.taking(taken, evaluating=self._may_repeat):
                 yield
             return
         # an evaluation of one micro-batch has what was there before its batch, as every run is undone
@@ -167,7 +167,7 @@ class UserStep:
                 drawn = sources.end()
                 if not again:
                     self.sources.note(drawn, taken, evaluating=self._may_repeat)
-                self._note_kept(kept)
+                self._note_kept(kept, complete=complete)
                 if not complete:
                     if not again:
                         self.late_values.note(kept)
@@ -182,11 +182,16 @@ class UserStep:
                     if drawn and not isinstance(sys.exception(), Exception):
                         check_one_run(min(drawn), self.pipeline, micro_batches, training=training)
 
-    def _note_kept(self, before: Snapshot) -> None:
+    def _note_kept(self, before: Snapshot, *, complete: bool) -> None:
         """Note that what the step keeps as attributes is read: a layer may take it from there."""
-        reads = self.pipeline.executor.stages.reads
-        if reads is not None and not isinstance(sys.exception(), Exception):
-            reads.read(leaf for change in before.changes() for leaf in tree_leaves(change.value))
+        reads, counts = self.pipeline.executor.stages.reads, complete and self.attributes.several and not is_alone()
+        if (reads is None and not counts) or isinstance(sys.exception(), Exception):
+            return
+        changes = before.changes()
+        if counts:
+            self.attributes.note_changes(changes)
+        if reads is not None:
+            reads.read(leaf for change in changes for leaf in tree_leaves(change.value))
 
     def take_turns(self, name: str) -> None:
         """Let the ranks take turns in an evaluation step from now on, and say so.

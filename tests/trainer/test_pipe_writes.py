@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_pipe import PipeStrategy
+from lightning_pipe.errors import CutError
 from tests.support.processes import run_trainers
 from tests.support.trainer_runs import QUIET, quiet
 
@@ -27,6 +28,7 @@ class Model(L.LightningModule):
         self.layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
         self.parts, self.read = parts, []
         self.gain, self.number, self.mean, self.text, self.steps, self.total = 1.0, 7, 0.0, "", 0, 0.0
+        self.register_buffer("largest", torch.zeros(()))
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         number = batch_idx // self.parts
@@ -34,6 +36,7 @@ class Model(L.LightningModule):
         out = self.layers(batch[0]).pow(2).mean() * self.gain
         self.number, self.text = number, f"batch {number}"
         self.mean = float(batch[0].mean())  # of the micro-batch
+        self.largest = batch[0].max()
         self.kind = "long" if batch[0].shape[1] > 2 else "short"
         self.steps += 1
         return out
@@ -41,9 +44,73 @@ class Model(L.LightningModule):
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         if (batch_idx + 1) % self.parts == 0:
             self.read += [self.gain, self.number, self.mean, self.text, self.steps, self.kind]
+            self.read.append(float(self.largest))
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Config:
+    """What the LightningModule refers to."""
+
+    def __init__(self) -> None:
+        self.scale, self.number, self.steps = 1.0, 0, 0
+
+
+class SetsInside(Model):
+    """Sets numbers in an object."""
+
+    def __init__(self, parts: int) -> None:
+        super().__init__(parts)
+        self.config, self.table = Config(), {"number": 0}
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.sets(batch_idx // self.parts, float(batch[0].mean()))
+        return super().training_step(batch, batch_idx)
+
+    def sets(self, number: int, mean: float) -> None:
+        self.config.scale = 0.5 + number
+
+
+class SetsWholeNumbersInside(SetsInside):
+    def sets(self, number: int, mean: float) -> None:
+        self.config.number = number
+
+
+class SetsInADictionary(SetsInside):
+    def sets(self, number: int, mean: float) -> None:
+        self.table["number"] = 3 * number
+
+
+class MakesInADictionary(SetsInside):
+    def sets(self, number: int, mean: float) -> None:
+        self.table["scale"] = mean
+
+
+class SumsInside(SetsInside):
+    def sets(self, number: int, mean: float) -> None:
+        self.config.scale += mean
+
+
+class CountsInside(SetsInside):
+    """Exact wherever it is counted."""
+
+    def sets(self, number: int, mean: float) -> None:
+        self.config.steps += 1
+        self.config.scale += 0.1
+        self.table["number"] += 2
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if (batch_idx + 1) % self.parts == 0:
+            self.read += [self.config.steps, round(self.config.scale, 9), self.table["number"]]
+
+
+class Doubles(Model):
+    power = 1
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.power = 2 * self.power
+        return super().training_step(batch, batch_idx)
 
 
 class Averages(Model):
@@ -91,3 +158,102 @@ def test_what_is_no_sum_is_warned_of() -> None:
     [warned] = [each for _, of_rank in ended for each in of_rank]
     assert "`self.total`" in warned
     assert "schedule='1f1b'" in warned
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("micro_batches", [2, 4])
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        (SetsInside, r"config\.scale"),
+        (SetsWholeNumbersInside, r"config\.number"),
+        (SetsInADictionary, r"table\.number"),
+        (MakesInADictionary, r"table\.scale"),
+        (SumsInside, r"config\.scale"),
+    ],
+    ids=str,
+)
+def test_numbers_inside_of_what_it_refers_to_are_refused(model: type[Model], name: str, micro_batches: int) -> None:
+    with pytest.raises(CutError, match=rf"the step changes the number `self\.{name}`, and this schedule") as caught:
+        run_trainers(trained, 2, timeout=40, devices=2, model=model, micro_batches=micro_batches)
+    assert "attribute of the LightningModule" in str(caught.value.hint)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("micro_batches", [2, 4])
+def test_what_is_counted_there_equals_one_device(micro_batches: int) -> None:
+    plain, _ = trained(0, None, CountsInside, micro_batches)
+    options = {"devices": 2, "model": CountsInside, "micro_batches": micro_batches}
+    for values, _ in run_trainers(trained, 2, timeout=40, **options):
+        assert values == pytest.approx(plain, rel=1e-9)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("micro_batches", [2, 4])
+def test_whole_numbers_that_are_no_counters_are_warned_of(micro_batches: int) -> None:
+    ended = run_trainers(trained, 2, timeout=40, devices=2, model=Doubles, micro_batches=micro_batches)
+    warned = {each for _, of_rank in ended for each in of_rank}
+    assert len(warned) == 1
+    assert "`self.power`" in warned.pop()
+
+
+class Reads(nn.Module):
+    """Computes with an attribute of its LightningModule.
+
+    Args:
+        owner: that.
+    """
+
+    def __init__(self, owner: Model) -> None:
+        super().__init__()
+        self.linear, self.owner = nn.Linear(WIDTH, WIDTH), [owner]
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = torch.tanh(self.linear(x)) * self.owner[0].total
+        return out
+
+
+class IsRead(Model):
+    """A layer of the first stage, or of the last one, reads what the step changes.
+
+    Args:
+        parts: see `Model`.
+    """
+
+    reader = 0
+
+    def __init__(self, parts: int) -> None:
+        super().__init__(parts)
+        self.total = 1.0
+        self.layers[self.reader] = Reads(self)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        out = super().training_step(batch, batch_idx)
+        self.total *= 0.9
+        return out
+
+
+class IsReadByTheLast(IsRead):
+    reader = 3
+
+
+class IsSetAndRead(IsRead):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.total = 0.9 ** (batch_idx // self.parts)
+        return Model.training_step(self, batch, batch_idx)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("model", [IsRead, IsReadByTheLast])
+@pytest.mark.parametrize("micro_batches", [2, 4])
+def test_what_layers_read_of_it_is_refused(model: type[IsRead], micro_batches: int) -> None:
+    with pytest.raises(CutError, match=rf"'layers\.{model.reader}' reads `self\.total` in its forward pass, which"):
+        run_trainers(trained, 2, timeout=40, devices=2, model=model, micro_batches=micro_batches)
+
+
+@pytest.mark.timeout(60)
+def test_what_layers_read_of_what_is_only_set_equals_one_device() -> None:
+    plain, _ = trained(0, None, IsSetAndRead, 2)
+    for values, warned in run_trainers(trained, 2, timeout=40, devices=2, model=IsSetAndRead, micro_batches=2):
+        assert values == plain
+        assert not warned
