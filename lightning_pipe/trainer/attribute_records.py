@@ -1,9 +1,12 @@
-"""What is noted of the attributes that steps set in layers and in modules outside the sequence."""
+"""What is noted of the attributes that steps set in layers and in modules outside the sequence, and what is refused."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any
+
+from lightning_pipe.errors import CutError
+from lightning_pipe.intercept.shared_state import written
 
 UNKNOWN = object()
 PLAIN = (int, float, str, bytes, type(None))
@@ -77,3 +80,34 @@ class Known:
     set_behind: bool = False
     agreed: Any = UNKNOWN
     last_change: int = 0
+
+
+def is_same(one: Any, other: Any) -> bool:
+    """Whether setting one value in the place of the other changes nothing."""
+    return one is other or (isinstance(one, PLAIN) and type(one) is type(other) and bool(one == other))
+
+
+def too_late(*key: str) -> CutError:
+    """The step changes an attribute where earlier stages have gone on."""
+    return CutError(
+        f"the step changes `{written(*key)}` behind the layers of its stage, which has run other "
+        "micro-batches by then: they would see an old value.",
+        hint="Change it before the layers are called, in the module's forward, or in on_train_batch_end; or use "
+        "micro_batches=1.",
+    )
+
+
+def of_others(key: Key, own: Any, value: Any) -> CutError:
+    """The step sets an attribute before the layers by what it has set for other micro-batches.
+
+    Args:
+        key: the attribute.
+        own: the value where the layer runs.
+        value: that of the complete run.
+    """
+    return CutError(
+        f"the step sets `{written(*key)}` to {own!r} where the layer runs, and on the last stage to {value!r}: it "
+        "depends on what the step has set for other micro-batches.",
+        hint="Compute it from the batch alone, or set it in a hook such as on_train_batch_start; with micro_batches=1 "
+        "the step may set it by what it counts.",
+    )

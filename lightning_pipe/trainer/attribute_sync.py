@@ -47,7 +47,7 @@ class AttributeSync:
         apart = {id(part) for part in interceptor.computing()}
         parts = {name: part for name, part in module.named_modules() if id(part) in apart}
         others = {name: part for name, part in module.named_modules() if id(part) not in apart}
-        self.of_layers = LayerAttributes(parts, interceptor, others)
+        self.of_layers = LayerAttributes(parts, interceptor, others, alternating=not pipeline.synchronous)
         interceptor.cache.writes, interceptor.around = self.of_layers, self.tracked.modules
         self.hooks = StepHooks(module, lambda: interceptor.in_module)
         self._writes = PipeWrites(self.tracked.modules)

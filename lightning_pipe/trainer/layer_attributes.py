@@ -26,14 +26,25 @@ from typing import Any, Literal, Protocol
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from lightning_pipe.errors import CutError
+from lightning_pipe.intercept.around import alike
 from lightning_pipe.intercept.kept_state import filled, shown
 from lightning_pipe.intercept.layer_calls import by_own_value
 from lightning_pipe.intercept.lookups import reads_told
 from lightning_pipe.intercept.shared_state import written
 from lightning_pipe.intercept.snapshot import Change, is_compared
 from lightning_pipe.patches import replaced
-from lightning_pipe.trainer.attribute_records import PLAIN, UNKNOWN, Complete, Key, Known, Noted, Run
+from lightning_pipe.trainer.attribute_records import (
+    PLAIN,
+    UNKNOWN,
+    Complete,
+    Key,
+    Known,
+    Noted,
+    Run,
+    is_same,
+    of_others,
+    too_late,
+)
 
 _CALL = nn.Module.__call__.__code__
 _MISSING, _IN_PLACE = object(), object()
@@ -92,6 +103,7 @@ class LayerAttributes:
         modules: all parts of them, by name.
         runs: knows the run of the step that is under way.
         others: the other modules of the user's module, by name: of these the mode counts (``training``).
+        alternating: whether the runs of several training batches alternate.
 
     Attributes:
         modules: all of them, by name.
@@ -101,7 +113,12 @@ class LayerAttributes:
     """
 
     def __init__(
-        self, modules: Mapping[str, nn.Module], runs: Runs, others: Mapping[str, nn.Module] | None = None
+        self,
+        modules: Mapping[str, nn.Module],
+        runs: Runs,
+        others: Mapping[str, nn.Module] | None = None,
+        *,
+        alternating: bool = False,
     ) -> None:
         both = {**modules, **(others or {})}
         self.modules = {name: module for name, module in both.items() if not isinstance(module, Metric)}
@@ -109,7 +126,7 @@ class LayerAttributes:
         self._names = {key: name for key, name in self._all.items() if name in modules}
         self._runs = runs
         self._run: Run | None = None
-        self._followed = False
+        self._followed, self._compares, self._alternating = False, False, alternating
         self._begun: set[str] = set()
         self._complete: dict[Key, Complete] = {}
         self._known: dict[Key, Known] = {}
@@ -157,10 +174,10 @@ class LayerAttributes:
         key = (self._all[id(module)], name)
         former = _holder(module, name).get(name, _MISSING)
         noted = run.noted.get(key)
-        changed = (run.followed or run.pipes) and not _is_same(former, value)
+        changed = (run.followed or run.pipes) and not is_same(former, value)
         # what each run sets before the layers, too, is alike for all micro-batches unless calls change it
         if changed and run.followed and self._runs.is_behind(module, None if noted is None else name):
-            raise _too_late(*key)
+            raise too_late(*key)
         if noted is None:
             if self._in_a_call():
                 return
@@ -206,7 +223,7 @@ class LayerAttributes:
             pipes: whether other micro-batches of its batch take another way, past other ranks.
             first: whether the step has not been seen before.
         """
-        run, self._followed = Run(followed, pipes), followed
+        run, self._followed, self._compares = Run(followed, pipes), followed, not (undo or self._alternating)
         self._run = run
         try:
             with self._all_seen() if first and self._runs.watches else _AS_IT_IS:
@@ -279,7 +296,7 @@ class LayerAttributes:
         if id(part) in self._names:
             key = self._names[id(part)], name
             if behind and self._followed:
-                raise _too_late(*key)
+                raise too_late(*key)
             self._runs.note_set(part, name)
             record = self._complete.setdefault(key, Complete())
             record.former, record.value = _IN_PLACE, copy.deepcopy(vars(part)[name])
@@ -315,7 +332,11 @@ class LayerAttributes:
         return part is not None and not inner and (id(part) in self._names or attribute == "training")
 
     def adopt(self, changes: Sequence[Change]) -> None:
-        """Have what another rank's complete runs have set, and what calls have changed."""
+        """Have what another rank's complete runs have set, and what calls have changed.
+
+        Raises:
+            CutError: the runs for this rank's stage have set something else there.
+        """
         self._agreed_modes.clear()
         for change in filter(self._concerns, changes):
             module, (_, name) = change.path
@@ -330,8 +351,16 @@ class LayerAttributes:
                 if change.everywhere:
                     self._known.setdefault((module, name), Known()).set_behind = True
                 self._set(module, name, change.value, fill=change.kind == "fill")
-            elif (known := self._known.get((module, name))) is not None and known.agreed is not UNKNOWN:
-                known.agreed = change.value
+            else:
+                self._agree(module, name, change.value)
+
+    def _agree(self, module: str, name: str, value: Any) -> None:
+        """A complete run has set an attribute before the layers, as the runs for this rank's stage have done."""
+        known, own = self._known.get((module, name)), _holder(self.modules[module], name).get(name)
+        if known is not None and known.agreed is not UNKNOWN:
+            known.agreed = value
+        elif self._compares and isinstance(value, PLAIN) and isinstance(own, PLAIN) and not alike(own, value):
+            raise of_others((module, name), own, value)
 
     def _set(self, module: str, name: str, value: Any, *, fill: bool) -> None:
         held, known = _holder(self.modules[module], name), self._known.setdefault((module, name), Known())
@@ -339,9 +368,9 @@ class LayerAttributes:
         self._runs.adopts(self.modules[module], name)
         if before is UNKNOWN:
             before = held.get(name, _MISSING)
-        if not _is_same(held.get(name, _MISSING), value) and not (fill and filled(held.get(name), value)):
+        if not is_same(held.get(name, _MISSING), value) and not (fill and filled(held.get(name), value)):
             held[name] = value
-        if not _is_same(before, value):
+        if not is_same(before, value):
             self.changes_adopted += 1
             known.last_change = self.changes_adopted
 
@@ -368,17 +397,3 @@ def _counts(name: str, value: Any) -> bool:
 def _holder(module: nn.Module, name: str) -> dict[str, Any]:
     """Where a module keeps an attribute."""
     return module._buffers if name in module._buffers else vars(module)
-
-
-def _is_same(one: Any, other: Any) -> bool:
-    """Whether setting one value in the place of the other changes nothing."""
-    return one is other or (isinstance(one, PLAIN) and type(one) is type(other) and bool(one == other))
-
-
-def _too_late(module: str, name: str) -> CutError:
-    return CutError(
-        f"the step changes `{written(module, name)}` behind the layers of its stage, which has run other "
-        "micro-batches by then: they would see an old value.",
-        hint="Change it before the layers are called, in the module's forward, or in on_train_batch_end; or use "
-        "micro_batches=1.",
-    )

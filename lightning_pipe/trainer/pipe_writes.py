@@ -28,10 +28,11 @@ from lightning_pipe.trainer.module_state import name_of
 
 
 class _Run(NamedTuple):
-    """What a run of the step has read, and what it has set, with whether it has read that before."""
+    """What a run of the step has read, what it has set, with whether it has read that before, and made as a number."""
 
     read: set[Key]
     written: dict[Key, bool]
+    made: set[Key]
 
 
 class PipeWrites:
@@ -51,6 +52,10 @@ class PipeWrites:
         self._run: _Run | None = None
         self._orders: dict[Key, int] = {}
         self._by_own_value: set[Key] = set()
+        # the numbers that steps have made themselves, in this batch and before, and what they have changed of that
+        self._new: set[Key] = set()
+        self._made: set[Key] = set()
+        self._changed: set[Key] = set()
         self._growth = _Growth()
         self.last = -1
         self.unsteady: set[str] = set()
@@ -64,6 +69,8 @@ class PipeWrites:
             if self._run is not None and id(module) in self._names:
                 key = self._names[id(module)], name
                 self._run.written.setdefault(key, key in self._run.read)
+                if name not in vars(module) and _is_number(value):
+                    self._run.made.add(key)
             setting(module, name, value)
 
         with ExitStack() as changed:
@@ -84,7 +91,7 @@ class PipeWrites:
             index: of its micro-batch.
             complete: asked behind it whether it counts.
         """
-        run = self._run = _Run(set(), {})
+        run = self._run = _Run(set(), {}, set())
         try:
             yield
         finally:
@@ -95,6 +102,8 @@ class PipeWrites:
                     self._orders[key] = max(index, self._orders.get(key, -1))
                     if by_own_value:
                         self._by_own_value.add(key)
+                        self._changed |= {key} & (self._made | self._new)
+                self._new |= run.made
 
     def note_changes(self, changes: Iterable[Change]) -> None:
         """What a complete run has changed."""
@@ -116,6 +125,13 @@ class PipeWrites:
                 "one device has.",
                 hint=ONCE_FOR_A_BATCH,
             )
+        for key in sorted(self._changed):
+            raise CutError(
+                f"the step makes `{written(*key)}` itself and then changes it by its own value, and this schedule has "
+                "several pipes: each of them has begun anew.",
+                hint=f"Set `{written(*key)}` in __init__, or in a hook such as on_fit_start.",
+            )
+        self._made |= self._new
         self.unsteady |= self._growth.check()
 
     def ordered(self, changes: Sequence[Change], of_layers: Sequence[Change]) -> list[Change]:
@@ -128,6 +144,8 @@ class PipeWrites:
         orders = {key: order for key, order in self._orders.items() if key not in self._by_own_value}
         last, self.last = self.last, -1
         self._growth.forget()
+        self._new.clear()
+        self._changed.clear()
         self._orders.clear()
         self._by_own_value.clear()
         found = [

@@ -106,7 +106,9 @@ class CountsInside(SetsInside):
 
 
 class Doubles(Model):
-    power = 1
+    def __init__(self, parts: int) -> None:
+        super().__init__(parts)
+        self.power = 1
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.power = 2 * self.power
@@ -195,6 +197,39 @@ def test_whole_numbers_that_are_no_counters_are_warned_of(micro_batches: int) ->
     warned = {each for _, of_rank in ended for each in of_rank}
     assert len(warned) == 1
     assert "`self.power`" in warned.pop()
+
+
+class Makes(Model):
+    """Makes what it counts itself."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.made = getattr(self, "made", 0) + 1
+        return super().training_step(batch, batch_idx)
+
+
+class MakesOnce(Model):
+    """Does not change it any more."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if not hasattr(self, "made"):
+            self.made = batch[0].shape[1]
+        return super().training_step(batch, batch_idx) * self.made
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("micro_batches", [2, 4])
+def test_a_counter_that_each_pipe_would_begin_anew_is_refused(micro_batches: int) -> None:
+    with pytest.raises(CutError, match=r"the step makes `self\.made` itself and then changes it") as caught:
+        run_trainers(trained, 2, timeout=40, devices=2, model=Makes, micro_batches=micro_batches)
+    assert "__init__" in str(caught.value.hint)
+
+
+@pytest.mark.timeout(60)
+def test_what_is_made_once_equals_one_device() -> None:
+    plain, _ = trained(0, None, MakesOnce, 2)
+    for values, warned in run_trainers(trained, 2, timeout=40, devices=2, model=MakesOnce, micro_batches=2):
+        assert values == plain
+        assert not warned
 
 
 class Reads(nn.Module):

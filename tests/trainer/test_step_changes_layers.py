@@ -107,6 +107,35 @@ class Replaces(Model):
             layer.table["gain"] = 1.1**batch
 
 
+class Counts(Model):
+    """Sets by what it counts."""
+
+    count = 0
+
+    def before(self, batch: int) -> None:
+        self.count += 1
+        for layer in self.layers:
+            layer.scale = 1 / self.count
+
+
+class CountsItself(Counts):
+    """Makes the counter, too."""
+
+    def before(self, batch: int) -> None:
+        if "count" not in vars(self):
+            self.count = 0
+        super().before(batch)
+
+
+class SetsByTheBatch(Model):
+    """What each stage computes alike, for each micro-batch another value; or none that equals itself."""
+
+    def step(self, x: Tensor, number: int) -> Tensor:
+        for layer in self.layers:
+            layer.scale, layer.mark = 1 + float(x.mean()), float("nan")
+        return super().step(x, number)
+
+
 class ScalesAndAdds(Scales):
     def behind(self, batch: int) -> None:
         for layer in self.layers:
@@ -184,6 +213,36 @@ def test_what_the_step_changes_before_the_layers_equals_one_device(
     model: type[Model], devices: int, options: dict[str, Any]
 ) -> None:
     check_training(model, devices, **options)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("model", [Counts, CountsItself])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"schedule": "1f1b"},
+        {"schedule": "gpipe", "recompute": "always"},
+        {"stages": 4, "schedule": "interleaved"},
+        {"schedule": "dualpipev"},
+    ],
+    ids=str,
+)
+def test_what_is_set_by_what_other_micro_batches_have_left_is_refused(
+    model: type[Model], options: dict[str, Any]
+) -> None:
+    with pytest.raises(CutError, match=r"the step sets `self\.layers\.\d\.scale` to \S+ where the layer runs, and on"):
+        check_training(model, micro_batches=4, **options)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("options", [{}, {"micro_batches": 4}, {"micro_batches": 4, "schedule": "dualpipev"}], ids=str)
+def test_what_each_stage_sets_alike_equals_one_device(options: dict[str, Any]) -> None:
+    check_training(SetsByTheBatch, **options)
+
+
+@pytest.mark.timeout(60)
+def test_with_one_micro_batch_it_may_be_set_by_what_is_counted() -> None:
+    check_training(Counts)
 
 
 @pytest.mark.timeout(60)
