@@ -7,6 +7,7 @@ the step between layers: before they change anything.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
 
 from torch import Tensor, nn
 
@@ -23,15 +24,15 @@ class BufferChanges:
     """Finds the buffers among the tensors that change in place.
 
     Args:
-        modules: all parts of layers and outside modules.
+        modules: gives all parts of layers and outside modules.
         reads: knows what they are called.
         note_set: told of a buffer of which each of several stages of this rank has to see its own value.
     """
 
     def __init__(
-        self, modules: Iterable[nn.Module], reads: StateReads, note_set: Callable[[nn.Module, str], None]
+        self, modules: Callable[[], Iterable[nn.Module]], reads: StateReads, note_set: Callable[[nn.Module, str], None]
     ) -> None:
-        self._parts = [part for part in modules if part._buffers]
+        self._modules = modules
         self._reads, self._note_set = reads, note_set
         # the buffers by what is the same for all that share their memory; those of other ranks, which have none, by id
         self._known: list[Tensor | None] = []
@@ -67,6 +68,10 @@ class BufferChanges:
                     "on_train_batch_end.",
                 )
             self._note_set(part, name)
+
+    @cached_property
+    def _parts(self) -> list[nn.Module]:
+        return [part for part in self._modules() if part._buffers]
 
     def _place(self, tensor: Tensor) -> _Place | None:
         """The module and the name of the buffer that a tensor shares its memory with."""

@@ -69,7 +69,7 @@ class Interceptor:
         roots = [*self.layers, *(outside for _, outside in self._outside)]
         self.cache.sharing, self.cache.around = Sharing(module, roots), Around(module)
         self.cache.reads = StateReads([*layers, *self._outside], course or Course((), in_order=False, one_pipe=True))
-        self._buffer_changes = BufferChanges(self.computing(), self.cache.reads, self.views.note_changed_in_place)
+        self._buffer_changes = BufferChanges(self.computing, self.cache.reads, self.views.note_changed_in_place)
         # by key: the number of a layer; for outside modules numbers below that of torch calls, -1
         self._wrappers: dict[int, Callable[..., Any]] = {}
         self._forwards: dict[int, Callable[..., Any]] = {}

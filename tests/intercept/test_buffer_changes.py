@@ -21,7 +21,7 @@ class Rank:
         self.layer = nn.Linear(1, 1)
         self.layer.register_buffer("tau", torch.ones(3))
         self.told: list[str] = []
-        self.changes = BufferChanges([self.layer], StateReads([("layer", self.layer)], Any), self.note)
+        self.changes = BufferChanges(lambda: [self.layer], StateReads([("layer", self.layer)], Any), self.note)
         skipped = SimpleNamespace(modules=[self.layer] if answered else [])
         self.run: Any = SimpleNamespace(tracker=SimpleNamespace(waiting=waiting), skipped_layers=skipped, apart=apart)
 
