@@ -10,6 +10,7 @@ counter, anything else is refused.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
@@ -43,7 +44,7 @@ class PipeWrites:
 
     Attributes:
         last: the last micro-batch that has been completed here.
-        unsteady: the names of the whole numbers that grow now by this much, now by that: perhaps they are no counters.
+        unsteady: the names of the whole numbers that grow by more, the larger they are: these are no counters.
     """
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
@@ -169,6 +170,8 @@ class _Growth:
         # by the path of a number, what it has grown by in the first run that has changed it
         self._first: dict[Path, Any] = {}
         self._counters: set[Path] = set()
+        # of a whole number, its values before the last three runs and what it has grown by in them
+        self._latest: dict[Path, deque[tuple[int, int]]] = {}
 
     def note(self, changes: Iterable[Change]) -> None:
         """What a run has changed."""
@@ -180,7 +183,7 @@ class _Growth:
         self._runs.clear()
 
     def check(self) -> set[str]:
-        """Returns the names of the whole numbers that have not grown alike.
+        """Returns the names of the whole numbers that have grown by what depends on their values.
 
         Raises:
             CutError: a number in an object, a list or a dictionary has not grown alike in the first two runs.
@@ -190,22 +193,34 @@ class _Growth:
             for path in self._first.keys() - run.keys() - self._counters:
                 self._compare(path, 0)
             for path, change in run.items():
-                if not self._compare(path, change.delta) and isinstance(change.delta, int):
+                self._compare(path, change.delta)
+                if isinstance(change.delta, int) and self._depends(path, change.value - change.delta, change.delta):
                     unsteady.add(name_of(change))
         return unsteady
 
-    def _compare(self, path: Path, growth: Any) -> bool:
-        """Whether a number has grown by as much as in the first run that has changed it."""
+    def _depends(self, path: Path, value: int, growth: int) -> bool:
+        """Whether a number becomes the same multiple of itself, and the same more, in each of three runs.
+
+        Numbers of samples or words grow now by more, now by less, but not so.
+        """
+        latest = self._latest.setdefault(path, deque(maxlen=3))
+        latest.append((value, growth))
+        if len(latest) < 3:
+            return False
+        (value_1, growth_1), (value_2, growth_2), _ = latest
+        return growth_1 != growth_2 and (growth_2 - growth_1) * (value - value_2) == (growth - growth_2) * (
+            value_2 - value_1
+        )
+
+    def _compare(self, path: Path, growth: Any) -> None:
+        """Compare what a number has grown by with the first run that has changed it."""
         inside = len(path) > 2
         if path not in self._first and growth is not None:
             self._first[path] = growth
-            return True
-        if growth is not None and math.isclose(self._first[path], growth, rel_tol=1e-6):
+        elif growth is not None and math.isclose(self._first[path], growth, rel_tol=1e-6):
             self._counters.add(path)
-            return True
-        if inside and path not in self._counters:
+        elif inside and path not in self._counters:
             raise _is_no_counter(path)
-        return False
 
 
 def latest(reports: Sequence[Sequence[Change]]) -> list[list[Change]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from itertools import pairwise
 from typing import Any
 
 import lightning as L
@@ -197,6 +198,32 @@ def test_whole_numbers_that_are_no_counters_are_warned_of(micro_batches: int) ->
     warned = {each for _, of_rank in ended for each in of_rank}
     assert len(warned) == 1
     assert "`self.power`" in warned.pop()
+
+
+class Counts(Model):
+    """Counts what micro-batches have more or less of."""
+
+    def __init__(self, parts: int) -> None:
+        super().__init__(parts)
+        self.large = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.large += int((batch[0] > 0.5).sum())
+        return super().training_step(batch, batch_idx)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if (batch_idx + 1) % self.parts == 0:
+            self.read.append(self.large)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("micro_batches", [2, 4])
+def test_numbers_of_what_micro_batches_have_equal_one_device(micro_batches: int) -> None:
+    plain, _ = trained(0, None, Counts, micro_batches)
+    assert len({after - before for before, after in pairwise(plain)}) > 1
+    for values, warned in run_trainers(trained, 2, timeout=40, devices=2, model=Counts, micro_batches=micro_batches):
+        assert values == plain
+        assert not warned
 
 
 class Makes(Model):
