@@ -23,6 +23,7 @@ class Layer(nn.Module):
         self.drop = nn.Dropout(dropout)
         self.register_buffer("calls", torch.zeros(()))
         self.shapes: list[Any] = []
+        self.scale = 1.0
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
@@ -139,6 +140,49 @@ class Random(MeanOfTokens):
 
     def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
         return super().loss(F.dropout(logits, 0.5, True), labels)
+
+
+class Kept(MeanOfSamples):
+    """Changes in each step what its layers compute with: other losses from run to run, and none of them random."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        for layer in self.layers:
+            layer.scale *= 0.9
+        return super().training_step(batch, batch_idx)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x) * layer.scale
+        return self.head(x)
+
+
+class KeptTokens(Kept):
+    """The same with a loss that is no mean over samples."""
+
+    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+class Heads(MeanOfSamples):
+    """A bias belongs to all samples, for as many heads as a micro-batch has samples: that of T5 is such a one."""
+
+    def __init__(self, early: float = 0.0) -> None:
+        super().__init__(early)
+        self.bias = nn.Parameter(torch.rand(1, 1, 2, WIDTH // 2).double())
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x, bias = self.embed(ids), self.bias.exp()
+        for layer in self.layers:
+            x = (layer(x).unflatten(-1, (2, -1)) * bias).flatten(-2)
+        return self.head(x)
+
+
+class HeadsOfTokens(Heads):
+    """The same with a loss that is no mean over samples."""
+
+    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
 class Chosen(MeanOfSamples):

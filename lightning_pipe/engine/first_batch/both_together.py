@@ -25,7 +25,8 @@ def readings(
 
     Of a tensor with several elements per sample, the first of all samples may come first (``torch.cat`` of two views
     of a batch), or all of the first sample (``repeat_interleave``). Where several dimensions fit, the samples may lie
-    along the first or the last of them (time may come before the samples).
+    along the first or the last of them (time may come before the samples). A tensor whose first dimension has length 1
+    may belong to all samples even if another dimension fits: a bias for as many heads as there are samples.
 
     Args:
         received: what it has received for each of them.
@@ -38,8 +39,9 @@ def readings(
         UnlikeError: it cannot be put together.
     """
     found = []
-    for last in (False, True):
-        for reading in _readings(last=last):
+    ways = [{"last": last, "whole": whole} for whole in _whole(received, sizes) for last in (False, True)]
+    for way in ways:
+        for reading in _readings(**way):
             try:
                 found.append(_inbound(received, sizes, reading._replace(standing=standing, kept=kept)))
             except UnlikeError:
@@ -72,19 +74,28 @@ class _Reading(NamedTuple):
 
     ``views=None``: every tensor has one element per sample, or is the same for both; otherwise whether the first
     elements of all samples come first. ``last``: which of several dimensions that fit is that of the samples.
-    ``free``: samples may have different numbers of elements. ``standing``, ``kept``: see `readings`.
+    ``whole``: what has a first dimension of length 1 belongs to all samples. ``free``: samples may have different
+    numbers of elements. ``standing``, ``kept``: see `readings`.
     """
 
     views: bool | None
     last: bool
+    whole: bool
     free: bool
     standing: int | None = None
     kept: int = 0
 
 
-def _readings(*, last: bool) -> Iterator[_Reading]:
+def _readings(*, last: bool, whole: bool = False) -> Iterator[_Reading]:
     for views, free in ((None, False), (True, False), (False, False), (False, True)):
-        yield _Reading(views, last, free)
+        yield _Reading(views, last, whole, free)
+
+
+def _whole(received: Sequence[Crossing | None], sizes: Sequence[int]) -> tuple[bool, ...]:
+    """Whether tensors with a first dimension of length 1 belong to all samples, as far as that is to be tried."""
+    tensors = [tensor for inbound in received if inbound is not None for tensor in inbound.tensors.values()]
+    doubtful = any(tensor.shape[:1] == (1,) and sizes[0] in tensor.shape[1:] for tensor in tensors)
+    return (False, True) if doubtful and min(sizes) > 1 else (False,)
 
 
 def _inbound(received: Sequence[Crossing | None], sizes: Sequence[int], reading: _Reading) -> Crossing | None:
@@ -150,6 +161,8 @@ def _value(one: Tensor, other: Tensor, sizes: Sequence[int], reading: _Reading) 
 
 def _dimension(one: Sequence[int], other: Sequence[int], sizes: Sequence[int], reading: _Reading) -> int | None:
     """The dimension along which a tensor has one element per sample, or else, unless there must be one, several."""
+    if reading.whole and [*one[:1], *other[:1]] == [1, 1]:
+        return None
     fits: dict[bool, list[int]] = {True: [], False: []}
     for d, pair in enumerate(zip(one, other, strict=True)):
         times = pair[0] // sizes[0]

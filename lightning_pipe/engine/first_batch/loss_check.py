@@ -30,7 +30,7 @@ _REDUCED = 5e-4
 """The same for float32 on devices that multiply matrices with fewer bits."""
 
 
-class _RandomError(Exception):
+class _DiffersError(Exception):
     """The loss differs from run to run."""
 
 
@@ -47,8 +47,8 @@ class LossCheck(BatchObserver):
 
     Two may agree by chance (as many tokens in both), so up to three pairs of a batch are compared. The check only
     looks: what the step changes, logs or draws is put back, and whatever goes wrong ends the check alone. Dropout and
-    batch norm are off, and a loss that is random nevertheless is not judged. Compiled code is left alone: another size
-    and mode would have it compiled anew.
+    batch norm are off, and a loss that differs from run to run nevertheless is not judged. Compiled code is left alone:
+    another size and mode would have it compiled anew.
 
     Args:
         amounts: what each micro-batch counts.
@@ -109,8 +109,8 @@ class LossCheck(BatchObserver):
                 self._compare(TrialRuns(stages, stage, batch), pair)
             except UnlikeError:
                 self.reason = "layers get tensors of which two micro-batches' cannot be put together"
-            except _RandomError:
-                self.reason = "it is random, though dropout is off"
+            except _DiffersError:
+                self.reason = "it differs from run to run, though dropout is off"
             except CutError:
                 self.reason = "with two micro-batches together the step takes another way through its code"
             except Exception as error:  # whatever a step may raise that was not made for this
@@ -156,7 +156,7 @@ class LossCheck(BatchObserver):
                 self._compare(replace(runs, whole=True), pair)
                 return
             if runs.are_random(pair[0], parts[0], received[0], lambda _, result: self._agrees(result, one)):
-                raise _RandomError
+                raise _DiffersError
             self.differs = (pair, expected, together[0])
 
     def _run(self, runs: TrialRuns, index: int, part: Any, inbound: Crossing | None) -> _Found:

@@ -68,7 +68,8 @@ class TrialRuns:
                 trial.streams.seed_user_code(seed)
             marks.append(trial.streams.state())
 
-        with _not_random(self.stages, self.stage, begin, whole=self.whole):
+        # each finds what the step and the layers keep as it was: a loss that depends on it is not random
+        with _put_back(self.stages), _not_random(self.stages, self.stage, begin, whole=self.whole):
             found = self.stages.trial(self.stage, index, trial, inbound)
         # Without a mark the step has not come to the stage's layers, and nothing is known of what they draw.
         self.drew |= not marks or marks[-1] != trial.streams.state()
@@ -105,17 +106,18 @@ class TrialRuns:
 
 @contextmanager
 def leaving_no_trace(stages: Stages) -> Iterator[None]:
-    """Around trial runs: what the step changes is put back."""
-    with _alone(), recomputing(), torch.no_grad(), _attributes(stages), stages.buffers.restored():
+    """Around trial runs, each of which puts back what the step changes."""
+    with _alone(), recomputing(), torch.no_grad():
         yield
 
 
 @contextmanager
-def _attributes(stages: Stages) -> Iterator[None]:
-    """What computes has the same attributes as before afterwards."""
+def _put_back(stages: Stages) -> Iterator[None]:
+    """What computes has the same attributes and buffers as before afterwards."""
     kept = stages.interceptor.attributes()
     try:
-        yield
+        with stages.buffers.restored():
+            yield
     finally:
         kept.undo()
 

@@ -40,3 +40,10 @@ def test_the_record_has_the_shapes_of_both() -> None:
     assert found is not None
     assert found.path.entries[0].spec == TensorSpec((3, 3), torch.float32, (1, 3))
     assert found.tensors[0].stride() == (1, 3)
+
+
+def test_what_has_a_first_dimension_of_length_1_may_belong_to_all_samples() -> None:
+    """A bias for two heads and two samples: with four samples it would be one for two heads, or for four."""
+    bias = torch.rand(1, 2, 3)
+    found = readings([crossing(bias), crossing(bias.clone())], (2, 2))
+    assert [each and tuple(each.tensors[0].shape) for each in found][::2] == [(1, 4, 3), (1, 2, 3)]

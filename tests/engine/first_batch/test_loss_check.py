@@ -27,6 +27,10 @@ from tests.support.token_losses import (
     Batches,
     Chosen,
     Contrastive,
+    Heads,
+    HeadsOfTokens,
+    Kept,
+    KeptTokens,
     LayerDrop,
     LoggedBalance,
     LoggedBalanceOfTokens,
@@ -120,7 +124,7 @@ def test_samples_along_the_dimension_that_fits(time: int) -> None:
 @pytest.mark.parametrize(
     ("loss", "reason"),
     [
-        (Random, "it is random, though dropout is off"),
+        (Random, "it differs from run to run, though dropout is off"),
         (Picky, "two micro-batches together raise ValueError: too many samples"),
         (Routed, "layers get tensors of which two micro-batches' cannot be put together"),
         (LossWithBalance, "layers get tensors of which two micro-batches' cannot be put together"),
@@ -131,6 +135,16 @@ def test_a_check_that_cannot_be_made_says_why_once(loss: type[Tokens], reason: s
     assert reason in told
     counted = fit(loss(), Batches().batches, layers="layers", message="not checked", loss_weight=lambda part: 2.0)
     assert counted == []
+
+
+@pytest.mark.parametrize(("mean", "other"), [(Kept, KeptTokens), (Heads, HeadsOfTokens)])
+@pytest.mark.parametrize("stages", [2, 4])
+def test_what_differs_and_is_not_random_is_judged(mean: type[Tokens], other: type[Tokens], stages: int) -> None:
+    """What the step changes by its own value is put back for each run; heads may be as many as samples."""
+    batches = Batches(number=4).batches
+    assert fit(mean(), batches, layers="layers", message="over the samples", stages=stages) == []
+    (told,) = fit(other(), batches, layers="layers", message="over the samples", stages=stages)
+    assert MESSAGE in told
 
 
 def test_values_without_samples_that_are_only_logged_do_not_end_the_check() -> None:
