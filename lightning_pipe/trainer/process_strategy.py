@@ -152,6 +152,7 @@ class ProcessStrategy(ParallelStrategy):
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
+        self._check_not_failed()
         if self.world is None:
             assert self.cluster_environment is not None
             self.set_world_ranks()
@@ -175,6 +176,19 @@ class ProcessStrategy(ParallelStrategy):
         self.signals = Signals(self._module().trainer, self.world)
         if self.world_size > 1:
             self._changed.enter_context(self.signals.installed())
+
+    def _check_not_failed(self) -> None:
+        """An error has ended the connections of this Trainer's processes: nobody may wait for the others again."""
+        board = None if self.world is None else self.world.board
+        if board is not None and board.failed:
+            name, reason = self.connected.transport.describe(), "" if board.failure is None else f" {board.failure}"
+            raise CommunicationError(
+                f"{name[0].upper()}{name[1:]} cannot run this Trainer again: its last run has failed, and the "
+                f"connections between its processes have ended.{reason}",
+                hint="To go on behind an error that your code catches, catch it on all processes (those without the "
+                "error of their own get a CommunicationError), and let all build another Trainer, with another "
+                "PipeStrategy. The module may be the same.",
+            )
 
     @override
     def on_exception(self, exception: BaseException) -> None:

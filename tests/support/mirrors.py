@@ -90,7 +90,6 @@ _ROOMS: dict[str, dict[str, str]] = {
         "late_values": "trainer/test_checks",
         "layer_costs": "engine/test_layer_profiler",
         "module_strategy": "trainer/test_equality",
-        "process_strategy": "trainer/test_world",
         "report": "trainer/test_fit",
         "run": "trainer/test_equality",
         "stage_division": "planning/test_replicated",

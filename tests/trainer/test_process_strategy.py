@@ -1,0 +1,81 @@
+"""Code that goes on behind an error of a run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_pipe import PipeStrategy
+from lightning_pipe.errors import CommunicationError
+from tests.support.processes import run_trainers
+from tests.support.trainer_runs import QUIET, quiet
+
+WIDTH, BATCH = 3, 4
+DATA = torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(1)).double()
+
+
+class Broken(list[Tensor]):
+    """One of its samples cannot be loaded."""
+
+    def __getitem__(self, index: Any) -> Any:
+        if index == 9:
+            raise ValueError("a broken sample")
+        return super().__getitem__(index)
+
+
+class Model(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.layers(batch).pow(2).mean()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("value", self.layers(batch).pow(2).mean())
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def goes_on(process: int, devices: int | None, method: str, another: bool) -> float | str:
+    """What a validation finds behind a run whose loader has failed."""
+    quiet()
+    L.seed_everything(7, verbose=False)
+    module = Model().double()
+
+    def trainer() -> L.Trainer:
+        strategy: Any = PipeStrategy(layers="layers", micro_batches=2) if devices else "auto"
+        return L.Trainer(accelerator="cpu", devices=devices or 1, strategy=strategy, **{**QUIET, "max_epochs": 1})
+
+    first = trainer()
+    with pytest.raises(CommunicationError if process else ValueError, match="a broken sample"):
+        getattr(first, method)(module, DataLoader(Broken(DATA), BATCH))
+    try:
+        second = trainer() if another else first
+        second.validate(module, DataLoader([*DATA], BATCH), verbose=False)
+    except CommunicationError as error:
+        return str(error)
+    return float(second.callback_metrics["value"])
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("method", ["validate", "fit"])
+def test_another_trainer_goes_on_behind_an_error(method: str) -> None:
+    plain = goes_on(0, None, method, another=False)
+    for value in run_trainers(goes_on, 2, timeout=40, devices=2, method=method, another=True):
+        assert value == pytest.approx(plain, rel=1e-9)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("method", ["validate", "fit"])
+def test_the_same_trainer_says_why_it_cannot(method: str) -> None:
+    for rank, text in enumerate(run_trainers(goes_on, 2, timeout=40, devices=2, method=method, another=False)):
+        assert f"Rank {rank} cannot run this Trainer again: its last run has failed" in text
+        assert "ValueError: a broken sample" in text
+        assert "build another Trainer" in text
