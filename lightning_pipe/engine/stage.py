@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -12,7 +14,7 @@ from torch import Tensor
 
 from lightning_pipe.engine.batch import Batch
 from lightning_pipe.engine.split_backward import SplitBackward
-from lightning_pipe.errors import ConfigurationError, CutError
+from lightning_pipe.errors import ConfigurationError, CutError, PipeError
 from lightning_pipe.intercept.batch_reads import BatchReads
 from lightning_pipe.intercept.call_record import CallRecord
 from lightning_pipe.intercept.crossing import Crossing, Returned
@@ -42,6 +44,7 @@ class Saved:
         loss: the weighted loss, on the last stage.
         used: the numbers of the received tensors that were used.
         whole: whether the backward pass cannot be divided into halves.
+        alone: whether no other micro-batch is under way between the two passes.
         split: the backward pass between its two halves.
     """
 
@@ -51,6 +54,7 @@ class Saved:
     loss: Tensor | None
     used: set[int]
     whole: bool
+    alone: bool = False
     split: SplitBackward | None = None
 
     def returned(self) -> dict[int, Tensor]:
@@ -206,7 +210,7 @@ class Stages:
         self.called.update(run.called)
         if run.called:
             self.skipped[stage] = run.skips.events
-        saved = Saved(run.arrival.incoming, received, {}, None, run.tracker.used, run.whole)
+        saved = Saved(run.arrival.incoming, received, {}, None, run.tracker.used, run.whole, batch.undisturbed)
         if not run.crossings:
             if batch.training:
                 saved.loss = loss_of(result) * batch.weights[micro_batch]
@@ -228,7 +232,8 @@ class Stages:
         results, arrived = _ends(saved, came.gradients)
         # Nothing to start from: no later stage used what left here, or nothing of it is trained.
         if results:
-            torch.autograd.backward(results, arrived)
+            with _telling(saved):
+                torch.autograd.backward(results, arrived)
         returned = saved.returned()
         saved.release()
         return Returned(returned, frozenset(saved.used | came.used | returned.keys()))
@@ -239,15 +244,41 @@ class Stages:
         if results:
             entry = saved.inbox.anchor if saved.inbox is not None and saved.inbound else None
             saved.split = SplitBackward(results, arrived, entry, saved.whole)
-            saved.split.input_half()
+            with _telling(saved):
+                saved.split.input_half()
         returned = saved.returned()
         return Returned(returned, frozenset(saved.used | came.used | returned.keys()))
 
     def backward_weight(self, saved: Saved) -> None:
         """The gradients of the weights."""
         if saved.split is not None:
-            saved.split.weight_half()
+            with _telling(saved):
+                saved.split.weight_half()
         saved.release()
+
+
+@contextmanager
+def _telling(saved: Saved) -> Iterator[None]:
+    """Around a backward pass: say why what it needs may have changed in place where other micro-batches came between.
+
+    Raises:
+        CutError: it has.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        text = str(error)
+        if saved.alone or isinstance(error, PipeError) or "modified by an inplace operation" not in text:
+            raise
+        found = re.search(r"\[.*?\](?= is at version)|\[[^\]]* \[[^\]]*\]\]", text)
+        raise CutError(
+            f"the backward pass of a micro-batch needs a tensor {found[0] if found else ''} that has changed in place "
+            "since its forward pass. One device runs each backward pass before the next forward pass; here those of "
+            "other micro-batches, which change it, too, come between the two.",
+            hint="Change it in a hook, such as on_train_batch_end; or set another tensor in its place in the forward "
+            "pass (`self.scale = self.scale * 0.9`). If training fails on one device, too, the error is in the code "
+            "that changes it.",
+        ) from error
 
 
 def _path(calls: Sequence[CallRecord] | None) -> list[CallRecord] | None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipe.errors import CutError
+from lightning_pipe.intercept.held_by_graphs import let_go
 from lightning_pipe.intercept.slot_items import SlotItems
 from lightning_pipe.intercept.tensor_state import copy_of, growth_of, place_of, same_objects, same_values, version_of
 from lightning_pipe.intercept.user_classes import is_users
@@ -341,6 +342,8 @@ class _Tensor(_Node):
         # a tensor that the cut has swapped for another cannot take its value back
         if type(self.owner) is not self.kind or place_of(self.owner) != self.place:
             return self.kept
+        if self.kind is Tensor:
+            let_go([self.owner])
         with torch.no_grad():
             # in place, for whoever else refers to the tensor or to a view of it
             self.owner[...] = self.kept

@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_pipe.errors import CutError
 from lightning_pipe.intercept.call_record import AGAIN, CallRecord, Value
+from lightning_pipe.intercept.held_by_graphs import SHARING, let_go
 from lightning_pipe.intercept.in_place import InPlace
 from lightning_pipe.intercept.lineage import Lineage
 from lightning_pipe.intercept.numbers import NO_VIEWS, SAME_PATH, Numbers
@@ -63,6 +64,7 @@ class Tracker(TorchFunctionMode):
         parameter_use: the module's parameters and buffers outside layers.
         partial: whether other stages run some of the layers.
         alone: whether no other micro-batch is under way.
+        is_behind: whether a parameter or buffer belongs to a layer of earlier stages.
 
     Attributes:
         alone: as given.
@@ -81,6 +83,7 @@ class Tracker(TorchFunctionMode):
         *,
         partial: bool,
         alone: bool,
+        is_behind: Callable[[str], bool] = lambda _: False,
     ) -> None:
         super().__init__()
         self.calls: list[CallRecord] = []
@@ -89,7 +92,7 @@ class Tracker(TorchFunctionMode):
         self.waiting = expected is not None
         self.spans: list[tuple[int, int]] = []
         self.numbers, self.lineage = Numbers(), Lineage()
-        self.in_place = InPlace(self.numbers, parameter_use, partial=partial)
+        self.in_place = InPlace(self.numbers, parameter_use, partial=partial, is_behind=is_behind)
         self._partial, self.alone, self._expected = partial, alone, expected or ()
         self._read_before: dict[int, Tensor | None] = {}
         self._stream, self._parameter_use = stream, parameter_use
@@ -261,6 +264,8 @@ class Tracker(TorchFunctionMode):
         written = self.in_place.written(changed) if changed else ()
         if written:
             self._check_changing(written, name)
+        if not self.alone and (written or name in SHARING):
+            let_go(written or tensors)  # which stages that wait change as well
         drawn = draws(func, name)
         pure = not (drawn or changed or name in AUTOGRAD)
         if any(type(tensor) is Withheld for tensor in tensors):
@@ -334,14 +339,19 @@ class Tracker(TorchFunctionMode):
         self.in_place.check_not_lent(changed, name)
         written = self.in_place.written(changed)
         self._check_changing(written, name)
+        if not self.alone:
+            let_go(written)
         return written
 
     def _check_changing(self, written: Sequence[Tensor], name: str) -> None:
-        for tensor in () if self.alone or self.waiting else written:
-            if id(tensor) in self._read_before:
-                self.in_place.check_not_read(tensor, name)
         if self.changing is not None:
             self.changing(written, name)
+        if self.waiting:
+            return
+        self.in_place.check_not_lost(written, name)
+        for tensor in () if self.alone else written:
+            if id(tensor) in self._read_before:
+                self.in_place.check_not_read(tensor, name)
 
     def paused(self) -> _Paused:
         """A context in which torch calls are neither recorded nor slowed down."""

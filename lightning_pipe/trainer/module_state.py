@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_pipe.errors import CutError
+from lightning_pipe.intercept.held_by_graphs import let_go
 from lightning_pipe.intercept.interceptor import outside_modules
 from lightning_pipe.intercept.slot_items import SlotItems
 from lightning_pipe.intercept.snapshot import Change, Snapshot, is_compared
@@ -204,6 +205,7 @@ def _apply(owner: Any, change: Change, *, add: bool) -> None:
         value = change.value if not add or change.delta is None else _now(target, key, 0) + change.delta
         if isinstance(value, Tensor) and _fits(_now(target, key), value):
             # in place: optimizers, callbacks and views refer to the tensor
+            let_go([target[key]])
             with torch.no_grad():
                 target[key].copy_(value)
         else:
