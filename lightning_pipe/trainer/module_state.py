@@ -7,6 +7,7 @@ complete one `Snapshot.changes` lists what became different, for the other ranks
 
 from __future__ import annotations
 
+import hashlib
 import io
 import pickle
 import random
@@ -176,8 +177,17 @@ def comparable_values(changes: Iterable[Change]) -> dict[str, Any]:
 def _plain(value: Any) -> Any:
     """A value that can be compared with ``==``; ``None`` if there is no such value."""
     if isinstance(value, Tensor | np.ndarray):
-        return value.tolist() if value.nbytes <= _SMALL else None
+        return value.tolist() if value.nbytes <= _SMALL else _digest(value)
     return value if isinstance(value, int | float | str) else None
+
+
+def _digest(value: Tensor | np.ndarray) -> str | None:
+    """What stands for the values of a large tensor or array."""
+    if type(value) is Tensor and value.layout is torch.strided:
+        value = value.detach().cpu().flatten().view(torch.uint8).numpy()
+    if not isinstance(value, np.ndarray) or value.dtype.hasobject:
+        return None
+    return hashlib.sha1(value.tobytes(), usedforsecurity=False).hexdigest()
 
 
 def _get(owner: Any, kind: str, key: Any) -> Any:

@@ -159,7 +159,7 @@ class UserStep:
         # an evaluation of one micro-batch has what was there before its batch, as every run is undone
         kept = self.attributes.at_begin if micro_batches == 1 and not (training or again) else None
         kept, sources = kept or self.attributes.tracked.capture(), self.sources.run()
-        with noting, noting_hooks, self.metrics.remembered() as metrics:
+        with noting, noting_hooks, self.late_values.reading(), self.metrics.remembered() as metrics:
             try:
                 yield
                 complete = not again

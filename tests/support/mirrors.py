@@ -87,7 +87,6 @@ _ROOMS: dict[str, dict[str, str]] = {
         "batch_ends": "trainer/test_stopping",
         "broadcasts": "trainer/test_evaluation",
         "gradients": "trainer/test_withheld_gradients",
-        "late_values": "trainer/test_checks",
         "layer_costs": "engine/test_layer_profiler",
         "module_strategy": "trainer/test_equality",
         "report": "trainer/test_fit",

@@ -51,7 +51,7 @@ class ReadState:
 
     def changed(self) -> list[str]:
         """The attributes among them that are different now, as code writes them."""
-        found = [_root(change) for change in self._snapshot.changes()]
+        found = [root_of(change) for change in self._snapshot.changes()]
         read = [f"self.{module}.{name}".replace("..", ".") for module, name in found if name in self._names[module]]
         return read + self._logged
 
@@ -123,7 +123,7 @@ class AttributeReads:
         return isinstance(found, Watched) or not hasattr(type(found), "__get__")
 
 
-def _root(change: Change) -> tuple[str, str]:
+def root_of(change: Change) -> tuple[str, str]:
     """The module and the attribute of it that a change concerns."""
     module, (_, name), *inner = change.path
     return module, str(inner[0][1]) if name == _BUFFERS and inner else str(name)
