@@ -34,9 +34,9 @@ class BufferChanges:
     ) -> None:
         self._modules = modules
         self._reads, self._note_set = reads, note_set
-        # the buffers by what is the same for all that share their memory; those of other ranks, which have none, by id
+        # the buffers by what is the same for all that share their memory; those of other ranks have none: by name
         self._known: list[Tensor | None] = []
-        self._places: dict[int, _Place] = {}
+        self._places: dict[int | str, _Place] = {}
 
     def check(self, run: StageRun, written: Sequence[Tensor], function: str) -> None:
         """A function is about to change tensors in place, outside of layers.
@@ -87,6 +87,8 @@ class BufferChanges:
         return self._places.get(_key(tensor)) if self._places else None
 
 
-def _key(tensor: Tensor) -> int:
-    memory = None if isinstance(tensor, AbsentTensor) else memory_of(tensor)
+def _key(tensor: Tensor) -> int | str:
+    if isinstance(tensor, AbsentTensor):
+        return next(iter(tensor.origin.names), id(tensor))
+    memory = memory_of(tensor)
     return id(tensor) if memory is None else memory

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lightning_pipe.errors import CutError
-from lightning_pipe.intercept.absent_tensor import AbsentTensor
 from lightning_pipe.intercept.numbers import Numbers
 from lightning_pipe.intercept.parameter_use import ParameterUse
 from lightning_pipe.intercept.placeholder import Placeholder
@@ -34,19 +33,10 @@ class InPlace:
         numbers: those of the run.
         parameter_use: the module's parameters and buffers outside layers.
         partial: whether other stages run some of the layers.
-        is_behind: whether a parameter or buffer belongs to a layer of earlier stages.
     """
 
-    def __init__(
-        self,
-        numbers: Numbers,
-        parameter_use: ParameterUse,
-        *,
-        partial: bool,
-        is_behind: Callable[[str], bool] = lambda _: False,
-    ) -> None:
+    def __init__(self, numbers: Numbers, parameter_use: ParameterUse, *, partial: bool) -> None:
         self._numbers, self._parameter_use, self._partial = numbers, parameter_use, partial
-        self._is_behind = is_behind
         self._lent: dict[int, tuple[Any, tuple[int, int]]] = {}
 
     def noted(self, tensors: Sequence[Tensor]) -> list[Noted]:
@@ -141,17 +131,6 @@ class InPlace:
                     if torch.is_inference_mode_enabled()
                     else ""
                 ),
-            )
-
-    def check_not_lost(self, changed: Sequence[Tensor], name: str) -> None:
-        """What a layer of an earlier stage holds must not change here: that stage does not come here."""
-        absent = [tensor for tensor in changed if isinstance(tensor, AbsentTensor)]
-        for owned in (owned for tensor in absent for owned in tensor.origin.names if self._is_behind(owned)):
-            raise CutError(
-                f"'{name}' changes '{owned}' in place behind the stage that holds it, which does not run this code: no "
-                "rank would have the change.",
-                hint=f"Change '{owned}' before the layers are called, inside its layer, or after the step, in "
-                "on_train_batch_end.",
             )
 
     def check_not_read(self, changed: Tensor, name: str) -> None:

@@ -42,13 +42,6 @@ class StageLayers(NamedTuple):
         """Whether no stage comes behind this one."""
         return self.layers.stop == len(self.names)
 
-    def is_behind(self, name: str) -> bool:
-        """Whether a parameter or buffer belongs to a layer of earlier stages alone."""
-        before, others = self.names[: self.layers.start], self.names[self.layers.start :]
-        return any(name.startswith(f"{layer}.") for layer in before) and not any(
-            name.startswith(f"{layer}.") for layer in others
-        )
-
     @property
     def first_name(self) -> str:
         """The name of the first layer."""

@@ -114,9 +114,7 @@ class StageRun:
         self.surroundings = Surroundings(isolated)
         expected = inbound.path.calls if inbound else None
         stream = self.surroundings.stream
-        self.tracker = Tracker(
-            expected, stream, parameter_use, partial=not stage.all, alone=alone, is_behind=stage.is_behind
-        )
+        self.tracker = Tracker(expected, stream, parameter_use, partial=not stage.all, alone=alone)
         self.tracker.come_back = self._come_back if may_repeat and not training else None
         in_order = cache.reads is not None and cache.reads.course.in_order and not is_recomputing()
         self.skipped_layers = SkippedLayers(

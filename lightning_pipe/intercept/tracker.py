@@ -64,7 +64,6 @@ class Tracker(TorchFunctionMode):
         parameter_use: the module's parameters and buffers outside layers.
         partial: whether other stages run some of the layers.
         alone: whether no other micro-batch is under way.
-        is_behind: whether a parameter or buffer belongs to a layer of earlier stages.
 
     Attributes:
         alone: as given.
@@ -83,7 +82,6 @@ class Tracker(TorchFunctionMode):
         *,
         partial: bool,
         alone: bool,
-        is_behind: Callable[[str], bool] = lambda _: False,
     ) -> None:
         super().__init__()
         self.calls: list[CallRecord] = []
@@ -92,7 +90,7 @@ class Tracker(TorchFunctionMode):
         self.waiting = expected is not None
         self.spans: list[tuple[int, int]] = []
         self.numbers, self.lineage = Numbers(), Lineage()
-        self.in_place = InPlace(self.numbers, parameter_use, partial=partial, is_behind=is_behind)
+        self.in_place = InPlace(self.numbers, parameter_use, partial=partial)
         self._partial, self.alone, self._expected = partial, alone, expected or ()
         self._read_before: dict[int, Tensor | None] = {}
         self._stream, self._parameter_use = stream, parameter_use
@@ -346,10 +344,7 @@ class Tracker(TorchFunctionMode):
     def _check_changing(self, written: Sequence[Tensor], name: str) -> None:
         if self.changing is not None:
             self.changing(written, name)
-        if self.waiting:
-            return
-        self.in_place.check_not_lost(written, name)
-        for tensor in () if self.alone else written:
+        for tensor in () if self.alone or self.waiting else written:
             if id(tensor) in self._read_before:
                 self.in_place.check_not_read(tensor, name)
 

@@ -29,11 +29,3 @@ def test_a_second_pass_counts_on() -> None:
     assert [numbers.next(layer)[0] for layer in (0, 2, 3, 0, 2)] == [0, 2, 3, 4, 6]
     with pytest.raises(CutError, match="'embed' is called in one pass more than the 2"):
         numbers.next(0)
-
-
-def test_which_parameters_belong_to_earlier_stages_alone() -> None:
-    stage = StageLayers(1, range(1, 2), ["layers.1", "layers.10", "layers.2"], {})
-    names = ["layers.1.weight", "layers.10.weight", "layers.2.weight", "head.weight"]
-    assert [stage.is_behind(name) for name in names] == [True, False, False, False]
-    again = StageLayers(2, range(2, 3), ["a", "b", "a", "b"], {}, (0, 1))
-    assert not any(again.is_behind(f"{name}.weight") for name in "ab")

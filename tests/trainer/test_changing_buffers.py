@@ -157,7 +157,7 @@ def test_what_the_step_changes_of_its_layers(model: type[Model], devices: int, o
 @pytest.mark.parametrize("model", [Behind, BehindByData])
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_what_the_holder_never_comes_to_is_refused(model: type[Model], micro_batches: int) -> None:
-    with pytest.raises(CutError, match=r"changes 'layers\.0\.tau' in place behind the stage that holds it") as caught:
+    with pytest.raises(CutError, match=r"changes the buffer `self\.layers\.0\.tau` in place behind the") as caught:
         run_trainers(trained, 2, timeout=40, devices=2, model=model, micro_batches=micro_batches)
     assert "on_train_batch_end" in str(caught.value.hint)
 
