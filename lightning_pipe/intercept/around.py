@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from lightning_pipe.errors import CutError
 from lightning_pipe.intercept.call_record import Read
-from lightning_pipe.intercept.kept_state import content_of, has_content, is_state, shown
+from lightning_pipe.intercept.kept_state import content_of, has_content, holder_of, is_state, shown
 from lightning_pipe.intercept.shared_state import written
 from lightning_pipe.intercept.tensor_state import same_values
 from lightning_pipe.torch_internals import DisableTorchFunction
@@ -54,7 +54,7 @@ class Around:
             part: of this module.
             attribute: its name.
         """
-        value, name = _value(part, attribute), self._names.get(id(part))
+        value, name = holder_of(part, attribute).get(attribute, _MISSING), self._names.get(id(part))
         if isinstance(value, Tensor):
             comparable = type(value) is Tensor and value.nbytes <= _COMPARED and not value.requires_grad
         else:
@@ -84,7 +84,8 @@ class Around:
         """
         for read in reads:
             self._read[read.module, read.attribute] = reader
-            value = _value(self._module.get_submodule(read.module), read.attribute)
+            part = self._module.get_submodule(read.module)
+            value = holder_of(part, read.attribute).get(read.attribute, _MISSING)
             # what layers have computed has no value here yet, and its stage knows it is the same
             if isinstance(value, Tensor) and (type(value) is not Tensor or value.requires_grad):
                 continue
@@ -97,10 +98,6 @@ class Around:
                     "on_train_batch_end; with micro_batches=1 (in evaluations stream_evaluation=False) the step may "
                     "change it.",
                 )
-
-
-def _value(part: nn.Module, attribute: str) -> Any:
-    return part._buffers[attribute] if attribute in part._buffers else vars(part).get(attribute, _MISSING)
 
 
 def alike(one: Any, other: Any) -> bool:

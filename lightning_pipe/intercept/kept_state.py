@@ -182,6 +182,11 @@ def _attributes_of(value: Any) -> MutableMapping[str, Any]:
     return vars(value) if hasattr(value, "__dict__") else SlotItems(value)
 
 
+def holder_of(module: nn.Module, name: str) -> dict[str, Any]:
+    """Where a module keeps an attribute that is data, or would keep it."""
+    return module._buffers if name in module._buffers else vars(module)
+
+
 def can_hold(value: Any) -> bool:
     """Whether a value is a list, a dictionary or an object of the user's, which several may hold and change."""
     return is_state(value) and not isinstance(value, _PLAIN)

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_pipe.intercept.around import alike
-from lightning_pipe.intercept.kept_state import filled, shown
+from lightning_pipe.intercept.kept_state import filled, holder_of, shown
 from lightning_pipe.intercept.layer_calls import by_own_value
 from lightning_pipe.intercept.lookups import reads_told
 from lightning_pipe.intercept.shared_state import written
@@ -172,7 +172,7 @@ class LayerAttributes:
     def _note(self, module: nn.Module, name: str, value: Any, run: Run) -> None:
         """The step is about to set an attribute."""
         key = (self._all[id(module)], name)
-        former = _holder(module, name).get(name, _MISSING)
+        former = holder_of(module, name).get(name, _MISSING)
         noted = run.noted.get(key)
         changed = (run.followed or run.pipes) and not is_same(former, value)
         # what each run sets before the layers, too, is alike for all micro-batches unless calls change it
@@ -246,14 +246,14 @@ class LayerAttributes:
             record = self._complete.setdefault(key, Complete())
             if not record.is_set:
                 record.former, record.is_set = noted.former, True
-            record.value = _holder(self.modules[key[0]], key[1]).get(key[1], noted.former)
+            record.value = holder_of(self.modules[key[0]], key[1]).get(key[1], noted.former)
             record.behind = noted.behind
 
     def _put_back(self, noted: Mapping[Key, Noted]) -> None:
         """Later runs go on with what has been set in a module that runs here, unless the step sets it once more."""
         for key, each in noted.items():
             module, name = key
-            holder, known = _holder(self.modules[module], name), self._known.setdefault(key, Known())
+            holder, known = holder_of(self.modules[module], name), self._known.setdefault(key, Known())
             if not known.set_behind and self._runs_now(module):
                 if known.agreed is UNKNOWN:
                     known.agreed = each.former
@@ -356,14 +356,14 @@ class LayerAttributes:
 
     def _agree(self, module: str, name: str, value: Any) -> None:
         """A complete run has set an attribute before the layers, as the runs for this rank's stage have done."""
-        known, own = self._known.get((module, name)), _holder(self.modules[module], name).get(name)
+        known, own = self._known.get((module, name)), holder_of(self.modules[module], name).get(name)
         if known is not None and known.agreed is not UNKNOWN:
             known.agreed = value
         elif self._compares and isinstance(value, PLAIN) and isinstance(own, PLAIN) and not alike(own, value):
             raise of_others((module, name), own, value)
 
     def _set(self, module: str, name: str, value: Any, *, fill: bool) -> None:
-        held, known = _holder(self.modules[module], name), self._known.setdefault((module, name), Known())
+        held, known = holder_of(self.modules[module], name), self._known.setdefault((module, name), Known())
         before, known.agreed = known.agreed, UNKNOWN
         self._runs.adopts(self.modules[module], name)
         if before is UNKNOWN:
@@ -392,8 +392,3 @@ class LayerAttributes:
 def _counts(name: str, value: Any) -> bool:
     """Whether an attribute is data: a step leaves parameters and submodules in their places."""
     return (name == "training" or is_compared(name)) and not isinstance(value, nn.Module | nn.Parameter | Callable)
-
-
-def _holder(module: nn.Module, name: str) -> dict[str, Any]:
-    """Where a module keeps an attribute."""
-    return module._buffers if name in module._buffers else vars(module)
