@@ -8,7 +8,7 @@ from functools import partial, update_wrapper
 from itertools import chain
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_pipe.intercept.around import Around
 from lightning_pipe.intercept.buffer_changes import BufferChanges
@@ -261,12 +261,17 @@ class Interceptor:
         """Run the user's step; its calls of layers go to ``run``."""
         self.run = run
         if isinstance(run, StageRun) and not run.stage.all and not is_recomputing():
-            run.tracker.changing = partial(self._buffer_changes.check, run)
+            run.tracker.changing = self._changing
         try:
             with self._apart(run):
                 return run.run(step)
         finally:
             self.run = None
+
+    def _changing(self, written: Sequence[Tensor], function: str) -> None:
+        """The step is about to change tensors in place. The tracker has this, which does not refer to its run."""
+        if isinstance(self.run, StageRun):
+            self._buffer_changes.check(self.run, written, function)
 
     def _layer_wrapper(self, number: int, layer: nn.Module) -> Callable[..., Any]:
         def wrapper(*args: Any, **kwargs: Any) -> Any:
