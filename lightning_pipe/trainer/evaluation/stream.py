@@ -39,7 +39,7 @@ from lightning_pipe.schedules import Action, Kind
 from lightning_pipe.trainer.evaluation.conditions import tell_that_batches_wait
 from lightning_pipe.trainer.evaluation.fetched import Fetched, FetchedBatches
 from lightning_pipe.trainer.evaluation.messages import EvaluationMessages
-from lightning_pipe.trainer.evaluation.reads import AttributeReads
+from lightning_pipe.trainer.evaluation.reads import AttributeReads, Names
 from lightning_pipe.trainer.evaluation.steps import EvaluationSteps
 from lightning_pipe.trainer.layer_attributes import LayerAttributes
 from lightning_pipe.trainer.world import World
@@ -56,6 +56,12 @@ class Steadiness:
 
     known: bool = False
     steady: bool = True
+
+
+_AHEAD = (
+    "This rank has run {name} for batch {batch} ahead of the batches before it. If it needs the attributes that they "
+    "leave behind, use PipeStrategy(stream_evaluation=False)."
+)
 
 
 class EvaluationStream:
@@ -235,8 +241,14 @@ class EvaluationStream:
         else:
             if fetched.adopted is None:
                 fetched.adopted = self._of_layers.changes_adopted
-            with self._batches.as_if_at(fetched), self._reads.noting() as names:
-                self._steps.run_stage(run, action.stage, perform)
+            names: Names = {}
+            try:
+                with self._batches.as_if_at(fetched), self._reads.noting() as names:
+                    self._steps.run_stage(run, action.stage, perform)
+            except Exception as error:
+                if names and fetched.number > self._batches.given:
+                    error.add_note(_AHEAD.format(name=self._name, batch=fetched.number))
+                raise
             fetched.own |= self._of_layers.latest
             state = self._reads.state(names)
             # the end of the first batch shows what the step sets behind its layers, too

@@ -21,6 +21,7 @@ from tests.support.evaluated_modules import (
     AsksMetric,
     Breaks,
     Calibrates,
+    Carries,
     Counts,
     CountsInObject,
     Evaluated,
@@ -292,6 +293,7 @@ FAILURES: dict[str, tuple[Callable[[], Evaluated], Callable[[], DataLoader], str
     "modes": (Toggles, loader, ".training` before it calls the layers of other stages"),
     "metric": (AsksMetric, loader, "computes the metric `self.accuracy` before it calls the layers of later stages"),
     "exhausted": (Exhausts, loader, "validation_step raises StopIteration"),
+    "carries": (Carries, loader, "nothing is carried"),
     "step": (Breaks, loader, "the first stage fails in batch 3"),
     "data": (Evaluated, lambda: loader(fails_at=4 * SIZE + 1), "this row cannot be read"),
 }
@@ -312,6 +314,7 @@ def failing(process: int, devices: int, name: str, schedule: str) -> tuple[str, 
     [
         ("late", "1f1b"),
         ("step", "1f1b"),
+        ("carries", "1f1b"),
         ("layers", "1f1b"),
         ("modes", "1f1b"),
         pytest.param("modes", "interleaved", marks=pytest.mark.slow),
@@ -329,7 +332,7 @@ def test_a_rank_that_fails_ends_all_with_its_reason(name: str, schedule: str) ->
     found = processes.run_trainers(failing, 2, timeout=40, devices=2, name=name, schedule=schedule)
     for text, _ in found:
         assert FAILURES[name][2] in text
-    if name in ("late", "layers", "modes"):
+    if name in ("late", "layers", "modes", "carries"):
         assert "PipeStrategy(stream_evaluation=False)" in found[1][0]
     elif name == "data":
         # the hooks and the logger of the batches before come first, as on one device
