@@ -125,8 +125,9 @@ class StreamedEvaluation:
         """What this rank does in a slot: its pass, then the messages that all ranks' passes send."""
         mine = self._pipeline.transport.rank
         yield from (Action(Kind.FORWARD, stage, batch) for rank, stage, batch in passes if rank == mine)
-        # in the order of the sending ranks, so that both ends of a pair of ranks post them alike
-        for rank, stage, batch in passes:
+        # in one order of the sending ranks, so that both ends of a pair of ranks post them alike: the last rank first,
+        # or a rank would fetch the batch that it is to receive next before it sends what the next stage waits for
+        for rank, stage, batch in reversed(passes):
             for to in self._later[stage]:
                 peer = self._ranks[to]
                 other = None if to == stage + 1 else to
