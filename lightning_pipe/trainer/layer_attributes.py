@@ -21,15 +21,18 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import FrameType
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
+import numpy as np
 from torch import Tensor, nn
 from torchmetrics import Metric
 
+from lightning_pipe.intercept.absent_tensor import AbsentTensor
 from lightning_pipe.intercept.around import alike
 from lightning_pipe.intercept.kept_state import filled, holder_of, shown
 from lightning_pipe.intercept.layer_calls import by_own_value
 from lightning_pipe.intercept.lookups import reads_told
+from lightning_pipe.intercept.placeholder import Placeholder
 from lightning_pipe.intercept.shared_state import written
 from lightning_pipe.intercept.snapshot import Change, is_compared
 from lightning_pipe.patches import replaced
@@ -41,59 +44,17 @@ from lightning_pipe.trainer.attribute_records import (
     Known,
     Noted,
     Run,
+    Runs,
     is_same,
     of_others,
     too_late,
+    too_late_elsewhere,
 )
 
 _CALL = nn.Module.__call__.__code__
 _MISSING, _IN_PLACE = object(), object()
+_SEEN = (*PLAIN, Tensor, np.ndarray)
 _AS_IT_IS: AbstractContextManager[None] = nullcontext()
-
-
-class Runs(Protocol):
-    """What knows the run of the step that is under way."""
-
-    @property
-    def in_module(self) -> bool:
-        """Whether a layer or an outside module runs now: what that sets is its own."""
-
-    def setting(self, part: nn.Module, name: str, value: Any) -> None:
-        """One is about to set an attribute."""
-
-    def note_set(self, part: nn.Module, name: str) -> None:
-        """The step is about to set an attribute of one."""
-
-    def adopts(self, part: nn.Module, name: str) -> None:
-        """An attribute is about to become what runs on another rank have left, whatever those on this one have."""
-
-    def is_behind(self, part: nn.Module, name: str | None = None) -> bool:
-        """Whether the step is behind the stage that runs a module; with a name, if calls change the attribute there."""
-
-    def changed_elsewhere(self, part: nn.Module, name: str) -> bool:
-        """Calls on any rank have changed an attribute. Returns whether this rank does not know the value of now."""
-
-    def hide(self, part: nn.Module, name: str) -> None:
-        """Calls have changed an attribute of which this rank cannot have the value, unless it runs them all."""
-
-    @property
-    def one_pipe(self) -> bool:
-        """Whether all micro-batches take the same way."""
-
-    @property
-    def several(self) -> bool:
-        """Whether this rank may have several stages."""
-
-    @property
-    def apart(self) -> bool:
-        """Whether what the run under way sets in the layers of others is put back behind it."""
-
-    @property
-    def watches(self) -> bool:
-        """Whether reads of attributes can be seen."""
-
-    def has_run(self, part: nn.Module, *, now: bool = False) -> bool:
-        """Whether this rank has run a module; ``now``: in the run that ends."""
 
 
 class LayerAttributes:
@@ -230,6 +191,7 @@ class LayerAttributes:
                 yield
         finally:
             self._run = None
+            self._leave_to_others(run.noted)
             self.has_set = bool(run.noted)
             # what it has read before is not its own: it has set that by what was there
             self.latest = {written(*key): self._mode(*key) for key in run.noted if key not in run.read}
@@ -237,6 +199,13 @@ class LayerAttributes:
                 self._note_complete(run)
             elif undo:
                 self._put_back(run.noted)
+
+    def _leave_to_others(self, noted: dict[Key, Noted]) -> None:
+        """The buffers of other ranks' layers that the step sets by their own values have these there, and not here."""
+        for key, each in [*noted.items()]:
+            held = holder_of(self.modules[key[0]], key[1])
+            if not each.behind and _is_elsewhere(each, held.get(key[1])):
+                held[key[1]] = noted.pop(key).former
 
     def _note_complete(self, run: Run) -> None:
         for key in run.called:
@@ -246,7 +215,12 @@ class LayerAttributes:
             record = self._complete.setdefault(key, Complete())
             if not record.is_set:
                 record.former, record.is_set = noted.former, True
-            record.value = holder_of(self.modules[key[0]], key[1]).get(key[1], noted.former)
+            value = holder_of(self.modules[key[0]], key[1]).get(key[1], noted.former)
+            if _is_elsewhere(noted, value):
+                raise too_late_elsewhere(*key)
+            # before the others are told, all copies of a layer get the buffers that one of them has
+            overwritten = isinstance(value, Tensor) and value is not noted.former and not self._runs.one_pipe
+            record.value = value.detach().clone() if overwritten else value
             record.behind = noted.behind
 
     def _put_back(self, noted: Mapping[Key, Noted]) -> None:
@@ -359,7 +333,7 @@ class LayerAttributes:
         known, own = self._known.get((module, name)), holder_of(self.modules[module], name).get(name)
         if known is not None and known.agreed is not UNKNOWN:
             known.agreed = value
-        elif self._compares and isinstance(value, PLAIN) and isinstance(own, PLAIN) and not alike(own, value):
+        elif self._compares and isinstance(value, _SEEN) and isinstance(own, _SEEN) and not alike(own, value):
             raise of_others((module, name), own, value)
 
     def _set(self, module: str, name: str, value: Any, *, fill: bool) -> None:
@@ -387,6 +361,11 @@ class LayerAttributes:
         """The attributes, as code writes them, that other ranks have changed here after so many such changes."""
         late = [(known.last_change, key) for key, known in self._known.items() if known.last_change > changes]
         return [written(*key) for _, key in sorted(late)]
+
+
+def _is_elsewhere(noted: Noted, value: Any) -> bool:
+    """Whether a run has made the value of a buffer of that which another rank alone has."""
+    return isinstance(noted.former, AbsentTensor) and isinstance(value, Placeholder | AbsentTensor)
 
 
 def _counts(name: str, value: Any) -> bool:

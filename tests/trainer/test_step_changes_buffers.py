@@ -71,6 +71,38 @@ class Fills(Model):
             layer.tau.fill_(0.95**batch)
 
 
+class Sets(Model):
+    """By its own value, with another tensor in the place of the former one."""
+
+    def before(self, batch: int) -> None:
+        for layer in self.layers:
+            layer.tau = layer.tau * 0.95
+
+
+class SetsByBatch(Model):
+    """The last micro-batch counts, whichever pipe it takes."""
+
+    def step(self, x: Tensor, number: int) -> Tensor:
+        for layer in self.layers:
+            layer.tau = 1 + x.mean()
+        return super().step(x, number)
+
+
+class SetsByCounter(Model):
+    count = 0
+
+    def step(self, x: Tensor, number: int) -> Tensor:
+        self.count += 1
+        for layer in self.layers:
+            layer.tau = torch.tensor(0.95**self.count)
+        return super().step(x, number)
+
+
+class SetsBehind(Model):
+    def behind(self, batch: int) -> None:
+        self.layers[0].tau = self.layers[0].tau * 0.95
+
+
 class ShrinksReadEarly(Shrinks):
     """The code before the layers reads what it has changed."""
 
@@ -93,18 +125,19 @@ class FirstBehind(Model):
         self.layers[0].tau.mul_(0.95)
 
 
-FOLDED: list[tuple[int, dict[str, Any]]] = [
+INTERLEAVED = (2, {"micro_batches": 2, "stages": 4, "schedule": "interleaved"})
+FOLDED: list[Any] = [
     (1, {"micro_batches": 2, "stages": 2}),
     (1, {"micro_batches": 2, "stages": 2, "schedule": "gpipe", "recompute": "always"}),
     (2, {"micro_batches": 4, "schedule": "dualpipev"}),
-    (2, {"micro_batches": 2, "stages": 4, "schedule": "interleaved"}),
-    (2, {"micro_batches": 2, "stages": 4, "schedule": "interleaved", "recompute": "always"}),
+    (2, {**INTERLEAVED[1], "recompute": "always"}),
 ]
+SCHEDULES = [(2, {"micro_batches": 2}), INTERLEAVED, *(pytest.param(*each, marks=pytest.mark.slow) for each in FOLDED)]
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("model", [Shrinks, ShrinksOne, Fills, ShrinksReadEarly, LastBehind])
-@pytest.mark.parametrize(("devices", "options"), [(2, {"micro_batches": 2}), *FOLDED], ids=str)
+@pytest.mark.parametrize("model", [Shrinks, ShrinksOne, Fills, Sets, SetsByBatch, ShrinksReadEarly, LastBehind])
+@pytest.mark.parametrize(("devices", "options"), SCHEDULES, ids=str)
 def test_where_its_stage_runs_the_code_it_equals_one_device(
     model: type[Model], devices: int, options: dict[str, Any]
 ) -> None:
@@ -112,39 +145,62 @@ def test_where_its_stage_runs_the_code_it_equals_one_device(
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize(("devices", "options"), [FOLDED[0], FOLDED[3]], ids=str)
+@pytest.mark.parametrize(("devices", "options"), [FOLDED[0], INTERLEAVED], ids=str)
 def test_changes_that_begin_late_equal_one_device(devices: int, options: dict[str, Any]) -> None:
     check_training(ShrinksLate, devices, **options)
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize(("devices", "options"), [(2, {}), (2, {"micro_batches": 2}), *FOLDED, (2, CHIMERA)], ids=str)
+@pytest.mark.parametrize(("devices", "options"), [(2, {}), *SCHEDULES, (2, CHIMERA)], ids=str)
 def test_behind_the_stage_of_its_layer_it_is_refused(devices: int, options: dict[str, Any]) -> None:
     with pytest.raises(CutError, match=r"'mul_' changes the buffer `self\.layers\.0\.tau` in place behind the layers"):
         check_training(FirstBehind, devices, **options)
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("model", [Shrinks, ShrinksLate])
+def test_a_buffer_set_behind_the_stage_that_has_it_is_refused() -> None:
+    with pytest.raises(CutError, match=r"sets the buffer `self\.layers\.0\.tau` by its own value behind the layers"):
+        check_training(SetsBehind)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(("devices", "options"), [(2, {"micro_batches": 2}), INTERLEAVED], ids=str)
+def test_a_buffer_set_by_what_other_micro_batches_have_left_is_refused(devices: int, options: dict[str, Any]) -> None:
+    with pytest.raises(
+        CutError, match=r"sets `self\.layers\.\d\.tau` to one value where the layer runs, and on the last"
+    ):
+        check_training(SetsByCounter, devices, **options)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("model", [Shrinks, ShrinksLate, Sets])
 def test_of_several_pipes_none_has_the_value_before_a_micro_batch(model: type[Model]) -> None:
     with pytest.raises(CutError, match=r"the step changes `self\.layers\.\d\.tau` by its own value"):
         check_training(model, **CHIMERA)
 
 
 @pytest.mark.timeout(60)
-def test_with_several_pipes_what_does_not_depend_on_the_value_before_equals_one_device() -> None:
-    check_training(Fills, **CHIMERA)
+@pytest.mark.parametrize("model", [Fills, SetsByBatch])
+def test_with_several_pipes_what_does_not_depend_on_the_value_before_equals_one_device(model: type[Model]) -> None:
+    check_training(model, **CHIMERA)
 
 
 def test_a_change_that_could_not_be_put_back_is_refused() -> None:
     with pytest.raises(CutError, match=r"changes the buffer `self\.layers\.1\.tau` by way of a tensor that shares"):
-        check_training(ByItsData, 1, **FOLDED[0][1])
+        check_training(ByItsData, 1, micro_batches=2, stages=2)
 
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("model", [Shrinks, LastBehind])
 @pytest.mark.parametrize(
-    "options", [{}, WAITS, {"stages": 4, "schedule": "interleaved"}, {"schedule": "chimera"}], ids=str
+    "options",
+    [
+        {},
+        WAITS,
+        {"stages": 4, "schedule": "interleaved"},
+        pytest.param({"schedule": "chimera"}, marks=pytest.mark.slow),
+    ],
+    ids=str,
 )
 def test_what_evaluation_steps_change_equals_one_device(model: type[Model], options: dict[str, Any]) -> None:
     plain = evaluated(0, None, model)

@@ -161,7 +161,7 @@ class ScalesInHook(Model):
 
 
 def trained(process: int, devices: int | None, model: type[Model], micro_batches: int, **options: Any) -> list[float]:
-    """What hooks read of the layers, and the parameters of the first one at the end."""
+    """What hooks read of the layers, and all parameters and buffers at the end."""
     quiet()
     L.seed_everything(7, verbose=False)
     accumulated = 1 if devices else micro_batches
@@ -170,7 +170,8 @@ def trained(process: int, devices: int | None, model: type[Model], micro_batches
     settings = {**QUIET, "max_epochs": 1, "accumulate_grad_batches": accumulated, "limit_val_batches": 0}
     trainer = L.Trainer(accelerator="cpu", devices=devices or 1, strategy=strategy, **settings)
     trainer.fit(module, DataLoader(TensorDataset(DATA), BATCH // accumulated))
-    return [*module.read, *module.state(), *module.layers[0].linear.weight.detach().flatten().tolist()]
+    left = torch.cat([value.detach().flatten() for value in module.state_dict().values()])
+    return [*module.read, *module.state(), *left.tolist()]
 
 
 def evaluated(process: int, devices: int | None, model: type[Model], **options: Any) -> list[float]:
