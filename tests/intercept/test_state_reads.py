@@ -221,7 +221,9 @@ def test_what_reaches_every_reader_in_time_equals_one_device() -> None:
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("options", [{"stages": 2}, {"stages": 2, "recompute": "always"}], ids=str)
+@pytest.mark.parametrize(
+    "options", [pytest.param({"stages": 2}, marks=pytest.mark.slow), {"stages": 2, "recompute": "always"}], ids=str
+)
 def test_of_several_stages_on_a_rank_what_is_read_behind_the_calls_equals_one_device(options: dict[str, Any]) -> None:
     check(1, BEHIND, micro_batches=2, **options)
 
@@ -230,11 +232,16 @@ def test_of_several_stages_on_a_rank_what_is_read_behind_the_calls_equals_one_de
 @pytest.mark.parametrize(
     ("devices", "options"),
     [
-        (4, {}),
-        (2, {"recompute": "always"}),
         (2, {"stages": 4, "schedule": "interleaved"}),
-        (2, {"schedule": "dualpipev"}),
-        (2, {"schedule": "gpipe", "stream_evaluation": False}),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in (
+                (4, {}),
+                (2, {"recompute": "always"}),
+                (2, {"schedule": "dualpipev"}),
+                (2, {"schedule": "gpipe", "stream_evaluation": False}),
+            )
+        ),
     ],
     ids=str,
 )
@@ -307,7 +314,9 @@ def returning(process: int, devices: int | None, limits: Sequence[float], **opti
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize(
-    ("devices", "options"), [(2, {}), (3, {}), (2, {"stages": 4, "schedule": "interleaved"})], ids=str
+    ("devices", "options"),
+    [(2, {}), pytest.param(3, {}, marks=pytest.mark.slow), (2, {"stages": 4, "schedule": "interleaved"})],
+    ids=str,
 )
 def test_a_batch_that_runs_again_counts_once(devices: int, options: dict[str, Any]) -> None:
     limits = (-5.0, 0.0)

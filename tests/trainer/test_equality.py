@@ -127,8 +127,8 @@ def check(entries: list[Entry], point: Point, limit: float = 100.0, fit: Callabl
 @pytest.mark.parametrize(
     "point",
     [
-        Point("gpipe", micro_batches=8, steps=2),
         Point("interleaved", stages=4, micro_batches=3, steps=2),
+        pytest.param(Point("gpipe", micro_batches=8, steps=2), marks=pytest.mark.slow),
         pytest.param(Point("1f1b", stages=4, ranks=1), marks=pytest.mark.slow),
     ],
     ids=str,
@@ -157,16 +157,16 @@ def test_everything(point: Point) -> None:
 @pytest.mark.parametrize(
     "point",
     [
-        Point("1f1b", micro_batches=3, accumulate=2, steps=2),
-        Point("1f1b", stages=2, ranks=2, replicas=2, steps=2),
+        Point(Chimera(), stages=2, micro_batches=2),
+        Point(ZeroBubble("v"), stages=4, micro_batches=8),
+        pytest.param(Point("1f1b", micro_batches=3, accumulate=2, steps=2), marks=pytest.mark.slow),
+        pytest.param(Point("1f1b", stages=2, ranks=2, replicas=2, steps=2), marks=pytest.mark.slow),
         # tests of several nodes have this order of ranks among the fast ones
         pytest.param(
             Point("1f1b", stages=2, ranks=2, replicas=2, steps=2, rank_order="replicas"), marks=pytest.mark.slow
         ),
-        Point(Chimera(), stages=2, micro_batches=2),
-        Point(ZeroBubble("v"), stages=4, micro_batches=8),
         pytest.param(Point(DualPipeV(), stages=4, micro_batches=1, accumulate=2, steps=2), marks=pytest.mark.slow),
-        Point(Chimera(pipes=4, sync="eager"), stages=4, micro_batches=3, ranks=4),
+        pytest.param(Point(Chimera(pipes=4, sync="eager"), stages=4, micro_batches=3, ranks=4), marks=pytest.mark.slow),
         pytest.param(Point("1f1b", stages=4, ranks=4), marks=pytest.mark.slow),
         pytest.param(Point(DualPipe(), stages=2, micro_batches=3, replicas=2), marks=pytest.mark.slow),
         pytest.param(Point(GEMS(), stages=4, micro_batches=3, ranks=4), marks=pytest.mark.slow),

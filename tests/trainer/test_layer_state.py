@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_pipe import PipeStrategy
+from tests.support.pairs import pairs
 from tests.support.processes import run_trainers
 from tests.support.trainer_runs import QUIET, quiet
 
@@ -146,7 +147,7 @@ class ChangesWhatIsOnlyRead(Model):
         (2, {}),
         (2, WAITS),
         (2, {"micro_batches": 1, "recompute": "always"}),
-        (4, {"micro_batches": 1}),
+        pytest.param(4, {"micro_batches": 1}, marks=pytest.mark.slow),
         (2, {"stages": 4, "schedule": "interleaved", "micro_batches": 2, **WAITS}),
     ],
     ids=str,
@@ -156,11 +157,12 @@ def test_what_the_step_resets_before_the_layers_equals_one_device(devices: int, 
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("model", [SetsBehind, ChangesBehind, ChangesWhatIsOnlyRead])
 @pytest.mark.parametrize(
-    ("devices", "options"),
-    [(2, {}), (2, WAITS), (4, WAITS), (2, {"schedule": "dualpipev", "micro_batches": 1, **WAITS})],
-    ids=str,
+    ("model", "devices", "options"),
+    pairs(
+        [SetsBehind, ChangesBehind, ChangesWhatIsOnlyRead],
+        [(2, {}), (2, WAITS), (4, WAITS), (2, {"schedule": "dualpipev", "micro_batches": 1, **WAITS})],
+    ),
 )
 def test_what_the_step_changes_behind_the_layers_equals_one_device(
     model: type[Model], devices: int, options: dict[str, Any]
@@ -187,16 +189,17 @@ def test_what_the_step_sets_between_layers_of_a_stage_equals_one_device(options:
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize(
-    ("devices", "options"),
-    [
-        (2, {"micro_batches": 2}),
-        (2, {"micro_batches": 2, "recompute": "always"}),
-        (1, {"micro_batches": 2, "stages": 2}),
-        (2, {"micro_batches": 2, "stages": 4, "schedule": "interleaved"}),
-    ],
-    ids=str,
+    ("model", "devices", "options"),
+    pairs(
+        [SetsBehind, ChangesBehind, ChangesWhatIsOnlyRead],
+        [
+            (2, {"micro_batches": 2}),
+            (2, {"micro_batches": 2, "recompute": "always"}),
+            (1, {"micro_batches": 2, "stages": 2}),
+            (2, {"micro_batches": 2, "stages": 4, "schedule": "interleaved"}),
+        ],
+    ),
 )
-@pytest.mark.parametrize("model", [SetsBehind, ChangesBehind, ChangesWhatIsOnlyRead])
 def test_what_comes_too_late_for_other_micro_batches_is_refused(
     model: type[Model], devices: int, options: dict[str, Any]
 ) -> None:
@@ -250,17 +253,18 @@ class SetsFromItself(Model):
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("model", [Model, ScalesBefore, SetsFromItself])
 @pytest.mark.parametrize(
-    ("devices", "options"),
-    [
-        (2, {"micro_batches": 2}),
-        (2, {"micro_batches": 2, "recompute": "always"}),
-        (1, {"micro_batches": 2, "stages": 2}),
-        (2, {"micro_batches": 4, "stages": 4, "schedule": "interleaved"}),
-        (2, {"micro_batches": 1, "schedule": "dualpipev"}),
-    ],
-    ids=str,
+    ("model", "devices", "options"),
+    pairs(
+        [Model, ScalesBefore, SetsFromItself],
+        [
+            (2, {"micro_batches": 2}),
+            (2, {"micro_batches": 2, "recompute": "always"}),
+            (1, {"micro_batches": 2, "stages": 2}),
+            (2, {"micro_batches": 4, "stages": 4, "schedule": "interleaved"}),
+            (2, {"micro_batches": 1, "schedule": "dualpipev"}),
+        ],
+    ),
 )
 def test_what_is_kept_is_changed_once_for_each_micro_batch(
     model: type[Model], devices: int, options: dict[str, Any]
@@ -297,18 +301,19 @@ class ReadsAtTheEnd(Model):
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("model", [ReadsInHooks, ReadsAtTheEnd])
 @pytest.mark.parametrize(
-    ("devices", "options"),
-    [
-        (2, {}),
-        (4, {}),
-        (2, {"recompute": "always"}),
-        (1, {"stages": 2}),
-        (2, {"stages": 4, "schedule": "interleaved"}),
-        (2, {"schedule": "dualpipev"}),
-    ],
-    ids=str,
+    ("model", "devices", "options"),
+    pairs(
+        [ReadsInHooks, ReadsAtTheEnd],
+        [
+            (2, {}),
+            (4, {}),
+            (2, {"recompute": "always"}),
+            (1, {"stages": 2}),
+            (2, {"stages": 4, "schedule": "interleaved"}),
+            (2, {"schedule": "dualpipev"}),
+        ],
+    ),
 )
 def test_what_hooks_read_equals_one_device(model: type[Model], devices: int, options: dict[str, Any]) -> None:
     check(model, devices, **options)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipe.errors import CutError
+from tests.support.pairs import pairs
 from tests.support.processes import run_trainers
 from tests.trainer.test_layer_state import WIDTH, Model, check, found
 
@@ -104,15 +105,18 @@ class OfABuffer(Owner):
 
 LINEAR: list[tuple[int, dict[str, Any]]] = [
     (2, {"micro_batches": 2, "schedule": "gpipe"}),
-    (2, {"micro_batches": 2, "schedule": "gpipe", "recompute": "always"}),
     (2, {"micro_batches": 4, "stages": 4, "schedule": "interleaved"}),
+]
+FURTHER: list[tuple[int, dict[str, Any]]] = [
+    (2, {"micro_batches": 2, "schedule": "gpipe", "recompute": "always"}),
     (2, {"micro_batches": 2, "schedule": "dualpipev"}),
+    (4, {"micro_batches": 4}),
 ]
 
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize(
-    ("devices", "options"), [*LINEAR, pytest.param(4, {"micro_batches": 4}, marks=pytest.mark.slow)], ids=str
+    ("devices", "options"), [*LINEAR, *(pytest.param(*each, marks=pytest.mark.slow) for each in FURTHER)], ids=str
 )
 def test_what_each_stage_computes_by_itself_equals_one_device(devices: int, options: dict[str, Any]) -> None:
     check(FromTheBatch, devices, **options)
@@ -130,7 +134,7 @@ def test_what_says_the_same_on_all_stages_equals_one_device(model: type[Model]) 
     [
         *((Behind, *each) for each in LINEAR),
         *((model, *LINEAR[0]) for model in (FromItself, Counted, Weakly, ByAFunction, OfATensor, OfABuffer)),
-        pytest.param(Behind, 4, {"micro_batches": 4}, marks=pytest.mark.slow),
+        *(pytest.param(Behind, *each, marks=pytest.mark.slow) for each in FURTHER),
     ],
     ids=str,
 )
@@ -142,16 +146,17 @@ def test_what_other_micro_batches_have_left_is_refused(
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("model", [FromItself, Behind])
 @pytest.mark.parametrize(
-    ("devices", "options"),
-    [
-        (2, {}),
-        (2, {"recompute": "always", "stream_evaluation": False}),
-        (2, {"stages": 4, "schedule": "interleaved"}),
-        (1, {"stages": 2, "micro_batches": 2}),
-    ],
-    ids=str,
+    ("model", "devices", "options"),
+    pairs(
+        [FromItself, Behind],
+        [
+            (2, {}),
+            (2, {"recompute": "always", "stream_evaluation": False}),
+            (2, {"stages": 4, "schedule": "interleaved"}),
+            (1, {"stages": 2, "micro_batches": 2}),
+        ],
+    ),
 )
 def test_what_batches_have_left_equals_one_device(model: type[Model], devices: int, options: dict[str, Any]) -> None:
     """One after the other: batches of one micro-batch, evaluations, or all stages on one rank."""

@@ -138,8 +138,17 @@ def terminated_late(process: int, signalled: int, place: str) -> object:
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("signalled", [0, 1])
-@pytest.mark.parametrize("place", ["setup", "on_train_end", "on_fit_end"])
+@pytest.mark.parametrize(
+    ("signalled", "place"),
+    [
+        (0, "setup"),
+        pytest.param(1, "setup", marks=pytest.mark.slow),
+        (0, "on_train_end"),
+        (1, "on_train_end"),
+        pytest.param(0, "on_fit_end", marks=pytest.mark.slow),
+        (1, "on_fit_end"),
+    ],
+)
 def test_one_that_comes_before_or_after_the_batches_ends_the_run(signalled: int, place: str) -> None:
     # at two of these places nobody asks the other one: it hears of the signal when a message fails
     outcomes = run_trainers(terminated_late, 2, timeout=50, signalled=signalled, place=place)
@@ -218,8 +227,17 @@ def terminated_while_stuck(process: int, name: str, schedule: str, options: dict
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("signalled", [(0, 1), (1,)])
-@pytest.mark.parametrize(("name", "schedule"), [("fit", "1f1b"), ("fit", "interleaved"), ("validate", "interleaved")])
+@pytest.mark.parametrize(
+    ("name", "schedule", "signalled"),
+    [
+        ("fit", "1f1b", (0, 1)),
+        pytest.param("fit", "1f1b", (1,), marks=pytest.mark.slow),
+        pytest.param("fit", "interleaved", (0, 1), marks=pytest.mark.slow),
+        pytest.param("fit", "interleaved", (1,), marks=pytest.mark.slow),
+        pytest.param("validate", "interleaved", (0, 1), marks=pytest.mark.slow),
+        ("validate", "interleaved", (1,)),
+    ],
+)
 def test_one_that_waits_for_a_process_that_hangs_ends_all(name: str, schedule: str, signalled: tuple[int, ...]) -> None:
     options = {"stuck": 0, "signalled": signalled}
     outcomes = run_trainers(terminated_while_stuck, 2, timeout=50, name=name, schedule=schedule, options=options)

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_pipe import PipeStrategy
 from lightning_pipe.errors import CutError
+from tests.support.pairs import pairs
 from tests.support.processes import run_trainers
 from tests.support.trainer_runs import QUIET, quiet
 
@@ -197,18 +198,19 @@ def check_training(model: type[Model], devices: int = 2, micro_batches: int = 1,
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("model", [Scales, ScalesLate, ScalesInPlace, Replaces])
 @pytest.mark.parametrize(
-    ("devices", "options"),
-    [
-        (2, {"micro_batches": 2}),
-        (1, {"micro_batches": 2, "stages": 2}),
-        (2, {"micro_batches": 1, "schedule": "dualpipev"}),
-        (2, {"micro_batches": 4, "schedule": "dualpipev"}),
-        (2, {"micro_batches": 2, "stages": 4, "schedule": "interleaved"}),
-        (2, {"micro_batches": 2, "stages": 4, "schedule": "interleaved", "recompute": "always"}),
-    ],
-    ids=str,
+    ("model", "devices", "options"),
+    pairs(
+        [Scales, ScalesLate, ScalesInPlace, Replaces],
+        [
+            (2, {"micro_batches": 2}),
+            (1, {"micro_batches": 2, "stages": 2}),
+            (2, {"micro_batches": 1, "schedule": "dualpipev"}),
+            (2, {"micro_batches": 4, "schedule": "dualpipev"}),
+            (2, {"micro_batches": 2, "stages": 4, "schedule": "interleaved"}),
+            (2, {"micro_batches": 2, "stages": 4, "schedule": "interleaved", "recompute": "always"}),
+        ],
+    ),
 )
 def test_what_the_step_changes_before_the_layers_equals_one_device(
     model: type[Model], devices: int, options: dict[str, Any]
@@ -217,16 +219,17 @@ def test_what_the_step_changes_before_the_layers_equals_one_device(
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("model", [Counts, CountsItself])
 @pytest.mark.parametrize(
-    "options",
-    [
-        {"schedule": "1f1b"},
-        {"schedule": "gpipe", "recompute": "always"},
-        {"stages": 4, "schedule": "interleaved"},
-        {"schedule": "dualpipev"},
-    ],
-    ids=str,
+    ("model", "options"),
+    pairs(
+        [Counts, CountsItself],
+        [
+            {"schedule": "1f1b"},
+            {"schedule": "gpipe", "recompute": "always"},
+            {"stages": 4, "schedule": "interleaved"},
+            {"schedule": "dualpipev"},
+        ],
+    ),
 )
 def test_what_is_set_by_what_other_micro_batches_have_left_is_refused(
     model: type[Model], options: dict[str, Any]
@@ -264,9 +267,12 @@ def test_with_several_pipes_other_changes_equal_one_device(model: type[Model], m
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("model", [Scales, ScalesInPlace, ScalesAndAdds, ReadsNothingElse, Replaces])
 @pytest.mark.parametrize(
-    "options", [{}, WAITS, {"stages": 4, "schedule": "interleaved"}, {"schedule": "chimera"}], ids=str
+    ("model", "options"),
+    pairs(
+        [Scales, ScalesInPlace, ScalesAndAdds, ReadsNothingElse, Replaces],
+        [{}, WAITS, {"stages": 4, "schedule": "interleaved"}, {"schedule": "chimera"}],
+    ),
 )
 def test_what_evaluation_steps_change_equals_one_device(model: type[Model], options: dict[str, Any]) -> None:
     plain = evaluated(0, None, model)

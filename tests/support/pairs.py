@@ -1,0 +1,37 @@
+"""Parameters of two kinds in all pairs, of which only some are among the fast tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+
+def with_the_first(one: int, other: int) -> bool:
+    """Each other with the first one, and each one with the first other."""
+    return 0 in (one, other)
+
+
+def every_second(one: int, other: int) -> bool:
+    """Half of the pairs, with each one and each other among them."""
+    return (one + other) % 2 == 0
+
+
+def pairs(ones: Sequence[Any], others: Sequence[Any], fast: Callable[[int, int], bool] = with_the_first) -> list[Any]:
+    """Each one with each other, slow unless ``fast`` by their places. A tuple is several parameters."""
+    found = []
+    for place, one in enumerate(ones):
+        for behind, other in enumerate(others):
+            values = (*_several(one), *_several(other))
+            marks = () if fast(place, behind) else pytest.mark.slow
+            found.append(pytest.param(*values, id="-".join(map(_named, values)), marks=marks))
+    return found
+
+
+def _several(value: Any) -> tuple[Any, ...]:
+    return value if isinstance(value, tuple) else (value,)
+
+
+def _named(value: Any) -> str:
+    return getattr(value, "__name__", str(value))
