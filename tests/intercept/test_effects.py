@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from lightning_pipe.errors import CutError
 from tests.support.equality_sweep import Point, check, pipelined
 from tests.support.model_zoo import ZOO, Entry
+from tests.support.pairs import every_second, pairs
 from tests.support.zoo.base import WIDTH, Block, Regression, blocks
 
 POINTS = [
@@ -246,26 +247,11 @@ class InnerHooks(OuterHooks):
         return [layer.linear for layer in self.layers]
 
 
-@pytest.mark.parametrize("point", POINTS, ids=str)
-@pytest.mark.parametrize(
-    "model",
-    [
-        AsksForGradients,
-        Compiled,
-        Mapped,
-        Kept,
-        KeptIfThere,
-        KeptInside,
-        KeptWithoutGraph,
-        KeptOutside,
-        AppendsToAList,
-        ChangesADictionary,
-        ReturnsTwice,
-        OuterHooks,
-        InnerHooks,
-    ],
-    ids=lambda model: model.__name__,
-)
+EXACT = [AsksForGradients, Compiled, Mapped, Kept, KeptIfThere, KeptInside, KeptWithoutGraph, KeptOutside,
+         AppendsToAList, ChangesADictionary, ReturnsTwice, OuterHooks, InnerHooks]  # fmt: skip
+
+
+@pytest.mark.parametrize(("model", "point"), pairs(EXACT, POINTS, every_second))
 def test_it_is_the_same_on_all_stages(model: type[Regression], point: Point) -> None:
     if model is Compiled and torch.torch_version.TorchVersion(torch.__version__) < "2.13" and point.ranks != 1:
         pytest.skip("torch 2.10 crashes where several threads of one process compile at once")

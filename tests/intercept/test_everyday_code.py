@@ -14,14 +14,9 @@ from torch.nn import functional as F
 
 from lightning_pipe.engine.pipeline import Pipeline
 from tests.support.engine_runs import assert_same, pipelined
-from tests.support.small_net import RUNS, WIDTH, Net, batches
+from tests.support.small_net import WIDTH, Net, batches
 
 pytestmark = pytest.mark.usefixtures("float64")
-
-
-@pytest.fixture(params=RUNS, ids=lambda run: "-".join(map(str, run.values())))
-def run(request: pytest.FixtureRequest) -> dict[str, Any]:
-    return {"layers": "layers", **request.param}
 
 
 class ScaledBlock(nn.Module):

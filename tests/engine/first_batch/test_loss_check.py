@@ -21,6 +21,7 @@ from lightning_pipe.engine.first_batch.trial_runs import TrialRuns, is_alone
 from lightning_pipe.trainer.world import World
 from tests.support import oracle
 from tests.support.model_zoo import ZOO
+from tests.support.pairs import every_second, pairs
 from tests.support.processes import run_trainers
 from tests.support.token_losses import (
     MESSAGE,
@@ -65,17 +66,18 @@ def fit(
     return [str(one.message) for one in caught if message in str(one.message)]
 
 
-@pytest.mark.parametrize("loss", [SumOfTokens, MeanOfTokens, Weighted, Contrastive, Views])
 @pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"stages": 4, "schedule": "gpipe"},
-        {"micro_batches": 6, "recompute": "always"},  # single samples
-        {"micro_batches": 4, "stages": 1},  # uneven
-        {"micro_batches": 2, "stages": 2, "schedule": "pipedream_2bw"},
-    ],
-    ids=str,
+    ("loss", "options"),
+    pairs(
+        [SumOfTokens, MeanOfTokens, Weighted, Contrastive, Views],
+        [
+            {},
+            {"stages": 4, "schedule": "gpipe"},
+            {"micro_batches": 6, "recompute": "always"},  # single samples
+            {"micro_batches": 4, "stages": 1},  # uneven
+            {"micro_batches": 2, "stages": 2, "schedule": "pipedream_2bw"},
+        ],
+    ),
 )
 def test_what_is_no_mean_over_samples_is_told_with_both_numbers(loss: type[Tokens], options: dict[str, Any]) -> None:
     if options.get("schedule") == "pipedream_2bw":
@@ -106,8 +108,14 @@ def test_means_and_what_cannot_be_judged_are_passed_over(loss: type[Tokens]) -> 
         assert fit(loss(early=0.2 if stages == 2 else 0.0), Batches().batches, layers="layers", stages=stages) == []
 
 
-@pytest.mark.parametrize("loss", [Chosen, Routed, LayerDrop, SeldomDrop, TimeFirst])
-@pytest.mark.parametrize("options", [{}, {"stages": 1}, {"micro_batches": 6}, {"micro_batches": 2}], ids=str)
+@pytest.mark.parametrize(
+    ("loss", "options"),
+    pairs(
+        [Chosen, Routed, LayerDrop, SeldomDrop, TimeFirst],
+        [{}, {"stages": 1}, {"micro_batches": 6}, {"micro_batches": 2}],
+        every_second,
+    ),
+)
 def test_no_false_alarms(loss: type[Tokens], options: dict[str, Any]) -> None:
     for seed in range(3):
         L.seed_everything(seed, verbose=False)
@@ -138,7 +146,7 @@ def test_a_check_that_cannot_be_made_says_why_once(loss: type[Tokens], reason: s
 
 
 @pytest.mark.parametrize(("mean", "other"), [(Kept, KeptTokens), (Heads, HeadsOfTokens)])
-@pytest.mark.parametrize("stages", [2, 4])
+@pytest.mark.parametrize("stages", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_what_differs_and_is_not_random_is_judged(mean: type[Tokens], other: type[Tokens], stages: int) -> None:
     """What the step changes by its own value is put back for each run; heads may be as many as samples."""
     batches = Batches(number=4).batches
@@ -221,7 +229,9 @@ def test_own_slices_along_another_dimension() -> None:
     assert losses == pytest.approx(oracle.fit(plain, [batch] * 2, clip=None).losses, rel=1e-9)
 
 
-@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "32-true"])
+@pytest.mark.parametrize(
+    "precision", ["bf16-mixed", *(pytest.param(name, marks=pytest.mark.slow) for name in ("bf16-true", "32-true"))]
+)
 def test_rounding_is_no_difference(precision: str) -> None:
     batches = Batches(samples=8).batches
     for loss, times in ((MeanOfSamples, 0), (SumOfTokens, 1)):
@@ -262,7 +272,9 @@ def test_sums_are_added() -> None:
     assert not wrong
 
 
-@pytest.mark.parametrize("options", [{}, {"recompute": "always"}, {"stages": 1}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, pytest.param({"recompute": "always"}, marks=pytest.mark.slow), {"stages": 1}], ids=str
+)
 def test_the_look_leaves_no_trace(options: dict[str, Any]) -> None:
     outcomes = []
     for weight in (None, lambda micro_batch: len(micro_batch["labels"])):  # the second is not looked at

@@ -34,6 +34,7 @@ from tests.support.function_nets import (
     ScaledInLayers,
     Stored,
 )
+from tests.support.pairs import every_second, pairs
 from tests.support.small_net import WIDTH, Block, Net, batches
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -50,12 +51,7 @@ RUNS = [
 ]
 
 
-def label(run: dict[str, Any]) -> str:
-    return "-".join(map(str, run.values()))
-
-
-@pytest.mark.parametrize("run", RUNS, ids=label)
-@pytest.mark.parametrize("net", EXACT)
+@pytest.mark.parametrize(("net", "run"), pairs(EXACT, RUNS, every_second))
 def test_functions_around_layers_equal_one_device(net: type[Net], run: dict[str, Any]) -> None:
     assert_same(net(), batches(2), layers="layers", **run)
 

@@ -13,6 +13,7 @@ from torch.nn.modules.module import register_module_full_backward_hook, register
 
 from lightning_pipe.errors import CutError
 from tests.support.engine_runs import assert_same, pipelined, single_device
+from tests.support.pairs import every_second, pairs
 from tests.support.small_net import Block, Net, batches
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -169,8 +170,7 @@ def check(net: type[Net], run: dict[str, Any]) -> None:
     assert_same(model, data, 3, layers="layers", **run)
 
 
-@pytest.mark.parametrize("run", RUNS, ids=lambda run: "-".join(map(str, run.values())))
-@pytest.mark.parametrize("net", EXACT)
+@pytest.mark.parametrize(("net", "run"), pairs(EXACT, RUNS, every_second))
 def test_backward_hooks_act_as_on_one_device(net: type[Net], run: dict[str, Any]) -> None:
     check(net, run)
 

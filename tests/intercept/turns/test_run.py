@@ -14,6 +14,7 @@ from lightning_pipe.skip import put, take
 from lightning_pipe.trainer.broadcasts import NUMBERS
 from lightning_pipe.transport.nonblocking_broadcast import NonBlockingBroadcast
 from tests.support.engine_runs import pipelined
+from tests.support.pairs import every_second, pairs
 from tests.support.small_net import WIDTH, Block, Net, batch, batches
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -254,10 +255,10 @@ def assert_equal(found: Any, expected: Any) -> None:
         assert found == expected
 
 
-@pytest.mark.parametrize("run", RUNS, ids=lambda run: "-".join(map(str, run.values())))
-@pytest.mark.parametrize(
-    "model", [Twice, Loops, InARow, BackAndForth, Remembers, Reorders, ReordersTwice, ReadsLength, ReadsOften, Stashes]
-)
+MODELS = [Twice, Loops, InARow, BackAndForth, Remembers, Reorders, ReordersTwice, ReadsLength, ReadsOften, Stashes]
+
+
+@pytest.mark.parametrize(("model", "run"), pairs(MODELS, RUNS, every_second))
 def test_several_passes_give_what_one_device_gives(model: type[Twice], run: dict[str, Any]) -> None:
     net, data = model(), batch(5)
     for found in evaluated(net, data, **run):
