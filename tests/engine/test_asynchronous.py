@@ -41,6 +41,7 @@ from tests.support.asynchronous_engine import (
 from tests.support.processes import run_pipeline
 
 DRAINS = [(), (7,), (2, 3, 8)]
+WITH_AND_WITHOUT = [(7,), pytest.param((), marks=pytest.mark.slow)]
 
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -65,7 +66,7 @@ def test_pipedream(ranks: int, optimizer: Any, drains: tuple[int, ...]) -> None:
     assert_same(found, closed_form(model, batches(), ranks, pipedream(ranks), optimizer, drains=drains))
 
 
-@pytest.mark.parametrize("drains", DRAINS[:2], ids=str)
+@pytest.mark.parametrize("drains", WITH_AND_WITHOUT, ids=str)
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_vertical_sync(ranks: int, drains: tuple[int, ...]) -> None:
     model = Net()
@@ -73,12 +74,14 @@ def test_vertical_sync(ranks: int, drains: tuple[int, ...]) -> None:
     assert_same(found, closed_form(model, batches(), ranks, vertical(ranks), drains=drains))
 
 
-@pytest.mark.parametrize("drains", DRAINS[:2], ids=str)
+WITH_2BW = [(1, 4, (7,)), (2, 4, ()), (2, 6, (7,)), (4, 4, (7,))]
+
+
 @pytest.mark.parametrize(
-    ("ranks", "size"),
+    ("ranks", "size", "drains"),
     [
-        pytest.param(*two, marks=() if two in [(1, 4), (2, 4), (2, 6), (4, 4)] else pytest.mark.slow)
-        for two in product([1, 2, 4], [4, 6, 8])
+        pytest.param(*three, marks=() if three in WITH_2BW else pytest.mark.slow)
+        for three in product([1, 2, 4], [4, 6, 8], DRAINS[:2])
     ],
 )
 def test_2bw(ranks: int, size: int, drains: tuple[int, ...]) -> None:
@@ -88,7 +91,7 @@ def test_2bw(ranks: int, size: int, drains: tuple[int, ...]) -> None:
     assert_same(found, truth)
 
 
-@pytest.mark.parametrize("drains", DRAINS[:2], ids=str)
+@pytest.mark.parametrize("drains", WITH_AND_WITHOUT, ids=str)
 @pytest.mark.parametrize(
     ("replicas", "version", "micro_batches"),
     [

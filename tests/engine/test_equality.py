@@ -42,9 +42,9 @@ def always(entry: Entry, point: Point) -> bool:
 
 
 def in_turn(entry: Entry, point: Point) -> bool:
-    """Every point with three of the main models, and every model at several points."""
+    """Every point with two of the main models, and every model at several points."""
     points = NAMED if point in NAMED else FURTHER
-    return (MAIN.index(entry) - points.index(point)) % len(MAIN) in (0, 2, 4)
+    return (MAIN.index(entry) - points.index(point)) % len(MAIN) in (0, 2)
 
 
 def cases(

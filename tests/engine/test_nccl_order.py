@@ -102,6 +102,12 @@ def check(recorded: Recorded, resident: Sequence[int] = ()) -> None:
 # ------------------------------------------------------------------ every schedule
 
 
+def each(family: Family, *more: Any) -> Any:
+    """Schedules of every kind are fast in all of these tests, and every schedule in the first one."""
+    fast = family.name in ("1f1b", "interleaved", "chimera")
+    return pytest.param(family, *more, marks=() if fast else pytest.mark.slow)
+
+
 @pytest.mark.parametrize("family", families(synchronous=True), ids=lambda family: family.name)
 def test_every_schedule_ends(family: Family) -> None:
     stages = family.build(2, 4).stages
@@ -111,7 +117,7 @@ def test_every_schedule_ends(family: Family) -> None:
     assert explore(programs(recorded, Rules()), 1).deadlock is not None
 
 
-@pytest.mark.parametrize("family", families(synchronous=True), ids=lambda family: family.name)
+@pytest.mark.parametrize("family", map(each, families(synchronous=True)), ids=lambda family: family.name)
 def test_reductions_that_begin_between_messages_end(family: Family) -> None:
     stages = family.build(4, 8).stages
     # the first reduction of all is one that overlaps with backward passes
@@ -120,7 +126,7 @@ def test_reductions_that_begin_between_messages_end(family: Family) -> None:
 
 @pytest.mark.parametrize(
     ("family", "sharded"),
-    [*((family, "gradients") for family in families(synchronous=True)), (schedules.get("chimera"), True)],
+    [*(each(family, "gradients") for family in families(synchronous=True)), (schedules.get("chimera"), True)],
     ids=str,
 )
 def test_divided_updates_end(family: Family, sharded: Sharding) -> None:
@@ -150,7 +156,7 @@ def test_batches_in_flight_end(family: Family, replicas: int) -> None:
     check(record(topology, body))
 
 
-@pytest.mark.parametrize("family", families(synchronous=True), ids=lambda family: family.name)
+@pytest.mark.parametrize("family", map(each, families(synchronous=True)), ids=lambda family: family.name)
 def test_the_queues_of_a_device_suffice_for_four_ranks(family: Family) -> None:
     stages = family.build(4, 8).stages
     check(trained(NET, Point(family, stages, 4, ranks=4, steps=2, clip=None)), resident=[QUEUES])
@@ -164,7 +170,7 @@ def test_the_queues_of_a_device_suffice_for_four_ranks(family: Family) -> None:
     [
         ("residual", Point("1f1b", 3, 3, replicas=2)),
         ("skips", Point("1f1b", 4, 4)),
-        ("skips", Point("chimera", 4, 4)),
+        pytest.param("skips", Point("chimera", 4, 4), marks=pytest.mark.slow),
         ("tied_to_layers", Point("zero_bubble", 4, 3, accumulate=2)),
         ("scale_in_two_stages", Point("1f1b", 4, 3, accumulate=2, replicas=2)),
         ("statistics", Point("gpipe", 2, 3, evaluate=True)),

@@ -94,7 +94,7 @@ def check(family: Family, ranks: int, micro_batches: int, **options: Any) -> Non
         pytest.skip(str(error))
 
 
-@pytest.mark.parametrize(("ranks", "micro_batches"), [(2, 5), (4, 1), (4, 5)])
+@pytest.mark.parametrize(("ranks", "micro_batches"), [pytest.param(2, 5, marks=pytest.mark.slow), (4, 1), (4, 5)])
 @pytest.mark.parametrize("family", list(families()), ids=label)
 def test_equals_one_device(family: Family, ranks: int, micro_batches: int) -> None:
     check(family, ranks, micro_batches)

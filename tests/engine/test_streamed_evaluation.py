@@ -8,6 +8,7 @@ import torch
 from lightning_pipe import schedules
 from tests.support.equality_sweep import Point, streamed
 from tests.support.model_zoo import ZOO
+from tests.support.pairs import every_second, pairs
 
 BATCHES = 6
 POINTS = [
@@ -21,8 +22,9 @@ POINTS = [
 ]
 
 
-@pytest.mark.parametrize("alone", [False, True])
-@pytest.mark.parametrize("model", ["residual", "skips", "tied_to_layers", "odd_batches"])
+@pytest.mark.parametrize(
+    ("model", "alone"), pairs(["residual", "skips", "tied_to_layers", "odd_batches"], [False, True], every_second)
+)
 def test_batches_equal_one_device(model: str, alone: bool) -> None:
     entry = ZOO[model]
     with torch.no_grad():

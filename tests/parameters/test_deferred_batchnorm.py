@@ -273,9 +273,18 @@ RUNS = [
     Run(4, 2, 3, "chimera"),
     Run(2, 1, 1, "chimera"),
 ]
+FAST = [
+    Run(2, 1, 1),
+    Run(2, 1, 3),
+    Run(2, 1, 4, recompute="always"),
+    Run(2, 2, 3, recompute="always"),
+    *RUNS[-4:],
+]
 
 
-@pytest.mark.parametrize("run", RUNS, ids=str)
+@pytest.mark.parametrize(
+    "run", [pytest.param(run, marks=() if run in FAST else pytest.mark.slow) for run in RUNS], ids=str
+)
 def test_replicas_and_twins_share_one_mini_batch(run: Run) -> None:
     net, batches = Net(), [torch.randn(10, 3, 2, 2) * 2 + 5 for _ in range(5)]
     reference = nn.BatchNorm2d(3)

@@ -19,6 +19,7 @@ from lightning_pipe.construction import deferred_init, materialize, stored
 from lightning_pipe.errors import CheckpointError
 from lightning_pipe.intercept.absent_tensor import AbsentTensor
 from tests.support.built import all_tensors, divided
+from tests.support.pairs import every_second, pairs
 
 CONFIG = hf.GPT2Config(n_layer=4, n_embd=96, n_head=4, vocab_size=300, n_positions=64)
 
@@ -90,8 +91,7 @@ def into_meta(path: Path, rank: int) -> Lit:
     return module
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("into", [into_divided, into_recorded, into_meta])
+@pytest.mark.parametrize(("kind", "into"), pairs(list(KINDS), [into_divided, into_recorded, into_meta], every_second))
 def test_each_rank_reads_its_own(
     kind: str, into: Callable[[Path, int], Lit], saved: Lit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,6 +18,7 @@ from lightning_pipe.partition import find_layers
 from lightning_pipe.transport.threads import ThreadTransport, run_threads, thread_world
 from lightning_pipe.transport.topology import Topology
 from tests.support.engine_runs import assert_close, state_of
+from tests.support.pairs import every_second, pairs
 from tests.support.small_net import Scaled
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -69,9 +70,9 @@ def elements(optimizer: torch.optim.Optimizer) -> int:
     return sum(value.numel() for state in optimizer.state.values() for value in state.values() if value.dim())
 
 
-@pytest.mark.parametrize("sharding", [True, "gradients"])
 @pytest.mark.parametrize(
-    ("schedule", "ranks", "replicas"), [("1f1b", 2, 2), ("chimera", 2, 1), ("chimera", 4, 2), ("gpipe", 1, 4)]
+    ("schedule", "ranks", "replicas", "sharding"),
+    pairs([("1f1b", 2, 2), ("chimera", 2, 1), ("chimera", 4, 2), ("gpipe", 1, 4)], [True, "gradients"], every_second),
 )
 def test_sharded_updates_are_the_same(schedule: str, ranks: int, replicas: int, sharding: Sharding) -> None:
     plain = train(schedule, ranks, replicas, False)

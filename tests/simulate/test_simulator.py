@@ -11,13 +11,14 @@ from lightning_pipe.schedules import GPipe, Interleaved, Naive, OneFOneB
 from lightning_pipe.schedules.csv_format import parse_row
 from lightning_pipe.schedules.family import schedule_of
 from lightning_pipe.simulate import Costs, Timeline, simulate
+from tests.support.pairs import pairs
 
 SIZES = [(ranks, micro_batches) for ranks in range(1, 17) for micro_batches in range(1, 17)]
 COSTS = [Costs(1, 2), Costs(Fraction(2, 3), Fraction(7, 5))]
 
 
 @pytest.mark.parametrize("family", [GPipe(), OneFOneB()], ids=["gpipe", "1f1b"])
-@pytest.mark.parametrize("costs", COSTS, ids=str)
+@pytest.mark.parametrize("costs", [COSTS[0], pytest.param(COSTS[1], marks=pytest.mark.slow)], ids=str)
 def test_bubble_of_gpipe_and_1f1b(family: GPipe | OneFOneB, costs: Costs) -> None:
     for ranks, micro_batches in SIZES:
         timeline = simulate(family.build(ranks, micro_batches), costs)
@@ -29,8 +30,7 @@ def test_bubble_of_naive_model_parallelism() -> None:
         assert simulate(Naive().build(ranks, micro_batches)).bubble_ratio == Fraction(ranks - 1, ranks)
 
 
-@pytest.mark.parametrize("virtual_stages", [2, 3, 4])
-@pytest.mark.parametrize(("forward", "backward"), [(1, 2), (2, 3)])
+@pytest.mark.parametrize(("forward", "backward", "virtual_stages"), pairs([(1, 2), (2, 3)], [2, 3, 4]))
 def test_bubble_time_of_interleaved(virtual_stages: int, forward: int, backward: int) -> None:
     """Megatron-LM, section 2.2: a fraction of the ideal time, not of the whole."""
     costs = Costs(Fraction(forward, virtual_stages), Fraction(backward, virtual_stages))

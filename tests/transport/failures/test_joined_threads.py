@@ -35,7 +35,11 @@ def ended(script: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize(
     ("failure", "code"),
-    [("", 1), ("joined_threads.note_failure(SystemExit(143))", 143), ("joined_threads.note_failure(ValueError())", 1)],
+    [
+        ("", 1),
+        ("joined_threads.note_failure(SystemExit(143))", 143),
+        pytest.param("joined_threads.note_failure(ValueError())", 1, marks=pytest.mark.slow),
+    ],
 )
 def test_a_thread_that_does_not_end_ends_the_process_with_its_code(failure: str, code: int) -> None:
     outcome = ended(STUCK.format(failure=failure))
