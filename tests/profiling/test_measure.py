@@ -150,22 +150,29 @@ def test_a_data_module_gives_the_batch_and_logging_is_silent(
         command._batch(sleepers(), None)
 
 
+def told(capsys: pytest.CaptureFixture[str], *more: str, made: str = "sleepers") -> str:
+    """What the command says when it cannot measure."""
+    words = [f"tests.profiling.sleeping:{made}", "--batch", "tests.profiling.sleeping:batch", "--timeout", "60"]
+    with pytest.raises(SystemExit):
+        main(["profile", *words, *more])
+    return capsys.readouterr().err.strip()
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(100)
 def test_processes_say_what_failed_in_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
-    def told(*more: str, made: str = "sleepers") -> str:
-        words = [f"tests.profiling.sleeping:{made}", "--batch", "tests.profiling.sleeping:batch", "--timeout", "60"]
-        with pytest.raises(SystemExit):
-            main(["profile", *words, *more])
-        return capsys.readouterr().err.strip()
-
-    assert "micro_batch_sizes=[9] cannot be measured with a batch of 4 samples" in (error := told("--sizes", "9"))
+    error = told(capsys, "--sizes", "9")
+    assert "micro_batch_sizes=[9] cannot be measured with a batch of 4 samples" in error
     assert "Traceback" not in error
-    error = told("--sizes", "1", made="broken")
+    error = told(capsys, "--sizes", "1", made="broken")
     assert "A process that measured failed with RuntimeError: mat1 and mat2 shapes cannot be multiplied" in error
     assert "linear.py, line" in error
     assert "Traceback" not in error
-    assert "not ranks=0" in told("--ranks", "0")
+
+
+def test_what_cannot_be_begun_is_refused_in_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "not ranks=0" in told(capsys, "--ranks", "0")
     if not torch.cuda.is_available():
-        assert "A GPU for each of 1 rank is needed, and this machine has 0" in told("--device", "cuda")
+        assert "A GPU for each of 1 rank is needed, and this machine has 0" in told(capsys, "--device", "cuda")
     with pytest.raises(ConfigurationError, match="not rounds=0"):
         lightning_pipe.profile(sleepers(), batch(), rounds=0)

@@ -58,8 +58,9 @@ def assert_same_metrics(recipe: str, curve: Curve, plain: Curve) -> None:
         assert curve.metrics[name] == pytest.approx(plain.metrics[name], rel=1e-6), name
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("recipe", [each(name) for name in RECIPES])
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_a_broken_off_epoch_goes_on_with_another_schedule(recipe: str, tmp_path: Path) -> None:
     data = write_data(tmp_path)
     both = run_trainers(break_off_and_resume, 2, timeout=200, recipe=recipe, data=data, folder=tmp_path)

@@ -36,7 +36,7 @@ def test_every_experiment_is_planned_here() -> None:
 @pytest.mark.parametrize(
     ("experiment", "pipe"),
     [
-        ("amoebanet_imagenet", "gpipe"),
+        pytest.param("amoebanet_imagenet", "gpipe", marks=pytest.mark.slow),
         ("bert48_wikipedia", "chimera"),
         ("gpt2_wikitext2", "interleaved"),
         ("gpt2_wikitext103", "chimera"),

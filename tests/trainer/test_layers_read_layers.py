@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
+from tests.support.pairs import pairs
 from tests.trainer.test_layer_state import Layer, Model, check
 
 
@@ -56,8 +57,7 @@ FOLDED: list[tuple[int, dict[str, Any]]] = [
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize(
     ("model", "devices", "options"),
-    [*((Looking, *each) for each in LINEAR + FOLDED), *((LooksAheadInItsStage, *each) for each in LINEAR)],
-    ids=str,
+    pairs([Looking, LooksAheadInItsStage], LINEAR) + pairs([Looking], FOLDED),
 )
 def test_what_a_layer_reads_of_one_that_ran_before_equals_one_device(
     model: type[Model], devices: int, options: dict[str, Any]
@@ -66,8 +66,7 @@ def test_what_a_layer_reads_of_one_that_ran_before_equals_one_device(
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("model", [LooksAhead, LooksAheadOnce])
-@pytest.mark.parametrize(("devices", "options"), LINEAR + FOLDED, ids=str)
+@pytest.mark.parametrize(("model", "devices", "options"), pairs([LooksAhead, LooksAheadOnce], LINEAR + FOLDED))
 def test_what_a_layer_reads_of_one_that_runs_later_is_refused(
     model: type[Model], devices: int, options: dict[str, Any]
 ) -> None:

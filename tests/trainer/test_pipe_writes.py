@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_pipe import PipeStrategy
 from lightning_pipe.errors import CutError
+from tests.support.pairs import pairs
 from tests.support.processes import run_trainers
 from tests.support.trainer_runs import QUIET, quiet
 
@@ -164,17 +165,18 @@ def test_what_is_no_sum_is_warned_of() -> None:
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("micro_batches", [2, 4])
 @pytest.mark.parametrize(
-    ("model", "name"),
-    [
-        (SetsInside, r"config\.scale"),
-        (SetsWholeNumbersInside, r"config\.number"),
-        (SetsInADictionary, r"table\.number"),
-        (MakesInADictionary, r"table\.scale"),
-        (SumsInside, r"config\.scale"),
-    ],
-    ids=str,
+    ("model", "name", "micro_batches"),
+    pairs(
+        [
+            (SetsInside, r"config\.scale"),
+            (SetsWholeNumbersInside, r"config\.number"),
+            (SetsInADictionary, r"table\.number"),
+            (MakesInADictionary, r"table\.scale"),
+            (SumsInside, r"config\.scale"),
+        ],
+        [2, 4],
+    ),
 )
 def test_numbers_inside_of_what_it_refers_to_are_refused(model: type[Model], name: str, micro_batches: int) -> None:
     with pytest.raises(CutError, match=rf"the step changes the number `self\.{name}`, and this schedule") as caught:

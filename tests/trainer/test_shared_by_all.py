@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from lightning_pipe.errors import CutError
 from tests.support import processes
+from tests.support.pairs import pairs
 from tests.trainer.test_layer_state import WIDTH, Model, check, found
 
 
@@ -147,8 +148,10 @@ class Replaces(Gives):
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("model", [Gives, GivesInAList, GivesLayersAlone, Replaces])
-@pytest.mark.parametrize("options", [{"micro_batches": 2}, {"micro_batches": 2, "stages": 4}], ids=str)
+@pytest.mark.parametrize(
+    ("model", "options"),
+    pairs([Gives, GivesInAList, GivesLayersAlone, Replaces], [{"micro_batches": 2}, {"micro_batches": 2, "stages": 4}]),
+)
 def test_an_object_that_the_step_gives_to_all_is_one_object_for_hooks(
     model: type[Model], options: dict[str, Any]
 ) -> None:

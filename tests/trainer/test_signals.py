@@ -26,6 +26,7 @@ from lightning_pipe.transport.failures import watchdog
 from lightning_pipe.transport.failures.board import FailureBoard
 from tests.support.evaluated_modules import Evaluated, Rows
 from tests.support.lit_modules import Data, Lit
+from tests.support.pairs import every_second, pairs
 from tests.support.process_groups import check_gone, process_group
 from tests.support.processes import run_trainers
 from tests.support.trainer_runs import QUIET, quiet
@@ -185,9 +186,10 @@ def terminated_in_evaluation(process: int, signalled: int, name: str, stream: bo
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("stream", [True, False])
-@pytest.mark.parametrize("signalled", [0, 1])
-@pytest.mark.parametrize("name", ["predict", "validate"])
+@pytest.mark.parametrize(
+    ("name", "signalled", "stream"),
+    pairs([("predict", 0), ("predict", 1), ("validate", 1), ("validate", 0)], [True, False], every_second),
+)
 def test_one_that_comes_in_an_evaluation_ends_it_before_the_next_batch(name: str, signalled: int, stream: bool) -> None:
     batches = run_trainers(
         terminated_in_evaluation, 2, timeout=50, signalled=signalled, name=name, stream=stream, size=50

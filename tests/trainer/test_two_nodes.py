@@ -189,6 +189,7 @@ def fit_again(folder: str) -> tuple[int, dict[str, Any]]:
     return begun[0], {name: value.tolist() for name, value in weights.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.feature("Checkpoints", 'ckpt_path="last" after a restart of torchrun', "works")
 def test_a_run_whose_worker_dies_is_resumed_from_the_last_checkpoint(tmp_path: Path) -> None:
     found = run_nodes(fit_again, str(tmp_path), restarts=1, timeout=60)

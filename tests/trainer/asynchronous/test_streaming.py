@@ -15,7 +15,7 @@ from tests.support.asynchronous_trainer import EPOCH, ROWS, assert_close, assert
 
 @pytest.mark.parametrize(
     ("schedule", "micro_batches", "devices"),
-    [("pipedream", "auto", 2), ("pipedream_2bw", 4, 2), ("pipedream", "auto", 3)],
+    [("pipedream", "auto", 2), ("pipedream_2bw", 4, 2), pytest.param("pipedream", "auto", 3, marks=pytest.mark.slow)],
 )
 def test_two_epochs_with_validation_in_between(schedule: str, micro_batches: Any, devices: int) -> None:
     balance = [6 // devices] * devices
