@@ -165,7 +165,16 @@ class StageRun:
         """The step is about to return ``result``: an evaluation that leaves layers out is cut here instead.
 
         To be called where the step's contexts can still be told that its run was cut short.
+
+        Raises:
+            CutError: the run had ended before, and the step has gone on.
         """
+        if self.crossings or self.repeats:
+            raise CutError(
+                "the step catches what ends its run on a stage before the last one, and goes on with other values: in "
+                "a bare `except:`, in `except BaseException`, or in a context manager that suppresses everything.",
+                hint="Catch Exception around the layers, or the errors that are expected there.",
+            )
         waiting, last = self.arrival.pending is not None, self.stage.last
         if self.training or (last and not waiting) or (waiting and not self.tracker.expects(_END)):
             return

@@ -1,4 +1,4 @@
-"""Evaluation steps that leave layers out work as on one device."""
+"""Evaluation steps that leave layers out work as on one device; what ends a step early must not be caught."""
 
 from __future__ import annotations
 
@@ -91,3 +91,25 @@ def test_leaving_layers_out_on_two_ranks() -> None:
     plain = evaluated_all(0, None)
     for found in run_trainers(evaluated_all, 2, timeout=60, devices=2):
         assert_same(found, plain)
+
+
+class CatchesAll(Lit):
+    """Goes on with zeros, whatever is raised around the layers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        try:
+            return super().forward(x)
+        except BaseException:
+            return torch.zeros(len(x), 4, dtype=x.dtype, requires_grad=True)
+
+
+@pytest.mark.parametrize("what", ["fit", "validate"])
+def test_a_step_that_catches_what_ends_it_is_refused(what: str) -> None:
+    from lightning_pipe import PipeStrategy
+    from lightning_pipe.errors import CutError
+
+    strategy = PipeStrategy(layers="model", stages=2, micro_batches=1)
+    trainer = L.Trainer(accelerator="cpu", devices=1, strategy=strategy, max_epochs=1, **QUIET)
+    with pytest.raises(CutError, match="catches what ends its run on a stage before the last one") as caught:
+        getattr(trainer, what)(CatchesAll().double(), Data())
+    assert "Catch Exception" in str(caught.value.hint)
