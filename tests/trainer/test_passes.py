@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_pipe import PipeStrategy, simulate
 from lightning_pipe.schedules import Interleaved
 from tests.support.processes import outcomes
+from tests.support.trainer_runs import QUIET
 
 
 class Siamese(L.LightningModule):
@@ -39,6 +40,14 @@ class Siamese(L.LightningModule):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.Adam(self.parameters(), lr=0.05)
+
+
+class Contrastive(Siamese):
+    """The two views of a sample are to be nearer to each other than to those of other samples."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        one, other = (F.normalize(self.layers(view), dim=1) for view in (batch[0], batch[0] + 0.1))
+        return F.cross_entropy(one @ other.T / 0.2, torch.arange(len(one)))
 
 
 def fit(process: int, devices: int, plain: bool = False) -> dict[str, Any]:
@@ -68,3 +77,11 @@ def test_two_passes_log_and_learn_what_one_device_does() -> None:
         assert each.value["logged"] == pytest.approx(expected["logged"], rel=1e-5)
         for name, value in expected["weights"].items():
             torch.testing.assert_close(torch.tensor(each.value["weights"][name]), torch.tensor(value))
+
+
+@pytest.mark.parametrize("options", [{"schedule": "1f1b"}, {"schedule": "gpipe", "recompute": "always"}], ids=str)
+def test_a_loss_that_compares_samples_is_told(options: dict[str, Any]) -> None:
+    strategy = PipeStrategy(passes=2, stages=2, micro_batches=2, layers="layers", **options)
+    trainer = L.Trainer(accelerator="cpu", devices=1, strategy=strategy, max_epochs=1, limit_val_batches=0, **QUIET)
+    with pytest.warns(UserWarning, match="The loss is not a mean over the samples: micro-batches of 4 and 4 samples"):
+        trainer.fit(Contrastive(), DataLoader(TensorDataset(torch.randn(16, 4), torch.randn(16, 1)), batch_size=8))

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import count
 from typing import Any
 
 import torch
@@ -142,11 +143,14 @@ def _not_random(stages: Stages, stage: int, then: Callable[[], None], *, whole: 
             part.training = False
 
     def begin(*_: Any) -> None:
-        silence()
-        then()
+        if next(calls) == earlier_passes:
+            silence()
+            then()
 
     start = stages.layers[stage].layers.start
-    hook = layers[start].register_forward_pre_hook(begin)
+    earlier_passes, first = divmod(start, len(layers))
+    calls = count()
+    hook = layers[first].register_forward_pre_hook(begin)
     try:
         if start == 0:
             silence()
