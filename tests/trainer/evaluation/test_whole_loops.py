@@ -148,3 +148,29 @@ def test_loops_of_a_bidirectional_schedule_are_those_of_one_device(tmp_path: Pat
 @pytest.mark.parametrize("name", ["1f1b", "chimera", "dualpipe", "dualpipev", "interleaved", "zero_bubble_v"])
 def test_loops_of_other_schedules_are_those_of_one_device(tmp_path: Path, name: str) -> None:
     check(name, tmp_path)
+
+
+class CountsBatches(Trained):
+    """Computes with what it counts, but for the sanity check, which counts nothing."""
+
+    counted = 0
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        value = super().validation_step([batch[0] * (1 + self.counted), batch[1]], batch_idx)
+        if not self.trainer.sanity_checking:
+            self.counted += 1
+        return value
+
+
+def sanity(process: int, devices: int | None) -> dict[str, Any]:
+    trainer = trainer_for(devices, "1f1b", [], max_epochs=1, num_sanity_val_steps=2)
+    L.seed_everything(7, verbose=False)
+    trainer.fit(CountsBatches().double(), loader(rows=12), loader())
+    return oracle.numbers(trainer.callback_metrics)
+
+
+@pytest.mark.timeout(60)
+def test_a_sanity_check_does_not_show_what_validations_change() -> None:
+    expected = sanity(0, None)
+    for found in processes.run_trainers(sanity, 2, timeout=40, devices=2):
+        assert_equal(found, expected)
