@@ -13,6 +13,7 @@ from lightning_pipe.errors import CutError
 from lightning_pipe.intercept.absent_tensor import check_values
 from lightning_pipe.intercept.around import Around
 from lightning_pipe.intercept.call_record import CallRecord, Read
+from lightning_pipe.intercept.contents import Change
 from lightning_pipe.intercept.describe import RecordCache
 from lightning_pipe.intercept.effects import LOOKS, AttributeSearch, Watch
 from lightning_pipe.intercept.inner_hooks import HookedParts, shown
@@ -21,7 +22,7 @@ from lightning_pipe.intercept.objects import objects_of
 from lightning_pipe.intercept.placeholder import Placeholder
 from lightning_pipe.intercept.recompute import is_recomputing, release_saved
 from lightning_pipe.intercept.shared_state import Sharing, changed_elsewhere
-from lightning_pipe.intercept.snapshot import Change, Snapshot
+from lightning_pipe.intercept.snapshot import Snapshot
 from lightning_pipe.intercept.stage_layers import StageLayers
 from lightning_pipe.intercept.state_reads import StateReads
 from lightning_pipe.intercept.surroundings import Surroundings

@@ -18,8 +18,9 @@ from contextlib import contextmanager
 
 from torch import Tensor, nn
 
+from lightning_pipe.intercept.contents import Change
 from lightning_pipe.intercept.layer_calls import RunCache, by_own_value, names_in, snapshot_of
-from lightning_pipe.intercept.snapshot import Change, Snapshot
+from lightning_pipe.intercept.snapshot import Snapshot
 from lightning_pipe.intercept.stage_run import StageRun
 
 _ANY = -1

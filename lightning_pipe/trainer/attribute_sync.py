@@ -10,8 +10,9 @@ from torch import Tensor
 
 from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.intercept.around import alike
+from lightning_pipe.intercept.contents import Change
 from lightning_pipe.intercept.kept_state import can_hold
-from lightning_pipe.intercept.snapshot import Change, Snapshot
+from lightning_pipe.intercept.snapshot import Snapshot
 from lightning_pipe.trainer.layer_attributes import LayerAttributes
 from lightning_pipe.trainer.module_state import Tracked, name_of, portable
 from lightning_pipe.trainer.pipe_writes import PipeWrites, latest

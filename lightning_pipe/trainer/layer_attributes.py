@@ -29,12 +29,13 @@ from torchmetrics import Metric
 
 from lightning_pipe.intercept.absent_tensor import AbsentTensor
 from lightning_pipe.intercept.around import alike
+from lightning_pipe.intercept.contents import Change
 from lightning_pipe.intercept.kept_state import filled, holder_of, shown
 from lightning_pipe.intercept.layer_calls import by_own_value
 from lightning_pipe.intercept.lookups import reads_told
 from lightning_pipe.intercept.placeholder import Placeholder
 from lightning_pipe.intercept.shared_state import written
-from lightning_pipe.intercept.snapshot import Change, is_compared
+from lightning_pipe.intercept.snapshot import is_compared
 from lightning_pipe.patches import replaced
 from lightning_pipe.trainer.attribute_records import (
     PLAIN,

@@ -20,10 +20,11 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_pipe.errors import CutError
+from lightning_pipe.intercept.contents import Change
 from lightning_pipe.intercept.held_by_graphs import let_go
 from lightning_pipe.intercept.interceptor import outside_modules
 from lightning_pipe.intercept.slot_items import SlotItems
-from lightning_pipe.intercept.snapshot import Change, Snapshot, is_compared
+from lightning_pipe.intercept.snapshot import Snapshot, is_compared
 
 _SMALL = 1024
 """Bytes up to which values of tensors are compared."""

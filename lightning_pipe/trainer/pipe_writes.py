@@ -18,11 +18,11 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from lightning_pipe.errors import CutError
+from lightning_pipe.intercept.contents import Change, Path
 from lightning_pipe.intercept.layer_calls import ONCE_FOR_A_BATCH
 from lightning_pipe.intercept.lookups import reads_told
 from lightning_pipe.intercept.recompute import is_recomputing
 from lightning_pipe.intercept.shared_state import written
-from lightning_pipe.intercept.snapshot import Change, Path
 from lightning_pipe.patches import replaced
 from lightning_pipe.trainer.attribute_records import PLAIN, Key
 from lightning_pipe.trainer.module_state import name_of

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_pipe.engine.pipeline import Pipeline
-from lightning_pipe.intercept.snapshot import Change
+from lightning_pipe.intercept.contents import Change
 from lightning_pipe.text import memory
 from lightning_pipe.torch_internals import tree_leaves
 from lightning_pipe.trainer.broadcasts import REPORTS, Broadcast, from_ranks

@@ -12,8 +12,9 @@ import lightning.pytorch as pl
 from lightning_pipe.engine.first_batch.trial_runs import is_alone
 from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.errors import ConfigurationError
+from lightning_pipe.intercept.contents import Change
 from lightning_pipe.intercept.recompute import is_recomputing
-from lightning_pipe.intercept.snapshot import Change, Snapshot
+from lightning_pipe.intercept.snapshot import Snapshot
 from lightning_pipe.torch_internals import DisableTorchFunction, tree_leaves
 from lightning_pipe.trainer.attribute_sync import AttributeSync
 from lightning_pipe.trainer.broadcasts import Broadcast

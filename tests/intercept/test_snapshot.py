@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
+from collections import UserDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -24,12 +26,29 @@ class Slots:
     items: list[int] = field(default_factory=lambda: [1])
 
 
+@dataclass
+class Counter:
+    """An object that can be called."""
+
+    number: int = 1
+
+    def __call__(self) -> int:
+        return self.number
+
+
+class Pair(NamedTuple):
+    numbers: list[int]
+    array: np.ndarray
+
+
 class Holder(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.number, self.text, self.items, self.table = 1, "a", [1, [2]], {"k": [1]}
         self.names, self.array, self.tensor = {"x"}, np.ones(2), torch.ones(2)
         self.slots, self.space = Slots(), SimpleNamespace(number=1)
+        self.counter, self.pair, self.options = Counter(), Pair([1], np.ones(2)), Namespace(scale=1.0)
+        self.both, self.user = ([1], [{"k": 1}]), UserDict(k=1)
         self.register_buffer("mean", torch.zeros(2))
 
 
@@ -60,6 +79,13 @@ CHANGES: list[tuple[str, str, Callable[[Any], Any]]] = [
     ("append", "slots", lambda module: module.slots.items.append(2)),
     ("delete", "slots", lambda module: delattr(module.slots, "number")),
     ("set", "space", lambda module: setattr(module.space, "number", 2)),
+    ("set", "counter", lambda module: setattr(module.counter, "number", 2)),
+    ("append", "pair", lambda module: module.pair.numbers.append(2)),
+    ("set", "pair", lambda module: module.pair.array.__iadd__(1)),
+    ("append", "both", lambda module: module.both[0].append(2)),
+    ("set", "both", lambda module: module.both[1][0].update(k=2)),
+    ("set", "options", lambda module: setattr(module.options, "scale", 2.0)),
+    ("set", "user", lambda module: module.user.update(k=2)),
     ("set", "_buffers", lambda module: module.mean.add_(1)),
 ]
 
@@ -75,6 +101,18 @@ def test_a_change_is_found_and_undone(kind: str, name: str, change: Callable[[An
     assert content(module) != content_before
     before.undo()
     assert content(module) == content_before
+
+
+def test_what_a_tuple_holds_may_come_back_as_another_tensor() -> None:
+    module = Holder()
+    module.pair = Pair([1], torch.ones(2))  # type: ignore[arg-type]
+    before = Snapshot({"part": module})
+    torch.utils.swap_tensors(module.pair.array, torch.zeros(3))  # type: ignore[arg-type]
+    (found,) = before.changes()
+    assert (found.kind, found.path, found.value) == ("set", ("part", ("attribute", "pair")), module.pair)
+    before.undo()
+    assert isinstance(module.pair, Pair)
+    assert module.pair.array.tolist() == [1, 1]
 
 
 def test_growth_is_told() -> None:

@@ -35,7 +35,7 @@ _ROOMS: dict[str, dict[str, str]] = {
         "turns": "intercept/turns/test_run",
     },
     "engine/first_batch": {"trial_runs": "engine/first_batch/test_loss_check"},
-    "intercept": {"parameter_use": "parameters/test_ownership"},
+    "intercept": {"contents": "intercept/test_snapshot", "parameter_use": "parameters/test_ownership"},
     "intercept/torch_patches": {"activation_checkpoints": "intercept/test_surroundings"},
     "intercept/turns": {"messages": "intercept/turns/test_run", "tracker": "intercept/turns/test_run"},
     "parameters": {"buckets": "parameters/test_gradient_sync"},

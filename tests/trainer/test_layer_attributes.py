@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_pipe.intercept.snapshot import Change
+from lightning_pipe.intercept.contents import Change
 from lightning_pipe.trainer.layer_attributes import LayerAttributes
 
 

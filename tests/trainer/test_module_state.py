@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipe.errors import CutError
-from lightning_pipe.intercept.snapshot import Change
+from lightning_pipe.intercept.contents import Change
 from lightning_pipe.trainer.module_state import Tracked, name_of, portable
 
 

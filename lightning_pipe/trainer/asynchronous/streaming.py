@@ -20,7 +20,8 @@ from torch.optim import Optimizer
 
 from lightning_pipe.engine.asynchronous import AsynchronousPipeline, CallResult
 from lightning_pipe.engine.pipeline import Pipeline
-from lightning_pipe.intercept.snapshot import Change, Snapshot
+from lightning_pipe.intercept.contents import Change
+from lightning_pipe.intercept.snapshot import Snapshot
 from lightning_pipe.patches import replaced
 from lightning_pipe.trainer.asynchronous.draining import around, draining_first
 from lightning_pipe.trainer.asynchronous.hyperparameters import Hyperparameters

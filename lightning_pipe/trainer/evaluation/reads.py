@@ -14,8 +14,9 @@ from typing import Any
 import lightning.pytorch as pl
 from torch import nn
 
+from lightning_pipe.intercept.contents import Change
 from lightning_pipe.intercept.lookups import reads_told
-from lightning_pipe.intercept.snapshot import Change, Snapshot, is_compared
+from lightning_pipe.intercept.snapshot import Snapshot, is_compared
 from lightning_pipe.intercept.state_reads import Watched
 from lightning_pipe.patches import replaced
 
