@@ -16,6 +16,7 @@ from lightning_pipe.engine.batch import Batch
 from lightning_pipe.engine.stage import Crossings, Stages, loss_of
 from lightning_pipe.intercept.crossing import Crossing
 from lightning_pipe.intercept.recompute import recomputing
+from lightning_pipe.intercept.snapshot import Snapshot
 from lightning_pipe.torch_internals import DropoutNd, NormBase
 
 _SEEDS = 8
@@ -114,13 +115,16 @@ def leaving_no_trace(stages: Stages) -> Iterator[None]:
 
 @contextmanager
 def _put_back(stages: Stages) -> Iterator[None]:
-    """What computes has the same attributes and buffers as before afterwards."""
-    kept = stages.interceptor.attributes()
+    """All modules but the user's own, whose attributes every run puts back, are afterwards as they were before."""
+    computing, module = {*stages.interceptor.computing()}, stages.interceptor.module
+    around = {name: part for name, part in module.named_modules() if part not in computing and part is not module}
+    kept = stages.interceptor.attributes(), Snapshot(around, buffers=False)
     try:
         with stages.buffers.restored():
             yield
     finally:
-        kept.undo()
+        for each in kept:
+            each.undo()
 
 
 @contextmanager

@@ -13,7 +13,7 @@ import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_pipe import PipeStrategy
 from lightning_pipe.config import RunLayout
@@ -288,6 +288,24 @@ def test_the_look_leaves_no_trace(options: dict[str, Any]) -> None:
         trace = recorder.trace
         outcomes.append((seen, trace.losses, trace.logged, {k: v.tolist() for k, v in module.state_dict().items()}))
     assert outcomes[0] == outcomes[1]
+
+
+class Anneals(MeanOfTokens):
+    """Changes a module of torch's, whose attributes nobody compares."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.act = nn.LeakyReLU(1.0)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.act.negative_slope *= 0.5
+        return super().training_step(batch, batch_idx)
+
+
+def test_the_look_puts_back_what_steps_change_in_modules_of_torch() -> None:
+    module = Anneals()
+    assert fit(module, Batches(number=2).batches, layers="layers", stages=1)
+    assert module.act.negative_slope == 0.5**6  # two batches of three micro-batches
 
 
 class Gathers(MeanOfTokens):
