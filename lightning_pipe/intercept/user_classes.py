@@ -15,6 +15,8 @@ def is_users(kind: Any) -> bool:
     name = str(kind.__module__)
     if name == "__main__":
         return True
+    if name.partition(".")[0] == __name__.partition(".")[0]:
+        return False  # what this package puts into modules while it runs, wherever it is installed
     module = sys.modules.get(name)
     file = getattr(module, "__file__", None)
     if file is None:
