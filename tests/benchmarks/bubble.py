@@ -27,25 +27,30 @@ class _Sleep(torch.autograd.Function):
     """The identity, at leisure."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        sleep(FORWARD)
+    def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
+        sleep(seconds)
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         sleep(BACKWARD)
-        return gradients[0]
+        return gradients[0], None
 
 
 class SleepingLayer(nn.Module):
-    """A layer whose compute needs no core, so that four ranks fit on two."""
+    """A layer whose compute needs no core, so that four ranks fit on two.
 
-    def __init__(self) -> None:
+    Args:
+        seconds: of a forward pass.
+    """
+
+    def __init__(self, seconds: float = FORWARD) -> None:
         super().__init__()
+        self.seconds = seconds
         self.scale = nn.Parameter(torch.ones(1))
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = _Sleep.apply(x * self.scale)
+        out: Tensor = _Sleep.apply(x * self.scale, self.seconds)
         return out
 
 

@@ -20,6 +20,8 @@ from tests.support import processes
 
 BATCHES, OF_PRODUCTS = 50, 20
 TOLERANCE = 0.10
+LONGER = 0.1
+"""Seconds of layers on more ranks than two cores have time for Lightning's own loop in."""
 STEPS = ("validate", "test", "predict")
 WIDTH, SAMPLES, PRODUCTS = 1024, 512, 8
 """Of the layers that multiply: their width, the samples of a batch, and how many there are."""
@@ -28,12 +30,17 @@ SEVERAL_STAGES = ("interleaved", "dualpipev")
 
 
 class Lit(L.LightningModule):
-    """Layers whose compute needs no core, or matrix products."""
+    """Layers whose compute needs no core, or matrix products.
 
-    def __init__(self, sleeping: int) -> None:
+    Args:
+        sleeping: how many layers sleep; 0: all multiply.
+        seconds: that each of them sleeps.
+    """
+
+    def __init__(self, sleeping: int, seconds: float = FORWARD) -> None:
         super().__init__()
         products = (nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()) for _ in range(PRODUCTS))
-        self.layers = nn.Sequential(*((SleepingLayer() for _ in range(sleeping)) if sleeping else products))
+        self.layers = nn.Sequential(*((SleepingLayer(seconds) for _ in range(sleeping)) if sleeping else products))
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         return self.layers(batch).square().mean()
@@ -72,10 +79,12 @@ def run(quick: bool) -> list[Finding]:
     findings = []
     for ranks in (2, 4) if quick else (2, 4, 8):
         findings += sleeping(ranks, 1 if quick else 3)
+    if not quick:
+        findings += sleeping(8, 3, LONGER)
     return [*findings, *several_stages(), *products(3 if quick else 7)]
 
 
-def sleeping(ranks: int, rounds: int) -> list[Finding]:
+def sleeping(ranks: int, rounds: int, seconds: float = FORWARD) -> list[Finding]:
     """One sleeping layer on each rank; and how long plain Trainers take side by side, which send each other nothing.
 
     Each of these runs as many batches as a pipeline has slots, with one layer. So it takes what a pipeline would take
@@ -84,19 +93,22 @@ def sleeping(ranks: int, rounds: int) -> list[Finding]:
     Args:
         ranks: of the pipeline, and the number of the Trainers.
         rounds: in each of which the pipeline and the Trainers have new processes.
+        seconds: that a layer sleeps.
     """
     slots = BATCHES + ranks - 1
-    alone = {name: seconds[-1] for name, seconds in measure(0, ranks, None).items()}
+    alone = {name: found[-1] for name, found in measure(0, ranks, None, seconds=seconds).items()}
     several: dict[str, list[Sequence[float]]] = {name: [] for name in STEPS}
     beside: dict[str, list[float]] = {name: [] for name in STEPS}
     for _ in range(rounds):  # in turns
-        found = processes.run_trainers(measure, ranks, timeout=180, sleeping=ranks, devices=ranks, times=2)
-        plain = {"sleeping": 1, "devices": None, "batches": slots, "times": 2}
+        found = processes.run_trainers(
+            measure, ranks, timeout=180, sleeping=ranks, devices=ranks, times=2, seconds=seconds
+        )
+        plain = {"sleeping": 1, "devices": None, "batches": slots, "times": 2, "seconds": seconds}
         trainers = processes.run_trainers(measure, ranks, timeout=180, **plain)
         for name in STEPS:
-            several[name].append([seconds / alone[name] for seconds in found[0][name]])
+            several[name].append([each / alone[name] for each in found[0][name]])
             beside[name].append(max(each[name][-1] for each in trainers) / alone[name])
-    expected, milliseconds = slots / (BATCHES * ranks), f"{FORWARD * 1e3:.0f} ms"
+    expected, milliseconds = slots / (BATCHES * ranks), f"{seconds * 1e3:.0f} ms"
     findings = []
     for name in STEPS:
         first, again = zip(*several[name], strict=True)
@@ -170,6 +182,7 @@ def measure(
     schedule: str = "1f1b",
     batches: int = BATCHES,
     times: int = 1,
+    seconds: float = FORWARD,
 ) -> dict[str, list[float]]:
     """Seconds of each evaluation, and of training where layers do not sleep.
 
@@ -183,6 +196,7 @@ def measure(
         schedule: of the pipeline.
         batches: how many, where layers sleep.
         times: how often each is repeated.
+        seconds: that a layer sleeps.
     """
     from lightning_pipe import PipeStrategy
 
@@ -201,11 +215,11 @@ def measure(
         enable_model_summary=False,
     )
     samples, width, batches = (4, 4, batches) if sleeping else (SAMPLES, WIDTH, OF_PRODUCTS)
-    module, data = Lit(sleeping), DataLoader(torch.ones(samples * batches, width), batch_size=samples)
+    module, data = Lit(sleeping, seconds), DataLoader(torch.ones(samples * batches, width), batch_size=samples)
     torch.set_num_threads(1)
-    seconds: dict[str, list[float]] = {name: [] for name in (STEPS if sleeping else ("fit", *STEPS))}
-    for name, found in list(seconds.items()) * times:
+    measured: dict[str, list[float]] = {name: [] for name in (STEPS if sleeping else ("fit", *STEPS))}
+    for name, found in list(measured.items()) * times:
         options = {"verbose": False} if name in ("validate", "test") else {}
         getattr(trainer, name)(module, data, **options)
         found.append(stopwatch.seconds)
-    return seconds
+    return measured
