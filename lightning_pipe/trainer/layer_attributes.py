@@ -54,7 +54,8 @@ from lightning_pipe.trainer.attribute_records import (
 
 _CALL = nn.Module.__call__.__code__
 _MISSING, _IN_PLACE = object(), object()
-_SEEN = (*PLAIN, Tensor, np.ndarray)
+_COMPARED = (*PLAIN, Tensor, np.ndarray)
+"""Types of values that are alike if they have the same content: an object of a library's may say otherwise."""
 _AS_IT_IS: AbstractContextManager[None] = nullcontext()
 
 
@@ -334,7 +335,7 @@ class LayerAttributes:
         known, own = self._known.get((module, name)), holder_of(self.modules[module], name).get(name)
         if known is not None and known.agreed is not UNKNOWN:
             known.agreed = value
-        elif self._compares and isinstance(value, _SEEN) and isinstance(own, _SEEN) and not alike(own, value):
+        elif self._compares and isinstance(value, _COMPARED) and isinstance(own, _COMPARED) and not alike(own, value):
             raise of_others((module, name), own, value)
 
     def _set(self, module: str, name: str, value: Any, *, fill: bool) -> None:

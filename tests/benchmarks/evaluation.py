@@ -21,7 +21,7 @@ from tests.support import processes
 BATCHES, OF_PRODUCTS = 50, 20
 TOLERANCE = 0.10
 LONGER = 0.1
-"""Seconds of layers on more ranks than two cores have time for Lightning's own loop in."""
+"""Seconds that layers sleep where Lightning's own loops, on all ranks, take much of the time of the cores."""
 STEPS = ("validate", "test", "predict")
 WIDTH, SAMPLES, PRODUCTS = 1024, 512, 8
 """Of the layers that multiply: their width, the samples of a batch, and how many there are."""

@@ -115,7 +115,7 @@ def leaving_no_trace(stages: Stages) -> Iterator[None]:
 
 @contextmanager
 def _put_back(stages: Stages) -> Iterator[None]:
-    """All modules but the user's own, whose attributes every run puts back, are afterwards as they were before."""
+    """All parts of the module are afterwards as they were before. Its own attributes every run puts back anyway."""
     computing, module = {*stages.interceptor.computing()}, stages.interceptor.module
     around = {name: part for name, part in module.named_modules() if part not in computing and part is not module}
     kept = stages.interceptor.attributes(), Snapshot(around, buffers=False)

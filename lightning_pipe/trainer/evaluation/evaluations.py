@@ -46,7 +46,7 @@ class Evaluations:
             told = pipeline.evaluated_by(pipeline.transport.rank) if whole else pipeline.names
         not_told = {*pipeline.names}.difference(told)
         self._copies = EvaluatedCopies(module, pipeline.transport, pipeline.pipeline_members, not_told)
-        self._steadiness: defaultdict[tuple[str, bool], Steadiness] = defaultdict(Steadiness)
+        self._steadiness: defaultdict[str, Steadiness] = defaultdict(Steadiness)
         self._told: set[tuple[str, str]] = set()
         self._stream: EvaluationStream | None = None
         self._iterator: LoaderIterator | None = None
@@ -107,8 +107,8 @@ class Evaluations:
         reasons = self._world.transport.all_gather_object(reason, self._world.everyone)
         reason = next((each for each in reasons if each is not None), None)
         if reason is None:
-            # a sanity check may leave out what changes attributes
-            steadiness = self._steadiness[name, self._module.trainer.sanity_checking]
+            # a sanity check may leave out what changes attributes: nothing is kept of it
+            steadiness = Steadiness() if self._module.trainer.sanity_checking else self._steadiness[name]
             self._stream = EvaluationStream(self._module, self._steps, self._world, loop, name, steadiness)
             self._stream.begin()
         elif (name, reason) not in self._told:
