@@ -21,8 +21,11 @@ NAMES = {
         "register_pytree_node": "how users make a type of their own known, named in an error",
     },
     "torch.utils._python_dispatch": {
-        "TorchDispatchMode": "sees every operation while a module is built without memory",
+        "TorchDispatchMode": "sees every operation: of a module built without memory, and to count them",
         "_disable_current_modes": "what was recorded is carried out unseen",
+    },
+    "torch.utils.flop_counter": {
+        "flop_registry": "operations by kind; FlopCounterMode leaves hooks on parameters that modules are given (2.13)",
     },
     "torch.Tensor": {
         "_version": "how often autograd saw a tensor change in place",
@@ -88,6 +91,7 @@ NAMES = {
     },
     "torch.nn.modules.batchnorm._BatchNorm": {"_check_input_dim": "as its own forward begins"},
     "torch.nn.MultiheadAttention": {"_reset_parameters": "initialises it, as reset_parameters does other modules"},
+    "torch.nn.modules.conv": {"_ConvNd": "the base of all convolutions"},
     "torch.nn.modules.dropout": {"_DropoutNd": "the base of all dropouts"},
     "torch.nn.modules.rnn.RNNBase": {
         "_flat_weight_refs": "weak references, with which tensors cannot be swapped",
@@ -136,6 +140,7 @@ from torch._C._autograd import _unsafe_set_version_counter
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.modules.batchnorm import _NormBase as NormBase
+from torch.nn.modules.conv import _ConvNd as ConvNd
 from torch.nn.modules.dropout import _DropoutNd as DropoutNd
 from torch.overrides import _get_current_function_mode as current_function_mode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -148,6 +153,7 @@ from torch.utils._pytree import (
     tree_map,
     tree_unflatten,
 )
+from torch.utils.flop_counter import flop_registry
 
 graph_nodes: Callable[[], int] = torch._C._autograd._get_sequence_nr
 """How many nodes autograd has made on this thread: what a layer makes has numbers between those before and after."""
@@ -194,6 +200,7 @@ def in_backward() -> bool:
 
 __all__ = [
     "BatchNorm",
+    "ConvNd",
     "DisableTorchFunction",
     "DisableTorchFunctionSubclass",
     "DropoutNd",
@@ -202,6 +209,7 @@ __all__ = [
     "current_function_mode",
     "disable_current_modes",
     "disabled_torch_function",
+    "flop_registry",
     "foreach_mul_",
     "functorch_active",
     "graph_nodes",

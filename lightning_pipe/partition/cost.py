@@ -17,7 +17,9 @@ from lightning_pipe.partition.profile import Profile
 from lightning_pipe.partition.sequence import Layers, find_layers, finer_path, longer_sequences
 from lightning_pipe.text import several
 
-Balance = Literal["parameters", "flops", "time", "memory"] | Sequence[int] | Callable[[nn.Module], float]
+Balance = Literal["auto", "parameters", "flops", "time", "memory"] | Sequence[int] | Callable[[nn.Module], float]
+AUTO = "auto"
+"""By the work that a first batch shows, else by parameters."""
 
 
 def divide(
@@ -77,7 +79,7 @@ def layer_costs(
         return [_called(balance, name, layer) for name, layer in layers]
     if not isinstance(balance, str):
         return None
-    if balance == "parameters":
+    if balance in ("parameters", AUTO):
         return [float(cost) for cost in parameter_costs(module, layers)]
     if balance == "flops":
         return layer_flops(module, layers)

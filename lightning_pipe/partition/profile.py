@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import accumulate, pairwise
 from pathlib import Path
+from types import FunctionType
 from typing import Any, Literal
 
 import torch
@@ -164,6 +165,42 @@ def _now(module: nn.Module) -> float:
     return time.perf_counter()
 
 
+def cache_path(module: nn.Module, also: Sequence[str], folder: str | os.PathLike[str] | None = None) -> Path:
+    """The file for what is measured of a module: another module, other options and other code have another one.
+
+    Args:
+        module: the module.
+        also: what else the measurements depend on.
+        folder: where; by default ``$LIGHTNING_PIPE_CACHE`` or ``~/.cache/lightning_pipe``.
+    """
+    chosen = folder or os.environ.get("LIGHTNING_PIPE_CACHE") or Path.home() / ".cache" / "lightning_pipe"
+    kinds = [f"{name} {type(part).__qualname__}({part.extra_repr()})" for name, part in module.named_modules()]
+    parameters = [f"{name}{tuple(p.shape)}{p.dtype}" for name, p in module.named_parameters()]
+    code = [text for kind in dict.fromkeys(map(type, module.modules())) for text in _code_of(kind)]
+    description = [type(module).__module__, *also, *kinds, *parameters, *code]
+    digest = hashlib.sha256("\n".join(description).encode()).hexdigest()[:16]
+    return Path(chosen) / f"{type(module).__name__}-{digest}.json"
+
+
+def _code_of(kind: type) -> list[str]:
+    """What tells that the methods of a class of the user's have been edited."""
+    if kind.__module__.startswith("torch."):
+        return []
+    methods = [(name, value.__code__) for name, value in vars(kind).items() if isinstance(value, FunctionType)]
+    return [f"{name} {code.co_code.hex()} {code.co_names}" for name, code in methods]
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write what has been measured; a folder that cannot be written to costs the measurements, not the run."""
+    partial = path.with_suffix(f".{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_text(text)
+        partial.replace(path)
+    except OSError as error:
+        warnings.warn(f"The costs of the layers cannot be stored: {error}.", stacklevel=3)
+
+
 class ProfileStore:
     """The profiles of one module on disk, by batch signature; the one used last counts.
 
@@ -188,13 +225,8 @@ class ProfileStore:
         conditions: Sequence[str] = (),
         folder: str | os.PathLike[str] | None = None,
     ) -> None:
-        chosen = folder or os.environ.get("LIGHTNING_PIPE_CACHE") or Path.home() / ".cache" / "lightning_pipe"
         self._names = [name for name, _ in layers]
-        kinds = [f"{name} {type(part).__qualname__}({part.extra_repr()})" for name, part in module.named_modules()]
-        parameters = [f"{name}{tuple(p.shape)}{p.dtype}" for name, p in module.named_parameters()]
-        description = [type(module).__module__, *self._names, *kinds, *parameters, *conditions]
-        digest = hashlib.sha256("\n".join(description).encode()).hexdigest()[:16]
-        self.path = Path(chosen) / f"{type(module).__name__}-{digest}.json"
+        self.path = cache_path(module, [*self._names, *conditions], folder)
         self.signatures: list[str] = []
 
     def load(self) -> Profile | None:
@@ -212,13 +244,8 @@ class ProfileStore:
         profiles[signature] = profile or known  # type: ignore[assignment]
         for oldest in list(profiles)[:-PROFILES]:
             del profiles[oldest]
-        partial = self.path.with_suffix(f".{os.getpid()}")
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            partial.write_text(json.dumps({signature: asdict(profile) for signature, profile in profiles.items()}))
-            partial.replace(self.path)
-        except OSError as error:
-            warnings.warn(f"The costs of the layers cannot be stored: {error}.", stacklevel=2)
+        content = {signature: asdict(profile) for signature, profile in profiles.items()}
+        write_atomically(self.path, json.dumps(content))
 
     def _read(self) -> dict[str, Profile]:
         try:

@@ -149,7 +149,7 @@ def _candidates(module: nn.Module) -> list[_Candidate]:
     Nothing inside compiled code is a candidate: the calls of its layers cannot be seen.
     """
     found: list[_Candidate] = []
-    inside: list[str] = [path for path, part in module.named_modules() if _is_compiled(part)]
+    inside: list[str] = [path for path, part in module.named_modules() if is_compiled_module(part)]
     for path, container in module.named_modules():
         if not isinstance(container, nn.Sequential | nn.ModuleList) or any(_within(path, outer) for outer in inside):
             continue
@@ -168,15 +168,16 @@ def _is_container(module: nn.Module) -> bool:
     return isinstance(module, nn.Sequential | nn.ModuleList | nn.ModuleDict)
 
 
-def _is_transparent(module: nn.Module) -> bool:
-    """Calls to the container are nothing but calls of its children, one after the other, that can be told apart."""
+def is_transparent(module: nn.Module) -> bool:
+    """Whether a call of the container is nothing but calls of its children in turn, which can be told apart."""
     if isinstance(module, nn.ModuleList | nn.ModuleDict):
         return True
     plain = isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
-    return plain and not _is_compiled(module)
+    return plain and not is_compiled_module(module)
 
 
-def _is_compiled(module: nn.Module) -> bool:
+def is_compiled_module(module: nn.Module) -> bool:
+    """Whether calls inside the module cannot be seen."""
     return getattr(module, "_compiled_call_impl", None) is not None or "_orig_mod" in module._modules
 
 
@@ -186,14 +187,14 @@ def _flatten(path: str, container: nn.Module) -> Layers:
         if child is None:
             continue
         name = f"{path}.{key}" if path else key
-        layers += _flatten(name, child) if _is_transparent(child) else [(name, child)]
+        layers += _flatten(name, child) if is_transparent(child) else [(name, child)]
     return layers
 
 
 def _flattened_containers(path: str, container: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     yield path, container
     for key, child in container._modules.items():
-        if child is not None and _is_transparent(child):
+        if child is not None and is_transparent(child):
             yield from _flattened_containers(f"{path}.{key}" if path else key, child)
 
 
@@ -232,7 +233,7 @@ def _check_disjoint(names: list[str], paths: list[str]) -> None:
 
 
 def _check_not_inside_compiled(module: nn.Module, names: list[str]) -> None:
-    compiled = [path for path, part in module.named_modules() if _is_compiled(part)]
+    compiled = [path for path, part in module.named_modules() if is_compiled_module(part)]
     for name in names:
         around = next((path for path in compiled if path != name and _within(name, path)), None)
         if around is not None:
@@ -292,7 +293,7 @@ def _unclear(module: nn.Module, candidates: list[_Candidate], total: int) -> Par
     name = type(module).__name__
     if not candidates:
         parts = _parts("", module)
-        compiled = any(_is_compiled(part) for part in module.modules())
+        compiled = any(is_compiled_module(part) for part in module.modules())
         return PartitionError(
             f"{name} holds no nn.Sequential or nn.ModuleList of at least 2 layers that the stages could be cut from.",
             hint="Compile the layers one by one; code compiled as a whole cannot be cut."

@@ -31,9 +31,7 @@ def several_passes(schedule: Schedule, passes: int) -> Schedule:
     """
     if passes == 1:
         return schedule
-    kinds = {action.kind for order in schedule.actions for action in order}
-    whole = kinds <= {Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD}
-    if not whole or schedule.pipes > 1 or not schedule.synchronous:
+    if not may_repeat(schedule):
         raise ConfigurationError(
             f"Schedule {schedule.name!r} cannot train with passes={passes}.",
             hint="Use 'gpipe', '1f1b' or 'interleaved': one pipe, whole backward passes, a flush.",
@@ -48,6 +46,12 @@ def several_passes(schedule: Schedule, passes: int) -> Schedule:
     made = schedule_of(schedule.name, order, placement=placement, micro_batches=micro_batches)
     made.validate()
     return made
+
+
+def may_repeat(schedule: Schedule) -> bool:
+    """Whether there is an order of several passes: one pipe, whole backward passes, a flush."""
+    kinds = {action.kind for order in schedule.actions for action in order}
+    return kinds <= {Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD} and schedule.pipes == 1 and schedule.synchronous
 
 
 def _one_by_one(placement: Placement, ranks: int, micro_batches: int) -> list[list[Action]]:

@@ -1,0 +1,232 @@
+"""Chooses the layers of a module from what a step calls: any modules, in the order in which they are called."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from itertools import accumulate, groupby, pairwise
+from typing import NamedTuple
+
+from torch import nn
+
+from lightning_pipe.errors import PartitionError
+from lightning_pipe.partition.calls import Call, in_order, in_words, registered, top, work_of
+from lightning_pipe.partition.sequence import Layers, find_layers, is_compiled_module
+from lightning_pipe.text import several
+
+FINE = 4
+"""A module is opened while it does more than this part of a stage's share of the work."""
+
+SHARED = 0.1
+"""Modules that are called at several places may do so much of the work: every rank that calls them holds them."""
+
+MOST_PASSES = 4
+"""A step that comes back to its layers more often than that runs a loop."""
+
+
+class Chosen(NamedTuple):
+    """The layers of a module.
+
+    Args:
+        layers: in the order of their calls.
+        work: of each; empty: it is not known.
+        order: the numbers of the layers in the order of all calls, in which a step may come back to them; empty: it
+            is not known.
+        opened: modules, and the layers that they call in turn.
+    """
+
+    layers: Layers
+    work: list[float] = []  # noqa: RUF012 - nobody changes it
+    order: list[int] = []  # noqa: RUF012
+    opened: list[tuple[str, nn.Module, list[str]]] = []  # noqa: RUF012
+
+    def passes(self, counts: Sequence[int]) -> int:
+        """How often the step runs from an earlier to a later stage.
+
+        Args:
+            counts: the layers of every stage.
+        """
+        stage_of = [stage for stage, count in enumerate(counts) for _ in range(count)]
+        stages = [stage_of[number] for number in self.order]
+        return 1 + sum(after < before for before, after in pairwise(stages))
+
+    def closed(self, counts: Sequence[int]) -> tuple[Layers, list[int]]:
+        """The layers, and their numbers by stage, with modules closed again whose layers are all on one stage.
+
+        Args:
+            counts: the layers of every stage.
+        """
+        ends, found = list(accumulate(counts, initial=0)), list[Layers]()
+        for start, end in pairwise(ends):
+            names, parts = [name for name, _ in self.layers[start:end]], dict(self.layers[start:end])
+            for name, module, inner in reversed(self.opened):  # those inside of others come first
+                if inner[0] in names and names[(at := names.index(inner[0])) : at + len(inner)] == inner:
+                    names[at : at + len(inner)], parts[name] = [name], module
+            found.append([(name, parts[name]) for name in names])
+        return [layer for stage in found for layer in stage], list(map(len, found))
+
+
+def choose(module: nn.Module, calls: Sequence[Call], stages: int, *, several_passes: bool = False) -> Chosen:
+    """Choose the layers: modules with parameters, none inside another, each called once or several times in a row.
+
+    The modules that the step itself calls are opened, the largest first, into the modules that they call in turn, while
+    one does more than a quarter of a stage's share of the work. A module stays closed whose parts are not called, or
+    called in turns (a loop over time): it is one layer. What is called at several places and does little (a shared
+    norm) is no layer but code between layers.
+
+    Args:
+        module: the whole module.
+        calls: those of one run of the step.
+        stages: that the layers are to be divided over.
+        several_passes: whether the step may come back to the first layers behind the last one (siamese networks).
+
+    Raises:
+        PartitionError: there are fewer such modules than stages.
+
+    Example:
+        >>> net = nn.ModuleDict({"tail": nn.Linear(2, 2), "head": nn.Linear(2, 2)})
+        >>> [name for name, _ in choose(net, [Call("head", 8.0), Call("tail", 8.0)], stages=2).layers]
+        ['head', 'tail']
+    """
+    parts = dict(module.named_modules())
+    order = top(calls)
+    limit = sum(call.work for call in order) / (FINE * stages)
+    found = _Order(order, parts, several_passes)
+    opened: list[tuple[str, nn.Module, list[str]]] = []
+    while (name := _to_open(found, parts, several_passes, None if found.few(stages) else limit)) is not None:
+        inner = [part.name for call in found.calls if call.name == name for part in call.calls]
+        opened.append((name, parts[name], list(dict.fromkeys(inner))))
+        found = found.opened(name, parts, several_passes)
+    if found.few(stages):
+        raise _too_few(module, calls, stages, found.layers, several_passes)
+    numbers = {name: number for number, name in enumerate(found.layers)}
+    runs = [numbers[name] for name in found.runs if name in numbers]
+    return Chosen(
+        [(name, parts[name]) for name in found.layers],
+        [found.work[name] for name in found.layers],
+        runs,
+        opened if len(runs) == len(numbers) else [],
+    )
+
+
+def _too_few(
+    module: nn.Module, calls: Sequence[Call], stages: int, layers: Sequence[str], several_passes: bool
+) -> PartitionError:
+    hint = f"Use {several(len(layers), 'device')}." if len(layers) > 1 else "Train it on one device."
+    if not several_passes:
+        with suppress(PartitionError):
+            choose(module, calls, stages, several_passes=True)
+            hint = "The step comes back to its layers: use schedule='1f1b', 'gpipe' or 'interleaved'."
+    if any(map(is_compiled_module, module.modules())):
+        hint = "Compile the layers one by one; code compiled as a whole is one layer."
+    return PartitionError(
+        f"{type(module).__name__} has {several(len(layers), 'layer')} for {several(stages, 'stage')}: a layer is a "
+        f"module with parameters that a step calls at one place. Called were: {in_words(top(calls))}. Layers: "
+        f"{', '.join(layers) or 'none'}.",
+        hint=hint,
+    )
+
+
+def serves(layers: Layers, calls: Sequence[Call], stages: int) -> bool:
+    """Whether a sequence of layers is called in its order, and little is done outside of it.
+
+    Args:
+        layers: the sequence.
+        calls: those of a step.
+        stages: that the layers are to be divided over.
+    """
+    names = [name for name, _ in layers]
+    total = sum(call.work for call in top(calls))
+    outside = total - sum(work_of(calls, names))
+    return len(layers) >= stages and in_order(calls, names) and outside <= total / (FINE * stages)
+
+
+def guess(module: nn.Module, stages: int) -> Chosen:
+    """The layers in the order in which modules are registered, where nothing has been run.
+
+    Raises:
+        PartitionError: there are fewer than stages.
+    """
+    return choose(module, registered(module), stages)
+
+
+def line(module: nn.Module, layers: Layers) -> str:
+    """The option that names these layers, as short as it can be and as `find_layers` reads it."""
+    names, short = [name for name, _ in layers], list[str]()
+    for parent, group in groupby(names, lambda name: name.rpartition(".")[0]):
+        inside, pattern = list(group), f"{parent}.*"
+        short += [pattern] if len(inside) > 1 and parent and _leads_to(module, pattern, inside) else inside
+    return f"layers={short[0]!r}" if len(short) == 1 else f"layers={short}"
+
+
+def _leads_to(module: nn.Module, path: str, names: list[str]) -> bool:
+    try:
+        return [name for name, _ in find_layers(module, path)] == names
+    except PartitionError:
+        return False
+
+
+class _Order:
+    """Calls one after the other, of which none lies within another, and what they mean for the layers."""
+
+    def __init__(self, calls: Sequence[Call], parts: dict[str, nn.Module], several_passes: bool) -> None:
+        self.calls = calls
+        self.work = dict.fromkeys((call.name for call in calls), 0.0)
+        for call in calls:
+            self.work[call.name] += call.work
+        self.runs = [name for name, _ in groupby(call.name for call in calls)]
+        times = Counter(self.runs)
+        inner = _inside_others(list(times), parts)
+        repeated = {name for name in times if times[name] > 1}
+        if several_passes and self._weight(repeated) > SHARED and _passes(self.runs) <= MOST_PASSES:
+            repeated = set()
+        self.layers = [name for name in times if name not in repeated and name not in inner]
+        self.inner, self.repeated = self._weight(inner), self._weight(repeated)
+
+    def _weight(self, names: set[str]) -> float:
+        return sum(self.work[name] for name in names) / (sum(self.work.values()) or 1.0)
+
+    def opened(self, name: str, parts: dict[str, nn.Module], several_passes: bool) -> _Order:
+        """The same with one of the modules opened."""
+        calls = [part for call in self.calls for part in (call.calls if call.name == name else [call])]
+        return _Order(calls, parts, several_passes)
+
+    def few(self, stages: int) -> bool:
+        """Whether there are fewer layers than stages."""
+        return len(self.layers) < stages
+
+
+def _to_open(found: _Order, parts: dict[str, nn.Module], several_passes: bool, limit: float | None) -> str | None:
+    """The largest module that can be opened and is to be; ``None``: all stay closed.
+
+    Args:
+        found: the order.
+        parts: the modules by name.
+        several_passes: see `choose`.
+        limit: the work of the largest module that stays closed; ``None``: there are not layers enough.
+    """
+    openable = {call.name for call in found.calls if call.calls}
+    for name, work in sorted(found.work.items(), key=lambda pair: -pair[1]):
+        if limit is not None and work <= limit and not found.inner:
+            return None
+        if name not in openable:
+            continue
+        finer = found.opened(name, parts, several_passes)
+        if finer.repeated <= max(found.repeated, SHARED) and len(finer.layers) >= len(found.layers):
+            return name
+    return None
+
+
+def _inside_others(names: Sequence[str], parts: dict[str, nn.Module]) -> set[str]:
+    """The modules that are parts of others among them."""
+    within = {id(part) for name in names for part in parts[name].modules() if part is not parts[name]}
+    return {name for name in names if id(parts[name]) in within}
+
+
+def _passes(runs: Sequence[str]) -> int:
+    """How often calls go through the modules in the order in which they first come, the last time to the last one."""
+    number = {name: index for index, name in enumerate(dict.fromkeys(runs))}
+    order = [number[name] for name in runs]
+    times = 1 + sum(after < before for before, after in pairwise(order))
+    return times if order[-1] == len(number) - 1 else MOST_PASSES + 1
