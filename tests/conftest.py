@@ -9,6 +9,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import gc
+import tempfile
 from collections.abc import Iterator
 
 import pytest
@@ -23,6 +24,14 @@ def float64() -> Iterator[None]:
     torch.set_default_dtype(torch.float64)
     yield
     torch.set_default_dtype(torch.float32)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cache() -> Iterator[None]:
+    """What runs store of modules is gone with the tests, and nothing of earlier ones is found."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["LIGHTNING_PIPE_CACHE"] = folder
+        yield
 
 
 def pytest_collection_finish() -> None:

@@ -29,7 +29,7 @@ class PartitionedModule:
 
     Args:
         module: the user's module, whole, with the same values on all ranks (or `synchronize` it).
-        layers: the layer sequence with dotted names.
+        layers: the layer sequence with dotted names; empty while the module is whole on every rank.
         balance: the number of layers of each stage.
         family: the schedule family.
         transport: this process's transport.
@@ -87,6 +87,11 @@ class PartitionedModule:
         )
 
     # ------------------------------------------------------------------ ranks and processes
+
+    @property
+    def whole(self) -> bool:
+        """Whether the module is not divided yet: every rank holds all of it."""
+        return not self.layers
 
     @property
     def is_loss_rank(self) -> bool:

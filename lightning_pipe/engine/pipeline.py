@@ -22,6 +22,7 @@ from lightning_pipe.engine.passes import Passes
 from lightning_pipe.engine.skip_routes import SkipRoutes
 from lightning_pipe.engine.stage import Stages
 from lightning_pipe.engine.turns import Turns
+from lightning_pipe.engine.undivided import run_whole
 from lightning_pipe.errors import ConfigurationError
 from lightning_pipe.intercept.interceptor import Interceptor
 from lightning_pipe.intercept.random_streams import RandomStreams
@@ -54,8 +55,7 @@ class Pipeline(PartitionedModule):
         before: the same module over the same ranks in an earlier run, if it is still divided.
 
     Attributes:
-        elapsed: seconds of all training batches but the first.
-        busy: seconds of them that this rank computed.
+        elapsed, busy: seconds of all training batches but the first, and those in which this rank computed.
         skips: the skip connections that pass over stages.
         reductions: sums the gradients of parameters that other processes hold as well.
         gradients_divided: whether holders of the same parameters have dropped gradients since the last batch.
@@ -213,7 +213,7 @@ class Pipeline(PartitionedModule):
             with self.running(batch.streams, caches=True):
                 results = self.turns.run(batch)
         else:
-            results = self._run(batch)
+            results = run_whole(self, batch) if self.whole else self._run(batch)
         self.turns.needed = batch.repeats
         self.commit_evaluated()
         return results

@@ -19,6 +19,7 @@ class StageLayers(NamedTuple):
         routes: the skip connections that leave this stage for another stage than the next, with that stage.
         stage_of: for a step of several passes, which count as stages and layers of their own one after the other: the
             stage of each layer in one pass. Otherwise empty.
+        heard: whether what the step returns counts: while a module is whole, all ranks run all of it and one is heard.
     """
 
     stage: int
@@ -26,6 +27,7 @@ class StageLayers(NamedTuple):
     names: Sequence[str]
     routes: Mapping[SkipKey, int]
     stage_of: Sequence[int] = ()
+    heard: bool = True
 
     @property
     def in_one_pass(self) -> int:

@@ -175,6 +175,8 @@ class StageRun:
                 "a bare `except:`, in `except BaseException`, or in a context manager that suppresses everything.",
                 hint="Catch Exception around the layers, or the errors that are expected there.",
             )
+        if not self.stage.heard:
+            raise _EndOfStage
         waiting, last = self.arrival.pending is not None, self.stage.last
         if self.training or (last and not waiting) or (waiting and not self.tracker.expects(_END)):
             return

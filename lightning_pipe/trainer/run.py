@@ -37,7 +37,7 @@ the batches that it has finished: `Streaming` in asynchronous/streaming.py does 
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -48,8 +48,10 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.optim import Optimizer
 
 from lightning_pipe.engine.pipeline import Pipeline
+from lightning_pipe.engine.undivided import look
 from lightning_pipe.intercept.random_streams import RandomStreams
 from lightning_pipe.partition import ProfileStore
+from lightning_pipe.partition.calls import Call, CallStore
 from lightning_pipe.patches import replaced
 from lightning_pipe.trainer.active_loop import active_loop_kept
 from lightning_pipe.trainer.asynchronous.streaming import Streaming
@@ -57,6 +59,7 @@ from lightning_pipe.trainer.batch_ends import BatchEnds
 from lightning_pipe.trainer.checks import check_outside_step, steps_for_every_batch
 from lightning_pipe.trainer.data.batch_splitter import BatchSplitter, BatchSplitting, naming_suspects
 from lightning_pipe.trainer.data.loaders import Loaders
+from lightning_pipe.trainer.data.micro_batches import MicroBatches
 from lightning_pipe.trainer.data.training_output import TrainingOutput
 from lightning_pipe.trainer.evaluation.evaluations import Evaluations
 from lightning_pipe.trainer.evaluation.steps import EvaluationSteps
@@ -64,6 +67,7 @@ from lightning_pipe.trainer.gradients import Gradients
 from lightning_pipe.trainer.layer_costs import LayerCosts
 from lightning_pipe.trainer.report import Report
 from lightning_pipe.trainer.seeds import Seeds
+from lightning_pipe.trainer.stage_division import Division
 from lightning_pipe.trainer.stopping import stopping_together
 from lightning_pipe.trainer.user_step import UserStep
 from lightning_pipe.trainer.whole_model.finetuning import values_compared
@@ -75,6 +79,19 @@ from lightning_pipe.trainer.whole_model.sharded_optimizer import ShardedOptimize
 from lightning_pipe.trainer.withheld_gradients import withheld_gradients
 from lightning_pipe.trainer.world import World
 
+FIRST_STEPS = {
+    TrainerFn.FITTING: "training_step",
+    TrainerFn.VALIDATING: "validation_step",
+    TrainerFn.TESTING: "test_step",
+    TrainerFn.PREDICTING: "predict_step",
+}
+"""The step that says in which order a run calls layers."""
+_CONTEXTS = {
+    "training_step": "train_step_context",
+    "validation_step": "val_step_context",
+    "test_step": "test_step_context",
+    "predict_step": "predict_step_context",
+}
 _TRANSFORMS = ("transfer_batch_to_device", "on_after_batch_transfer")
 
 
@@ -85,12 +102,12 @@ class PipelineRun:
         module: the LightningModule.
         pipeline: the module over the ranks.
         world: the processes.
-        precision: the Trainer's precision plugin.
         splitting: how batches are split into micro-batches.
         report: tells the user about the training.
         profiles: where the costs of the layers are to be stored after the first batch; ``None``: they are not measured.
         sharded: divides optimizers over the holders of parameters; ``None``: each holder updates all it holds.
         seed: from which all random streams derive.
+        late: divides a module that is whole on all ranks by what its first batch calls.
 
     Attributes:
         gradients: of the training batches.
@@ -103,14 +120,14 @@ class PipelineRun:
         module: pl.LightningModule,
         pipeline: Pipeline,
         world: World,
-        precision: Precision,
         splitting: BatchSplitting,
         report: Report,
         profiles: ProfileStore | None,
         sharded: ShardedOptimizers | None,
         seed: int,
+        late: Callable[[list[Call]], Division],
     ) -> None:
-        self.pipeline = pipeline
+        self.pipeline, self._late = pipeline, late
         self.report = report
         self.gradients = Gradients(module, pipeline, sharded)
         # functions of the user's look at the micro-batches on all ranks
@@ -118,7 +135,7 @@ class PipelineRun:
         whole = splitting.whole_batches or looked_at
         self.loaders = Loaders(module, pipeline, world, self._broadcast, whole=whole)
         self.streaming: Streaming | None = None
-        self._module, self._world, self._precision = module, world, precision
+        self._module, self._world = module, world
         self._splitter = BatchSplitter(module, pipeline, world, splitting)
         self._costs = LayerCosts(module, pipeline, profiles)
         self._seeds = Seeds(seed, world.transport.replica)
@@ -126,6 +143,12 @@ class PipelineRun:
         self._evaluations: Evaluations | None = None
         self._output: TrainingOutput | None = None
         self._changed = ExitStack()
+
+    @property
+    def _precision(self) -> Precision:
+        trainer: Any = self._module.trainer
+        plugin: Precision = trainer.precision_plugin
+        return plugin
 
     # ------------------------------------------------------------------ beginning and end
 
@@ -197,6 +220,35 @@ class PipelineRun:
 
     # ------------------------------------------------------------------ batches
 
+    def divide(self, name: str, args: Sequence[Any]) -> None:
+        """Before the first batch: divide a module that is whole by what the step calls. Collective over all processes.
+
+        Args:
+            name: the method of the LightningModule.
+            args: its arguments; the first one is the batch, on this device.
+
+        Raises:
+            Exception: what the step raises.
+        """
+        if not self.pipeline.whole:
+            return
+        assert self._step is not None
+        training, world = name == "training_step", self._world
+        parts = self._splitter.split(args[0]) if training else MicroBatches([args[0]], [1], [1.0])
+        calls: list[Call] = []
+        if world.transport.process == 0:
+            context = getattr(self._precision, _CONTEXTS[name])
+            with naming_suspects(args[0], parts), self._step.running():
+                step = self._step.begin(name, args[1:], context, parts)
+                calls = look(self.pipeline, step, parts.parts[0], training=training, seed=self._seeds.training(0))
+            CallStore(self._module).save(name, calls)
+        calls = world.broadcast(calls, 0)
+        self.end()
+        _, notes, store, costs, built = self._late(calls)
+        self.report.notes, self.report.costs, self.report.built = (*self.report.notes, *notes), costs, built
+        self._costs = LayerCosts(self._module, self.pipeline, store)
+        self.begin()
+
     def train(self, args: Sequence[Any], optimizers: Sequence[Optimizer]) -> Any:
         """Forward and backward passes of one batch; returns what the Trainer expects of ``training_step``.
 
@@ -241,6 +293,8 @@ class PipelineRun:
             name: the method of the LightningModule.
             args: the step's arguments; the first one is the batch, on this device.
         """
+        if not self._module.trainer.sanity_checking:  # a fit is divided by what its training step calls
+            self.divide(name, args)
         assert self._evaluations is not None
         return self._evaluations.step(name, args)
 

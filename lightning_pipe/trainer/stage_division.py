@@ -14,9 +14,12 @@ from torch import nn
 
 from lightning_pipe.config import Auto, RunLayout
 from lightning_pipe.construction import is_deferred
+from lightning_pipe.engine import undivided
 from lightning_pipe.engine.pipeline import Pipeline
-from lightning_pipe.errors import ConfigurationError
+from lightning_pipe.errors import ConfigurationError, PartitionError
+from lightning_pipe.parameters.deferred_batchnorm import DeferredBatchNorm
 from lightning_pipe.partition import (
+    AUTO,
     Balance,
     Layers,
     ProfileStore,
@@ -27,10 +30,16 @@ from lightning_pipe.partition import (
     layer_costs,
     layer_flops,
 )
+from lightning_pipe.partition import balance as balance_costs
+from lightning_pipe.partition.calls import Call, CallStore, of_step, work_of
+from lightning_pipe.partition.choice import Chosen, choose, guess, line, serves
 from lightning_pipe.schedules import Family
 from lightning_pipe.schedules.passes.recompute import Mode as Recompute
+from lightning_pipe.schedules.several_passes import may_repeat
 from lightning_pipe.simulate import Costs, simulate
 from lightning_pipe.text import memory
+from lightning_pipe.torch_internals import ConvNd
+from lightning_pipe.trainer.at_rest import check_may_gather, resting, size_of
 from lightning_pipe.trainer.checks import check_layers, check_quantized
 from lightning_pipe.trainer.world import World
 
@@ -40,7 +49,7 @@ _NOT_MEASURED = "the layers have not been measured yet: this run is balanced by 
 
 
 class Division(NamedTuple):
-    """A module that is divided over stages.
+    """A module that is divided over stages, or that will be when its first batch has shown the layers.
 
     Args:
         pipeline: the module over the ranks.
@@ -79,42 +88,129 @@ class StageDivision:
     micro_batches: int | Auto
     passes: int = 1
 
-    def find_layers(self, module: pl.LightningModule) -> Layers:
-        """The layer sequence of a module.
+    def find(self, module: pl.LightningModule, layout: RunLayout, world: World, step: str) -> Chosen | None:
+        """The layers of a module. Collective over all processes, where an earlier run may have shown them.
+
+        Args:
+            module: the LightningModule.
+            layout: the number of ranks and of stages.
+            world: the processes; process 0 knows what earlier runs have called.
+            step: the first step that counts in this run.
+
+        Returns:
+            ``None`` if the first batch is to show them: then every rank holds the whole module until then.
 
         Raises:
-            PartitionError: there is none.
+            PartitionError: they are named, and are not there, or there are too few.
         """
-        return find_layers(module, self.layers)
+        before, clear, stages = resting(module), None, layout.stages
+        if before is not None and self.layers is None:
+            return Chosen(before.layers)
+        try:
+            clear = find_layers(module, self.layers)
+        except PartitionError:
+            if self.layers is not None:
+                raise
+        if self.layers is not None and clear is not None and not self._asks_for_work(clear, stages):
+            return Chosen(clear)
+        known = CallStore(module).load(), may_be_whole(module, world.transport.device)
+        stored, whole = world.broadcast(known if world.transport.process == 0 else ({}, False), 0)
+        if (calls := of_step(stored, step)) is not None:
+            return self.choose(module, calls, layout)
+        if whole:
+            return None
+        return guess(module, stages) if clear is None else Chosen(clear)
+
+    def choose(self, module: pl.LightningModule, calls: Sequence[Call], layout: RunLayout) -> Chosen:
+        """The layers of a module of which it is known what its step calls.
+
+        Raises:
+            PartitionError: there are fewer than stages.
+        """
+        ranks, stages = layout.pipeline_parallel_size, layout.stages
+        try:
+            clear = find_layers(module, self.layers)
+        except PartitionError:
+            clear = []
+        if clear and (self.layers is not None or serves(clear, calls, stages)):
+            work = work_of(calls, [name for name, _ in clear]) if self._asks_for_work(clear, stages) else []
+            return Chosen(clear, work)
+        with warnings.catch_warnings():  # of the number of micro-batches
+            warnings.simplefilter("ignore")
+            repeats = may_repeat(self.family.build(ranks, 4 * ranks, stages=stages))
+        return choose(module, calls, stages, several_passes=repeats)
+
+    def _asks_for_work(self, layers: Layers, stages: int) -> bool:
+        """Whether the layers are to be balanced by work that parameters do not tell: that of convolutions."""
+        return stages > 1 and self.balance == AUTO and has_convolutions(layers)
+
+    def known(self, module: pl.LightningModule) -> tuple[list[str], list[str]]:
+        """The names of parameters and of layers, as far as these show before the module runs."""
+        try:
+            layers = find_layers(module, self.layers)
+        except PartitionError:
+            layers = []
+        return [name for name, _ in module.named_parameters()], [name for name, _ in layers]
+
+    def go_on(self, module: pl.LightningModule, pipeline: Pipeline, limit: int, *, same: bool) -> Pipeline | None:
+        """The division to go on with; with other layers than before the module is whole again. Collective.
+
+        Args:
+            module: the LightningModule.
+            pipeline: its division so far.
+            limit: bytes of the largest module that every rank may hold whole.
+            same: whether the layers are the same.
+        """
+        DeferredBatchNorm.revert(module)
+        if same and not pipeline.whole:
+            return pipeline
+        if not pipeline.whole:
+            check_may_gather(module, limit)
+        pipeline.restore()
+        return None
+
+    def whole(self, module: pl.LightningModule, layout: RunLayout, world: World) -> Division:
+        """Leave the module whole on every rank until its first batch. Collective."""
+        none = [0] * layout.stages
+        pipeline = Pipeline(module, [], none, self.family, world.transport, recompute=self.recompute)
+        return Division(pipeline, (), None, None)
 
     def divide(
         self,
         module: pl.LightningModule,
-        layers: Layers,
+        chosen: Chosen,
         layout: RunLayout,
         world: World,
         conditions: list[str],
         before: Pipeline | None = None,
+        whole: Pipeline | None = None,
     ) -> Division:
         """Give each rank its stages, and free all other layers. Collective if the balance asks for measured costs.
 
         Args:
             module: the user's module.
-            layers: its layer sequence.
+            chosen: its layer sequence.
             layout: the sizes of pipelines and replicas, and the number of stages.
             world: the processes; process 0 knows the costs.
             conditions: what the costs depend on besides the module.
             before: the division that the module has already, which does not change any more.
+            whole: the module, if all ranks hold all of it and its first batch has shown the layers.
 
         Raises:
             ConfigurationError: the balance is another one.
         """
-        built = 0
+        built, layers, passes = 0, chosen.layers, self.passes
         if before is None:
-            counts, notes, store, costs = self._balance(module, layers, layout, world, conditions)
+            counts, notes, store, costs = self._balance(module, chosen, layout, world, conditions)
+            passes = max(passes, chosen.passes(counts))
             # before most of it is gone
             built = sum(parameter.nbytes for parameter in module.parameters() if not is_deferred(parameter))
             notes = (*notes, *how_built(built, layout.pipeline_parallel_size))
+            if self.balance == AUTO:
+                layers, counts = chosen.closed(counts)
+            if chosen.order:
+                also = f", passes={passes}" * (passes > 1)
+                notes = (f"layers in the order of their calls: {line(module, layers)}, balance={counts}{also}", *notes)
         else:
             counts, notes, store, costs = before.balance, (), None, None
             if (
@@ -127,6 +223,9 @@ class StageDivision:
                 )
         check_layers(layers, len(counts))
         check_quantized(module, len(counts))
+        if whole is not None:
+            undivided.divide(whole, layers, counts, passes, deferred_batch_norm=self.deferred_batch_norm)
+            return Division(whole, notes, store, costs, built)
         pipeline = Pipeline(
             module,
             layers,
@@ -135,17 +234,19 @@ class StageDivision:
             world.transport,
             recompute=self.recompute,
             deferred_batch_norm=self.deferred_batch_norm,
-            passes=self.passes,
+            passes=passes if before is None else before.passes,
             before=before,
         )
         pipeline.partition()
         return Division(pipeline, notes, store, costs, built)
 
     def _balance(
-        self, module: pl.LightningModule, layers: Layers, layout: RunLayout, world: World, conditions: list[str]
+        self, module: pl.LightningModule, chosen: Chosen, layout: RunLayout, world: World, conditions: list[str]
     ) -> tuple[list[int], tuple[str, ...], ProfileStore | None, Costs | None]:
         """The layers of each stage, the same on all processes, with notes, store and costs of the `Division`."""
-        balance, stages, store, profile = self.balance, layout.stages, None, None
+        layers, balance, stages, store, profile = chosen.layers, self.balance, layout.stages, None, None
+        if balance == AUTO and chosen.work:
+            return (counts := balance_costs(chosen.work, stages)), (_balanced("work", chosen.work, counts),), None, None
         if isinstance(balance, str) and balance in ("time", "memory"):
             store = ProfileStore(module, layers, conditions)
             found = (store.load(), store.signatures) if world.transport.process == 0 else (None, [])
@@ -159,8 +260,8 @@ class StageDivision:
         costs = layer_costs(module, layers, stages, balance, profile, **options)
         notes = [_NOT_MEASURED.format(balance)] if store is not None and profile is None else []
         if costs is not None:
-            by = balance if isinstance(balance, str) else "the given costs"
-            notes.append(f"balanced by {by}: the largest stage costs {imbalance(costs, counts):.2f} x the mean")
+            by = "the given costs" if not isinstance(balance, str) else "parameters" if balance == AUTO else balance
+            notes.append(_balanced(by, costs, counts))
         times = None if profile is None else profile.stage_times([name for name, _ in layers], counts)
         return counts, tuple(notes), store, None if times is None else Costs(*times)
 
@@ -175,6 +276,22 @@ class StageDivision:
             schedule = self.family.build(ranks, number, stages=stages)
         peak = max(simulate(schedule).peak_activations)
         return max(1, math.ceil(peak * ranks / stages)) if schedule.synchronous else stages
+
+
+def may_be_whole(module: nn.Module, device: torch.device) -> bool:
+    """Whether every rank may hold the whole module until its first batch: it is built, and leaves its device room."""
+    if any(is_deferred(parameter) or parameter.is_meta for parameter in module.parameters()):
+        return False
+    return device.type != "cuda" or size_of(module) <= torch.cuda.get_device_properties(device).total_memory / 4
+
+
+def has_convolutions(layers: Layers) -> bool:
+    """Whether a layer computes as often with each parameter as its image has places: parameters tell no work."""
+    return any(isinstance(part, ConvNd) for _, layer in layers for part in layer.modules())
+
+
+def _balanced(by: str, costs: Sequence[float], counts: Sequence[int]) -> str:
+    return f"balanced by {by}: the largest stage costs {imbalance(costs, counts):.2f} x the mean"
 
 
 def _without_measurements(module: nn.Module, layers: Layers) -> Balance:

@@ -16,6 +16,7 @@ from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -26,13 +27,13 @@ from lightning_pipe.construction import initialise_meta
 from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.errors import ConfigurationError, PartitionError
 from lightning_pipe.lightning_internals import optimizers_to_device
-from lightning_pipe.parameters.deferred_batchnorm import DeferredBatchNorm
-from lightning_pipe.partition import Balance
+from lightning_pipe.partition import Balance, find_layers
+from lightning_pipe.partition.calls import Call
 from lightning_pipe.patches import unheard
 from lightning_pipe.schedules import Family, Schedule
 from lightning_pipe.schedules.passes.recompute import Mode as Recompute
 from lightning_pipe.trainer import export
-from lightning_pipe.trainer.at_rest import GATHER_LIMIT, check_may_gather, forget, going_on
+from lightning_pipe.trainer.at_rest import GATHER_LIMIT, forget, going_on
 from lightning_pipe.trainer.checks import (
     SEVERAL_OPTIMIZERS,
     check_asynchronous,
@@ -51,9 +52,9 @@ from lightning_pipe.trainer.frames import hide_own
 from lightning_pipe.trainer.measured_shapes import MeasuredShapes
 from lightning_pipe.trainer.module_strategy import ModuleStrategy
 from lightning_pipe.trainer.report import Report
-from lightning_pipe.trainer.run import PipelineRun
+from lightning_pipe.trainer.run import FIRST_STEPS, PipelineRun
 from lightning_pipe.trainer.schedule_choice import AUTO, KEY, ScheduleChoice, choose, kept_by, same_everywhere
-from lightning_pipe.trainer.stage_division import StageDivision, conditions
+from lightning_pipe.trainer.stage_division import Division, StageDivision, conditions
 from lightning_pipe.trainer.whole_model.sharded_optimizer import ShardedOptimizers
 from lightning_pipe.trainer.whole_model.synchronized_norms import synchronize_norms
 
@@ -76,11 +77,13 @@ class PipeStrategy(ModuleStrategy):
         rank_order: whose ranks have neighbouring numbers, and so share a node: ``"pipeline"``, those of a pipeline, or
             ``"replicas"``, those that hold the same stages. The plan says what each sends between nodes.
         stages: number of stages; ``"auto"``: ranks x the schedule's stages per rank.
-        layers: where the layers are: a dotted path or several in order, with wildcards; ``None`` finds the sequence.
-        balance: ``"parameters"``; ``"flops"`` as counted on ``example_input_array``; ``"time"`` or ``"memory"`` as
-            measured in the first batch of an earlier run of the same module (the first run is balanced by flops where
-            there is an example, else by parameters); a list such as ``[2, 3, 2]`` (layers per stage), or a
-            function of a layer: its cost.
+        layers: where the layers are: a dotted path or several in order, with wildcards; ``None`` finds them, if need be
+            by what the first batch calls.
+        balance: ``"auto"``: the work that the first batch shows, where it shows the layers or these are convolutions,
+            else parameters; ``"parameters"``; ``"flops"`` as counted on ``example_input_array``; ``"time"`` or
+            ``"memory"`` as measured in the first batch of an earlier run of the same module (the first run is balanced
+            by flops where there is an example, else by parameters); a list such as ``[2, 3, 2]`` (layers per stage),
+            or a function of a layer: its cost.
         recompute: whether stages keep only their input and compute the rest again before their backward pass:
             ``"never"``, ``"always"``, or ``"except_last"`` micro-batch.
         deferred_batch_norm: let batch norm keep the statistics of whole batches rather than of micro-batches.
@@ -130,7 +133,7 @@ class PipeStrategy(ModuleStrategy):
         data_parallel_size: int | Auto = "auto",
         stages: int | Auto = "auto",
         layers: str | Sequence[str] | None = None,
-        balance: Balance = "parameters",
+        balance: Balance = "auto",
         recompute: Recompute = "never",
         deferred_batch_norm: bool = True,
         reproducible_rng: bool = True,
@@ -202,7 +205,7 @@ class PipeStrategy(ModuleStrategy):
             micro_batches, split_batch, loss_weight, stream_evaluation, evaluation_micro_batches, whole_batches
         )
         self._reduce_dtype = None if reduce_dtype is None else torch.bfloat16
-        self._names: list[str] = []
+        self._known: tuple[list[str], list[str]] = [], []
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(schedule={self.family.name!r}, micro_batches={self._splitting.micro_batches!r})"
@@ -255,22 +258,31 @@ class PipeStrategy(ModuleStrategy):
             later: whether layers may still be missing.
             before: a division that the module has already.
         """
-        module = self._module()
+        module, own, layout = self._module(), self._division, self.layout
         every = self._layer_sync is not None
         self._changed.callback(synchronize_norms(module, self.family, self.root_device, self.connected, every=every))
+        world, step = self.connected, FIRST_STEPS[module.trainer.state.fn or TrainerFn.FITTING]
         try:
             check_shapes(module)
-            layers = self._division.find_layers(module)
+            if later:  # modules may be missing: what is clear now is so then
+                find_layers(module, own.layers)
+            chosen = own.find(module, layout, world, step)
         except PartitionError:
             if later:
                 return
             raise
         initialise_meta(module, self._seed)
-        world = self.connected
         of_costs = conditions(self.root_device, str(self.precision_plugin.precision))
-        before = going_on(module, layers, world.transport, self.layout.stages) if before is None else before
-        division = self._division.divide(module, layers, self.layout, world, of_costs, before)
+        if chosen is None:
+            division = own.whole(module, layout, world)
+        else:
+            before = going_on(module, chosen.layers, world.transport, layout.stages) if before is None else before
+            division = own.divide(module, chosen, layout, world, of_costs, before)
         pipeline, notes, store, costs, built = division
+
+        def late(calls: list[Call]) -> Division:
+            return own.divide(module, own.choose(module, calls, layout), layout, world, of_costs, whole=pipeline)
+
         pipeline.reductions.reduce_in(self._reduce_dtype)
         pipeline.reductions.scattered = self._shard_optimizer == "gradients"
         forget(module)
@@ -286,11 +298,9 @@ class PipeStrategy(ModuleStrategy):
             None if self._choice is None else self._choice.shapes,
             None if store is None or not store.signatures else store.signatures[-1],
         )
-        report = Report(module, pipeline, self.layout, notes, costs, built, measured, self._shard_optimizer)
-        self.run = PipelineRun(
-            module, pipeline, world, self.precision_plugin, self._splitting, report, store, sharded, self._seed
-        )
-        self._names = [name for name, _ in module.named_parameters()]
+        report = Report(module, pipeline, layout, notes, costs, built, measured, self._shard_optimizer)
+        self.run = PipelineRun(*(module, pipeline, world, self._splitting, report, store, sharded, self._seed, late))
+        self._known = self._division.known(module)
 
     @override
     @contextmanager
@@ -308,9 +318,11 @@ class PipeStrategy(ModuleStrategy):
         if self.run is None:
             check_copies(trainer, self._module())
             self._divide(later=False)
-        elif self._names != [name for name, _ in self._module().named_parameters()] or self._layers_changed():
+        elif self._known != (known := self._division.known(self._module())):
             # `setup` or `configure_model` has added modules outside the layers, or compiled a container of layers
-            self._divide(later=False, before=self._divided_again())
+            same = known[1] == self._known[1]
+            before = self._division.go_on(self._module(), self.divided.pipeline, self._gather_limit, same=same)
+            self._divide(later=False, before=before)
         settle(self._module())
         self.model = self.precision_plugin.convert_module(self.model)
         self.model_to_device()
@@ -324,20 +336,6 @@ class PipeStrategy(ModuleStrategy):
                 micro_batches = self._splitting.micro_batches
                 check_asynchronous(trainer, self.divided.pipeline, micro_batches, sharded=self._shard_optimizer)
         self.divided.begin()
-
-    def _divided_again(self) -> Pipeline | None:
-        """The division to go on with; if the layers are others, the module is whole again."""
-        pipeline = self.divided.pipeline
-        DeferredBatchNorm.revert(self._module())
-        layers = self._division.find_layers(self._module())
-        if [layer for _, layer in layers] == [layer for _, layer in pipeline.layers]:
-            return pipeline
-        check_may_gather(self._module(), self._gather_limit)
-        pipeline.restore()
-        return None
-
-    def _layers_changed(self) -> bool:
-        return [name for name, _ in self._division.find_layers(self._module())] != self.divided.pipeline.names
 
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
@@ -355,6 +353,11 @@ class PipeStrategy(ModuleStrategy):
         self.model.to(self.root_device)
 
     # ------------------------------------------------------------------ batches
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        takes_number = is_param_in_hook_signature(self._module().training_step, "batch_idx", min_args=2)
+        self.divided.divide("training_step", (batch, batch_idx) if takes_number else (batch,))
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:

@@ -32,7 +32,7 @@ def recorded(process: int, devices: int | None, folder: str) -> dict[str, list[C
         trainer = L.Trainer(
             accelerator="cpu",
             devices=devices or 1,
-            strategy=PipeStrategy(micro_batches=1) if devices else "auto",
+            strategy=PipeStrategy(micro_batches=1, layers="model") if devices else "auto",
             callbacks=[callback(), saving],
             max_epochs=2,
             accumulate_grad_batches=2,

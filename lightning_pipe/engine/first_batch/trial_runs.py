@@ -71,7 +71,7 @@ class TrialRuns:
             marks.append(trial.streams.state())
 
         # each finds what the step and the layers keep as it was: a loss that depends on it is not random
-        with _put_back(self.stages), _not_random(self.stages, self.stage, begin, whole=self.whole):
+        with put_back(self.stages), _not_random(self.stages, self.stage, begin, whole=self.whole):
             found = self.stages.trial(self.stage, index, trial, inbound)
         # Without a mark the step has not come to the stage's layers, and nothing is known of what they draw.
         self.drew |= not marks or marks[-1] != trial.streams.state()
@@ -114,7 +114,7 @@ def leaving_no_trace(stages: Stages) -> Iterator[None]:
 
 
 @contextmanager
-def _put_back(stages: Stages) -> Iterator[None]:
+def put_back(stages: Stages) -> Iterator[None]:
     """All parts of the module are afterwards as they were before. Its own attributes every run puts back anyway."""
     computing, module = {*stages.interceptor.computing()}, stages.interceptor.module
     around = {name: part for name, part in module.named_modules() if part not in computing and part is not module}

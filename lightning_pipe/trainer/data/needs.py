@@ -125,7 +125,8 @@ class Needs:
         """
         structure = _structure(batch)
         key = (name, structure)
-        if self._off or name in self._whole or key in self._told:
+        # before the module is divided, one rank runs all of it
+        if self._off or self._pipeline.whole or name in self._whole or key in self._told:
             return _NOTHING_TO_LEARN
         self._told.add(key)
         alike = all(_structure(part) == structure for part in parts)  # positions in the one are those in the other

@@ -38,6 +38,8 @@ class Evaluations:
             # the micro-batches of a batch follow each other instead
             and steps.options.evaluation_micro_batches == 1
             and world.layout.pipeline_parallel_size > 1
+            # before the module is divided one rank runs all of it
+            and not steps.pipeline.whole
         )
         pipeline = steps.pipeline
         told: Sequence[str] = ()

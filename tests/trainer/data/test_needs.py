@@ -127,7 +127,7 @@ def fitted(
     trainer = L.Trainer(
         accelerator="cpu",
         devices=devices or 1,
-        strategy=PipeStrategy(micro_batches=2, **options) if devices else "auto",
+        strategy=PipeStrategy(micro_batches=2, layers="layers", **options) if devices else "auto",
         max_epochs=EPOCHS,
         callbacks=[received, *callbacks],
         num_sanity_val_steps=1,

@@ -1,0 +1,93 @@
+"""A module that stays whole on every rank until its first batch has shown its layers.
+
+What happens, and where::
+
+    before the first batch     every rank holds the whole module; no layers, no stages
+    the first batch arrives    one rank runs the step once, alone, and sees what it calls           `look`
+                               all ranks divide the module by that, and free what is not theirs     `divide`
+                               the batch runs through the pipeline, as every later one does
+
+Nothing has to move: every rank has had every value, and optimizers refer to the same parameters before and after.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lightning_pipe.engine.batch import Batch, StepFunction
+from lightning_pipe.engine.first_batch.trial_runs import leaving_no_trace, put_back
+from lightning_pipe.partition import Layers
+from lightning_pipe.partition.calls import Call, recorded
+
+if TYPE_CHECKING:
+    from lightning_pipe.engine.pipeline import Pipeline
+
+
+def look(pipeline: Pipeline, step: StepFunction, micro_batch: Any, *, training: bool, seed: int) -> list[Call]:
+    """Run a step of the whole module once, on this rank alone, and see what it calls. Nothing else comes of it.
+
+    Args:
+        pipeline: the module.
+        step: see `Pipeline.train`.
+        micro_batch: its batch, or a slice of it.
+        training: whether it is a training step.
+        seed: the seed of its random streams.
+    """
+    stages, module = pipeline.executor.stages, pipeline.module
+    batch = pipeline.evaluation_batch(step, [micro_batch], seed)
+    values = [(parameter, parameter._version, parameter.detach().clone()) for parameter in module.parameters()]
+    with (
+        recorded(module) as calls,
+        pipeline.running(batch.streams),
+        leaving_no_trace(stages),
+        put_back(stages),
+        torch.set_grad_enabled(training),  # a step may ask for derivatives
+    ):
+        stages.trial(len(pipeline.balance) - 1, 0, batch, None)
+    for parameter, version, value in values:  # averages of weights
+        if parameter._version != version:
+            parameter.data.copy_(value)
+    gc.collect()  # a graph that is left would refer to parameters, and such parameters cannot be freed in place
+    return calls
+
+
+def divide(
+    pipeline: Pipeline, layers: Layers, balance: Sequence[int], passes: int, *, deferred_batch_norm: bool
+) -> None:
+    """Divide the module, which has been whole so far, over the ranks. Collective.
+
+    Args:
+        pipeline: the module; whoever refers to this object goes on with the divided module.
+        layers: the layer sequence.
+        balance: the number of layers of each stage.
+        passes: how often a training step runs the layers.
+        deferred_batch_norm: see `Pipeline`.
+    """
+    before = vars(pipeline).copy()
+    vars(pipeline).clear()
+    type(pipeline).__init__(
+        *(pipeline, before["module"], layers, balance, before["family"], before["transport"]),
+        recompute=before["recompute"],
+        deferred_batch_norm=deferred_batch_norm,
+        passes=passes,
+    )
+    pipeline.reductions.reduce_in(before["reductions"].dtype)
+    pipeline.reductions.scattered = before["reductions"].scattered
+    pipeline.partition()
+
+
+def run_whole(pipeline: Pipeline, batch: Batch) -> dict[int, Any]:
+    """Run an evaluation before the module is divided: every rank runs all of it, and keeps what layers keep.
+
+    What the step returns, logs and sets counts on the rank with the loss of the first pipe.
+    """
+    stages, last = pipeline.executor.stages, len(pipeline.balance) - 1
+    stages.layers = [each._replace(heard=pipeline.transport.rank == pipeline.loss_ranks[0]) for each in stages.layers]
+    with pipeline.running(batch.streams):
+        for index in range(len(batch.micro_batches)):
+            stages.forward(last, index, batch, None)
+    return batch.results if stages.layers[last].heard else {}

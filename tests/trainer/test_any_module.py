@@ -1,0 +1,212 @@
+"""The one word on modules of every shape: nobody says where their layers are."""
+
+from __future__ import annotations
+
+import io
+import os
+from contextlib import redirect_stdout
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support import oracle, processes
+from tests.support.any_modules import MODULES
+from tests.support.trainer_runs import QUIET, quiet
+
+WORD = "pipe"
+
+
+class Losses(L.Callback):
+    """The loss of every batch, as logged."""
+
+    def __init__(self) -> None:
+        self.values: list[float] = []
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        self.values.append(float(trainer.callback_metrics["loss"]))
+
+
+def fit(name: str, strategy: str, devices: int) -> dict[str, Any]:
+    """What two epochs with validation leave, and a prediction."""
+    quiet()
+    L.seed_everything(7, verbose=False)
+    module, losses, printed = MODULES[name]().double(), Losses(), io.StringIO()
+    trainer = L.Trainer(
+        accelerator="cpu", devices=devices, strategy=strategy, max_epochs=2, callbacks=[losses], **QUIET
+    )
+    with redirect_stdout(printed):
+        trainer.fit(module, module.data(), module.data())
+        metrics = {key: float(value) for key, value in trainer.callback_metrics.items()}
+        predicted = trainer.predict(module, module.data())
+    return {
+        "losses": losses.values,
+        "weights": oracle.state_of(module),
+        "metrics": metrics,
+        "predicted": predicted,
+        "printed": printed.getvalue(),
+    }
+
+
+def fits(process: int, names: list[str], strategy: str, devices: int, cache: str) -> list[Any]:
+    """Several trainings in one world; what went wrong in the place of what they leave."""
+    os.environ["LIGHTNING_PIPE_CACHE"] = cache
+    return [fit(name, strategy, devices) for name in names]
+
+
+def by_the_word(names: list[str], devices: int, cache: str, word: str = WORD) -> list[dict[str, Any]]:
+    """What process 0 has after the trainings."""
+    options = {"names": names, "strategy": word, "devices": devices, "cache": cache}
+    return processes.run_trainers(fits, devices, timeout=100, **options)[0]  # type: ignore[no-any-return]
+
+
+def assert_equal(name: str, found: dict[str, Any]) -> None:
+    expected = fit(name, "auto", 1)
+    assert found["losses"] == pytest.approx(expected["losses"], abs=1e-9), name
+    assert found["metrics"] == pytest.approx(expected["metrics"], abs=1e-9), name
+    for key, value in expected["weights"].items():
+        torch.testing.assert_close(found["weights"][key], value, rtol=1e-9, atol=1e-9, msg=f"{name}: {key}")
+    for mine, own in zip(found["predicted"], expected["predicted"], strict=True):
+        assert isinstance(mine, Tensor)
+        torch.testing.assert_close(mine, own, rtol=1e-9, atol=1e-9)
+
+
+GROUPS = [sorted(MODULES)[start : start + 9] for start in range(0, len(MODULES), 9)]
+
+
+def test_there_are_thirty_shapes() -> None:
+    assert len(MODULES) >= 30
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("names", GROUPS, ids=lambda names: names[0])
+def test_two_ranks_train_every_module_as_one_device(names: list[str], tmp_path: Any) -> None:
+    for name, found in zip(names, by_the_word(names, 2, str(tmp_path)), strict=True):
+        assert_equal(name, found)
+
+
+@pytest.mark.timeout(120)
+def test_four_ranks_train_what_has_layers_enough(tmp_path: Any) -> None:
+    names = ["Backwards", "Fusion", "LanguageModel", "Residual", "Segmentation", "Translation", "Variational"]
+    for name, found in zip(names, by_the_word(names, 4, str(tmp_path)), strict=True):
+        assert_equal(name, found)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("word", ["pipe_interleaved", "pipe_chimera", "pipe_zero_bubble"])
+def test_schedules_with_several_stages_or_pipes(word: str, tmp_path: Any) -> None:
+    names = ["Backwards", "Encoder", "Segmentation", "TwoTowers"]
+    for name, found in zip(names, by_the_word(names, 2, str(tmp_path), word), strict=True):
+        assert_equal(name, found)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("word", ["pipe_interleaved", "pipe_chimera", "pipe_zero_bubble", "pipe_gpipe"])
+@pytest.mark.parametrize("name", sorted(MODULES))
+def test_every_module_by_every_word(name: str, word: str, tmp_path: Any) -> None:
+    if name == "Siamese" and word in ("pipe_chimera", "pipe_zero_bubble"):
+        pytest.skip("two passes need whole backward passes and one pipe: an error says so")
+    (found,) = by_the_word([name], 2, str(tmp_path), word)
+    assert_equal(name, found)
+
+
+# ------------------------------------------------------------------ when the layers are looked for, and what is said
+
+
+def looked(process: int, cache: str) -> list[Any]:
+    """Two runs of one module: how often each has run its step here, and whether it has named the layers."""
+    from tests.support.any_modules import Backwards
+
+    os.environ["LIGHTNING_PIPE_CACHE"] = cache
+    quiet()
+    runs: list[str] = []
+
+    class Told(Backwards):
+        def loss(self, x: Tensor, y: Tensor) -> Tensor:
+            runs.append("run")
+            return super().loss(x, y)
+
+    found = []
+    for _ in range(2):
+        runs.clear()
+        module, printed = Told().double(), io.StringIO()
+        trainer = L.Trainer(accelerator="cpu", devices=2, strategy="pipe", max_epochs=1, limit_train_batches=1, **QUIET)
+        with redirect_stdout(printed):
+            trainer.fit(module, module.data())
+        found.append((len(runs), "layers in the order of their calls" in printed.getvalue()))
+    return found
+
+
+@pytest.mark.timeout(120)
+def test_a_known_order_costs_no_run(tmp_path: Any) -> None:
+    (first, _), (second, said) = processes.run_trainers(looked, 2, timeout=100, cache=str(tmp_path))[0]
+    assert first == second + 1
+    assert said, "the plan has the line to paste in every run"
+
+
+def elsewhere(process: int, method: str, cache: str) -> Any:
+    """The first run of a module is no training."""
+    from tests.support.any_modules import Backwards
+
+    os.environ["LIGHTNING_PIPE_CACHE"] = cache
+    quiet()
+    L.seed_everything(7, verbose=False)
+    module = Backwards().double()
+    trainer = L.Trainer(accelerator="cpu", devices=2, strategy=WORD, max_epochs=1, **QUIET)
+    with redirect_stdout(io.StringIO()):
+        result = getattr(trainer, method)(module, module.data())
+        trainer.fit(module, module.data())
+    return [float(each.sum()) for each in result] if method == "predict" else result, oracle.state_of(module)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("method", ["validate", "predict"])
+def test_the_first_run_may_be_an_evaluation(method: str, tmp_path: Any) -> None:
+    from tests.support.any_modules import Backwards
+
+    found, weights = processes.run_trainers(elsewhere, 2, timeout=100, method=method, cache=str(tmp_path))[0]
+    L.seed_everything(7, verbose=False)
+    module = Backwards().double()
+    trainer = L.Trainer(accelerator="cpu", devices=1, max_epochs=1, **QUIET)
+    expected = getattr(trainer, method)(module, module.data())
+    expected = [float(each.sum()) for each in expected] if method == "predict" else expected
+    trainer.fit(module, module.data())
+    assert found == [pytest.approx(each, abs=1e-9) for each in expected]
+    for key, value in module.state_dict().items():
+        torch.testing.assert_close(weights[key], value, rtol=1e-9, atol=1e-9)
+
+
+def resumed(process: int, path: str, cache: str) -> dict[str, Tensor]:
+    """A training that goes on from the checkpoint of one device: averages of weights and momentum with it."""
+    from tests.support.any_modules import Backwards
+
+    os.environ["LIGHTNING_PIPE_CACHE"] = cache
+    quiet()
+    module = Backwards().double()
+    averages = L.pytorch.callbacks.EMAWeightAveraging(decay=0.9)
+    trainer = L.Trainer(accelerator="cpu", devices=2, strategy=WORD, max_epochs=2, callbacks=[averages], **QUIET)
+    with redirect_stdout(io.StringIO()):
+        trainer.fit(module, module.data(), ckpt_path=path)
+    return oracle.state_of(module)
+
+
+@pytest.mark.timeout(120)
+def test_a_resumed_fit_goes_on_with_its_optimizer_and_averages(tmp_path: Any) -> None:
+    from tests.support.any_modules import Backwards
+
+    def on_one_device(epochs: int, path: Any = None) -> tuple[L.Trainer, Any]:
+        L.seed_everything(7, verbose=False)
+        module, averages = Backwards().double(), L.pytorch.callbacks.EMAWeightAveraging(decay=0.9)
+        trainer = L.Trainer(accelerator="cpu", devices=1, max_epochs=epochs, callbacks=[averages], **QUIET)
+        trainer.fit(module, module.data(), ckpt_path=path)
+        return trainer, module
+
+    path = tmp_path / "one.ckpt"
+    on_one_device(1)[0].save_checkpoint(path)
+    _, expected = on_one_device(2, path)
+    found = processes.run_trainers(resumed, 2, timeout=100, path=str(path), cache=str(tmp_path))[0]
+    for key, value in expected.state_dict().items():
+        torch.testing.assert_close(found[key], value, rtol=1e-9, atol=1e-9)
