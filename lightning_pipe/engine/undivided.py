@@ -8,12 +8,14 @@ What happens, and where::
                                the batch runs through the pipeline, as every later one does
 
 Nothing has to move: every rank has had every value, and optimizers refer to the same parameters before and after.
+A module that no process has built whole is divided by a guess. If its first batch shows another order, the run ends.
 """
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Sequence
+from functools import reduce
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,7 +23,7 @@ import torch
 from lightning_pipe.engine.batch import Batch, StepFunction
 from lightning_pipe.engine.first_batch.trial_runs import leaving_no_trace, put_back
 from lightning_pipe.partition import Layers
-from lightning_pipe.partition.calls import Call, recorded
+from lightning_pipe.partition.calls import Call, merged, recorded
 
 if TYPE_CHECKING:
     from lightning_pipe.engine.pipeline import Pipeline
@@ -53,6 +55,23 @@ def look(pipeline: Pipeline, step: StepFunction, micro_batch: Any, *, training: 
             parameter.data.copy_(value)
     gc.collect()  # a graph that is left would refer to parameters, and such parameters cannot be freed in place
     return calls
+
+
+def look_in_turns(pipeline: Pipeline, step: StepFunction, micro_batch: Any, *, seed: int) -> list[Call]:
+    """Run a step of a module that is divided by a guess once, and see what it calls. Collective over the pipeline.
+
+    The ranks take turns, so that the order of the calls does not matter. The arguments are those of `look`.
+    """
+    stages, transport = pipeline.executor.stages, pipeline.transport
+    batch = pipeline.evaluation_batch(step, [micro_batch], seed)
+    with (
+        recorded(pipeline.module) as calls,
+        pipeline.running(batch.streams, caches=True),
+        leaving_no_trace(stages),
+        put_back(stages),
+    ):
+        pipeline.turns.run(batch)
+    return reduce(merged, transport.all_gather_object(calls, pipeline.pipeline_members))
 
 
 def divide(

@@ -60,10 +60,14 @@ class CallNumbers:
 
     Args:
         stage: the layers of the stage.
+
+    Attributes:
+        behind: the layer called before the current one, if that is called for the first time.
     """
 
     def __init__(self, stage: StageLayers) -> None:
         self._stage, self._in_one_pass = stage, stage.in_one_pass
+        self.behind, self._latest = "", ""
         self._calls: dict[int, int] = {}
         self._passes, self._at = 0, 0
 
@@ -78,6 +82,7 @@ class CallNumbers:
         calls = self._calls.get(layer, 0)
         key = layer + self._in_one_pass * calls
         self._calls[layer] = calls + 1
+        self.behind, self._latest = "" if calls else self._latest, stage.names[layer]
         if stage.stage_of:
             self._passes += stage.stage_of[layer] < self._at
             self._at = stage.stage_of[layer]

@@ -235,7 +235,7 @@ class StageRun:
         if number >= own.stop:
             self._cut(layer)
         if number < own.start:
-            self._come_back(name)
+            self._come_back(name, self._numbers.behind)
         self.called[number % self.stage.in_one_pass] += 1
         # the backward of a Function computes the gradients of the layers that it calls at one go
         self.whole |= self.surroundings.whole_unit is not None
@@ -296,11 +296,22 @@ class StageRun:
         if self.training and self.surroundings.unit is None and incoming is not None and any(incoming.requires_grad):
             check_not_hidden(self.stage.first_name)
 
-    def _come_back(self, name: str) -> NoReturn:
-        """The step calls a layer of an earlier stage: it ends here, and in the same place on all later stages."""
+    def _come_back(self, name: str, behind: str = "") -> NoReturn:
+        """The step calls a layer of an earlier stage: it ends here, and in the same place on all later stages.
+
+        Args:
+            name: the layer.
+            behind: the layer called before it, if it is called for the first time: the order is another one.
+        """
+        if not self._may_repeat and behind:
+            raise CutError(
+                f"layer '{name}' is called behind '{behind}', which follows it in the sequence.",
+                hint=f"Name the layers in the order of their calls, {behind!r} before {name!r}: layers=[...]. Without "
+                "layers= the first batch shows the order of a module that is built before the run.",
+            )
         if not self._may_repeat:
             raise CutError(
-                f"layer '{name}' is called a second time, or out of order, in one step.",
+                f"layer '{name}' is called a second time, behind layers that follow it.",
                 hint="A training step with n passes over the layers (siamese networks, recursion) needs "
                 "PipeStrategy(passes=n). Or name another sequence with layers=... .",
             )

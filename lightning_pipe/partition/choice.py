@@ -34,12 +34,14 @@ class Chosen(NamedTuple):
         order: the numbers of the layers in the order of all calls, in which a step may come back to them; empty: it
             is not known.
         opened: modules, and the layers that they call in turn.
+        guessed: whether nothing has run, and the order is that of registration.
     """
 
     layers: Layers
     work: list[float] = []  # noqa: RUF012 - nobody changes it
     order: list[int] = []  # noqa: RUF012
     opened: list[tuple[str, nn.Module, list[str]]] = []  # noqa: RUF012
+    guessed: bool = False
 
     def passes(self, counts: Sequence[int]) -> int:
         """How often the step runs from an earlier to a later stage.
@@ -148,7 +150,21 @@ def guess(module: nn.Module, stages: int) -> Chosen:
     Raises:
         PartitionError: there are fewer than stages.
     """
-    return choose(module, registered(module), stages)
+    return choose(module, registered(module), stages)._replace(order=[], guessed=True)
+
+
+def layers_before_run(module: nn.Module, layers: str | Sequence[str] | None, stages: int) -> Layers:
+    """The layers as far as they can be told before anything has run: named, clear, or guessed.
+
+    Raises:
+        PartitionError: they are named and are not there, or there are fewer than stages.
+    """
+    try:
+        return find_layers(module, layers)
+    except PartitionError:
+        if layers is not None:
+            raise
+        return guess(module, stages).layers
 
 
 def line(module: nn.Module, layers: Layers) -> str:

@@ -154,7 +154,7 @@ def _candidates(module: nn.Module) -> list[_Candidate]:
         if not isinstance(container, nn.Sequential | nn.ModuleList) or any(_within(path, outer) for outer in inside):
             continue
         layers = _without_repeated(_flatten(path, container))
-        if len(layers) < 2:
+        if len(layers) < 2 or next(container.parameters(), None) is None:
             continue
         kinds = Counter(type(layer) for _, layer in layers)
         inside += [name for name, layer in layers if kinds[type(layer)] > 1]

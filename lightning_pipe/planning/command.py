@@ -74,7 +74,7 @@ def _bytes(text: str) -> float:
 
 
 def _search(values: argparse.Namespace, module: nn.Module) -> None:
-    from lightning_pipe.partition import find_layers
+    from lightning_pipe.partition.choice import layers_before_run
     from lightning_pipe.planning.cost_profile import CostProfile
     from lightning_pipe.planning.layer_sizes import of_module
     from lightning_pipe.planning.search import search
@@ -86,7 +86,7 @@ def _search(values: argparse.Namespace, module: nn.Module) -> None:
         )
     costs: nn.Module | CostProfile = module
     if values.profile is not None:
-        costs = of_module(CostProfile.load(values.profile), module, find_layers(module, values.layers))
+        costs = of_module(CostProfile.load(values.profile), module, layers_before_run(module, values.layers, 1))
     found = search(
         costs,
         values.ranks,

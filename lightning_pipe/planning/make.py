@@ -12,7 +12,8 @@ from torch import nn
 
 from lightning_pipe import schedules
 from lightning_pipe.config import Auto, RankOrder, RunLayout, Sharding, micro_batch_count
-from lightning_pipe.partition import Balance, Layers, ParameterPlace, divide, find_layers, places_by_stage
+from lightning_pipe.partition import AUTO, Balance, Layers, ParameterPlace, divide, places_by_stage
+from lightning_pipe.partition.choice import layers_before_run
 from lightning_pipe.planning.cost_profile import CostProfile
 from lightning_pipe.planning.layer_sizes import layer_sizes
 from lightning_pipe.planning.memory import process_memories, sharding_notes, training_factor
@@ -131,7 +132,7 @@ def made(module: nn.Module, asked: PlanOptions) -> Plan:
     ranks, profile, balance = asked.ranks, asked.profile, asked.balance
     family = schedules.get(asked.schedule)
     stages = family.placed(ranks, None if asked.stages == "auto" else asked.stages)[1]
-    found = find_layers(module, asked.layers)
+    found = layers_before_run(module, asked.layers, stages)
     count = micro_batch_count(asked.batch, ranks, asked.micro_batches)
     counts = divide(module, found, stages, balance)
 
@@ -158,7 +159,7 @@ def made(module: nn.Module, asked: PlanOptions) -> Plan:
     named = [tuple(next(names) for _ in range(count)) for count in counts]
     held = places_by_stage(module, found, counts)
     total = sum(parameter.numel() for parameter in module.parameters())
-    by = (f"balanced by {balance}",) if isinstance(balance, str) and balance != "parameters" else ()
+    by = (f"balanced by {balance}",) if isinstance(balance, str) and balance not in (AUTO, "parameters") else ()
     plans = stage_plans(named, held, placement, topology, BYTES_PER_NUMBER, asked.shard_optimizer)
     held_by: Sequence[float] | None = None
     if memory is not None:

@@ -13,7 +13,7 @@ from torch import nn
 from lightning_pipe import schedules
 from lightning_pipe.config import Sharding
 from lightning_pipe.errors import ConfigurationError, ScheduleError
-from lightning_pipe.partition import find_layers
+from lightning_pipe.partition.choice import layers_before_run
 from lightning_pipe.planning.cost_profile import CostProfile
 from lightning_pipe.planning.layer_sizes import estimated
 from lightning_pipe.planning.prediction import Configuration, Predictor, divided_share, stage_memory
@@ -104,7 +104,7 @@ def _check(**numbers: Sequence[int]) -> None:
 
 
 def _profile_of(module: nn.Module, layers: str | Sequence[str] | None) -> CostProfile:
-    return estimated(module, find_layers(module, layers))
+    return estimated(module, layers_before_run(module, layers, 1))
 
 
 def _divisors(number: int) -> list[int]:

@@ -48,7 +48,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.optim import Optimizer
 
 from lightning_pipe.engine.pipeline import Pipeline
-from lightning_pipe.engine.undivided import look
+from lightning_pipe.engine.undivided import look, look_in_turns
 from lightning_pipe.intercept.random_streams import RandomStreams
 from lightning_pipe.partition import ProfileStore
 from lightning_pipe.partition.calls import Call, CallStore
@@ -107,7 +107,8 @@ class PipelineRun:
         profiles: where the costs of the layers are to be stored after the first batch; ``None``: they are not measured.
         sharded: divides optimizers over the holders of parameters; ``None``: each holder updates all it holds.
         seed: from which all random streams derive.
-        late: divides a module that is whole on all ranks by what its first batch calls.
+        late: divides a module that is whole on all ranks by what its first batch calls, or checks a guess; ``None``:
+            the layers are known.
 
     Attributes:
         gradients: of the training batches.
@@ -125,7 +126,7 @@ class PipelineRun:
         profiles: ProfileStore | None,
         sharded: ShardedOptimizers | None,
         seed: int,
-        late: Callable[[list[Call]], Division],
+        late: Callable[[list[Call]], Division | None] | None,
     ) -> None:
         self.pipeline, self._late = pipeline, late
         self.report = report
@@ -221,33 +222,43 @@ class PipelineRun:
     # ------------------------------------------------------------------ batches
 
     def divide(self, name: str, args: Sequence[Any]) -> None:
-        """Before the first batch: divide a module that is whole by what the step calls. Collective over all processes.
+        """Before the first batch: divide a module by what its step calls, if need be. Collective over all processes.
 
         Args:
             name: the method of the LightningModule.
             args: its arguments; the first one is the batch, on this device.
 
         Raises:
+            PartitionError: a module that cannot be divided anew calls its layers in another order than was guessed.
             Exception: what the step raises.
         """
-        if not self.pipeline.whole:
+        late, self._late = self._late, None
+        if late is None:
             return
-        assert self._step is not None
-        training, world = name == "training_step", self._world
-        parts = self._splitter.split(args[0]) if training else MicroBatches([args[0]], [1], [1.0])
-        calls: list[Call] = []
-        if world.transport.process == 0:
-            context = getattr(self._precision, _CONTEXTS[name])
-            with naming_suspects(args[0], parts), self._step.running():
-                step = self._step.begin(name, args[1:], context, parts)
-                calls = look(self.pipeline, step, parts.parts[0], training=training, seed=self._seeds.training(0))
+        calls = self._world.broadcast(self._look(name, args), 0)
+        if self._world.transport.process == 0:
             CallStore(self._module).save(name, calls)
-        calls = world.broadcast(calls, 0)
-        self.end()
-        _, notes, store, costs, built = self._late(calls)
-        self.report.notes, self.report.costs, self.report.built = (*self.report.notes, *notes), costs, built
-        self._costs = LayerCosts(self._module, self.pipeline, store)
-        self.begin()
+        division = late(calls)
+        if division is not None:
+            self.end()
+            self.report.notes += division.notes
+            self.report.costs, self.report.built = division.costs, division.built
+            self._costs = LayerCosts(self._module, self.pipeline, division.store)
+            self.begin()
+
+    def _look(self, name: str, args: Sequence[Any]) -> list[Call]:
+        """What a step calls, on process 0 at least."""
+        assert self._step is not None
+        batch, seed, whole = args[0], self._seeds.training(0), self.pipeline.whole
+        parts = self._splitter.split(batch) if name == "training_step" else MicroBatches([batch], [1], [1.0])
+        if whole and self._world.transport.process > 0:
+            return []
+        context = getattr(self._precision, _CONTEXTS[name])
+        with naming_suspects(batch, parts), self._step.running(turns=not whole):
+            step = self._step.begin(name, args[1:], context, parts)
+            if whole:
+                return look(self.pipeline, step, parts.parts[0], training=name == "training_step", seed=seed)
+            return look_in_turns(self.pipeline, step, parts.parts[0], seed=seed)
 
     def train(self, args: Sequence[Any], optimizers: Sequence[Optimizer]) -> Any:
         """Forward and backward passes of one batch; returns what the Trainer expects of ``training_step``.
@@ -293,7 +304,8 @@ class PipelineRun:
             name: the method of the LightningModule.
             args: the step's arguments; the first one is the batch, on this device.
         """
-        if not self._module.trainer.sanity_checking:  # a fit is divided by what its training step calls
+        # a fit is divided by what its training step calls
+        if not (self._module.trainer.sanity_checking and self.pipeline.whole):
             self.divide(name, args)
         assert self._evaluations is not None
         return self._evaluations.step(name, args)

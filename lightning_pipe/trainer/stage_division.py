@@ -31,7 +31,7 @@ from lightning_pipe.partition import (
     layer_flops,
 )
 from lightning_pipe.partition import balance as balance_costs
-from lightning_pipe.partition.calls import Call, CallStore, of_step, work_of
+from lightning_pipe.partition.calls import Call, CallStore, in_order, in_words, of_step, top, work_of
 from lightning_pipe.partition.choice import Chosen, choose, guess, line, serves
 from lightning_pipe.schedules import Family
 from lightning_pipe.schedules.passes.recompute import Mode as Recompute
@@ -119,7 +119,24 @@ class StageDivision:
             return self.choose(module, calls, layout)
         if whole:
             return None
+        if stored and clear is None:
+            return self.choose(module, next(iter(stored.values())), layout)  # another step is better than a guess
         return guess(module, stages) if clear is None else Chosen(clear)
+
+    def check(self, module: pl.LightningModule, calls: Sequence[Call], layout: RunLayout, pipeline: Pipeline) -> None:
+        """Raise if a module calls its layers in another order than was guessed.
+
+        Raises:
+            PartitionError: names them in their order.
+        """
+        if in_order(calls, pipeline.names):
+            return
+        found = self.choose(module, calls, layout)
+        raise PartitionError(
+            f"{type(module).__name__} calls its modules in this order: {in_words(top(calls))}. It has been divided in "
+            f"the order of registration, and no process has all of it, to divide it anew.",
+            hint=f"Run it again: the order is stored by now. Or say it: PipeStrategy({line(module, found.layers)}).",
+        )
 
     def choose(self, module: pl.LightningModule, calls: Sequence[Call], layout: RunLayout) -> Chosen:
         """The layers of a module of which it is known what its step calls.

@@ -280,8 +280,11 @@ class PipeStrategy(ModuleStrategy):
             division = own.divide(module, chosen, layout, world, of_costs, before)
         pipeline, notes, store, costs, built = division
 
-        def late(calls: list[Call]) -> Division:
-            return own.divide(module, own.choose(module, calls, layout), layout, world, of_costs, whole=pipeline)
+        def late(calls: list[Call]) -> Division | None:
+            if pipeline.whole:
+                return own.divide(module, own.choose(module, calls, layout), layout, world, of_costs, whole=pipeline)
+            own.check(module, calls, layout, pipeline)
+            return None
 
         pipeline.reductions.reduce_in(self._reduce_dtype)
         pipeline.reductions.scattered = self._shard_optimizer == "gradients"
@@ -299,7 +302,8 @@ class PipeStrategy(ModuleStrategy):
             None if store is None or not store.signatures else store.signatures[-1],
         )
         report = Report(module, pipeline, layout, notes, costs, built, measured, self._shard_optimizer)
-        self.run = PipelineRun(*(module, pipeline, world, self._splitting, report, store, sharded, self._seed, late))
+        then = late if chosen is None or chosen.guessed else None
+        self.run = PipelineRun(*(module, pipeline, world, self._splitting, report, store, sharded, self._seed, then))
         self._known = self._division.known(module)
 
     @override

@@ -10,8 +10,9 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from lightning_pipe.errors import CutError, PartitionError
 from tests.support import oracle, processes
 from tests.support.any_modules import MODULES
 from tests.support.trainer_runs import QUIET, quiet
@@ -210,3 +211,92 @@ def test_a_resumed_fit_goes_on_with_its_optimizer_and_averages(tmp_path: Any) ->
     found = processes.run_trainers(resumed, 2, timeout=100, path=str(path), cache=str(tmp_path))[0]
     for key, value in expected.state_dict().items():
         torch.testing.assert_close(found[key], value, rtol=1e-9, atol=1e-9)
+
+
+def one_process(name: str, stages: int = 2, **options: Any) -> tuple[list[float], str]:
+    """The losses of a training with two stages on one process, and what it prints."""
+    from lightning_pipe import PipeStrategy
+
+    quiet()
+    L.seed_everything(7, verbose=False)
+    module, losses, printed = MODULES[name]().double(), Losses(), io.StringIO()
+    strategy = PipeStrategy(stages=stages, **options)
+    trainer = L.Trainer(accelerator="cpu", devices=1, strategy=strategy, max_epochs=1, callbacks=[losses], **QUIET)
+    with redirect_stdout(printed):
+        trainer.fit(module, module.data())
+    return losses.values, " ".join(printed.getvalue().split())
+
+
+def test_named_layers_in_another_order_are_told_so_and_the_remedies_work() -> None:
+    expected, printed = one_process("Backwards")
+    with pytest.raises(CutError, match=r"layer 'decoder.0' is called behind 'encoder.2', which follows it"):
+        one_process("Backwards", layers=["decoder", "encoder", "out"])
+    assert one_process("Backwards", layers=["encoder", "decoder", "out"])[0] == pytest.approx(expected, abs=1e-9)
+    option = eval(printed.split("order of their calls: layers=")[1].split(", balance")[0])
+    assert one_process("Backwards", layers=option)[0] == pytest.approx(expected, abs=1e-9)
+
+
+def test_a_step_that_comes_back_is_told_of_passes() -> None:
+    with pytest.raises(CutError, match=r"is called a second time.*\n.*PipeStrategy\(passes=n\)"):
+        one_process("Siamese", layers=["backbone", "projector"])
+    expected, _ = one_process("Siamese")
+    assert one_process("Siamese", layers=["backbone", "projector"], passes=2)[0] == pytest.approx(expected, abs=1e-9)
+
+
+def test_schedules_without_passes_name_those_that_have_them() -> None:
+    with pytest.raises(PartitionError, match=r"use schedule='1f1b', 'gpipe' or 'interleaved'"):
+        one_process("Siamese", schedule="zero_bubble")
+
+
+def test_too_few_layers_tell_what_was_called() -> None:
+    with pytest.raises(PartitionError, match=r"5 layers for 6 stages.*Called were: fc1, fc2, fc3, fc4, out"):
+        one_process("Chain", stages=6)
+
+
+class Wide(MODULES["Backwards"]):  # type: ignore[misc]
+    """With weights that are worth leaving out where another process makes them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out, self.decoder = nn.Linear(128, 4), nn.Sequential(nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 128))
+        self.encoder = nn.Sequential(nn.Linear(8, 128), nn.ReLU(), nn.Linear(128, 128))
+
+
+def built_in_parts(process: int, cache: str, sanity: int) -> list[str]:
+    """Three trainings of a module of which each process builds its own part: guessed, known, and as the error says."""
+    from lightning_pipe import PipeStrategy
+
+    os.environ["LIGHTNING_PIPE_CACHE"] = cache
+    quiet()
+    found, options = [], dict[str, Any]()
+    for _ in range(3):
+        L.seed_everything(7, verbose=False)
+        strategy = PipeStrategy(**options)
+        trainer = L.Trainer(
+            accelerator="cpu", devices=2, strategy=strategy, max_epochs=1, num_sanity_val_steps=sanity, **QUIET
+        )
+        with trainer.init_module():
+            module = Wide()
+        try:
+            with redirect_stdout(io.StringIO()):
+                trainer.fit(module.double(), module.data(), module.data())
+            found.append(str(float(trainer.callback_metrics["val_loss"])))
+        except PartitionError as error:
+            found.append(str(error))
+        if len(found) == 2:
+            options = {"layers": eval(found[0].split("layers=")[1].split(")")[0])}
+    return found
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("sanity", [0, 1])
+def test_a_module_that_nobody_has_whole_ends_with_the_line_to_paste(sanity: int, tmp_path: Any) -> None:
+    options = {"cache": str(tmp_path), "sanity": sanity}
+    error, known, pasted = processes.run_trainers(built_in_parts, 2, timeout=100, **options)[0]
+    assert "calls its modules in this order: encoder, decoder, out." in error
+    L.seed_everything(7, verbose=False)
+    module = Wide().double()
+    trainer = L.Trainer(accelerator="cpu", devices=1, max_epochs=1, **QUIET)
+    trainer.fit(module, module.data(), module.data())
+    assert float(known) == pytest.approx(float(trainer.callback_metrics["val_loss"]), abs=1e-9)
+    assert float(pasted) == pytest.approx(float(known), abs=1e-9)
