@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+import mmap
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -55,9 +56,13 @@ def is_unset(tensor: Tensor) -> bool:
     return not any(operation.overwrites(cell) for operation in writes) and not _cover(writes, view_of(tensor))
 
 
-def _cover(writes: Iterable[Operation], whole: View) -> bool:
+def _cover(writes: Sequence[Operation], whole: View) -> bool:
     """Whether operations have together written to every value of a tensor."""
-    seen = torch.zeros(whole.cell.size // whole.dtype.itemsize, dtype=torch.bool)
+    if not (writes and whole.cell.size):
+        return not whole.cell.size
+    # pages of its own: what the allocator gets back between other objects would stay with the process
+    memory = mmap.mmap(-1, whole.cell.size // whole.dtype.itemsize, mmap.MAP_PRIVATE)
+    seen = torch.frombuffer(memory, dtype=torch.bool)
     for operation in writes:
         for view in _written(operation):
             if view.cell is whole.cell:

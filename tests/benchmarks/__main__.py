@@ -28,6 +28,7 @@ BENCHMARKS = {
     "gpipe": "recomputation, its early start, and a balance by measured time",
     "against_torch": "samples per second over torch.distributed.pipelining's",
     "construction": "peak host memory of processes that build and divide a large GPT-2",
+    "meta": "peak host memory of processes that divide a module built on the meta device",
     "memory": "peak host memory of processes that train, save, export and resume a large GPT-2",
     "sharding": "gradients and optimizer state of processes that divide them",
     "accumulation": "one stage with m micro-batches over the plain Trainer with accumulate_grad_batches=m",
