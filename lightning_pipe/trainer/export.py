@@ -259,5 +259,7 @@ def remove(module: nn.Module) -> None:
 
 
 def _models(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    kind = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", ())
-    return ((name, part) for name, part in module.named_modules() if isinstance(part, kind))
+    """The models of Transformers, and those of PEFT around them."""
+    modules = (("transformers.modeling_utils", "PreTrainedModel"), ("peft", "PeftModel"))
+    kinds = tuple(getattr(sys.modules[name], kind) for name, kind in modules if name in sys.modules)
+    return ((name, part) for name, part in module.named_modules() if isinstance(part, kinds))
