@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from lightning_pipe import partition, simulate, skip
     from lightning_pipe.callbacks import PipelineTimeline
     from lightning_pipe.construction import deferred_init
+    from lightning_pipe.engine.batch_kinds import register_batch
     from lightning_pipe.intercept.recompute import is_recomputing
     from lightning_pipe.parameters.deferred_batchnorm import DeferredBatchNorm
     from lightning_pipe.parameters.loading import load_weights
@@ -36,6 +37,7 @@ __all__ = [
     "partition",
     "plan",
     "profile",
+    "register_batch",
     "schedules",
     "search",
     "simulate",
@@ -54,6 +56,7 @@ _HOMES = {
     "load_weights": "lightning_pipe.parameters.loading",
     "plan": "lightning_pipe.planning.make",
     "profile": "lightning_pipe.profiling.make",
+    "register_batch": "lightning_pipe.engine.batch_kinds",
     "search": "lightning_pipe.planning.search",
 }
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import PackedSequence
 
+from lightning_pipe.engine.batch_kinds import kind_of
 from lightning_pipe.errors import CutError
 from lightning_pipe.intercept.autograd_graph import nodes_behind
 from lightning_pipe.intercept.tensor_state import counting
@@ -19,18 +19,21 @@ from lightning_pipe.tensor_spec import TensorSpec
 
 
 def children(node: Any) -> dict[Any, Any] | None:
-    """What a container holds by key, position or field; ``None`` for a leaf.
+    """What a container holds by key, position or name; ``None`` for a leaf.
 
-    Mappings of every kind (Hugging Face's ``BatchEncoding`` too), lists, tuples and dataclasses are containers.
+    Mappings of every kind (Hugging Face's ``BatchEncoding`` too), lists, tuples and dataclasses are containers. What is
+    cut by functions of its own is a leaf.
     """
-    if isinstance(node, Tensor):
+    if isinstance(node, Tensor) or kind_of(node) is not None:
         return None
     if isinstance(node, Mapping):
         return dict(node)
-    if isinstance(node, list | tuple) and not isinstance(node, PackedSequence):
+    if isinstance(node, list | tuple):
         return dict(enumerate(node))
     if dataclasses.is_dataclass(node) and not isinstance(node, type):
-        return {field.name: getattr(node, field.name) for field in dataclasses.fields(node)}
+        fields = [field.name for field in dataclasses.fields(node) if hasattr(node, field.name)]
+        # with what ``__post_init__`` has made of the fields, which is cut as they are
+        return {name: getattr(node, name) for name in dict.fromkeys([*fields, *getattr(node, "__dict__", ())])}
     return None
 
 
@@ -38,14 +41,20 @@ def rebuild(node: Any, contents: dict[Any, Any]) -> Any:
     """A container like another one, with other contents."""
     if type(node) is dict:
         return contents
+    if isinstance(node, list | tuple):
+        make: Callable[..., Any] = getattr(type(node), "_make", type(node))  # named tuples
+        return make(contents.values())
+    clone: Any = copy.copy(node)  # no constructor: it may take other arguments, or change what it is given
     if isinstance(node, Mapping):
-        clone: Any = copy.copy(node)
+        for name, value in getattr(clone, "__dict__", {}).items():
+            if isinstance(value, dict):  # the copy would write into that of the original
+                object.__setattr__(clone, name, copy.copy(value))
         for key, child in contents.items():
             clone[key] = child
         return clone
-    if isinstance(node, list | tuple):
-        return type(node)(*contents.values()) if hasattr(node, "_fields") else type(node)(contents.values())
-    return dataclasses.replace(node, **contents)
+    for name, child in contents.items():
+        object.__setattr__(clone, name, child)
+    return clone
 
 
 def map_leaves(function: Callable[[Any], Any], node: Any) -> Any:
@@ -67,7 +76,20 @@ def fresh(micro_batch: Any) -> Any:
         {'x': tensor([0., 0.])}
     """
     with counting():
-        return map_leaves(lambda leaf: _copy(leaf) if isinstance(leaf, Tensor) else leaf, micro_batch)
+        return map_leaves(lambda leaf: _copy(leaf) if isinstance(leaf, Tensor) else _copy_object(leaf), micro_batch)
+
+
+def _copy_object(leaf: Any) -> Any:
+    """A copy of what is no tensor and may hold some, which the step may change, too. Iterators go on for all runs."""
+    if hasattr(type(leaf), "__next__"):
+        return leaf
+    try:
+        return leaf.clone() if hasattr(type(leaf), "clone") else copy.deepcopy(leaf)
+    except Exception as error:
+        raise CutError(
+            f"a {type(leaf).__qualname__} in the batch cannot be copied: {error}",
+            hint="Every stage runs the step on a copy of the batch: let copy.deepcopy copy it, or give tensors.",
+        ) from error
 
 
 def _copy(tensor: Tensor) -> Tensor:

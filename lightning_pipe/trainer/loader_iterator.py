@@ -32,6 +32,9 @@ class LoaderIterator:
         self._item: Any = None
         self._taken = True
 
+    def __deepcopy__(self, memo: object) -> LoaderIterator:
+        return self  # a batch, of which runs get copies, and this is for all of them
+
     def fetch(self) -> None:
         """Fetch the batch of the next step, if that of the last one was taken. On all ranks alike.
 

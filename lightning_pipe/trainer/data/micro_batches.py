@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 from lightning_pipe.config import Auto, micro_batch_count, micro_batch_sizes, micro_batch_weights
 from lightning_pipe.errors import ConfigurationError
-from lightning_pipe.trainer.data.own_split import Slices, slices_of
-from lightning_pipe.trainer.data.split_batch import SplitBatch, join, samples, split
+from lightning_pipe.trainer.data.own_split import slices_of
+from lightning_pipe.trainer.data.split_batch import SplitBatch, samples, split
 
 LossWeight = Callable[[Any], float] | Literal["sum"]
 
@@ -24,7 +24,7 @@ class MicroBatches:
         amounts: what each counts in means over the batch, before the batches of other replicas are known.
         summed: whether the batch's loss is the sum of the losses of its micro-batches, and no mean.
         own: whether the user's function has split the batch.
-        slices: how the user's function has split the batch, if its micro-batches are slices of the batch.
+        batch: the batch.
     """
 
     parts: list[Any]
@@ -32,7 +32,7 @@ class MicroBatches:
     amounts: list[float]
     summed: bool = False
     own: bool = False
-    slices: Slices | None = None
+    batch: Any = None
 
     def together(self, indices: Sequence[int]) -> Any:
         """Some of the micro-batches as one.
@@ -40,12 +40,13 @@ class MicroBatches:
         Raises:
             ConfigurationError: how to put them together is not clear.
         """
-        parts = [self.parts[index] for index in indices]
-        if self.slices is not None:
-            return self.slices.join(parts)
-        if self.own:
-            raise ConfigurationError("what split_batch returns are no slices of the batch, to be put together again")
-        return join(parts, [self.sizes[index] for index in indices])
+        first, last = indices[0], indices[-1] + 1
+        if not self.own and list(indices) == list(range(first, last)):  # cut in one piece, by whatever cuts it
+            around = [sum(self.sizes[:first]), sum(self.sizes[first:last]), sum(self.sizes[last:])]
+            return split(self.batch, [size for size in around if size])[first > 0]
+        if (slices := slices_of(self.batch, self.parts)) is None:
+            raise ConfigurationError("the micro-batches are no slices of the batch, to be put together again")
+        return slices.join([self.parts[index] for index in indices])
 
     @property
     def shares(self) -> list[float]:
@@ -88,7 +89,6 @@ def divide_batch(
         >>> split_in_two.sizes, split_in_two.shares
         ([3, 2], [0.6, 0.4])
     """
-    slices = None
     if split_batch is not None:
         parts = list(split_batch(batch, _wanted(batch, ranks, micro_batches, least)))
         if not parts:
@@ -103,7 +103,7 @@ def divide_batch(
         parts = split(batch, sizes)
     summed = loss_weight == "sum"
     amounts = [float(loss_weight(part)) for part in parts] if callable(loss_weight) else [*map(float, sizes)]
-    return MicroBatches(parts, sizes, amounts, summed, split_batch is not None, slices)
+    return MicroBatches(parts, sizes, amounts, summed, split_batch is not None, batch)
 
 
 def _wanted(batch: Any, ranks: int, micro_batches: int | Auto, least: int) -> int:
@@ -122,6 +122,7 @@ def _sizes(parts: list[Any], needed: bool) -> list[int]:
         if needed and len(parts) > 1:
             raise ConfigurationError(
                 f"The number of samples in a micro-batch from split_batch is not clear: {error.message}",
-                hint="Say what each counts: PipeStrategy(loss_weight=lambda micro_batch: …).",
+                hint="Say what each counts: PipeStrategy(loss_weight=lambda micro_batch: …). Or leave split_batch out: "
+                "micro_batches=1 runs the batch whole, which is exact.",
             ) from error
         return [1] * len(parts)

@@ -23,6 +23,7 @@ import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
+from lightning_pipe.engine.batch_kinds import kind_of
 from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.engine.stage import Stages
 from lightning_pipe.intercept.batch_reads import BatchReads
@@ -129,7 +130,9 @@ class Needs:
         if self._off or self._pipeline.whole or name in self._whole or key in self._told:
             return _NOTHING_TO_LEARN
         self._told.add(key)
-        alike = all(_structure(part) == structure for part in parts)  # positions in the one are those in the other
+        # positions in the one are those in the other, unless something cuts itself, which needs its values for that
+        cut_themselves = any(map(kind_of, tree_leaves(batch, is_leaf=lambda node: kind_of(node) is not None)))
+        alike = all(_structure(part) == structure for part in parts) and not cut_themselves
         everything = set(range(len(tree_leaves(batch))))
 
         def tell(read: set[int]) -> None:

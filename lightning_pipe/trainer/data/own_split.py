@@ -1,4 +1,4 @@
-"""Recognises along which dimension of every tensor a user's ``split_batch`` has split a batch."""
+"""Recognises along which dimension of every tensor a batch has been split, by a user's ``split_batch`` above all."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_pipe.engine.batch_kinds import kind_of
 from lightning_pipe.engine.containers import children, rebuild
 
 _WHOLE = -1
@@ -56,19 +57,20 @@ def slices_of(batch: Any, parts: Sequence[Any]) -> Slices | None:
 
 def _axes(node: Any, parts: Sequence[Any], sizes: list[int]) -> Any:
     """The dimensions that were split in one node of the batch; the sizes that are found must be the same everywhere."""
-    if any(type(part) is not type(node) for part in parts):
+    types = {type(part) for part in parts}
+    if types != {type(node)} and (type(node), types) != (list, {tuple}):  # DataLoaders make lists of tuples
         raise _OtherError
     if isinstance(node, Tensor | np.ndarray):
         return _axis(node, parts, sizes)
     contents = children(node)
     if contents is None:
-        if any(part is not node and part != node for part in parts):
+        if any(part is not node and (kind_of(node) is not None or part != node) for part in parts):
             raise _OtherError
         return _WHOLE
     columns = [children(part) or {} for part in parts]
     if all(column.keys() == contents.keys() for column in columns):
         return {key: _axes(child, [column[key] for column in columns], sizes) for key, child in contents.items()}
-    if not isinstance(node, list) or sum(map(len, parts)) != len(node):
+    if not isinstance(node, list | tuple) or sum(map(len, parts)) != len(node):
         raise _OtherError
     return _agreed(0, list(map(len, parts)), sizes)
 
@@ -100,4 +102,6 @@ def _join(parts: list[Any], axes: Any) -> Any:
         return first
     if isinstance(first, Tensor):
         return torch.cat(parts, axes)
-    return np.concatenate(parts, axes) if isinstance(first, np.ndarray) else [one for part in parts for one in part]
+    if isinstance(first, np.ndarray):
+        return np.concatenate(parts, axes)
+    return type(first)(one for part in parts for one in part)

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_pipe.engine.batch_kinds import WHOLE, cut, kind_of
 from lightning_pipe.engine.containers import children, rebuild
 from lightning_pipe.errors import ConfigurationError
 
@@ -17,7 +18,11 @@ SplitBatch = Callable[[Any, int], Sequence[Any]]
 
 _FEW = 4
 """A list of this many tensors is taken for the fields of a batch, a longer one of tensors alike for its samples."""
-_HINT = "Say how to split it: PipeStrategy(split_batch=lambda batch, m: […]) returns m micro-batches."
+_HINT = (
+    f"{WHOLE} Or say how to split it: PipeStrategy(split_batch=lambda batch, m: […]) returns m micro-batches, and "
+    "loss_weight=lambda micro_batch: … says what each counts, where their samples cannot be counted. For all batches "
+    "of a type lightning_pipe.register_batch says both."
+)
 
 
 def samples(batch: Any) -> int:
@@ -27,7 +32,7 @@ def samples(batch: Any) -> int:
     nested lists of tensors, may hold one element per sample instead.
 
     Args:
-        batch: tensors, arrays, strings and numbers in dictionaries, lists, tuples and dataclasses.
+        batch: tensors, arrays, strings, numbers and `kind_of` batches in dictionaries, lists, tuples and dataclasses.
 
     Raises:
         ConfigurationError: the lengths differ, there is none, or the batch holds an object of unknown structure.
@@ -71,46 +76,11 @@ def split(batch: Any, sizes: Sequence[int]) -> list[Any]:
     return _columns(batch, list(sizes), certain=bool(firm))
 
 
-def join(parts: Sequence[Any], sizes: Sequence[int]) -> Any:
-    """Put micro-batches together again: the inverse of `split`.
-
-    Args:
-        parts: the micro-batches.
-        sizes: samples of each.
-
-    Raises:
-        ConfigurationError: they differ in something that does not have their length.
-
-    Example:
-        >>> join(split({"x": torch.arange(5), "scale": 2.0}, [3, 2]), [3, 2])
-        {'x': tensor([0, 1, 2, 3, 4]), 'scale': 2.0}
-    """
-    firm, _ = _evidence(parts[0])
-    return _joined("batch", parts, sizes, certain=bool(firm))
-
-
-def _joined(path: str, nodes: Sequence[Any], sizes: Sequence[int], certain: bool) -> Any:
-    first, pairs = nodes[0], list(zip(nodes, sizes, strict=True))
-    if all(node is first for node in nodes):
-        return first
-    if isinstance(first, Tensor | np.ndarray):
-        if all(_length(node) == size for node, size in pairs):
-            return torch.cat(list(nodes)) if isinstance(first, Tensor) else np.concatenate(nodes)
-    elif (contents := [children(node) for node in nodes])[0] is None:
-        if all(node == first for node in nodes):
-            return first
-    elif all(_is_per_sample(node, size, certain) for node, size in pairs):
-        return type(first)(sample for node in nodes for sample in node)
-    else:
-        columns = {key: [(content or {})[key] for content in contents] for key in contents[0]}
-        joined = {key: _joined(f"{path}[{key!r}]", each, sizes, certain) for key, each in columns.items()}
-        return rebuild(first, joined)
-    raise ConfigurationError(f"{path} differs between micro-batches and does not have their length.", hint=_HINT)
-
-
 def _columns(node: Any, sizes: list[int], certain: bool) -> list[Any]:
     """The parts of one node of the batch, one for every micro-batch."""
     length = sum(sizes)
+    if (kind := kind_of(node)) is not None:
+        return cut(node, kind, sizes) if kind.size(node) == length else [node] * len(sizes)
     if isinstance(node, Tensor | np.ndarray):
         if node.ndim == 0 or len(node) != length:
             return [node] * len(sizes)
@@ -131,6 +101,9 @@ def _evidence(batch: Any) -> tuple[list[tuple[str, int]], list[tuple[str, Sequen
     loose: list[tuple[str, Sequence[Any]]] = []
 
     def walk(path: str, node: Any) -> None:
+        if (kind := kind_of(node)) is not None:
+            firm.append((path, kind.size(node)))
+            return
         if isinstance(node, Tensor | np.ndarray):
             if isinstance(node, Tensor) and (node.layout is not torch.strided or node.is_nested):
                 raise _unknown(path, f"a {node.layout} tensor")

@@ -44,5 +44,10 @@ def test_what_is_no_slice_is_not_taken_for_one(change: dict[str, Any]) -> None:
     assert slices_of(BATCH, [PARTS[0], {**PARTS[1], **change}]) is None
 
 
+def test_a_list_may_be_split_into_tuples() -> None:
+    found = slices_of([X, Y], [(X[:, :3], Y[:3]), (X[:, 3:], Y[3:])])
+    assert found == Slices([3, 1], {0: 1, 1: 0})
+
+
 def test_a_batch_that_nobody_has_split_is_none() -> None:
     assert slices_of({"table": TABLE}, [{"table": TABLE}, {"table": TABLE}]) is None

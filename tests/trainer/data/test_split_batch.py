@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections import OrderedDict, namedtuple
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass, field
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch.nn.utils.rnn import pack_sequence
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import default_collate
 from transformers import BatchEncoding
@@ -19,7 +18,7 @@ from transformers.modeling_outputs import CausalLMOutput
 from lightning_pipe.engine.containers import map_leaves, signature
 from lightning_pipe.errors import ConfigurationError
 from lightning_pipe.trainer.data.micro_batches import divide_batch
-from lightning_pipe.trainer.data.split_batch import join, samples, split
+from lightning_pipe.trainer.data.split_batch import samples, split
 
 Pair = namedtuple("Pair", "x y")
 
@@ -28,6 +27,16 @@ Pair = namedtuple("Pair", "x y")
 class Record:
     x: Any
     y: Any
+
+
+@dataclass
+class Scaled:
+    x: Any
+    scale: InitVar[float]
+    mask: Any = field(init=False)
+
+    def __post_init__(self, scale: float) -> None:
+        self.mask, self.kept = self.x > scale, self.x * scale
 
 
 def rows(length: int, *shape: int) -> torch.Tensor:
@@ -42,6 +51,7 @@ SPLITTABLE = {
     "ordered": OrderedDict(x=rows(5), y=rows(5)),
     "named_tuple": Pair(rows(5), None),
     "dataclass": Record(rows(5), "text"),
+    "dataclass_that_derives": Scaled(rows(5), 2.0),
     "nested": {"a": [rows(5, 2), rows(5, 2)], "b": (rows(5, 1), rows(5))},
     "array": {"x": np.arange(5), "y": rows(5)},
     "strings": [list("abcde"), rows(5)],
@@ -64,21 +74,19 @@ SPLITTABLE = {
 def test_cuts_along_the_batch(name: str) -> None:
     batch = SPLITTABLE[name]
     assert samples(batch) == 5
-    parts = split(batch, [3, 2])
-    assert [samples(part) for part in parts] == [3, 2]
-    assert all(type(part) is type(batch) for part in parts)
-    assert signature(join(parts, [3, 2])) == signature(batch)
-    whole: list[Any] = []
-    again: list[Any] = []
-    map_leaves(whole.append, batch)
-    map_leaves(again.append, join(parts, [3, 2]))
-    assert all(np.array_equal(a, b) for a, b in zip(whole, again, strict=True))
+    cut = divide_batch(batch, 1, 3)
+    assert [samples(part) for part in cut.parts] == cut.sizes == [2, 2, 1]
+    assert all(type(part) is type(batch) for part in cut.parts)
+    assert leaves(cut.together((0, 1, 2))) == leaves(batch)
+    assert leaves(cut.together((1, 2))) == leaves(split(batch, [2, 3])[1])
+    assert samples(cut.together((0, 2))) == 3
+    assert leaves(split(cut.together((0, 2)), [2, 1])) == leaves([cut.parts[0], cut.parts[2]])
 
 
-def test_joins_no_parts_that_differ_in_what_belongs_to_all() -> None:
-    for other in ({"x": rows(2), "n": 2}, {"x": rows(3), "n": 1}):
-        with pytest.raises(ConfigurationError, match="differs between micro-batches"):
-            join([{"x": rows(2), "n": 1}, other], [2, 2])
+def leaves(node: Any) -> list[Any]:
+    found: list[Any] = [str(signature(node))]
+    map_leaves(lambda leaf: found.append(leaf.tolist() if hasattr(leaf, "tolist") else leaf), node)
+    return found
 
 
 def test_keeps_values_and_what_belongs_to_every_sample() -> None:
@@ -122,7 +130,6 @@ UNCLEAR = {
     "few_images": {"image": [rows(3, 4, 4) for _ in range(3)]},
     "samples_or_fields": (tuple(rows(3, 4) for _ in range(3)), tuple({"boxes": rows(i, 4)} for i in range(3))),
     "unknown_object": {"x": rows(3), "graph": object()},
-    "packed_sequence": pack_sequence([rows(2), rows(1)]),
     "sparse": {"x": torch.eye(3).to_sparse()},
     "text": "text",
     "nothing": {},
@@ -134,13 +141,14 @@ def test_names_that_default_collate_has_put_together_stay_with_their_samples() -
     first, second = split(batch, [3, 2])
     assert [f"sample {int(i)}" for i in first[0]] == list(first[1])
     assert [f"sample {int(i)}" for i in second[0]] == list(second[1])
-    assert list(join([first, second], [3, 2])[1]) == list(batch[1])
     assert split([rows(5), (224, 224), ("cat", "dog")], [3, 2])[1][1:] == [(224, 224), ("cat", "dog")]
 
 
 @pytest.mark.parametrize("name", UNCLEAR)
 def test_refuses_what_is_unclear(name: str) -> None:
-    with pytest.raises(ConfigurationError, match="split_batch"):
+    with pytest.raises(
+        ConfigurationError, match=r"(?s)micro_batches=1.*exact.*split_batch.*loss_weight.*register_batch"
+    ):
         samples(UNCLEAR[name])
 
 
