@@ -170,7 +170,7 @@ def micro_batch_count(batch: int, ranks: int, micro_batches: int | Auto = "auto"
         return min(micro_batches, max(1, batch // least))
     most = min(MICRO_BATCHES_PER_RANK * ranks, max(1, batch // least))
     even = max(m for m in range(1, most + 1) if batch % m == 0)
-    if 2 * even >= most:
+    if 2 * even >= most and (even > 1 or most == 1):
         return even
     size = -(-batch // most)
     return -(-batch // size)

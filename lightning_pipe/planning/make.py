@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from itertools import accumulate
 from typing import Literal
 
@@ -14,6 +14,7 @@ from lightning_pipe import schedules
 from lightning_pipe.config import Auto, RankOrder, RunLayout, Sharding, micro_batch_count
 from lightning_pipe.partition import AUTO, Balance, Layers, ParameterPlace, divide, places_by_stage
 from lightning_pipe.partition.choice import layers_before_run
+from lightning_pipe.planning.batch_norms import BATCH_NORM_SAMPLES, is_normalising, norms_note
 from lightning_pipe.planning.cost_profile import CostProfile
 from lightning_pipe.planning.layer_sizes import layer_sizes
 from lightning_pipe.planning.memory import process_memories, sharding_notes, training_factor
@@ -133,7 +134,9 @@ def made(module: nn.Module, asked: PlanOptions) -> Plan:
     family = schedules.get(asked.schedule)
     stages = family.placed(ranks, None if asked.stages == "auto" else asked.stages)[1]
     found = layers_before_run(module, asked.layers, stages)
-    count = micro_batch_count(asked.batch, ranks, asked.micro_batches)
+    chosen = asked.micro_batches == "auto"
+    least = BATCH_NORM_SAMPLES if chosen and any(map(is_normalising, module.modules())) else 1
+    count = micro_batch_count(asked.batch, ranks, asked.micro_batches, least)
     counts = divide(module, found, stages, balance)
 
     @cache
@@ -152,7 +155,8 @@ def made(module: nn.Module, asked: PlanOptions) -> Plan:
         costs = stage_costs(profile, counts, samples, copies, asked.shard_optimizer)
         memory = stage_memory(profile, counts, samples, copies, asked.shard_optimizer)
         known = "the most that a rank holds for a stage: weights, gradients, two optimizer moments, and activations"
-    bubble = predicted_bubble(build, number, stream, costs)
+    idle = partial(predicted_bubble, build, stream=stream, costs=costs)
+    of_norms = norms_note(module, asked.equation(number).sizes, ranks, idle, chosen and stream is None)
     placement = {place: rank for place, rank in order.placement.items() if place[1] < stages}  # of one pass
     topology = asked.topology(placement[0, stages - 1])
     names = iter(name for name, _ in found)
@@ -174,12 +178,13 @@ def made(module: nn.Module, asked: PlanOptions) -> Plan:
         RunLayout(ranks, asked.replicas, stages),
         label_of(family, asked.passes),
         asked.equation(number),
-        bubble,
+        idle(number),
         notes=(
             f"{total:,} parameters; memory is {known}",
             *by,
             *rank_sums(plans, topology, held_by),
             *sharding_notes(asked.shard_optimizer),
+            *of_norms,
         ),
         memory=process_memories(
             held,

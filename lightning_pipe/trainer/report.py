@@ -6,15 +6,19 @@ from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import lightning.pytorch as pl
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 
 from lightning_pipe.config import BatchEquation, RunLayout, Sharding
+from lightning_pipe.engine.batch_kinds import WHOLE
 from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.partition import places_by_stage
+from lightning_pipe.planning.batch_norms import norms_note
 from lightning_pipe.planning.bubble import IdleShares, Spent, idle_shares, measured_costs
 from lightning_pipe.planning.make import label_of, predicted_bubble, stage_plans
 from lightning_pipe.planning.memory import process_memories, sharding_notes
@@ -71,8 +75,7 @@ def plan_of(
     ties = tuple((name, tuple(on)) for name, on in seen.items() if len(on) > 1)
     label, bubble = label_of(pipeline.family, pipeline.passes), None
     if batch is not None:
-        stream = None if pipeline.asynchronous is None else pipeline.asynchronous.stream
-        bubble = predicted_bubble(_schedule_of(pipeline), batch.micro_batches, stream, costs)
+        bubble = _bubble(pipeline, costs, batch.micro_batches)
     stages = stage_plans(named, places, pipeline.placement, pipeline.transport.topology, sharding=sharding)
     device, topology = pipeline.transport.device, pipeline.transport.topology
     memory = process_memories(
@@ -102,6 +105,11 @@ def plan_of(
 def _schedule_of(pipeline: Pipeline) -> Callable[[int], Schedule]:
     """Makes the schedule of a training batch, with the stages of all passes, for a number of micro-batches."""
     return (pipeline.in_passes or pipeline).schedule
+
+
+def _bubble(pipeline: Pipeline, costs: Costs | None, micro_batches: int) -> float:
+    stream = None if pipeline.asynchronous is None else pipeline.asynchronous.stream
+    return predicted_bubble(_schedule_of(pipeline), micro_batches, stream, costs)
 
 
 def _sent_size(pipeline: Pipeline) -> int | None:
@@ -140,24 +148,39 @@ class Report:
     _plan: Plan | None = None
     _sent: Counter[int] = field(default_factory=Counter)
 
-    def batch(self, micro_batches: MicroBatches) -> None:
-        """Note a training batch; the first one completes the plan, which is printed."""
+    def batch(self, micro_batches: MicroBatches, *, chosen: bool) -> None:
+        """Note a training batch; the first one completes the plan, which is printed.
+
+        Args:
+            micro_batches: the batch.
+            chosen: whether ``micro_batches="auto"`` has chosen their number.
+        """
         if not self._announced:
-            self._announced = True
             accumulation = self.module.trainer.accumulate_grad_batches
             equation = BatchEquation(
                 sum(micro_batches.sizes), len(micro_batches.parts), self.layout.data_parallel_size, accumulation
             )
-            notes = (*self.notes, *self.measured.notes(micro_batches))
-            plan = plan_of(
-                self.module, self.pipeline, self.layout, equation, notes, self.costs, self.built, self.sharding
-            )
-            self._plan, self._micro_batches = plan, equation.micro_batches
-            self.module.print(plan_text(plan))
+            ranks, bubble = self.layout.pipeline_parallel_size, partial(_bubble, self.pipeline, self.costs)
+            of_norms = norms_note(self.module, micro_batches.sizes, ranks, bubble, chosen)
+            for line in of_norms if chosen else ():
+                rank_zero_warn(line)
+            self._plan = self._announce(equation, (*self.measured.notes(micro_batches), *of_norms))
+            self._micro_batches = equation.micro_batches
             return
         # in the first batch the ranks also agree on what they send: its time is no measure
         self._batches += 1
         self._samples += sum(micro_batches.sizes)
+
+    def cannot_cut(self) -> None:
+        """The first batch cannot be cut, as an error says: print the plan without it."""
+        if not self._announced:
+            self._announce(None, (f"this batch cannot be cut. {WHOLE}",))
+
+    def _announce(self, equation: BatchEquation | None, notes: tuple[str, ...]) -> Plan:
+        self._announced, notes = True, (*self.notes, *notes)
+        plan = plan_of(self.module, self.pipeline, self.layout, equation, notes, self.costs, self.built, self.sharding)
+        self.module.print(plan_text(plan))
+        return plan
 
     @contextmanager
     def counted(self) -> Generator[None, None, None]:

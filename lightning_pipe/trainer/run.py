@@ -49,6 +49,7 @@ from torch.optim import Optimizer
 
 from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.engine.undivided import look, look_in_turns
+from lightning_pipe.errors import ConfigurationError
 from lightning_pipe.intercept.random_streams import RandomStreams
 from lightning_pipe.partition import ProfileStore
 from lightning_pipe.partition.calls import Call, CallStore
@@ -273,14 +274,18 @@ class PipelineRun:
         assert self._output is not None
         trainer: Any = self._module.trainer
         batch, *rest = args
-        micro_batches = self._splitter.split(batch)
+        try:
+            micro_batches = self._splitter.split(batch)
+        except ConfigurationError:
+            self.report.cannot_cut()
+            raise
         scale = loss_scale(self._precision)
         weights = [weight * scale for weight in self._splitter.weights(micro_batches)]
         seed = self._seeds.training(trainer.fit_loop.epoch_loop.total_batch_idx)
         if self.streaming is not None and self.gradients.blocked:
             raise steps_for_every_batch(self.pipeline.family.name, trainer.accumulate_grad_batches)
         step = self._step.begin("training_step", rest, self._precision.train_step_context, micro_batches)
-        self.report.batch(micro_batches)
+        self.report.batch(micro_batches, chosen=self._splitter.number == "auto")
         with naming_suspects(batch, micro_batches), self.report.counted():
             if self.streaming is not None:
                 return self.streaming.train(step, weights, seed)

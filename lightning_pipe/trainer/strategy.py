@@ -71,7 +71,8 @@ class PipeStrategy(ModuleStrategy):
     Args:
         schedule: a registered name, a schedule object, the path of a CSV file, or ``"auto"``: the fastest one with a
             flush, as far as the stored profile or the layers' parameters tell.
-        micro_batches: how many a batch is cut into; ``"auto"``: up to four per rank, at least one sample each.
+        micro_batches: how many a batch is cut into; ``"auto"``: up to four per rank, at least one sample each, or 16
+            where batch norm is in training.
         pipeline_parallel_size: ranks in one pipeline; ``"auto"``: all processes that there are.
         data_parallel_size: pipelines side by side, each with batches of its own; ``"auto"``: 1.
         rank_order: whose ranks have neighbouring numbers, and so share a node: ``"pipeline"``, those of a pipeline, or

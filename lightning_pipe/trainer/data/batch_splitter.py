@@ -13,6 +13,7 @@ from lightning_pipe.config import Auto
 from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.errors import ConfigurationError, PipeError
 from lightning_pipe.parameters.sync_batchnorm import are_synchronized
+from lightning_pipe.planning.batch_norms import BATCH_NORM_SAMPLES, is_normalising
 from lightning_pipe.torch_internals import BatchNorm
 from lightning_pipe.trainer.data.micro_batches import LossWeight, MicroBatches, divide_batch
 from lightning_pipe.trainer.data.split_batch import SplitBatch
@@ -65,7 +66,7 @@ class BatchSplitter:
         self._module, self._world, self.options = module, world, options
         self._ranks = pipeline.transport.topology.ranks
         # an asynchronous schedule is made for one number of micro-batches, since its optimizer steps as often
-        self._number = (
+        self.number = (
             options.micro_batches if pipeline.asynchronous is None else pipeline.asynchronous.stream.micro_batches
         )
         self._synchronized = are_synchronized(module)
@@ -77,14 +78,16 @@ class BatchSplitter:
     def split(self, batch: Any) -> MicroBatches:
         """Split a batch.
 
-        Batch norm raises on a micro-batch of one sample with one value per channel, as on one device. So a short batch
-        is split into fewer micro-batches where more of them would have one sample each.
+        Batch norm normalises micro-batches, so ``"auto"`` keeps enough samples in each. On one sample with one value
+        per channel it raises, as on one device. So a short batch is split into fewer micro-batches where more of them
+        would have one sample each.
         """
-        options, number = self.options, self._number
-        norms = not self._synchronized and any(norm.training for norm in self._norms)
-        full = self._batch_size or self._largest
-        # a number of micro-batches that leaves one sample each in a full batch is the user's choice
-        least = 2 if norms and (number == "auto" or full >= 2 * number) else 1
+        options, number = self.options, self.number
+        norms, full = any(map(is_normalising, self._norms)), self._batch_size or self._largest
+        if number == "auto":
+            least = BATCH_NORM_SAMPLES if norms else 1
+        else:  # a number that leaves one sample each in a full batch is the user's choice
+            least = 2 if norms and not self._synchronized and full >= 2 * number else 1
         split = divide_batch(batch, self._ranks, number, options.split_batch, options.loss_weight, least)
         length = sum(split.sizes)
         if len(split.parts) > 1 and not split.own:

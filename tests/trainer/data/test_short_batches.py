@@ -88,12 +88,6 @@ def test_one_sample_each_is_left_to_whoever_asks_for_it() -> None:
         fit(Normalised(), 8, micro_batches=8)
 
 
-def test_auto_leaves_two_samples_each() -> None:
-    module = Normalised()
-    assert fit(module, 10, micro_batches="auto") == []
-    assert set(module.counts) == {2}
-
-
 def test_frozen_norms_take_single_samples() -> None:
     module = Normalised()
     module.layers[1].eval()
