@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 
 from lightning_pipe.config import Auto
 from lightning_pipe.engine.pipeline import Pipeline
@@ -17,7 +18,7 @@ from lightning_pipe.planning.batch_norms import BATCH_NORM_SAMPLES, is_normalisi
 from lightning_pipe.torch_internals import BatchNorm
 from lightning_pipe.trainer.data.micro_batches import LossWeight, MicroBatches, divide_batch
 from lightning_pipe.trainer.data.split_batch import SplitBatch
-from lightning_pipe.trainer.data.suspects import Suspects, ambiguous, note, suspicion
+from lightning_pipe.trainer.data.suspects import REMEDY, Suspects, ambiguous, suspicion
 from lightning_pipe.trainer.warn_once import WarnOnce
 from lightning_pipe.trainer.world import World
 
@@ -142,12 +143,16 @@ class BatchSplitter:
 
 @contextmanager
 def naming_suspects(batch: Any, micro_batches: MicroBatches) -> Generator[None, None, None]:
-    """Add to an error of the step which tensors may have been split along the wrong dimension."""
+    """Say in an error of the step that may be about shapes which tensors may be split along the wrong dimension."""
     try:
         yield
-    except Exception as error:
+    except (RuntimeError, ValueError, IndexError) as error:
         several = len(micro_batches.parts) > 1
         places = ambiguous(batch, sum(micro_batches.sizes)) if several and not micro_batches.own else []
-        if places and not isinstance(error, PipeError):
-            error.add_note(note(places))
-        raise
+        if not places or isinstance(error, PipeError | torch.OutOfMemoryError):
+            raise
+        raise ConfigurationError(
+            f"The step fails on micro-batches of {micro_batches.sizes[0]} samples: {type(error).__name__}: {error}",
+            hint=f"The batch was cut along dimension 0, but {', '.join(places)} may have the samples along another "
+            f"one, of the same length. {REMEDY}",
+        ) from error

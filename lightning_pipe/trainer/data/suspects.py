@@ -22,7 +22,10 @@ WHOLE = (
     "What belongs to all samples goes whole to every micro-batch if its first dimension has length 1 (mask[None]), or "
     "if it is a buffer of the module."
 )
-_REMEDY = f"{WHOLE} Or say how to split: PipeStrategy(split_batch=lambda batch, m: […])."
+REMEDY = (
+    f"{WHOLE} Or say how to split: PipeStrategy(split_batch=lambda batch, m: […]), where samples lie along dimension 1 "
+    "by tensor.tensor_split(m, 1). micro_batches=1 runs the batch whole."
+)
 _BATCHES = 6
 _LEAST = 4
 
@@ -78,7 +81,7 @@ class Suspects:
                 raise ConfigurationError(
                     f"{path}, {tuple(tensor.shape)}, is a causal mask: as long as the batch, it would be cut into "
                     f"micro-batches like the {length} samples.",
-                    hint=_REMEDY,
+                    hint=REMEDY,
                 )
         return self._recurring(found)
 
@@ -102,15 +105,7 @@ def suspicion(places: list[str]) -> str:
     """The warning for tensors that stay the same."""
     return (
         f"{', '.join(places)}: as long as the batch, and the same in every batch. It is cut into micro-batches as if "
-        f"it held one entry for each sample. {_REMEDY} If it is samples, all is well."
-    )
-
-
-def note(places: list[str]) -> str:
-    """The note that is added to an error in a step."""
-    return (
-        f"The batch was cut into micro-batches along dimension 0; {', '.join(places)} may be cut along another "
-        f"dimension than that of the samples. {_REMEDY}"
+        f"it held one entry for each sample. {REMEDY} If it is samples, all is well."
     )
 
 
@@ -122,8 +117,7 @@ def _check_order(found: Mapping[str, Tensor], length: int, batch_size: int | Non
         raise ConfigurationError(
             f"The samples seem to lie along dimension 1: {path} is {tuple(tensor.shape)}, and the DataLoader makes "
             f"batches of {batch_size} samples.",
-            hint="Put the samples first, or say how to split: PipeStrategy(split_batch=lambda batch, m: […]), for "
-            "instance by tensor.tensor_split(m, 1).",
+            hint=f"Put the samples first. {REMEDY}",
         )
 
 
