@@ -164,7 +164,8 @@ class Report:
             of_norms = norms_note(self.module, micro_batches.sizes, ranks, bubble, chosen)
             for line in of_norms if chosen else ():
                 rank_zero_warn(line)
-            self._plan = self._announce(equation, (*self.measured.notes(micro_batches), *of_norms))
+            uncut = (micro_batches.uncut,) if micro_batches.uncut else ()
+            self._plan = self._announce(equation, (*uncut, *self.measured.notes(micro_batches), *of_norms))
             self._micro_batches = equation.micro_batches
             return
         # in the first batch the ranks also agree on what they send: its time is no measure

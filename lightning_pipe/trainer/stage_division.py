@@ -183,7 +183,7 @@ class StageDivision:
             return pipeline
         if not pipeline.whole:
             check_may_gather(module, limit)
-        pipeline.restore()
+            pipeline.restore()
         return None
 
     def whole(self, module: pl.LightningModule, layout: RunLayout, world: World) -> Division:

@@ -296,12 +296,10 @@ class PipeStrategy(ModuleStrategy):
         if self.data_parallel_size == 1:  # values are those of the whole batch on all ranks already
             self._changed.enter_context(unheard(".*sync_dist=True.* when logging on epoch level.*"))
         sharded = ShardedOptimizers(pipeline, self.precision_plugin) if self._shard_optimizer else None
+        shapes = None
         if self._choice is not None:
-            notes = (*notes, f"schedule chosen: {self._choice.reason}")
-        measured = MeasuredShapes(
-            None if self._choice is None else self._choice.shapes,
-            None if store is None or not store.signatures else store.signatures[-1],
-        )
+            notes, shapes = (*notes, f"schedule chosen: {self._choice.reason}"), self._choice.shapes
+        measured = MeasuredShapes(shapes, None if store is None or not store.signatures else store.signatures[-1])
         report = Report(module, pipeline, layout, notes, costs, built, measured, self._shard_optimizer)
         then = late if chosen is None or chosen.guessed else None
         self.run = PipelineRun(*(module, pipeline, world, self._splitting, report, store, sharded, self._seed, then))

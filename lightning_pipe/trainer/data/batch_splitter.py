@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -89,10 +89,15 @@ class BatchSplitter:
             least = BATCH_NORM_SAMPLES if norms else 1
         else:  # a number that leaves one sample each in a full batch is the user's choice
             least = 2 if norms and not self._synchronized and full >= 2 * number else 1
-        split = divide_batch(batch, self._ranks, number, options.split_batch, options.loss_weight, least)
-        length = sum(split.sizes)
-        if len(split.parts) > 1 and not split.own:
-            self._look_for_suspects(batch, length)
+        try:
+            split = divide_batch(batch, self._ranks, number, options.split_batch, options.loss_weight, least)
+            length = sum(split.sizes)
+            if len(split.parts) > 1 and not split.own:
+                self._look_for_suspects(batch, length)
+        except ConfigurationError as error:
+            if number != "auto" or options.split_batch is not None:
+                raise
+            return self._whole(batch, error)
         self._largest = max(self._largest, length)
         if number != "auto" and options.split_batch is None and len(split.parts) < min(number, length):
             self._warn(
@@ -101,6 +106,13 @@ class BatchSplitter:
                 "needs at least two samples in each. DataLoader(drop_last=True) leaves out a short last batch.",
             )
         return split
+
+    def _whole(self, batch: Any, error: ConfigurationError) -> MicroBatches:
+        """A batch that is left whole, since how to cut it is not clear: that is exact, and its ranks take turns."""
+        why = f"{error.message} So it runs whole, with micro_batches=1: one rank computes at a time."
+        self._warn("whole", f"{why} {error.hint or ''}")
+        whole = divide_batch(batch, self._ranks, 1, None, self.options.loss_weight)
+        return replace(whole, uncut=why)
 
     def weights(self, micro_batches: MicroBatches) -> list[float]:
         """What the loss of each micro-batch counts in that of the batches of all replicas. Collective over these.

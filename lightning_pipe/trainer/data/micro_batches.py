@@ -25,6 +25,7 @@ class MicroBatches:
         summed: whether the batch's loss is the sum of the losses of its micro-batches, and no mean.
         own: whether the user's function has split the batch.
         batch: the batch.
+        uncut: why it is left whole, if how to cut it is not clear.
     """
 
     parts: list[Any]
@@ -33,6 +34,7 @@ class MicroBatches:
     summed: bool = False
     own: bool = False
     batch: Any = None
+    uncut: str = ""
 
     def together(self, indices: Sequence[int]) -> Any:
         """Some of the micro-batches as one.

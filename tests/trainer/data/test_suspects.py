@@ -146,6 +146,8 @@ def test_time_first_from_a_loader() -> None:
     def collate(items: list[Any]) -> dict[str, Tensor]:
         return {name: torch.stack(each, 1) for name, each in zip(("x", "y"), zip(*items, strict=True), strict=True)}
 
-    trainer = L.Trainer(accelerator="cpu", devices=1, strategy=PipeStrategy(stages=2, layers="layers"), **QUIET)
+    trainer = L.Trainer(
+        accelerator="cpu", devices=1, strategy=PipeStrategy(micro_batches=4, stages=2, layers="layers"), **QUIET
+    )
     with pytest.raises(ConfigurationError, match=r"(?s)dimension 1.*batches of 8 samples.*split_batch"):
         trainer.fit(Attentive(), DataLoader(samples, batch_size=LENGTH, collate_fn=collate))  # type: ignore[arg-type]
