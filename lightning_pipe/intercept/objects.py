@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
-from types import ModuleType
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from lightning_pipe.intercept.tensor_state import version_of
 _DEPTH = 6
 _PLAIN = (bool, int, float, str, bytes)
 _CONTAINERS = (list, tuple, dict)
-_NO_OBJECTS = (Tensor, nn.Module, type, ModuleType)
+_NO_OBJECTS = (Tensor, nn.Module, type, ModuleType, FunctionType, MethodType, BuiltinFunctionType)
 _UNSEEN = "Return what changes, or pass it in a list or dictionary of tensors, numbers and strings."
 
 
@@ -141,7 +141,7 @@ def _items(container: Any) -> list[Any]:
 
 def is_opaque(leaf: Any) -> bool:
     """Whether a leaf is an object with attributes of its own, in which something may change."""
-    return hasattr(leaf, "__dict__") and not isinstance(leaf, _NO_OBJECTS) and not callable(leaf)
+    return hasattr(leaf, "__dict__") and not isinstance(leaf, _NO_OBJECTS)
 
 
 Content = list[tuple[Any, int | None]]

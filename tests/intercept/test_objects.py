@@ -58,6 +58,22 @@ def test_what_changes_is_described_with_its_tensors(replaced: bool) -> None:
         states.check_unchanged("layer")
 
 
+class Graph(Memory):
+    """An object that can be called, as batches of graphs can: that says nothing of what it holds."""
+
+    def __call__(self) -> list[Tensor]:
+        return self.rows
+
+
+def test_objects_that_can_be_called_are_objects() -> None:
+    graph = Graph()
+    states = ObjectStates([graph, len, math.sqrt, graph.__call__, test_an_equal_number_is_no_change])
+    assert states.objects == [graph]
+    graph.rows.append(torch.ones(2))
+    with pytest.raises(ChangedObjectError, match="'layer' changes its argument of type Graph"):
+        states.check_unchanged("layer")
+
+
 def test_an_equal_number_is_no_change() -> None:
     memory = Memory()
     memory.length = 10**6
