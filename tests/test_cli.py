@@ -36,6 +36,10 @@ def test_every_schedule_is_drawn(name: str, capsys: pytest.CaptureFixture[str]) 
     assert len([line for line in out.splitlines() if line.startswith("stage")]) % 4 == 0
 
 
+def test_a_schedule_is_drawn_by_an_alias(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(capsys, "dapple") == run(capsys, "1f1b")
+
+
 def test_sizes_costs_and_options(capsys: pytest.CaptureFixture[str]) -> None:
     out = run(
         capsys,

@@ -16,6 +16,15 @@ from lightning_pipe.schedules.ir import Schedule
 
 Factory = TypeVar("Factory", bound=Callable[..., object])
 _families: dict[str, Callable[..., Family]] = {}
+# what other packages and papers call these schedules
+ALIASES = {
+    "dapple": "1f1b",
+    "pipedream_flush": "1f1b",
+    "1f1b_flush": "1f1b",
+    "f_then_b": "gpipe",
+    "virtual_pipeline": "interleaved",
+    "interleaved_1f1b": "interleaved",
+}
 
 
 def register(name: str) -> Callable[[Factory], Factory]:
@@ -56,7 +65,7 @@ def get(schedule: str | PathLike[str] | Family | Schedule, **options: object) ->
     """The schedule family of a name, an object or a CSV file.
 
     Args:
-        schedule: a registered name, a family, a finished schedule, or the path of a CSV file.
+        schedule: a registered name or one of its `ALIASES`, a family, a finished schedule, or the path of a CSV file.
         options: the family's options, with a name only.
 
     Raises:
@@ -75,9 +84,10 @@ def get(schedule: str | PathLike[str] | Family | Schedule, **options: object) ->
         from lightning_pipe.schedules.csv_format import read_csv
 
         return Fixed(read_csv(Path(name)))
-    factory = _families.get(name) or _families.get(name.lower())
+    lower = name.lower()
+    factory = _families.get(name) or _families.get(lower) or _families.get(ALIASES.get(lower, lower))
     if factory is None:
-        near = difflib.get_close_matches(name.lower(), _families, n=1)
+        near = difflib.get_close_matches(lower, [*_families, *ALIASES], n=1)
         raise ScheduleError(
             f"There is no schedule {name!r}; known are {', '.join(map(repr, _families))}.",
             hint=f"Did you mean {near[0]!r}?" if near else "Use one of these, or the path of a .csv file.",

@@ -27,7 +27,8 @@ def strategy_names() -> dict[str, dict[str, Any]]:
         {'schedule': 'gpipe'}
     """
     # the Trainer looks names up in lower case
-    return {"pipe": {}} | {f"pipe_{name.lower()}": {"schedule": name} for name in schedules.names()}
+    known = (*schedules.names(), *schedules.ALIASES)
+    return {"pipe": {}} | {f"pipe_{name.lower()}": {"schedule": name} for name in known}
 
 
 def _create(**arguments: Any) -> Any:

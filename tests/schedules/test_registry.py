@@ -43,6 +43,30 @@ def test_an_unknown_name_gets_the_nearest(name: str, nearest: str) -> None:
         get(name)
 
 
+@pytest.mark.parametrize(
+    ("alias", "name"),
+    [
+        ("dapple", "1f1b"),
+        ("pipedream_flush", "1f1b"),
+        ("1F1B_flush", "1f1b"),
+        ("f_then_b", "gpipe"),
+        ("virtual_pipeline", "interleaved"),
+        ("interleaved_1f1b", "interleaved"),
+    ],
+)
+def test_names_of_other_packages_lead_to_the_same_families(alias: str, name: str) -> None:
+    assert get(alias) == get(name)
+    assert get(alias).name == name
+
+
+def test_an_alias_takes_options_and_gives_way_to_a_schedule_of_that_name() -> None:
+    assert get("virtual_pipeline", virtual_stages=3) == Interleaved(virtual_stages=3)
+    with pytest.raises(ScheduleError, match="Did you mean 'pipedream_flush'"):
+        get("pipedream_flsh")
+    register("dapple")(all_forwards_first)
+    assert get("dapple").name == "dapple"
+
+
 def test_unknown_names_and_options_say_what_there_is() -> None:
     with pytest.raises(ScheduleError, match="known are 'naive', 'gpipe'"):
         get("zzzz")

@@ -30,7 +30,7 @@ assert not {"torch", "lightning", "numpy"} & set(sys.modules), "heavy imports"
 
 
 def test_one_name_per_schedule() -> None:
-    for name in schedules.names():
+    for name in (*schedules.names(), *schedules.ALIASES):
         strategy = L.Trainer(accelerator="cpu", strategy=f"pipe_{name}", logger=False).strategy
         assert isinstance(strategy, PipeStrategy)
         assert strategy.family.name == schedules.get(name).name
