@@ -15,7 +15,7 @@ from lightning_pipe.torch_internals import tree_leaves
 from lightning_pipe.trainer.broadcasts import REPORTS, Broadcast, from_ranks
 from lightning_pipe.trainer.data.joining import Comparison
 from lightning_pipe.trainer.warn_once import WarnOnce
-from lightning_pipe.trainer.whole_model.logging import Merged
+from lightning_pipe.trainer.whole_model.logging import Merged, single_value
 from lightning_pipe.transport.nonblocking_broadcast import NonBlockingBroadcast
 
 OUTPUT_LIMIT = 64 << 20
@@ -108,3 +108,9 @@ def known_outputs(reports: Sequence[StepReport]) -> dict[int, Any]:
 def has_loss(output: Any) -> bool:
     """Whether a step returned its loss among other things."""
     return isinstance(output, Mapping) and "loss" in output
+
+
+def losses_of(outputs: Mapping[int, Any]) -> dict[int, float]:
+    """The losses that a step returned, by micro-batch; an evaluation may return anything."""
+    found = {index: single_value(each["loss"] if has_loss(each) else each) for index, each in outputs.items()}
+    return {index: value.item() for index, value in found.items() if value is not None}

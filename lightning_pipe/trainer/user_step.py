@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -26,7 +26,7 @@ from lightning_pipe.trainer.late_values import LateValues
 from lightning_pipe.trainer.loader_iterator import LoaderIterator
 from lightning_pipe.trainer.own_sources import OwnSources, check_alike, check_one_pipe, check_one_run
 from lightning_pipe.trainer.step_hooks import HooksOfBatch
-from lightning_pipe.trainer.step_report import ReportExchange, StepReport, has_loss, known_outputs
+from lightning_pipe.trainer.step_report import ReportExchange, StepReport, known_outputs, losses_of
 from lightning_pipe.trainer.warn_once import WarnOnce
 from lightning_pipe.trainer.whole_model.logging import Log, Logged, combine, merge
 from lightning_pipe.trainer.whole_model.metrics import Metrics
@@ -364,9 +364,7 @@ class StepOfBatch:
         common, amounts = self._user_step, self.micro_batches.amounts
         common.checks.end(self.check)
         common.warn_of_windows(len(amounts))
-        losses: Mapping[int, float] = {}
-        if common.summed:
-            losses = {i: float(each["loss"] if has_loss(each) else each) for i, each in outputs.items()}
+        losses = losses_of(outputs) if common.summed else {}
         # what is logged is weighted as the losses are
         logged = merge(self._logged, amounts, losses)
         compared, left = common.numbers.compared(self.check), self._hooks.left()

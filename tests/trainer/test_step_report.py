@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from lightning_pipe.trainer.step_report import StepReport, has_loss, known_outputs
+from lightning_pipe.trainer.step_report import StepReport, has_loss, known_outputs, losses_of
 
 
 def test_outputs_of_several_ranks_come_together() -> None:
@@ -16,3 +16,8 @@ def test_only_mappings_with_a_loss_have_one() -> None:
     assert has_loss({"loss": torch.ones(()), "n": 1})
     assert not has_loss({"n": 1})
     assert not has_loss(torch.ones(()))
+
+
+def test_what_is_no_number_is_no_loss() -> None:
+    outputs = {0: {"loss": torch.ones(())}, 1: torch.zeros(()), 2: None, 3: {"loss": None}, 4: torch.ones(2), 5: "text"}
+    assert losses_of(outputs) == {0: 1.0, 1: 0.0}

@@ -216,7 +216,7 @@ class Log:
             check_values([value], f"self.log({name!r}, …)")
         # the interceptor must not take these torch calls for calls of the step
         with DisableTorchFunction():
-            kept = _single_value(value)
+            kept = single_value(value)
             if kept is None and metric is None:
                 _log(module, name, value, **options)  # raises Lightning's own error
                 return
@@ -281,7 +281,7 @@ def _rule(entry: LogEntry) -> str:
     return "mean" if entry.metric else _reduction(entry.options.get("reduce_fx", "mean"))
 
 
-def _single_value(value: Any) -> Tensor | None:
+def single_value(value: Any) -> Tensor | None:
     """A number as a tensor of its own; ``None`` for what cannot be logged."""
     if isinstance(value, Tensor):
         return value.detach().clone() if value.numel() == 1 else None

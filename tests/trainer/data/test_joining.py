@@ -197,6 +197,32 @@ def test_a_sum_is_logged_as_such_without_a_comparison() -> None:
     assert oracle.close(trace.metrics["loss_epoch"], expected.metrics["loss_epoch"])
 
 
+class Evaluated(Talkative):
+    """Its evaluations return what is no loss."""
+
+    returned: Any = None
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        self.log("sum", F.cross_entropy(self.model(x.flatten(1)), y, reduction="sum"))
+        return self.returned
+
+    def val_dataloader(self) -> Any:
+        return torch.utils.data.DataLoader(dataset(21), batch_size=8)
+
+
+@pytest.mark.parametrize("returned", [None, "text", [1, 2], torch.ones(3), {"loss": None}], ids=str)
+@pytest.mark.parametrize("parts", [1, 2])
+def test_an_evaluation_may_return_no_loss_where_losses_are_sums(returned: Any, parts: int) -> None:
+    found, plain = Evaluated(summed=True), Evaluated(summed=True)
+    found.returned = plain.returned = returned
+    expected, _ = fit(plain, "auto")
+    options: dict[str, Any] = {"loss_weight": "sum", "evaluation_micro_batches": parts}
+    trace, _ = fit(found, PipeStrategy(stages=2, micro_batches=4, **options))
+    if parts == 1:
+        oracle.assert_equal(trace, expected)
+
+
 def test_tells_a_mean_that_was_said_to_be_a_sum() -> None:
     told = fit(Talkative(), PipeStrategy(stages=2, micro_batches=4, loss_weight="sum"))[1]
     assert sum("not a sum over the samples" in text for text in told) == 1
