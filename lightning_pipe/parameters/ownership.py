@@ -228,8 +228,9 @@ class Ownership:
                 if name is not None and not self.holds(name) and not isinstance(tensor, AbsentTensor):
                     self._release(name, tensor)
             for part in layer.modules():
-                # ``module.to`` and its kin must change what absent tensors look like.
-                part.__dict__["_apply"] = MethodType(_apply, part)
+                # ``module.to`` and its kin must change what absent tensors look like; what layers here share is none.
+                if any(isinstance(tensor, AbsentTensor) for tensor in _own(part)):
+                    part.__dict__["_apply"] = MethodType(_apply, part)
         foreign = [
             layer for (_, layer), ranks in zip(self._layers, self._layer_ranks, strict=True) if self.rank not in ranks
         ]
@@ -373,9 +374,15 @@ def _drop_graphs(module: nn.Module) -> None:
                 vars(part)[name] = value.detach()
 
 
+def _own(part: nn.Module) -> tuple[Tensor, ...]:
+    return (*part.parameters(recurse=False), *part.buffers(recurse=False))
+
+
 @torch.no_grad()
 def _apply(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-    for tensor in (*self.parameters(recurse=False), *self.buffers(recurse=False)):
+    for tensor in _own(self):
         if isinstance(tensor, AbsentTensor):
             tensor.data = fn(tensor.data)
+    for child in self.children() if recurse else ():
+        child._apply(fn)  # type: ignore[no-untyped-call]
     return self

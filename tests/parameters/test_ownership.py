@@ -10,6 +10,7 @@ from lightning_pipe.errors import CutError, PartitionError
 from lightning_pipe.intercept.absent_tensor import is_absent
 from lightning_pipe.parameters.ownership import Ownership
 from lightning_pipe.partition import find_layers
+from tests.support.user_modules import WithShared
 
 NAMES = ["rank 0", "rank 1"]
 
@@ -43,6 +44,17 @@ def test_layers_belong_to_their_ranks_and_the_rest_to_all_at_first() -> None:
     assert ownership.owners("embed.weight") == (0, 1)
     assert net.layers[1].weight is weight, "optimizers refer to it"
     assert [is_absent(parameter) for parameter in net.parameters()] == [False] * 4 + [True] * 2 + [False] * 2
+
+
+def test_every_tensor_changes_its_type_in_nested_and_shared_modules() -> None:
+    net, shared = Net(), nn.Linear(2, 2)
+    net.layers = nn.ModuleList(WithShared(shared, nn.Linear(2, 2)) for _ in range(2))
+    ownership, _ = divided(0, net)
+    ownership.release_layers()
+    net.double()
+    assert {parameter.dtype for parameter in net.parameters()} == {torch.float64}
+    assert net.layers[0](torch.ones(1, 2).double()).dtype == torch.float64
+    assert is_absent(net.layers[1].own.weight)
 
 
 def test_after_the_first_batch_users_alone_hold_what_is_outside() -> None:

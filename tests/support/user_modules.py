@@ -57,12 +57,29 @@ class HeadInSetup(Lit):
         return self.head(super().forward(x))
 
 
+class WithShared(nn.Module):
+    """A layer that has a module in common with others."""
+
+    def __init__(self, shared: nn.Module, own: nn.Module) -> None:
+        super().__init__()
+        self.shared, self.own = shared, own
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.own(self.shared(x))
+
+
 class OneType(Lit):
-    """Relies on all parameters having the Trainer's type; has a weight that is an attribute, made from parameters."""
+    """Relies on all parameters having the Trainer's type; has a weight that is an attribute, made from parameters.
+
+    Layers of all stages have modules inside, and one of these in common.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.model[0] = nn.utils.weight_norm(self.model[0])
+        shared = nn.Linear(16, 16)
+        for number in (0, 2, 4):
+            self.model[number] = WithShared(shared, self.model[number])
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         assert {parameter.dtype for parameter in self.parameters()} == {self.dtype}
