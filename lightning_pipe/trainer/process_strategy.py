@@ -87,9 +87,14 @@ class ProcessStrategy(ParallelStrategy):
         return self.parallel_devices[self.local_rank]
 
     @property
-    def num_processes(self) -> int:
+    def processes_here(self) -> int:
         """Processes on this node."""
         return len(self.parallel_devices) if self.parallel_devices is not None else 0
+
+    @property
+    def num_processes(self) -> int:
+        """Batches side by side, as code asks that divides its batch; Lightning asks in launchers of its own alone."""
+        return self.data_parallel_size
 
     @property
     def is_distributed(self) -> bool:
@@ -137,14 +142,14 @@ class ProcessStrategy(ParallelStrategy):
         ScriptLauncher.forget_finished_job()
         end_with_parent()
         assert self.cluster_environment is not None
-        check_interactive(self.num_processes * self.num_nodes, self.cluster_environment)
-        self._launcher = ScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+        check_interactive(self.processes_here * self.num_nodes, self.cluster_environment)
+        self._launcher = ScriptLauncher(self.cluster_environment, self.processes_here, self.num_nodes)
 
     def set_world_ranks(self) -> None:
         """Tell the cluster environment the world size and this process's place in it."""
         if self.cluster_environment is not None:
-            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
-            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+            self.cluster_environment.set_global_rank(self.node_rank * self.processes_here + self.local_rank)
+            self.cluster_environment.set_world_size(self.num_nodes * self.processes_here)
         # Not by `patches.replaced`: this process keeps its number after the run, and a script that goes on after `fit`
         # must print on process 0 alone. What Lightning (2.6) finds by itself on import is LOCAL_RANK, 0 on each node.
         vars(rank_zero_only)["rank"] = self.global_rank
@@ -156,8 +161,8 @@ class ProcessStrategy(ParallelStrategy):
         if self.world is None:
             assert self.cluster_environment is not None
             self.set_world_ranks()
-            asked = self.num_nodes * self.num_processes
-            check_world_size(asked, self.num_processes, self.num_nodes, self.cluster_environment)
+            asked = self.num_nodes * self.processes_here
+            check_world_size(asked, self.processes_here, self.num_nodes, self.cluster_environment)
             self.world = World.open(
                 self.layout,
                 self.family,

@@ -61,6 +61,10 @@ from lightning_pipe.trainer.whole_model.synchronized_norms import synchronize_no
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 """As long as Lightning and torch wait: preparing data on one process counts."""
 
+_DEVICES = (
+    "trainer.num_devices counts the {} ranks of this machine; batches side by side: trainer.strategy.num_processes={}"
+)
+
 
 class PipeStrategy(ModuleStrategy):
     """Trains an unmodified LightningModule as a pipeline over several processes.
@@ -232,7 +236,7 @@ class PipeStrategy(ModuleStrategy):
         own, ranks = self._division, self.layout.pipeline_parallel_size
         found = kept_by(self._module().trainer, getattr(self._launcher, "checkpoint", None), ranks)
         if found is None:
-            place = (self.root_device, self.num_processes)
+            place = (self.root_device, self.processes_here)
             found = choose(self._module(), own.layers, ranks, own.micro_batches, *place, own.recompute, own.balance)
         self._choice, self.family, self._layout = found, found.family, None
         self._division = replace(self._division, family=self.family, recompute=found.recompute)
@@ -299,6 +303,8 @@ class PipeStrategy(ModuleStrategy):
         shapes = None
         if self._choice is not None:
             notes, shapes = (*notes, f"schedule chosen: {self._choice.reason}"), self._choice.shapes
+        if self.pipeline_parallel_size > 1:
+            notes = (*notes, _DEVICES.format(self.processes_here, self.num_processes))
         measured = MeasuredShapes(shapes, None if store is None or not store.signatures else store.signatures[-1])
         report = Report(module, pipeline, layout, notes, costs, built, measured, self._shard_optimizer)
         then = late if chosen is None or chosen.guessed else None

@@ -7,6 +7,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.strategies import ParallelStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -41,6 +42,42 @@ class Model(L.LightningModule):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class DividesItsBatch(Model):
+    """As Lightning's example for ImageNet does under every `ParallelStrategy`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.size, self.lines = BATCH, list[str]()
+
+    def setup(self, stage: str) -> None:
+        if isinstance(self.trainer.strategy, ParallelStrategy):
+            self.size = BATCH // max(1, self.trainer.strategy.num_processes)
+
+    def train_dataloader(self) -> Any:
+        return DataLoader([*DATA], self.size)
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        self.lines += map(str, args)
+
+
+def divides(process: int, devices: int, replicas: int) -> tuple[int, str]:
+    """The batch size, and the plan."""
+    quiet()
+    module = DividesItsBatch().double()
+    strategy = PipeStrategy(layers="layers", micro_batches=2, data_parallel_size=replicas)
+    L.Trainer(accelerator="cpu", devices=devices, strategy=strategy, **{**QUIET, "max_steps": 1}).fit(module)
+    return module.size, "\n".join(module.lines)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_batch_is_divided_over_pipelines_not_over_ranks(replicas: int) -> None:
+    for rank, (size, plan) in enumerate(run_trainers(divides, 2, timeout=40, devices=2, replicas=replicas)):
+        assert size == BATCH // replicas
+        if rank == 0:
+            assert ("trainer.num_devices counts the 2 ranks" in plan) == (replicas == 1)
 
 
 def goes_on(process: int, devices: int | None, method: str, another: bool) -> float | str:
