@@ -155,6 +155,8 @@ class ModuleStrategy(ProcessStrategy):
             return
         check_outside_step(self.connected, f"trainer.save_checkpoint({str(filepath)!r})")
         self.meet("trainer.save_checkpoint()")
+        if self.run is not None:
+            self.run.loaders.order.save(checkpoint)
         if self._save_folder:
             self._checkpoints().save_folder(checkpoint, filepath, self.optimizers)
         elif self._interrupted():  # all of it is here
@@ -181,6 +183,7 @@ class ModuleStrategy(ProcessStrategy):
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         self._checkpoints().load_optimizers(checkpoint, self.optimizers)
+        self.divided.loaders.order.load(checkpoint)
         optimizers_to_device(self.optimizers, self.root_device)
 
     # ------------------------------------------------------------------ end

@@ -148,11 +148,12 @@ class Report:
     _plan: Plan | None = None
     _sent: Counter[int] = field(default_factory=Counter)
 
-    def batch(self, micro_batches: MicroBatches, *, chosen: bool) -> None:
+    def batch(self, micro_batches: MicroBatches, of_loaders: Callable[[], tuple[str, ...]], *, chosen: bool) -> None:
         """Note a training batch; the first one completes the plan, which is printed.
 
         Args:
             micro_batches: the batch.
+            of_loaders: what is to be said of loaders.
             chosen: whether ``micro_batches="auto"`` has chosen their number.
         """
         if not self._announced:
@@ -165,8 +166,8 @@ class Report:
             for line in of_norms if chosen else ():
                 rank_zero_warn(line)
             uncut = (micro_batches.uncut,) if micro_batches.uncut else ()
-            self._plan = self._announce(equation, (*uncut, *self.measured.notes(micro_batches), *of_norms))
-            self._micro_batches = equation.micro_batches
+            notes = (*uncut, *self.measured.notes(micro_batches), *of_norms, *of_loaders())
+            self._plan, self._micro_batches = self._announce(equation, notes), equation.micro_batches
             return
         # in the first batch the ranks also agree on what they send: its time is no measure
         self._batches += 1

@@ -164,6 +164,7 @@ class PipelineRun:
         self._changed.enter_context(active_loop_kept())
         self._changed.enter_context(values_compared(self.pipeline))
         if fitting:
+            self._changed.enter_context(self.loaders.order.kept())
             self._changed.callback(self.gradients.end)
             self.gradients.begin(trainer.optimizers)
         metrics = metrics_of(self._module, self.pipeline, self._world.replicas)
@@ -287,7 +288,7 @@ class PipelineRun:
         if self.streaming is not None and self.gradients.blocked:
             raise steps_for_every_batch(self.pipeline.family.name, trainer.accumulate_grad_batches)
         step = self._step.begin("training_step", rest, self._precision.train_step_context, micro_batches)
-        self.report.batch(micro_batches, chosen=self._splitter.number == "auto")
+        self.report.batch(micro_batches, self.loaders.order.notes, chosen=self._splitter.number == "auto")
         with naming_suspects(batch, micro_batches), self.report.counted():
             if self.streaming is not None:
                 return self.streaming.train(step, weights, seed)

@@ -12,6 +12,7 @@ from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.errors import ConfigurationError
 from lightning_pipe.trainer.broadcasts import BATCHES, Broadcast
 from lightning_pipe.trainer.data.needs import Needs
+from lightning_pipe.trainer.data.order import DataOrder
 from lightning_pipe.trainer.data.shared_loader import SharedDataLoader
 from lightning_pipe.trainer.world import World
 from lightning_pipe.transport.nonblocking_broadcast import NonBlockingBroadcast
@@ -28,6 +29,7 @@ class Loaders:
         whole: whether batches go whole to all ranks.
 
     Attributes:
+        order: of shuffled data.
         needs: learns and knows which tensors of a batch each rank needs.
     """
 
@@ -35,6 +37,7 @@ class Loaders:
         self, module: pl.LightningModule, pipeline: Pipeline, world: World, broadcast: Broadcast, *, whole: bool
     ) -> None:
         self._module, self._pipeline, self._world, self._broadcast = module, pipeline, world, broadcast
+        self.order = DataOrder(module.trainer)
         self.needs = Needs(module, pipeline, whole=whole)
         self._channel = NonBlockingBroadcast(pipeline.transport, ahead=2, number=BATCHES)
 

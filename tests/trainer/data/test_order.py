@@ -1,0 +1,125 @@
+"""The order of shuffled data: one device's, and the same after a resume."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_pipe import PipeStrategy
+from tests.support.processes import run_trainers
+from tests.support.trainer_runs import QUIET, quiet
+
+ROWS, BATCH, EPOCHS = 16, 4, 4
+STEPS = ROWS // BATCH
+Orders = dict[int, list[list[float]]]
+
+
+class Model(L.LightningModule):
+    """Notes the samples of each epoch's batches, in their order."""
+
+    def __init__(self, dropout: float, generator: bool) -> None:
+        super().__init__()
+        blocks = (nn.Sequential(nn.Linear(2, 2), nn.Dropout(dropout)) for _ in range(4))
+        self.layers = nn.Sequential(*blocks)
+        self.generator = torch.Generator().manual_seed(3) if generator else None
+        self.draws, self.orders = dropout > 0, Orders()
+        self.lines: list[str] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.layers(batch).pow(2).mean()
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("value", self.layers(batch + (torch.randn_like(batch) if self.draws else 0)).mean())
+
+    def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
+        self.orders.setdefault(self.current_epoch, []).append(batch[:, 0].tolist())
+
+    def on_train_epoch_end(self) -> None:
+        torch.randn(3)  # hooks draw from the global generator as on one device
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(rows(), BATCH, shuffle=True, generator=self.generator)
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(rows(), BATCH)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        self.lines += map(str, args)
+
+
+def rows() -> Any:
+    return torch.arange(ROWS, dtype=torch.float64)[:, None].expand(-1, 2).contiguous()
+
+
+def train(
+    process: int,
+    devices: int | None,
+    folder: str,
+    dropout: float = 0.0,
+    generator: bool = False,
+    resumed: str | None = None,
+    every: int = STEPS,
+    epochs: int = EPOCHS,
+) -> tuple[Orders, str]:
+    """The order of the data in each epoch, and the plan. Writes a checkpoint every so many steps."""
+    quiet()
+    L.seed_everything(7, verbose=False)
+    model = Model(dropout, generator).double()
+    saving = ModelCheckpoint(folder, "{step}", every_n_train_steps=every, save_top_k=-1)
+    if every == STEPS:
+        saving = ModelCheckpoint(folder, "{step}", save_top_k=-1, save_on_train_epoch_end=True)
+    strategy: Any = PipeStrategy(layers="layers", micro_batches=2) if devices else "auto"
+    options = {**QUIET, "enable_checkpointing": True, "max_epochs": epochs, "val_check_interval": 0.5}
+    trainer = L.Trainer(accelerator="cpu", devices=devices or 1, strategy=strategy, callbacks=[saving], **options)
+    trainer.fit(model, ckpt_path=None if resumed is None else f"{folder}/step={resumed}.ckpt")
+    return model.orders, "\n".join(model.lines)
+
+
+def in_pipe(folder: Path, devices: int = 2, **options: Any) -> tuple[Orders, str]:
+    found = run_trainers(train, devices, timeout=60, devices=devices, folder=str(folder), **options)
+    assert all(orders == found[0][0] for orders, _ in found)
+    return found[0]
+
+
+@pytest.mark.timeout(120)
+def test_the_order_is_that_of_one_device_where_steps_draw_nothing(tmp_path: Path) -> None:
+    plain, _ = train(0, None, str(tmp_path))
+    orders, plan = in_pipe(tmp_path)
+    assert orders == plain
+    assert len({str(order) for order in orders.values()}) == EPOCHS
+    assert "shuffle" in plan
+
+
+@pytest.mark.timeout(120)
+def test_a_generator_of_its_own_gives_the_order_of_one_device_where_steps_draw(tmp_path: Path) -> None:
+    plain, _ = train(0, None, str(tmp_path), dropout=0.5, generator=True)
+    orders, plan = in_pipe(tmp_path, dropout=0.5, generator=True)
+    assert orders == plain
+    assert "shuffle" not in plan
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("devices", [1, 2])
+def test_the_order_does_not_depend_on_what_steps_draw_or_on_a_resume(devices: int, tmp_path: Path) -> None:
+    orders, _ = in_pipe(tmp_path, devices)
+    assert in_pipe(tmp_path / "dropout", devices, dropout=0.5)[0] == orders
+    resumed, _ = in_pipe(tmp_path / "dropout", devices, dropout=0.5, resumed=str(2 * STEPS))
+    assert resumed == {epoch: orders[epoch] for epoch in (2, 3)}
+
+
+@pytest.mark.timeout(180)
+def test_the_order_goes_on_after_a_resume_within_an_epoch(tmp_path: Path) -> None:
+    orders, _ = in_pipe(tmp_path, dropout=0.5, every=3)
+    resumed, _ = in_pipe(tmp_path, dropout=0.5, every=3, resumed=str(STEPS + 2))  # 6 of 8 steps
+    # Lightning begins again with the epoch's first samples, and makes the steps that are left
+    assert resumed == {1: orders[1][:2], 2: orders[2], 3: orders[3]}
