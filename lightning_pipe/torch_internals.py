@@ -18,7 +18,7 @@ NAMES = {
             ["tree_flatten", "tree_flatten_with_path", "keystr", "tree_leaves", "tree_map", "tree_unflatten"],
             "arguments and results of the user's functions hold tensors anywhere; torch.utils.pytree is as private",
         ),
-        "register_pytree_node": "how users make a type of their own known, named in an error",
+        "register_pytree_node": "makes distributions known, and types of the user's own, by advice of an error",
     },
     "torch.utils._python_dispatch": {
         "TorchDispatchMode": "sees every operation: of a module built without memory, and to count them",
@@ -147,6 +147,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
 from torch.utils._pytree import (
     keystr,
+    register_pytree_node,
     tree_flatten,
     tree_flatten_with_path,
     tree_leaves,
@@ -221,6 +222,7 @@ __all__ = [
     "never_compile",
     "pop_function_mode",
     "push_function_mode",
+    "register_pytree_node",
     "set_versions",
     "storage_uses",
     "swap_insides",

@@ -40,7 +40,13 @@ class Seen(NamedTuple):
     spec: TensorSpec
 
 
-PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
+class Shape(tuple[int, ...]):
+    """A `torch.Size` in one piece, in which samples may be counted."""
+
+    __slots__ = ()
+
+
+PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, Shape)
 """Types of results that travel as they are."""
 
 

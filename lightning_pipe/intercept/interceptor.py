@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lightning_pipe.intercept.around import Around
 from lightning_pipe.intercept.buffer_changes import BufferChanges
+from lightning_pipe.intercept.distributions import show_distributions
 from lightning_pipe.intercept.generation_caches import Caches
 from lightning_pipe.intercept.layer_calls import RunCache
 from lightning_pipe.intercept.recompute import is_recomputing
@@ -60,6 +61,7 @@ class Interceptor:
         self.run: StageRun | TurnRun | None = None
         self.around: Mapping[str, nn.Module] = {}
         self._current = lambda: self.run
+        show_distributions()
         self.module = module
         self.layers = [layer for _, layer in layers]
         self.cache = RunCache()

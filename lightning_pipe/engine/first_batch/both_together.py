@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_pipe.intercept.call_record import CallRecord, RunRecord
+from lightning_pipe.intercept.call_record import CallRecord, RunRecord, Shape
 from lightning_pipe.intercept.crossing import Crossing
 from lightning_pipe.tensor_spec import TensorSpec
 
@@ -114,10 +114,12 @@ def _inbound(received: Sequence[Crossing | None], sizes: Sequence[int], reading:
 
 def _call(one: CallRecord, other: CallRecord, sizes: Sequence[int], reading: _Reading) -> CallRecord:
     _same(one.without_kept()._replace(leaves=()), other.without_kept()._replace(leaves=()))
-    leaves = []
+    leaves: list[Any] = []
     for a, b in zip(one.leaves, other.leaves, strict=True):
         if isinstance(a, TensorSpec) and isinstance(b, TensorSpec):
             leaves.append(_spec(a, b, sizes, reading))
+        elif isinstance(a, Shape) and isinstance(b, Shape) and len(a) == len(b):
+            leaves.append(Shape(_shape(a, b, _dimension(a, b, sizes, reading))))
         else:
             _same(a, b)
             leaves.append(a)
@@ -130,7 +132,7 @@ def _spec(one: TensorSpec, other: TensorSpec, sizes: Sequence[int], reading: _Re
     if dimension is None:
         _same(one, other)
         return one
-    shape = tuple(size + other.shape[d] if d == dimension else size for d, size in enumerate(one.shape))
+    shape = _shape(one.shape, other.shape, dimension)
     if one.strides is None:
         return one._replace(shape=shape)
     # the dimensions lie in memory in the same order as before
@@ -138,6 +140,12 @@ def _spec(one: TensorSpec, other: TensorSpec, sizes: Sequence[int], reading: _Re
     for d in sorted(strides, key=lambda d: (one.strides[d], one.shape[d])):  # type: ignore[index]
         strides[d], extent = extent, extent * shape[d]
     return TensorSpec(shape, one.dtype, tuple(strides.values()))
+
+
+def _shape(one: Sequence[int], other: Sequence[int], dimension: int | None) -> tuple[int, ...]:
+    if dimension is None:
+        _same(one, other)
+    return tuple(size + other[d] if d == dimension else size for d, size in enumerate(one))
 
 
 def _value(one: Tensor, other: Tensor, sizes: Sequence[int], reading: _Reading) -> Tensor:

@@ -1,0 +1,113 @@
+"""Distributions that layers return: the next stages compute with them as one device does, and gradients come back."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+from torch import distributions as D
+from torch.utils.data import DataLoader
+
+from lightning_pipe import PipeStrategy
+from tests.support.trainer_runs import QUIET
+
+WIDTH = 3
+Make = Callable[[Tensor], Any]
+
+
+class Shifted(D.Normal):
+    """A user's own."""
+
+    def __init__(self, loc: Tensor, scale: Tensor, name: str) -> None:
+        super().__init__(loc, scale)
+        self.name = name
+
+    def log_prob(self, value: Any) -> Tensor:
+        return super().log_prob(value - len(self.name))
+
+
+def affine(h: Tensor) -> D.Distribution:
+    scale = h[:, :1].exp()
+    return D.TransformedDistribution(D.Normal(h, scale), [D.AffineTransform(h[:, 1:2], 2.0), D.TanhTransform().inv])
+
+
+MAKE: dict[str, Make] = {
+    "normal": lambda h: D.Normal(h, h.exp()),
+    "independent": lambda h: D.Independent(D.Normal(h, h.exp()), 1),
+    "categorical": lambda h: D.Independent(D.Categorical(logits=torch.stack([h, -h], -1)), 1),
+    "mixture": lambda h: D.MixtureSameFamily(
+        D.Categorical(logits=h), D.Independent(D.Normal(h[..., None].expand(-1, -1, WIDTH), 2.0), 1)
+    ),
+    "transformed": affine,
+    "multivariate": lambda h: D.MultivariateNormal(h, torch.diag_embed(h.exp())),
+    "own": lambda h: Shifted(h, h.exp(), "two"),
+    "several": lambda h: (D.Normal(h, 1.0), {"tail": [D.StudentT(3.0, h)]}),
+}
+
+
+class Head(nn.Module):
+    def __init__(self, make: Make) -> None:
+        super().__init__()
+        self.make, self.linear = make, nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.make(self.linear(x))
+
+
+class Score(nn.Module):
+    def __init__(self, discrete: bool) -> None:
+        super().__init__()
+        self.discrete, self.weight = discrete, nn.Parameter(torch.ones(()))
+
+    def forward(self, found: Any, x: Tensor) -> Tensor:
+        all_found = [found[0], *found[1]["tail"]] if isinstance(found, tuple) else [found]
+        values = (x > 0).to(x.dtype) if self.discrete else x.tanh()
+        return -self.weight * torch.stack([one.log_prob(values).reshape(len(x), -1).sum(-1) for one in all_found]).sum(
+            0
+        )
+
+
+class Model(L.LightningModule):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        parts = (nn.Linear(WIDTH, WIDTH), Head(MAKE[kind]), nn.Linear(WIDTH, WIDTH), Score(kind == "categorical"))
+        self.layers = nn.ModuleList(parts)
+        self.losses: list[float] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        first, head, last, score = self.layers
+        found = head(first(batch))
+        if isinstance(found, D.Normal):  # code between the layers reads it as ever
+            assert len(found.mean) == len(batch) == found.batch_shape[0]
+        return score(found, last(batch)).mean()
+
+    def on_train_batch_end(self, outputs: Any, *_: Any) -> None:
+        self.losses.append(float(outputs["loss"]))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.05)
+
+
+def train(kind: str, strategy: Any) -> tuple[list[float], list[str]]:
+    module = Model(kind).double()
+    data = torch.randn(12, WIDTH, generator=torch.Generator().manual_seed(1)).double()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer = L.Trainer(accelerator="cpu", devices=1, strategy=strategy, **{**QUIET, "max_epochs": 2})
+        trainer.fit(module, DataLoader([*data], 4))
+    return module.losses, [str(each.message) for each in caught if "samples" in str(each.message)]
+
+
+@pytest.mark.parametrize("kind", MAKE)
+def test_a_distribution_crosses_a_cut(kind: str) -> None:
+    plain, _ = train(kind, "auto")
+    for stages in (2, 4):
+        found, told = train(kind, PipeStrategy(layers="layers", stages=stages, micro_batches=2))
+        assert found == pytest.approx(plain, rel=1e-9)
+        assert told == []
