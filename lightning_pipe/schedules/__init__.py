@@ -19,7 +19,7 @@ from lightning_pipe.schedules.passes.forward_only import forward_only
 from lightning_pipe.schedules.passes.list_scheduling import list_schedule
 from lightning_pipe.schedules.passes.lower import lower
 from lightning_pipe.schedules.passes.recompute import with_recompute
-from lightning_pipe.schedules.registry import ALIASES, get, names, register
+from lightning_pipe.schedules.registry import get, names, register
 
 register("naive")(Naive)
 register("gpipe")(GPipe)
@@ -34,7 +34,6 @@ register("pipedream")(PipeDream)
 register("pipedream_2bw")(PipeDream2BW)
 
 __all__ = [
-    "ALIASES",
     "GEMS",
     "Action",
     "Chimera",

@@ -11,6 +11,7 @@ import wrapt
 
 from lightning_pipe import schedules
 from lightning_pipe.errors import ConfigurationError
+from lightning_pipe.schedules.registry import ALIASES
 
 
 def install() -> None:
@@ -27,7 +28,7 @@ def strategy_names() -> dict[str, dict[str, Any]]:
         {'schedule': 'gpipe'}
     """
     # the Trainer looks names up in lower case
-    known = (*schedules.names(), *schedules.ALIASES)
+    known = (*schedules.names(), *ALIASES)
     return {"pipe": {}} | {f"pipe_{name.lower()}": {"schedule": name} for name in known}
 
 

@@ -12,6 +12,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 import lightning_pipe
 from lightning_pipe import PipeStrategy, schedules
 from lightning_pipe.errors import ConfigurationError
+from lightning_pipe.schedules.registry import ALIASES
 from lightning_pipe.trainer import registry
 from tests.support.processes import PRELOAD, run_trainers
 
@@ -30,7 +31,7 @@ assert not {"torch", "lightning", "numpy"} & set(sys.modules), "heavy imports"
 
 
 def test_one_name_per_schedule() -> None:
-    for name in (*schedules.names(), *schedules.ALIASES):
+    for name in (*schedules.names(), *ALIASES):
         strategy = L.Trainer(accelerator="cpu", strategy=f"pipe_{name}", logger=False).strategy
         assert isinstance(strategy, PipeStrategy)
         assert strategy.family.name == schedules.get(name).name
