@@ -102,6 +102,12 @@ def plan_of(
     )
 
 
+def counts_of(ranks: int, here: int, side_by_side: int) -> tuple[str, ...]:
+    """What the two numbers mean that steps may divide their batch by, for the plan of a pipeline of several ranks."""
+    one = f"trainer.num_devices counts the {here} ranks of this machine; batches side by side:"
+    return (f"{one} trainer.strategy.num_processes={side_by_side}",) if ranks > 1 else ()
+
+
 def _schedule_of(pipeline: Pipeline) -> Callable[[int], Schedule]:
     """Makes the schedule of a training batch, with the stages of all passes, for a number of micro-batches."""
     return (pipeline.in_passes or pipeline).schedule

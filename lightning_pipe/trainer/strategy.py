@@ -51,7 +51,7 @@ from lightning_pipe.trainer.data.split_batch import SplitBatch
 from lightning_pipe.trainer.frames import hide_own
 from lightning_pipe.trainer.measured_shapes import MeasuredShapes
 from lightning_pipe.trainer.module_strategy import ModuleStrategy
-from lightning_pipe.trainer.report import Report
+from lightning_pipe.trainer.report import Report, counts_of
 from lightning_pipe.trainer.run import FIRST_STEPS, PipelineRun
 from lightning_pipe.trainer.schedule_choice import AUTO, KEY, ScheduleChoice, choose, kept_by, same_everywhere
 from lightning_pipe.trainer.stage_division import Division, StageDivision, conditions
@@ -60,10 +60,6 @@ from lightning_pipe.trainer.whole_model.synchronized_norms import synchronize_no
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 """As long as Lightning and torch wait: preparing data on one process counts."""
-
-_DEVICES = (
-    "trainer.num_devices counts the {} ranks of this machine; batches side by side: trainer.strategy.num_processes={}"
-)
 
 
 class PipeStrategy(ModuleStrategy):
@@ -257,16 +253,16 @@ class PipeStrategy(ModuleStrategy):
             self._divide(later=True)
 
     def _divide(self, *, later: bool, before: Pipeline | None = None) -> None:
-        """Divide the layers over the ranks; with ``later``, layers may still be missing.
+        """Divide the layers over the ranks.
 
         Args:
             later: whether layers may still be missing.
             before: a division that the module has already.
         """
-        module, own, layout = self._module(), self._division, self.layout
+        module, own, layout, world = self._module(), self._division, self.layout, self.connected
         every = self._layer_sync is not None
-        self._changed.callback(synchronize_norms(module, self.family, self.root_device, self.connected, every=every))
-        world, step = self.connected, FIRST_STEPS[module.trainer.state.fn or TrainerFn.FITTING]
+        self._changed.callback(synchronize_norms(module, self.family, self.root_device, world, every=every))
+        step = FIRST_STEPS[module.trainer.state.fn or TrainerFn.FITTING]
         try:
             check_shapes(module)
             if later:  # modules may be missing: what is clear now is so then
@@ -303,8 +299,7 @@ class PipeStrategy(ModuleStrategy):
         shapes = None
         if self._choice is not None:
             notes, shapes = (*notes, f"schedule chosen: {self._choice.reason}"), self._choice.shapes
-        if self.pipeline_parallel_size > 1:
-            notes = (*notes, _DEVICES.format(self.processes_here, self.num_processes))
+        notes = (*notes, *counts_of(self.pipeline_parallel_size, self.processes_here, self.num_processes))
         measured = MeasuredShapes(shapes, None if store is None or not store.signatures else store.signatures[-1])
         report = Report(module, pipeline, layout, notes, costs, built, measured, self._shard_optimizer)
         then = late if chosen is None or chosen.guessed else None

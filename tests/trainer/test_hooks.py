@@ -8,13 +8,21 @@ from typing import Any
 import lightning as L
 import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.utils.data import DataLoader
 
 from tests.support.hook_record import Call, recording
-from tests.support.lit_modules import Data, Lit
+from tests.support.lit_modules import Data, Lit, dataset
 from tests.support.processes import run_trainers
 from tests.support.trainer_runs import QUIET, quiet
 
 FUNCTIONS = ("fit", "validate", "test", "predict", "resumed fit")
+
+
+class InOrder(Data):
+    """Not shuffled: one device that resumes begins the order of shuffled data anew, and a pipeline goes on with it."""
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(dataset(self.length), batch_size=self.batch_size)
 
 
 def recorded(process: int, devices: int | None, folder: str) -> dict[str, list[Call]]:
@@ -23,8 +31,8 @@ def recorded(process: int, devices: int | None, folder: str) -> dict[str, list[C
 
     quiet()
     calls: list[Call] = []
-    kinds = {Lit: "module", Data: "data", L.Callback: "callback"}
-    module, data, callback = (recording(kind, calls, owner) for kind, owner in kinds.items())
+    kinds = {Lit: "module", Data: "data", L.Callback: "callback", InOrder: "data"}
+    module, data, callback, in_order = (recording(kind, calls, owner) for kind, owner in kinds.items())
     found: dict[str, list[Call]] = {}
     for resumed in (False, True):
         L.seed_everything(7, verbose=False)
@@ -40,7 +48,7 @@ def recorded(process: int, devices: int | None, folder: str) -> dict[str, list[C
             check_val_every_n_epoch=1,
             **{**QUIET, "enable_checkpointing": True},
         )
-        own, batches = module().double(), data()
+        own, batches = module().double(), in_order() if resumed else data()
         for name in ("resumed fit",) if resumed else FUNCTIONS[:4]:
             options: dict[str, Any] = {"datamodule": batches}
             if resumed:
