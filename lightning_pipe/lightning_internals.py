@@ -101,11 +101,7 @@ NAMES = {
         "_data_fetcher": _AHEAD,
         "_predict_step": f"ends no prediction after SIGTERM, as other evaluations do; {_OWN}",
     },
-    "lightning.pytorch.utilities.combined_loader.CombinedLoader": {
-        "_iterator": "whether it is a loop that asks a loader for a batch, or code of the user's"
-    },
     "lightning.pytorch.loops.fit_loop._FitLoop": {
-        "_combined_loader": "the loaders: of several the batches of each do not go to the step as they are",
         "_can_stop_early": _ASKED,
         "_skip_backward": "set by a callback that renews batch norm's statistics (SWA)",
     },

@@ -15,7 +15,7 @@ _OWN = "replaced for the time of a run: there is no public place to stand"
 NAMES = {
     "torch.utils._pytree": {
         **dict.fromkeys(
-            ["tree_flatten", "tree_flatten_with_path", "keystr", "tree_leaves", "tree_map", "tree_unflatten"],
+            ["tree_flatten", "tree_leaves", "tree_map", "tree_unflatten"],
             "arguments and results of the user's functions hold tensors anywhere; torch.utils.pytree is as private",
         ),
         "register_pytree_node": "makes distributions known, and types of the user's own, by advice of an error",
@@ -145,15 +145,7 @@ from torch.nn.modules.dropout import _DropoutNd as DropoutNd
 from torch.overrides import _get_current_function_mode as current_function_mode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
-from torch.utils._pytree import (
-    keystr,
-    register_pytree_node,
-    tree_flatten,
-    tree_flatten_with_path,
-    tree_leaves,
-    tree_map,
-    tree_unflatten,
-)
+from torch.utils._pytree import register_pytree_node, tree_flatten, tree_leaves, tree_map, tree_unflatten
 from torch.utils.flop_counter import flop_registry
 
 graph_nodes: Callable[[], int] = torch._C._autograd._get_sequence_nr
@@ -218,7 +210,6 @@ __all__ = [
     "interrupting",
     "is_compiled",
     "is_functorch_tensor",
-    "keystr",
     "never_compile",
     "pop_function_mode",
     "push_function_mode",
@@ -227,7 +218,6 @@ __all__ = [
     "storage_uses",
     "swap_insides",
     "tree_flatten",
-    "tree_flatten_with_path",
     "tree_leaves",
     "tree_map",
     "tree_unflatten",

@@ -29,7 +29,6 @@ OTHERS = {
     "_catalog": "gettext, in the recipes",
     "_pipe_number": "ours, on tensors",
     "_pipe_lineage": "ours, on tensors",
-    "_pipe_origins": "ours, on tensors",
     "_namespaces": "ours, on layers with skip connections",
     "_source": "ours, on a loader",
 }

@@ -14,7 +14,6 @@ from lightning_pipe.engine.batch_kinds import kind_of
 from lightning_pipe.errors import CutError
 from lightning_pipe.intercept.autograd_graph import nodes_behind
 from lightning_pipe.intercept.tensor_state import counting
-from lightning_pipe.intercept.withheld import Withheld
 from lightning_pipe.tensor_spec import TensorSpec
 
 
@@ -93,8 +92,6 @@ def _copy_object(leaf: Any) -> Any:
 
 
 def _copy(tensor: Tensor) -> Tensor:
-    if type(tensor) is Withheld:
-        return copy.deepcopy(tensor)  # with its strides
     if tensor.requires_grad and _trains(tensor):
         raise CutError(
             f"a tensor {tuple(tensor.shape)} of the batch is computed from parameters before the step, which every "

@@ -15,7 +15,6 @@ from torch import Tensor
 from lightning_pipe.engine.batch import Batch
 from lightning_pipe.engine.split_backward import SplitBackward
 from lightning_pipe.errors import ConfigurationError, CutError, PipeError
-from lightning_pipe.intercept.batch_reads import BatchReads
 from lightning_pipe.intercept.call_record import CallRecord
 from lightning_pipe.intercept.crossing import Crossing, Returned
 from lightning_pipe.intercept.incoming import Incoming
@@ -102,7 +101,6 @@ class Stages:
         called: the layers that have been called so far.
         skipped: by stage, what its layers stashed and popped in their last run.
         again: the stages that have been run in order to run again: it is known which attributes their layers change.
-        reads: learns which tensors of a batch are read here; ``None``: nobody asks.
     """
 
     interceptor: Interceptor
@@ -113,7 +111,6 @@ class Stages:
     called: set[int] = field(default_factory=set)
     skipped: dict[int, list[SkipEvent]] = field(default_factory=dict)
     again: set[int] = field(default_factory=set)
-    reads: BatchReads | None = None
 
     def reroute(self, routes: Mapping[int, Mapping[SkipKey, int]]) -> None:
         """Let skip connections leave stages for others than the next from now on.
@@ -203,7 +200,7 @@ class Stages:
         inputs = batch.slice(micro_batch)
         # Every run of a micro-batch draws the same numbers, on whichever stage and for whichever time.
         batch.streams.seed_user_code(micro_batch)
-        run.tracker.lineage.begin(tree_leaves(inputs), self.reads)
+        run.tracker.lineage.begin(tree_leaves(inputs))
         with forward_pass(stage):
             result = self.interceptor.follow(run, lambda: batch.step(micro_batch, inputs))
         batch.repeats |= run.repeats

@@ -86,7 +86,6 @@ def _again(last: CallRecord, tracker: Tracker, result: Tensor, arguments: Sequen
 
 def _lends_nothing(tracker: Tracker, result: Tensor, arguments: Sequence[Any]) -> bool:
     """Whether a result without a graph, of an evaluation, shares no memory with what the call was given."""
-    tracker.lineage.read([result])
     return not tracker.in_place.lend(result, len(tracker.calls), arguments)
 
 

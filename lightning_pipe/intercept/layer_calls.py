@@ -242,8 +242,6 @@ class LayerCalls:
                 check_values(tensors, f"'{name}'")
                 if name in self._kept:
                     tracker.touch(self._moved(name, arguments), name)
-                if tracker.lineage.reads is not None and not plain:  # what objects among the arguments hold
-                    tracker.lineage.read(tree_leaves([[*vars(each).values()] for each in objects_of(arguments)]))
                 before, received = tracker.in_place.noted(tensors), tracker.given(tensors)
                 skips, events = dict(self._skips), len(self._skips.events)
                 if self._profiler is not None:

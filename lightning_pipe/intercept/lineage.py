@@ -13,7 +13,6 @@ from functools import cache
 
 from torch import Tensor
 
-from lightning_pipe.intercept.batch_reads import BatchReads
 from lightning_pipe.intercept.random_streams import mix
 
 _tokens = itertools.count()
@@ -25,12 +24,7 @@ class Lineage:
     A number stands for the functions that made a tensor, not for their plain arguments, which may differ between calls
     that are as good: numbers of the step, coefficients. Tensors that come from elsewhere have none: a module may make
     and keep them in its first run.
-
-    Attributes:
-        reads: learns which tensors of the batch are read; ``None``: nobody asks.
     """
-
-    reads: BatchReads | None = None
 
     def __init__(self) -> None:
         # a tensor may outlive a run as an attribute: the mark of an earlier run does not count
@@ -39,19 +33,11 @@ class Lineage:
         self._batch: dict[int, tuple[Tensor, int]] = {}
         self._draws = 0
 
-    def begin(self, leaves: Sequence[object], reads: BatchReads | None = None) -> None:
+    def begin(self, leaves: Iterable[object]) -> None:
         """The run is about to begin, with this batch."""
-        self.reads = reads
-        if reads is not None:
-            reads.begin(leaves)
         for position, leaf in enumerate(leaves, start=1):
             if isinstance(leaf, Tensor):
                 self._batch[id(leaf)] = leaf, position
-
-    def read(self, tensors: Iterable[object]) -> None:
-        """Something needs the values of these."""
-        if self.reads is not None:
-            self.reads.read(tensors)
 
     def draw(self, name: str) -> None:
         """A function of that name draws from the stream of the code around."""

@@ -78,9 +78,7 @@ class SkippedLayers:
         if call.mutated:
             # in the order of the record: what was given and changed, then what is new
             written = tracker.in_place.written([arguments[position] for position in call.mutated])
-            tracker.lineage.read(written)
             tracker.in_place.forget(written, name)
-        tracker.lineage.read(arguments[position] for position in call.lent)
         for position in call.lent:
             self.lenders[len(tracker.calls) - 1, position] = arguments[position]
         kept = self._kept_here(module, call) if call.effects else {}

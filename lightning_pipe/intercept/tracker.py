@@ -38,7 +38,6 @@ from lightning_pipe.intercept.torch_functions import (
     typed_by_autocast,
     values_read,
 )
-from lightning_pipe.intercept.withheld import Withheld, read_too_late, without_values
 from lightning_pipe.tensor_spec import TensorSpec
 from lightning_pipe.torch_internals import (
     current_function_mode,
@@ -173,10 +172,7 @@ class Tracker(TorchFunctionMode):
         So is a parameter that another rank has, and a tensor that was made inside a layer and is not its result, unless
         it is ``new``: the layers of other stages have none like it to give.
         """
-        self.lineage.read(tensors)
         for position, tensor in enumerate(tensors):
-            if type(tensor) is Withheld:
-                raise read_too_late(tensor, name)
             if type(tensor) is not Tensor and isinstance(tensor, nn.Parameter):
                 if self.come_back is not None and not self._parameter_use.holds_all([tensor]):
                     self.come_back(name)
@@ -264,11 +260,7 @@ class Tracker(TorchFunctionMode):
             self._check_changing(written, name)
         if not self.alone and (written or name in SHARING):
             let_go(written or tensors)  # which stages that wait change as well
-        drawn = draws(func, name)
-        pure = not (drawn or changed or name in AUTOGRAD)
-        if any(type(tensor) is Withheld for tensor in tensors):
-            result = without_values(name, func, args, kwargs, pure=pure)
-        elif drawn:
+        if draws(func, name):
             with self._around(name, kwargs) or self._stream():
                 result = func(*args, **kwargs)
             if name in RANDOM:
@@ -281,8 +273,6 @@ class Tracker(TorchFunctionMode):
         numbers = self.lineage.numbers(tensors)
         if numbers:
             self.lineage.follow(name, numbers, results_of(result, written))
-        if self.lineage.reads is not None:
-            self.lineage.reads.follow(func, args, kwargs, tensors, result, pure=pure)
         return result
 
     def _around(self, name: str, kwargs: Any) -> AbstractContextManager[None] | None:
@@ -298,7 +288,6 @@ class Tracker(TorchFunctionMode):
                 return func(*args, **kwargs)
             self.follow(written, call)
             return no_hook() if name == "register_hook" else args[0]
-        self.lineage.read(written)
         self.in_place.forget(written, name)  # (3): an earlier stage has written values that are not here
         if call.structure is None:
             result = shape_only(func, args, kwargs)

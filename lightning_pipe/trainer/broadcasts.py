@@ -7,7 +7,7 @@ from typing import Any
 
 from lightning_pipe.engine.pipeline import Pipeline
 
-NUMBERS = STREAMED, BATCHES, REPORTS, ENDS, NEEDS = range(1, 6)
+NUMBERS = STREAMED, BATCHES, REPORTS, ENDS = range(1, 5)
 """The numbers of broadcasts in which the source does not wait for the others; see `NonBlockingBroadcast`."""
 
 Broadcast = Callable[[Any, int], Any]

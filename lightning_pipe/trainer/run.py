@@ -132,10 +132,7 @@ class PipelineRun:
         self.pipeline, self._late = pipeline, late
         self.report = report
         self.gradients = Gradients(module, pipeline, sharded)
-        # functions of the user's look at the micro-batches on all ranks
-        looked_at = splitting.split_batch is not None or callable(splitting.loss_weight)
-        whole = splitting.whole_batches or looked_at
-        self.loaders = Loaders(module, pipeline, world, self._broadcast, whole=whole)
+        self.loaders = Loaders(module, pipeline, world, self._broadcast)
         self.streaming: Streaming | None = None
         self._module, self._world = module, world
         self._splitter = BatchSplitter(module, pipeline, world, splitting)
@@ -182,9 +179,7 @@ class PipelineRun:
         if len(self.pipeline.balance) > 1:
             self._changed.enter_context(self.pipeline.executor.stages.interceptor.reads_seen())
         self._changed.enter_context(self._step.attributes.hooks.installed())
-        steps = EvaluationSteps(
-            self.pipeline, self._step, self._precision, self._seeds, self._splitter.options, self.loaders.needs
-        )
+        steps = EvaluationSteps(self.pipeline, self._step, self._precision, self._seeds, self._splitter.options)
         self._evaluations = Evaluations(self._module, self._world, steps)
         self._changed.enter_context(self._evaluations.installed())
         self._output = TrainingOutput(self._module, self.pipeline.transport.device, self._step.numbers.rules)
@@ -295,12 +290,10 @@ class PipelineRun:
             reduce = self.gradients.reduced_at_once
             self.gradients.free_old(optimizers)
             with withheld_gradients(list(self._module.parameters()), scale) as withheld:
-                learning = self.loaders.needs.learning("training_step", batch, micro_batches.parts)
-                with learning.seeing(), self._step.running() as before, self._costs.measured(micro_batches):
+                with self._step.running() as before, self._costs.measured(micro_batches):
                     outputs = self.pipeline.train(
                         step, micro_batches.parts, weights, seed=seed, reduce=reduce, check=step.check
                     )
-                learning.end()
                 outputs = step.share(outputs, before)
         self.gradients.after_batch(optimizers)
         return self._output.of(outputs, micro_batches, withheld)

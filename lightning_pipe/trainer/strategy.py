@@ -103,7 +103,7 @@ class PipeStrategy(ModuleStrategy):
             until ``trainer.strategy.whole_module()``.
         stream_evaluation: let batches of validation, test and prediction follow each other through the stages.
         evaluation_micro_batches: how many micro-batches a batch of an evaluation is cut into; 1 leaves batches whole.
-        whole_batches: send all ranks all tensors of every batch, not only those that the step read in the first one.
+        whole_batches: every rank gets whole batches. ``True`` is the only choice.
         passes: how often a training step runs the layers, each pass from the first to the last: 2 for siamese networks.
             Evaluation steps need no such number.
         process_group_backend: of torch.distributed; ``None``: NCCL on GPUs, Gloo on CPUs.
@@ -150,7 +150,7 @@ class PipeStrategy(ModuleStrategy):
         timeout: timedelta = DEFAULT_TIMEOUT,
         rank_order: RankOrder = "pipeline",
         reduce_dtype: Literal["bfloat16"] | None = None,
-        whole_batches: bool = False,
+        whole_batches: bool | None = None,
         *,
         accelerator: pl.accelerators.Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,

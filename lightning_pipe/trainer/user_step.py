@@ -15,7 +15,7 @@ from lightning_pipe.errors import ConfigurationError
 from lightning_pipe.intercept.contents import Change
 from lightning_pipe.intercept.recompute import is_recomputing
 from lightning_pipe.intercept.snapshot import Snapshot
-from lightning_pipe.torch_internals import DisableTorchFunction, tree_leaves
+from lightning_pipe.torch_internals import DisableTorchFunction
 from lightning_pipe.trainer.attribute_sync import AttributeSync
 from lightning_pipe.trainer.broadcasts import Broadcast
 from lightning_pipe.trainer.data.joining import numbers_in
@@ -184,15 +184,10 @@ class UserStep:
                         check_one_run(min(drawn), self.pipeline, micro_batches, training=training)
 
     def _note_kept(self, before: Snapshot, *, complete: bool) -> None:
-        """Note that what the step keeps as attributes is read: a layer may take it from there."""
-        reads, counts = self.pipeline.executor.stages.reads, complete and self.attributes.several and not is_alone()
-        if (reads is None and not counts) or isinstance(sys.exception(), Exception):
-            return
-        changes = before.changes()
-        if counts:
-            self.attributes.note_changes(changes)
-        if reads is not None:
-            reads.read(leaf for change in changes for leaf in tree_leaves(change.value))
+        """Note what a complete run of the step keeps as attributes."""
+        counts = complete and self.attributes.several and not is_alone()
+        if counts and not isinstance(sys.exception(), Exception):
+            self.attributes.note_changes(before.changes())
 
     def take_turns(self, name: str) -> None:
         """Let the ranks take turns in an evaluation step from now on, and say so.

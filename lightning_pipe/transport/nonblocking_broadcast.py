@@ -8,25 +8,12 @@ the first stage is batches ahead of the last one.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from lightning_pipe.transport.base import Transport, Work
 
 # Above the tags of all micro-batches.
 _HIGHEST = (1 << 29) - 2
-
-
-class Versions(NamedTuple):
-    """An object of which some processes get other versions.
-
-    Args:
-        own: the object.
-        others: the versions, by process.
-    """
-
-    own: Any
-    others: Mapping[int, Any]
 
 
 class NonBlockingBroadcast:
@@ -46,18 +33,13 @@ class NonBlockingBroadcast:
         self._sent: deque[list[Work]] = deque([[]])  # of each call
 
     def share(self, obj: Any, source: int, members: tuple[int, ...]) -> Any:
-        """The object of one process, or `Versions` of it, on all members; the others wait for it."""
+        """The object of one process, on all members; the others wait for it."""
         locate = self._transport.topology.locate
         if self._transport.process != source:
             return self._transport.receive_object(locate(source)[1], self._tag)
-        versions = obj if isinstance(obj, Versions) else Versions(obj, {})
-        peers: dict[int, list[int]] = {}
-        sent = {member: versions.others.get(member, versions.own) for member in members if member != source}
-        for member, version in sent.items():
-            peers.setdefault(id(version), []).append(locate(member)[1])
-        for version in {id(version): version for version in sent.values()}.values():
-            self._sent[-1].append(self._transport.send_object_to(version, peers[id(version)], self._tag))
-        return versions.own
+        peers = [locate(member)[1] for member in members if member != source]
+        self._sent[-1].append(self._transport.send_object_to(obj, peers, self._tag))
+        return obj
 
     def end_call(self) -> None:
         """A call of ``training_step``, or a batch, ends: what was sent ``ahead`` calls before it must have arrived."""

@@ -11,7 +11,6 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.errors import ConfigurationError
 from lightning_pipe.trainer.broadcasts import BATCHES, Broadcast
-from lightning_pipe.trainer.data.needs import Needs
 from lightning_pipe.trainer.data.order import DataOrder
 from lightning_pipe.trainer.data.shared_loader import SharedDataLoader
 from lightning_pipe.trainer.world import World
@@ -26,19 +25,14 @@ class Loaders:
         pipeline: the module over the ranks.
         world: the processes.
         broadcast: sends batches within the pipeline.
-        whole: whether batches go whole to all ranks.
 
     Attributes:
         order: of shuffled data.
-        needs: learns and knows which tensors of a batch each rank needs.
     """
 
-    def __init__(
-        self, module: pl.LightningModule, pipeline: Pipeline, world: World, broadcast: Broadcast, *, whole: bool
-    ) -> None:
+    def __init__(self, module: pl.LightningModule, pipeline: Pipeline, world: World, broadcast: Broadcast) -> None:
         self._module, self._pipeline, self._world, self._broadcast = module, pipeline, world, broadcast
         self.order = DataOrder(module.trainer)
-        self.needs = Needs(module, pipeline, whole=whole)
         self._channel = NonBlockingBroadcast(pipeline.transport, ahead=2, number=BATCHES)
 
     def send(self, obj: Any, source: int) -> Any:
@@ -70,7 +64,6 @@ class Loaders:
             source,
             self._pipeline.pipeline_members,
             lambda message: self._broadcast(message, source),
-            self.needs,
         )
         # Lightning repeats no sample in a prediction, so lengths differ there, and nothing waits for other replicas
         if not self._trainer.predicting and not self._have_equal_length(sized_len(shared)):

@@ -8,9 +8,9 @@ the other ranks take them over.
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from lightning.fabric.utilities.data import sized_len
@@ -22,23 +22,11 @@ from lightning_pipe.intercept.tensor_state import same_content
 from lightning_pipe.lightning_internals import IndexBatchSampler
 from lightning_pipe.trainer.frames import hide_own
 from lightning_pipe.transport.base import Transport
-from lightning_pipe.transport.nonblocking_broadcast import Versions
 
 _GENERATORS: dict[str, Any] = {"python": GeneratorState(), "numpy": NumpyState()}
-_OWN = frozenset({"loader", "_transport", "_source", "_members", "_share", "_needs", "_length", "_compare"})
+_OWN = frozenset({"loader", "_transport", "_source", "_members", "_share", "_length", "_compare"})
 
 _STATEFUL = ("state_dict", "load_state_dict")
-
-
-class Sending(Protocol):
-    """Knows what to send of batches."""
-
-    def begin_pass(self) -> None:
-        """The loader is about to be iterated, on all ranks."""
-
-    def versions(self, iterator: object, batch: Any) -> Mapping[int, Any]:
-        """What to send of a batch, by process; the others get it whole."""
-        ...
 
 
 class SharedDataLoader:
@@ -53,7 +41,6 @@ class SharedDataLoader:
         source: the process that loads.
         members: the processes of the pipeline, sorted.
         share: sends an object from the source to the members; by default a broadcast.
-        needs: knows what to send to which process, if ``share`` sends `Versions`; by default whole batches.
     """
 
     def __init__(
@@ -63,10 +50,9 @@ class SharedDataLoader:
         source: int,
         members: tuple[int, ...],
         share: Callable[[Any], Any] | None = None,
-        needs: Sending | None = None,
     ) -> None:
         vars(self).update(loader=loader, _transport=transport, _source=source, _members=members, _share=share)
-        vars(self).update(_needs=needs, _compare=None)
+        vars(self)["_compare"] = None
         vars(self)["_length"] = self.share(sized_len(loader) if self.loads else None)
         # Lightning saves the loaders that have these methods by a Protocol, which does not ask __getattr__ from Python
         # 3.12 on.
@@ -97,8 +83,6 @@ class SharedDataLoader:
         return self._transport.broadcast_object(message, self._source, self._members)
 
     def __iter__(self) -> Iterator[Any]:
-        if self._needs is not None:
-            self._needs.begin_pass()
         batches = _LoadingIterator(self) if self.loads else _ReceivingIterator(self)
         return batches if self._compare is None else self._compared(batches)
 
@@ -144,8 +128,6 @@ class _LoadingIterator(Iterator[Any]):
                 sending.message = ("stop", None, None)
                 raise
             sending.message = ("batch", batch, self._indices())
-            if self._shared._needs is not None:
-                sending.versions = self._shared._needs.versions(self, batch)
         self._count += 1
         return batch
 
@@ -164,7 +146,6 @@ class _Sending:
     def __init__(self, shared: SharedDataLoader) -> None:
         self._shared = shared
         self.message: tuple[str, Any, Any] | None = None
-        self.versions: Mapping[int, Any] = {}
 
     def __enter__(self) -> _Sending:
         self._before = _random_states()
@@ -179,12 +160,7 @@ class _Sending:
         elif self.message is not None:
             after = _random_states()
             changed = {name: state for name, state in after.items() if not _same_state(state, self._before.get(name))}
-            what, _, indices = self.message
-            # one message for each version, which is encoded once for all who get it
-            made = {id(batch): (what, batch, indices, changed) for batch in self.versions.values()}
-            others = {process: made[id(batch)] for process, batch in self.versions.items()}
-            message = (*self.message, changed)
-            self._shared.share(Versions(message, others) if others else message)
+            self._shared.share((*self.message, changed))
 
 
 class _ReceivingIterator(Iterator[Any]):

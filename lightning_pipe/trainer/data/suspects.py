@@ -16,7 +16,6 @@ from torch import Tensor
 from lightning_pipe.engine.containers import children
 from lightning_pipe.errors import ConfigurationError
 from lightning_pipe.intercept.tensor_state import same_values
-from lightning_pipe.intercept.withheld import Withheld
 
 WHOLE = (
     "What belongs to all samples goes whole to every micro-batch if its first dimension has length 1 (mask[None]), or "
@@ -31,8 +30,8 @@ _LEAST = 4
 
 
 def tensors_in(node: Any, path: str = "batch") -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a batch with their places, as far as they are on this rank."""
-    if isinstance(node, Tensor) and not isinstance(node, Withheld):
+    """The tensors of a batch with their places."""
+    if isinstance(node, Tensor):
         yield path, node
     for key, child in (children(node) or {}).items():
         yield from tensors_in(child, f"{path}.{key}" if dataclasses.is_dataclass(node) else f"{path}[{key!r}]")

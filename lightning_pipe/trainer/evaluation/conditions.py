@@ -7,17 +7,18 @@ from collections.abc import Iterator
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.lightning_internals import DataLoaderIterDataFetcher
 from lightning_pipe.torch_internals import is_compiled
-from lightning_pipe.trainer.data.batch_hooks import hooks_between
 from lightning_pipe.trainer.data.shared_loader import SharedDataLoader
 from lightning_pipe.trainer.module_state import is_torchs
 from lightning_pipe.trainer.user_step import UserStep
 
 # Lightning shows what its own loggers are told; that of this package has no handler.
 _log = logging.getLogger("lightning.pytorch.lightning_pipe")
+_TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
 
 def tell_that_batches_wait(name: str, reason: str) -> None:
@@ -48,7 +49,7 @@ def _reasons(module: pl.LightningModule, pipeline: Pipeline, step: UserStep, loo
         yield "the step comes back to layers that it has called, and one rank computes at a time"
     if isinstance(loop._data_fetcher, DataLoaderIterDataFetcher):
         yield f"{name} takes the loader's iterator"
-    for hook in hooks_between(module, name):
+    for hook in _hooks_between(module, name):
         # it may change what the steps of later batches use, such as weights
         yield f"{hook} is called between two batches"
     for metric in step.metrics.in_layers:
@@ -63,6 +64,25 @@ def _reasons(module: pl.LightningModule, pipeline: Pipeline, step: UserStep, loo
         yield "batch norm is in training mode"
     if (part := _shared_by_stages(pipeline)) is not None:
         yield f"several stages of a rank share {part}, which may change in each batch"
+
+
+def _hooks_between(module: pl.LightningModule, name: str) -> Iterator[str]:
+    """The hooks that are called for every batch and are not Lightning's own."""
+    trainer: Any = module.trainer
+    stage = name.removesuffix("_step")
+    for hook in (f"on_{stage}_batch_start", f"on_{stage}_batch_end"):
+        for owner in (module, *trainer.callbacks):
+            if not _is_lightnings(getattr(owner, hook)):
+                yield f"{type(owner).__name__}.{hook}"
+    for hook in _TRANSFERS:
+        for owner in (module, trainer.datamodule):
+            if owner is not None and is_overridden(hook, owner):
+                yield f"{type(owner).__name__}.{hook}"
+
+
+def _is_lightnings(hook: Any) -> bool:
+    """Whether a hook is Lightning's own: these look at the batch and the Trainer alone."""
+    return str(getattr(hook, "__module__", "")).startswith("lightning.pytorch.")
 
 
 def _shared_by_stages(pipeline: Pipeline) -> str | None:

@@ -12,7 +12,6 @@ from typing import Any
 import lightning.pytorch as pl
 
 from lightning_pipe.patches import replaced
-from lightning_pipe.trainer.data.needs import Learning
 from lightning_pipe.trainer.evaluation.reads import ReadState
 from lightning_pipe.trainer.evaluation.steps import EvaluationSteps, RunStep
 from lightning_pipe.trainer.layer_attributes import LayerAttributes
@@ -28,7 +27,6 @@ class Fetched:
         number: over all loaders, from 0.
         item: what the fetcher gave: the batch, its number and that of its loader.
         last: whether the fetcher knew that it is the last one.
-        learning: sees what its step reads of it.
         batch: the batch on this device.
         run: its step, if this rank has begun it.
         way: the same on its way through the engine.
@@ -41,7 +39,6 @@ class Fetched:
     number: int
     item: tuple[Any, int, int]
     last: bool
-    learning: Learning
     batch: Any = _NOT_YET
     run: RunStep | None = None
     way: Any = None
@@ -96,8 +93,7 @@ class FetchedBatches:
             except Exception as end:  # also that of the loader: hooks of earlier batches come first, as on one device
                 self._end = end
                 return
-            learning = self._steps.learning(self._name, item[0])
-            self._queue.append(Fetched(self._fetched, item, self.fetcher.done, learning))
+            self._queue.append(Fetched(self._fetched, item, self.fetcher.done))
             self._fetched += 1
 
     def find(self, number: int) -> Fetched | None:
@@ -123,7 +119,7 @@ class FetchedBatches:
     def begun(self, fetched: Fetched) -> RunStep:
         """The step of a batch."""
         if fetched.run is None:
-            fetched.run = self._steps.begin(self._name, self._arguments(fetched), fetched.learning)
+            fetched.run = self._steps.begin(self._name, self._arguments(fetched))
         return fetched.run
 
     def moved(self, fetched: Fetched) -> Any:

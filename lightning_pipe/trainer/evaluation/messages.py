@@ -9,7 +9,7 @@ from typing import Any
 
 from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.trainer.broadcasts import STREAMED
-from lightning_pipe.transport.nonblocking_broadcast import NonBlockingBroadcast, Versions
+from lightning_pipe.transport.nonblocking_broadcast import NonBlockingBroadcast
 
 
 class EvaluationMessages:
@@ -45,13 +45,13 @@ class EvaluationMessages:
             self._holds = False
 
     def batch(self, obj: Any, source: int) -> Any:
-        """What the process that loads has loaded, or `Versions` of it, on all ranks of the pipeline."""
+        """What the process that loads has loaded, on all ranks of the pipeline."""
         if self._process != source:
             return self._next_of(self._batches, source)
         self._held.append(obj)
         if not self._holds:
             self._send(source, [])
-        return obj.own if isinstance(obj, Versions) else obj
+        return obj
 
     def report(self, obj: Any, source: int) -> Any:
         """The report of the process with the last stage, on all ranks of the pipeline."""
@@ -77,12 +77,4 @@ class EvaluationMessages:
 
     def _send(self, source: int, reports: Sequence[Any]) -> None:
         held, self._held = self._held, []
-        if not any(isinstance(each, Versions) for each in held):
-            self._channel.share((held, reports), source, self._members)
-            return
-        messages: dict[tuple[int, ...], Any] = {}  # one for all who get the same versions: it is encoded once
-        others = {}
-        for member in self._members:
-            batches = [each.others.get(member, each.own) if isinstance(each, Versions) else each for each in held]
-            others[member] = messages.setdefault(tuple(map(id, batches)), (batches, reports))
-        self._channel.share(Versions(None, others), source, self._members)
+        self._channel.share((held, reports), source, self._members)

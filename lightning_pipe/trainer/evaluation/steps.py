@@ -16,7 +16,6 @@ from lightning_pipe.trainer.broadcasts import Broadcast
 from lightning_pipe.trainer.data.batch_splitter import BatchSplitting
 from lightning_pipe.trainer.data.joining import join
 from lightning_pipe.trainer.data.micro_batches import MicroBatches, divide_batch
-from lightning_pipe.trainer.data.needs import Learning, Needs
 from lightning_pipe.trainer.seeds import Seeds
 from lightning_pipe.trainer.user_step import StepOfBatch, UserStep
 
@@ -30,7 +29,6 @@ class RunStep:
         name: the method of the LightningModule.
         args: its arguments.
         seed: of the batch's random streams.
-        learning: sees what its runs read of the batch.
         ranks: those that complete it.
         outputs: what the pipeline returned on this rank.
         before: the attributes before it, from `UserStep.running`.
@@ -42,7 +40,6 @@ class RunStep:
     name: str
     args: Sequence[Any]
     seed: int
-    learning: Learning
     ranks: Sequence[int]
     outputs: dict[int, Any] = field(default_factory=dict)
     before: Snapshot | None = None
@@ -61,19 +58,12 @@ class EvaluationSteps:
         precision: the Trainer's precision plugin.
         seeds: of the random streams.
         options: the strategy's options for batches.
-        needs: learns which tensors of a batch each rank needs.
     """
 
     def __init__(
-        self,
-        pipeline: Pipeline,
-        user_step: UserStep,
-        precision: Precision,
-        seeds: Seeds,
-        options: BatchSplitting,
-        needs: Needs,
+        self, pipeline: Pipeline, user_step: UserStep, precision: Precision, seeds: Seeds, options: BatchSplitting
     ) -> None:
-        self.pipeline, self.user_step, self.options, self._needs = pipeline, user_step, options, needs
+        self.pipeline, self.user_step, self.options = pipeline, user_step, options
         self._seeds = seeds
         # what modules kept before each run since the last batch that was run in turns; the methods that change none
         self._before: list[Snapshot] = []
@@ -91,27 +81,22 @@ class EvaluationSteps:
             "predict_step": precision.predict_step_context,
         }
 
-    def learning(self, name: str, batch: Any) -> Learning:
-        """What learns from the runs of the step of the next batch, which is not cut; see `Needs.learning`."""
-        return self._needs.learning(name, batch, [batch])
-
-    def begin(self, name: str, args: Sequence[Any], learning: Learning | None = None) -> RunStep:
+    def begin(self, name: str, args: Sequence[Any]) -> RunStep:
         """The step of the next batch.
 
         Args:
             name: the method of the LightningModule.
             args: its arguments; the first one is the batch, on this device.
-            learning: from `learning`, if that has been called for this batch.
         """
-        return self._begin(name, args, self._seeds.evaluation(), learning)
+        return self._begin(name, args, self._seeds.evaluation())
 
-    def _begin(self, name: str, args: Sequence[Any], seed: int, learning: Learning | None) -> RunStep:
+    def _begin(self, name: str, args: Sequence[Any], seed: int) -> RunStep:
         batch, *rest = args
         parts = self._cut(batch)
         # several pipes share the micro-batches of a batch; one micro-batch takes the first of them
         ranks = self.pipeline.loss_ranks[: len(parts.parts)]
         step = self.user_step.begin(name, rest, self._contexts[name], parts, ranks)
-        return RunStep(step, name, args, seed, learning or self._needs.learning(name, batch, parts.parts), ranks)
+        return RunStep(step, name, args, seed, ranks)
 
     def run(self, run: RunStep) -> None:
         """Run this rank's part of a step, on all ranks before any of them goes on to the next batch."""
@@ -121,12 +106,8 @@ class EvaluationSteps:
         if not turns:
             self._remember(run, self.pipeline.stages_here)
         parts = run.step.micro_batches.parts
-        with (
-            run.learning.seeing(),
-            self.user_step.running(may_repeat=not turns, turns=turns, ranks=run.ranks) as run.before,
-        ):
+        with self.user_step.running(may_repeat=not turns, turns=turns, ranks=run.ranks) as run.before:
             run.outputs = self.pipeline.evaluate(run.step, parts, seed=run.seed, turns=turns)
-        run.learning.end()
         run.repeats = self.pipeline.turns.needed
 
     def run_stage(self, run: RunStep, stage: int, perform: Callable[[], None]) -> None:
@@ -139,10 +120,7 @@ class EvaluationSteps:
         """
         self._remember(run, [stage])
         completes = stage == len(self.pipeline.balance) - 1
-        with (
-            run.learning.seeing(),
-            self.user_step.running(may_repeat=True, ranks=run.ranks if completes else ()) as run.before,
-        ):
+        with self.user_step.running(may_repeat=True, ranks=run.ranks if completes else ()) as run.before:
             perform()
         self._learn(run, stage)
 
@@ -192,9 +170,8 @@ class EvaluationSteps:
             self._before.clear()
             self._leaves_layers.discard(run.name)
             self.user_step.take_turns(run.name)
-            self._needs.keep_whole(run.name)
             # all ranks have come to this batch: here they run it together, whatever they have begun of later ones
-            run = self._begin(run.name, run.args, run.seed, run.learning)
+            run = self._begin(run.name, run.args, run.seed)
             self._run(run, turns=True)
             outputs = run.step.share(run.outputs, run.before, broadcast, send_outputs=send_outputs)
         elif run.layers:

@@ -256,7 +256,6 @@ class EvaluationStream:
             fetched.states += [] if state is None else [state]
             fetched.early |= fetched.number > self._batches.given
         if action.stage == self._stages[-1]:
-            run.learning.end()
             run.outputs, run.repeats = fetched.way.results, fetched.way.repeats
 
     def _look_back(self) -> None:

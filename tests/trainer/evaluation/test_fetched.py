@@ -29,9 +29,7 @@ class Fetcher:
 @pytest.fixture
 def batches(request: pytest.FixtureRequest) -> tuple[FetchedBatches, Any]:
     loop = SimpleNamespace(_data_fetcher=Fetcher(*request.param), batch_progress=_BatchProgress())
-    steps: Any = SimpleNamespace(
-        pipeline=SimpleNamespace(transport=None, pipeline_members=()), learning=lambda name, batch: None
-    )
+    steps: Any = SimpleNamespace(pipeline=SimpleNamespace(transport=None, pipeline_members=()))
     return FetchedBatches(L.LightningModule(), steps, loop, "validation_step"), loop
 
 

@@ -10,7 +10,6 @@ import pytest
 
 from lightning_pipe.trainer.evaluation.messages import EvaluationMessages
 from lightning_pipe.transport.base import DONE, Work
-from lightning_pipe.transport.nonblocking_broadcast import Versions
 
 SENDER, MEMBERS = 0, (0, 1, 2)
 
@@ -19,13 +18,12 @@ class Wires:
     """What three processes of one pipeline have sent each other and not read yet."""
 
     def __init__(self) -> None:
-        self.packed, self.sent = 0, {member: deque[Any]() for member in MEMBERS}
+        self.sent = {member: deque[Any]() for member in MEMBERS}
 
     def messages(self, process: int) -> EvaluationMessages:
         """Those of a process."""
 
         def send_object_to(obj: Any, peers: list[int], tag: int) -> Work:
-            self.packed += 1
             for peer in peers:
                 self.sent[peer].append(obj)
             return DONE
@@ -67,14 +65,3 @@ def test_what_is_held_goes_before_what_comes_later(wires: Wires) -> None:
     sender.report("report 0", SENDER)
     assert [receiver.batch(None, SENDER), receiver.batch(None, SENDER)] == ["batch 0", "batch 1"]
     assert receiver.report(None, SENDER) == "report 0"
-
-
-def test_each_process_gets_its_version_and_equal_messages_are_encoded_once(wires: Wires) -> None:
-    sender = wires.messages(SENDER)
-    with sender.holding():
-        assert sender.batch(Versions("whole", {1: "part"}), SENDER) == "whole"
-    sender.report("report", SENDER)
-    assert wires.packed == 2
-    assert [wires.messages(process).batch(None, SENDER) for process in (1, 2)] == ["part", "whole"]
-    sender.report("report", SENDER)
-    assert wires.packed == 3
