@@ -6,7 +6,7 @@
 
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
-.PHONY: help train test test-all test-extras test-versions check format bench gpu docs pictures clean
+.PHONY: help train test test-all test-extras test-versions test-field check format bench gpu docs pictures clean
 
 ARGS ?=
 PARTS ?=
@@ -39,6 +39,9 @@ test-extras: .venv-extras/ready  ## install loggers, sweepers and launchers besi
 test-versions:  ## run the fast tests on the oldest and newest releases of Python, torch, Lightning (hours)
 	@OMP_NUM_THREADS=1 $(PYTHON) tests/versions.py $(ARGS)
 
+test-field: .venv-field/ready  ## train published modules on one device and on a pipeline, and write docs/field.md (an hour)
+	@OMP_NUM_THREADS=1 .venv-field/bin/python -m tests.field $(ARGS)
+
 check: .venv/ready  ## lint, formatting, types
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
@@ -63,7 +66,7 @@ pictures: .venv/ready  ## draw the pictures of README and docs anew
 	@$(BIN)/python -m docs.pictures
 
 clean:  ## remove .venv, caches and the outputs of runs
-	rm -rf .venv .venv-extras .venv-versions build dist docs/_build outputs multirun .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf .venv .venv-extras .venv-versions .venv-field build dist docs/_build outputs multirun .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 .venv/ready: pyproject.toml constraints.txt
@@ -83,6 +86,13 @@ clean:  ## remove .venv, caches and the outputs of runs
 	@sed '/^pandas=/d; /^pyarrow=/d' constraints.txt > .venv-extras/constraints.txt
 	@.venv-extras/bin/python -m pip install -qq --disable-pip-version-check --constraint .venv-extras/constraints.txt \
 		--editable '.[extras]'
+	@touch $@
+
+# The packages whose modules are trained, in an environment of their own (six gigabytes): torchvision wants another torch.
+.venv-field/ready: pyproject.toml tests/field/modules.toml
+	@$(PYTHON) -m venv .venv-field
+	@.venv-field/bin/python -m pip install -qq --disable-pip-version-check --editable . \
+		$$($(PYTHON) -m tests.field.modules)
 	@touch $@
 
 # What the documentation needs beyond that: the tests do without.
