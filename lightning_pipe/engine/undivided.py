@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lightning_pipe.engine.batch import Batch, StepFunction
-from lightning_pipe.engine.first_batch.trial_runs import leaving_no_trace, put_back
+from lightning_pipe.engine.first_batch.trial_runs import leaving_no_trace, parameters_kept, put_back
 from lightning_pipe.partition import Layers
 from lightning_pipe.partition.calls import Call, merged, recorded
 
@@ -41,18 +41,15 @@ def look(pipeline: Pipeline, step: StepFunction, micro_batch: Any, *, training: 
     """
     stages, module = pipeline.executor.stages, pipeline.module
     batch = pipeline.evaluation_batch(step, [micro_batch], seed)
-    values = [(parameter, parameter._version, parameter.detach().clone()) for parameter in module.parameters()]
     with (
         recorded(module) as calls,
         pipeline.running(batch.streams),
         leaving_no_trace(stages),
         put_back(stages),
+        parameters_kept(module.modules()),
         torch.set_grad_enabled(training),  # a step may ask for derivatives
     ):
         stages.trial(len(pipeline.balance) - 1, 0, batch, None)
-    for parameter, version, value in values:  # averages of weights
-        if parameter._version != version:
-            parameter.data.copy_(value)
     gc.collect()  # a graph that is left would refer to parameters, and such parameters cannot be freed in place
     return calls
 
@@ -69,6 +66,7 @@ def look_in_turns(pipeline: Pipeline, step: StepFunction, micro_batch: Any, *, s
         pipeline.running(batch.streams, caches=True),
         leaving_no_trace(stages),
         put_back(stages),
+        parameters_kept(pipeline.module.modules()),
     ):
         pipeline.turns.run(batch)
     return reduce(merged, transport.all_gather_object(calls, pipeline.pipeline_members))

@@ -306,8 +306,8 @@ class StageRun:
         if not self._may_repeat and behind:
             raise CutError(
                 f"layer '{name}' is called behind '{behind}', which follows it in the sequence.",
-                hint=f"Name the layers in the order of their calls, {behind!r} before {name!r}: layers=[...]. Without "
-                "layers= the first batch shows the order of a module that is built before the run.",
+                hint=f"If every batch calls {behind!r} before {name!r}, name them in that order: layers=[...]. An "
+                "order that depends on the batch needs one layer around both, or one device.",
             )
         if not self._may_repeat:
             raise CutError(

@@ -140,9 +140,10 @@ class Ownership:
         if not self.holds(name):
             raise CutError(
                 f"'{name}' is used on {self.rank_names[self.rank]}, but held by {self.holders_in_words(name)}"
-                + ("." if self._map.in_layers_alone(name) else " (in the first training batch only they used it)."),
-                hint="Use it where its layer runs, or in every training step. For a penalty on all weights use the "
-                "optimizer's weight_decay.",
+                + ("." if self._map.in_layers_alone(name) else " (in the first training batch nobody else used it)."),
+                hint="Use it where its layer runs, or in every training step. If the first batch left out its module "
+                "(an expert, a dropped layer), name the module around it as one layer: layers=[...]. For a penalty on "
+                "all weights use the optimizer's weight_decay.",
             )
         if not self._map.in_layers_alone(name):
             self.used.add(name)

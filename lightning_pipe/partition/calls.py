@@ -135,15 +135,29 @@ def has_parameters(module: nn.Module) -> bool:
 class CallStore:
     """The calls of a module's steps on disk, by the name of the step.
 
-    A module is known as by `ProfileStore`: another module of the same class has a file of its own.
+    A module is known as by `ProfileStore`, and by the options among its attributes (numbers, strings) as they are now:
+    these may decide what is called.
 
     Args:
         module: the module.
         folder: where; by default ``$LIGHTNING_PIPE_CACHE`` or ``~/.cache/lightning_pipe``.
+
+    Attributes:
+        used: whether the layers of this run come from what was stored.
     """
 
     def __init__(self, module: nn.Module, folder: str | Path | None = None) -> None:
-        self.path = cache_path(module, ["calls"], folder)
+        options = [
+            f"{name}.{option}={value!r}"
+            for name, part in module.named_modules()
+            for option, value in vars(part).items()
+            if option != "training" and not option.startswith("_") and isinstance(value, bool | int | float | str)
+        ]
+        self.path, self.used = cache_path(module, ["calls", *options], folder), False
+
+    def forget(self) -> None:
+        """Let the next run look again."""
+        self.path.unlink(missing_ok=True)
 
     def load(self) -> dict[str, list[Call]]:
         """The calls by the name of the step; empty where nothing is stored."""

@@ -11,7 +11,15 @@ from typing import NamedTuple
 from torch import nn
 
 from lightning_pipe.errors import PartitionError
-from lightning_pipe.partition.calls import Call, in_order, in_words, registered, top, work_of
+from lightning_pipe.partition.calls import (
+    Call,
+    every_call,
+    in_order,
+    in_words,
+    registered,
+    top,
+    work_of,
+)
 from lightning_pipe.partition.sequence import Layers, find_layers, is_compiled_module
 from lightning_pipe.text import several
 
@@ -74,8 +82,8 @@ def choose(module: nn.Module, calls: Sequence[Call], stages: int, *, several_pas
 
     The modules that the step itself calls are opened, the largest first, into the modules that they call in turn, while
     one does more than a quarter of a stage's share of the work. A module stays closed whose parts are not called, or
-    called in turns (a loop over time): it is one layer. What is called at several places and does little (a shared
-    norm) is no layer but code between layers.
+    called in turns (a loop over time), or which calls some elements of a list alone (experts): it is one layer. What is
+    called at several places and does little (a shared norm) is no layer but code between layers.
 
     Args:
         module: the whole module.
@@ -115,7 +123,9 @@ def choose(module: nn.Module, calls: Sequence[Call], stages: int, *, several_pas
 def _too_few(
     module: nn.Module, calls: Sequence[Call], stages: int, layers: Sequence[str], several_passes: bool
 ) -> PartitionError:
-    hint = f"Use {several(len(layers), 'device')}." if len(layers) > 1 else "Train it on one device."
+    hint = "Train it on one device."
+    if len(layers) > 1:
+        hint = f"Use {len(layers)} stages or fewer: fewer devices, or a schedule with one stage on each ('1f1b')."
     if not several_passes:
         with suppress(PartitionError):
             choose(module, calls, stages, several_passes=True)
@@ -226,12 +236,27 @@ def _to_open(found: _Order, parts: dict[str, nn.Module], several_passes: bool, l
     for name, work in sorted(found.work.items(), key=lambda pair: -pair[1]):
         if limit is not None and work <= limit and not found.inner:
             return None
-        if name not in openable:
+        if name not in openable or (limit is not None and _chooses(parts[name], found.calls, name)):
             continue
         finer = found.opened(name, parts, several_passes)
         if finer.repeated <= max(found.repeated, SHARED) and len(finer.layers) >= len(found.layers):
             return name
     return None
+
+
+def _chooses(module: nn.Module, calls: Sequence[Call], name: str) -> bool:
+    """Whether a module has called some elements of a list of its own and not others: data may decide (experts)."""
+    called = {part.name for call in calls if call.name == name for part in every_call(call.calls)}
+    lists = [
+        [
+            f"{name}.{path}.{key}"
+            for key, part in container.named_children()
+            if next(part.parameters(), None) is not None
+        ]
+        for path, container in module.named_children()
+        if isinstance(container, nn.ModuleList | nn.ModuleDict)
+    ]
+    return any(0 < len(called.intersection(elements)) < len(elements) for elements in lists)
 
 
 def _inside_others(names: Sequence[str], parts: dict[str, nn.Module]) -> set[str]:

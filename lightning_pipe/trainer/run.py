@@ -52,7 +52,7 @@ from lightning_pipe.engine.undivided import look, look_in_turns
 from lightning_pipe.errors import ConfigurationError
 from lightning_pipe.intercept.random_streams import RandomStreams
 from lightning_pipe.partition import ProfileStore
-from lightning_pipe.partition.calls import Call, CallStore
+from lightning_pipe.partition.calls import Call
 from lightning_pipe.patches import replaced
 from lightning_pipe.trainer.active_loop import active_loop_kept
 from lightning_pipe.trainer.asynchronous.streaming import Streaming
@@ -127,7 +127,7 @@ class PipelineRun:
         profiles: ProfileStore | None,
         sharded: ShardedOptimizers | None,
         seed: int,
-        late: Callable[[list[Call]], Division | None] | None,
+        late: Callable[[str, list[Call]], Division | None] | None,
     ) -> None:
         self.pipeline, self._late = pipeline, late
         self.report = report
@@ -232,10 +232,7 @@ class PipelineRun:
         late, self._late = self._late, None
         if late is None:
             return
-        calls = self._world.broadcast(self._look(name, args), 0)
-        if self._world.transport.process == 0:
-            CallStore(self._module).save(name, calls)
-        division = late(calls)
+        division = late(name, self._world.broadcast(self._look(name, args), 0))
         if division is not None:
             self.end()
             self.report.notes += division.notes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ from lightning_pipe.config import Auto, RunLayout
 from lightning_pipe.construction import is_deferred
 from lightning_pipe.engine import undivided
 from lightning_pipe.engine.pipeline import Pipeline
-from lightning_pipe.errors import ConfigurationError, PartitionError
+from lightning_pipe.errors import ConfigurationError, CutError, PartitionError
 from lightning_pipe.parameters.deferred_batchnorm import DeferredBatchNorm
 from lightning_pipe.partition import (
     AUTO,
@@ -45,6 +45,11 @@ from lightning_pipe.trainer.world import World
 
 LARGE = 2**30
 """Parameters of so many bytes are worth a word on where they are built."""
+_FORGOTTEN = (
+    "The layers of this run are those that an earlier run of the same module has called. That is forgotten now: if the "
+    "module calls others, or in another order, run it again, and its first batch shows them."
+)
+"""What an error says where the stored order may be the reason."""
 _NOT_MEASURED = "the layers have not been measured yet: this run is balanced by {}, the next run has the measurements"
 
 
@@ -88,7 +93,9 @@ class StageDivision:
     micro_batches: int | Auto
     passes: int = 1
 
-    def find(self, module: pl.LightningModule, layout: RunLayout, world: World, step: str) -> Chosen | None:
+    def find(
+        self, module: pl.LightningModule, layout: RunLayout, world: World, step: str, store: CallStore
+    ) -> Chosen | None:
         """The layers of a module. Collective over all processes, where an earlier run may have shown them.
 
         Args:
@@ -96,6 +103,7 @@ class StageDivision:
             layout: the number of ranks and of stages.
             world: the processes; process 0 knows what earlier runs have called.
             step: the first step that counts in this run.
+            store: has what earlier runs have called.
 
         Returns:
             ``None`` if the first batch is to show them: then every rank holds the whole module until then.
@@ -113,15 +121,43 @@ class StageDivision:
                 raise
         if self.layers is not None and clear is not None and not self._asks_for_work(clear, stages):
             return Chosen(clear)
-        known = CallStore(module).load(), may_be_whole(module, world.transport.device)
+        known = store.load(), may_be_whole(module, world.transport.device)
         stored, whole = world.broadcast(known if world.transport.process == 0 else ({}, False), 0)
-        if (calls := of_step(stored, step)) is not None:
-            return self.choose(module, calls, layout)
-        if whole:
+        calls = of_step(stored, step)
+        if calls is None and whole:
             return None
-        if stored and clear is None:
-            return self.choose(module, next(iter(stored.values())), layout)  # another step is better than a guess
+        if calls is None and clear is None:  # another step is better than a guess
+            calls = next(iter(stored.values()), None)
+        if calls is not None:
+            store.used = True
+            return self.choose(module, calls, layout)
         return guess(module, stages) if clear is None else Chosen(clear)
+
+    def late(
+        self,
+        module: pl.LightningModule,
+        layout: RunLayout,
+        world: World,
+        conditions: list[str],
+        pipeline: Pipeline,
+        store: CallStore,
+    ) -> Callable[[str, list[Call]], Division | None]:
+        """What is to be done with the calls of the first batch: divide a whole module, or check a guess.
+
+        The arguments are those of `divide` and `find`; the result takes the name of the step and its calls.
+        """
+
+        def known(step: str, calls: list[Call]) -> Division | None:
+            if world.transport.process == 0:
+                store.save(step, calls)
+            if pipeline.whole:
+                return self.divide(
+                    module, self.choose(module, calls, layout), layout, world, conditions, whole=pipeline
+                )
+            self.check(module, calls, layout, pipeline)
+            return None
+
+        return known
 
     def check(self, module: pl.LightningModule, calls: Sequence[Call], layout: RunLayout, pipeline: Pipeline) -> None:
         """Raise if a module calls its layers in another order than was guessed.
@@ -293,6 +329,13 @@ class StageDivision:
             schedule = self.family.build(ranks, number, stages=stages)
         peak = max(simulate(schedule).peak_activations)
         return max(1, math.ceil(peak * ranks / stages)) if schedule.synchronous else stages
+
+
+def forget_calls(store: CallStore | None, error: BaseException) -> None:
+    """After an error about cuts: forget the calls of an earlier run by which this one was divided, and say so."""
+    if store is not None and store.used and isinstance(error, CutError | PartitionError):
+        store.forget()
+        error.add_note(_FORGOTTEN)
 
 
 def may_be_whole(module: nn.Module, device: torch.device) -> bool:

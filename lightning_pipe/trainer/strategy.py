@@ -28,7 +28,7 @@ from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.errors import ConfigurationError, PartitionError
 from lightning_pipe.lightning_internals import optimizers_to_device
 from lightning_pipe.partition import Balance, find_layers
-from lightning_pipe.partition.calls import Call
+from lightning_pipe.partition.calls import CallStore
 from lightning_pipe.patches import unheard
 from lightning_pipe.schedules import Family, Schedule
 from lightning_pipe.schedules.passes.recompute import Mode as Recompute
@@ -54,7 +54,7 @@ from lightning_pipe.trainer.module_strategy import ModuleStrategy
 from lightning_pipe.trainer.report import Report, counts_of
 from lightning_pipe.trainer.run import FIRST_STEPS, PipelineRun
 from lightning_pipe.trainer.schedule_choice import AUTO, KEY, ScheduleChoice, choose, kept_by, same_everywhere
-from lightning_pipe.trainer.stage_division import Division, StageDivision, conditions
+from lightning_pipe.trainer.stage_division import StageDivision, conditions, forget_calls
 from lightning_pipe.trainer.whole_model.sharded_optimizer import ShardedOptimizers
 from lightning_pipe.trainer.whole_model.synchronized_norms import synchronize_norms
 
@@ -190,9 +190,8 @@ class PipeStrategy(ModuleStrategy):
         self._auto = schedule == AUTO
         self._choice: ScheduleChoice | None = None
         if self._auto and passes > 1:
-            raise ConfigurationError(
-                'schedule="auto" chooses for one pass.', hint='Use "gpipe", "1f1b", "interleaved".'
-            )
+            hint = 'Use "gpipe", "1f1b", "interleaved".'
+            raise ConfigurationError('schedule="auto" chooses for one pass.', hint=hint)
         if self._auto and stages != "auto":
             raise ConfigurationError(
                 f'schedule="auto" chooses the stages as well, got stages={stages}.', hint="Leave out one of the two."
@@ -207,6 +206,7 @@ class PipeStrategy(ModuleStrategy):
         )
         self._reduce_dtype = None if reduce_dtype is None else torch.bfloat16
         self._known: tuple[list[str], list[str]] = [], []
+        self._calls: CallStore | None = None
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(schedule={self.family.name!r}, micro_batches={self._splitting.micro_batches!r})"
@@ -267,7 +267,8 @@ class PipeStrategy(ModuleStrategy):
             check_shapes(module)
             if later:  # modules may be missing: what is clear now is so then
                 find_layers(module, own.layers)
-            chosen = own.find(module, layout, world, step)
+            self._calls = CallStore(module)
+            chosen = own.find(module, layout, world, step, self._calls)
         except PartitionError:
             if later:
                 return
@@ -280,12 +281,6 @@ class PipeStrategy(ModuleStrategy):
             before = going_on(module, chosen.layers, world.transport, layout.stages) if before is None else before
             division = own.divide(module, chosen, layout, world, of_costs, before)
         pipeline, notes, store, costs, built = division
-
-        def late(calls: list[Call]) -> Division | None:
-            if pipeline.whole:
-                return own.divide(module, own.choose(module, calls, layout), layout, world, of_costs, whole=pipeline)
-            own.check(module, calls, layout, pipeline)
-            return None
 
         pipeline.reductions.reduce_in(self._reduce_dtype)
         pipeline.reductions.scattered = self._shard_optimizer == "gradients"
@@ -302,8 +297,9 @@ class PipeStrategy(ModuleStrategy):
         notes = (*notes, *counts_of(self.pipeline_parallel_size, self.processes_here, self.num_processes))
         measured = MeasuredShapes(shapes, None if store is None or not store.signatures else store.signatures[-1])
         report = Report(module, pipeline, layout, notes, costs, built, measured, self._shard_optimizer)
-        then = late if chosen is None or chosen.guessed else None
-        self.run = PipelineRun(*(module, pipeline, world, self._splitting, report, store, sharded, self._seed, then))
+        known = chosen is not None and not chosen.guessed
+        late = None if known else own.late(module, layout, world, of_costs, pipeline, self._calls)
+        self.run = PipelineRun(*(module, pipeline, world, self._splitting, report, store, sharded, self._seed, late))
         self._known = self._division.known(module)
 
     @override
@@ -397,4 +393,5 @@ class PipeStrategy(ModuleStrategy):
     @override
     def on_exception(self, exception: BaseException) -> None:
         hide_own(exception)
+        forget_calls(self._calls, exception)
         super().on_exception(exception)

@@ -92,3 +92,30 @@ def test_an_evaluation_of_a_whole_module_is_that_of_one_device() -> None:
     step = lambda _, part: module.out(module.norm(module.inside(part)))  # noqa: E731
     found = pipeline.evaluate(step, [x])
     torch.testing.assert_close(found[0], module.out(module.norm(module.inside(x))).detach())
+
+
+class Quantised(Net):
+    """Averages of its own, written in every way that autograd does not count."""
+
+    way = "copy"
+
+    def step(self, _: int, x: Tensor) -> Tensor:
+        if self.way == "copy":
+            self.average.data.copy_(self.inside.weight)
+        elif self.way == "data":
+            self.average.data = self.inside.weight.detach() * 2
+        else:
+            self.average = nn.Parameter(self.inside.weight.detach() * 2, requires_grad=False)
+        return self.out(self.norm(self.inside(x))).square().mean() + self.average.sum()
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("way", ["copy", "data", "parameter"])
+def test_a_look_puts_back_parameters_however_they_were_written(way: str) -> None:
+    module = Quantised()
+    module.way, average = way, module.average
+    transport, *_ = thread_world(Topology(ranks=1))
+    pipeline = Pipeline(module, [], [0, 0], schedules.get("1f1b"), transport)
+    undivided.look(pipeline, module.step, torch.randn(5, 3), training=True, seed=0)
+    assert module.average is average
+    assert not average.any()

@@ -74,7 +74,7 @@ def test_the_use_of_a_value_that_another_rank_holds_raises() -> None:
     ownership.use(net.embed.weight)
     with pytest.raises(CutError, match=r"'layers\.1\.weight' is used on rank 0, but held by rank 1\."):
         ownership.use(net.layers[1].weight)
-    with pytest.raises(CutError, match="in the first training batch only they used it"):
+    with pytest.raises(CutError, match="in the first training batch nobody else used it"):
         ownership.use(net.head.weight)
 
 

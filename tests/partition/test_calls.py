@@ -90,9 +90,14 @@ def test_what_is_stored_is_found_again_by_the_same_code_alone(tmp_path: Path) ->
             return super().forward(x) * 2
 
     assert CallStore(Edited(), tmp_path).load() == {}
+    net = Net()
+    net.blocks[0].skips = True
+    assert CallStore(net, tmp_path).load() == {}, "another option may decide what is called"
     CallStore(Net(), tmp_path).path.write_text("[1, 2]")
     with pytest.warns(UserWarning, match="cannot be read"):
         assert CallStore(Net(), tmp_path).load() == {}
+    CallStore(Net(), tmp_path).forget()
+    assert not CallStore(Net(), tmp_path).path.exists()
 
 
 def test_order_and_words() -> None:

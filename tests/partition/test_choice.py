@@ -54,6 +54,16 @@ def test_a_loop_stays_one_layer() -> None:
     assert names(choose(net, step, 2)) == ["cell", "decoder"]
 
 
+def test_experts_stay_in_one_layer() -> None:
+    """Which of them are called depends on the data."""
+    net = Net("a", "moe", "moe.gate")
+    net.moe.experts = nn.ModuleList(nn.Linear(2, 2) for _ in range(3))
+    inner = [*calls("moe.gate"), *calls("moe.experts.0", "moe.experts.2", work=9)]
+    assert names(choose(net, [*calls("a"), Call("moe", 20.0, inner)], 2)) == ["a", "moe"]
+    inner = [*calls("moe.gate"), *calls("moe.experts.0", "moe.experts.1", "moe.experts.2", work=9)]
+    assert len(choose(net, [*calls("a"), Call("moe", 28.0, inner)], 2).layers) == 5
+
+
 def test_several_calls_in_a_row_are_one_layer() -> None:
     assert names(choose(Net("a", "b"), calls("a", "b", "b", "b"), 2)) == ["a", "b"]
 
@@ -80,7 +90,7 @@ def test_a_step_may_come_back() -> None:
 
 def test_too_few_layers_tell_what_was_called() -> None:
     with pytest.raises(
-        PartitionError, match=r"2 layers for 3 stages.* Called were: a, b \(2 times\)\. .*\nHint: Use 2 de"
+        PartitionError, match=r"2 layers for 3 stages.* Called were: a, b \(2 times\)\. .*\nHint: Use 2 st"
     ):
         choose(Net("a", "b"), calls("a", "b", "b"), 3)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import os
 from contextlib import redirect_stdout
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning as L
 import pytest
@@ -253,7 +253,7 @@ def test_too_few_layers_tell_what_was_called() -> None:
         one_process("Chain", stages=6)
 
 
-class Wide(MODULES["Backwards"]):  # type: ignore[misc]
+class _Wide(MODULES["Backwards"]):  # type: ignore[misc]
     """With weights that are worth leaving out where another process makes them."""
 
     def __init__(self) -> None:
@@ -276,7 +276,7 @@ def built_in_parts(process: int, cache: str, sanity: int) -> list[str]:
             accelerator="cpu", devices=2, strategy=strategy, max_epochs=1, num_sanity_val_steps=sanity, **QUIET
         )
         with trainer.init_module():
-            module = Wide()
+            module = _Wide()
         try:
             with redirect_stdout(io.StringIO()):
                 trainer.fit(module.double(), module.data(), module.data())
@@ -295,8 +295,31 @@ def test_a_module_that_nobody_has_whole_ends_with_the_line_to_paste(sanity: int,
     error, known, pasted = processes.run_trainers(built_in_parts, 2, timeout=100, **options)[0]
     assert "calls its modules in this order: encoder, decoder, out." in error
     L.seed_everything(7, verbose=False)
-    module = Wide().double()
+    module = _Wide().double()
     trainer = L.Trainer(accelerator="cpu", devices=1, max_epochs=1, **QUIET)
     trainer.fit(module, module.data(), module.data())
     assert float(known) == pytest.approx(float(trainer.callback_metrics["val_loss"]), abs=1e-9)
     assert float(pasted) == pytest.approx(float(known), abs=1e-9)
+
+
+class _Flipped(MODULES["TwoTowers"]):  # type: ignore[misc]
+    """What decides the order is no option that could be seen."""
+
+    order: ClassVar = [False]
+
+    def forward(self, x: Tensor) -> Tensor:
+        towers = [self.right, self.left] if self.order[0] else [self.left, self.right]
+        first = towers[0](x[:, 4:])
+        return torch.cosine_similarity(towers[1](x[:, :4]), first)
+
+
+def test_a_stored_order_that_has_changed_is_forgotten(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LIGHTNING_PIPE_CACHE", str(tmp_path))
+    monkeypatch.setitem(MODULES, "Flipped", _Flipped)
+    for order in (False, True):
+        _Flipped.order[0] = order
+        if order:
+            with pytest.raises(CutError, match=r"is called behind") as caught:
+                one_process("Flipped")
+            assert "That is forgotten now" in " ".join(caught.value.__notes__)
+        one_process("Flipped")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import count
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from lightning_pipe.engine.batch import Batch
 from lightning_pipe.engine.stage import Crossings, Stages, loss_of
+from lightning_pipe.intercept.absent_tensor import is_absent
 from lightning_pipe.intercept.crossing import Crossing
 from lightning_pipe.intercept.recompute import recomputing
 from lightning_pipe.intercept.snapshot import Snapshot
@@ -120,11 +121,34 @@ def put_back(stages: Stages) -> Iterator[None]:
     around = {name: part for name, part in module.named_modules() if part not in computing and part is not module}
     kept = stages.interceptor.attributes(), Snapshot(around, buffers=False)
     try:
-        with stages.buffers.restored():
+        with stages.buffers.restored(), parameters_kept(module.modules(), trained=False):
             yield
     finally:
         for each in kept:
             each.undo()
+
+
+@contextmanager
+def parameters_kept(parts: Iterable[nn.Module], *, trained: bool = True) -> Iterator[None]:
+    """The parameters of some modules are afterwards as they were before, whatever has changed them, by ``.data`` too.
+
+    Args:
+        parts: the modules, without those in them.
+        trained: whether those that are trained are kept, too; steps change the others (averages, codebooks).
+    """
+    kept = [
+        (part._parameters, name, parameter, parameter.data, parameter.detach().clone())
+        for part in parts
+        for name, parameter in part._parameters.items()
+        if parameter is not None and (trained or not parameter.requires_grad) and not is_absent(parameter)
+    ]
+    try:
+        yield
+    finally:
+        for parameters, name, parameter, data, value in kept:
+            data.copy_(value)
+            parameter.data = data
+            parameters[name] = parameter
 
 
 @contextmanager
