@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
@@ -135,7 +135,7 @@ def has_parameters(module: nn.Module) -> bool:
 class CallStore:
     """The calls of a module's steps on disk, by the name of the step.
 
-    A module is known as by `ProfileStore`, and by the options among its attributes (numbers, strings) as they are now:
+    A module is known as by `ProfileStore`, and by the options among its attributes (numbers, strings) before the run:
     these may decide what is called.
 
     Args:
@@ -147,13 +147,18 @@ class CallStore:
     """
 
     def __init__(self, module: nn.Module, folder: str | Path | None = None) -> None:
+        self._module, self._folder, self.used = module, folder, False
+
+    @cached_property
+    def path(self) -> Path:
+        """The file, by the module as it is when this is first asked for: most runs never ask."""
         options = [
             f"{name}.{option}={value!r}"
-            for name, part in module.named_modules()
+            for name, part in self._module.named_modules()
             for option, value in vars(part).items()
             if option != "training" and not option.startswith("_") and isinstance(value, bool | int | float | str)
         ]
-        self.path, self.used = cache_path(module, ["calls", *options], folder), False
+        return cache_path(self._module, ["calls", *options], self._folder)
 
     def forget(self) -> None:
         """Let the next run look again."""
