@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from lightning_pipe import schedules
 from lightning_pipe.transport.choose import open_transport
@@ -44,9 +43,11 @@ def equal(
 def _differences(setting: Setting, name: str, point: Point, backend: str, disturbance: Disturbance | None) -> list[str]:
     expected = moved_trace(equality_sweep.expected(on_device(ZOO[name], setting.place), point))
     device = setting.device if backend == "gloo" or setting.device == "cpu" else "own"
-    options: dict[str, Any] = {"name": name, "point": point, "device": device, "backend": backend}
+    options: dict[str, Any] = {"name": name, "point": point, "device": device, "disturbance": disturbance}
     size = point.pipeline_ranks * point.replicas
-    traces = processes.run_world(_train, size, timeout=80, group_timeout=60, disturbance=disturbance, **options)
+    backend = backend if device == "own" else "gloo"
+    seconds = LIMIT.total_seconds()
+    traces = processes.run_world(_train, size, timeout=80, group_timeout=seconds, group_backend=backend, **options)
     return oracle.differences(_whole(traces, point.pipeline_ranks), expected)
 
 
@@ -58,14 +59,11 @@ def _whole(traces: Sequence[Trace], ranks: int) -> Trace:
     return whole
 
 
-def _train(process: int, name: str, point: Point, device: str, backend: str, disturbance: Disturbance | None) -> Trace:
+def _train(process: int, name: str, point: Point, device: str, disturbance: Disturbance | None) -> Trace:
     """What one process does."""
     place = torch.device(device) if device == "cpu" else torch.device("cuda", process if device == "own" else 0)
     if place.type == "cuda":
         torch.cuda.set_device(place)
-    if backend == "nccl" and place.type == "cuda":
-        dist.destroy_process_group()
-        dist.init_process_group("nccl", timeout=LIMIT)
     family, ranks = schedules.get(point.schedule), point.pipeline_ranks
     loss_rank = family.build(ranks, 2 * ranks, stages=point.stages).loss_ranks[0]
     transport = open_transport(Topology.for_schedule(ranks, point.replicas, loss_rank), place, LIMIT)

@@ -80,22 +80,32 @@ class ProcessDiedError(Exception):
 
 
 def run_world(
-    fn: Callable[..., Any], world_size: int, *, timeout: float = 60.0, group_timeout: float = 15.0, **kwargs: Any
+    fn: Callable[..., Any],
+    world_size: int,
+    *,
+    timeout: float = 60.0,
+    group_timeout: float = 15.0,
+    group_backend: str = "gloo",
+    **kwargs: Any,
 ) -> list[Any]:
-    """Call ``fn(process, **kwargs)`` in ``world_size`` processes with Gloo initialised and return the results.
+    """Call ``fn(process, **kwargs)`` in ``world_size`` processes with a default group and return the results.
 
     Args:
         fn: a function at the top level of a module.
         world_size: number of processes.
         timeout: seconds after which everything is killed.
         group_timeout: seconds after which a collective fails.
+        group_backend: that of the default group. A second one, on the same port, could meet the store of the first.
         **kwargs: passed on; they must pickle.
 
     Raises:
         BaseException: the error of the process that failed first, with its traceback as a note.
         WorldTimeoutError: not done in time; the note says where each process was.
     """
-    return results(outcomes(fn, world_size, timeout=timeout, group_timeout=group_timeout, **kwargs))
+    ended = outcomes(
+        fn, world_size, timeout=timeout, group_timeout=group_timeout, group_backend=group_backend, **kwargs
+    )
+    return results(ended)
 
 
 def run_pipeline(
@@ -163,14 +173,19 @@ def _remoteness(error: BaseException | None) -> int:
 
 
 def outcomes(
-    fn: Callable[..., Any], world_size: int, *, timeout: float = 60.0, group_timeout: float | None = 15.0, **kwargs: Any
+    fn: Callable[..., Any],
+    world_size: int,
+    *,
+    timeout: float = 60.0,
+    group_timeout: float | None = 15.0,
+    group_backend: str = "gloo",
+    **kwargs: Any,
 ) -> list[Outcome]:
     """As `run_world`, but says how each process ended instead of raising. ``group_timeout=None``: no process group."""
+    group = None if group_timeout is None else (group_backend, group_timeout)
     with tempfile.TemporaryDirectory() as folder:
         port = free_port()
-        children = [
-            _Child(process, world_size, port, Path(folder), group_timeout, fn, kwargs) for process in range(world_size)
-        ]
+        children = [_Child(process, world_size, port, Path(folder), group, fn, kwargs) for process in range(world_size)]
         try:
             return _collect(children, timeout)
         finally:
@@ -196,7 +211,7 @@ class _Child:
         world_size: int,
         port: int,
         folder: Path,
-        group_timeout: float | None,
+        group: tuple[str, float] | None,
         fn: Callable[..., Any],
         kwargs: dict[str, Any],
     ) -> None:
@@ -215,7 +230,7 @@ class _Child:
             "LOCAL_RANK": str(process),
             "NODE_RANK": "0",
         }
-        arguments = (sender, environment, str(self.log), group_timeout, pickle.dumps((fn, kwargs)))
+        arguments = (sender, environment, str(self.log), group, pickle.dumps((fn, kwargs)))
         self._process: ForkServerProcess = context.Process(target=_main, args=arguments, daemon=False)
         self._process.start()
         sender.close()
@@ -273,7 +288,9 @@ def _collect(children: list[_Child], timeout: float) -> list[Outcome]:
     return [ended[child.number] for child in children]
 
 
-def _main(sender: Connection, environment: dict[str, str], log: str, group_timeout: float | None, call: bytes) -> None:
+def _main(
+    sender: Connection, environment: dict[str, str], log: str, group: tuple[str, float] | None, call: bytes
+) -> None:
     """What a child runs."""
     os.setpgid(0, 0)
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: go when the fork server goes
@@ -286,7 +303,7 @@ def _main(sender: Connection, environment: dict[str, str], log: str, group_timeo
         process = int(environment["RANK"])
         outcome = Outcome(process)
         try:
-            outcome.value = _call(process, int(environment["WORLD_SIZE"]), group_timeout, call)
+            outcome.value = _call(process, int(environment["WORLD_SIZE"]), group, call)
         except BaseException as error:
             outcome.trace = "".join(traceback.format_exception(error))
             outcome.error = _portable(error)
@@ -294,15 +311,16 @@ def _main(sender: Connection, environment: dict[str, str], log: str, group_timeo
         sender.close()
 
 
-def _call(process: int, world_size: int, group_timeout: float | None, call: bytes) -> Any:
+def _call(process: int, world_size: int, group: tuple[str, float] | None, call: bytes) -> Any:
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
     fn, kwargs = pickle.loads(call)
-    if group_timeout is None:
+    if group is None:
         return fn(process, **kwargs)
-    dist.init_process_group("gloo", rank=process, world_size=world_size, timeout=timedelta(seconds=group_timeout))
+    backend, seconds = group
+    dist.init_process_group(backend, rank=process, world_size=world_size, timeout=timedelta(seconds=seconds))
     value = fn(process, **kwargs)
     dist.barrier()
     dist.destroy_process_group()

@@ -16,11 +16,9 @@ from tests.transport.test_transports import BACKWARD, FORWARD, message
 pytestmark = pytest.mark.gpu
 
 
-def exchange(process: int, backend: str) -> list[list[int]]:
+def exchange(process: int) -> list[list[int]]:
     device = torch.device("cuda", process % torch.cuda.device_count())
     torch.cuda.set_device(device)
-    torch.distributed.destroy_process_group()
-    torch.distributed.init_process_group(backend, timeout=timedelta(seconds=60))
     transport = open_transport(Topology(2), device, timedelta(seconds=30))
     transport.connect([Channel(0, 1, FORWARD), Channel(1, 0, BACKWARD)])
     sizes = [(FORWARD, 5), (FORWARD, 5), (FORWARD, 5), (BACKWARD, 1 << 20)]
@@ -52,6 +50,6 @@ def exchange(process: int, backend: str) -> list[list[int]]:
 def test_messages_between_gpus(backend: str) -> None:
     if backend == "nccl" and torch.cuda.device_count() < 2:
         pytest.skip("NCCL needs one GPU per process")
-    first, second = processes.run_world(exchange, 2, backend=backend, timeout=100)
+    first, second = processes.run_world(exchange, 2, group_backend=backend, group_timeout=60, timeout=100)
     assert first == [[3, 3], [2.0] * 4, [3.0] * 2, [1]]
     assert second == [[0, 0], [1, 1], [2, 2], [2.0] * 4, [3.0] * 3, [1]]
