@@ -10,7 +10,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import gc
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -41,12 +41,28 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests that need a GPU where there is none."""
-    marked = [item for item in items if item.get_closest_marker("gpu")]
-    if not marked:
-        return
+    """Skip tests that need a GPU where there is none, and rehearsals where the fake device cannot be built."""
+    _skip([item for item in items if item.get_closest_marker("gpu")], _without_cuda)
+    _skip([item for item in items if item.get_closest_marker("rehearsed")], _without_rehearsal)
+
+
+def _skip(items: list[pytest.Item], obstacle: Callable[[], str | None]) -> None:
+    reason = obstacle() if items else None
+    if reason is not None:
+        for item in items:
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def _without_cuda() -> str | None:
     import torch
 
-    if not torch.cuda.is_available():
-        for item in marked:
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+    return None if torch.cuda.is_available() else "needs a CUDA device"
+
+
+def _without_rehearsal() -> str | None:
+    from tests.support.fake_cuda.build import obstacle
+
+    reason = obstacle()
+    if reason is not None and "REHEARSAL_REQUIRED" in os.environ:
+        raise pytest.UsageError(f"The fake device cannot be built: {reason}")
+    return None if reason is None else f"the fake device cannot be built: {reason}"
