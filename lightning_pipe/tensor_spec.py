@@ -57,3 +57,10 @@ class TensorSpec(NamedTuple):
         if self.strides is None:
             return []
         return sorted((stride, size) for stride, size in zip(self.strides, self.shape, strict=True) if size != 1)
+
+
+def numbered(device: torch.device) -> torch.device:
+    """The device that a tensor made on ``device`` says: with the index of the current one where none is given."""
+    if str(device) == "cuda" and torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return device

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_pipe.construction.tape import DRAWING, Constant, View, compute
+from lightning_pipe.tensor_spec import numbered
 from lightning_pipe.torch_internals import tree_leaves, tree_map
 
 SCRATCH: dict[torch.device, torch.UntypedStorage] = {}
@@ -95,5 +96,5 @@ def _scratch(view: View) -> Tensor:
 
 def _default_generator(device: torch.device) -> torch.Generator:
     if device.type == "cuda":
-        return torch.cuda.default_generators[device.index or torch.cuda.current_device()]
+        return torch.cuda.default_generators[numbered(device).index]
     return torch.default_generator

@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_pipe.errors import CutError
 from lightning_pipe.intercept.torch_functions import FLAT, function_name
-from lightning_pipe.tensor_spec import TensorSpec
+from lightning_pipe.tensor_spec import TensorSpec, numbered
 from lightning_pipe.torch_internals import disabled_torch_function, tree_leaves, tree_map
 
 _VALUES = "Do it after the last layer, or inside a layer; shapes, dtypes and devices can be read anywhere."
@@ -145,6 +145,10 @@ def shape_only(
     return tree_map(lambda value: call.to_placeholder(value, func), result)
 
 
+def _nothing() -> None:
+    """Does nothing."""
+
+
 class _Shapes:
     """One call on meta tensors, with what is needed to come back from it."""
 
@@ -166,20 +170,34 @@ class _Shapes:
 
     def redirect(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
         """Keep a call that names a device on meta, and note which device its result would have been on."""
-        name = getattr(func, "__name__", "")
+        name, given = getattr(func, "__name__", ""), args[1] if len(args) > 1 else None
+        if name == "record_stream":  # there is no memory to keep
+            return _nothing, (), {}
         if name in ("cpu", "cuda"):
             # a meta tensor has no such methods: they copy
-            given = [each for each in (*args[1:2], kwargs.get("device")) if isinstance(each, (str, torch.device, int))]
-            place = given[0] if given else name
-            self.device = torch.device(name, place) if isinstance(place, int) else torch.device(place)
+            given = kwargs.get("device", given)
+            self._move(torch.device(name, given) if type(given) is int else given or name)
             return Tensor.to, (args[0], "meta"), {}
+        if name == "type" and (given := kwargs.get("dtype", given)) is not None:
+            if not isinstance(given, torch.dtype):
+                named = torch.empty(0).type(given)
+                if self.device is None or self.device.type != named.device.type:
+                    self._move(named.device)
+                given = named.dtype
+            return Tensor.to, (args[0], given), {}
         if kwargs.get("device") is not None:
-            self.device = torch.device(kwargs["device"])
+            self._move(kwargs["device"])
             return func, args, {**kwargs, "device": "meta"}
-        if name == "to" and len(args) > 1 and isinstance(args[1], (str, torch.device, int)):
-            self.device = torch.device(args[1])
+        if name == "to" and isinstance(given := kwargs.get("other", given), Tensor):
+            self._move(self._originals[id(given)].device)
+        elif name == "to" and isinstance(given, (str, torch.device, int)):
+            self._move(given)
             return func, (args[0], "meta", *args[2:]), kwargs
         return func, args, kwargs
+
+    def _move(self, device: str | torch.device | int) -> None:
+        """The result would have been on this device."""
+        self.device = numbered(torch.device(device))
 
     def to_placeholder(self, value: Any, func: Any) -> Any:
         if torch.is_storage(value):

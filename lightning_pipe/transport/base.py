@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_pipe.errors import CommunicationError
+from lightning_pipe.tensor_spec import numbered
 from lightning_pipe.transport.objects import decode, encode, rest_size
 from lightning_pipe.transport.topology import Topology
 
@@ -116,7 +117,7 @@ class Transport(ABC):
         self.topology = topology
         self.process = process
         self.replica, self.rank = topology.locate(process)
-        self.device = device
+        self.device = numbered(device)
         self.timeout = timeout
         self.peers = topology.pipeline_processes(self.replica)
         self.names = tuple(topology.describe(peer) for peer in self.peers)

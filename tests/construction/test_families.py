@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ import torch
 import transformers as hf
 from torch import Tensor, nn
 
+from lightning_pipe.construction import deferred_init, materialize
 from tests.support.built import Layers, assert_built_alike
+from tests.support.fake_cuda.call import rehearse
 from tests.support.networks import LitResNet
 
 W = 96
@@ -162,3 +165,23 @@ def test_a_residual_network_of_another_package() -> None:
     config = hf.ResNetConfig(embedding_size=64, hidden_sizes=[64, 128], depths=[2, 2], layer_type="basic", num_labels=3)
     layers = [layer.removeprefix("resnet.") for layer in LitResNet.layers]
     assert_built_alike(lambda: hf.ResNetForImageClassification(config), layers, (1, 2, 4))
+
+
+def drawn_on_two_devices() -> tuple[list[float], list[float]]:
+    """Deferred and at once, on the first device while the second one is current."""
+    torch.cuda.set_device(1)
+    rows = []
+    for around in (deferred_init, nullcontext):
+        torch.cuda.manual_seed_all(3)
+        torch.randn(5, device="cuda")  # the second device's generator goes on alone
+        with around():
+            layer = nn.Linear(100, 100, device="cuda:0")
+        materialize(layer)
+        rows.append(layer.weight[0, :4].tolist())
+    return rows[0], rows[1]
+
+
+@pytest.mark.rehearsed
+def test_the_first_of_two_devices_draws_its_own_numbers() -> None:
+    deferred, plain = rehearse(drawn_on_two_devices, devices=2)
+    assert deferred == plain

@@ -48,3 +48,20 @@ def test_values_cannot_be_read(placeholder: Placeholder, read: Callable[..., obj
 def test_a_real_tensor_must_not_change_by_it_unseen(placeholder: Placeholder) -> None:
     with pytest.raises(CutError, match="'add_' changes a tensor in place"):
         torch.ones(2, 3, dtype=torch.float64).add_(placeholder)
+
+
+def test_it_is_converted_as_by_the_name_of_a_type(placeholder: Placeholder) -> None:
+    converted = shape_only(Tensor.type, (placeholder, "torch.DoubleTensor"), {})
+    assert (converted.dtype, converted.device.type) == (torch.float64, "cpu")
+    assert shape_only(Tensor.type, (placeholder,), {"dtype": torch.int64}).dtype == torch.int64
+    assert shape_only(Tensor.type, (placeholder, placeholder.dtype), {}) is placeholder
+
+
+def test_it_goes_where_another_tensor_is(placeholder: Placeholder) -> None:
+    other = Placeholder((1,), None, torch.float64, torch.device("cuda", 1))
+    moved = shape_only(Tensor.to, (placeholder, other), {})
+    assert (moved.device, moved.dtype, moved.shape) == (other.device, torch.float64, placeholder.shape)
+
+
+def test_there_is_no_memory_to_keep_for_a_stream(placeholder: Placeholder) -> None:
+    assert shape_only(Tensor.record_stream, (placeholder, None), {}) is None
