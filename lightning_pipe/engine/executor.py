@@ -81,7 +81,8 @@ class Executor:
         summed: seconds spent beginning and awaiting sums of gradients since then.
         spent: for each kind of action and stage the seconds and the number of its actions since `restart_clocks`.
         later: for each stage those that it sends to, neighbours first.
-        events: where to note when each action computed, in seconds of the host's monotonic clock; ``None``: nowhere.
+        events: where to note when each action computed, in seconds of the clock; ``None``: nowhere.
+        clock: the host's monotonic one, which does not wait for a GPU.
     """
 
     stages: Stages
@@ -95,6 +96,7 @@ class Executor:
     summed: float = 0.0
     spent: dict[tuple[Kind, int], tuple[float, int]] = field(default_factory=dict)
     events: list[Event] | None = None
+    clock: Callable[[], float] = time.perf_counter
     _find: Find = field(init=False)
     _program: Program = _NOTHING
     _under_way: UnderWay = field(default_factory=UnderWay)
@@ -240,7 +242,7 @@ class Executor:
 
     def _note(self, action: Action, start: float) -> None:
         """Note when an action has computed; waiting for its input was not part of it."""
-        end = time.perf_counter()
+        end = self.clock()
         self.busy += end - start
         seconds, number = self.spent.get(action[:2], (0.0, 0))
         self.spent[action[:2]] = seconds + end - start, number + 1
@@ -253,7 +255,7 @@ class Executor:
     def _forward(self, action: Action, here: StageKey) -> None:
         inbound = self._collect(here)  # waits; the time that follows is the stage's own
         batch, index = self._find(here.micro_batch)
-        start = time.perf_counter()
+        start = self.clock()
         with batch.using(index):
             if here in self._under_way.again:
                 self._under_way.kept[here], crossings = self.stages.forward_again(here.stage, index, batch, inbound)
@@ -279,9 +281,9 @@ class Executor:
             key = BoundaryKey(here.pipe, stage, here.micro_batch, here.stage)
             received = self._under_way.inbound.pop(key, None)
             if received is None:
-                peer, start = self.placement[here.pipe, stage], time.perf_counter()
+                peer, start = self.placement[here.pipe, stage], self.clock()
                 received = self.exchange.receive(key, peer, self._signature(here.micro_batch))
-                self.waited += time.perf_counter() - start
+                self.waited += self.clock() - start
             if len(earlier) > 1:
                 self._under_way.arrived.setdefault(here, {})[stage] = frozenset(received.tensors)
             inbound = received if inbound is None else inbound.joined(received)
@@ -291,7 +293,7 @@ class Executor:
         batch, index = self._find(here.micro_batch)
         # or it would grow with every call of an asynchronous schedule
         self._under_way.again.discard(here)
-        start = time.perf_counter()
+        start = self.clock()
         with batch.using(index):
             self._under_way.save(here, self.stages.recompute(here.stage, index, batch, self._under_way.kept.pop(here)))
         self._note(action, start)
@@ -303,14 +305,14 @@ class Executor:
             key = BoundaryKey(*here, to)
             received = self._under_way.gradients.pop(key, None)
             if received is None:
-                start = time.perf_counter()
+                start = self.clock()
                 received = self.exchange.receive_gradients(key, self.placement[here.pipe, to])
-                self.waited += time.perf_counter() - start
+                self.waited += self.clock() - start
             # A tensor leaves for one later stage alone, so no number comes back twice.
             gradients |= received.gradients
             used |= received.used
         batch, index = self._find(here.micro_batch)
-        start = time.perf_counter()
+        start = self.clock()
         # a layer that checkpoints itself runs again in its backward pass
         with batch.using(index):
             if action.kind is Kind.BACKWARD:
@@ -326,7 +328,7 @@ class Executor:
 
     def _backward_weight(self, action: Action, here: StageKey) -> None:
         batch, index = self._find(here.micro_batch)
-        start = time.perf_counter()
+        start = self.clock()
         with batch.using(index):
             self.stages.backward_weight(self._under_way.saved.pop(here))
         self._note(action, start)
@@ -346,9 +348,9 @@ class Executor:
         self.exchange.expect_gradients(key, _peer(action))
 
     def _reduce(self, action: Action, _: None) -> None:
-        start = time.perf_counter()
+        start = self.clock()
         self.reduce(action.stage)
-        self.summed += time.perf_counter() - start
+        self.summed += self.clock() - start
 
     def _signature(self, micro_batch: int) -> Hashable:
         batch, index = self._find(micro_batch)

@@ -129,7 +129,7 @@ def measure(
         inputs = [
             leaf for leaf in tree_leaves((own_args, own_kwargs)) if isinstance(leaf, Tensor) and leaf.requires_grad
         ]
-        start = _now(module)
+        start = settled()
         if repeat == 0:  # the first run warms up, and counts what is kept
 
             def pack(tensor: Tensor) -> Tensor:
@@ -141,13 +141,13 @@ def measure(
                 result = forward(*own_args, **own_kwargs)
         else:
             result = forward(*own_args, **own_kwargs)
-        middle = _now(module)
+        middle = settled()
         results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and leaf.requires_grad]
         if results and (inputs or weights):
             ones = [torch.ones_like(leaf) for leaf in results]
             torch.autograd.grad(results, [*inputs, *weights], ones, allow_unused=True)
         if repeat:
-            times.append((middle - start, _now(module) - middle))
+            times.append((middle - start, settled() - middle))
     parameter_bytes = sum(parameter.nbytes for parameter in module.parameters())
     own = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
     kept = sum(size for place, size in saved.items() if place not in own)
@@ -159,8 +159,9 @@ def _copy(leaf: Any) -> Any:
     return leaf.detach().clone().requires_grad_(leaf.requires_grad).view_as(leaf) if isinstance(leaf, Tensor) else leaf
 
 
-def _now(module: nn.Module) -> float:
-    if any(parameter.is_cuda for parameter in module.parameters()):
+def settled() -> float:
+    """The host's clock when the GPU has done what it was given: before, a reading would time launches."""
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.synchronize()
     return time.perf_counter()
 

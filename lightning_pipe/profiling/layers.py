@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import statistics
-import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from typing_extensions import override
 from lightning_pipe.engine.batch import BatchObserver
 from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.partition import find_layers
+from lightning_pipe.partition.profile import settled
 from lightning_pipe.planning.cost_profile import SizeCosts
 from lightning_pipe.schedules import Action, Family, Kind
 from lightning_pipe.schedules.family import Orders
@@ -130,7 +130,9 @@ def _pipeline(
     halves: bool = False,
 ) -> Pipeline:
     transport = thread_world(Topology(1), device=device)[0]
-    return Pipeline(module, find_layers(module, paths), counts, _InOrder(halves), transport)
+    pipeline = Pipeline(module, find_layers(module, paths), counts, _InOrder(halves), transport)
+    pipeline.executor.clock = settled
+    return pipeline
 
 
 def _train(pipeline: Pipeline, step: Step, module: nn.Module, part: Any, seed: int) -> None:
@@ -145,9 +147,9 @@ def _times(pipeline: Pipeline, step: Step, module: nn.Module, part: Any, rounds:
     beside, busy = [], []
     for number in range(rounds):
         with pipeline.recorded() as events:
-            start = time.perf_counter()
+            start = settled()
             _train(pipeline, step, module, part, number)
-            passed = time.perf_counter() - start
+            passed = settled() - start
         for event in events:
             samples[event.kind, event.stage].append(float(event.end - event.start))
         busy.append(sum(float(event.end - event.start) for event in events))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
@@ -15,8 +14,9 @@ from lightning_pipe import schedules
 from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.parameters.gradient_sync import GradientSync
 from lightning_pipe.partition import find_layers
+from lightning_pipe.partition.profile import settled
 from lightning_pipe.simulate.link import Link
-from lightning_pipe.transport.base import Lane, Transport
+from lightning_pipe.transport.base import Channel, Lane, Transport
 
 _THERE, _BACK = Lane("forward"), Lane("backward")
 _SMALL, _LARGE = 1 << 10, 1 << 22
@@ -44,6 +44,7 @@ def measure_machine(transport: Transport, rounds: int, overhead: float) -> Machi
     if transport.topology.ranks == 1:
         return Machine(Link(), Link(), 0.0)
     everyone = tuple(range(transport.topology.world_size))
+    transport.connect([Channel(0, 1, _THERE), Channel(1, 0, _BACK)])
     large, small = (_median(rounds, partial(_round_trip, transport, size)) / 2 for size in (_LARGE, _SMALL))
     beta = max(0.0, (large - small) / (_LARGE - _SMALL))
     transport.make_groups([everyone])
@@ -64,14 +65,14 @@ def _round_trip(transport: Transport, size: int) -> float:
     """Between the first two ranks; the others have nothing to do."""
     out = torch.zeros(size, dtype=torch.uint8, device=transport.device)
     into = torch.empty_like(out)
-    start = time.perf_counter()
+    start = settled()
     if transport.rank == 0:
         transport.send(out, 1, _THERE).wait()
         transport.receive(into, 1, _BACK).wait()
     elif transport.rank == 1:
         transport.receive(into, 0, _THERE).wait()
         transport.send(out, 0, _BACK).wait()
-    return time.perf_counter() - start
+    return settled() - start
 
 
 def _all_reduce(transport: Transport, size: int) -> float:
@@ -84,9 +85,9 @@ def _all_reduce(transport: Transport, size: int) -> float:
         parameter.grad = torch.zeros_like(parameter)
     gradients.add(0, parameters, tuple(range(transport.topology.world_size)))
     transport.barrier()
-    start = time.perf_counter()
+    start = settled()
     gradients.finish()
-    return time.perf_counter() - start
+    return settled() - start
 
 
 def _through_the_engine(transport: Transport, rounds: int, overhead: float) -> tuple[float, float]:
@@ -98,6 +99,7 @@ def _through_the_engine(transport: Transport, rounds: int, overhead: float) -> t
     module = nn.Sequential(*(nn.Linear(1, 1) for _ in range(ranks))).to(transport.device)
     family = schedules.get("naive")
     pipeline = Pipeline(module, find_layers(module), [1] * ranks, family, transport)
+    pipeline.executor.clock = settled
     pipeline.partition()
     few, many = (_batches(pipeline, module, number, rounds) for number in (_FEW, _MANY))
     per_micro_batch = (many - few) / (_MANY - _FEW)
@@ -115,9 +117,9 @@ def _batches(pipeline: Pipeline, module: nn.Module, micro_batches: int, rounds: 
     for number in range(rounds + 2):
         busy = pipeline.executor.busy
         transport.barrier()
-        start = time.perf_counter()
+        start = settled()
         pipeline.train(lambda _, part: module(part).sum(), parts, weights, seed=number)
-        mine = (time.perf_counter() - start, pipeline.executor.busy - busy)
+        mine = (settled() - start, pipeline.executor.busy - busy)
         both = transport.all_gather_object(mine, everyone)
         samples.append(max(passed for passed, _ in both) - sum(computed for _, computed in both))
     return statistics.median(samples[2:])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from statistics import median
@@ -16,6 +15,7 @@ from torch.utils.data import DataLoader
 
 from lightning_pipe.errors import ConfigurationError
 from lightning_pipe.partition import find_layers
+from lightning_pipe.partition.profile import settled
 from lightning_pipe.patches import unheard
 from lightning_pipe.planning.cost_profile import CostProfile, merged
 from lightning_pipe.planning.layer_sizes import layer_sizes, tied_sizes
@@ -50,16 +50,15 @@ def measure_profile(
     """
     if rounds < 1:
         raise ConfigurationError(f"At least one repetition is measured, not rounds={rounds}.")
-    batch = _one_batch(batch)
+    place = transport.device
+    batch = tree_map(lambda leaf: leaf.to(place) if isinstance(leaf, Tensor) else leaf, _one_batch(batch))
     sizes = _sizes(batch, micro_batch_sizes)
     everyone = tuple(range(transport.topology.world_size))
     found, overheads = {}, []
     for size in sizes:
         transport.barrier()
         with unheard(_LOGGED):
-            measured = measure_layers(
-                module, layers, step or default_step, first(batch, size), transport.device, rounds
-            )
+            measured = measure_layers(module, layers, step or default_step, first(batch, size), place, rounds)
         found[size] = measured.costs
         overheads.append(measured.overhead)
     sequence = find_layers(module, layers)
@@ -68,10 +67,10 @@ def measure_profile(
         layer_sizes(module, sequence),
         found,
         overhead=min(overheads),
-        step_per_byte=_step_per_byte(transport.device),
+        step_per_byte=_step_per_byte(place),
         tied=tied_sizes(module, sequence),
         conditions={
-            **run_conditions(transport.device),
+            **run_conditions(place),
             "ranks": str(transport.topology.world_size),
             "transport": type(transport).__name__,
             SHAPES: shapes_of_a_sample(batch),
@@ -164,9 +163,7 @@ def _step_per_byte(device: torch.device) -> float:
     optimizer: torch.optim.Optimizer = torch.optim.Adam([weight])
     samples = []
     for _ in range(5):
-        start = time.perf_counter()
+        start = settled()
         optimizer.step()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        samples.append(time.perf_counter() - start)
+        samples.append(settled() - start)
     return median(samples[1:]) / weight.nbytes

@@ -19,7 +19,9 @@ from lightning_pipe.profiling import command
 from lightning_pipe.profiling.measure import first, measure_profile, run_conditions
 from lightning_pipe.transport.threads import run_threads, thread_world
 from lightning_pipe.transport.topology import Topology
+from tests.profiling import rehearsed
 from tests.profiling.sleeping import batch, sleepers
+from tests.support.fake_cuda.call import rehearse
 
 
 def test_layers_are_measured_by_size() -> None:
@@ -176,3 +178,18 @@ def test_what_cannot_be_begun_is_refused_in_a_sentence(capsys: pytest.CaptureFix
         assert "A GPU for each of 1 rank is needed, and this machine has 0" in told(capsys, "--device", "cuda")
     with pytest.raises(ConfigurationError, match="not rounds=0"):
         lightning_pipe.profile(sleepers(), batch(), rounds=0)
+
+
+@pytest.mark.rehearsed
+def test_work_of_a_device_is_measured_not_its_launches() -> None:
+    alone, together = rehearse(rehearsed.profiles, devices=2)
+    for found in (alone, together):
+        costs = found.sizes[2]
+        assert all(each + costs.stage_forward >= 0.9 * rehearsed.SECONDS for each in costs.forward)
+    assert together.conditions["transport"] == "NcclTransport"
+    assert together.message.alpha > 0 or together.message.beta > 0
+
+
+@pytest.mark.rehearsed
+def test_a_layer_without_parameters_is_waited_for() -> None:
+    assert rehearse(rehearsed.without_parameters).forward >= 0.9 * rehearsed.SECONDS
