@@ -27,6 +27,7 @@ COVERED = {
     "python examples/cli.py fit": "tests/examples/test_examples.py::test_cli",
     "torchrun --nnodes 2": "tests/examples/test_examples.py::test_torchrun_on_two_nodes",
     "python -m tests.support.structure": "tests/test_structure.py::test_the_report_names_every_room",
+    "python -m tests.gpu.rehearsal": "tests/gpu/test_rehearsal.py::test_every_part_is_rehearsed",
     "python -m tests.faults": "tests/faults/test_faults.py::test_a_run_with_a_fault_ends_as_it_should",
     "lightning-pipe profile": "tests/profiling/test_measure.py::test_from_the_command_line_to_a_search",
     "lightning-pipe plan": "tests/profiling/test_measure.py::test_from_the_command_line_to_a_search",

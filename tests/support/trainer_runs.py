@@ -6,7 +6,7 @@ import logging
 import traceback
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import lightning as L
@@ -108,7 +108,7 @@ def quiet() -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
-def fit(case: Case, devices: int | None) -> Outcome:
+def fit(case: Case, devices: int | None, accelerator: str = "cpu") -> Outcome:
     """Run a case; ``devices=None``: on one plain device."""
     from lightning_pipe import PipeStrategy
 
@@ -118,7 +118,7 @@ def fit(case: Case, devices: int | None) -> Outcome:
     module = make().to(case.dtype)
     recorder = oracle.Recorder()
     trainer = L.Trainer(
-        accelerator="cpu",
+        accelerator=accelerator,
         devices=devices or 1,
         strategy=PipeStrategy(**{"micro_batches": 1, **case.strategy}) if devices else "auto",
         callbacks=[recorder, *(make() for make in case.callbacks)],
@@ -131,12 +131,17 @@ def fit(case: Case, devices: int | None) -> Outcome:
     return Outcome(recorder.trace, module.rows, trainer.global_step)
 
 
-def fits(process: int, names: list[str], devices: int) -> dict[str, Outcome]:
+def fits(
+    process: int, names: list[str], devices: int, accelerator: str = "cpu", backend: str | None = None
+) -> dict[str, Outcome]:
     """Run some cases one after the other in the processes of one world; stops at the first that fails."""
     outcomes: dict[str, Outcome] = {}
     for name in names:
         try:
-            outcomes[name] = fit(CASES[name], devices)
+            case = CASES[name]
+            if backend is not None:
+                case = replace(case, strategy={**case.strategy, "process_group_backend": backend})
+            outcomes[name] = fit(case, devices, accelerator)
         except BaseException:
             outcomes[name] = Outcome(error=traceback.format_exc())
             break
