@@ -22,6 +22,7 @@ from lightning_pipe.trainer.data.joining import numbers_in
 from lightning_pipe.trainer.data.loss_checks import LossChecks
 from lightning_pipe.trainer.data.micro_batches import LossWeight, MicroBatches
 from lightning_pipe.trainer.data.number_rules import NumberRules
+from lightning_pipe.trainer.data.training_output import losses_on_host
 from lightning_pipe.trainer.late_values import LateValues
 from lightning_pipe.trainer.loader_iterator import LoaderIterator
 from lightning_pipe.trainer.own_sources import OwnSources, check_alike, check_one_pipe, check_one_run
@@ -359,6 +360,7 @@ class StepOfBatch:
         common, amounts = self._user_step, self.micro_batches.amounts
         common.checks.end(self.check)
         common.warn_of_windows(len(amounts))
+        outputs = losses_on_host(outputs) if self._training else outputs
         losses = losses_of(outputs) if common.summed else {}
         # what is logged is weighted as the losses are
         logged = merge(self._logged, amounts, losses)

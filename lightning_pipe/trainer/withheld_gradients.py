@@ -43,7 +43,7 @@ class WithheldGradients:
         """
         # the anchor keeps backward legal on a rank without trainable parameters
         anchor = torch.zeros((), requires_grad=True)
-        loss = torch.tensor(value, dtype=dtype, device=device)
+        loss = torch.full((), value, dtype=dtype, device=device)  # the host does not wait for it, as for a copy
         result: Tensor = _ReturnedGradients.apply(  # type: ignore[no-untyped-call]
             loss, self, anchor, *self.parameters
         )

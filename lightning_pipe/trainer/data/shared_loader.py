@@ -14,12 +14,14 @@ from typing import Any
 
 import torch
 from lightning.fabric.utilities.data import sized_len
+from torch import Tensor
 
 from lightning_pipe.errors import CommunicationError
 from lightning_pipe.intercept.numpy_generator import NumpyState
 from lightning_pipe.intercept.python_generator import GeneratorState
 from lightning_pipe.intercept.tensor_state import same_content
 from lightning_pipe.lightning_internals import IndexBatchSampler
+from lightning_pipe.torch_internals import tree_map
 from lightning_pipe.trainer.frames import hide_own
 from lightning_pipe.transport.base import Transport
 
@@ -180,6 +182,8 @@ class _ReceivingIterator(Iterator[Any]):
             raise StopIteration
         if self._sampler is not None and indices is not None:
             self._sampler.seen_batch_indices.append(indices)
+        if getattr(self._shared.loader, "pin_memory", False) and self._shared._transport.device.type == "cuda":
+            return tree_map(_pinned, batch)  # as where it was loaded, or the host would wait for its way to the device
         return batch
 
     def _receive(self) -> tuple[str, Any, Any]:
@@ -189,6 +193,10 @@ class _ReceivingIterator(Iterator[Any]):
             raise CommunicationError(f"Loading failed on {name}:\n{content}")
         _set_random_states(states)
         return what, content, indices
+
+
+def _pinned(leaf: Any) -> Any:
+    return leaf.pin_memory() if type(leaf) is Tensor and leaf.is_cpu and leaf.layout is torch.strided else leaf
 
 
 def _random_states() -> dict[str, Any]:

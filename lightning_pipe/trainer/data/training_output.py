@@ -12,9 +12,20 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_pipe.trainer.data.joining import join
 from lightning_pipe.trainer.data.micro_batches import MicroBatches
 from lightning_pipe.trainer.warn_once import WarnOnce
+from lightning_pipe.trainer.whole_model.logging import to_host
 from lightning_pipe.trainer.withheld_gradients import WithheldGradients
 
 _LIGHTNING = ("lightning.", "pytorch_lightning.", "lightning_pipe.")
+
+
+def losses_on_host(outputs: Mapping[int, Any]) -> dict[int, Any]:
+    """What the step returned, with the losses where they are added up: one transfer brings all of them there."""
+    losses = [output["loss"] if isinstance(output, Mapping) else output for output in outputs.values()]
+    host = [torch.tensor(value, dtype=loss.dtype) for value, loss in zip(to_host(losses), losses, strict=True)]
+    return {
+        index: {**output, "loss": loss} if isinstance(output, Mapping) else loss
+        for (index, output), loss in zip(outputs.items(), host, strict=True)
+    }
 
 
 class TrainingOutput:

@@ -97,10 +97,11 @@ def _of_all(pipeline: Pipeline, given: list[Tensor], order: float, foreach: bool
     found = _gather(pipeline, f"the norm of order {order:g}", (float(power), len(present) - len(of_model)), of_all)
     if any(others for _, others in found):
         return _of_others(pipeline, given, order, foreach)
-    powers = torch.tensor([power for power, _ in found], dtype=torch.float64, device=pipeline.transport.device)
+    powers = torch.tensor([power for power, _ in found], dtype=torch.float64)
     total = powers.max() if math.isinf(order) else powers.sum() ** (1 / order)
-    # in the precision of the gradients, as on one device
-    return total.to(given[0].dtype if given else torch.get_default_dtype())
+    # in the precision of the gradients, as on one device; filled there, which holds nobody
+    dtype = given[0].dtype if given else torch.get_default_dtype()
+    return torch.full((), float(total.to(dtype)), dtype=dtype, device=pipeline.transport.device)
 
 
 def _gather(pipeline: Pipeline, what: str, mine: Any, members: tuple[int, ...]) -> list[Any]:

@@ -189,7 +189,8 @@ class Log:
                 partial and _reduction(options.get("reduce_fx", "mean")) == "mean"
             ):
                 options["batch_size"] = int(one.weight) if one.weight.is_integer() else one.weight
-            value: Any = None if one.dtype is None else torch.tensor(one.result, dtype=one.dtype, device=device)
+            # filled on the device: the host would wait for a copy
+            value: Any = None if one.dtype is None else torch.full((), one.result, dtype=one.dtype, device=device)
             if one.metric is not None:
                 metric: Any = self.module.get_submodule(one.metric)
                 metric._forward_cache = value
@@ -255,7 +256,7 @@ def merge(logged: Logged, samples: Sequence[float], losses: Mapping[int, float] 
         for micro_batch, entries in sorted(logged.items())
         for key, entry in entries.items()
     ]
-    values = _to_host([entry.value for _, entry, *_ in found])
+    values = to_host([entry.value for _, entry, *_ in found])
     return combine(_single(*one, value) for one, value in zip(found, values, strict=True))
 
 
@@ -295,7 +296,7 @@ def _reduction(function: Any) -> str:
     return name if name in RULES else "mean"
 
 
-def _to_host(values: Sequence[Tensor | None]) -> list[float]:
+def to_host(values: Sequence[Tensor | None]) -> list[float]:
     """The values as numbers, with one transfer from each accelerator."""
     numbers_ = [0.0] * len(values)
     groups: dict[torch.device, list[int]] = {}
