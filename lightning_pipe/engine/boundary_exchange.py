@@ -14,8 +14,8 @@ The transport draws how one of these messages travels: `lightning_pipe.transport
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Callable, Container, Hashable, Iterable
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Container, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -36,6 +36,7 @@ _CONTROL = {"forward": 1, "backward": 2}
 """The channels of control words that have messages of their own; that of whole crossings is 0."""
 _STAGES = 1024
 _AT_ONCE = 128
+_Data = list[Tensor | None]
 _PlanKey = tuple[int, int, int, Hashable]
 """Pipe, stage, receiving stage and signature."""
 
@@ -78,8 +79,7 @@ class BoundaryPlan:
     @cached_property
     def gradients(self) -> tuple[int, ...]:
         """The numbers of the tensors whose gradients come back."""
-        sent = set(self.numbers)
-        return tuple(entry.number for entry in self.path.entries if entry.requires_grad and entry.number in sent)
+        return tuple(entry.number for entry in self.path.entries if entry.requires_grad and entry.number in self.all)
 
     @cached_property
     def all(self) -> frozenset[int]:
@@ -97,15 +97,14 @@ class BoundaryPlan:
 
     @cached_property
     def layout(self) -> MessageLayout:
-        """The forward message."""
-        return MessageLayout(1, self._specs(self.numbers))
+        """The forward message: the kind with requests, and how many gradients were used."""
+        return MessageLayout(2, self._specs(self.numbers))
 
     @cached_property
     def gradient_layout(self) -> MessageLayout:
         """The backward message: the masks, then the gradients."""
-        return MessageLayout(
-            mask_words(len(self.numbers)) + mask_words(len(self.gradients)), self._specs(self.gradients)
-        )
+        words = mask_words(len(self.numbers)) + mask_words(len(self.gradients))
+        return MessageLayout(words, self._specs(self.gradients))
 
     def _specs(self, numbers: Iterable[int]) -> tuple[TensorSpec, ...]:
         wanted = set(numbers)
@@ -119,11 +118,13 @@ class Transfer:
     Args:
         signature: the micro-batch's signature.
         plan: what travelled.
+        works: the send, until the gradients say that it is over.
         used: the numbers that the receiver or a later stage used; known after the backward pass.
     """
 
     signature: Hashable
     plan: BoundaryPlan
+    works: Sequence[Work] = ()
     used: frozenset[int] | None = None
 
 
@@ -162,20 +163,22 @@ class BoundaryExchange:
     _posted: dict[tuple[str, BoundaryKey], _Posted] = field(default_factory=dict)
     _sending: deque[list[Work]] = field(default_factory=deque)
     _of_earlier: deque[tuple[int, list[Work]]] = field(default_factory=deque)
+    # by peer and pipe: the gradients sent there that it has not said to have used, and how many of its own are used
+    _returned: defaultdict[tuple[int, int], deque[Sequence[Work]]] = field(default_factory=lambda: defaultdict(deque))
+    _used: Counter[tuple[int, int]] = field(default_factory=Counter)
 
     # ------------------------------------------------------------------ forward
 
     def send(self, key: BoundaryKey, peer: int, signature: Hashable, crossing: Crossing) -> None:
         """Start to send what leaves a stage."""
         plan, requests = self._plan(key, signature), self.requests | self.asking()
-        lane = Lane("forward", key.pipe)
         if plan is not None:
             agreed = _fits(plan, crossing.path)
             tensors = [crossing.tensors[n] if agreed else None for n in plan.numbers]
-            word = (_AGREED if agreed else _CHANGED) | requests << _KIND_BITS
-            self._send(plan.layout, [word], tensors, peer, lane, key)
+            words = [(_AGREED if agreed else _CHANGED) | requests << _KIND_BITS, self._used.pop((peer, key.pipe), 0)]
+            works = self._send(plan.layout, words, tensors, peer, Lane("forward", key.pipe), key)
             if agreed:
-                self.transfers[key] = Transfer(signature, plan)
+                self.transfers[key] = Transfer(signature, plan, works)
                 return
         # The receiver knows neither sizes nor path yet: all of it goes as one object, by way of the host.
         values = [tensor.detach().cpu() for tensor in crossing.tensors.values()]
@@ -192,9 +195,11 @@ class BoundaryExchange:
         """Wait for what an earlier stage sent."""
         posted = self._posted.pop(("forward", key), None)
         if posted is not None:
-            control, tensors = posted.parts.wait()
-            self.requests |= control[0] >> _KIND_BITS
-            if not control[0] & _CHANGED:
+            (word, used), tensors = posted.parts.wait()
+            self.requests |= word >> _KIND_BITS
+            gradients = self._returned[peer, key.pipe]
+            _end(works for _ in range(min(used, len(gradients))) for works in gradients.popleft())
+            if not word & _CHANGED:
                 return self._arrived(key, signature, posted.plan, tensors)
         path, values, requests = self.transport.receive_object(peer, _tag(key, 0))
         self.requests |= requests
@@ -217,7 +222,8 @@ class BoundaryExchange:
         tensors = [gradients.get(number) for number in plan.gradients]
         complete = used >= plan.all and gradients.keys() >= set(plan.gradients)
         masks = plan.masks if complete else plan.masks_of(used, gradients)
-        self._send(plan.gradient_layout, masks, tensors, peer, Lane("backward", key.pipe), key)
+        works = self._send(plan.gradient_layout, masks, tensors, peer, Lane("backward", key.pipe), key)
+        self._returned[peer, key.pipe].append(works)
 
     def expect_gradients(self, key: BoundaryKey, peer: int) -> None:
         """Post the buffer for the gradients of what was sent."""
@@ -233,6 +239,8 @@ class BoundaryExchange:
             transfer.used = plan.all
             return Returned({}, transfer.used)
         masks, tensors = self._posted.pop(("backward", key)).parts.wait()
+        self._used[peer, key.pipe] += 1
+        _end(transfer.works)
         # Mostly everything was used: comparing two short lists is cheaper than reading their bits.
         if masks == plan.masks:
             transfer.used = plan.all
@@ -249,9 +257,9 @@ class BoundaryExchange:
     def end_batch(self) -> None:
         """End a batch, or all that follow each other: wait for all sends and bring new plans into force."""
         self._of_earlier.append((0, [work for works in self._sending for work in works]))
-        self._sending.clear()
+        self._forget_sends()
         while self._of_earlier:
-            self._arrive_first()
+            _end(self._of_earlier.popleft()[1])
         # A buffer that nobody fills would take the first message of the next batch.
         if self._posted:
             raise CommunicationError(f"internal error: {len(self._posted)} messages were posted and never used.")
@@ -277,12 +285,7 @@ class BoundaryExchange:
             self._of_earlier.append((number, [work for works in self._sending for work in works]))
             self._sending.clear()
             while self._of_earlier[0][0] <= number - lag:
-                self._arrive_first()
-
-    def _arrive_first(self) -> None:
-        """Wait for the earliest sends that nobody has waited for."""
-        for work in self._of_earlier.popleft()[1]:
-            work.wait()
+                _end(self._of_earlier.popleft()[1])
 
     def end_call(self) -> None:
         """End a call of an asynchronous schedule: wait for the sends of the call before, and of older ones.
@@ -290,8 +293,7 @@ class BoundaryExchange:
         Stages run a batch one call after the other: what goes past some of them, a skip connection, is received as many
         calls later. The receivers have come to the others by now, or will without waiting for this rank.
         """
-        for work in self._sending.popleft() if self._sending else ():
-            work.wait()
+        _end(self._sending.popleft() if self._sending else ())
 
     def agree(self, keys: Iterable[BoundaryKey], since: int) -> None:
         """Make plans of transfers that are complete, and forget these.
@@ -337,21 +339,20 @@ class BoundaryExchange:
         """Forget a batch that was given up."""
         self.transfers.clear()
         self._posted.clear()
-        self._sending.clear()
         self._of_earlier.clear()
+        self._forget_sends()
 
     def _send(
-        self,
-        layout: MessageLayout,
-        control: list[int],
-        tensors: list[Tensor | None],
-        peer: int,
-        lane: Lane,
-        key: BoundaryKey,
-    ) -> None:
+        self, layout: MessageLayout, words: list[int], data: _Data, peer: int, lane: Lane, key: BoundaryKey
+    ) -> Sequence[Work]:
         self.sent[peer] += layout.size
-        works = self.transport.send_parts(layout, control, tensors, peer, lane, _tag(key, _CONTROL[lane.direction]))
+        works = self.transport.send_parts(layout, words, data, peer, lane, _tag(key, _CONTROL[lane.direction]))
         self._under_way(key, *works)  # each keeps its message until it is gone
+        return works
+
+    def _forget_sends(self) -> None:
+        for sends in (self._sending, self._returned, self._used):
+            sends.clear()
 
     def _under_way(self, key: BoundaryKey, *works: Work) -> None:
         """Wait for a send at the end of the call in which the receiver has surely come to it."""
@@ -363,6 +364,12 @@ class BoundaryExchange:
     def _post(self, lane: Lane, key: BoundaryKey, peer: int, layout: MessageLayout, plan: BoundaryPlan) -> None:
         parts = self.transport.receive_parts(layout, peer, lane, _tag(key, _CONTROL[lane.direction]))
         self._posted[lane.direction, key] = _Posted(parts, plan)
+
+
+def _end(works: Iterable[Work]) -> None:
+    """Wait for sends; where the receiver is known to have their messages nobody waits, and their memory is free."""
+    for work in works:
+        work.wait()
 
 
 def _fits(plan: BoundaryPlan, path: RunRecord) -> bool:
