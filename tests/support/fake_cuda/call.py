@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import pickle
 import signal
@@ -67,6 +68,10 @@ def main(name: str) -> None:
     folder = Path(name)
     fn, arguments, given = pickle.loads((folder / "call").read_bytes())
     (folder / "result").write_bytes(pickle.dumps(fn(*arguments, **given)))
+    # autograd's device threads may ask for the interpreter while it ends, and then the process aborts
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    os._exit(0)
 
 
 if __name__ == "__main__":
