@@ -238,7 +238,7 @@ def _read(again: Callable[[], Any], name: str) -> Tensor:
     """The bytes of a tensor."""
     with again() as file:
         tensor: Tensor = file.get_tensor(name)
-        return tensor.reshape(-1).view(torch.uint8).clone()
+        return read_out(tensor).reshape(-1).view(torch.uint8)
 
 
 def unread_tensor(like: Tensor, read: Callable[[Tensor], object]) -> Tensor:
