@@ -106,7 +106,7 @@ class Trusting(Walks):
 
 
 REFUSED: dict[str, tuple[type[Walks], str]] = {
-    "joins": (Joins, "Normalised.step joins numbers of several parameters: "),
+    "joins": (Joins, "Normalised.step joins numbers of several parameters: 'stack' at "),
     "sums": (SumsNorms, "lightning.pytorch.utilities.grad_norm"),
     "histograms": (Histograms, "'numpy' needs a value that is not here: Rank "),
     "unnamed": (Unnamed, "checkpoint['averages'][0] comes from parameters of other ranks"),
