@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections import UserDict, UserList, deque
-from collections.abc import Callable, Container, Iterable, Iterator, MutableMapping
+from collections.abc import Container, Iterable, Iterator
 from copy import copy
 from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from lightning_pipe.errors import CutError
 from lightning_pipe.intercept.held_by_graphs import let_go
-from lightning_pipe.intercept.slot_items import SlotItems
+from lightning_pipe.intercept.slot_items import attributes_of
 from lightning_pipe.intercept.tensor_state import copy_of, growth_of, place_of, same_objects, same_values, version_of
 from lightning_pipe.intercept.user_classes import is_users
 
@@ -144,14 +144,13 @@ class Attributes(_Mapping):
         only: Container[str] | None = None,
     ) -> None:
         self.skipped, self.only = skipped, only
-        self.of: Callable[[Any], MutableMapping[str, Any]]
-        self.kind, self.of = ("attribute", vars) if hasattr(owner, "__dict__") else ("slot", SlotItems)
+        self.kind = "attribute" if hasattr(owner, "__dict__") else "slot"
         super().__init__(owner, seen)
 
     @override
     def items(self) -> Iterator[tuple[Any, Any]]:
         only, skipped = self.only, self.skipped
-        for name, value in self.of(self.owner).items():
+        for name, value in attributes_of(self.owner).items():
             if name not in skipped and (only is None or name in only) and not isinstance(value, nn.Module):
                 yield name, value
 
@@ -168,11 +167,11 @@ class Attributes(_Mapping):
 
     @override
     def put(self, key: Any, value: Any) -> None:
-        self.of(self.owner)[key] = value
+        attributes_of(self.owner)[key] = value
 
     @override
     def remove(self, key: Any) -> None:
-        del self.of(self.owner)[key]
+        del attributes_of(self.owner)[key]
 
 
 class _List(Node):

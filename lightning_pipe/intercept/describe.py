@@ -10,6 +10,7 @@ from torch import Tensor
 from lightning_pipe.errors import CutError
 from lightning_pipe.intercept.call_record import PLAIN, CallRecord, Passed, Repeated, Seen
 from lightning_pipe.intercept.effects import Effect, Watch, container_number
+from lightning_pipe.intercept.held import held
 from lightning_pipe.intercept.in_place import Noted
 from lightning_pipe.intercept.torch_functions import unique
 from lightning_pipe.intercept.tracker import Tracker
@@ -100,17 +101,17 @@ def _describe(
     watch: Watch | None,
     given: int,
 ) -> CallRecord:
-    leaves, structure = ([result], _LEAF) if isinstance(result, Tensor) else tree_flatten(result)
+    # reversed: of an object that is given twice the first position counts
+    position_of = {id(argument): position for position, argument in reversed([*enumerate(arguments)])}
+    leaves, structure = ([result], _LEAF) if isinstance(result, Tensor) else tree_flatten(held(result, position_of))
     leaves += [*stashed.values()]  # in this order `SkippedLayers` takes them off the end again
     effects: list[tuple[Effect, list[Any]]] = []
     if watch is not None:
         effects += watch.effects(leaves, tracker.numbers.derived)
         leaves += [leaf for _, own in effects for leaf in own]
         # of an object's tensors most are those that the other ranks know
-        held = [tracker.numbers.of(leaf) for effect, own in effects if effect.object is not None for leaf in own]
-        tracker.shown.update(number for number in held if number is not None)
-    # reversed: of an object that is given twice the first position counts
-    position_of = {id(argument): position for position, argument in reversed([*enumerate(arguments)])}
+        known = [tracker.numbers.of(leaf) for effect, own in effects if effect.object is not None for leaf in own]
+        tracker.shown.update(number for number in known if number is not None)
     described, new = _described(tracker, name, leaves, position_of)
     tracker.touch(new, f"the result of {name}", new=True)
     mutated: tuple[int, ...] = ()
@@ -170,7 +171,7 @@ def _described(
         else:
             raise CutError(
                 f"'{name}' returns a {type(leaf).__qualname__}, which cannot be shown to the next stages.",
-                hint="Return tensors, numbers, strings, None, and tuples, lists or dictionaries of them, or "
-                "register the type with torch.utils._pytree.register_pytree_node.",
+                hint="Return tensors, numbers, strings, None, and tuples, lists, dictionaries or dataclasses of them, "
+                "or register the type with torch.utils._pytree.register_pytree_node.",
             )
     return tuple(described), new

@@ -10,12 +10,14 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import is_dataclass
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 from torch import Tensor, nn
 
 from lightning_pipe.errors import CutError
+from lightning_pipe.intercept.slot_items import attributes_of
 from lightning_pipe.intercept.tensor_state import version_of
 
 _DEPTH = 6
@@ -72,7 +74,7 @@ class ObjectStates:
             file = io.BytesIO()
             pickler = _Pickler(file, known)
             try:
-                pickler.dump(vars(each))
+                pickler.dump(dict(attributes_of(each)))
             except (pickle.PicklingError, TypeError, AttributeError) as error:
                 raise CutError(
                     f"'{name}' changes its argument of type {type(each).__qualname__}, which other stages cannot see: "
@@ -93,7 +95,7 @@ def put_state(target: Any, state: bytes, tensors: Sequence[Any], objects: Sequen
     """
     new: Mapping[str, Any] = _Unpickler(state, tensors, objects).load()
     # The object stays the same one: the user's code between the layers refers to it.
-    attributes = vars(target)
+    attributes = attributes_of(target)
     merged = {name: _merged(attributes.get(name), value) for name, value in new.items()}
     attributes.clear()
     attributes.update(merged)
@@ -132,7 +134,7 @@ def _objects(values: Sequence[Any]) -> Iterator[Any]:
         if is_opaque(value):  # a class that is derived from a list or dictionary has attributes, too
             seen.add(id(value))
             yield value
-            pending += reversed(vars(value).values())
+            pending += reversed([*attributes_of(value).values()])
 
 
 def _items(container: Any) -> list[Any]:
@@ -141,7 +143,7 @@ def _items(container: Any) -> list[Any]:
 
 def is_opaque(leaf: Any) -> bool:
     """Whether a leaf is an object with attributes of its own, in which something may change."""
-    return hasattr(leaf, "__dict__") and not isinstance(leaf, _NO_OBJECTS)
+    return (hasattr(leaf, "__dict__") or is_dataclass(leaf)) and not isinstance(leaf, _NO_OBJECTS)
 
 
 Content = list[tuple[Any, int | None]]
@@ -153,7 +155,7 @@ def _content(value: Any) -> Content:
     found: Content = []
     if isinstance(value, _CONTAINERS):
         _collect(value, found, _DEPTH)
-    for name, attribute in vars(value).items():
+    for name, attribute in attributes_of(value).items():
         found.append((name, None))
         _collect(attribute, found, _DEPTH)
     return found

@@ -26,7 +26,12 @@ class SlotItems(MutableMapping[str, Any]):
     def __iter__(self) -> Iterator[str]:
         slots = (getattr(kind, "__slots__", ()) for kind in type(self._owner).__mro__)
         names = (name for each in slots for name in ((each,) if isinstance(each, str) else each))
-        return (name for name in names if hasattr(self._owner, name))
+        return (name for name in names if name[:2] != "__" and hasattr(self._owner, name))  # __weakref__ is one, too
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
+
+
+def attributes_of(owner: Any) -> MutableMapping[str, Any]:
+    """The attributes that an object keeps in a dictionary, or else in slots."""
+    return vars(owner) if hasattr(owner, "__dict__") else SlotItems(owner)
