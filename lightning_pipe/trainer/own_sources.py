@@ -70,14 +70,17 @@ class OwnSources:
         if evaluating:
             self.evaluated.update(drawn)
 
-    def check_may_run_again(self) -> None:
-        """The batch of an evaluation has to run again.
+    def check_may_run_again(self, *, training: bool = False) -> None:
+        """A batch has to run again.
+
+        Args:
+            training: whether it is a training batch.
 
         Raises:
             CutError: it has taken from what does not give the same again.
         """
-        if self.evaluated:
-            raise _several_runs(min(self.evaluated))
+        if found := self.taken if training else self.evaluated:
+            raise _several_runs(min(found))
 
 
 class SourcesOfRun:

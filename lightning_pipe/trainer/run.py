@@ -67,6 +67,7 @@ from lightning_pipe.trainer.evaluation.steps import EvaluationSteps
 from lightning_pipe.trainer.gradients import Gradients
 from lightning_pipe.trainer.layer_costs import LayerCosts
 from lightning_pipe.trainer.report import Report
+from lightning_pipe.trainer.rewind import Rewind
 from lightning_pipe.trainer.seeds import Seeds
 from lightning_pipe.trainer.stage_division import Division
 from lightning_pipe.trainer.stopping import stopping_together
@@ -281,6 +282,8 @@ class PipelineRun:
             raise steps_for_every_batch(self.pipeline.family.name, trainer.accumulate_grad_batches)
         step = self._step.begin("training_step", rest, self._precision.train_step_context, micro_batches)
         self.report.batch(micro_batches, self.loaders.order.notes, chosen=self._splitter.number == "auto")
+        # without a number of the user's, a loss that is no mean over the micro-batches has the batch run again, whole
+        rewind = Rewind(self._module) if step.check is not None and self._splitter.may_leave_whole else None
         with naming_suspects(batch, micro_batches), self.report.counted():
             if self.streaming is not None:
                 return self.streaming.train(step, weights, seed)
@@ -291,7 +294,13 @@ class PipelineRun:
                     outputs = self.pipeline.train(
                         step, micro_batches.parts, weights, seed=seed, reduce=reduce, check=step.check
                     )
-                outputs = step.share(outputs, before)
+                why = self._step.no_mean(step) if rewind is not None else ""
+                outputs = step.share(outputs, before) if not why else {}
+        if rewind is not None and why:
+            rewind.undo(why)
+            self._splitter.leave_whole(why)
+            self.report.announce_again()
+            return self.train(args, optimizers)
         self.gradients.after_batch(optimizers)
         return self._output.of(outputs, micro_batches, withheld)
 

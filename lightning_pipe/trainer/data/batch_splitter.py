@@ -16,11 +16,14 @@ from lightning_pipe.errors import ConfigurationError, PipeError
 from lightning_pipe.parameters.sync_batchnorm import are_synchronized
 from lightning_pipe.planning.batch_norms import BATCH_NORM_SAMPLES, is_normalising
 from lightning_pipe.torch_internals import BatchNorm
+from lightning_pipe.trainer.data.loss_checks import WEIGHTS
 from lightning_pipe.trainer.data.micro_batches import LossWeight, MicroBatches, divide_batch
 from lightning_pipe.trainer.data.split_batch import SplitBatch
 from lightning_pipe.trainer.data.suspects import REMEDY, Suspects, ambiguous, suspicion
 from lightning_pipe.trainer.warn_once import WarnOnce
 from lightning_pipe.trainer.world import World
+
+_WHOLE = "whole, with micro_batches=1: one rank computes at a time."
 
 
 @dataclass(frozen=True)
@@ -77,7 +80,7 @@ class BatchSplitter:
         )
         self._synchronized = are_synchronized(module)
         self._norms = [part for part in module.modules() if isinstance(part, BatchNorm)]
-        self._largest = 0
+        self._largest, self._uncut = 0, ""
         self._suspects = Suspects()
         self._warn = WarnOnce()
 
@@ -89,6 +92,8 @@ class BatchSplitter:
         would have one sample each.
         """
         options, number = self.options, self.number
+        if self._uncut:
+            return self._whole(batch, self._uncut)
         norms, full = any(map(is_normalising, self._norms)), self._batch_size or self._largest
         if number == "auto":
             least = BATCH_NORM_SAMPLES if norms else 1
@@ -100,9 +105,11 @@ class BatchSplitter:
             if len(split.parts) > 1 and not split.own:
                 self._look_for_suspects(batch, length)
         except ConfigurationError as error:
-            if number != "auto" or options.split_batch is not None:
+            if not self.may_leave_whole:
                 raise
-            return self._whole(batch, error)
+            why = f"{error.message} So it runs {_WHOLE}"
+            self._warn("whole", f"{why} {error.hint or ''}")
+            return self._whole(batch, why)
         self._largest = max(self._largest, length)
         if number != "auto" and options.split_batch is None and len(split.parts) < min(number, length):
             self._warn(
@@ -112,10 +119,18 @@ class BatchSplitter:
             )
         return split
 
-    def _whole(self, batch: Any, error: ConfigurationError) -> MicroBatches:
-        """A batch that is left whole, since how to cut it is not clear: that is exact, and its ranks take turns."""
-        why = f"{error.message} So it runs whole, with micro_batches=1: one rank computes at a time."
-        self._warn("whole", f"{why} {error.hint or ''}")
+    @property
+    def may_leave_whole(self) -> bool:
+        """Whether a batch may be left whole: nobody has said into how many parts, or how, it is cut."""
+        return self.number == "auto" and self.options.split_batch is None
+
+    def leave_whole(self, why: str) -> None:
+        """Leave all batches whole from now on, since what is computed from parts is not what the whole makes."""
+        self._uncut = f"{why} So batches run {_WHOLE}"
+        self._warn("whole", f"{self._uncut} {WEIGHTS}")
+
+    def _whole(self, batch: Any, why: str) -> MicroBatches:
+        """A batch that is left whole: that is exact, and its ranks take turns."""
         whole = divide_batch(batch, self._ranks, 1, None, self.options.loss_weight)
         return replace(whole, uncut=why)
 

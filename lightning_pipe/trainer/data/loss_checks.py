@@ -19,6 +19,12 @@ from lightning_pipe.trainer.warn_once import WarnOnce
 _CHECKED = frozenset((0, 1, 3, 7, 15, 31))
 """The batches that are checked: in the first ones there may be one class alone, or no padding."""
 
+WEIGHTS = (
+    "For a mean over something else than samples say what a micro-batch counts, such as "
+    "PipeStrategy(loss_weight=lambda micro_batch: (micro_batch['labels'] != -100).sum()), where a causal model leaves "
+    "out labels[:, 0]. A sum needs PipeStrategy(loss_weight='sum')."
+)
+
 
 class LossChecks:
     """The loss checks of a run: for some of its first batches that have several micro-batches.
@@ -70,6 +76,14 @@ class LossChecks:
             # not by rank_zero_warn: process 0 need not have the stage
             warnings.warn(_mixing(first, last, one, other), stacklevel=2)
 
+    def difference(self, check: LossCheck | None) -> str:
+        """That the loss of a batch is not what the losses of its micro-batches make, with both numbers; or nothing."""
+        if check is None or check.differs is None or self._weighted:
+            return ""
+        (one, other), expected, both = check.differs
+        sizes = [check.sizes[one], check.sizes[other]]
+        return _no_sum(sizes, expected, both) if check.summed else _no_mean(sizes, expected, both)
+
     def end(self, check: LossCheck | None) -> None:
         """Warn if the loss of the batch is not what the losses of its micro-batches make, or could not be compared.
 
@@ -78,11 +92,9 @@ class LossChecks:
         """
         if check is None or self._has_warned or self._weighted:
             return
-        if check.differs is not None:
+        if difference := self.difference(check):
             self._has_warned = True
-            (one, other), expected, both = check.differs
-            sizes = [check.sizes[one], check.sizes[other]]
-            rank_zero_warn(_no_sum(sizes, expected, both) if check.summed else _no_mean(sizes, expected, both))
+            rank_zero_warn(f"{difference} Gradients differ accordingly from those of one device. {_remedy(check)}")
         elif check.reason is not None and not check.agreed:
             self._warn("unchecked", _unchecked(check.reason, summed=check.summed))
 
@@ -100,7 +112,7 @@ def _mixing(first: str, last: str, one: int, other: int) -> str:
 
 
 def _no_mean(sizes: Sequence[int], mean: float, both: float) -> str:
-    """The warning for a loss that is not the mean over samples.
+    """What is said of a loss that is not the mean over samples.
 
     Args:
         sizes: samples of two micro-batches.
@@ -109,22 +121,25 @@ def _no_mean(sizes: Sequence[int], mean: float, both: float) -> str:
     """
     return (
         f"The loss is not a mean over the samples: micro-batches of {sizes[0]} and {sizes[1]} samples have a mean loss "
-        f"of {mean:.7g}, the same samples together have {both:.7g} (without dropout). Gradients differ "
-        "accordingly from those of one device. For a mean over something else than samples say what a micro-batch "
-        "counts, such as PipeStrategy(loss_weight=lambda micro_batch: (micro_batch['labels'] != -100).sum()), where a "
-        "causal model leaves out labels[:, 0]. A sum needs PipeStrategy(loss_weight='sum'). A loss that compares "
-        "samples with each other needs micro_batches=1. Samples that do not lie along the first dimension need "
-        "PipeStrategy(split_batch=…)."
+        f"of {mean:.7g}, the same samples together have {both:.7g} (without dropout)."
+    )
+
+
+def _remedy(check: LossCheck) -> str:
+    """What helps where the number of micro-batches is the user's."""
+    if check.summed:
+        return "For a mean leave loss_weight out, or say what a micro-batch counts."
+    return (
+        f"{WEIGHTS} A loss that compares samples with each other needs micro_batches=1. Samples that do not lie along "
+        "the first dimension need PipeStrategy(split_batch=…)."
     )
 
 
 def _no_sum(sizes: Sequence[int], total: float, both: float) -> str:
-    """The warning for a loss that is not the sum over samples, though it was said to be."""
+    """What is said of a loss that is not the sum over samples, though it was said to be."""
     return (
         f"The loss is not a sum over the samples, as loss_weight='sum' says: the losses of micro-batches of {sizes[0]} "
-        f"and {sizes[1]} samples add up to {total:.7g}, the same samples together have {both:.7g} (without dropout). "
-        "Gradients differ accordingly from those of one device. For a mean leave loss_weight out, or say what a "
-        "micro-batch counts."
+        f"and {sizes[1]} samples add up to {total:.7g}, the same samples together have {both:.7g} (without dropout)."
     )
 
 
