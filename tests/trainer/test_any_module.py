@@ -248,6 +248,27 @@ def test_schedules_without_passes_name_those_that_have_them() -> None:
         one_process("Siamese", schedule="zero_bubble")
 
 
+class _LeftOut(MODULES["Chain"]):  # type: ignore[misc]
+    """Leaves layers out in its first batch, as chance may have it, and another one in the second."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        step = self.global_step if self.training else 2
+        left = {0: ("fc3", "fc4"), 1: ("fc2",)}.get(step, ())
+        x = torch.tanh(self.fc1(x))
+        for name in ("fc2", "fc3", "fc4"):
+            x = x if name in left else torch.tanh(getattr(self, name)(x))
+        found: Tensor = self.out(x)
+        return found
+
+
+@pytest.mark.parametrize("stages", [2, 5])
+def test_named_layers_may_be_left_out_of_a_run(stages: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(MODULES, "LeftOut", _LeftOut)
+    layers = ["fc1", "fc2", "fc3", "fc4", "out"]
+    found, _ = one_process("LeftOut", stages, layers=layers)
+    assert found == pytest.approx(fit("LeftOut", "auto", 1)["losses"][: len(found)], abs=1e-9)
+
+
 def test_too_few_layers_tell_what_was_called() -> None:
     with pytest.raises(PartitionError, match=r"5 layers for 6 stages.*Called were: fc1, fc2, fc3, fc4, out"):
         one_process("Chain", stages=6)
