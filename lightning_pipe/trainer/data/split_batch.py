@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -51,6 +52,7 @@ def samples(batch: Any) -> int:
             f"The number of samples in the batch is not clear. Lengths found: {found}.", hint=_HINT
         )
     length = lengths.pop()
+    _check_texts(batch, length)
     for path, sequence in loose:
         _check_loose(path, sequence, length, certain=bool(firm))
     return length
@@ -189,6 +191,36 @@ def _check_loose(path: str, sequence: Sequence[Any], length: int, certain: bool)
             f"but the batch has {length} samples.",
             hint=_HINT,
         )
+
+
+def _check_texts(batch: Any, length: int) -> None:
+    """Refuse several rows of tensors for each text, or several texts for each row, as ranking losses have them."""
+    counts = Counter(_texts(batch, outermost=True))
+    for count, times in counts.items():
+        if times > 1 < count and length not in counts and (length % count == 0 or count % length == 0):
+            raise ConfigurationError(
+                f"The number of samples in the batch is not clear: its tensors have length {length}, and {times} "
+                f"sequences of texts have {count} elements.",
+                hint=_HINT,
+            )
+
+
+def _texts(node: Any, *, outermost: bool = False) -> Iterator[int]:
+    """The lengths of sequences of texts, or of sequences of them."""
+    several = isinstance(node, list | tuple) and not hasattr(node, "_fields") and not outermost
+    if several and node and all(map(_is_text, (text for each in node for text in _within(each)))):
+        yield len(node)
+        return
+    for child in (children(node) or {}).values():
+        yield from _texts(child)
+
+
+def _within(node: Any) -> Sequence[Any]:
+    return node if isinstance(node, list | tuple) else [node]
+
+
+def _is_text(node: Any) -> bool:
+    return isinstance(node, str | bytes)
 
 
 def _tensors(node: Any) -> Iterator[Any]:

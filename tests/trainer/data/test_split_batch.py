@@ -228,3 +228,21 @@ def test_own_split_into_what_cannot_be_counted() -> None:
     with pytest.raises(ConfigurationError, match="loss_weight"):
         divide_batch(rows(4), 1, 2, split_batch=objects)
     assert divide_batch(rows(4), 1, 2, split_batch=objects, loss_weight=lambda part: 1.0).shares == [0.5, 0.5]
+
+
+@dataclass
+class Ranked:
+    queries: Any
+    ids: Any
+    targets: Any
+
+
+@pytest.mark.parametrize("make", [list, tuple])
+@pytest.mark.parametrize("texts", [["a", "b", "c", "d"], [["a", "b"], ["c", "d"], ["e", "f"], ["g", "h"]]])
+@pytest.mark.parametrize("rows", [8, 2])
+def test_texts_with_several_rows_each_are_not_clear(make: Any, texts: Any, rows: int) -> None:
+    batch = Ranked(make(texts), make(["1", "2", "3", "4"]), torch.zeros(rows))
+    with pytest.raises(ConfigurationError, match=f"tensors have length {rows}, and 2 sequences of texts have 4"):
+        samples(batch)
+    assert samples(Ranked(make(texts), make(["1", "2", "3", "4"]), torch.zeros(4))) == 4
+    assert samples(Ranked(make(texts), None, torch.zeros(rows))) == rows  # names of classes, say
