@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from typing import Any, NamedTuple, Protocol
@@ -172,6 +174,8 @@ def _void(dtype: torch.dtype, device: torch.device) -> Tensor:
 def exchange(tensor: Tensor, new: Tensor) -> None:
     """Let a tensor's object be another one, with the attributes that it has."""
     attributes = {name: value for name, value in attributes_of(tensor) if name != "origin"}
+    if weakref.getweakrefs(tensor):
+        gc.collect()  # those of runs that are over, in a circle of references: torch swaps no tensor that has any (2.14)
     torch.utils.swap_tensors(tensor, new)  # type: ignore[no-untyped-call]
     tensor.__dict__.update(attributes)
 

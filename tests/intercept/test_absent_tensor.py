@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import re
+import weakref
 from collections.abc import Callable
 
 import lightning as L
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_pipe.errors import CutError
-from lightning_pipe.intercept.absent_tensor import AbsentTensor, is_absent
+from lightning_pipe.intercept.absent_tensor import AbsentTensor, exchange, is_absent
 from tests.support import processes
 from tests.support.trainer_runs import QUIET
 
@@ -34,6 +35,15 @@ def test_looks_like_the_parameter(linear: nn.Linear) -> None:
     assert weight.requires_grad
     assert weight.is_leaf
     assert weight.grad is None
+
+
+def test_a_reference_of_a_run_that_is_over_does_not_matter() -> None:
+    weight = nn.Parameter(torch.ones(2))
+    run: list[object] = [weakref.ref(weight)]
+    run.append(run)
+    del run
+    exchange(weight, AbsentTensor.like(weight))
+    assert is_absent(weight)
 
 
 def test_takes_no_memory() -> None:
