@@ -175,7 +175,7 @@ def exchange(tensor: Tensor, new: Tensor) -> None:
     """Let a tensor's object be another one, with the attributes that it has."""
     attributes = {name: value for name, value in attributes_of(tensor) if name != "origin"}
     if weakref.getweakrefs(tensor):
-        gc.collect()  # those of runs that are over, in a circle of references: torch swaps no tensor that has any (2.14)
+        gc.collect()  # those of runs that are over: torch swaps no tensor that has any (2.14)
     torch.utils.swap_tensors(tensor, new)  # type: ignore[no-untyped-call]
     tensor.__dict__.update(attributes)
 
