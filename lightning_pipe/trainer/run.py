@@ -71,7 +71,7 @@ from lightning_pipe.trainer.rewind import Rewind
 from lightning_pipe.trainer.seeds import Seeds
 from lightning_pipe.trainer.stage_division import Division
 from lightning_pipe.trainer.stopping import stopping_together
-from lightning_pipe.trainer.user_step import UserStep
+from lightning_pipe.trainer.user_step import StepOfBatch, UserStep
 from lightning_pipe.trainer.whole_model.finetuning import values_compared
 from lightning_pipe.trainer.whole_model.grad_scaler import loss_scale, over_stages
 from lightning_pipe.trainer.whole_model.gradient_norms import over_all_stages
@@ -294,7 +294,7 @@ class PipelineRun:
                     outputs = self.pipeline.train(
                         step, micro_batches.parts, weights, seed=seed, reduce=reduce, check=step.check
                     )
-                why = self._step.no_mean(step) if rewind is not None else ""
+                why = self._why_whole(self._step, step) if rewind is not None else ""
                 outputs = step.share(outputs, before) if not why else {}
         if rewind is not None and why:
             rewind.undo(why)
@@ -303,6 +303,19 @@ class PipelineRun:
             return self.train(args, optimizers)
         self.gradients.after_batch(optimizers)
         return self._output.of(outputs, micro_batches, withheld)
+
+    def _why_whole(self, common: UserStep, step: StepOfBatch) -> str:
+        """Why a batch that has run must run again, whole: the words of any rank. Collective over all processes.
+
+        Raises:
+            CutError: it has taken from what does not give the same again.
+        """
+        why = common.checks.difference(step.check)
+        found = [*filter(None, self._world.transport.all_gather_object(why, self._world.everyone))]
+        if found:
+            common.sources.check_may_run_again(training=True)
+            common.attributes.of_layers.changes()  # those of this run do not count
+        return found[0] if found else ""
 
     def evaluate(self, name: str, args: Sequence[Any]) -> Any:
         """An evaluation step, once over the whole batch.

@@ -224,19 +224,6 @@ class UserStep:
         self.numbers.learn([each.seen for each in reports])
         return reports
 
-    def no_mean(self, step: StepOfBatch) -> str:
-        """Why a batch that has run must run again, whole: the words of any rank. Collective over all processes.
-
-        Raises:
-            CutError: it has taken from what does not give the same again.
-        """
-        why = self.checks.difference(step.check)
-        found = [*filter(None, self._world.transport.all_gather_object(why, self._world.everyone))]
-        if found:
-            self.sources.check_may_run_again(training=True)
-            self.attributes.of_layers.changes()  # those of this run do not count
-        return found[0] if found else ""
-
     def warn_of_windows(self, micro_batches: int) -> None:
         """Warn about metrics over the last updates, of which a batch now makes several."""
         if micro_batches > 1 and self.metrics.windows:
