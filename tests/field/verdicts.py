@@ -30,7 +30,9 @@ def options(text: str) -> Iterator[tuple[str, Any]]:
     """The options of the strategy that a message names with a value that can be pasted, in their order."""
     for name, value in _OPTION.findall(text.replace("passes=n", "passes=2")):  # of two towers, or of two views
         with contextlib.suppress(ValueError, SyntaxError):  # of a word that stands for a value
-            yield name, ast.literal_eval(value)
+            read = ast.literal_eval(value)
+            if ... not in (read if isinstance(read, list) else [read]):  # what the user is to fill in
+                yield name, read
 
 
 def distances(found: dict[str, Any], expected: dict[str, Any], weights: str = "weights") -> tuple[float, float]:
