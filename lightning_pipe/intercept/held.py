@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from lightning_pipe.intercept.slot_items import SlotItems
-from lightning_pipe.torch_internals import register_pytree_node, tree_map
+from lightning_pipe.torch_internals import register_pytree_node, tree_flatten, tree_map
 
 
 class Held:
@@ -29,7 +29,19 @@ class Held:
         self.shown, self.given, self.around = shown, given, around | {id(shown)}
 
 
-def held(result: Any, given: Container[int], around: frozenset[int] = frozenset()) -> Any:
+def flattened(result: Any, given: Container[int]) -> tuple[list[Any], Any]:
+    """The leaves and the structure of what a layer returns, those of dataclasses in it among them.
+
+    Args:
+        result: what it returns.
+        given: the ids of the objects that the call was given: dataclasses among them are leaves.
+    """
+    leaves, structure = tree_flatten(result)
+    # mostly there is none, and each call of a layer comes by here
+    return tree_flatten(_held(result, given)) if any(map(is_shown, leaves)) else (leaves, structure)
+
+
+def _held(result: Any, given: Container[int], around: frozenset[int] = frozenset()) -> Any:
     """A result with its dataclasses replaced, except those that the call was given, and those that hold themselves."""
 
     def replaced(leaf: Any) -> Any:
@@ -50,7 +62,7 @@ def _is_plain(kind: type) -> bool:
 
 def _contents(of: Held) -> tuple[list[Any], tuple[type, tuple[str, ...]]]:
     values = {**getattr(of.shown, "__dict__", {}), **SlotItems(of.shown)}
-    return [held(each, of.given, of.around) for each in values.values()], (type(of.shown), tuple(values))
+    return [_held(each, of.given, of.around) for each in values.values()], (type(of.shown), tuple(values))
 
 
 def _made_of(values: Iterable[Any], context: tuple[type, tuple[str, ...]]) -> Any:
