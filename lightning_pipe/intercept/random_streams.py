@@ -19,6 +19,7 @@ from torch import Tensor
 
 from lightning_pipe.intercept.numpy_generator import NumpyState
 from lightning_pipe.intercept.python_generator import GeneratorState
+from lightning_pipe.tensor_spec import numbered
 
 _python, _of_numpy = GeneratorState(), NumpyState()
 
@@ -100,8 +101,7 @@ class RandomStreams:
         self.seed, self._replica, self._replicas = seed, replica, replicas
         self._generators = [torch.default_generator]
         if device.type == "cuda":
-            index = torch.cuda.current_device() if device.index is None else device.index
-            self._generators.append(torch.cuda.default_generators[index])
+            self._generators.append(torch.cuda.default_generators[numbered(device).index])
 
     @property
     def generators(self) -> tuple[torch.Generator, ...]:

@@ -141,7 +141,7 @@ def _is_per_sample(node: Any, length: int, certain: bool) -> bool:
         return False
     if _is_tensors(node):
         return not all(_length(child) == length for child in node) or (not certain and _are_images(node))
-    if isinstance(node, tuple) and all(isinstance(child, str | bytes) for child in node):
+    if isinstance(node, tuple) and all(map(_is_text, node)):
         return True  # what default_collate makes of the strings of samples that are tuples
     return _is_records(node) or (isinstance(node, list) and all(map(_is_plain, node)))
 

@@ -9,6 +9,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
+from lightning_pipe.engine.stage import loss_of
 from lightning_pipe.trainer.data.joining import join
 from lightning_pipe.trainer.data.micro_batches import MicroBatches
 from lightning_pipe.trainer.warn_once import WarnOnce
@@ -20,7 +21,7 @@ _LIGHTNING = ("lightning.", "pytorch_lightning.", "lightning_pipe.")
 
 def losses_on_host(outputs: Mapping[int, Any]) -> dict[int, Any]:
     """What the step returned, with the losses where they are added up: one transfer brings all of them there."""
-    losses = [output["loss"] if isinstance(output, Mapping) else output for output in outputs.values()]
+    losses = [*map(loss_of, outputs.values())]
     host = [torch.tensor(value, dtype=loss.dtype) for value, loss in zip(to_host(losses), losses, strict=True)]
     return {
         index: {**output, "loss": loss} if isinstance(output, Mapping) else loss
