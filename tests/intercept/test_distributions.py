@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
 from torch import Tensor, nn
 from torch import distributions as D
-from torch.utils.data import DataLoader
 
-from lightning_pipe import PipeStrategy
-from tests.support.trainer_runs import QUIET
-
-WIDTH = 3
-Make = Callable[[Tensor], Any]
+from tests.support.returning_layers import WIDTH, Make, ReturningLayers, assert_crosses_cuts
 
 
 class Shifted(D.Normal):
@@ -50,15 +42,6 @@ MAKE: dict[str, Make] = {
 }
 
 
-class Head(nn.Module):
-    def __init__(self, make: Make) -> None:
-        super().__init__()
-        self.make, self.linear = make, nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Any:
-        return self.make(self.linear(x))
-
-
 class Score(nn.Module):
     def __init__(self, discrete: bool) -> None:
         super().__init__()
@@ -72,14 +55,7 @@ class Score(nn.Module):
         )
 
 
-class Model(L.LightningModule):
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        parts = (nn.Linear(WIDTH, WIDTH), Head(MAKE[kind]), nn.Linear(WIDTH, WIDTH), Score(kind == "categorical"))
-        self.layers = nn.ModuleList(parts)
-        self.losses: list[float] = []
-
+class Model(ReturningLayers):
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         first, head, last, score = self.layers
         found = head(first(batch))
@@ -87,27 +63,7 @@ class Model(L.LightningModule):
             assert len(found.mean) == len(batch) == found.batch_shape[0]
         return score(found, last(batch)).mean()
 
-    def on_train_batch_end(self, outputs: Any, *_: Any) -> None:
-        self.losses.append(float(outputs["loss"]))
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.05)
-
-
-def train(kind: str, strategy: Any) -> tuple[list[float], list[str]]:
-    module = Model(kind).double()
-    data = torch.randn(12, WIDTH, generator=torch.Generator().manual_seed(1)).double()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        trainer = L.Trainer(accelerator="cpu", devices=1, strategy=strategy, **{**QUIET, "max_epochs": 2})
-        trainer.fit(module, DataLoader([*data], 4))
-    return module.losses, [str(each.message) for each in caught if "samples" in str(each.message)]
-
 
 @pytest.mark.parametrize("kind", MAKE)
 def test_a_distribution_crosses_a_cut(kind: str) -> None:
-    plain, _ = train(kind, "auto")
-    for stages in (2, 4):
-        found, told = train(kind, PipeStrategy(layers="layers", stages=stages, micro_batches=2))
-        assert found == pytest.approx(plain, rel=1e-9)
-        assert told == []
+    assert_crosses_cuts(lambda: Model(MAKE[kind], Score(kind == "categorical"), rate=0.05))

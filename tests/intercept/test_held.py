@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import pickle
-import warnings
 from collections.abc import Callable
 from dataclasses import InitVar, dataclass, field, replace
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
-from lightning_pipe import PipeStrategy
 from lightning_pipe.errors import CutError
 from lightning_pipe.intercept.call_record import Passed
+from tests.intercept.test_describe import Returns
 from tests.intercept.test_skipped_layers import answered, recorded
-from tests.support.trainer_runs import QUIET
-
-WIDTH = 3
+from tests.support.returning_layers import Make, ReturningLayers, assert_crosses_cuts
 
 
 @dataclass
@@ -70,7 +65,7 @@ def more(h: Tensor, kind: Callable[[Tensor], Any]) -> Any:
     return made
 
 
-MAKE: dict[str, Callable[[Tensor], Any]] = {
+MAKE: dict[str, Make] = {
     "plain": Plain,
     "post_init": lambda h: Doubled(h, 3.0),
     "frozen": lambda h: Frozen(h, h.shape),
@@ -93,15 +88,6 @@ def tensors(value: Any) -> list[Tensor]:
     return tensors([getattr(value, name) for name in names])
 
 
-class Head(nn.Module):
-    def __init__(self, make: Callable[[Tensor], Any]) -> None:
-        super().__init__()
-        self.make, self.linear = make, nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Any:
-        return self.make(self.linear(x))
-
-
 class Score(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -111,55 +97,19 @@ class Score(nn.Module):
         return self.weight * torch.stack([each * x for each in tensors(found)]).square().sum((0, -1))
 
 
-class Model(L.LightningModule):
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH), Head(MAKE[kind]), nn.Linear(WIDTH, WIDTH), Score()])
-        self.kind = kind
-        self.losses: list[float] = []
-
+class Model(ReturningLayers):
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         first, head, last, score = self.layers
         found = head(first(batch))
-        assert type(found) is type(MAKE[self.kind](batch))  # code between the layers reads it as ever
+        assert type(found) is type(head.make(batch))  # code between the layers reads it as ever
         if isinstance(found, Plain):
             found = replace(found, h=found.h + 1) if type(found) is Plain else found
         return score(found, last(batch)).mean()
 
-    def on_train_batch_end(self, outputs: Any, *_: Any) -> None:
-        self.losses.append(float(outputs["loss"]))
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.01)
-
-
-def train(kind: str, strategy: Any) -> tuple[list[float], list[str]]:
-    module = Model(kind).double()
-    data = torch.randn(12, WIDTH, generator=torch.Generator().manual_seed(1)).double()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        trainer = L.Trainer(accelerator="cpu", devices=1, strategy=strategy, **{**QUIET, "max_epochs": 2})
-        trainer.fit(module, DataLoader([*data], 4))
-    return module.losses, [str(each.message) for each in caught if "samples" in str(each.message)]
-
 
 @pytest.mark.parametrize("kind", MAKE)
 def test_a_dataclass_crosses_a_cut(kind: str) -> None:
-    plain, _ = train(kind, "auto")
-    for stages in (2, 4):
-        found, told = train(kind, PipeStrategy(layers="layers", stages=stages, micro_batches=2))
-        assert found == pytest.approx(plain, rel=1e-9)
-        assert told == []
-
-
-class Returns(nn.Module):
-    def __init__(self, function: Any) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, *args: Any) -> Any:
-        return self.function(*args)
+    assert_crosses_cuts(lambda: Model(MAKE[kind], Score(), rate=0.01))
 
 
 def test_another_rank_gets_the_same_class_with_the_same_attributes() -> None:
