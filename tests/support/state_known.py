@@ -57,28 +57,13 @@ UNEQUAL: dict[str, tuple[str, str]] = {
     "ConfigOfLayersBefore": (OLD, "train_1f1b train_recompute train_interleaved"),
     "ObjectAsArgument": (CHOICE, "train_1f1b train_recompute train_interleaved"),
     "GlobalBefore": (ELSEWHERE, "train_1f1b train_recompute train_interleaved train_chimera evaluate_interleaved"),
-    "GlobalBehind": (
-        ELSEWHERE,
-        EVERYWHERE,
-    ),
-    "GlobalInLayers": (
-        ELSEWHERE,
-        EVERYWHERE,
-    ),
+    "GlobalBehind": (ELSEWHERE, EVERYWHERE),
+    "GlobalInLayers": (ELSEWHERE, EVERYWHERE),
     "ClosureBefore": (ELSEWHERE, "train_1f1b train_recompute train_interleaved train_chimera evaluate_interleaved"),
     "ClassBefore": (ELSEWHERE, "train_1f1b train_recompute train_interleaved train_chimera evaluate_interleaved"),
-    "DataModuleInTheStep": (
-        ELSEWHERE,
-        EVERYWHERE,
-    ),
-    "ClockBefore": (
-        RANK,
-        EVERYWHERE,
-    ),
-    "RankBefore": (
-        RANK,
-        EVERYWHERE,
-    ),
+    "DataModuleInTheStep": (ELSEWHERE, EVERYWHERE),
+    "ClockBefore": (RANK, EVERYWHERE),
+    "RankBefore": (RANK, EVERYWHERE),
     "TeacherInTheStep": (WRITES, "train_chimera evaluate_1f1b evaluate_interleaved evaluate_chimera"),
     "TeacherByItsData": (WRITES, "train_chimera evaluate_1f1b evaluate_interleaved evaluate_chimera"),
     "AverageOfLayersInTheStep": (PIPES, "train_chimera"),
