@@ -133,9 +133,8 @@ def _add_consolidate(parser: argparse.ArgumentParser) -> None:
     parser.description = "Write an ordinary .ckpt from a folder of shards, with one tensor in memory at a time."
     parser.set_defaults(run=_consolidate)
     add = parser.add_argument
-    add("folder", help="of PipeStrategy(save_distributed_checkpoint=True), or of save_pretrained")
+    add("folder", help="of PipeStrategy(save_distributed_checkpoint=True)")
     add("file", nargs="?", help="the checkpoint (default: beside the folder)")
-    add("--prefix", default="", help="put before the names in a folder of save_pretrained, such as model.")
 
 
 def _consolidate(values: argparse.Namespace) -> None:
@@ -143,7 +142,7 @@ def _consolidate(values: argparse.Namespace) -> None:
     from lightning_pipe.trainer.checkpoints.consolidate import consolidate, default_target
 
     target = values.file or default_target(values.folder)
-    tensors = consolidate(values.folder, target, values.prefix)
+    tensors = consolidate(values.folder, target)
     print(f"wrote {target}: {several(tensors, 'tensor')}, {memory(os.path.getsize(target))}")
 
 

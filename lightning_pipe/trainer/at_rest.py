@@ -73,7 +73,7 @@ def leave(module: pl.LightningModule, pipeline: Pipeline, *, gather: bool) -> No
     """
     if gather:
         pipeline.restore()
-        export.remove(module)
+        export.whole(module)
         return
     pipeline.agree_on_lost()  # who has copies of weights that hooks have made
     pipeline.ownership.remedy = _ASK
@@ -104,7 +104,7 @@ def gather(module: pl.LightningModule) -> None:
         f"{pipeline.transport.topology.world_size} processes."
     )
     pipeline.restore()
-    export.remove(module)
+    export.whole(module)
     forget(module)
 
 

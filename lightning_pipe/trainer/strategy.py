@@ -285,7 +285,8 @@ class PipeStrategy(ModuleStrategy):
         pipeline.reductions.reduce_in(self._reduce_dtype)
         pipeline.reductions.scattered = self._shard_optimizer == "gradients"
         forget(module)
-        export.install(module, pipeline, self.come)
+        if len(pipeline.pipeline_members) > 1:
+            export.divided(module)
         # loading a whole state into a divided module passes by the layers of other ranks
         self._changed.enter_context(unheard(".*copying from a non-meta parameter in the checkpoint to a meta.*"))
         if self.data_parallel_size == 1:  # values are those of the whole batch on all ranks already

@@ -172,20 +172,8 @@ def send_tensors(mine: RankEntries, transport: Transport, writer: int) -> None:
     """Send the tensors that this rank contributes, one after the other."""
     for tensor in mine.tensors:
         for part in pieces(tensor):
-            send_piece(part, transport, writer, _TAG)
-
-
-def send_piece(piece: Any, transport: Transport, writer: int, tag: int) -> None:
-    """Send a piece and wait until it has arrived: what is sent lies in memory until then."""
-    transport.send_object(piece, writer, tag).wait()
-    transport.receive_object(writer, tag)
-
-
-def receive_piece(transport: Transport, rank: int, tag: int) -> Any:
-    """The next piece that another rank sends by `send_piece`."""
-    piece = transport.receive_object(rank, tag)
-    transport.send_object(None, rank, tag).wait()
-    return piece
+            transport.send_object(part, writer, _TAG).wait()
+            transport.receive_object(writer, _TAG)  # what is sent lies in memory until it has arrived
 
 
 def receive_items(transport: Transport, rank: int) -> tuple[list[tuple[Path, Any]], list[str]]:
@@ -197,7 +185,9 @@ def receive_items(transport: Transport, rank: int) -> tuple[list[tuple[Path, Any
 def receive_pieces(transport: Transport, leaf: Pending) -> Iterator[Tensor]:
     """The bytes of the next tensor of another rank, as they come."""
     for _ in range(0, math.prod(leaf.shape) * leaf.dtype.itemsize, _PIECE):
-        yield receive_piece(transport, leaf.rank, _TAG)
+        piece = transport.receive_object(leaf.rank, _TAG)
+        transport.send_object(None, leaf.rank, _TAG).wait()
+        yield piece
 
 
 def assembled(checkpoint: dict[str, Any], items: Iterable[tuple[Path, Any]]) -> dict[str, Any]:

@@ -5,12 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
-from transformers import GPT2Config, GPT2LMHeadModel
 
 from lightning_pipe.cli import main
 from lightning_pipe.trainer.checkpoints import folder
@@ -36,22 +34,6 @@ def test_a_folder_of_all_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str
     oracle.assert_equal(run(None, resume=tmp_path / "first.ckpt"), resumed)
 
 
-class Lit(L.LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = GPT2LMHeadModel(GPT2Config(n_layer=2, n_embd=8, n_head=2, n_positions=8, vocab_size=50))
-
-
-@pytest.mark.parametrize("size", ["1KB", "1GB"])
-def test_a_folder_of_save_pretrained(size: str, tmp_path: Path) -> None:
-    module = Lit()
-    module.model.bfloat16().save_pretrained(tmp_path / "exported", max_shard_size=size)
-    main(["consolidate", str(tmp_path / "exported"), "--prefix", "model."])
-    loaded = Lit.load_from_checkpoint(tmp_path / "exported.ckpt", strict=False)
-    for name, value in module.state_dict().items():
-        assert torch.equal(loaded.state_dict()[name], value.float()), name
-
-
 def test_tensors_are_never_in_memory_together(tmp_path: Path) -> None:
     tensors: dict[str, Tensor] = {f"state_dict.{i}": torch.full((1 << 24,), float(i)) for i in range(4)}
     save_tensors(tensors, checkpoint_id=tmp_path / "parts", no_dist=True)
@@ -67,13 +49,9 @@ def test_tensors_are_never_in_memory_together(tmp_path: Path) -> None:
     assert torch.load(tmp_path / "parts.ckpt", mmap=True)["state_dict"]["3"][-1] == 3
 
 
-def test_mistakes_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model-1.safetensors"}}')
-    for source, message in (
-        (tmp_path, "it has no model-1.safetensors"),
-        (tmp_path / "none", "is no checkpoint in a folder"),
-    ):
+def test_another_folder_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for source in (tmp_path, tmp_path / "none"):
         with pytest.raises(SystemExit):
             main(["consolidate", str(source)])
-        assert message in capsys.readouterr().err
+        assert f"{source} is no checkpoint in a folder" in capsys.readouterr().err
     assert not list(tmp_path.glob("*.ckpt"))
