@@ -106,7 +106,7 @@ NAMES = {
         "_get_backend": "the part of a group that has the clock of its collectives",
     },
     "torch._C._distributed_c10d.ProcessGroupGloo": {
-        "_set_default_timeout": "the watchdog keeps the time; torch's own clock counts while the process is suspended",
+        "_set_default_timeout": "the watchdog keeps the time, and its report names every rank's place",
     },
     "torch.distributed.distributed_c10d": {
         "_get_default_store": "the store over which the processes have met; Lightning asks for it too",

@@ -27,7 +27,6 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 from lightning_pipe.errors import CommunicationError, ConfigurationError
 from lightning_pipe.lightning_internals import connect_processes
 from lightning_pipe.transport.failures import joined_threads
-from lightning_pipe.transport.failures.clock import Clock
 from lightning_pipe.transport.failures.store_client import StoreClient, StoreSilentError
 
 RUN = "LIGHTNING_PIPE_RUN"
@@ -88,17 +87,12 @@ def on_interface(hosts: int) -> Generator[None, None, None]:
 
 @contextmanager
 def no_longer_than(timeout: timedelta, what: str) -> Generator[None, None, None]:
-    """End this process if the block takes longer: a process that stands still keeps others waiting in C++ for ever.
-
-    The time for which this process is itself suspended does not count.
-    """
+    """End this process if the block takes longer: a process that stands still keeps others waiting in C++ for ever."""
     done = threading.Event()
 
     def watch() -> None:
-        clock = Clock(timeout.total_seconds() + _SLACK)
-        while not clock.is_over():
-            if done.wait(0.5):
-                return
+        if done.wait(timeout.total_seconds() + _SLACK):
+            return
         joined_threads.tell(f"{what} took longer than {timeout.total_seconds():g} s: another process stands still.")
         joined_threads.leave(1)
 
@@ -122,13 +116,13 @@ class _Meeting:
 
     def __init__(self, process: int, size: int, timeout: timedelta, check: Callable[[], None]) -> None:
         self.process, self.size, self.timeout, self._check = process, size, timeout, check
-        self._clock = Clock(timeout.total_seconds())
+        self._deadline = time.monotonic() + timeout.total_seconds()
 
     def wait_a_moment(self) -> bool:
-        """Whether there is time left; does not count that for which this process is suspended."""
+        """Whether there is time left."""
         self._check()
         time.sleep(_GLANCE)
-        return not self._clock.is_over()
+        return time.monotonic() < self._deadline
 
     def attempt(self, store: Store) -> str:
         """A name that the processes of this attempt have in common, and no other attempt in the same store.

@@ -17,7 +17,6 @@ from typing import Any
 
 from lightning_pipe.errors import CollectiveError, PipeError
 from lightning_pipe.transport.failures.board import FailureBoard
-from lightning_pipe.transport.failures.clock import Clock
 from lightning_pipe.transport.failures.store_client import StoreSilentError
 
 _SOON, _LATE = 0.0005, 0.02
@@ -68,7 +67,8 @@ class Meetings:
     def _meet(self, what: str, key: str) -> None:
         store, entry = self._board.store, json.dumps([what, caller()])
         keys = [f"{key}{process}" for process in self._processes]
-        clock, pause, entered = Clock(self._transport.timeout.total_seconds()), _SOON, False
+        deadline = time.monotonic() + self._transport.timeout.total_seconds()
+        pause, entered = _SOON, False
         query = _StatusQuery(self._board, self._transport.process)
         while True:
             with suppress(StoreSilentError):  # process 0 stands still: no fault yet
@@ -83,7 +83,7 @@ class Meetings:
                     self._look_for(what, key, query)
             time.sleep(pause)
             pause = min(1.2 * pause, _LATE)
-            if self._board.failed or clock.is_over():
+            if self._board.failed or time.monotonic() > deadline:
                 raise self._transport.error(f"do {what} together", None, timed_out=not self._board.failed)
 
     def _compare(self, what: str, entries: Sequence[str | None]) -> None:

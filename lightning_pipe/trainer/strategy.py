@@ -48,7 +48,6 @@ from lightning_pipe.trainer.construction import configured_without_memory, settl
 from lightning_pipe.trainer.data.batch_splitter import BatchSplitting
 from lightning_pipe.trainer.data.micro_batches import LossWeight
 from lightning_pipe.trainer.data.split_batch import SplitBatch
-from lightning_pipe.trainer.frames import hide_own
 from lightning_pipe.trainer.measured_shapes import MeasuredShapes
 from lightning_pipe.trainer.module_strategy import ModuleStrategy
 from lightning_pipe.trainer.report import Report, counts_of
@@ -393,6 +392,5 @@ class PipeStrategy(ModuleStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        hide_own(exception)
         forget_calls(self._calls, exception)
         super().on_exception(exception)

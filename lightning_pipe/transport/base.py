@@ -303,7 +303,7 @@ class Transport(ABC):
     def leave_time_to_watchdog(self) -> None:  # noqa: B027 - not every transport has clocks of its own
         """Wait without a limit from now on: the failure board's watchdog aborts what takes longer than the timeout.
 
-        It does not count the time for which this process is suspended (Ctrl-Z); the clocks of Gloo and of sockets do.
+        Its report names every rank's place, which an operation that ends by a clock of its own cannot.
         """
 
     @abstractmethod

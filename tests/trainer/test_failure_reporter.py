@@ -63,7 +63,6 @@ def test_the_origin_tells_if_the_store_has_gone(
 
 def test_an_error_of_ones_own_keeps_what_failed_first(boards: list[FailureBoard]) -> None:
     reason = ValueError("the reason")
-    reason.add_note("(4 frames of lightning_pipe are hidden.)")
     boards[1].fail(reason)
     boards[0].find_failure()
     own = KeyError("another one")

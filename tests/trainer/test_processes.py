@@ -46,8 +46,6 @@ def here(now):
         os.kill(os.getpid(), signal.SIGSTOP)
     if fault == "lock":
         ctypes.PyDLL(None).sleep(25)
-    if fault == "suspend":
-        later(f"sleep 0.2; kill -STOP -{os.getpgid(0)}; sleep 12; kill -CONT -{os.getpgid(0)}")
 
 def at(name):
     function = getattr(world, name)
@@ -155,14 +153,6 @@ def test_another_process_that_stands_still_is_ended(tmp_path: Path, place: str) 
     outcome = ended(tmp_path, "freeze", place, 1)
     assert outcome.code == 1
     assert "rank 0 (process 1): no answer" in outcome.errors, outcome.errors
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("place", ["first", "middle", "validation"])
-def test_a_run_that_is_suspended_goes_on(tmp_path: Path, place: str) -> None:
-    outcome = ended(tmp_path, "suspend", place, 0)
-    assert outcome.code == 0, outcome.errors
 
 
 @pytest.mark.slow

@@ -22,7 +22,6 @@ from lightning_pipe.intercept.python_generator import GeneratorState
 from lightning_pipe.intercept.tensor_state import same_content
 from lightning_pipe.lightning_internals import IndexBatchSampler
 from lightning_pipe.torch_internals import tree_map
-from lightning_pipe.trainer.frames import hide_own
 from lightning_pipe.transport.base import Transport
 
 _GENERATORS: dict[str, Any] = {"python": GeneratorState(), "numpy": NumpyState()}
@@ -155,7 +154,6 @@ class _Sending:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if self.message is None and isinstance(error, Exception):
-            hide_own(error)
             text = "".join(traceback.format_exception(error)).rstrip()
             with suppress(CommunicationError):  # the loader's own error is what counts
                 self._shared.share(("error", text, None, None))

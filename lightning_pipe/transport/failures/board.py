@@ -169,8 +169,8 @@ class FailureBoard:
         if failure is None or failure.process == self.transport.process:
             return
         # An error that all processes raise (a checkpoint could not be written, a batch not loaded) ends in the same
-        # words on all. Lines in brackets are notes on how much of a traceback is shown.
-        words = [line for line in str(failure).splitlines() if line.strip() and not line.startswith("(")]
+        # words on all.
+        words = [line for line in str(failure).splitlines() if line.strip()]
         if words[-1] not in "".join(traceback.format_exception(error)):
             error.add_note(str(failure))
 
@@ -188,7 +188,6 @@ class FailureBoard:
             failure = self.silence()
         except RuntimeError:
             failure = self.loss()
-        message += self._own_suspension()
         if failure is None:
             return CommunicationError(message, hint=_LEFT)
         return CommunicationError(f"{message}\n{failure}", hint=_HANG if failure.kind == "hang" else None)
@@ -292,15 +291,6 @@ class FailureBoard:
         with self._lock:
             self._failure = self._failure or failure
             return self._failure
-
-    def _own_suspension(self) -> str:
-        seconds = 0.0 if self._watchdog is None else self._watchdog.suspended()
-        if seconds < self.transport.timeout.total_seconds():
-            return ""
-        return (
-            f"\nThis process itself stood still for {seconds:.0f} s, and the others did not wait that long: it was "
-            "stopped (Ctrl-Z, SIGSTOP), its host was frozen, or C code kept the interpreter's lock."
-        )
 
     def _linger(self) -> None:
         deadline = time.monotonic() + self.patience

@@ -15,9 +15,6 @@ from lightning_pipe.transport.failures import joined_threads
 
 T = TypeVar("T")
 
-_TICKS = 20
-"""A wait is divided into so many: one that this process is suspended in does not end all of it."""
-
 
 class StoreSilentError(RuntimeError):
     """The store does not answer: the process that serves it, or its host, stands still."""
@@ -69,9 +66,8 @@ class StoreClient:
         answer: Future[T] = Future()
         self._requests.put((request, answer))
         try:
-            for _ in range(1 if self._late else _TICKS):
-                with suppress(TimeoutError):
-                    return answer.result(self._patience / _TICKS)
+            with suppress(TimeoutError):
+                return answer.result(self._patience / (20 if self._late else 1))
         except RuntimeError as error:
             raise StoreGoneError(str(error).split("\n", 1)[0]) from None
         self._late = True

@@ -15,11 +15,6 @@ from lightning_pipe.transport.failures.store_client import StoreSilentError
 if TYPE_CHECKING:
     from lightning_pipe.transport.failures.board import FailureBoard
 
-_LATE = 3.0
-"""Seconds by which a look is late if this process was suspended rather than one of several on a busy machine."""
-
-_RECENT = 30.0
-
 GRACE = 10.0
 """Seconds that a process which was asked to end waits for one message: who has asked (SLURM, torchrun) kills it 30 s
 after it."""
@@ -39,7 +34,6 @@ class Watchdog:
       answer then is one, too: the process that serves it stands still.
     * This process was asked to end, and has waited for one message for some time since then: it will not come to its
       next batch, and all end now.
-    * This process was suspended (Ctrl-Z), or its main thread did not let other threads run: the time does not count.
     """
 
     def __init__(self, board: FailureBoard, interval: float, stall: float, exit_after: float | None) -> None:
@@ -49,8 +43,7 @@ class Watchdog:
         self._exit_after = exit_after
         self._stopped = threading.Event()
         self._place: tuple[int, object | None] = (-1, None)
-        self._since = self._looked = time.monotonic()
-        self._suspended = (0.0, 0.0)  # when it ended and how long it was
+        self._since = time.monotonic()
         self._thread = joined_threads.start("watchdog", self._run, self._stop)
 
     def stop(self) -> None:
@@ -58,30 +51,16 @@ class Watchdog:
         self._stop()
         self._thread.join(joined_threads.PATIENCE)
 
-    def suspended(self) -> float:
-        """Seconds for which this process stood still until a moment ago."""
-        ended, seconds = self._suspended
-        now = time.monotonic()
-        return max(now - self._looked - self._interval, seconds if now - ended < _RECENT else 0.0)
-
     def _stop(self) -> None:
         self._stopped.set()
         self._board.handled.set()
 
     def _run(self) -> None:
         while not self._stopped.wait(self._interval):
-            self._notice_suspension()
             failure = self._look()
-            self._looked = time.monotonic()
             if failure is not None:
                 self._end(failure)
                 return
-
-    def _notice_suspension(self) -> None:
-        late = time.monotonic() - self._looked - self._interval
-        if late > _LATE:
-            self._since = time.monotonic()
-            self._suspended = (self._since, late)
 
     def _look(self) -> Failure | None:
         try:

@@ -250,23 +250,6 @@ def test_a_position_that_stands_still_is_a_hang() -> None:
     assert "rank 1: action of 1; computes in" in failure.text
 
 
-def test_the_time_for_which_the_process_is_suspended_does_not_count() -> None:
-    (transport,) = thread_world(Topology(1), timedelta(seconds=10))
-    board = FailureBoard(HashStore(), transport)
-    board.watch(interval=3600.0)
-    watchdog = board._watchdog
-    assert watchdog is not None
-    board.position = "F0"
-    assert not watchdog._stands_still()
-    watchdog._since -= 60.0
-    assert watchdog._stands_still()
-    watchdog._looked -= 3660.0  # its thread should have come a minute ago
-    watchdog._notice_suspension()
-    assert not watchdog._stands_still()
-    assert "This process itself stood still for 6" in str(board.explain("Rank 0 could not go on."))
-    board.close()
-
-
 def test_a_process_that_cannot_say_it_itself_is_told_about() -> None:
     world = thread_world(Topology(3))
     store = HashStore()
