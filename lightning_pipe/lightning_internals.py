@@ -83,10 +83,6 @@ NAMES = {
     "lightning.pytorch.trainer.connectors.logger_connector.result": {
         "_ResultMetric": f"walks all that it keeps whenever a value is logged, to bring it to the device; {_OWN}"
     },
-    "lightning.pytorch.loops.fetchers": {
-        "_DataLoaderIterDataFetcher": "of a step that takes the loader's iterator: such an evaluation does not stream",
-        "_DataFetcherWrapper": "that iterator: all ranks take a batch from it before the step runs",
-    },
     "lightning.pytorch.loops.evaluation_loop._EvaluationLoop": {
         "_is_sequential": _ARGUMENTS,
         "_build_kwargs": _ARGUMENTS,
@@ -145,15 +141,11 @@ from lightning.fabric.utilities.distributed import _init_dist_connection as conn
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed as set_threads
 from lightning.fabric.utilities.distributed import _sync_ddp_if_available as reduce_over
 from lightning.fabric.utilities.optimizer import _optimizers_to_device as optimizers_to_device
-from lightning.pytorch.loops.fetchers import _DataFetcherWrapper as DataFetcherWrapper
-from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher as DataLoaderIterDataFetcher
 from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper as IndexBatchSampler
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher as SubprocessLauncher
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultMetric as ResultMetric
 
 __all__ = [
-    "DataFetcherWrapper",
-    "DataLoaderIterDataFetcher",
     "IndexBatchSampler",
     "ResultMetric",
     "SubprocessLauncher",

@@ -40,6 +40,7 @@ _OTHER_PRECISIONS = (
     plugins.TransformerEnginePrecision,
     plugins.XLAPrecision,
 )
+_EVALUATIONS = ("validation_step", "test_step", "predict_step")
 # Entries of parameter groups by which optimizers of other packages clip by themselves, as LAMB does.
 _OWN_CLIPPING = ("max_grad_norm", "clip_grad_norm", "grad_clip_norm")
 
@@ -62,11 +63,12 @@ def check_module(module: pl.LightningModule, trainer: Any, *, fitting: bool, ran
             "for each micro-batch and stage, so it cannot run backward passes and optimizer steps itself.",
             hint="Use automatic optimization with one optimizer, or another strategy.",
         )
-    if fitting and is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
-        raise ConfigurationError(
-            "training_step(dataloader_iter) fetches batches itself; a pipeline must cut them into micro-batches first.",
-            hint="Use training_step(batch, batch_idx).",
-        )
+    for name in (*(("training_step",) if fitting else ()), *_EVALUATIONS):
+        if is_param_in_hook_signature(getattr(module, name), "dataloader_iter", explicit=True):
+            raise ConfigurationError(
+                f"{name}(dataloader_iter) fetches batches itself; a pipeline must give the same one to all ranks.",
+                hint=f"Use {name}(batch, batch_idx).",
+            )
     if ranks > 1 and any(isinstance(callback, BatchSizeFinder) for callback in trainer.callbacks):
         raise ConfigurationError(
             "The BatchSizeFinder tries sizes until memory runs out, which happens on one rank alone.",

@@ -24,7 +24,6 @@ from lightning_pipe.trainer.data.micro_batches import LossWeight, MicroBatches
 from lightning_pipe.trainer.data.number_rules import NumberRules
 from lightning_pipe.trainer.data.training_output import losses_on_host
 from lightning_pipe.trainer.late_values import LateValues
-from lightning_pipe.trainer.loader_iterator import LoaderIterator
 from lightning_pipe.trainer.own_sources import OwnSources, check_alike, check_one_pipe, check_one_run
 from lightning_pipe.trainer.step_hooks import HooksOfBatch
 from lightning_pipe.trainer.step_report import ReportExchange, StepReport, known_outputs, losses_of
@@ -298,8 +297,6 @@ class StepOfBatch:
         return result
 
     def _run(self, micro_batch: Any) -> Any:
-        if isinstance(micro_batch, LoaderIterator):
-            micro_batch = micro_batch.of_run()
         try:
             return self._method(micro_batch, *self._rest)
         except StopIteration as error:

@@ -384,14 +384,6 @@ def loader(**options: Any) -> DataLoader:
     return DataLoader(Rows(**options), batch_size=SIZE)
 
 
-class FetchesItself(Evaluated):
-    """Takes the loader's iterator."""
-
-    def validation_step(self, dataloader_iter: Iterator[Any]) -> Tensor:
-        batch, index, _ = next(dataloader_iter)
-        return super().validation_step(batch, index)
-
-
 class SideBySide(Evaluated):
     """Joins the batches of two loaders."""
 

@@ -39,6 +39,11 @@ class FetchesItself(Lit):
         raise AssertionError("called")
 
 
+class EvaluatesItself(Lit):
+    def validation_step(self, dataloader_iter: Any) -> None:
+        raise AssertionError("called")
+
+
 class TwoOptimizers(Lit):
     def configure_optimizers(self) -> Any:
         return [torch.optim.SGD(part.parameters(), lr=0.1) for part in (self.embed, self.model)]
@@ -77,6 +82,9 @@ def refused(feature: str) -> Any:
         pytest.param(Manual, "automatic optimization with one optimizer", marks=refused("manual optimization")),
         pytest.param(
             FetchesItself, "training_step\\(batch, batch_idx\\)", marks=refused("training_step(dataloader_iter)")
+        ),
+        pytest.param(
+            EvaluatesItself, "validation_step\\(batch, batch_idx\\)", marks=refused("validation_step(dataloader_iter)")
         ),
         pytest.param(TwoOptimizers, "one optimizer with several parameter groups", marks=refused("several optimizers")),
         pytest.param(Lbfgs, "treats every parameter by itself", marks=refused("LBFGS")),

@@ -10,7 +10,6 @@ import lightning.pytorch as pl
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_pipe.engine.pipeline import Pipeline
-from lightning_pipe.lightning_internals import DataLoaderIterDataFetcher
 from lightning_pipe.torch_internals import is_compiled
 from lightning_pipe.trainer.data.shared_loader import SharedDataLoader
 from lightning_pipe.trainer.module_state import is_torchs
@@ -47,8 +46,6 @@ def reason_to_wait(module: pl.LightningModule, pipeline: Pipeline, step: UserSte
 def _reasons(module: pl.LightningModule, pipeline: Pipeline, step: UserStep, loop: Any, name: str) -> Iterator[str]:
     if name in step.in_turns:
         yield "the step comes back to layers that it has called, and one rank computes at a time"
-    if isinstance(loop._data_fetcher, DataLoaderIterDataFetcher):
-        yield f"{name} takes the loader's iterator"
     for hook in _hooks_between(module, name):
         # it may change what the steps of later batches use, such as weights
         yield f"{hook} is called between two batches"

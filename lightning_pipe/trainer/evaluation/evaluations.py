@@ -11,14 +11,12 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lightning_pipe.lightning_internals import DataFetcherWrapper
 from lightning_pipe.parameters.buffer_sync import EvaluatedCopies
 from lightning_pipe.patches import replaced
 from lightning_pipe.trainer.evaluation.conditions import reason_to_wait, tell_that_batches_wait
 from lightning_pipe.trainer.evaluation.replica_predictions import in_order, share_of
 from lightning_pipe.trainer.evaluation.steps import EvaluationSteps
 from lightning_pipe.trainer.evaluation.stream import EvaluationStream, Steadiness
-from lightning_pipe.trainer.loader_iterator import LoaderIterator
 from lightning_pipe.trainer.world import World
 
 
@@ -51,7 +49,6 @@ class Evaluations:
         self._steadiness: defaultdict[str, Steadiness] = defaultdict(Steadiness)
         self._told: set[tuple[str, str]] = set()
         self._stream: EvaluationStream | None = None
-        self._iterator: LoaderIterator | None = None
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -80,15 +77,10 @@ class Evaluations:
 
         Args:
             name: the method of the LightningModule.
-            args: its arguments; the first one is the batch, on this device, or the loader's iterator.
+            args: its arguments; the first one is the batch, on this device.
         """
         if self._stream is not None:
             return self._stream.step(args)
-        if isinstance(args[0], DataFetcherWrapper):
-            if self._iterator is None or self._iterator.iterator is not args[0]:
-                self._iterator = LoaderIterator(args[0])
-            self._iterator.fetch()
-            args = (self._iterator,)
         run = self._steps.begin(name, args)
         self._steps.run(run)
         return self._steps.share(run)

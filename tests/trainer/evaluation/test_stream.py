@@ -26,7 +26,6 @@ from tests.support.evaluated_modules import (
     CountsInObject,
     Evaluated,
     Exhausts,
-    FetchesItself,
     Hooked,
     Keeps,
     Large,
@@ -63,8 +62,6 @@ CASES: dict[str, tuple[Callable[[], Evaluated], Callable[[], Any], dict[str, Any
     "calibrated": (Calibrates, loader, {}),
     "hooked": (Hooked, loader, {}),
     "moved": (Moved, loader, {}),
-    "fetches": (FetchesItself, loader, {}),
-    "fetches_without_length": (FetchesItself, lambda: DataLoader(Stream(), batch_size=SIZE), {}),
     "looks": (Looks, loader, {}),
     "watched": (Watched, lambda: [loader(), loader(rows=9)], {}),
     "samples": (Samples, loader, {}),
@@ -219,13 +216,11 @@ REASONS = {
     "calibrated": "reads `self.center`",
     "hooked": "Hooked.on_validation_batch_end is called between two batches",
     "looks": "reads `self.trainer.callback_metrics`",
-    "fetches": "validation_step takes the loader's iterator",
-    "fetches_without_length": "validation_step takes the loader's iterator",
     "moved": "Moved.on_after_batch_transfer is called between two batches",
     "watched": "the metric 'model.0.rows' is part of a module",
     "in_object": "reads `self.s",
 }
-OFTEN = ["plain", "kept", "looks", "counted", "hooked", "samples", "modes", "alternates", "in_object", "fetches"]
+OFTEN = ["plain", "kept", "looks", "counted", "hooked", "samples", "modes", "alternates", "in_object"]
 
 
 def test_two_ranks_equal_one_device() -> None:
