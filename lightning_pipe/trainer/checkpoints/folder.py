@@ -30,7 +30,7 @@ from lightning_pipe.trainer.checkpoints.rank_entries import (
     receive_items,
     send_items,
 )
-from lightning_pipe.trainer.checkpoints.unfinished import beside, naming, reason, replacing
+from lightning_pipe.trainer.checkpoints.unfinished import naming, reason, replacing
 from lightning_pipe.transport.base import Transport
 
 REST = "meta.pt"
@@ -63,14 +63,14 @@ def save(
         writer: the pipeline rank that writes what is not a tensor.
         parameter_names: for each optimizer the names of its parameters.
     """
-    first = transport.replica == 0
+    first, topology = transport.replica == 0, transport.topology
     writes = first and transport.rank == writer
-    with replacing(path, folder=True) if writes else nullcontext(beside(path)) as unfinished:
-        transport.barrier()
+    with replacing(path, folder=True) if writes else nullcontext("") as made:
+        unfinished = transport.broadcast_object(made, topology.process(0, writer), tuple(range(topology.world_size)))
         if first and not writes:
             send_items(mine, transport, writer)
         if writes:
-            others = [rank for rank in range(transport.topology.ranks) if rank != writer]
+            others = [rank for rank in range(topology.ranks) if rank != writer]
             entries_of_ranks = [(mine.items, mine.keys), *(receive_items(transport, rank) for rank in others)]
             with naming(path, unfinished):
                 _write_rest(os.path.join(unfinished, REST), checkpoint, entries_of_ranks, parameter_names)
@@ -163,7 +163,7 @@ def _naming_errors(transport: Transport, path: str, verb: str) -> Iterator[None]
         yield
     except CheckpointException as error:  # derives from BaseException, and has one text for all ranks (torch 2.13)
         process, (cause, _) = next(iter(error.failures.items()))
-        text, who = reason(cause, beside(path)), transport.describe(process)
+        text, who = reason(cause, path), transport.describe(process)
         raise CheckpointError(f"The checkpoint {path} could not be {verb} by {who}: {text}.") from None
     except PipeError:
         raise
