@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from lightning_pipe import schedules
+from lightning_pipe import distributions, schedules
 from lightning_pipe.trainer import registry
 from lightning_pipe.version import __version__
 
@@ -49,8 +49,6 @@ _HOMES = {
     "CostProfile": "lightning_pipe.planning.cost_profile",
     "Costs": "lightning_pipe.simulate",
     "DeferredBatchNorm": "lightning_pipe.parameters.deferred_batchnorm",
-    "PipeStrategy": "lightning_pipe.trainer.strategy",
-    "PipelineTimeline": "lightning_pipe.callbacks",
     "deferred_init": "lightning_pipe.construction",
     "is_recomputing": "lightning_pipe.intercept.recompute",
     "load_weights": "lightning_pipe.parameters.loading",
@@ -60,6 +58,10 @@ _HOMES = {
     "search": "lightning_pipe.planning.search",
 }
 
+# there is one for each distribution of Lightning
+_OF_LIGHTNING = {"PipeStrategy": "lightning_pipe.trainer.strategy", "PipelineTimeline": "lightning_pipe.callbacks"}
+
+distributions.install()
 registry.install()
 
 
@@ -67,6 +69,8 @@ def __getattr__(name: str) -> Any:
     """Import what is asked for, no sooner: schedules and simulations need neither torch nor lightning."""
     if name in _MODULES:
         return importlib.import_module(f"lightning_pipe.{name}")
+    if name in _OF_LIGHTNING:
+        return getattr(importlib.import_module(distributions.home(_OF_LIGHTNING[name])), name)
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)
     raise AttributeError(f"module 'lightning_pipe' has no attribute {name!r}")

@@ -334,7 +334,7 @@ def tensors_of(*roots: object) -> Iterator[Tensor]:
 
 
 def _is_frameworks(kind: type) -> bool:
-    return str(kind.__module__).partition(".")[0] in ("torch", "lightning", "builtins")
+    return str(kind.__module__).partition(".")[0] in ("torch", "lightning", "pytorch_lightning", "builtins")
 
 
 def _replace(tensor: Tensor, value: Tensor) -> None:

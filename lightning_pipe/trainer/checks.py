@@ -23,6 +23,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.optim import Optimizer
 
 from lightning_pipe.config import Sharding
+from lightning_pipe.distributions import maker
 from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.errors import ConfigurationError, PartitionError
 from lightning_pipe.parameters.ownership import named_tensors
@@ -68,6 +69,13 @@ def check_module(module: pl.LightningModule, trainer: Any, *, fitting: bool, ran
             raise ConfigurationError(
                 f"{name}(dataloader_iter) fetches batches itself; a pipeline must give the same one to all ranks.",
                 hint=f"Use {name}(batch, batch_idx).",
+            )
+    for callback in trainer.callbacks:
+        if maker(callback) not in (None, maker(trainer)):
+            raise ConfigurationError(
+                f"The callback {type(callback).__name__} is one of {maker(callback)}, and the Trainer of "
+                f"{maker(trainer)}: they have classes of their own.",
+                hint="Import both from the same package.",
             )
     if ranks > 1 and any(isinstance(callback, BatchSizeFinder) for callback in trainer.callbacks):
         raise ConfigurationError(

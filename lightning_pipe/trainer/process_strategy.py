@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 from contextlib import ExitStack
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import lightning.pytorch as pl
 import torch
@@ -20,6 +20,7 @@ from torch.distributed import ReduceOp
 from typing_extensions import override
 
 from lightning_pipe.config import Auto, RankOrder, RunLayout
+from lightning_pipe.distributions import of_maker
 from lightning_pipe.errors import CommunicationError, ConfigurationError
 from lightning_pipe.schedules import Family
 from lightning_pipe.trainer.children import end_with_parent
@@ -78,7 +79,27 @@ class ProcessStrategy(ParallelStrategy):
         self._seed, self._rank_order = 0, check_rank_order(rank_order)
         self._changed = ExitStack()
 
+    _given: tuple[tuple[Any, ...], dict[str, Any]]
+
+    def __new__(cls, *args: Any, **options: Any) -> Self:
+        """Keep the arguments, for the same strategy of Lightning's other distribution."""
+        made = super().__new__(cls)
+        made._given = args, options
+        return made
+
     # ------------------------------------------------------------------ what the Trainer asks
+
+    def _set_accelerator(self, accelerator: pl.accelerators.Accelerator) -> None:
+        """The first thing that a Trainer sets: this becomes a strategy of the Trainer's distribution of Lightning."""
+        kind = of_maker(type(self), accelerator)
+        if kind is not type(self):
+            args, options = self._given
+            vars(self).clear()
+            self.__class__ = kind
+            self.__init__(*args, **options)  # type: ignore[misc]
+        self._accelerator = accelerator
+
+    accelerator = property(ParallelStrategy.accelerator.fget, _set_accelerator)  # type: ignore[attr-defined]
 
     @property
     @override

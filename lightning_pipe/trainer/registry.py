@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import importlib
 from functools import partial
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import Any
 
 import wrapt
 
 from lightning_pipe import schedules
-from lightning_pipe.errors import ConfigurationError
+from lightning_pipe.distributions import renamed
 from lightning_pipe.schedules.registry import ALIASES
 
 
 def install() -> None:
     """Register the names when lightning is imported, now or later; nothing heavy is imported for it."""
-    wrapt.register_post_import_hook(_register_in_lightning, "lightning.pytorch.strategies")
-    wrapt.register_post_import_hook(_register_refusal, "pytorch_lightning.strategies")
+    for package in ("lightning.pytorch", "pytorch_lightning"):
+        wrapt.register_post_import_hook(_register, f"{package}.strategies")
 
 
 def strategy_names() -> dict[str, dict[str, Any]]:
@@ -32,34 +32,18 @@ def strategy_names() -> dict[str, dict[str, Any]]:
     return {"pipe": {}} | {f"pipe_{name.lower()}": {"schedule": name} for name in known}
 
 
-def _create(**arguments: Any) -> Any:
+def _create(second: bool, **arguments: Any) -> Any:
     # when a Trainer asks: `install` runs whenever this package is imported, which is to stay quick
-    from lightning_pipe.trainer.strategy import PipeStrategy
+    home = "lightning_pipe.trainer.strategy"
+    return importlib.import_module(renamed(home) if second else home).PipeStrategy(**arguments)
 
-    return PipeStrategy(**arguments)
 
-
-def _register(module: ModuleType, create: Callable[..., Any]) -> None:
+def _register(module: ModuleType) -> None:
+    second = module.__name__.startswith("pytorch_lightning.")
     for name, arguments in strategy_names().items():
         module.StrategyRegistry.register(
             name,
-            partial(create, **arguments),
+            partial(_create, second, **arguments),
             description=f"Pipeline parallelism, schedule {arguments.get('schedule', 'by default')}",
             override=True,
         )
-
-
-def _register_in_lightning(module: ModuleType) -> None:
-    _register(module, _create)
-
-
-def _register_refusal(module: ModuleType) -> None:
-    _register(module, _refuse)
-
-
-def _refuse(**arguments: Any) -> NoReturn:
-    raise ConfigurationError(
-        "The strategy 'pipe' belongs to lightning.Trainer; this is the Trainer of the package pytorch_lightning, which "
-        "has classes of its own.",
-        hint="Use `import lightning as L` and L.Trainer, L.LightningModule throughout.",
-    )

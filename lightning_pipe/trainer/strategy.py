@@ -24,6 +24,7 @@ from typing_extensions import override
 from lightning_pipe import schedules
 from lightning_pipe.config import Auto, RankOrder, Sharding
 from lightning_pipe.construction import initialise_meta
+from lightning_pipe.distributions import be_strategy_of_both
 from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.errors import ConfigurationError, PartitionError
 from lightning_pipe.lightning_internals import optimizers_to_device
@@ -61,6 +62,7 @@ DEFAULT_TIMEOUT = timedelta(minutes=30)
 """As long as Lightning and torch wait: preparing data on one process counts."""
 
 
+@be_strategy_of_both
 class PipeStrategy(ModuleStrategy):
     """Trains an unmodified LightningModule as a pipeline over several processes.
 

@@ -31,7 +31,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("partition", "simulate"),
     ("schedules", "skip", "construction"),
     ("config", "tensor_spec", "lightning_internals", "torch_internals"),
-    ("text", "internals", "patches"),
+    ("text", "internals", "patches", "distributions"),
     ("errors", "version"),
 )
 """The rooms from top to bottom. Arrows lead downwards: a room may import those of the levels below its own."""

@@ -11,7 +11,6 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 import lightning_pipe
 from lightning_pipe import PipeStrategy, schedules
-from lightning_pipe.errors import ConfigurationError
 from lightning_pipe.schedules.registry import ALIASES
 from lightning_pipe.trainer import registry
 from tests.support.processes import PRELOAD, run_trainers
@@ -44,11 +43,6 @@ def test_the_plain_name() -> None:
 def test_registering_twice_is_harmless() -> None:
     registry.install()
     assert "pipe" in StrategyRegistry
-
-
-def test_the_other_package_of_lightning_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="import lightning as L"):
-        registry._refuse()
 
 
 def test_unknown_names() -> None:
