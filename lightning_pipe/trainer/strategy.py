@@ -43,6 +43,7 @@ from lightning_pipe.trainer.checks import (
     check_optimizers,
     check_shapes,
     is_about_several_optimizers,
+    refusing_old_options,
     warn_of_checkpoints_on_exception,
 )
 from lightning_pipe.trainer.construction import configured_without_memory, settle, without_memory
@@ -104,7 +105,6 @@ class PipeStrategy(ModuleStrategy):
             until ``trainer.strategy.whole_module()``.
         stream_evaluation: let batches of validation, test and prediction follow each other through the stages.
         evaluation_micro_batches: how many micro-batches a batch of an evaluation is cut into; 1 leaves batches whole.
-        whole_batches: every rank gets whole batches. ``True`` is the only choice.
         passes: how often a training step runs the layers, each pass from the first to the last: 2 for siamese networks.
             Evaluation steps need no such number.
         process_group_backend: of torch.distributed; ``None``: NCCL on GPUs, Gloo on CPUs.
@@ -127,6 +127,7 @@ class PipeStrategy(ModuleStrategy):
 
     strategy_name = "pipe"
 
+    @refusing_old_options
     def __init__(
         self,
         schedule: str | PathLike[str] | Family | Schedule = "1f1b",
@@ -151,7 +152,6 @@ class PipeStrategy(ModuleStrategy):
         timeout: timedelta = DEFAULT_TIMEOUT,
         rank_order: RankOrder = "pipeline",
         reduce_dtype: Literal["bfloat16"] | None = None,
-        whole_batches: bool | None = None,
         *,
         accelerator: pl.accelerators.Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
@@ -203,7 +203,7 @@ class PipeStrategy(ModuleStrategy):
             layers, balance, self.family, recompute, deferred_batch_norm, micro_batches, passes
         )
         self._splitting = BatchSplitting(
-            micro_batches, split_batch, loss_weight, stream_evaluation, evaluation_micro_batches, whole_batches
+            micro_batches, split_batch, loss_weight, stream_evaluation, evaluation_micro_batches
         )
         self._reduce_dtype = None if reduce_dtype is None else torch.bfloat16
         self._known: tuple[list[str], list[str]] = [], []

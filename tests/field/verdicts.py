@@ -22,7 +22,7 @@ NOT_COUNTED = (UNTRAINABLE, RANDOM)
 VERDICTS = (EQUAL, SLICED, REMEDIED, SILENT, WARNED, UNCLEAR, REFUSED, CRASHED, *NOT_COUNTED)
 
 # Options that a user can paste from a message. Another schedule, or fewer devices, would answer another question.
-_NAMES = "layers|micro_batches|passes|loss_weight|whole_batches|balance|deferred_batch_norm"
+_NAMES = "layers|micro_batches|passes|loss_weight|balance|deferred_batch_norm"
 _OPTION = re.compile(rf"""\b({_NAMES})=(\[[^\]]*\]|"[^"]*"|'[^']*'|\w+)""")
 
 

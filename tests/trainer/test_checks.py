@@ -100,7 +100,7 @@ def test_modules_that_a_pipeline_cannot_train(module: type[Lit], message: str) -
     [
         ({"schedule": "1f1c"}, ScheduleError, "Did you mean '1f1b'"),
         ({"reproducible_rng": False}, ConfigurationError, "reproducible_rng"),
-        ({"whole_batches": False}, ConfigurationError, "batches go whole to every rank"),
+        ({"whole_batches": True}, ConfigurationError, "every rank has whole batches now.\nHint: Leave it out"),
         ({"shard_optimizer": "all"}, ConfigurationError, "shard_optimizer='all' is not supported"),
         ({"reduce_dtype": "float16"}, ConfigurationError, "reduce_dtype='float16' is not supported"),
         ({"pipeline_parallel_size": 3}, ConfigurationError, "pipeline_parallel_size=1"),
@@ -123,10 +123,6 @@ def test_optimizers_that_clip_by_themselves() -> None:
     clipping = torch.optim.SGD([{"params": parameters, "max_grad_norm": 1.0}], lr=0.1)
     with pytest.raises(ConfigurationError, match=r"gradient_clip_val=1\.0"):
         check_optimizers([clipping], ranks=2)
-
-
-def test_whole_batches_may_still_be_asked_for() -> None:
-    PipeStrategy(whole_batches=True)
 
 
 def test_a_timeout_without_a_unit() -> None:

@@ -39,14 +39,8 @@ class BatchSplitting:
     loss_weight: LossWeight | None = None
     stream_evaluation: bool = True
     evaluation_micro_batches: int = 1
-    whole_batches: bool | None = None
 
     def __post_init__(self) -> None:
-        if self.whole_batches not in (None, True):
-            raise ConfigurationError(
-                f"whole_batches={self.whole_batches} is not supported: batches go whole to every rank.",
-                hint="Leave the option out.",
-            )
         if self.evaluation_micro_batches < 1:
             raise ConfigurationError(
                 f"evaluation_micro_batches={self.evaluation_micro_batches}: a batch has at least one.",
