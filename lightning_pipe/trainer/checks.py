@@ -45,7 +45,10 @@ _OTHER_PRECISIONS = (
 _EVALUATIONS = ("validation_step", "test_step", "predict_step")
 # Entries of parameter groups by which optimizers of other packages clip by themselves, as LAMB does.
 _OWN_CLIPPING = ("max_grad_norm", "clip_grad_norm", "grad_clip_norm")
-_OLD_OPTIONS = {"whole_batches": "every rank has whole batches now"}
+_OLD_OPTIONS = {
+    "whole_batches": "every rank has whole batches now",
+    "reproducible_rng": "random numbers always depend on seed, step, micro-batch and layer alone",
+}
 """Options that `PipeStrategy` had, and what is so without them."""
 
 P = ParamSpec("P")

@@ -90,7 +90,6 @@ class PipeStrategy(ModuleStrategy):
         recompute: whether stages keep only their input and compute the rest again before their backward pass:
             ``"never"``, ``"always"``, or ``"except_last"`` micro-batch.
         deferred_batch_norm: let batch norm keep the statistics of whole batches rather than of micro-batches.
-        reproducible_rng: random numbers depend on seed, step, micro-batch and layer only. ``True`` is the only choice.
         loss_weight: what the loss of a micro-batch counts in the batch's mean, as a function of it; ``"sum"``: losses
             are added as they are; ``None``: its number of samples.
         split_batch: ``split_batch(batch, m)`` returns m micro-batches; ``None``: along dimension 0 of every tensor that
@@ -139,7 +138,6 @@ class PipeStrategy(ModuleStrategy):
         balance: Balance = "auto",
         recompute: Recompute = "never",
         deferred_batch_norm: bool = True,
-        reproducible_rng: bool = True,
         loss_weight: LossWeight | None = None,
         split_batch: SplitBatch | None = None,
         shard_optimizer: Sharding = False,
@@ -174,8 +172,6 @@ class PipeStrategy(ModuleStrategy):
             shard_optimizer=shard_optimizer,
             gather_limit=gather_limit,
         )
-        if not reproducible_rng:
-            raise ConfigurationError("reproducible_rng=False is not supported.", hint="Leave it out: it costs nothing.")
         if reduce_dtype not in (None, "bfloat16"):
             raise ConfigurationError(
                 f"reduce_dtype={reduce_dtype!r} is not supported.",

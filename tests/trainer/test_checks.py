@@ -99,7 +99,7 @@ def test_modules_that_a_pipeline_cannot_train(module: type[Lit], message: str) -
     ("options", "kind", "message"),
     [
         ({"schedule": "1f1c"}, ScheduleError, "Did you mean '1f1b'"),
-        ({"reproducible_rng": False}, ConfigurationError, "reproducible_rng"),
+        ({"reproducible_rng": True}, ConfigurationError, "'reproducible_rng' is gone: random numbers always depend on"),
         ({"whole_batches": True}, ConfigurationError, "every rank has whole batches now.\nHint: Leave it out"),
         ({"shard_optimizer": "all"}, ConfigurationError, "shard_optimizer='all' is not supported"),
         ({"reduce_dtype": "float16"}, ConfigurationError, "reduce_dtype='float16' is not supported"),
