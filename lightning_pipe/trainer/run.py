@@ -23,7 +23,6 @@ What happens to one batch, and where::
       |
       |  4  StepOfBatch.share                         step_report.py
       |       StepReport ----> all ranks of the pipeline
-      |         how numbers join                      data/number_rules.py
       |         attributes that the step changed      attribute_sync.py
       |         values that it logged                 whole_model/logging.py
       |
@@ -183,7 +182,7 @@ class PipelineRun:
         steps = EvaluationSteps(self.pipeline, self._step, self._precision, self._seeds, self._splitter.options)
         self._evaluations = Evaluations(self._module, self._world, steps)
         self._changed.enter_context(self._evaluations.installed())
-        self._output = TrainingOutput(self._module, self.pipeline.transport.device, self._step.numbers.rules)
+        self._output = TrainingOutput(self._module, self.pipeline.transport.device)
         if fitting and self.pipeline.asynchronous is not None:
             self._costs.warn_if_wanted()
             self.streaming = Streaming(

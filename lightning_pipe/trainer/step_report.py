@@ -13,7 +13,6 @@ from lightning_pipe.intercept.contents import Change
 from lightning_pipe.text import memory
 from lightning_pipe.torch_internals import tree_leaves
 from lightning_pipe.trainer.broadcasts import REPORTS, Broadcast, from_ranks
-from lightning_pipe.trainer.data.joining import Comparison
 from lightning_pipe.trainer.warn_once import WarnOnce
 from lightning_pipe.trainer.whole_model.logging import Merged, single_value
 from lightning_pipe.transport.nonblocking_broadcast import NonBlockingBroadcast
@@ -31,7 +30,6 @@ class StepReport:
         logged: what the step logged.
         changes: what the step changed in the attributes of the LightningModule.
         stop: whether this rank has been asked to stop the training.
-        seen: numbers of this batch that were compared, from which follows how those of micro-batches join.
         repeats: whether the step has come back to layers of an earlier stage, and ended there.
         hooks: those on modules that the step has left, by their places among all that it has registered.
         taken: what has been taken from random generators and iterators of the module's own; see `OwnSources`.
@@ -41,7 +39,6 @@ class StepReport:
     logged: list[Merged]
     changes: list[Change]
     stop: bool
-    seen: dict[Any, Comparison] = field(default_factory=dict)
     repeats: bool = False
     hooks: tuple[int, ...] = ()
     taken: dict[str, Any] = field(default_factory=dict)

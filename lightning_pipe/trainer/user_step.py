@@ -15,13 +15,10 @@ from lightning_pipe.errors import ConfigurationError
 from lightning_pipe.intercept.contents import Change
 from lightning_pipe.intercept.recompute import is_recomputing
 from lightning_pipe.intercept.snapshot import Snapshot
-from lightning_pipe.torch_internals import DisableTorchFunction
 from lightning_pipe.trainer.attribute_sync import AttributeSync
 from lightning_pipe.trainer.broadcasts import Broadcast
-from lightning_pipe.trainer.data.joining import numbers_in
 from lightning_pipe.trainer.data.loss_checks import LossChecks
 from lightning_pipe.trainer.data.micro_batches import LossWeight, MicroBatches
-from lightning_pipe.trainer.data.number_rules import NumberRules
 from lightning_pipe.trainer.data.training_output import losses_on_host
 from lightning_pipe.trainer.late_values import LateValues
 from lightning_pipe.trainer.own_sources import OwnSources, check_alike, check_one_pipe, check_one_run
@@ -51,7 +48,6 @@ class UserStep:
 
     Attributes:
         log: records and replays logged values.
-        numbers: how numbers of micro-batches join.
         checks: the loss checks.
         attributes: what steps change in the LightningModule.
         sources: the random generators and iterators of the module's own.
@@ -70,9 +66,8 @@ class UserStep:
     ) -> None:
         self.module, self.pipeline, self.metrics = module, pipeline, metrics
         self.log = Log(module, metrics.names)
-        self.numbers = NumberRules()
         self.checks = LossChecks(
-            pipeline.transport.device, self.numbers, weighted=callable(loss_weight), replica=pipeline.transport.replica
+            pipeline.transport.device, weighted=callable(loss_weight), replica=pipeline.transport.replica
         )
         self.attributes = AttributeSync(module, pipeline)
         self.late_values = LateValues(self.attributes.tracked, pipeline)
@@ -219,9 +214,7 @@ class UserStep:
             broadcast: sends objects within the pipeline; by default the others wait for those that report.
             send_outputs: whether ranks without the last stage get what the step returned.
         """
-        reports = self._reports.share(report, ranks, broadcast, send_outputs=send_outputs)
-        self.numbers.learn([each.seen for each in reports])
-        return reports
+        return self._reports.share(report, ranks, broadcast, send_outputs=send_outputs)
 
     def warn_of_windows(self, micro_batches: int) -> None:
         """Warn about metrics over the last updates, of which a batch now makes several."""
@@ -290,10 +283,6 @@ class StepOfBatch:
             result = self._run(micro_batch)
             # within these contexts: a run that still waits for what other ranks send must not count as complete
             common.pipeline.returning(result)
-        # the loss check has run this: it compares what two micro-batches and both together log and return
-        if is_alone():
-            with DisableTorchFunction():
-                common.numbers.note([*common.log.numbers(), *numbers_in(result)])
         return result
 
     def _run(self, micro_batch: Any) -> Any:
@@ -361,8 +350,7 @@ class StepOfBatch:
         losses = losses_of(outputs) if common.summed else {}
         # what is logged is weighted as the losses are
         logged = merge(self._logged, amounts, losses)
-        compared, left = common.numbers.compared(self.check), self._hooks.left()
-        return StepReport(outputs, logged, changes, stop, compared, hooks=left, taken=dict(self._taken))
+        return StepReport(outputs, logged, changes, stop, hooks=self._hooks.left(), taken=dict(self._taken))
 
     def check_sources(self, reports: Sequence[StepReport]) -> None:
         """Raise if runs of this batch's step have taken other things than one device would.
@@ -387,6 +375,5 @@ class StepOfBatch:
         self._hooks.put_back(max((report.hooks for report in reports), key=len))
         merged = combine(one for report in reports for one in report.logged)
         for one in merged:
-            known = common.numbers.rules.get(one.key)
-            one.reduction = "sum" if common.summed and one.is_loss else known or one.reduction
+            one.reduction = "sum" if common.summed and one.is_loss else one.reduction
         common.log.replay(merged, len(self.micro_batches.parts), common.pipeline.transport.device, own_batch=own_batch)

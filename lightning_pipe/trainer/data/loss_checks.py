@@ -12,7 +12,6 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from lightning_pipe.engine.first_batch.loss_check import LossCheck
 from lightning_pipe.engine.first_batch.mixing import MixingCheck
 from lightning_pipe.trainer.data.micro_batches import MicroBatches
-from lightning_pipe.trainer.data.number_rules import NumberRules
 from lightning_pipe.trainer.data.suspects import WHOLE
 from lightning_pipe.trainer.warn_once import WarnOnce
 
@@ -31,13 +30,12 @@ class LossChecks:
 
     Args:
         device: where the step computes.
-        numbers: notes the numbers that a run of the step logs and returns.
         weighted: whether the user's function says what a micro-batch counts: nothing is said about the loss then.
         replica: the number of this pipeline among those side by side.
     """
 
-    def __init__(self, device: torch.device, numbers: NumberRules, *, weighted: bool, replica: int = 0) -> None:
-        self._device, self._numbers, self._weighted, self._replica = device, numbers, weighted, replica
+    def __init__(self, device: torch.device, *, weighted: bool, replica: int = 0) -> None:
+        self._device, self._weighted, self._replica = device, weighted, replica
         self._batches = 0
         self._has_warned = self._told_mixing = False
         self._warn = WarnOnce()
@@ -65,7 +63,6 @@ class LossChecks:
             micro_batches.together,
             autocast,
             micro_batches.summed,
-            self._numbers.values,
             pairs=3 if number == 0 else 1,
             mixing=MixingCheck(micro_batches.sizes, micro_batches.together, self._tell_mixing) if number == 0 else None,
         )

@@ -35,11 +35,10 @@ class TrainingOutput:
     Args:
         module: the LightningModule.
         device: where the loss belongs.
-        rules: how numbers join, by their place in what the step returns, as far as it is known.
     """
 
-    def __init__(self, module: pl.LightningModule, device: torch.device, rules: Mapping[Any, str | None]) -> None:
-        self._module, self._device, self._rules = module, device, rules
+    def __init__(self, module: pl.LightningModule, device: torch.device) -> None:
+        self._module, self._device = module, device
         self._warn = WarnOnce()
 
     def of(self, outputs: Mapping[int, Any], micro_batches: MicroBatches, withheld: WithheldGradients) -> Any:
@@ -57,7 +56,7 @@ class TrainingOutput:
             return loss
         # everything but the loss, which alone leads to the gradients
         others = {i: {k: v for k, v in value.items() if k != "loss"} for i, value in enumerate(values)}
-        joined = join(others, micro_batches.sizes, micro_batches.shares, self._rules, self._warn_of_list)
+        joined = join(others, micro_batches.sizes, micro_batches.shares, self._warn_of_list)
         return {**joined, "loss": loss}
 
     def unknown(self, withheld: WithheldGradients) -> Any:
@@ -75,5 +74,5 @@ class TrainingOutput:
                 f"list {place}",
                 f"training_step returns outputs{place}, of which it is not known how the values of micro-batches make "
                 "that of the batch: on_train_batch_end gets a list with one entry for each micro-batch. Known are "
-                "tensors and lists with one entry for each sample, means, sums, and what is the same for all.",
+                "tensors and lists with one entry for each sample, means over samples, and what is the same for all.",
             )

@@ -181,7 +181,7 @@ class EvaluationSteps:
         parts = run.step.micro_batches
         if len(parts.parts) == 1 or not outputs:
             return outputs.get(0)
-        return join(outputs, parts.sizes, parts.shares, {}, _unclear)
+        return join(outputs, parts.sizes, parts.shares, _unclear)
 
 
 def _unclear(place: str) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import numbers
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
@@ -19,9 +20,9 @@ from lightning_pipe.intercept.placeholder import Placeholder
 from lightning_pipe.lightning_internals import ResultMetric
 from lightning_pipe.patches import replaced
 from lightning_pipe.torch_internals import DisableTorchFunction
-from lightning_pipe.trainer.data.joining import RULES, Number
 
 _log, _to = pl.LightningModule.log, ResultMetric.to
+_REDUCTIONS = ("mean", "sum", "min", "max")
 
 
 class LogKey(NamedTuple):
@@ -63,6 +64,45 @@ class LogEntry:
 
 Logged = dict[int, dict[LogKey, LogEntry]]
 """What was logged in each micro-batch."""
+
+
+@dataclass
+class Number:
+    """A number of some micro-batches, merged in every way that `reduce_fx` may ask for.
+
+    Args:
+        weighted: the sum of value x weight.
+        weight: the sum of the weights.
+        total: the sum of the values.
+        least: the smallest value.
+        most: the largest value.
+    """
+
+    weighted: float
+    weight: float
+    total: float
+    least: float
+    most: float
+
+    @classmethod
+    def of(cls, value: float, weight: float) -> Number:
+        """The number of one micro-batch."""
+        return cls(value * weight, weight, value, value, value)
+
+    def merge(self, other: Number) -> None:
+        """Add other micro-batches."""
+        self.weighted += other.weighted
+        self.weight += other.weight
+        self.total += other.total
+        lost = math.isnan(self.least) or math.isnan(other.least)
+        self.least = math.nan if lost else min(self.least, other.least)
+        self.most = math.nan if lost else max(self.most, other.most)
+
+    def result(self, reduction: str) -> float:
+        """The number for all of them."""
+        if reduction == "mean":
+            return self.weighted / self.weight if self.weight else self.weighted
+        return {"sum": self.total, "min": self.least, "max": self.most}[reduction]
 
 
 @dataclass
@@ -118,7 +158,6 @@ class Log:
     module: pl.LightningModule
     metrics: Mapping[int, str]
     _current: dict[LogKey, LogEntry] | None = None
-    _last: dict[LogKey, LogEntry] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         named = self.module.named_modules()
@@ -155,20 +194,10 @@ class Log:
             yield
             for entry in self._current.values():
                 entry.complete()
-            self._last = self._current
             if counts:
                 logged[micro_batch] = self._current
         finally:
             self._current = None
-
-    def numbers(self) -> Iterator[tuple[LogKey, float, str]]:
-        """What the last run that was completed logged for its batch: names, values, and how they merge by default."""
-        for key, entry in self._last.items():
-            # a metric that is logged for the epoch alone is computed from all that it has seen
-            epoch = entry.metric is not None and entry.options.get("on_step") is False
-            known = entry.value is not None and not isinstance(entry.value, Placeholder)
-            if known and entry.options.get("batch_size") is None and not epoch:
-                yield key, float(entry.value), _rule(entry)  # type: ignore[arg-type]
 
     def replay(
         self, merged: Iterable[Merged], micro_batches: int, device: torch.device, *, own_batch: bool = True
@@ -293,7 +322,7 @@ def _reduction(function: Any) -> str:
     name = function if isinstance(function, str) else getattr(function, "__name__", "")
     name = {"avg": "mean", "amin": "min", "amax": "max"}.get(name.lower(), name.lower())
     # anything else is refused by Lightning when it is logged
-    return name if name in RULES else "mean"
+    return name if name in _REDUCTIONS else "mean"
 
 
 def to_host(values: Sequence[Tensor | None]) -> list[float]:
