@@ -97,7 +97,6 @@ NAMES = {
         "_flat_weight_refs": "weak references, with which tensors cannot be swapped",
         "_flat_weights_names": "what they refer to",
     },
-    "torch.nn.utils.clip_grad": {"_get_total_norm": f"what clip_grad_norm_ calls; {_OWN}"},
     "torch.optim.lr_scheduler.LRScheduler": {
         "_opt_called": "set on the optimizer by its step, which a schedule without a flush leaves out at first"
     },

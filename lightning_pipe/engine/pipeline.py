@@ -125,11 +125,6 @@ class Pipeline(PartitionedModule):
         """That of training batches."""
         return self.executor if self.in_passes is None else self.in_passes.executor
 
-    @property
-    def in_step(self) -> bool:
-        """Whether the user's step is under way on this rank: each rank runs another part of it."""
-        return self._interceptor.run is not None
-
     # ------------------------------------------------------------------ batches
 
     def train(

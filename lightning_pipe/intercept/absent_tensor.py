@@ -50,8 +50,8 @@ _SHOWN = 3
 IN_HOOKS = (
     "In hooks a rank has the values of its own layers alone: read a parameter on the ranks that hold it, with "
     "`if trainer.strategy.pipeline.holds(name)`. Call or generate from a checkpoint, or after fit, when "
-    "trainer.strategy.whole_module() gives every rank all of it; norms of gradients and weights over all ranks come "
-    "from torch.nn.utils.get_total_norm and lightning.pytorch.utilities.grad_norm."
+    "trainer.strategy.whole_module() gives every rank all of it; the norm of all gradients comes from "
+    "trainer.strategy.grad_norm(), and a limit on it is Trainer(gradient_clip_val=…)."
 )
 _IN_STEPS = (
     "Let the layer use it, or return it, in its forward; or register it in the LightningModule, outside the layers: "
@@ -59,7 +59,8 @@ _IN_STEPS = (
 )
 _ONE_DEVICE = (
     "Only tensors of one rank can follow each other: a teacher whose layers follow a student's needs one device. For "
-    "averaged weights use Lightning's callback EMAWeightAveraging."
+    "averaged weights use Lightning's callback EMAWeightAveraging, for a limit on the norm of all gradients "
+    "Trainer(gradient_clip_val=…) or self.clip_gradients(…): the norm is trainer.strategy.grad_norm()."
 )
 
 

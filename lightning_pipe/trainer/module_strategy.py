@@ -10,6 +10,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -25,6 +26,7 @@ from lightning_pipe.trainer.checks import check_outside_step
 from lightning_pipe.trainer.construction import let_go_when_loaded
 from lightning_pipe.trainer.process_strategy import ProcessStrategy
 from lightning_pipe.trainer.run import PipelineRun
+from lightning_pipe.trainer.whole_model.gradient_norms import gradient_norm
 
 
 class ModuleStrategy(ProcessStrategy):
@@ -86,6 +88,24 @@ class ModuleStrategy(ProcessStrategy):
         self.come(CALL)
         gather(self.lightning_module)
         return self.lightning_module
+
+    def grad_norm(self, norm_type: float = 2.0) -> Tensor:
+        """The norm of the gradients of all parameters, on all ranks. Collective: call it on all ranks.
+
+        Each rank has the gradients of its own stages, so functions of torch and Lightning cannot tell.
+
+        Args:
+            norm_type: the order of the norm; may be infinity.
+
+        Returns:
+            A tensor with one number, on the device of this rank.
+
+        Raises:
+            ConfigurationError: a step runs, or no rank has gradients of one batch: with an asynchronous schedule, and
+                with ``shard_optimizer=True`` once they are clipped.
+        """
+        self.come("trainer.strategy.grad_norm()")
+        return gradient_norm(self.divided.pipeline, self._module().parameters(), norm_type)
 
     def come(self, call: str) -> None:
         """Wait until all processes are about to do what needs all of them.

@@ -73,7 +73,7 @@ from lightning_pipe.trainer.stopping import stopping_together
 from lightning_pipe.trainer.user_step import StepOfBatch, UserStep
 from lightning_pipe.trainer.whole_model.finetuning import values_compared
 from lightning_pipe.trainer.whole_model.grad_scaler import loss_scale, over_stages
-from lightning_pipe.trainer.whole_model.gradient_norms import over_all_stages
+from lightning_pipe.trainer.whole_model.gradient_norms import clipping_together
 from lightning_pipe.trainer.whole_model.logging import moved_once
 from lightning_pipe.trainer.whole_model.metrics import metrics_of
 from lightning_pipe.trainer.whole_model.sharded_optimizer import ShardedOptimizers
@@ -156,7 +156,7 @@ class PipelineRun:
         trainer: Any = self._module.trainer
         fitting = trainer.state.fn == TrainerFn.FITTING
         self._changed.enter_context(over_stages(self._precision, self.pipeline))
-        self._changed.enter_context(over_all_stages(self.pipeline))
+        self._changed.enter_context(clipping_together(self._precision, self.pipeline))
         self._changed.enter_context(moved_once())
         self._changed.enter_context(active_loop_kept())
         self._changed.enter_context(values_compared(self.pipeline))

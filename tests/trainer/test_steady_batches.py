@@ -23,7 +23,7 @@ pytestmark = pytest.mark.rehearsed
 MOST = 4
 """Waits of a batch without clipping and mixed precision; `docs/how_it_works.md` names each."""
 TO_HOST = "lightning_pipe/trainer/whole_model/logging.py to_host: copy to the host"
-NORM = "lightning_pipe/trainer/whole_model/gradient_norms.py _of_all: read a value"
+NORM = "lightning_pipe/trainer/whole_model/gradient_norms.py gradient_norm: read a value"
 
 
 def steady(micro_batches: int = 4, **trainer: Any) -> list[Batch]:

@@ -26,8 +26,8 @@ class _SummedElsewhere:
     remedy = (
         'shard_optimizer="gradients" sums each gradient for the process that updates the parameter: change it in place '
         "on all ranks, or read it under `if trainer.strategy.pipeline.reductions.shards.mine(parameter)`. With "
-        "shard_optimizer=True all holders have it until it is clipped. Norms of all gradients come from "
-        "torch.nn.utils.get_total_norm and lightning.pytorch.utilities.grad_norm."
+        "shard_optimizer=True all holders have it until it is clipped. The norm of all gradients comes from "
+        "trainer.strategy.grad_norm(), and a limit on it is Trainer(gradient_clip_val=…)."
     )
 
     def __init__(self, pipeline: Pipeline, owner: int) -> None:

@@ -178,8 +178,7 @@ class Log:
             if isinstance(value, AbsentTensor):
                 raise value.origin.error(
                     f"self.log({name!r}, …) is given a number that comes from parameters of other ranks",
-                    "Log what the step computes, or norms by torch.nn.utils.get_total_norm, which are those of the "
-                    "whole model.",
+                    "Log what the step computes, or the norm of all gradients by trainer.strategy.grad_norm().",
                 )
             _log(module, name, value, *args, **options)
 

@@ -1,9 +1,7 @@
-"""Norms of gradients in users' hooks are those of the whole model, as on one device."""
+"""Clipping and norms of gradients are those of the whole model, or an error says how to ask for them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 import lightning as L
@@ -13,13 +11,7 @@ from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 
-from lightning_pipe import schedules
-from lightning_pipe.engine.pipeline import Pipeline
-from lightning_pipe.errors import CommunicationError, ConfigurationError, PipeError
-from lightning_pipe.partition import find_layers
-from lightning_pipe.trainer.whole_model.gradient_norms import _total_norm
-from lightning_pipe.transport.threads import ThreadTransport, run_threads, thread_world
-from lightning_pipe.transport.topology import Topology
+from lightning_pipe.errors import PipeError
 from tests.support import oracle
 from tests.support.lit_modules import FEATURES, Data
 from tests.support.processes import outcomes, run_trainers
@@ -27,37 +19,35 @@ from tests.support.trainer_runs import QUIET, quiet
 
 
 class Norms(L.LightningModule):
-    """Asks for norms wherever users do, and has a tied parameter."""
+    """Asks for norms wherever users do, clips, and has a tied parameter."""
 
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Linear(FEATURES, FEATURES)
         self.model = nn.Sequential(*(nn.Linear(FEATURES, FEATURES) for _ in range(4)))
         self.model[3].weight = self.embed.weight
-        self.seen: list[Any] = []
+        self.seen: list[float] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         y = self.model(self.embed(batch[0].flatten(1)))
         assert torch.allclose(get_total_norm([y.detach()]), y.norm())  # in a step it is that of what is there
         return y.square().mean()
 
+    def norm(self, order: float = 2.0) -> Tensor:
+        strategy: Any = self.trainer.strategy
+        if hasattr(strategy, "grad_norm"):
+            return strategy.grad_norm(order)
+        return get_total_norm([p.grad for p in self.parameters() if p.grad is not None], order)
+
     def on_after_backward(self) -> None:
-        gradients = [p.grad for p in self.parameters() if p.grad is not None]
-        self.note(get_total_norm(gradients, float("inf")), torch.nn.utils.get_total_norm(gradients, 3.0))
-        self.note(get_total_norm(p.detach() for p in self.parameters()))
-        self.note(get_total_norm([torch.ones(3)]))
+        self.seen += [float(self.norm(order)) for order in (2.0, 3.0, float("inf"))]
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
-        norms = grad_norm(self, 2)
-        self.note(*norms.values(), *grad_norm(self.model[:2], "inf").values())
-        self.log_dict(norms)
+        self.log("norm", self.norm())
 
     def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
-        self.note(clip_grad_norm_(self.parameters(), 0.05))
-        self.note(clip_grad_norm_(self.model[0].weight, 0.01))
-
-    def note(self, *norms: Tensor) -> None:
-        self.seen += [float(norm) for norm in norms]
+        self.clip_gradients(optimizer, 0.05, "norm")
+        self.seen.append(float(self.norm()))
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.1)
@@ -83,7 +73,6 @@ def fit(devices: int | None, **options: Any) -> tuple[list[float], oracle.Trace]
     trainer.fit(module, Data().train_dataloader())
     trace = recorder.trace
     trace.weights, trace.metrics = oracle.state_of(module), oracle.numbers(trainer.callback_metrics)
-    assert torch.nn.utils.clip_grad._get_total_norm is get_total_norm  # everything is as before
     return module.seen, trace
 
 
@@ -101,87 +90,110 @@ def fit_all(process: int) -> dict[str, Any]:
     return {name: fit(2, **options) for name, options in CASES.items()}
 
 
-class TooLate(Norms):
-    """Asks when the gradients are divided."""
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        clip_grad_norm_(self.parameters(), 1.0)
-
-
-class Momenta(Norms):
-    """Asks for a norm of what every rank has a part of."""
-
-    def on_before_zero_grad(self, optimizer: Any) -> None:
-        get_total_norm([torch.ones(1) * (1 + self.global_rank)])
-
-
 def test_norms_are_those_of_one_device() -> None:
     seen, truth = fit(None)
     for process in run_trainers(fit_all, 2, timeout=60):
         for name, (found, trace) in process.items():
-            assert found == pytest.approx(seen, rel=1e-7), name  # Lightning's total is a float32
+            assert found == pytest.approx(seen, rel=1e-7), name
             oracle.assert_equal(trace, truth)
 
 
-class Asynchronous(Norms):
-    """Asks for what has no meaning while batches are in flight."""
+class TooLate(Norms):
+    """Asks when the gradients are divided."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.norm()
+
+
+class InStep(Norms):
+    """Asks where each rank runs another part of the step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.norm()
+        return loss
+
+
+class OnOneRank(Norms):
+    """Asks on one rank alone."""
 
     def on_after_backward(self) -> None:
-        pass
+        if self.trainer.is_global_zero:
+            self.norm()
 
 
-REFUSALS = {
-    "on_before_optimizer_step": (TooLate, {"schedule": "chimera", "shard_optimizer": True}),
-    "sees its own part": (Momenta, {}),
-    "different batches": (Asynchronous, {"schedule": "pipedream", "micro_batches": 1}),
+class TorchClips(Norms):
+    """Clips by torch's function, which sees the gradients of this rank."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        clip_grad_norm_(self.parameters(), 0.05)
+
+
+class TorchClipsSome(Norms):
+    """Clips those that have a gradient, by the norm of these."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        some = [parameter for parameter in self.parameters() if parameter.grad is not None]
+        clip_grad_norm_(some, 0.05, foreach=False)
+
+
+class TorchTells(Norms):
+    """Logs what torch's function gives."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.log("norm", get_total_norm([p.grad for p in self.parameters() if p.grad is not None]))
+
+
+class LightningTells(Norms):
+    """Logs what Lightning's function gives."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.log_dict(grad_norm(self, 2))
+
+
+ASK = "trainer.strategy.grad_norm()"
+REFUSALS: dict[type[Norms], tuple[str, dict[str, Any]]] = {
+    TooLate: ("on_before_optimizer_step", {"schedule": "chimera", "shard_optimizer": True}),
+    InStep: (ASK, {}),
+    OnOneRank: ("rainer.strategy.grad_norm() is called on rank 0, and not on all others", {}),
+    Norms: ("different batches", {"schedule": "pipedream", "micro_batches": 1}),
+    TorchClips: (ASK, {}),
+    TorchClipsSome: (ASK, {}),
+    TorchTells: (ASK, {}),
+    LightningTells: (ASK, {}),
 }
 
 
-def refused(process: int, reason: str) -> None:
+def refused(process: int, kind: type[Norms]) -> None:
     from lightning_pipe import PipeStrategy
 
     quiet()
-    module, options = REFUSALS[reason]
-    strategy = PipeStrategy(**{"micro_batches": 2, **options})
+    strategy = PipeStrategy(**{"micro_batches": 2, **REFUSALS[kind][1]})
     trainer = L.Trainer(accelerator="cpu", devices=2, strategy=strategy, max_epochs=1, **QUIET)
-    trainer.fit(module().double(), Data().train_dataloader())
+    trainer.fit(kind().double(), Data().train_dataloader())
 
 
-@pytest.mark.parametrize("reason", REFUSALS)
-def test_what_cannot_be_told_is_refused(reason: str) -> None:
-    for outcome in outcomes(refused, 2, timeout=40, group_timeout=None, reason=reason):
-        assert isinstance(outcome.error, ConfigurationError | CommunicationError)
-        assert reason in str(outcome.error)
+@pytest.mark.parametrize("kind", REFUSALS)
+def test_what_cannot_be_told_is_refused(kind: type[Norms]) -> None:
+    for outcome in outcomes(refused, 2, timeout=40, group_timeout=None, kind=kind):
+        assert isinstance(outcome.error, PipeError)
+        assert REFUSALS[kind][0] in str(outcome.error)
 
 
-def asked_on_rank_0(other: Callable[[ThreadTransport], Any]) -> BaseException:
-    """The error of the rank that asks for a norm while the other one does something else."""
-    errors: list[BaseException] = []
-
-    def body(transport: ThreadTransport) -> None:
-        if transport.rank:
-            other(transport)
-            return
-        module = Norms()
-        pipeline = Pipeline(module, find_layers(module, "model"), [2, 2], schedules.get("1f1b"), transport)
-        try:
-            _total_norm(pipeline)(list(module.parameters()))
-        except PipeError as error:
-            errors.append(error)
-
-    run_threads(thread_world(Topology.for_schedule(2), timeout=timedelta(seconds=0.5)), body, timeout=20)
-    return errors[0]
+class Scattered(TorchClips):
+    """Clips by torch's function where the sums of gradients are divided over replicas."""
 
 
-def test_who_asks_alone_learns_what_and_where() -> None:
-    alone = asked_on_rank_0(lambda transport: None)
-    assert isinstance(alone, CommunicationError)
-    for part in (
-        "the norm of order 2 of gradients at ",
-        __file__,
-        "on all ranks, not under `if trainer.is_global_zero`",
-    ):
-        assert part in str(alone)
-    mixed = asked_on_rank_0(lambda transport: transport.all_gather_object({"other": 1}, (0, 1)))
-    assert isinstance(mixed, ConfigurationError)
-    assert "other ranks ask for something else" in str(mixed)
+def scattered(process: int) -> None:
+    from lightning_pipe import PipeStrategy
+
+    quiet()
+    strategy = PipeStrategy(data_parallel_size=2, pipeline_parallel_size=1, shard_optimizer="gradients")
+    trainer = L.Trainer(accelerator="cpu", devices=2, strategy=strategy, max_epochs=1, **QUIET)
+    trainer.fit(Scattered().double(), Data().train_dataloader())
+
+
+def test_norms_of_divided_gradients_are_refused() -> None:
+    for outcome in outcomes(scattered, 2, timeout=40, group_timeout=None):
+        assert isinstance(outcome.error, PipeError)
+        assert ASK in str(outcome.error)

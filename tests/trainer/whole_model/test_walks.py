@@ -45,21 +45,6 @@ class Perturbed(Walks):
                 weight.data = weight.data - 0.01 * torch.randn(weight.shape, dtype=weight.dtype)
 
 
-class Clips(torch.optim.SGD):
-    """Limits the norm of all gradients by itself."""
-
-    def step(self, closure: Any = None) -> Any:
-        loss = closure()
-        nn.utils.clip_grad_norm_([weight for group in self.param_groups for weight in group["params"]], 0.1)
-        super().step()
-        return loss
-
-
-class Clipped(Walks):
-    def configure_optimizers(self) -> Any:
-        return Clips(self.parameters(), lr=0.1)
-
-
 class NoisyGradients(Walks):
     """Adds noise to gradients, and to those that a layer has; limits them."""
 
@@ -109,7 +94,7 @@ CASES: dict[str, type[Walks]] = {
     for kind in (
         *(Averaged, AveragedByLists, AveragedByFunction, AveragedWhole),
         *(Teacher, TeacherByData, TeacherByLerp, TeacherByState, Shadows, ShadowsAnew, Dictionary, ListAverage),
-        *(Lists, KeepsBest, Swaps, Perturbed, Clipped, NoisyGradients, PartlyTrained),
+        *(Lists, KeepsBest, Swaps, Perturbed, NoisyGradients, PartlyTrained),
     )
 }
 

@@ -34,6 +34,20 @@ class Joins(Walks):
         return self.Normalised(self.parameters(), lr=0.1)
 
 
+class Clipped(Walks):
+    """An optimizer that limits the norm of all gradients by itself."""
+
+    class Clips(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            loss = closure()
+            nn.utils.clip_grad_norm_([weight for group in self.param_groups for weight in group["params"]], 0.1)
+            super().step()
+            return loss
+
+    def configure_optimizers(self) -> Any:
+        return self.Clips(self.parameters(), lr=0.1)
+
+
 class Distils(Teacher):
     """The teacher teaches."""
 
@@ -107,7 +121,8 @@ class Trusting(Walks):
 
 REFUSED: dict[str, tuple[type[Walks], str]] = {
     "joins": (Joins, "Normalised.step joins numbers of several parameters: 'stack' at "),
-    "sums": (SumsNorms, "lightning.pytorch.utilities.grad_norm"),
+    "clips": (Clipped, "Clips.step joins numbers of several parameters"),
+    "sums": (SumsNorms, "trainer.strategy.grad_norm()"),
     "histograms": (Histograms, "'numpy' needs a value that is not here: Rank "),
     "unnamed": (Unnamed, "checkpoint['averages'][0] comes from parameters of other ranks"),
     "mixed": (Mixed, "No rank has the value of 'mean'"),
