@@ -21,7 +21,7 @@ from lightning_pipe.schedules import (
     ZeroBubble,
 )
 from lightning_pipe.simulate import Costs, simulate
-from lightning_pipe.simulate.closed_forms import chimera_critical_path, chimera_time
+from recipes.reproduce.closed_forms import chimera_critical_path, chimera_time
 from recipes.reproduce.published import published
 from recipes.reproduce.results import Result, Row, Tolerance
 

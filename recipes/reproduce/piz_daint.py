@@ -9,8 +9,8 @@ from typing import Any
 
 from lightning_pipe.schedules import Family, Kind
 from lightning_pipe.simulate import Costs, Link, simulate
-from lightning_pipe.simulate.closed_forms import chimera_critical_path
 from recipes.reproduce.bubbles import SCHEMES
+from recipes.reproduce.closed_forms import chimera_critical_path
 from recipes.reproduce.counted import sizes_of_stages
 from recipes.reproduce.pictures import bars, lines
 from recipes.reproduce.published import published

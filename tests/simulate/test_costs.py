@@ -11,16 +11,16 @@ from lightning_pipe.errors import ScheduleError
 from lightning_pipe.schedules import Chimera, GPipe, Kind, OneFOneB
 from lightning_pipe.schedules.dependencies import play
 from lightning_pipe.simulate import Costs, Link, simulate
-from lightning_pipe.simulate.closed_forms import (
+from lightning_pipe.simulate.compiled import Compiled
+from lightning_pipe.simulate.costs import Links
+from lightning_pipe.simulate.discrete import run
+from recipes.reproduce.closed_forms import (
     chimera_critical_path,
     chimera_time,
     gpipe_activations,
     gpipe_memory,
     pipedream_2bw_memory,
 )
-from lightning_pipe.simulate.compiled import Compiled
-from lightning_pipe.simulate.costs import Links
-from lightning_pipe.simulate.discrete import run
 
 LINKS: tuple[Links, ...] = ("free", "directed", "shared")
 

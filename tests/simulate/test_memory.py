@@ -7,7 +7,7 @@ import pytest
 from lightning_pipe import schedules
 from lightning_pipe.schedules import GPipe, OneFOneB, with_recompute
 from lightning_pipe.simulate import Costs, Memory, memory_over_time, peak, simulate
-from lightning_pipe.simulate.closed_forms import gpipe_memory, pipedream_2bw_memory
+from recipes.reproduce.closed_forms import gpipe_memory, pipedream_2bw_memory
 
 
 @pytest.mark.parametrize("name", schedules.names())

@@ -72,7 +72,6 @@ _ROOMS: dict[str, dict[str, str]] = {
     "schedules/passes": {"list_scheduling": "schedules/passes/test_lower"},
     "simulate": {
         "chrome_trace": "simulate/test_drawing",
-        "closed_forms": "simulate/test_costs",
         "compiled": "simulate/test_costs",
         "discrete": "simulate/test_costs",
         "link": "simulate/test_costs",
