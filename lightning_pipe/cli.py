@@ -19,10 +19,9 @@ from lightning_pipe.errors import PipeError
 from lightning_pipe.planning import command
 from lightning_pipe.profiling import command as profile_command
 from lightning_pipe.schedules import Schedule
-from lightning_pipe.schedules.dependencies import Number
+from lightning_pipe.schedules.dependencies import Links, Number, Occupied
 from lightning_pipe.simulate import Costs, compare, table
 from lightning_pipe.simulate.comparison import simulate_batch
-from lightning_pipe.simulate.costs import Links, Occupied
 from lightning_pipe.text import memory, several
 
 _PROGRAM = "lightning-pipe"

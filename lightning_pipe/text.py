@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 
 
@@ -45,6 +45,36 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     """
     found = get_close_matches(name, list(known), n=1, cutoff=0.5)
     return found[0] if found else None
+
+
+def table(headings: Sequence[str], rows: Iterable[Sequence[str]], names: int = 0) -> str:
+    """Writes cells in columns: figures end below each other, names begin below each other.
+
+    Args:
+        headings: of the columns.
+        rows: cells.
+        names: the column of names.
+
+    Example:
+        >>> print(table(["fruit", "kg"], [["apples", "1.5"], ["figs", "12"]]))
+        fruit    kg
+        apples  1.5
+        figs     12
+    """
+    # not for every command that needs a number written
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    grid = Table.grid(padding=(0, 2), pad_edge=False)
+    for column in range(len(headings)):
+        grid.add_column(justify="left" if column == names else "right", no_wrap=True)
+    for row in (headings, *rows):
+        grid.add_row(*map(Text, row))  # as Text, brackets in names are not read as markup
+    console = Console(width=10_000, color_system=None, legacy_windows=False)
+    with console.capture() as captured:
+        console.print(grid)
+    return "\n".join(line.rstrip() for line in captured.get().splitlines())
 
 
 def _scaled(number: float, units: tuple[str, ...], base: int) -> str:

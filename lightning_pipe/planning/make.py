@@ -24,11 +24,9 @@ from lightning_pipe.planning.render import Plan, StagePlan
 from lightning_pipe.planning.traffic import divided_sums, gradient_bytes, messages_of, node_traffic, scaled
 from lightning_pipe.schedules import Family, Schedule, Stream, with_recompute
 from lightning_pipe.schedules.action import Placement
-from lightning_pipe.schedules.dependencies import Number
 from lightning_pipe.schedules.passes.recompute import Mode as Recompute
 from lightning_pipe.schedules.several_passes import several_passes
-from lightning_pipe.simulate import Costs, Memory, simulate
-from lightning_pipe.simulate.memory import activation_peaks
+from lightning_pipe.simulate import Costs, Memory, memory_over_time, peak, simulate
 from lightning_pipe.text import memory as memory_text
 from lightning_pipe.transport.topology import Topology
 
@@ -252,17 +250,16 @@ def stage_plans(
 
 def with_activations(plans: Sequence[StagePlan], schedule: Schedule, memory: Memory) -> tuple[StagePlan, ...]:
     """The stages with the most activations that a rank holds for each of them, over all ranks that hold it."""
-    sizes = [memory.at(stage) for stage in range(schedule.stages)]
-    held = [0.0] * schedule.stages
-    for stage in range(schedule.stages):
-        only = replace(memory, activations=_one(sizes[stage].activations, stage, schedule.stages))
-        only = replace(only, inputs=_one(sizes[stage].inputs, stage, schedule.stages))
-        held[stage] = float(max(activation_peaks(schedule, only)))
-    return tuple(replace(plan, bytes=plan.bytes + round(held[plan.stage])) for plan in plans)
-
-
-def _one(value: Number, stage: int, stages: int) -> list[Number]:
-    return [value if other == stage else 0 for other in range(stages)]
+    found = []
+    for plan in plans:
+        here = [int(stage == plan.stage) for stage in range(schedule.stages)]
+        own = memory.at(plan.stage)
+        alone = Memory(
+            activations=[own.activations * each for each in here], inputs=[own.inputs * each for each in here]
+        )
+        held = max(peak(points).activations for points in memory_over_time(schedule, alone))
+        found.append(replace(plan, bytes=plan.bytes + round(held)))
+    return tuple(found)
 
 
 def rank_sums(plans: Sequence[StagePlan], topology: Topology, peaks: Sequence[float] | None = None) -> tuple[str, ...]:

@@ -16,9 +16,7 @@ from lightning_pipe.partition import balance
 from lightning_pipe.planning.cost_profile import CostProfile
 from lightning_pipe.schedules import Family, Kind, Schedule, with_recompute
 from lightning_pipe.schedules.passes.recompute import Mode as Recompute
-from lightning_pipe.simulate import Costs, Memory
-from lightning_pipe.simulate.compiled import Compiled
-from lightning_pipe.simulate.memory import batch_peaks
+from lightning_pipe.simulate import Costs, Memory, memory_over_time, peak, simulate
 from lightning_pipe.text import several
 
 
@@ -117,8 +115,6 @@ class Predictor:
         self._at = cache(profile.at)
         self.cut = cache(self._divided)
         self._schedule = cache(_built)
-        # Schedules are compared by identity here: comparing all their actions would take longer than running them.
-        self._compiled: dict[int, Compiled] = {}
 
     def layers(self, one: Configuration) -> tuple[int, ...]:
         """Layers of every stage; if the configuration does not say, so that the slowest stage is fastest."""
@@ -199,17 +195,11 @@ class Predictor:
 
     def _over_time(self, one: Configuration, costs: Callable[[Schedule], Costs]) -> float:
         if one.family.synchronous:
-            return self._along(one, lambda schedule: [self._time(schedule, costs(schedule))])[0]
+            return self._along(one, lambda schedule: [_time(schedule, costs(schedule))])[0]
         # Without a flush: what one batch more takes, once ranks are filled.
         fill = -(-2 * one.ranks // one.micro_batches)
         few, more = (self.schedule(one, (fill + number) * one.micro_batches) for number in (1, 2))
-        return self._time(more, costs(more)) - self._time(few, costs(few))
-
-    def _time(self, schedule: Schedule, costs: Costs) -> float:
-        key = id(schedule)  # kept alive by the cache of schedules
-        if key not in self._compiled:
-            self._compiled[key] = Compiled(schedule)
-        return float(self._compiled[key].time(costs))
+        return _time(more, costs(more)) - _time(few, costs(few))
 
     def _along(self, one: Configuration, values: Callable[[Schedule], list[float]]) -> list[float]:
         """Values that grow evenly with the micro-batches, once there are enough of them for the order to repeat."""
@@ -230,6 +220,10 @@ def _built(family: Family, ranks: int, micro_batches: int, stages: int, recomput
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # an order that is cut short is predicted as it is
         return with_recompute(family.build(ranks, micro_batches, stages), recompute)
+
+
+def _time(schedule: Schedule, costs: Costs) -> float:
+    return float(simulate(schedule, costs).makespan)
 
 
 def divided_share(schedule: Schedule) -> float:
@@ -380,9 +374,7 @@ def stage_memory(
 
 def rank_bytes(schedule: Schedule, memory: Memory) -> list[float]:
     """The most that every rank holds: activations and gradients by the order of actions, and one message each way."""
-    found = []
-    for rank, of_batch in enumerate(batch_peaks(schedule, memory)):
-        stages = [memory.at(stage) for stage in schedule.stages_of(rank)]
-        fixed = sum(s.weights * schedule.weight_versions[rank] + s.optimizer for s in stages)
-        found.append(float(fixed + of_batch + max((s.messages + s.inputs for s in stages), default=0)))
-    return found
+    alone = memory_over_time(schedule, replace(memory, messages=0))
+    stages = ([memory.at(stage) for stage in schedule.stages_of(rank)] for rank in range(schedule.ranks))
+    messages = (max((each.messages + each.inputs for each in own), default=0) for own in stages)
+    return [float(peak(points).total + message) for points, message in zip(alone, messages, strict=True)]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable
 from fractions import Fraction
-from typing import TYPE_CHECKING, NamedTuple
+from heapq import heappop, heappush
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from lightning_pipe.errors import ScheduleError
 from lightning_pipe.schedules.action import Action, Kind, Placement
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
     from lightning_pipe.schedules.ir import Schedule
 
 Number = int | float | Fraction
+Occupied = Literal["neither", "sender", "receiver", "both"]
+Links = Literal["free", "directed", "shared"]
 
 FORWARD_DONE, GRADIENT_DONE = "forward", "gradient"
 Result = tuple[str, int, int | None]
@@ -26,6 +29,27 @@ class Timed(NamedTuple):
     action: Action
     start: Number
     end: Number
+
+
+class Message(NamedTuple):
+    """The result of an action on its way to another rank.
+
+    ``start`` to ``end`` is when it occupies its link; ``taken`` is when the action that needs it starts.
+    """
+
+    action: Action
+    sender: int
+    receiver: int
+    start: Number
+    end: Number
+    taken: Number
+
+
+class Run(NamedTuple):
+    """For every rank its actions with start and end, and the messages between ranks in the order of their arrival."""
+
+    played: list[list[Timed]]
+    messages: list[Message]
 
 
 def result_of(action: Action) -> Result | None:
@@ -69,49 +93,121 @@ def play(
     duration: Callable[[Action], Number] = lambda action: NOMINAL[action.kind],
     transfer: Callable[[Action], Number] = lambda action: 0,
     release: Callable[[Action], Number] = lambda action: 0,
-) -> list[list[Timed]]:
+    *,
+    overhead: Number = 0,
+    occupies: Occupied = "neither",
+    links: Links = "free",
+) -> Run:
     """Run every rank's actions in order, each as soon as its rank is free and what it needs has arrived.
+
+    ::
+
+        free -> [receive: overhead, the transfer if it occupies the receiver] -> [compute, overhead] -> finished
+          ^                                                                                                 |
+          +------------------- [send: overhead, link, the transfer if it occupies the sender] <-------------+
+
+    A link is given to messages in the order in which their actions finish, which is why actions are taken in the order
+    of their ends.
 
     Args:
         schedule: the schedule.
         duration: time of an action.
         transfer: time from the end of an action until its result is on another rank.
         release: time before which an action cannot start.
+        overhead: what a rank spends besides on each action, on each message that it sends and each that it takes.
+        occupies: who does nothing else during a message.
+        links: which messages between two ranks travel one after the other.
 
     Returns:
-        For every rank its actions with start and end, in exactly the arithmetic of the durations given.
+        The actions and messages, in exactly the arithmetic of the times given.
 
     Raises:
         ScheduleError: the ranks wait for each other.
     """
-    queues = schedule.actions
-    played: list[list[Timed]] = [[] for _ in queues]
-    free: list[Number] = [0] * len(queues)
-    done: dict[Result, tuple[Number, int, Action]] = {}
-    waiting: dict[Result, int] = {}
-    ready = deque(range(len(queues)))
-    while ready:
-        rank = ready.popleft()
-        while len(played[rank]) < len(queues[rank]):
-            action = queues[rank][len(played[rank])]
-            start = max(free[rank], release(action))
-            need = remote_need(action, schedule.stages)
-            if need is not None:
-                if need not in done:
-                    waiting[need] = rank
-                    break
-                end, producer, produced = done[need]
-                start = max(start, end if producer == rank else end + transfer(produced))
-            free[rank] = start + duration(action)
-            played[rank].append(Timed(action, start, free[rank]))
-            result = result_of(action)
-            if result is not None:
-                done[result] = (free[rank], rank, action)
-                if result in waiting:
-                    ready.append(waiting.pop(result))
-    if any(len(timed) < len(queue) for timed, queue in zip(played, queues, strict=True)):
-        raise _stuck(schedule, played)
-    return played
+    times = _Times(duration, transfer, release, overhead, occupies, links)
+    return _Player(schedule, times).run()
+
+
+class _Times(NamedTuple):
+    """The arguments of `play`."""
+
+    duration: Callable[[Action], Number]
+    transfer: Callable[[Action], Number]
+    release: Callable[[Action], Number]
+    overhead: Number
+    occupies: Occupied
+    links: Links
+
+
+class _Player:
+    """Ranks at work, and what each of them waits for."""
+
+    def __init__(self, schedule: Schedule, times: _Times) -> None:
+        self.schedule, self.times = schedule, times
+        self.played: list[list[Timed]] = [[] for _ in schedule.actions]
+        self.messages: list[Message] = []
+        self.free: list[Number] = [0] * len(schedule.actions)
+        self.sent: dict[Result, Message] = {}
+        self.waiting: dict[Result, int] = {}
+        self.links: dict[tuple[int, int], Number] = {}  # until when each is taken
+        self.ends: list[tuple[Number, int]] = []
+
+    def run(self) -> Run:
+        for rank in range(len(self.played)):
+            self.begin(rank)
+        while self.ends:
+            end, rank = heappop(self.ends)
+            self.finish(rank, end)
+            self.begin(rank)
+        if any(len(timed) < len(order) for timed, order in zip(self.played, self.schedule.actions, strict=True)):
+            raise _stuck(self.schedule, self.played)
+        return Run(self.played, self.messages)
+
+    def begin(self, rank: int) -> None:
+        """Let a free rank begin its next action, or wait for what it needs."""
+        order, played = self.schedule.actions[rank], self.played[rank]
+        if len(played) == len(order):
+            return
+        action, times = order[len(played)], self.times
+        start, need = max(self.free[rank], times.release(action)), remote_need(action, self.schedule.stages)
+        if need is not None:
+            if need not in self.sent:
+                self.waiting[need] = rank
+                return
+            message = self.sent[need]
+            if message.sender != rank:
+                if times.occupies in ("receiver", "both"):
+                    start = max(start, message.start) + (message.end - message.start)
+                else:
+                    start = max(start, message.end)
+                start += times.overhead
+                self.messages.append(message._replace(taken=start))
+        played.append(Timed(action, start, start + times.duration(action) + times.overhead))
+        heappush(self.ends, (played[-1].end, rank))
+
+    def finish(self, rank: int, end: Number) -> None:
+        """Send a result, and let the rank that waits for it go on."""
+        action, self.free[rank] = self.played[rank][-1].action, end
+        result = result_of(action)
+        if result is None:
+            return
+        receiver = consumer_rank(action, self.schedule.stages, self.schedule.placement)
+        if receiver is None or receiver == rank:
+            self.sent[result] = Message(action, rank, rank, end, end, end)
+        else:
+            self.sent[result] = self.send(action, rank, receiver, end + self.times.overhead)
+        if result in self.waiting:
+            self.begin(self.waiting.pop(result))
+
+    def send(self, action: Action, rank: int, receiver: int, ready: Number) -> Message:
+        """Give the message its link, and the sender time until it is free again."""
+        start, time, links = ready, self.times.transfer(action), self.times.links
+        if links != "free":
+            link = (rank, receiver) if links == "directed" else (min(rank, receiver), max(rank, receiver))
+            start = max(ready, self.links.get(link, ready))
+            self.links[link] = start + time
+        self.free[rank] = start + time if self.times.occupies in ("sender", "both") else ready
+        return Message(action, rank, receiver, start, start + time, start + time)
 
 
 def held(orders: Iterable[Iterable[Action]]) -> list[int]:

@@ -16,6 +16,7 @@ from lightning_pipe.simulate.simulator import simulate
 from lightning_pipe.simulate.steady import ratio
 from lightning_pipe.simulate.style import time_of
 from lightning_pipe.simulate.timeline import Timeline
+from lightning_pipe.text import table as text_table
 
 _STEADY = 24
 """Micro-batches per rank after which a schedule without a flush repeats for sure."""
@@ -147,15 +148,11 @@ def simulate_batch(schedule: Schedule, build: Callable[[int], Schedule], costs: 
 
 def table(rows: Iterable[Comparison]) -> str:
     """The comparison as text, with what the columns mean."""
+    rows = list(rows)
     head = ("schedule", "stages", "time", "bubble", "activations", "weights", "messages")
-    lines = [head, *(tuple(_cells(row)) for row in rows if row.schedule is not None)]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    text = [
-        "  ".join(cell.ljust(width) if index == 0 else cell.rjust(width) for index, (cell, width) in enumerate(pairs))
-        for pairs in (zip(line, widths, strict=True) for line in lines)
-    ]
+    cells = [tuple(_cells(row)) for row in rows if row.schedule is not None]
     problems = [f"{row.label}: {row.problem}" for row in rows if row.schedule is None]
-    return "\n".join([*text, *problems, *_LEGEND])
+    return "\n".join([text_table(head, cells), *problems, *_LEGEND])
 
 
 _LEGEND = (

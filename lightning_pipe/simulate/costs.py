@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from fractions import Fraction
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 from lightning_pipe.errors import ScheduleError
 from lightning_pipe.schedules.action import Action, Kind
-from lightning_pipe.schedules.dependencies import Number
+from lightning_pipe.schedules.dependencies import Links, Number, Occupied
 
 PerStage = Number | Sequence[Number]
-Occupied = Literal["neither", "sender", "receiver", "both"]
-Links = Literal["free", "directed", "shared"]
 
 _OF_THE_MODEL = (
     "forward",

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import accumulate, groupby
+from itertools import groupby
 from typing import NamedTuple
 
 from lightning_pipe.schedules.action import Kind
-from lightning_pipe.schedules.dependencies import Number, Timed, versions_after
+from lightning_pipe.schedules.dependencies import Number, Run, Timed, versions_after
 from lightning_pipe.schedules.ir import Schedule
 from lightning_pipe.simulate.costs import Costs, PerStage, at_stage
-from lightning_pipe.simulate.simulator import run_and_draw
+from lightning_pipe.simulate.simulator import run
 
 _MAKE_GRADIENTS = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
 
@@ -103,7 +103,8 @@ def memory_over_time(schedule: Schedule, memory: Memory, costs: Costs | None = N
     Args:
         schedule: the schedule, with its recomputation.
         memory: bytes by stage.
-        costs: times, which say how long messages are held; peaks of the rest depend on the order of actions alone.
+        costs: times, which say how long messages are held. Peaks of the rest depend on the order of actions alone:
+            without costs nothing is simulated, messages take no time, and a rank's actions one unit each.
 
     Example:
         >>> from lightning_pipe.schedules import OneFOneB
@@ -111,7 +112,11 @@ def memory_over_time(schedule: Schedule, memory: Memory, costs: Costs | None = N
         >>> [peak(rank).activations for rank in points]
         [20, 15, 10, 5]
     """
-    ran, _ = run_and_draw(schedule, costs or Costs())
+    if costs is None:
+        orders = [[Timed(action, index, index + 1) for index, action in enumerate(order)] for order in schedule.actions]
+        ran = Run(orders, [])
+    else:
+        ran = run(schedule, costs)
     changes: list[list[Change]] = [[] for _ in range(schedule.ranks)]
     for rank, timed in enumerate(ran.played):
         changes[rank] += _of_activations(timed, memory)
@@ -129,34 +134,6 @@ def memory_over_time(schedule: Schedule, memory: Memory, costs: Costs | None = N
 def peak(points: tuple[Held, ...]) -> Held:
     """The moment at which a rank holds most."""
     return max(points, key=lambda held: held.total)
-
-
-def activation_peaks(schedule: Schedule, memory: Memory) -> list[Number]:
-    """For every rank the most bytes of activations: by the order of its actions, without a simulation."""
-    peaks = []
-    for order in schedule.actions:
-        changes = _of_activations([Timed(action, 0, 0) for action in order], memory)
-        peaks.append(max(accumulate((size for _, _, size in changes), initial=0)))
-    return peaks
-
-
-def batch_peaks(schedule: Schedule, memory: Memory) -> list[Number]:
-    """For every rank the most bytes of activations and gradients together: by the order of its actions.
-
-    Example:
-        >>> from lightning_pipe.schedules import Interleaved
-        >>> schedule = Interleaved().build(4, 4)  # rank 3 is done with stage 7 before it begins with stage 3
-        >>> [batch_peaks(schedule, Memory(gradients=8, summed=summed))[3] for summed in (8, 2)]
-        [16, 10]
-    """
-    peaks = []
-    for order in schedule.actions:
-        timed = [Timed(action, index, index + 1) for index, action in enumerate(order)]
-        changes = sorted(
-            [*_of_activations(timed, memory), *_of_gradients(timed, memory)], key=lambda each: (each[0], each[2] > 0)
-        )
-        peaks.append(max(accumulate((size for _, _, size in changes), initial=0)))
-    return peaks
 
 
 Change = tuple[Number, str, Number]
@@ -185,8 +162,11 @@ def _of_gradients(timed: list[Timed], memory: Memory) -> Iterator[Change]:
     """From the first backward action that makes gradients of weights to the step; behind the last they are summed."""
     held: set[int] = set()
     last = {stage: index for index, ((kind, stage, *_), _, _) in enumerate(timed) if kind in _MAKE_GRADIENTS}
+    sizes = {stage: memory.at(stage) for stage in last}
     for index, ((kind, stage, *_), start, end) in enumerate(timed):
-        own = memory.at(stage)
+        if stage not in sizes:
+            continue
+        own = sizes[stage]
         if kind in _MAKE_GRADIENTS and stage not in held:
             held.add(stage)
             yield start, "gradients", own.gradients

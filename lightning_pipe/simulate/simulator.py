@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from lightning_pipe.schedules.action import Kind
-from lightning_pipe.schedules.dependencies import Number, Timed, play
+from lightning_pipe.schedules.dependencies import Number, Run, Timed, play
 from lightning_pipe.schedules.ir import Schedule
 from lightning_pipe.schedules.passes.lower import put_off, reductions
 from lightning_pipe.simulate.costs import Costs, at_stage
-from lightning_pipe.simulate.discrete import Run, run
 from lightning_pipe.simulate.steady import steady_bubble_ratio
 from lightning_pipe.simulate.timeline import Event, Timeline
 
@@ -35,62 +34,60 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
         >>> timeline.makespan, timeline.bubble_ratio, timeline.peak_activations
         (33, Fraction(3, 11), (4, 3, 2, 1))
     """
-    return run_and_draw(schedule, costs or Costs())[1]
-
-
-def run_and_draw(schedule: Schedule, costs: Costs) -> tuple[Run, Timeline]:
-    """As `simulate`, with the messages."""
-    costs.check(schedule.stages)
-    ran = run(schedule, costs)
+    costs = costs or Costs()
+    played = run(schedule, costs).played
     events = [
         Event(rank, action.kind, action.stage, action.micro_batch, action.pipe, start, end)
-        for rank, timed in enumerate(ran.played)
+        for rank, timed in enumerate(played)
         for action, start, end in timed
     ]
     if schedule.synchronous and not schedule.forward_only:
-        events += ends(
-            schedule,
-            costs,
-            [timed[-1].end if timed else 0 for timed in ran.played],
-            _completions(ran.played) if any_cost(costs.reduce) else {},
-            # The engine puts reductions off by the order that is fixed before a run: that of nominal times.
-            put_off(schedule, play(schedule)) if any_cost(costs.reduce) else frozenset(),
-        )
+        events += _ends(schedule, costs, played)
     timeline = Timeline.of(events, ranks=schedule.ranks, title=schedule.name)
     if not schedule.synchronous:
         timeline = replace(timeline, synchronous=False, steady=steady_bubble_ratio(timeline))
-    return ran, timeline
+    return timeline
 
 
-def ends(
-    schedule: Schedule,
-    costs: Costs,
-    over: Sequence[Number],
-    complete: Mapping[int, Number],
-    put_off: Container[int],
-) -> Iterator[Event]:
+def run(schedule: Schedule, costs: Costs) -> Run:
+    """The actions and messages of all ranks under these costs."""
+    costs.check(schedule.stages)
+    return play(
+        schedule,
+        costs.duration,
+        costs.transfer,
+        overhead=costs.overhead,
+        occupies=costs.occupies,
+        links=costs.links,
+    )
+
+
+def _ends(schedule: Schedule, costs: Costs, played: Sequence[Sequence[Timed]]) -> Iterator[Event]:
     """Reductions and optimizer steps of a batch.
 
     A stage is reduced once all its holders are done with it and have finished their earlier reductions, in the order
     of the engine. A rank steps after its own reductions and its last action.
-
-    Args:
-        schedule: the schedule.
-        costs: times.
-        over: when each rank has nothing left to compute.
-        complete: when the gradients of each stage are complete on all its holders; empty where nothing is reduced.
-        put_off: the stages that are reduced at the end of the batch.
     """
     free: list[Number] = [0] * schedule.ranks
-    for stage in reductions(put_off, complete):
-        cost, holders = at_stage(costs.reduce, stage), schedule.holders(stage)
-        if cost > 0:
-            late = stage in put_off or not costs.overlap_reduce
-            start = max(*(over[rank] if late else complete[stage] for rank in holders), *(free[r] for r in holders))
-            for rank in holders:
-                free[rank] = start + cost
-                yield Event(rank, Kind.REDUCE, stage, None, 0, start, free[rank])
-    if any_cost(costs.step):
+    over = [timed[-1].end if timed else 0 for timed in played]
+    if _any(costs.reduce):
+        complete: dict[int, Number] = {}  # when the gradients of each stage are complete on all its holders
+        for action, _, end in (entry for timed in played for entry in timed):
+            if action.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
+                complete[action.stage] = max(end, complete.get(action.stage, end))
+        # The engine puts reductions off by the order that is fixed before a run: that of nominal times.
+        late = put_off(schedule, play(schedule).played)
+        for stage in reductions(late, complete):
+            cost, holders = at_stage(costs.reduce, stage), schedule.holders(stage)
+            if cost > 0:
+                at_end = stage in late or not costs.overlap_reduce
+                start = max(
+                    *(over[rank] if at_end else complete[stage] for rank in holders), *(free[r] for r in holders)
+                )
+                for rank in holders:
+                    free[rank] = start + cost
+                    yield Event(rank, Kind.REDUCE, stage, None, 0, start, free[rank])
+    if _any(costs.step):
         for rank in range(schedule.ranks):
             now = max(free[rank], over[rank])
             for stage in schedule.stages_of(rank):
@@ -98,16 +95,6 @@ def ends(
                 yield Event(rank, Kind.STEP, stage, None, 0, start, now)
 
 
-def any_cost(cost: object) -> bool:
+def _any(cost: object) -> bool:
     """Whether a cost is more than nothing at any stage."""
     return any(cost) if isinstance(cost, Sequence) else bool(cost)
-
-
-def _completions(played: list[list[Timed]]) -> dict[int, Number]:
-    """When the gradients of each stage are complete on all its holders."""
-    complete: dict[int, Number] = {}
-    for timed in played:
-        for action, _, end in timed:
-            if action.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
-                complete[action.stage] = max(end, complete.get(action.stage, end))
-    return complete

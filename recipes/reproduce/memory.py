@@ -6,7 +6,6 @@ from functools import cache
 
 from lightning_pipe.schedules import Family
 from lightning_pipe.simulate import Memory, memory_over_time, peak
-from lightning_pipe.simulate.memory import activation_peaks
 from recipes.reproduce.bubbles import SCHEMES
 from recipes.reproduce.counted import sizes_of_stages
 from recipes.reproduce.pictures import bars
@@ -47,14 +46,7 @@ def peaks(model: str, scheme: str | Family, depth: int, batch: int, micro_batche
         activations=activation(sequence, width, heads) * batch * blocks // stages,
     )
     schedule = family.build(depth, micro_batches or depth if family.synchronous else 4 * depth)
-    if not family.synchronous:
-        return [float(peak(points).total) / GB for points in memory_over_time(schedule, memory)]
-    # Nothing but activations changes over a batch: the order of actions tells their most.
-    held = [memory.at(stage) for stage in range(stages)]
-    return [
-        float(sum(held[stage].weights + held[stage].optimizer for stage in schedule.stages_of(rank)) + most) / GB
-        for rank, most in enumerate(activation_peaks(schedule, memory))
-    ]
+    return [float(peak(points).total) / GB for points in memory_over_time(schedule, memory)]
 
 
 def figure9(set_ups: dict[str, list[str | int]], tolerance: str) -> Result:

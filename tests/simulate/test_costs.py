@@ -9,11 +9,8 @@ import pytest
 from lightning_pipe import schedules
 from lightning_pipe.errors import ScheduleError
 from lightning_pipe.schedules import Chimera, GPipe, Kind, OneFOneB
-from lightning_pipe.schedules.dependencies import play
+from lightning_pipe.schedules.dependencies import Links
 from lightning_pipe.simulate import Costs, Link, simulate
-from lightning_pipe.simulate.compiled import Compiled
-from lightning_pipe.simulate.costs import Links
-from lightning_pipe.simulate.discrete import run
 from recipes.reproduce.closed_forms import (
     chimera_critical_path,
     chimera_time,
@@ -23,15 +20,6 @@ from recipes.reproduce.closed_forms import (
 )
 
 LINKS: tuple[Links, ...] = ("free", "directed", "shared")
-
-
-@pytest.mark.filterwarnings("ignore:.*cut short")
-@pytest.mark.parametrize("name", schedules.names())
-def test_free_messages_give_the_times_of_play(name: str) -> None:
-    for ranks in (1, 2, 3, 4):
-        schedule = schedules.get(name).build(ranks if name not in ("chimera", "dualpipe") else 2 * ranks, 8)
-        costs = Costs(3, Fraction(7, 2), send=1)
-        assert run(schedule, costs).played == play(schedule, costs.duration, costs.transfer)
 
 
 def forward_and_backward(occupies: str, links: str = "free", micro_batches: int = 2) -> tuple[object, ...]:
@@ -146,21 +134,3 @@ def test_memory_formulas() -> None:
     assert gpipe_activations(batch=32, layers=24, stages=4, micro_batches=8) == 32 + 24
     assert gpipe_memory(weights=80, activations=40, inputs=3, stages=4, micro_batches=16) == 20 + 10 + 48
     assert pipedream_2bw_memory(weights=80, activations=40, inputs=3, stages=4) == 40 + 10 + 12
-
-
-@pytest.mark.filterwarnings("ignore:.*cut short")
-@pytest.mark.parametrize("name", schedules.names())
-def test_a_compiled_schedule_takes_the_time_of_its_simulation(name: str) -> None:
-    for family in schedules.get(name).variants():
-        schedule = schedules.with_recompute(family.build(4, 12), "except_last")
-        for costs in (
-            Costs(list(range(2, 2 + schedule.stages)), 5, send=1, send_backward=2),
-            Costs(3, 5, send=1, reduce=7, step=2),
-            Costs(3, 5, reduce=list(range(schedule.stages)), overlap_reduce=False),
-            Costs(3, 5, send=2, reduce=4, occupies="sender", links="shared", overhead=1),
-        ):
-            assert Compiled(schedule).time(costs) == simulate(schedule, costs).makespan
-
-
-def test_one_rank_without_steps_is_timed() -> None:
-    assert Compiled(GPipe().build(1, 3)).time(Costs(1, 2)) == 9

@@ -72,8 +72,6 @@ _ROOMS: dict[str, dict[str, str]] = {
     "schedules/passes": {"list_scheduling": "schedules/passes/test_lower"},
     "simulate": {
         "chrome_trace": "simulate/test_drawing",
-        "compiled": "simulate/test_costs",
-        "discrete": "simulate/test_costs",
         "link": "simulate/test_costs",
         "plot": "simulate/test_drawing",
         "steady": "simulate/test_asynchronous",
@@ -90,7 +88,7 @@ _ROOMS: dict[str, dict[str, str]] = {
         "module_strategy": "trainer/test_equality",
         "report": "trainer/test_fit",
         "run": "trainer/test_equality",
-        "stage_division": "planning/test_replicated",
+        "stage_division": "trainer/test_fit",
         "strategy": "trainer/test_equality",
         "user_step": "trainer/test_equality",
     },
