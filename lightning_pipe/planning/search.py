@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
+from itertools import accumulate
 
 from torch import nn
 
@@ -17,9 +17,8 @@ from lightning_pipe.partition.choice import layers_before_run
 from lightning_pipe.planning.cost_profile import CostProfile
 from lightning_pipe.planning.layer_sizes import estimated
 from lightning_pipe.planning.prediction import Configuration, Predictor, divided_share, stage_memory
-from lightning_pipe.planning.replicated import replicated_stages
 from lightning_pipe.planning.search_result import RuledOut, SearchResult
-from lightning_pipe.schedules import Family, PipeDream
+from lightning_pipe.schedules import Family
 from lightning_pipe.text import memory as amount_of_memory
 
 SHOWN = 10
@@ -28,9 +27,6 @@ _UNUSED = ("naive",)
 
 Cut = Callable[[int], Sequence[int] | None]
 """Number of stages -> layers of each."""
-
-_DYNAMIC = 4096
-"""Layers x ranks up to which PipeDream's dynamic program, whose time grows with their square, takes seconds."""
 
 
 def search(
@@ -51,8 +47,8 @@ def search(
 
     Schedule, pipelines side by side, stages, micro-batches, recomputation and the sharding of the optimizer are tried;
     world size and global batch stay as they are. A configuration that does not fit is tried again with a sharded
-    optimizer, then with recomputation, then with both. Configurations are simulated in the order of a lower bound of
-    their time, until no other can be among the best.
+    optimizer, then with recomputation, then with both. Configurations are simulated in the order of the least time that
+    their work takes, until no other can be among the best.
 
     Args:
         costs: a profile of the module, measured or written by hand; or the module: its times are then in proportion to
@@ -93,7 +89,7 @@ def search(
     candidates = _candidates(
         profile, ranks, global_batch, families, pipeline_parallel_size, stages_per_rank, micro_batches, cut
     )
-    return _Search(profile, memory, shown).run(list(candidates), start)
+    return _Search(Predictor(profile), memory).run(list(candidates), shown, start)
 
 
 def _check(**numbers: Sequence[int]) -> None:
@@ -122,7 +118,6 @@ def _candidates(
     cut: Cut | None = None,
 ) -> Iterator[Configuration]:
     tried = list(_families(families))
-    asynchronous = any(isinstance(family, PipeDream) and family.replicas is None for family in tried)
     for ranks in _divisors(world) if size is None else [size]:
         replicas, rest = divmod(world, ranks)
         if rest:
@@ -130,8 +125,6 @@ def _candidates(
         if global_batch % replicas or ranks > len(profile.layers):
             continue
         batch = global_batch // replicas
-        if asynchronous and ranks > 1 and len(profile.layers) * ranks <= _DYNAMIC:
-            yield from _replicated(profile, ranks, replicas, batch, micro_batches)
         for family in tried if ranks > 1 else tried[:1]:
             for stages in sorted({ranks * max(number, family.stages_per_rank) for number in stages_per_rank}):
                 # A schedule that folds further stages onto its own gains nothing by them.
@@ -143,19 +136,6 @@ def _candidates(
                         # An order that is cut short is nobody's published one, and a run would warn of it.
                         if wanted and family.published(ranks, number) == number:
                             yield Configuration(family, ranks, replicas, stages, number, batch // number, layers=own)
-
-
-def _replicated(
-    profile: CostProfile, ranks: int, replicas: int, batch: int, micro_batches: Sequence[int] | None
-) -> Iterator[Configuration]:
-    """PipeDream's own division for each size of minibatches, where it gives some stage several ranks."""
-    for number in _divisors(batch):
-        if micro_batches is None or number in micro_batches:
-            found = replicated_stages(profile, ranks, batch // number)
-            stages = len(found.layers)
-            if 1 < stages < ranks:
-                family = PipeDream(replicas=found.replicas)
-                yield Configuration(family, ranks, replicas, stages, number, batch // number, layers=found.layers)
 
 
 def _own_stages(family: Family, ranks: int, stages: int) -> int:
@@ -176,50 +156,41 @@ def _families(wanted: Sequence[str | Family] | None) -> Iterator[Family]:
 
 
 @cache
-def _lowest_stages(family: Family) -> str:
-    """Where the lowest stage of each rank is: that of its number, or counted from both ends; nothing if elsewhere."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        schedule = family.build(4, 8)
-    lowest = [min(schedule.stages_of(rank)) for rank in range(4)]
-    return "straight" if lowest == [0, 1, 2, 3] else "both ways" if lowest == [0, 1, 1, 0] else ""
-
-
-@cache
 def _halves(family: Family) -> bool:
     """Whether the family divides backward passes."""
     return divided_share(family.build(2, 4)) > 0
 
 
-@dataclass
 class _Search:
-    profile: CostProfile
-    limit: float | None
-    shown: int
+    """Simulates candidates.
 
-    def __post_init__(self) -> None:
-        self.predictor = Predictor(self.profile)
+    Args:
+        predictor: of the module.
+        limit: bytes that a rank may hold; ``None``: any.
+    """
 
-    def run(self, candidates: list[Configuration], start: float) -> SearchResult:
-        """Simulate in the order of the bounds."""
-        bounded = sorted(((self.bound(one), number) for number, one in enumerate(candidates)))
+    def __init__(self, predictor: Predictor, limit: float | None) -> None:
+        self.predictor, self.limit = predictor, limit
+
+    def run(self, candidates: list[Configuration], shown: int, start: float) -> SearchResult:
+        """The best of the candidates, simulated in the order of their bounds."""
+        bounded = sorted((self.bound(one), number) for number, one in enumerate(candidates))
         best: list[tuple[float, int, Configuration]] = []
+        known: set[object] = set()
         ruled_out: list[RuledOut] = []
         simulated = 0
         for bound, number in bounded:
-            if len(best) >= self.shown and bound >= best[self.shown - 1][0]:
+            if len(best) == shown and bound >= best[-1][0]:
                 break
             try:
                 fitting, least = self.fitting(candidates[number])
                 if fitting is None:
                     ruled_out.append(RuledOut(candidates[number], least))
                     continue
-                found = sorted([*best, (self.predictor.seconds(fitting), number, fitting)])
-                # of two that are equal the first candidate stays, a family's own before its variants
-                best = [
-                    each for place, each in enumerate(found) if not any(self.equal(each, one) for one in found[:place])
-                ][: self.shown]
                 simulated += 1
+                if (order := self.order(fitting)) not in known:
+                    known.add(order)
+                    best = sorted([*best, (self.predictor.seconds(fitting), number, fitting)])[:shown]
             except ScheduleError:
                 continue  # the family has no order for these numbers
         if not best:
@@ -239,57 +210,41 @@ class _Search:
             return one, 0.0
         least = float("inf")
         for changed in _ever_smaller(one):
-            least = min(least, self.at_least(changed))
-            if self.at_least(changed) <= self.limit:
-                least = self.predictor.peak(changed)
-                if least <= self.limit:
-                    return changed, least
+            needed = self.held(changed)
+            if needed <= self.limit and (needed := self.predictor.peak(changed)) <= self.limit:
+                return changed, needed
+            least = min(least, needed)
         return None, least
 
-    def equal(self, one: tuple[float, int, Configuration], other: tuple[float, int, Configuration]) -> bool:
-        """Whether two of the best, each with its time and number, run the same: small variants of a family may."""
-        first, second = one[2], other[2]
-        if one[0] != other[0] or replace(first, family=second.family) != second:
-            return False
-        orders = (self.predictor.schedule(each, each.micro_batches) for each in (first, second))
-        # what is left out is for display, but for when gradients are summed
-        plain = [replace(each, name="", options={"sync": each.options.get("sync")}) for each in orders]
-        return plain[0] == plain[1]
+    def order(self, one: Configuration) -> object:
+        """What tells runs apart: small variants of a family may be the same order, with sums at the same time."""
+        schedule = self.predictor.schedule(one, one.micro_batches)
+        return replace(one, family=schedules.get("gpipe")), schedule.actions, schedule.options.get("sync")
 
-    def at_least(self, one: Configuration) -> float:
+    def held(self, one: Configuration) -> float:
         """Bytes that some rank holds however the schedule orders: what its stages hold all the time."""
-        layers = self.predictor.layers(one)
-        memory = stage_memory(
-            self.profile, layers, one.samples, [one.replicas * one.family.pipes] * one.stages, one.shard_optimizer
-        )
+        layers, pipes = self.predictor.layers(one), one.family.pipes
+        copies = [one.replicas * pipes] * one.stages
+        memory = stage_memory(self.predictor.profile, layers, one.samples, copies, one.shard_optimizer)
         stages = [memory.at(stage) for stage in range(one.stages)]
-        held = sum(each.weights + each.summed + each.optimizer for each in stages) * one.family.pipes
-        return float(held / one.ranks)
+        return float(sum(each.weights + each.summed + each.optimizer for each in stages) * pipes / one.ranks)
 
     def bound(self, one: Configuration) -> float:
-        """A time that the configuration takes at least."""
-        profile, layers = self.profile, self.predictor.layers(one)
-        own = self.predictor.costs_of(one, layers, 1)
-        passes = list(zip(own.forward, own.backward, own.send, strict=True))  # type: ignore[arg-type]
+        """A time that the configuration takes at least: its ranks' work, and their waits at both ends of a batch.
+
+        A stage is on as many ranks as the schedule has pipes, so the ranks' lowest stages are at least 0, 1, … in turn.
+        """
+        costs = self.predictor.costs_of(one, self.predictor.layers(one), 1)
+        there, whole, inputs, weights = costs.forward, costs.backward, costs.backward_input, costs.backward_weight
+        back = [min(b, i + w) for b, i, w in zip(whole, inputs, weights, strict=True)]  # type: ignore[arg-type]
+        work = one.micro_batches * float(sum(there) + sum(back))  # type: ignore[arg-type]
         if not one.family.synchronous:
-            return one.micro_batches * sum(forward + backward for forward, backward, _ in passes) / one.ranks
-        lowest, whole = _lowest_stages(one.family), not _halves(one.family)
-        apart = [i + w for i, w in zip(own.backward_input, own.backward_weight, strict=True)]  # type: ignore[arg-type]
-        passes = [(f, b if whole else min(b, halves), s) for (f, b, s), halves in zip(passes, apart, strict=True)]
-        work = [one.micro_batches * (forward + backward) for forward, backward, _ in passes]
-        # One micro-batch passes through all stages and back; the weights' halves need not.
-        back = own.backward if whole else own.backward_input
-        least = max(sum(work) / one.ranks, sum(f for f, _, _ in passes) + sum(back))  # type: ignore[arg-type, operator]
-        # A rank cannot begin before the stages below its lowest, nor be the last where they are still to come.
-        per_rank = min(work) * one.stages / one.ranks
-        before = [0.0]
-        for forward, backward, send in passes:
-            before.append(before[-1] + forward + send + whole * (backward + send))
-        for rank in range(one.ranks):
-            stage = {"straight": rank, "both ways": min(rank, one.ranks - 1 - rank)}.get(lowest, 0)
-            own_work = work[rank] if one.stages == one.ranks and lowest == "straight" else per_rank
-            least = max(least, before[stage] + own_work)
-        return least + profile.batch
+            return work / one.ranks
+        # a rank that divides its passes has parts of them left when others are behind it
+        ends = there if _halves(one.family) else [a + b for a, b in zip(there, back, strict=True)]  # type: ignore[arg-type]
+        ways = list(accumulate(ends, initial=0.0))  # type: ignore[arg-type]
+        waits = sum(ways[rank // one.family.pipes] for rank in range(one.ranks))
+        return float(work + waits) / one.ranks + self.predictor.profile.batch
 
     def nothing_fits(self, candidates: Sequence[Configuration], ruled_out: Iterable[RuledOut]) -> ConfigurationError:
         """The error if no configuration is left."""

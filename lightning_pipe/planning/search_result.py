@@ -7,7 +7,7 @@ from os import PathLike
 
 from lightning_pipe.config import divided
 from lightning_pipe.planning.prediction import Configuration, Prediction
-from lightning_pipe.text import memory, several
+from lightning_pipe.text import memory, several, table
 
 _PARTS = ("compute", "recompute", "step", "bubble", "communication", "reduction")
 _COLOURS = ("#56B4E9", "#F0E442", "#CC79A7", "#D9D9D9", "#E69F00", "#8C8C8C")
@@ -69,13 +69,8 @@ class SearchResult:
 
     def __str__(self) -> str:
         head = ("", "schedule", "ranks x replicas", "stages", "micro-batches", "time", *_PARTS, "memory")
-        rows = [head, *(_row(number, each) for number, each in enumerate(self.choices, 1))]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = [
-            "  ".join(cell.ljust(width) if index == 1 else cell.rjust(width) for index, (cell, width) in pairs)
-            for pairs in (enumerate(zip(row, widths, strict=True)) for row in rows)
-        ]
-        return "\n".join([*(line.rstrip() for line in lines), "", *self._facts()])
+        rows = [_row(number, each) for number, each in enumerate(self.choices, 1)]
+        return "\n".join([table(head, rows, names=1), "", *self._facts()])
 
     def _facts(self) -> list[str]:
         facts = [

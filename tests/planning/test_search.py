@@ -178,7 +178,7 @@ def test_the_best_are_those_of_trying_everything() -> None:
     slow = profile(slow_first=2.5, message=2e-3)
     halved = replace(with_slow_halves(profile()), tied=(TiedSizes((0, 15), 8 * MIB),))
     for costs, limit in ((profile(), None), (slow, None), (halved, None), (profile(), 400.0 * MIB)):
-        engine = _Search(costs, limit, 10)
+        engine = _Search(Predictor(costs), limit)
         different = {}
         for one in _candidates(costs, 8, 32, None, None, (1, 2), None):
             fitting, _ = engine.fitting(one)
@@ -211,7 +211,7 @@ def test_equal_schedules_are_shown_once() -> None:
 
 def test_no_bound_is_above_the_time() -> None:
     for costs in (profile(), profile(slow_first=3, message=5e-3), with_slow_halves(profile())):
-        engine = _Search(costs, None, 10)
+        engine = _Search(Predictor(costs), None)
         for one in _candidates(costs, 4, 24, [*schedules.names()], None, (1, 2), None):
             assert engine.bound(one) <= engine.predictor.seconds(one) * (1 + 1e-9), one.label
 
