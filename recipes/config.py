@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
+from hydra.core.hydra_config import HydraConfig
 from hydra.errors import InstantiationException
 from omegaconf import MISSING, DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
@@ -68,9 +69,16 @@ class Train:
 
 
 def register() -> None:
-    """Makes the schemas known to Hydra; may be called again."""
+    """Makes the schemas and ``${output:}`` known to Hydra; may be called again."""
+    OmegaConf.register_new_resolver("output", output_folder, replace=True)
     ConfigStore.instance().store(group="schema", name="train", node=Train)
     arguments.register()
+
+
+def output_folder() -> str:
+    """The folder of this run. ``--cfg`` runs nothing: it shows the folder that a run would have."""
+    hydra = HydraConfig.get()
+    return str(hydra.run.dir if OmegaConf.is_missing(hydra.runtime, "output_dir") else hydra.runtime.output_dir)
 
 
 def check(config: DictConfig) -> None:

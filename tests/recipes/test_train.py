@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from recipes import command_line
 from tests.recipes.conftest import ROOT, command, write_text
@@ -121,4 +122,15 @@ def test_a_mistake_is_one_clear_message(tmp_path: Path, argument: str, words: st
     assert words in told
     assert done.value == 1 or isinstance(done.value, str)
     assert "Traceback" not in told
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("module", ["recipes.train", "recipes.plan"])
+def test_the_whole_configuration_is_printed_and_nothing_runs(tmp_path: Path, module: str) -> None:
+    done = command(module, tmp_path, ["experiment=gpt2_wikitext2", "hydra.run.dir=out", "--cfg", "job", "--resolve"])
+    assert done.value == 0, done.trace
+    printed = yaml.safe_load(done.output)
+    assert printed["paths"]["output"] == "out"
+    assert printed["callbacks"]["curve"]["path"] == "out/curve.png"
+    assert printed["model"]["vocabulary"] == printed["data"]["vocabulary"] == 2048
     assert list(tmp_path.iterdir()) == []
