@@ -61,8 +61,9 @@ def forget(output: Path) -> None:
     """
     if {path.name for path in output.glob("*")} <= {".hydra"}:
         shutil.rmtree(output, ignore_errors=True)
-        with contextlib.suppress(OSError):  # other runs are there
-            output.parent.rmdir()
+        if output.parent != Path.cwd():
+            with contextlib.suppress(OSError):  # other runs are there
+                output.parent.rmdir()
 
 
 def run(settings: DictConfig) -> float:
