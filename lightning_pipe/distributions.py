@@ -24,6 +24,8 @@ from typing import Any, TypeVar
 
 import wrapt
 
+from lightning_pipe.errors import ConfigurationError
+
 _PACKAGE, _SECOND = "lightning_pipe", "lightning_pipe.pytorch_lightning"
 _RENAMED = {f"{_PACKAGE}.{name}": f"{_SECOND}.{name}" for name in ("callbacks", "lightning_internals", "trainer")}
 # the first one that fits counts
@@ -58,9 +60,18 @@ def of_maker(kind: T, value: object) -> T:
     Args:
         kind: the class, for either distribution.
         value: the object; see `maker`.
+
+    Raises:
+        ConfigurationError: the class is not of this package, but derives from one that is.
     """
-    own = kind.__module__.replace(_SECOND, _PACKAGE)
-    home = renamed(own) if maker(value) == "pytorch_lightning" else own
+    own, second = kind.__module__.replace(_SECOND, _PACKAGE), maker(value) == "pytorch_lightning"
+    if not own.startswith(f"{_PACKAGE}."):
+        raise ConfigurationError(
+            f"{kind.__name__} derives from a class for the other distribution of Lightning than {maker(value)}.",
+            hint="Import lightning_pipe behind the distribution that you use, and no other one; or derive from "
+            f"{_SECOND if second else _PACKAGE}.trainer.strategy.PipeStrategy.",
+        )
+    home = renamed(own) if second else own
     found: T = getattr(importlib.import_module(home), kind.__name__)
     return found
 

@@ -135,6 +135,16 @@ def test_a_class_is_found_for_each_package() -> None:
     assert sum(type(finder).__module__ == "lightning_pipe.distributions" for finder in sys.meta_path) == 1
 
 
+def test_a_strategy_of_ones_own_derives_from_that_of_the_trainer() -> None:
+    first, second = (import_module(f"{base}.trainer.strategy").PipeStrategy for base in ("lightning_pipe", SECOND))
+    own: Any = type("Own", (first,), {"__module__": __name__})
+    assert type(lightning.Trainer(accelerator="cpu", strategy=own(), **QUIET).strategy) is own
+    with pytest.raises(ConfigurationError, match=r"Own derives.*\n?.*pytorch_lightning\.trainer\.strategy"):
+        pytorch_lightning.Trainer(accelerator="cpu", strategy=own(), **QUIET)
+    other: Any = type("Own", (second,), {"__module__": __name__})
+    assert type(pytorch_lightning.Trainer(accelerator="cpu", strategy=other(), **QUIET).strategy) is other
+
+
 def test_modules_that_are_not_there() -> None:
     for name in ("trainer.nonsense", "nonsense"):
         with pytest.raises(ModuleNotFoundError):

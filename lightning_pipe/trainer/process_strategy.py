@@ -20,7 +20,7 @@ from torch.distributed import ReduceOp
 from typing_extensions import override
 
 from lightning_pipe.config import Auto, RankOrder, RunLayout
-from lightning_pipe.distributions import of_maker
+from lightning_pipe.distributions import maker, of_maker
 from lightning_pipe.errors import CommunicationError, ConfigurationError
 from lightning_pipe.schedules import Family
 from lightning_pipe.trainer.children import end_with_parent
@@ -91,8 +91,8 @@ class ProcessStrategy(ParallelStrategy):
 
     def _set_accelerator(self, accelerator: pl.accelerators.Accelerator) -> None:
         """The first thing that a Trainer sets: this becomes a strategy of the Trainer's distribution of Lightning."""
-        kind = of_maker(type(self), accelerator)
-        if kind is not type(self):
+        if maker(accelerator) not in (None, maker(self)):
+            kind = of_maker(type(self), accelerator)
             args, options = self._given
             vars(self).clear()
             self.__class__ = kind
