@@ -27,7 +27,7 @@ from lightning_pipe.trainer.children import end_with_parent
 from lightning_pipe.trainer.failure_reporter import report_once
 from lightning_pipe.trainer.launcher import ScriptLauncher, check_interactive
 from lightning_pipe.trainer.meeting import Meetings
-from lightning_pipe.trainer.signals import Signals
+from lightning_pipe.trainer.signals import ENDINGS, Signals
 from lightning_pipe.trainer.world import World, arrange, check_world_size
 from lightning_pipe.transport.failures import joined_threads
 from lightning_pipe.transport.topology import check_rank_order
@@ -229,7 +229,9 @@ class ProcessStrategy(ParallelStrategy):
                 joined_threads.tell(f"{self._where()} The run ends: {reason}")
         joined_threads.note_failure(exception)
         if board is not None:
-            board.fail(exception, asked=isinstance(exception, SIGTERMException))
+            board.fail(
+                exception, next((kind for kind, told in ENDINGS.items() if isinstance(exception, told)), "error")
+            )
         if isinstance(exception, CommunicationError):
             # it quotes the process that failed: where this one waited says nothing more
             exception.__traceback__, exception.__cause__, exception.__suppress_context__ = None, None, True

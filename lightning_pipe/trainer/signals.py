@@ -24,6 +24,10 @@ from lightning_pipe.errors import CommunicationError
 from lightning_pipe.patches import replaced
 from lightning_pipe.trainer.children import is_child
 from lightning_pipe.trainer.world import World
+from lightning_pipe.transport.failures.store import Kind
+
+ENDINGS: dict[Kind, type[BaseException]] = {"asked": SIGTERMException, "interrupted": KeyboardInterrupt}
+"""What is raised in processes that are told to end, by how the failure board calls it."""
 
 _Handler = Callable[[int, FrameType | None], None]
 
@@ -138,21 +142,23 @@ def _not_saved(*_: Any, **__: Any) -> None:
 
 @contextmanager
 def leaving_with_others(trainer: Any) -> Iterator[None]:
-    """Let SIGTERM to another process end this one in the same way.
+    """Let SIGTERM or Ctrl-C to another process end this one in the same way.
 
     Args:
         trainer: the Trainer.
 
     Raises:
         SIGTERMException: a message has failed since another process was asked to end.
+        KeyboardInterrupt: a message has failed since another process was interrupted.
     """
     try:
         yield
     except CommunicationError:
         world = getattr(trainer.strategy, "world", None)
-        if world is None or world.board is None or world.board.failure is None or world.board.failure.kind != "asked":
+        failure = None if world is None or world.board is None else world.board.failure
+        if failure is None or failure.kind not in ENDINGS:
             raise
-        raise SIGTERMException from None
+        raise ENDINGS[failure.kind] from None
 
 
 @contextmanager

@@ -41,6 +41,7 @@ _SILENT = (
 )
 _GONE = "has ended without saying why: it may have been killed (out of memory?)."
 _ASKED = "was asked to end by SIGTERM"
+_TOLD = {"asked": f"{_ASKED}.", "interrupted": "was interrupted (Ctrl-C)."}
 _HANG = "Look at the rank that computes, or at the first rank that waits for one that does not send."
 
 
@@ -119,7 +120,7 @@ class FailureBoard:
         """The failure that is known here; asks nobody."""
         return self._failure
 
-    def fail(self, error: BaseException, *, asked: bool = False) -> None:
+    def fail(self, error: BaseException, kind: Kind = "error") -> None:
         """Publish why this process fails and make the others stop. Never raises; call it from the main thread.
 
         The consequence of another process's failure is not published. Process 0 waits a moment before it returns,
@@ -127,12 +128,12 @@ class FailureBoard:
 
         Args:
             error: the error.
-            asked: whether it is none, and this process ends as it was asked to.
+            kind: ``"asked"`` or ``"interrupted"`` if it is none, and this process ends as it was told to.
         """
         self.noticed.set()
         self.handled.set()
         try:
-            self._publish(error, asked=asked)
+            self._publish(error, kind)
             self.transport.abort()
             if self.transport.process == 0:
                 self._linger()
@@ -279,10 +280,9 @@ class FailureBoard:
         self.store.publish(Failure(self.transport.process, describe(), text, "hang"))
         return self.find_failure()
 
-    def _publish(self, error: BaseException, *, asked: bool) -> None:
+    def _publish(self, error: BaseException, kind: Kind) -> None:
         if self.find_failure() is None:
-            text = f"{_ASKED}." if asked else "".join(traceback.format_exception(error)).rstrip()
-            kind: Kind = "asked" if asked else "error"
+            text = _TOLD[kind] if kind in _TOLD else "".join(traceback.format_exception(error)).rstrip()
             self.store.publish(Failure(self.transport.process, self.transport.describe(), text, kind))
             self.find_failure()
 

@@ -11,7 +11,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from lightning_pipe.transport.failures.store_client import StoreClient
 
-Kind = Literal["error", "hang", "silent", "gone", "asked"]
+Kind = Literal["error", "hang", "silent", "gone", "asked", "interrupted"]
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,8 @@ class Failure:
         process: the process where it went wrong.
         name: how messages name that process.
         text: the traceback, the report of a hang, or what is known about a process that says nothing itself.
-        kind: what kind of failure it is; a silent process may still be there; one that was asked to end is at no fault.
+        kind: what kind of failure it is; a silent process may still be there; one that was asked to end, or
+            interrupted, is at no fault.
     """
 
     process: int
