@@ -1,4 +1,4 @@
-"""Documents made of sentences: Wikipedia on the hub, local text files, or Python's standard library."""
+"""Documents made of sentences: Wikipedia on the hub or in its dump, local files, or Python's standard library."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from datasets import load_dataset
 
-from recipes.data import files, sources
+from recipes.data import files, sources, wikipedia
 from recipes.errors import RecipeError
 
 Document = list[str]
 SPLITS = ("train", "validation")
-READERS = (".txt", ".jsonl", ".jsonl.gz", ".parquet")
+READERS = (".txt", ".jsonl", ".jsonl.gz", ".parquet", *wikipedia.DUMPS)
 SENTENCE_END = re.compile(r"(?<=[.!?])\s+(?=[A-Z0-9\"'(])")
 
 
@@ -53,17 +54,23 @@ def standard_library(folder: Path | None = None) -> Documents:
     return Documents(corpus.title, splits, corpus.fingerprint)
 
 
-def local_files(folder: Path) -> Documents:
-    """Reads text files (``.txt``), JSON lines (``.jsonl``, ``.jsonl.gz``) and Parquet files, the last two by "text".
+def local_files(folder: Path, documents: int | None = None) -> Documents:
+    """Reads text, JSON lines and Parquet files, the last two by "text"; Wikipedia's dump and WikiExtractor's output.
 
     Args:
         folder: holds ``train*`` and ``valid*``; else one document of two hundred in all files is for validation. Files
             may be at any depth, as in a dump of Wikipedia. A single file will do.
+        documents: stop after so many where files do not say what is for validation; None reads all.
     """
-    every = files.below(folder, READERS)
+    every = [
+        file
+        for file in files.below(folder, ("",))
+        if file.name.endswith(READERS) or wikipedia.EXTRACTED.fullmatch(file.name)
+    ]
     if not every:
         raise RecipeError(
-            f"{folder} has no file ending in {', '.join(READERS)}.", hint="Name the folder that has them."
+            f"{folder} has no file ending in {', '.join(READERS)}, and no wiki_00 of WikiExtractor.",
+            hint="Name the folder that has them.",
         )
     train, valid = ([file for file in every if file.name.startswith(start)] for start in ("train", "valid"))
     if valid and not train:
@@ -74,12 +81,16 @@ def local_files(folder: Path) -> Documents:
             "validation": partial(_documents, valid, cut=False),
         }
     else:
-        whole = partial(_documents, every, cut=True)
+
+        def whole() -> Iterator[Document]:
+            return islice(_documents(every, cut=True), documents)
+
         splits = {split: partial(files.share, whole, validation=split == "validation") for split in SPLITS}
     for split, read in splits.items():
         if next(read(), None) is None:
             raise RecipeError(f"The {split} split of {folder} is empty.", hint="Check the files' contents.")
-    return Documents(f"the files in {folder}", splits, files.fingerprint(every))
+    limit = "" if valid or documents is None else f" {documents}"
+    return Documents(f"the files in {folder}", splits, f"{files.fingerprint(every)}{limit}")
 
 
 def _documents(places: Iterable[Path], *, cut: bool) -> Iterator[Document]:
@@ -89,17 +100,17 @@ def _documents(places: Iterable[Path], *, cut: bool) -> Iterator[Document]:
             for document in _paragraphs(file):
                 yield sentences_of("\n".join(document)) if cut else document
             continue
-        json = (_text(file, row) for row in files.json_rows(file))
-        rows = files.parquet_rows(file, "text") if file.suffix == ".parquet" else json
-        for text in rows:
-            if sentences := sentences_of(text or ""):
+        for text in _texts(file):
+            if sentences := sentences_of(str(text or "")):
                 yield sentences
 
 
-def _text(file: Path, row: Mapping[str, Any]) -> str:
-    if "text" not in row:
-        raise RecipeError(f"An object in {file} has the keys {', '.join(row)}; text is needed.", hint="Rename the key.")
-    return str(row["text"])
+def _texts(file: Path) -> Iterator[str | None]:
+    if file.name.endswith(wikipedia.DUMPS):
+        return wikipedia.articles(file)
+    if wikipedia.EXTRACTED.fullmatch(file.name):
+        return wikipedia.extracted(file)
+    return files.parquet_rows(file, "text") if file.suffix == ".parquet" else files.json_column(file, "text")
 
 
 def _paragraphs(file: Path) -> Iterator[Document]:
@@ -154,10 +165,10 @@ def read(source: str, given: str | None, name: str, configuration: str, document
         given: folder with local files.
         name: data set on the hub.
         configuration: its configuration there.
-        documents: how many to take from the hub; None takes all.
+        documents: how many to take where there is no ``train*`` beside ``valid*``; None takes all.
     """
     if source == "files":
-        return local_files(files.chosen(given, name))
+        return local_files(files.chosen(given, name), documents)
     if source == "hub":
         return hub(name, configuration, documents)
     if source == "standard_library":

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import bz2
 import gzip
 import hashlib
+import io
 import json
+import tarfile
+import zlib
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TextIO, TypeVar
+from typing import IO, Any, TypeVar
+from xml.etree.ElementTree import ParseError
 
 from recipes.errors import RecipeError
 
@@ -56,11 +62,33 @@ def fingerprint(files: Iterable[Path]) -> str:
     return digest.hexdigest()
 
 
+@contextmanager
+def reading(file: Path) -> Iterator[None]:
+    """Names the file that cannot be read to its end, and says why.
+
+    Args:
+        file: that is read meanwhile.
+    """
+    try:
+        yield
+    except UnicodeDecodeError as error:
+        raise RecipeError(
+            f"{file} is not in UTF-8: {error.reason}.", hint="Convert it, or download it again."
+        ) from error
+    except (OSError, EOFError, zlib.error, tarfile.TarError, ParseError) as error:
+        raise RecipeError(f"{file} ends too early or is broken: {error}.", hint="Download it again.") from error
+
+
+def opened(file: Path) -> IO[bytes]:
+    """A file without its compression by gzip or bzip2."""
+    unpacked = {".gz": gzip.open, ".bz2": bz2.open}.get(file.suffix, open)
+    return unpacked(file, "rb")  # type: ignore[operator, no-any-return]
+
+
 def lines(file: Path) -> Iterator[str]:
-    """The lines of a text file, which may be compressed by gzip, without their ends."""
-    opened: TextIO
-    with gzip.open(file, "rt", encoding="utf-8") if file.suffix == ".gz" else file.open(encoding="utf-8") as opened:
-        for line in opened:
+    """The lines of a text file, which may be compressed, without their ends."""
+    with reading(file), io.TextIOWrapper(opened(file), encoding="utf-8") as text:
+        for line in text:
             yield line.rstrip("\n")
 
 
@@ -76,6 +104,15 @@ def json_rows(file: Path) -> Iterator[dict[str, Any]]:
         if not isinstance(row, dict):
             raise RecipeError(f"Line {number} of {file} is no JSON object.", hint='Such as {"text": "…"}.')
         yield row
+
+
+def json_column(file: Path, column: str) -> Iterator[Any]:
+    """One value of every object."""
+    for row in json_rows(file):
+        if column not in row:
+            names = ", ".join(row)
+            raise RecipeError(f"An object in {file} has the keys {names}; {column} is needed.", hint="Rename the key.")
+        yield row[column]
 
 
 def parquet_rows(file: Path, column: str) -> Iterator[Any]:

@@ -184,10 +184,11 @@ class MaskedPairs(PreparedText):
     Args:
         source: "auto", "hub", "files" or "standard_library"; "auto" takes ``files`` where they are given, else the hub
             where it answers, else the standard library.
-        files: folder with ``train*.txt`` and ``valid*.txt``: a sentence on a line, an empty line between documents.
+        files: folder with ``train*.txt`` and ``valid*.txt``: a sentence on a line, an empty line between documents; or
+            Wikipedia's XML dump, a folder that WikiExtractor has filled, or other formats of `documents.local_files`.
         name: data set on the hub.
         configuration: its configuration there.
-        documents: how many to take from the hub; None takes all.
+        documents: how many to take where there is no ``train*`` beside ``valid*``; None takes all.
         vocabulary: number of tokens for which the model is built.
         tokenizer: a ready tokeniser, by its name on the hub or its folder; None trains one on the text.
         length: tokens in a sample.
