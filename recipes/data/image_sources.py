@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tarfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,12 +9,14 @@ from typing import Any
 
 from datasets import Dataset, Features, Image, load_dataset
 
+from recipes.data import imagenet
 from recipes.data.files import chosen
 from recipes.errors import RecipeError
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp")
+VALIDATION = ("validation", "val", "valid")  # names of its folder
 VALIDATION_EVERY = 5
-WITHIN = "::"  # between the path of a shard and the place of an image in it
+WITHIN = "::"  # between the path of an archive and the place of an image in it
 
 
 @dataclass(frozen=True)
@@ -58,19 +59,27 @@ def digits() -> Images:
 
 
 def local_folder(folder: Path) -> Images:
-    """Reads images in one subfolder per class, or in shards as webdataset writes them (``NAME.jpg`` with ``NAME.cls``).
+    """Reads images in one subfolder per class, in shards as webdataset writes them, or in ImageNet's archives.
 
     Args:
-        folder: has ``train`` and ``validation`` (or ``val``, ``valid``), as the ImageNet archives are usually unpacked;
-            or classes or shards alone: then every fifth image is for validation.
+        folder: has ``train`` and ``validation`` (or ``val``, ``valid``), or ImageNet's archives in the places of these,
+            and beside images without classes what `imagenet.validation_classes` reads. Without ``train``, every fifth
+            image is for validation.
     """
     if not folder.is_dir():
         raise RecipeError(f"There is no folder {folder}.", hint="data.files names the folder that holds the images.")
-    if (folder / "train").is_dir():
-        places = {"train": folder / "train", "validation": _first(folder, ("validation", "val", "valid"))}
-        found = {split: _images(place) for split, place in places.items()}
+    train = _first(folder, ("train",), imagenet.ARCHIVES["train"])
+    if train is not None:
+        validation = _first(folder, VALIDATION, imagenet.ARCHIVES["validation"])
+        if validation is None:
+            raise RecipeError(
+                f"{folder} has no subfolder {' or '.join(VALIDATION)}, and no {imagenet.ARCHIVES['validation']}.",
+                hint="It needs train and validation, each with one subfolder for every class.",
+            )
+        places = {"train": train, "validation": validation}
+        found = {split: _images(place, folder) for split, place in places.items()}
     else:
-        every = _images(folder)
+        every = _images(folder, folder)
         held = {"train": False, "validation": True}
         found = {
             split: [one for index, one in enumerate(every) if (index % VALIDATION_EVERY == 0) == of_validation]
@@ -81,7 +90,7 @@ def local_folder(folder: Path) -> Images:
         if not images:
             raise RecipeError(
                 f"{places[split]} has no images.",
-                hint=f"Put them into one subfolder for every class, as {', '.join(SUFFIXES)}, or into shards (*.tar).",
+                hint=f"Put them into a subfolder for every class, as {', '.join(SUFFIXES)}, or into archives (*.tar).",
             )
     names = sorted({name for _, name in found["train"]}, key=_order)
     if unknown := sorted({name for _, name in found["validation"]} - set(names)):
@@ -105,42 +114,81 @@ def _order(name: str) -> tuple[int, str]:
     return (len(name), name) if name.isdigit() else (0, name)
 
 
-def _images(place: Path) -> list[tuple[str, str]]:
-    """For each image where it is, and the name of its class."""
-    shards = sorted(place.glob("*.tar"))
-    if shards:
-        return [pair for shard in shards for pair in tar_images(shard)]
-    files = (path for path in sorted(place.glob("*/*")) if path.suffix.lower() in SUFFIXES)
-    return [(str(path), path.parent.name) for path in files]
+def _first(folder: Path, names: tuple[str, ...], archive: str) -> Path | None:
+    """The subfolder with one of these names, else the archive."""
+    if found := next((folder / name for name in names if (folder / name).is_dir()), None):
+        return found
+    return folder / archive if (folder / archive).is_file() else None
 
 
-def tar_images(shard: Path) -> Iterator[tuple[str, str]]:
-    """The images of a shard, which stay in it: each by the shard's path and the place of its bytes.
+def _images(place: Path, folder: Path) -> list[tuple[str, str]]:
+    """For each image where it is, and the name of its class.
 
     Args:
-        shard: has for every image a file with the same name that ends in ``.cls``, with the class.
+        place: folder or archive.
+        folder: where the classes stand that `place` does not tell.
     """
-    with tarfile.open(shard, "r:") as archive:  # not compressed: images are read at their places
-        members = {member.name: member for member in archive if member.isfile()}
-        for name, member in members.items():
-            stem, dot, suffix = name.rpartition(".")
-            if f"{dot}{suffix}".lower() not in SUFFIXES:
-                continue
-            if f"{stem}.cls" not in members:
-                raise RecipeError(f"{shard} has {name}, and no {stem}.cls.", hint="Every image needs its class there.")
-            told = archive.extractfile(members[f"{stem}.cls"])
-            assert told is not None
-            yield f"{shard}{WITHIN}{member.offset_data}+{member.size}", told.read().decode().strip()
+    if place.is_file():
+        flat = place.name == imagenet.ARCHIVES["validation"]
+        return (
+            _classed({_at(place, one): one.name for one in imagenet.members(place)}, folder)
+            if flat
+            else list(tar_images(place))
+        )
+    if archives := sorted(place.glob("*.tar")):
+        return [pair for archive in archives for pair in _images(archive, folder)]
+    if divided := [path for path in sorted(place.glob("*/*")) if _is_image(path.name)]:
+        return [(str(path), path.parent.name) for path in divided]
+    return _classed({str(path): path.name for path in sorted(place.iterdir()) if _is_image(path.name)}, folder)
 
 
-def _first(folder: Path, names: tuple[str, ...]) -> Path:
-    for name in names:
-        if (folder / name).is_dir():
-            return folder / name
-    raise RecipeError(
-        f"{folder} has no subfolder {' or '.join(names)}.",
-        hint="It needs train and validation, each with one subfolder for every class.",
-    )
+def _classed(images: Mapping[str, str], folder: Path) -> list[tuple[str, str]]:
+    """Images, of which the names are known by their places, with their classes out of the ground truth."""
+    known = imagenet.validation_classes(folder) if images else {}
+    for place, name in images.items():
+        if Path(name).stem not in known:
+            raise RecipeError(f"The ground truth has no class of {place}.", hint="Take the image away.")
+    return [(place, known[Path(name).stem]) for place, name in images.items()]
+
+
+def tar_images(archive: Path) -> Iterator[tuple[str, str]]:
+    """The images of an archive, which stay in it: each by the archive's path and the place of its bytes.
+
+    Args:
+        archive: bears the name of its class, such as ``n01440764.tar``, or has such archives; else it is a shard with
+            a file ``NAME.cls`` for each image, with its class.
+    """
+    members = list(imagenet.members(archive))
+    told = {one.name.removesuffix(".cls"): one for one in members if one.name.endswith(".cls")}
+    for one in members:
+        stem = one.name.rpartition(".")[0]
+        if not _is_image(one.name):
+            continue
+        if imagenet.SYNSET.fullmatch(one.archive):
+            yield _at(archive, one), one.archive
+        elif stem in told:
+            yield _at(archive, one), content(_at(archive, told[stem])).decode().strip()
+        else:
+            raise RecipeError(
+                f"{archive} has {one.name}, and no {stem}.cls.", hint="Every image needs its class there."
+            )
+
+
+def _is_image(name: str) -> bool:
+    return name.lower().endswith(SUFFIXES)
+
+
+def _at(archive: Path, member: imagenet.Member) -> str:
+    return f"{archive}{WITHIN}{member.offset}+{member.size}"
+
+
+def content(place: str) -> bytes:
+    """The bytes of an image in an archive."""
+    archive, _, numbers = place.rpartition(WITHIN)
+    offset, size = map(int, numbers.split("+"))
+    with open(archive, "rb") as file:
+        file.seek(offset)
+        return file.read(size)
 
 
 def hub(name: str) -> Images:

@@ -72,21 +72,12 @@ def decoded(image: Mapping[str, Any]) -> Image.Image:
     path, content = image.get("path"), image.get("bytes")
     try:
         if content is None and path is not None and image_sources.WITHIN in path:
-            content = _within(path)
+            content = image_sources.content(path)
         return Image.open(path if content is None else io.BytesIO(content)).convert("RGB")  # type: ignore[arg-type]
     except (OSError, UnidentifiedImageError, SyntaxError) as error:
         raise RecipeError(
             f"The image {path or '(without a name)'} cannot be read: {error}.", hint="Replace it, or take it away."
         ) from error
-
-
-def _within(path: str) -> bytes:
-    """The bytes of an image in a shard."""
-    shard, _, place = path.rpartition(image_sources.WITHIN)
-    offset, size = map(int, place.split("+"))
-    with open(shard, "rb") as file:
-        file.seek(offset)
-        return file.read(size)
 
 
 class ImageFolder(ResumableData):
@@ -95,7 +86,8 @@ class ImageFolder(ResumableData):
     Args:
         source: "auto", "hub", "files" or "digits"; "auto" takes ``files`` where they are given, else the hub where it
             answers, else the digits.
-        files: folder with subfolders ``train`` and ``validation``, each with one subfolder for every class; or shards.
+        files: folder with subfolders ``train`` and ``validation``, each with one subfolder for every class; or with
+            archives, as ImageNet or webdataset has them.
         name: data set on the hub.
         image_size: side of the images in pixels: the papers use 224 to 480.
         crop_area: smallest and largest share of a training image that is cut out and enlarged.

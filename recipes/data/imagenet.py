@@ -1,0 +1,112 @@
+"""ImageNet as it is distributed: archives, also of archives, and validation images whose classes stand elsewhere."""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, NamedTuple
+
+from recipes.data import files
+from recipes.errors import RecipeError
+
+SYNSET = re.compile(r"n\d{8}")  # the classes' names
+ARCHIVES = {"train": "ILSVRC2012_img_train.tar", "validation": "ILSVRC2012_img_val.tar"}
+DEVKIT = "ILSVRC2012_devkit_t12"
+TRUTH, MEANINGS, KAGGLE = "ILSVRC2012_validation_ground_truth.txt", "meta.mat", "LOC_val_solution.csv"
+END = bytes(tarfile.BLOCKSIZE)  # what a complete archive has behind its last file
+
+
+class Member(NamedTuple):
+    """A file in an archive: the innermost archive's name without its suffix, its own, and the place of its bytes."""
+
+    archive: str
+    name: str
+    offset: int
+    size: int
+
+
+def members(archive: Path) -> Iterator[Member]:
+    """The files of an archive, and of the archives in it; nothing is unpacked.
+
+    Args:
+        archive: not compressed: its files are read at their places.
+    """
+    with files.reading(archive), archive.open("rb") as file:
+        yield from _members(file, archive.stem, 0)
+
+
+def _members(file: IO[bytes], name: str, start: int) -> Iterator[Member]:
+    with tarfile.open(fileobj=file, mode="r:") as archive:
+        for one in archive:
+            if one.isfile() and one.name.endswith(".tar"):
+                inner = archive.extractfile(one)
+                assert inner is not None
+                yield from _members(inner, Path(one.name).stem, start + one.offset_data)
+            elif one.isfile():
+                yield Member(name, one.name, start + one.offset_data, one.size)
+        file.seek(archive.offset)
+        if file.read(len(END)) != END:  # tarfile takes any end of the file for the end of the archive (Python 3.13)
+            raise EOFError(f"the end of {name}.tar is missing")
+
+
+def validation_classes(folder: Path) -> dict[str, str]:
+    """The class of every validation image, by the image's name without its suffix.
+
+    Args:
+        folder: has the devkit, as an archive or unpacked, the ground truth and ``meta.mat`` out of it, or the table
+            ``LOC_val_solution.csv`` of Kaggle; they may stand beside the images too.
+
+    Raises:
+        RecipeError: there is none of them.
+    """
+    read = _kaggle if (truth := _found(folder, KAGGLE)) else _devkit
+    truth = truth or _found(folder, TRUTH)
+    if truth is None:
+        raise RecipeError(
+            f"{folder} has images without classes, and no {DEVKIT}.tar.gz or {KAGGLE} that has those of ImageNet.",
+            hint="Put one of these there; other images belong into one subfolder for every class.",
+        )
+    try:
+        with files.reading(truth[0]):
+            return read(truth[1], folder)
+    except (ValueError, KeyError, IndexError) as error:
+        raise RecipeError(f"{truth[0]} has no classes of ImageNet: {error}.", hint="Download it again.") from error
+
+
+def _kaggle(table: bytes, folder: Path) -> dict[str, str]:
+    rows = csv.DictReader(table.decode().splitlines())
+    return {row["ImageId"]: row["PredictionString"].split()[0] for row in rows}
+
+
+def _devkit(truth: bytes, folder: Path) -> dict[str, str]:
+    """A number for every image, and what the numbers mean."""
+    from scipy.io import loadmat
+
+    found = _found(folder, MEANINGS)
+    if found is None:
+        raise RecipeError(f"{folder} has {TRUTH} and no {MEANINGS}.", hint=f"{DEVKIT}.tar.gz has both.")
+    table = loadmat(io.BytesIO(found[1]), squeeze_me=True)["synsets"]
+    names = dict(zip(map(int, table["ILSVRC2012_ID"]), map(str, table["WNID"]), strict=True))
+    numbers = map(int, truth.decode().split())
+    return {f"ILSVRC2012_val_{image:08}": names[number] for image, number in enumerate(numbers, 1)}
+
+
+def _found(folder: Path, name: str) -> tuple[Path, bytes] | None:
+    """A file of the devkit or beside the images, with what it is in and what it holds."""
+    for place in (folder, folder / DEVKIT / "data", *sorted(folder.glob("val*/"))):
+        if (place / name).is_file():
+            return place / name, (place / name).read_bytes()
+    kit = folder / f"{DEVKIT}.tar.gz"
+    if not kit.is_file():
+        return None
+    with files.reading(kit), tarfile.open(kit) as archive:
+        for one in archive:
+            if one.isfile() and Path(one.name).name == name:
+                content = archive.extractfile(one)
+                assert content is not None
+                return kit, content.read()
+    return None
