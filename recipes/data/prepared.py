@@ -1,24 +1,30 @@
-"""Data that one process on every machine prepares, in a cache on disk, and all processes then open."""
+"""Tokenised text that one process on every machine prepares, in a cache on disk, and all processes then open."""
 
 from __future__ import annotations
 
 import hashlib
 from abc import abstractmethod
+from collections.abc import Mapping
 from pathlib import Path
 
 from typing_extensions import override
 
+from recipes.data import vocabulary
 from recipes.data.loading import ResumableData
+from recipes.data.vocabulary import Vocabulary
 from recipes.errors import RecipeError
 
 
 class Prepared(ResumableData):
-    """A data module whose data is a folder in a cache.
+    """A data module whose data is a folder in a cache, with the tokeniser that its texts were tokenised with.
 
-    Subclasses call ``save_hyperparameters`` and tell the cache.
+    Subclasses call ``save_hyperparameters``, tell the cache, name the special tokens by role as for `vocabulary.load`,
+    and set for how many tokens the model is built.
     """
 
     cache: Path
+    special: Mapping[str, str]
+    vocabulary: int
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,9 +34,6 @@ class Prepared(ResumableData):
     @abstractmethod
     def prepare(self) -> Path:
         """Returns the folder with the data, which is complete."""
-
-    def check(self) -> None:
-        """Called when the folder is there: refuses data that does not fit the model."""
 
     @property
     def folder(self) -> Path:
@@ -52,7 +55,12 @@ class Prepared(ResumableData):
         """Opens what has been prepared."""
         if self._folder is None:
             self._folder = Path(self._note.read_text())
-            self.check()
+            vocabulary.check_size(self.words.size, self.vocabulary)
+
+    @property
+    def words(self) -> Vocabulary:
+        """The tokeniser."""
+        return vocabulary.load(self.folder, self.special)
 
     @property
     def _note(self) -> Path:

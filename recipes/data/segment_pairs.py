@@ -21,7 +21,7 @@ from recipes.data import documents, vocabulary
 from recipes.data.choice import choose
 from recipes.data.documents import Documents
 from recipes.data.loading import Draw, draw_of, generator
-from recipes.data.prepared_text import PreparedText
+from recipes.data.prepared import Prepared
 from recipes.data.store import Sequences, kept, write_sequences
 from recipes.data.vocabulary import Vocabulary
 from recipes.errors import RecipeError
@@ -178,7 +178,7 @@ def runs_of(lengths: NDArray[np.integer], ends: NDArray[np.integer], length: int
     return np.array(runs, dtype=np.int64).reshape(-1, 2)
 
 
-class MaskedPairs(PreparedText):
+class MaskedPairs(Prepared):
     """Wikipedia, local text, or Python's standard library, in pairs of segments with masked tokens.
 
     Args:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
+from datasets import Dataset as Rows
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
@@ -16,13 +18,17 @@ from recipes.data import sources, vocabulary
 from recipes.data.choice import choose
 from recipes.data.loading import Draw, draw_of
 from recipes.data.prepared import Prepared
-from recipes.data.tokens import SPECIAL, Tokenised, opened, tokenise
-from recipes.data.vocabulary import Vocabulary
+from recipes.data.sources import Corpus
+from recipes.data.store import kept
+from recipes.data.vocabulary import Encode
+from recipes.errors import RecipeError
 
 log = logging.getLogger(__name__)
 
 NAME = "Salesforce/wikitext"
 STAND_IN = ("standard_library", "Python's standard library")
+SPECIAL = {"eos": "<|endoftext|>"}
+ROWS_AT_ONCE = 1000
 
 
 class Blocks(Dataset[dict[str, Tensor]]):
@@ -65,6 +71,8 @@ class TextBlocks(Prepared):
         workers: processes that load batches.
     """
 
+    special = SPECIAL
+
     def __init__(
         self,
         *,
@@ -90,30 +98,63 @@ class TextBlocks(Prepared):
     @override
     def prepare(self) -> Path:
         source = choose(self.source, self.files, self.hub[0], NAME, STAND_IN)
-        corpus = sources.read(source, self.files, *self.hub)
-        tokenised = tokenise(corpus, self.vocabulary, self.tokenizer, self.block_length, self.cache)
-        log.info(
-            "Text: %s; %.2f M tokens for training, %.2f M for validation.",
-            tokenised.title,
-            tokenised.train_tokens / 1e6,
-            tokenised.validation_tokens / 1e6,
-        )
-        return Path(tokenised.folder)
-
-    @override
-    def check(self) -> None:
-        vocabulary.check_size(self.tokenised.vocabulary, self.vocabulary)
-
-    @property
-    def words(self) -> Vocabulary:
-        """The tokeniser."""
-        return vocabulary.load(self.folder, SPECIAL)
-
-    @property
-    def tokenised(self) -> Tokenised:
-        """The blocks."""
-        return opened(self.folder)
+        text = sources.read(source, self.files, *self.hub)
+        settings = (self.vocabulary, self.tokenizer, self.block_length)
+        folder = kept(self.cache, [text.fingerprint, *settings], text.title, partial(tokenise, text, *settings))
+        sizes = [_blocks(folder, split).size / 1e6 for split in ("train", "validation")]
+        log.info("Text: %s; %.2f M tokens for training, %.2f M for validation.", text.title, *sizes)
+        return folder
 
     @override
     def split(self, name: str) -> Blocks:
-        return Blocks(self.tokenised.blocks(name))
+        return Blocks(_blocks(self.folder, name))
+
+
+def tokenise(text: Corpus, size: int, tokenizer: str | None, length: int, folder: Path) -> None:
+    """Tokenises a text and cuts it into blocks.
+
+    Args:
+        text: the text.
+        size: number of tokens of a new tokeniser.
+        tokenizer: a ready one instead.
+        length: tokens in a block.
+        folder: gets the tokeniser and, for both splits, integers of shape [blocks, length].
+    """
+    rows = (row for batch in text.splits["train"].iter(ROWS_AT_ONCE) for row in batch["text"])
+    words = vocabulary.make(rows, size, tokenizer, SPECIAL, folder)
+    separator = words.special["eos"] if text.documents else None
+    for split, texts in text.splits.items():
+        blocks = cut_into_blocks(texts, words.encode, separator, length)
+        np.save(folder / f"{split}.npy", blocks.astype(np.uint16) if words.size <= 2**16 else blocks)
+
+
+def _blocks(folder: Path, split: str) -> NDArray[np.integer]:
+    """Opens the blocks of a split without reading them into memory."""
+    return np.load(folder / f"{split}.npy", mmap_mode="r")  # type: ignore[no-any-return]
+
+
+def cut_into_blocks(texts: Rows, encode: Encode, separator: int | None, length: int) -> NDArray[np.int32]:
+    """Concatenates all rows and cuts them into blocks; what is left over at the end is dropped.
+
+    Args:
+        texts: one column, "text".
+        encode: rows to token numbers.
+        separator: put after every row, unless None.
+        length: tokens in a block.
+
+    Returns:
+        shape [blocks, length].
+    """
+    tail = [] if separator is None else [separator]
+    pieces = [
+        np.fromiter((token for ids in encode(batch["text"]) for token in [*ids, *tail]), dtype=np.int32)
+        for batch in texts.iter(ROWS_AT_ONCE)
+    ]
+    stream = np.concatenate(pieces)
+    whole = len(stream) // length
+    if whole == 0:
+        raise RecipeError(
+            f"A split has {len(stream)} tokens, less than one block of {length}.",
+            hint=f"Use more text, or data.block_length={max(1, len(stream) // 2)} or less.",
+        )
+    return stream[: whole * length].reshape(whole, length)

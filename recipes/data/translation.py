@@ -23,7 +23,7 @@ from recipes.data.choice import choose
 from recipes.data.loading import Draw, draw_of
 from recipes.data.parallel import Parallel
 from recipes.data.parallel_files import Pair
-from recipes.data.prepared_text import PreparedText
+from recipes.data.prepared import Prepared
 from recipes.data.store import Sequences, kept, write_sequences
 from recipes.data.vocabulary import Vocabulary
 from recipes.errors import RecipeError
@@ -138,7 +138,7 @@ def _padded(rows: Sequence[Tensor], pad: int) -> Tensor:
     return torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True, padding_value=pad)
 
 
-class ParallelText(PreparedText):
+class ParallelText(Prepared):
     """OPUS-100, local files, this machine's message catalogues, or docstrings of Python's standard library.
 
     Args:

@@ -37,8 +37,8 @@ def test_local_files_in_both_formats(tmp_path: Path, write: Any) -> None:
 @pytest.mark.parametrize("write", [write_text, write_parquet])
 def test_blocks_are_the_text_in_order_and_without_gaps(tmp_path: Path, write: Any) -> None:
     data = data_module(tmp_path, files=str(write(tmp_path / "wiki")))
-    tokenizer = Tokenizer.from_file(str(Path(data.tokenised.folder) / "tokenizer.json"))
-    stream = data.tokenised.blocks("validation").flatten().tolist()
+    tokenizer = Tokenizer.from_file(str(data.folder / "tokenizer.json"))
+    stream = data.split("validation").blocks.flatten().tolist()
     text = tokenizer.decode(stream)
     assert len(text) > 9 * len(ARTICLE)
     assert (ARTICLE * 10).startswith(text)
@@ -60,19 +60,19 @@ def test_a_second_run_finds_the_tokens_of_the_first(tmp_path: Path, caplog: pyte
     caplog.clear()
     second = data_module(tmp_path, files=files)
     assert "Tokenised" not in caplog.text
-    assert first.tokenised == second.tokenised
+    assert first.folder == second.folder
 
 
 def test_changed_text_is_tokenised_anew(tmp_path: Path) -> None:
-    before = data_module(tmp_path, files=str(write_text(tmp_path / "wiki", train=40))).tokenised
-    after = data_module(tmp_path, files=str(write_text(tmp_path / "wiki", train=50))).tokenised
-    assert after.train_tokens > before.train_tokens
+    before = data_module(tmp_path, files=str(write_text(tmp_path / "wiki", train=40)))
+    after = data_module(tmp_path, files=str(write_text(tmp_path / "wiki", train=50)))
+    assert len(after.split("train")) > len(before.split("train"))
 
 
 def test_tokens_are_the_same_in_every_run(tmp_path: Path) -> None:
     files = str(write_text(tmp_path / "wiki"))
-    runs = [data_module(tmp_path, files=files, cache=str(tmp_path / name)).tokenised for name in "ab"]
-    first, second = (run.blocks("train") for run in runs)
+    runs = [data_module(tmp_path, files=files, cache=str(tmp_path / name)) for name in "ab"]
+    first, second = (run.split("train").blocks for run in runs)
     assert np.array_equal(first, second)
 
 
@@ -108,7 +108,7 @@ def test_files_of_the_library_are_separated(tmp_path: Path, monkeypatch: pytest.
     corpus = sources.standard_library(small_library(tmp_path / "lib"))
     monkeypatch.setattr(sources, "standard_library", lambda: corpus)
     data = data_module(tmp_path, source="standard_library", vocabulary=300)
-    separators = int((data.tokenised.blocks("train") == 0).sum())
+    separators = int((data.split("train").blocks == 0).sum())
     assert separators == pytest.approx(len(corpus.splits["train"]), abs=1)
 
 
@@ -123,7 +123,10 @@ def test_without_network_auto_takes_the_standard_library_and_says_so(
     assert "replaced by Python's standard library" in caplog.text
 
 
-def test_with_network_auto_takes_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_network_auto_takes_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
     folder = write_parquet(tmp_path / "wiki")
     asked: list[tuple[str, str]] = []
 
@@ -136,9 +139,9 @@ def test_with_network_auto_takes_the_hub(tmp_path: Path, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(choice, "hub_answers", lambda name: True)
     monkeypatch.setattr(sources, "load_dataset", load)
-    data = data_module(tmp_path, source="auto")
+    data_module(tmp_path, source="auto")
     assert asked == [("Salesforce/wikitext", "wikitext-2-raw-v1")]
-    assert "from the hub" in data.tokenised.title
+    assert "Text: Salesforce/wikitext (wikitext-2-raw-v1) from the hub" in caplog.text
 
 
 def test_offline_the_hub_does_not_answer() -> None:
@@ -149,10 +152,10 @@ def test_a_ready_tokeniser_is_taken_from_its_folder(tmp_path: Path) -> None:
     from transformers import PreTrainedTokenizerFast
 
     first = data_module(tmp_path, files=str(write_text(tmp_path / "wiki")))
-    trained = Tokenizer.from_file(str(Path(first.tokenised.folder) / "tokenizer.json"))
+    trained = Tokenizer.from_file(str(first.folder / "tokenizer.json"))
     PreTrainedTokenizerFast(tokenizer_object=trained, eos_token="<|endoftext|>").save_pretrained(tmp_path / "ready")
     second = data_module(tmp_path, files=str(tmp_path / "wiki"), tokenizer=str(tmp_path / "ready"))
-    assert np.array_equal(first.tokenised.blocks("train"), second.tokenised.blocks("train"))
+    assert np.array_equal(first.split("train").blocks, second.split("train").blocks)
 
 
 @pytest.mark.parametrize(
