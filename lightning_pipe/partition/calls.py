@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from lightning_pipe.partition.profile import cache_path, write_atomically
+from lightning_pipe.partition.cache import cache_path, write_atomically
 from lightning_pipe.partition.sequence import is_compiled_module, is_transparent
 from lightning_pipe.torch_internals import TorchDispatchMode, flop_registry, tree_leaves
 
@@ -135,7 +135,7 @@ def has_parameters(module: nn.Module) -> bool:
 class CallStore:
     """The calls of a module's steps on disk, by the name of the step.
 
-    A module is known as by `ProfileStore`, and by the options among its attributes (numbers, strings) before the run:
+    A module is known as by `cache_path`, and by the options among its attributes (numbers, strings) before the run:
     these may decide what is called.
 
     Args:
@@ -158,7 +158,7 @@ class CallStore:
             for option, value in vars(part).items()
             if option != "training" and not option.startswith("_") and isinstance(value, bool | int | float | str)
         ]
-        return cache_path(self._module, ["calls", *options], self._folder)
+        return cache_path(self._module, ["calls", *options], ".json", self._folder)
 
     def forget(self) -> None:
         """Let the next run look again."""

@@ -13,7 +13,6 @@ from lightning_pipe.errors import ConfigurationError, PartitionError
 from lightning_pipe.partition.balancing import balance as balance_costs
 from lightning_pipe.partition.flops import layer_flops
 from lightning_pipe.partition.holding import parameter_costs
-from lightning_pipe.partition.profile import Profile
 from lightning_pipe.partition.sequence import Layers, find_layers, finer_path, longer_sequences
 from lightning_pipe.text import several
 
@@ -27,10 +26,7 @@ def divide(
     layers: Layers,
     stages: int,
     balance: Balance = "parameters",
-    profile: Profile | None = None,
-    *,
-    in_flight: int | None = None,
-    recompute: bool = False,
+    measured: Sequence[float] | None = None,
 ) -> list[int]:
     """Divides the layers over the stages.
 
@@ -40,9 +36,7 @@ def divide(
         stages: number of stages.
         balance: ``"parameters"``, ``"flops"`` on the module's example, ``"time"`` or ``"memory"`` as measured, the
             number of layers of every stage, or the cost of a layer as a function of it.
-        profile: the measurements that ``"time"`` and ``"memory"`` need.
-        in_flight: micro-batches whose activations a stage holds at once, for ``"memory"``; by default the stages.
-        recompute: whether forward passes run twice, for ``"time"``.
+        measured: the cost of every layer, for ``"time"`` and ``"memory"``.
 
     Returns:
         Number of layers of every stage, each at least 1.
@@ -58,21 +52,14 @@ def divide(
     """
     if len(layers) < stages:
         raise _too_few_layers(module, layers, stages)
-    costs = layer_costs(module, layers, stages, balance, profile, in_flight=in_flight, recompute=recompute)
+    costs = layer_costs(module, layers, balance, measured)
     if costs is not None:
         return balance_costs(costs, stages)
     return _checked(list(balance), len(layers), stages)  # type: ignore[arg-type]
 
 
 def layer_costs(
-    module: nn.Module,
-    layers: Layers,
-    stages: int,
-    balance: Balance,
-    profile: Profile | None = None,
-    *,
-    in_flight: int | None = None,
-    recompute: bool = False,
+    module: nn.Module, layers: Layers, balance: Balance, measured: Sequence[float] | None = None
 ) -> list[float] | None:
     """The costs that `divide` balances; ``None`` where the numbers of layers are given."""
     if callable(balance):
@@ -88,12 +75,12 @@ def layer_costs(
             f"balance={balance!r} is unknown.",
             hint='Use "parameters", "flops", "time", "memory", a list such as [2, 3, 2], or a function of a layer.',
         )
-    if profile is None:
+    if measured is None:
         raise ConfigurationError(
             f"balance={balance!r} needs the {balance} of every layer, and it has not been measured for this module.",
             hint='Use balance="parameters", or pass the costs as a function: balance=lambda layer: …',
         )
-    return profile.costs([name for name, _ in layers], balance, in_flight or stages, recompute=recompute)
+    return list(measured)
 
 
 def imbalance(costs: Sequence[float], counts: Sequence[int]) -> float:

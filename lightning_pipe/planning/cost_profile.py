@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import os
@@ -11,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Literal
 
 from lightning_pipe.errors import ConfigurationError
 from lightning_pipe.simulate.link import Link
@@ -20,7 +19,11 @@ from lightning_pipe.version import __version__
 FORMAT = "lightning-pipe profile 1"
 """First entry of every file; the number changes when older files cannot be read any more."""
 
-_SUFFIX = ".profile.json"
+SHAPES = "shapes"
+"""The condition that says what a sample of the input is like."""
+
+MOMENTS = 2
+"""Copies of each parameter that Adam keeps as its state."""
 
 
 @dataclass(frozen=True)
@@ -147,6 +150,22 @@ class CostProfile:
         low, high = known[right - 1], known[right]
         return self.sizes[low].mixed(self.sizes[high], (samples - low) / (high - low))
 
+    def layer_costs(self, by: Literal["time", "memory"], in_flight: int = 1, *, recompute: bool = False) -> list[float]:
+        """One cost for every layer, to balance stages by, on micro-batches of the smallest measured size.
+
+        Args:
+            by: seconds of forward and backward, or bytes of parameters, gradients, optimizer and activations.
+            in_flight: micro-batches whose activations are held at once.
+            recompute: whether forward passes run twice.
+        """
+        at = self.sizes[min(self.sizes)]
+        if by == "time":
+            return [(1 + recompute) * f + b for f, b in zip(at.forward, at.backward, strict=True)]
+        return [
+            layer.parameter_bytes + (1 + MOMENTS) * (layer.parameter_bytes - layer.frozen_bytes) + in_flight * saved
+            for layer, saved in zip(self.layers, at.saved_bytes, strict=True)
+        ]
+
     def check(self, now: Mapping[str, str]) -> None:
         """Refuse figures that were measured under other conditions.
 
@@ -193,7 +212,9 @@ class CostProfile:
         content = {"format": FORMAT, **asdict(self)}
         content["sizes"] = {str(size): asdict(costs) for size, costs in self.sizes.items()}
         Path(path).parent.mkdir(parents=True, exist_ok=True)
-        Path(path).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        partial = Path(f"{path}.{os.getpid()}")  # a run that starts meanwhile reads the file before or this one
+        partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        partial.replace(path)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> CostProfile:
@@ -281,13 +302,6 @@ def _size(costs: dict[str, Any], layers: int) -> SizeCosts:
             raise ValueError(f"{name} needs {layers} numbers, one for each layer, got {len(given)}")
         made[name] = tuple(float(_checked(name, number)) for number in given)
     return SizeCosts(**made)
-
-
-def default_path(module: str, names: Sequence[str], parameters: Sequence[int]) -> Path:
-    """Where the profile of a module is kept: in ``$LIGHTNING_PIPE_CACHE`` or ``~/.cache/lightning_pipe``."""
-    folder = os.environ.get("LIGHTNING_PIPE_CACHE") or Path.home() / ".cache" / "lightning_pipe"
-    digest = hashlib.sha256(repr([*zip(names, parameters, strict=True)]).encode()).hexdigest()[:16]
-    return Path(folder) / f"{module}-{digest}{_SUFFIX}"
 
 
 def merged(profiles: Sequence[CostProfile]) -> CostProfile:

@@ -13,8 +13,11 @@ from lightning_pipe.partition.holding import ParameterPlace
 from lightning_pipe.planning.cost_profile import CostProfile, LayerSizes, SizeCosts, TiedSizes
 from lightning_pipe.simulate.link import Link
 
-_FLOPS, _BANDWIDTH, _LATENCY = 1e12, 1e10, 5e-5
-"""Of an imaginary device, in FLOP/s, byte/s and seconds: only the proportion of estimated times has a meaning."""
+_FLOPS = 1e12
+"""Of an imaginary device, in FLOP/s: only the proportion of estimated times has a meaning."""
+
+GUESSED_LINK = Link(alpha=5e-5, beta=1e-10)
+"""Where messages have not been measured."""
 
 
 def layer_sizes(module: nn.Module, layers: Layers) -> tuple[LayerSizes, ...]:
@@ -74,8 +77,12 @@ def estimated(module: nn.Module, layers: Layers, positions: int = 1) -> CostProf
     backward = tuple(2 * each for each in forward)
     none = (0.0,) * len(sizes)
     costs = SizeCosts(forward, backward, tuple(each / 2 for each in backward), none, none)
-    link = Link(_LATENCY, 1 / _BANDWIDTH)
-    tied = tied_sizes(module, layers)
     return CostProfile(
-        type(module).__name__, sizes, {1: costs}, link, link, tied=tied, conditions={"source": "parameters"}
+        type(module).__name__,
+        sizes,
+        {1: costs},
+        GUESSED_LINK,
+        GUESSED_LINK,
+        tied=tied_sizes(module, layers),
+        conditions={"source": "parameters"},
     )

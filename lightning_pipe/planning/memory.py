@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from lightning_pipe.config import Sharding
 from lightning_pipe.partition import ParameterPlace
-from lightning_pipe.partition.profile import OPTIMIZER_FACTOR
+from lightning_pipe.planning.cost_profile import MOMENTS
 from lightning_pipe.schedules.action import Placement
 from lightning_pipe.text import memory
 from lightning_pipe.transport.topology import Topology
@@ -49,7 +49,7 @@ def training_factor(holders: int, sharding: Sharding, accumulated: bool = False)
         [4.0, 2.5, 1.75]
     """
     kept = 1 / holders if sharding == "gradients" else 1.0
-    return 1 + accumulated * kept + (OPTIMIZER_FACTOR - 2) / (holders if sharding else 1)
+    return 1 + accumulated * kept + MOMENTS / (holders if sharding else 1)
 
 
 def sharding_notes(sharding: Sharding) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from lightning_pipe.config import Sharding, divided
 from lightning_pipe.partition import balance
-from lightning_pipe.planning.cost_profile import CostProfile
+from lightning_pipe.planning.cost_profile import MOMENTS, CostProfile
 from lightning_pipe.schedules import Family, Kind, Schedule, with_recompute
 from lightning_pipe.schedules.passes.recompute import Mode as Recompute
 from lightning_pipe.simulate import Costs, Memory, memory_over_time, peak, simulate
@@ -364,7 +364,7 @@ def stage_memory(
         [each.held for each in weights],
         gradients=[each.trained for each in weights],
         summed=[each.trained / share for each, share in zip(weights, kept, strict=True)],
-        optimizer=[2 * each.trained / share for each, share in zip(weights, shares, strict=True)],
+        optimizer=[MOMENTS * each.trained / share for each, share in zip(weights, shares, strict=True)],
         # what has come from another rank is held even where no layer keeps it: its gradient is sent back
         activations=[sum(at.saved_bytes[start:end], own) for (start, end), own in zip(spans, inputs, strict=True)],
         inputs=inputs,

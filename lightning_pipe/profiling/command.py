@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_pipe.errors import ConfigurationError
@@ -43,17 +44,14 @@ def _sizes(text: str) -> list[int]:
 
 
 def _run(values: argparse.Namespace) -> None:
-    from lightning_pipe.planning.cost_profile import default_path
     from lightning_pipe.profiling.processes import in_processes
 
     options = {"micro_batch_sizes": values.sizes, "layers": values.layers, "rounds": values.rounds}
     job = partial(
         measure_named, place=values.module, arguments=dict(values.argument), batch=values.batch, options=options
     )
-    found = in_processes(job, values.ranks, values.device, values.timeout)
-    path = values.output or default_path(
-        found.module, [layer.name for layer in found.layers], [layer.parameters for layer in found.layers]
-    )
+    found, kept = in_processes(job, values.ranks, values.device, values.timeout)
+    path = values.output or kept
     try:
         found.save(path)
     except OSError as error:
@@ -64,12 +62,15 @@ def _run(values: argparse.Namespace) -> None:
 
 def measure_named(
     transport: Transport, *, place: str, arguments: dict[str, Any], batch: str | None, options: dict[str, Any]
-) -> CostProfile:
-    """In each process: make the module and its batch, and measure."""
+) -> tuple[CostProfile, Path]:
+    """In each process: make the module and its batch, measure, and say where runs look for it."""
+    from lightning_pipe.partition import find_layers
+    from lightning_pipe.planning.profile_store import ProfileStore
     from lightning_pipe.profiling.measure import measure_profile
 
     module = made_module(place, arguments, str(transport.device))
-    return measure_profile(transport, module, _batch(module, batch), **options)
+    found = measure_profile(transport, module, _batch(module, batch), **options)
+    return found, ProfileStore(module, find_layers(module, options["layers"]), {}).path
 
 
 def _batch(module: Any, place: str | None) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import statistics
+import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,6 @@ from typing_extensions import override
 from lightning_pipe.engine.batch import BatchObserver
 from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.partition import find_layers
-from lightning_pipe.partition.profile import settled
 from lightning_pipe.planning.cost_profile import SizeCosts
 from lightning_pipe.schedules import Action, Family, Kind
 from lightning_pipe.schedules.family import Orders
@@ -160,6 +160,20 @@ def _times(pipeline: Pipeline, step: Step, module: nn.Module, part: Any, rounds:
     return _Times({key: missed * each for key, each in medians.items()}, statistics.median(beside))
 
 
+def settled() -> float:
+    """The host's clock when the GPU has done what it was given: before, a reading would time launches."""
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def crossing_bytes(args: Any, kwargs: Any) -> int:
+    """Bytes of the activations among the arguments of a layer."""
+    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    # Positions and masks come from the batch, which every rank has.
+    return sum(tensor.nbytes for tensor in [each for each in tensors if each.requires_grad] or tensors)
+
+
 class _Bytes(BatchObserver):
     """Bytes of the activations that each layer is called with, and of what autograd keeps, in the first micro-batch.
 
@@ -185,10 +199,7 @@ class _Bytes(BatchObserver):
             return
         self._done = self._done or key in self.inputs
         self._layer = max(self._layer, key)
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        # Positions and masks come from the batch, which every rank has.
-        crossing = [tensor for tensor in tensors if tensor.requires_grad] or tensors
-        self.inputs.setdefault(key, sum(tensor.nbytes for tensor in crossing))
+        self.inputs.setdefault(key, crossing_bytes(args, kwargs))
 
     def keep(self, tensor: Tensor) -> Tensor:
         """Autograd is about to keep a tensor."""

@@ -14,7 +14,7 @@ from lightning_pipe import schedules
 from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.parameters.gradient_sync import GradientSync
 from lightning_pipe.partition import find_layers
-from lightning_pipe.partition.profile import settled
+from lightning_pipe.profiling.layers import settled
 from lightning_pipe.simulate.link import Link
 from lightning_pipe.transport.base import Channel, Lane, Transport
 

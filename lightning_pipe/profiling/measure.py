@@ -15,11 +15,10 @@ from torch.utils.data import DataLoader
 
 from lightning_pipe.errors import ConfigurationError
 from lightning_pipe.partition import find_layers
-from lightning_pipe.partition.profile import settled
 from lightning_pipe.patches import unheard
-from lightning_pipe.planning.cost_profile import CostProfile, merged
+from lightning_pipe.planning.cost_profile import SHAPES, CostProfile, merged
 from lightning_pipe.planning.layer_sizes import layer_sizes, tied_sizes
-from lightning_pipe.profiling.layers import Step, measure_layers
+from lightning_pipe.profiling.layers import Step, measure_layers, settled
 from lightning_pipe.profiling.machine import measure_machine
 from lightning_pipe.torch_internals import tree_leaves, tree_map
 from lightning_pipe.transport.base import Transport
@@ -27,9 +26,6 @@ from lightning_pipe.version import __version__
 
 SIZES = (1, 2, 4, 8)
 _STEP_NUMBERS = 1 << 18
-SHAPES = "shapes"
-"""The condition that says what a sample of the input is like."""
-
 _LOGGED = "You are trying to `self.log\\(\\)` but the `self.trainer` reference is not registered.*"
 """Lightning 2.6: nothing is logged where a step is measured."""
 
@@ -70,7 +66,7 @@ def measure_profile(
         step_per_byte=_step_per_byte(place),
         tied=tied_sizes(module, sequence),
         conditions={
-            **run_conditions(place),
+            **run_conditions(place, _precision(module)),
             "ranks": str(transport.topology.world_size),
             "transport": type(transport).__name__,
             SHAPES: shapes_of_a_sample(batch),
@@ -81,16 +77,28 @@ def measure_profile(
     return replace(together, message=machine.message, all_reduce=machine.all_reduce, batch=machine.batch)
 
 
-def run_conditions(device: torch.device) -> dict[str, str]:
-    """What figures measured in this process depend on besides the module and its input."""
+def run_conditions(device: torch.device, precision: str = "32-true") -> dict[str, str]:
+    """What figures measured in this process depend on besides the module and its input.
+
+    Args:
+        device: that computes.
+        precision: as Lightning names it.
+    """
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
     return {
         "device": f"{device.type} ({name})",
+        "precision": precision,
         "threads": str(torch.get_num_threads()),
         "cores": str(os.cpu_count()),
         "torch": torch.__version__,
         "lightning_pipe": __version__,
     }
+
+
+def _precision(module: nn.Module) -> str:
+    """That of a step without a Trainer, by the module's parameters."""
+    own = next((parameter.dtype for parameter in module.parameters()), torch.float32)
+    return {torch.float64: "64-true", torch.float16: "16-true", torch.bfloat16: "bf16-true"}.get(own, "32-true")
 
 
 def default_step(module: nn.Module, part: Any) -> Any:

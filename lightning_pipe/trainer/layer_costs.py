@@ -1,22 +1,68 @@
-"""Measures the layers in the first training batch, for the next run to be balanced by."""
+"""The costs that a run goes by: measured in its first batch where none are known, and compared with its own input."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Generator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import lightning.pytorch as pl
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_pipe.engine.containers import signature
-from lightning_pipe.engine.layer_profiler import profiled
 from lightning_pipe.engine.pipeline import Pipeline
-from lightning_pipe.partition import ProfileStore
+from lightning_pipe.errors import ConfigurationError
+from lightning_pipe.planning.cost_profile import SHAPES, CostProfile
+from lightning_pipe.planning.layer_sizes import GUESSED_LINK
+from lightning_pipe.planning.profile_store import ProfileStore
+from lightning_pipe.profiling.first_batch import profiled
+from lightning_pipe.profiling.measure import shapes_of_a_sample
 from lightning_pipe.trainer.data.micro_batches import MicroBatches
 
 
+def shapes_of(micro_batches: MicroBatches) -> str:
+    """What a sample of the input is like, in words; of a batch without tensors what its first part is like."""
+    try:
+        return shapes_of_a_sample(micro_batches.parts[0])
+    except ConfigurationError:
+        return str(signature(micro_batches.parts[0]))
+
+
+@dataclass(frozen=True)
+class MeasuredShapes:
+    """A sample of the input that costs were measured with, in words; ``None``: nothing was measured, or not known.
+
+    Args:
+        schedule: of the profile that the schedule was chosen by.
+        balance: of the profile that the stages were balanced by.
+    """
+
+    schedule: str | None = None
+    balance: str | None = None
+
+    def notes(self, micro_batches: MicroBatches) -> tuple[str, ...]:
+        """What the user is to know, for the plan.
+
+        Args:
+            micro_batches: the first batch of the run.
+        """
+        found, now = [], shapes_of(micro_batches)
+        if self.schedule not in (None, now):
+            found.append(
+                f"the schedule was chosen by a profile of samples {self.schedule}; those of this batch are {now}: "
+                "measure again with `lightning-pipe profile`"
+            )
+        if self.balance not in (None, now):
+            found.append(
+                f"the stages were balanced by costs of samples of other shapes, {self.balance}, than this batch has, "
+                f"{now}: a run that is started again is balanced by this batch's"
+            )
+        return tuple(found)
+
+
 class LayerCosts:
-    """Measures once in a run, and stores the result by the shape of a micro-batch.
+    """Measures once in a run, and stores the result.
 
     Args:
         module: the LightningModule.
@@ -29,29 +75,35 @@ class LayerCosts:
 
     @contextmanager
     def measured(self, micro_batches: MicroBatches) -> Generator[None, None, None]:
-        """Around a training batch: the first one is measured, unless its shape has been measured in an earlier run."""
+        """Around a training batch: the first one is measured, unless costs of samples of these shapes are known."""
         store, self._store = self._store, None
-        if store is None:
+        shapes = None if store is None else shapes_of(micro_batches)
+        if store is None or (store.found is not None and store.shapes in (None, shapes)):
             yield
-            return
-        shape = str(signature(micro_batches.parts[0]))
-        writes = self._pipeline.transport.process == 0
-        if shape in store.signatures:
-            yield
-            # the costs of the last shape are those that the next run is balanced by
-            if writes and shape != store.signatures[-1]:
-                store.save(shape)
             return
         with profiled(self._pipeline) as profiler:
             yield
-        profile = profiler.gather()
-        if writes:
-            store.save(shape, profile)
+        costs = profiler.gather()
+        if self._pipeline.transport.process == 0:
+            profile = CostProfile(
+                type(self._module).__name__,
+                store.layers,
+                {micro_batches.sizes[0]: costs},
+                GUESSED_LINK,
+                GUESSED_LINK,
+                tied=store.tied,
+                conditions={**store.conditions, SHAPES: str(shapes), "source": "the first batch of a run"},
+            )
+            try:
+                profile.save(store.path)
+            except OSError as error:
+                warnings.warn(f"The costs of the layers cannot be stored: {error}.", stacklevel=2)
+                return
             self._module.print(f"Measured the layers: the next run is balanced by {store.path}")
 
     def warn_if_wanted(self) -> None:
         """Warn that a schedule without a flush measures nothing, if costs are wanted and none are known."""
-        if self._store is not None and not self._store.signatures:
+        if self._store is not None and self._store.found is None:
             rank_zero_warn(
                 "Layers are measured in the first batch of a schedule with a flush; this run leaves no measurements."
             )

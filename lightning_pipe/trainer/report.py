@@ -27,7 +27,7 @@ from lightning_pipe.planning.traffic import NodeTraffic, divided_sums, gradient_
 from lightning_pipe.schedules import Schedule
 from lightning_pipe.simulate import Costs
 from lightning_pipe.trainer.data.micro_batches import MicroBatches
-from lightning_pipe.trainer.measured_shapes import MeasuredShapes
+from lightning_pipe.trainer.layer_costs import MeasuredShapes
 
 
 def peak_memory() -> tuple[int, int]:

@@ -50,9 +50,9 @@ from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.engine.undivided import look, look_in_turns
 from lightning_pipe.errors import ConfigurationError
 from lightning_pipe.intercept.random_streams import RandomStreams
-from lightning_pipe.partition import ProfileStore
 from lightning_pipe.partition.calls import Call
 from lightning_pipe.patches import replaced
+from lightning_pipe.planning.profile_store import ProfileStore
 from lightning_pipe.trainer.active_loop import active_loop_kept
 from lightning_pipe.trainer.asynchronous.streaming import Streaming
 from lightning_pipe.trainer.batch_ends import BatchEnds

@@ -19,11 +19,11 @@ from lightning_pipe.config import MICRO_BATCHES_PER_RANK, Auto, Sharding, divide
 from lightning_pipe.errors import ConfigurationError, PartitionError
 from lightning_pipe.partition import Balance, Layers, divide
 from lightning_pipe.partition.choice import layers_before_run
-from lightning_pipe.planning.cost_profile import CostProfile, default_path
-from lightning_pipe.planning.layer_sizes import estimated, layer_sizes, of_module
+from lightning_pipe.planning.layer_sizes import estimated
+from lightning_pipe.planning.profile_store import ProfileStore
 from lightning_pipe.planning.search import Cut, search
 from lightning_pipe.planning.search_result import SearchResult
-from lightning_pipe.profiling.measure import SHAPES, run_conditions
+from lightning_pipe.profiling.measure import run_conditions
 from lightning_pipe.schedules import Family
 from lightning_pipe.schedules.passes.recompute import Mode as Recompute
 from lightning_pipe.text import several
@@ -104,18 +104,15 @@ def choose(
         ) from error
     if ranks == 1:
         return ScheduleChoice(schedules.get("1f1b"), "one rank waits for nobody", recompute)
-    sizes = layer_sizes(module, sequence)
-    path = default_path(type(module).__name__, [layer.name for layer in sizes], [layer.parameters for layer in sizes])
+    store = ProfileStore(module, sequence, {**run_conditions(device), "ranks": str(ranks)})
     profile, source = estimated(module, sequence), "the layers' parameters; `lightning-pipe profile` measures them"
     limit = None  # without a profile nothing is known of activations
-    if path.exists():
-        try:
-            stored = CostProfile.load(path)
-            stored.check({**run_conditions(device), "ranks": str(ranks)})
-            profile, source = of_module(stored, module, sequence), str(path)
+    try:
+        if (stored := store.load("device", "threads", "cores", "torch", "ranks")) is not None:
+            profile, source = stored, str(store.path)
             limit = memory_of_a_process(device, processes)
-        except ConfigurationError as error:
-            source = f"the layers' parameters, because {error.message[0].lower()}{error.message[1:-1]}"
+    except ConfigurationError as error:
+        source = f"the layers' parameters, because {error.message[0].lower()}{error.message[1:-1]}"
     number = MICRO_BATCHES_PER_RANK * ranks if micro_batches == "auto" else micro_batches
     look = partial(
         search,
@@ -134,7 +131,7 @@ def choose(
         choice = replace(_choice(look(), source, "always"), reason=f"{error.message} By {source}")
     else:
         choice = _choice(found, source, recompute)
-    return replace(choice, shapes=profile.conditions.get(SHAPES))
+    return replace(choice, shapes=store.shapes)
 
 
 def _cut(module: nn.Module, layers: Layers, ranks: int, balance: Balance) -> Cut | None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import lightning.pytorch as pl
 import torch
@@ -22,7 +22,6 @@ from lightning_pipe.partition import (
     AUTO,
     Balance,
     Layers,
-    ProfileStore,
     divide,
     find_layers,
     has_example,
@@ -33,6 +32,9 @@ from lightning_pipe.partition import (
 from lightning_pipe.partition import balance as balance_costs
 from lightning_pipe.partition.calls import Call, CallStore, in_order, in_words, of_step, top, work_of
 from lightning_pipe.partition.choice import Chosen, choose, guess, line, serves
+from lightning_pipe.planning.cost_profile import CostProfile
+from lightning_pipe.planning.prediction import stage_costs
+from lightning_pipe.planning.profile_store import ProfileStore
 from lightning_pipe.schedules import Family
 from lightning_pipe.schedules.passes.recompute import Mode as Recompute
 from lightning_pipe.schedules.several_passes import may_repeat
@@ -50,7 +52,7 @@ _FORGOTTEN = (
     "module calls others, or in another order, run it again, and its first batch shows them."
 )
 """What an error says where the stored order may be the reason."""
-_NOT_MEASURED = "the layers have not been measured yet: this run is balanced by {}, the next run has the measurements"
+_NOT_MEASURED = "{}: this run is balanced by {}, the next run has the measurements"
 
 
 class Division(NamedTuple):
@@ -138,7 +140,7 @@ class StageDivision:
         module: pl.LightningModule,
         layout: RunLayout,
         world: World,
-        conditions: list[str],
+        conditions: Mapping[str, str],
         pipeline: Pipeline,
         store: CallStore,
     ) -> Callable[[str, list[Call]], Division | None]:
@@ -234,7 +236,7 @@ class StageDivision:
         chosen: Chosen,
         layout: RunLayout,
         world: World,
-        conditions: list[str],
+        conditions: Mapping[str, str],
         before: Pipeline | None = None,
         whole: Pipeline | None = None,
     ) -> Division:
@@ -256,6 +258,7 @@ class StageDivision:
         if before is None:
             counts, notes, store, costs = self._balance(module, chosen, layout, world, conditions)
             passes = max(passes, chosen.passes(counts))
+            costs = costs if passes == 1 else None  # they are those of one pass
             # before most of it is gone
             built = sum(parameter.nbytes for parameter in module.parameters() if not is_deferred(parameter))
             notes = (*notes, *how_built(built, layout.pipeline_parallel_size))
@@ -294,29 +297,30 @@ class StageDivision:
         return Division(pipeline, notes, store, costs, built)
 
     def _balance(
-        self, module: pl.LightningModule, chosen: Chosen, layout: RunLayout, world: World, conditions: list[str]
+        self, module: pl.LightningModule, chosen: Chosen, layout: RunLayout, world: World, conditions: Mapping[str, str]
     ) -> tuple[list[int], tuple[str, ...], ProfileStore | None, Costs | None]:
         """The layers of each stage, the same on all processes, with notes, store and costs of the `Division`."""
-        layers, balance, stages, store, profile = chosen.layers, self.balance, layout.stages, None, None
+        layers, balance, stages, notes = chosen.layers, self.balance, layout.stages, list[str]()
         if balance == AUTO and chosen.work:
             return (counts := balance_costs(chosen.work, stages)), (_balanced("work", chosen.work, counts),), None, None
-        if isinstance(balance, str) and balance in ("time", "memory"):
-            store = ProfileStore(module, layers, conditions)
-            found = (store.load(), store.signatures) if world.transport.process == 0 else (None, [])
-            profile, store.signatures = world.broadcast(found, 0)
-            if profile is None:
+        store = measured = None
+        if balance == "time" or balance == "memory":
+            store = ProfileStore(module, layers, {**conditions, "ranks": str(layout.pipeline_parallel_size)})
+            store.found, why = world.broadcast(_loaded(store) if world.transport.process == 0 else (None, ""), 0)
+            if store.found is None:
                 balance = _without_measurements(module, layers)
-        options: dict[str, Any] = {"recompute": self.recompute != "never"}
-        if balance == "memory":
-            options["in_flight"] = self._in_flight(layout)
-        counts = divide(module, layers, stages, balance, profile, **options)
-        costs = layer_costs(module, layers, stages, balance, profile, **options)
-        notes = [_NOT_MEASURED.format(balance)] if store is not None and profile is None else []
+                notes.append(_NOT_MEASURED.format(why, balance))
+            else:
+                in_flight = self._in_flight(layout) if balance == "memory" else 1
+                measured = store.found.layer_costs(balance, in_flight, recompute=self.recompute != "never")
+        counts = divide(module, layers, stages, balance, measured)
+        costs = layer_costs(module, layers, balance, measured)
         if costs is not None:
             by = "the given costs" if not isinstance(balance, str) else "parameters" if balance == AUTO else balance
             notes.append(_balanced(by, costs, counts))
-        times = None if profile is None else profile.stage_times([name for name, _ in layers], counts)
-        return counts, tuple(notes), store, None if times is None else Costs(*times)
+        found = None if store is None else store.found
+        of_stages = None if found is None else stage_costs(found, counts, min(found.sizes), [1] * stages)
+        return counts, tuple(notes), store, of_stages
 
     def _in_flight(self, layout: RunLayout) -> int:
         """The most micro-batches of which a stage holds the activations at the same time."""
@@ -350,6 +354,14 @@ def has_convolutions(layers: Layers) -> bool:
     return any(isinstance(part, ConvNd) for _, layer in layers for part in layer.modules())
 
 
+def _loaded(store: ProfileStore) -> tuple[CostProfile | None, str]:
+    """What the layers cost, for this device and precision; else why that is not known."""
+    try:
+        return store.load("device", "precision"), "the layers have not been measured yet"
+    except ConfigurationError as error:
+        return None, f"{error.message[0].lower()}{error.message[1:-1]}"
+
+
 def _balanced(by: str, costs: Sequence[float], counts: Sequence[int]) -> str:
     return f"balanced by {by}: the largest stage costs {imbalance(costs, counts):.2f} x the mean"
 
@@ -373,8 +385,3 @@ def how_built(size: int, ranks: int) -> tuple[str, ...]:
         f"every process built {memory(size)} of parameters before it gave most of them away; built in "
         "`with trainer.init_module():` or in configure_model, each makes only its own",
     )
-
-
-def conditions(device: torch.device, precision: str) -> list[str]:
-    """What the costs of layers depend on besides the module."""
-    return [torch.cuda.get_device_name(device) if device.type == "cuda" else device.type, precision]

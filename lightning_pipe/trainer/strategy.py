@@ -31,6 +31,7 @@ from lightning_pipe.lightning_internals import optimizers_to_device
 from lightning_pipe.partition import Balance, find_layers
 from lightning_pipe.partition.calls import CallStore
 from lightning_pipe.patches import unheard
+from lightning_pipe.profiling.measure import run_conditions
 from lightning_pipe.schedules import Family, Schedule
 from lightning_pipe.schedules.passes.recompute import Mode as Recompute
 from lightning_pipe.trainer import export
@@ -50,12 +51,12 @@ from lightning_pipe.trainer.construction import configured_without_memory, settl
 from lightning_pipe.trainer.data.batch_splitter import BatchSplitting
 from lightning_pipe.trainer.data.micro_batches import LossWeight
 from lightning_pipe.trainer.data.split_batch import SplitBatch
-from lightning_pipe.trainer.measured_shapes import MeasuredShapes
+from lightning_pipe.trainer.layer_costs import MeasuredShapes
 from lightning_pipe.trainer.module_strategy import ModuleStrategy
 from lightning_pipe.trainer.report import Report, counts_of
 from lightning_pipe.trainer.run import FIRST_STEPS, PipelineRun
 from lightning_pipe.trainer.schedule_choice import AUTO, KEY, ScheduleChoice, choose, kept_by, same_everywhere
-from lightning_pipe.trainer.stage_division import StageDivision, conditions, forget_calls
+from lightning_pipe.trainer.stage_division import StageDivision, forget_calls
 from lightning_pipe.trainer.whole_model.sharded_optimizer import ShardedOptimizers
 from lightning_pipe.trainer.whole_model.synchronized_norms import synchronize_norms
 
@@ -271,7 +272,7 @@ class PipeStrategy(ModuleStrategy):
                 return
             raise
         initialise_meta(module, self._seed)
-        of_costs = conditions(self.root_device, str(self.precision_plugin.precision))
+        of_costs = run_conditions(self.root_device, str(self.precision_plugin.precision))
         if chosen is None:
             division = own.whole(module, layout, world)
         else:
@@ -293,7 +294,7 @@ class PipeStrategy(ModuleStrategy):
         if self._choice is not None:
             notes, shapes = (*notes, f"schedule chosen: {self._choice.reason}"), self._choice.shapes
         notes = (*notes, *counts_of(self.pipeline_parallel_size, self.processes_here, self.num_processes))
-        measured = MeasuredShapes(shapes, None if store is None or not store.signatures else store.signatures[-1])
+        measured = MeasuredShapes(shapes, None if store is None else store.shapes)
         report = Report(module, pipeline, layout, notes, costs, built, measured, self._shard_optimizer)
         known = chosen is not None and not chosen.guessed
         late = None if known else own.late(module, layout, world, of_costs, pipeline, self._calls)

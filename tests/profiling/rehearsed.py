@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 import lightning_pipe
-from lightning_pipe.partition.profile import LayerCost, measure
 from lightning_pipe.planning.cost_profile import CostProfile
+from lightning_pipe.profiling.first_batch import LayerCost, measure
 
 SECONDS = 0.005
 

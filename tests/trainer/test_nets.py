@@ -150,4 +150,4 @@ def test_the_plan_is_told_and_the_second_run_is_balanced_by_time(tmp_path: Path)
     assert "Measured the layers" in first
     assert "Measured the layers" not in second
     assert "balanced by memory: the largest stage costs" in third
-    assert "Measured the layers" in third  # for micro-batches of another shape
+    assert "Measured the layers" not in third  # costs of micro-batches of other sizes lie on a line

@@ -17,8 +17,8 @@ from torch import nn
 from lightning_pipe import CostProfile, PipeStrategy, schedules
 from lightning_pipe.errors import ConfigurationError, PartitionError
 from lightning_pipe.partition import find_layers
-from lightning_pipe.planning.cost_profile import SizeCosts, default_path
-from lightning_pipe.planning.layer_sizes import layer_sizes
+from lightning_pipe.planning.cost_profile import SizeCosts
+from lightning_pipe.planning.profile_store import ProfileStore
 from lightning_pipe.profiling.measure import run_conditions
 from lightning_pipe.simulate import Link
 from lightning_pipe.trainer import schedule_choice
@@ -42,13 +42,13 @@ def store(
     module: nn.Module, folder: Path, *, message: float, reduce: float = 0, saved: float = 1.0, **conditions: str
 ) -> CostProfile:
     """A profile where `choose` finds it, with these latencies; a layer takes a millisecond forward."""
-    sizes = layer_sizes(module, find_layers(module))
+    kept_in = ProfileStore(module, find_layers(module), {})
+    sizes = kept_in.layers
     times = (0.001,) * len(sizes)
     costs = SizeCosts(times, tuple(2 * each for each in times), times, (saved,) * len(sizes), (1.0,) * len(sizes))
     profile = CostProfile(type(module).__name__, sizes, {1: costs}, Link(message), Link(reduce), conditions=conditions)
-    path = default_path(profile.module, [s.name for s in sizes], [s.parameters for s in sizes])
-    assert path.parent == folder
-    profile.save(path)
+    assert kept_in.path.parent == folder
+    profile.save(kept_in.path)
     return profile
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_pipe.engine.layer_profiler import profiled
 from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.errors import ConfigurationError
-from lightning_pipe.partition import LayerCost, Profile, ProfileStore, divide, find_layers
+from lightning_pipe.partition import divide, find_layers
+from lightning_pipe.planning.cost_profile import CostProfile, SizeCosts
+from lightning_pipe.planning.layer_sizes import layer_sizes
+from lightning_pipe.planning.profile_store import ProfileStore
+from lightning_pipe.profiling.first_batch import profiled
 from lightning_pipe.schedules import GPipe
 from lightning_pipe.transport.threads import ThreadTransport, run_threads, thread_world
 from lightning_pipe.transport.topology import Topology
@@ -64,7 +68,7 @@ class Net(nn.Module):
 
 def train(
     net: Net, ranks: int, *, measure: bool, **options: Any
-) -> tuple[Profile | None, dict[str, Tensor], dict[str, Tensor], float]:
+) -> tuple[SizeCosts | None, dict[str, Tensor], dict[str, Tensor], float]:
     torch.manual_seed(1)
     data = torch.randn(6, 4)
 
@@ -110,80 +114,60 @@ def test_layers_are_measured_without_a_trace(ranks: int, recompute: str, deferre
     for name, value in plain_buffers.items():
         assert torch.equal(buffers[name], value) or ranks > 1, name
         assert not name.endswith(("num_batches_tracked", "calls")) or torch.equal(buffers[name], value), name
-    assert profile.beside == {"embed": 0, "head": 4}
-    for name, seconds in {"layers.1": 0.01, "layers.3": 0.02, "embed": 0.03}.items():
-        measured = profile.layers[name]
-        assert measured.forward >= seconds
-        assert measured.backward >= 2 * seconds
-    assert profile.layers["layers.1"].saved_bytes > 3 * 900 * 4
-    assert profile.layers["layers.1"].parameter_bytes == sum(p.nbytes for p in net.layers[1].parameters())
+    # the embedding counts with the layer behind it, the head with the one before it
+    for layer, seconds in enumerate((0.03, 0.01, 0, 0.02)):
+        assert profile.forward[layer] >= seconds
+        assert profile.backward[layer] >= 2 * seconds
+    assert profile.forward[2] < 0.01
+    assert profile.saved_bytes[1] > 3 * 900 * 4
+    assert profile.boundary_bytes == (3 * 4 * 4,) * 3 + (0,)
 
 
-def test_the_balance_follows_the_measurements(tmp_path: Path) -> None:
+def some_profile(net: nn.Module, forward: float) -> CostProfile:
+    none = (0.0,) * 4
+    costs = SizeCosts((forward, 0, 0, forward), none, none, (4, 0, 0, 0), none)
+    return CostProfile("Net", layer_sizes(net, find_layers(net, "layers")), {2: costs}, conditions={"threads": "2"})
+
+
+def test_the_balance_follows_the_measurements() -> None:
     net = Net()
     layers = find_layers(net, "layers")
     with pytest.raises(ConfigurationError, match="has not been measured"):
         divide(net, layers, 2, "time")
-    costs = {"embed": (3, 10), "layers.0": (0, 10), "layers.1": (1, 900), "layers.2": (0, 10), "layers.3": (2, 10)}
-    profile = Profile(
-        {name: LayerCost(time, 2 * time, size, size) for name, (time, size) in costs.items()}, {"embed": 0}
-    )
-    assert profile.costs([name for name, _ in layers], "time") == [9, 3, 0, 6]
-    assert divide(net, layers, 2, "time", profile) == [1, 3]
-    assert profile.costs([name for name, _ in layers], "memory", in_flight=2) == [120, 5400, 60, 60]
-    assert divide(net, layers, 3, "memory", profile) == [1, 1, 2]
-    assert profile.costs([name for name, _ in layers], "time", recompute=True) == [12, 4, 0, 8]
-    assert divide(net, layers, 3, "memory", profile, in_flight=1) == [1, 1, 2]
+    costs = SizeCosts((3, 1, 0, 2), (6, 2, 0, 4), (3, 1, 0, 2), (10, 900, 10, 10), (0,) * 4)
+    profile = CostProfile("Net", layer_sizes(net, layers), {1: costs})
+    assert profile.layer_costs("time") == [9, 3, 0, 6]
+    assert divide(net, layers, 2, "time", profile.layer_costs("time")) == [1, 3]
+    assert profile.layer_costs("time", recompute=True) == [12, 4, 0, 8]
+    weights = [4 * layer.parameter_bytes for layer in profile.layers]
+    once, twice = (profile.layer_costs("memory", number) for number in (1, 2))
+    assert once == [size + saved for size, saved in zip(weights, costs.saved_bytes, strict=True)]
+    assert [b - a for a, b in zip(once, twice, strict=True)] == [10, 900, 10, 10]
+    frozen = replace(profile, layers=tuple(replace(each, frozen_bytes=each.parameter_bytes) for each in profile.layers))
+    assert frozen.layer_costs("memory", 0) == [layer.parameter_bytes for layer in profile.layers]
 
 
-def some_profile(net: nn.Module, forward: float) -> Profile:
-    return Profile({name: LayerCost(forward, 2.0, 3, 4) for name, _ in find_layers(net, "layers")}, {})
-
-
-def test_profiles_are_stored_by_module_conditions_and_batch_signature(tmp_path: Path) -> None:
+def test_a_profile_is_kept_by_the_module_and_checked_for_the_conditions(tmp_path: Path) -> None:
     net = Net()
 
-    def store(module: nn.Module = net, *conditions: str) -> ProfileStore:
-        return ProfileStore(module, find_layers(module, "layers"), conditions, tmp_path)
+    def store(module: nn.Module = net, threads: str = "2") -> ProfileStore:
+        return ProfileStore(module, find_layers(module, "layers"), {"threads": threads}, tmp_path)
 
-    assert store().load() is None
-    store().save("a", some_profile(net, 1))
-    store().save("b", some_profile(net, 2))
-    assert store().load() == some_profile(net, 2)
-    store().save("a")  # used again
+    assert store().load("threads") is None
+    some_profile(net, 1).save(store().path)
+    some_profile(net, 2).save(store().path)
     again = store()
-    assert again.load() == some_profile(net, 1)
-    assert again.signatures == ["b", "a"]
+    assert again.load("threads") == again.found == some_profile(net, 2)
+    assert store(net, "4").load() == some_profile(net, 2)
+    with pytest.raises(ConfigurationError, match="threads 2 in the profile, 4 now"):
+        store(net, "4").load("threads")
     other = Net()
     other.layers.append(Layer(0, 1))
     assert store(other).load() is None
-    assert store(net, "another device").load() is None
+    net.layers[0].requires_grad_(False)
+    found = store().load()
+    assert found is not None
+    assert found.layers[0].frozen_bytes > 0, "the parameters are those of now"
     net.layers[0].inner[2].p = 0.5  # an option, and no parameter
     assert store().load() is None
-    for number in range(40):
-        store().save(str(number), some_profile(net, number))
-    assert again.path.is_file()
-    latest = store()
-    latest.load()
-    assert latest.signatures == [str(number) for number in range(24, 40)]
-
-
-@pytest.mark.parametrize("content", ["{", "[]", '{"a": {}}', '{"a": {"layers": {"x": {"seconds": 1}}, "beside": {}}}'])
-def test_a_file_that_cannot_be_read_is_ignored_and_replaced(tmp_path: Path, content: str) -> None:
-    net = Net()
-    store = ProfileStore(net, find_layers(net, "layers"), folder=tmp_path)
-    store.path.write_text(content)
-    with pytest.warns(UserWarning, match="cannot be read"):
-        found = store.load()
-    assert found is None
-    with pytest.warns(UserWarning, match="cannot be read"):
-        store.save("a", some_profile(net, 1))
-    assert store.load() == some_profile(net, 1)
-
-
-def test_a_folder_that_cannot_be_written_does_not_end_the_training(tmp_path: Path) -> None:
-    net, taken = Net(), tmp_path / "file"
-    taken.write_text("")
-    store = ProfileStore(net, find_layers(net, "layers"), folder=taken / "folder")
-    with pytest.warns(UserWarning, match="cannot be stored"):
-        store.save("a", some_profile(net, 1))
+    assert [path.name for path in tmp_path.iterdir()] == [again.path.name], "and nothing half written"

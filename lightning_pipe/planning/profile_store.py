@@ -1,0 +1,67 @@
+"""Where the costs of a module are kept from run to run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+
+from torch import nn
+
+from lightning_pipe.partition import Layers
+from lightning_pipe.partition.cache import cache_path
+from lightning_pipe.planning.cost_profile import SHAPES, CostProfile
+from lightning_pipe.planning.layer_sizes import layer_sizes, tied_sizes
+
+
+class ProfileStore:
+    """The profile of one module on disk: of `lightning-pipe profile`, or of a run's first batch.
+
+    The module is taken as it is when the store is made, see `cache_path`.
+
+    Args:
+        module: the module.
+        layers: its layer sequence.
+        conditions: of this run.
+        folder: where; by default ``$LIGHTNING_PIPE_CACHE`` or ``~/.cache/lightning_pipe``.
+
+    Attributes:
+        path: the file.
+        layers: name and parameters of every layer.
+        tied: parameters that layers have in common.
+        found: what `load` has found.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        layers: Layers,
+        conditions: Mapping[str, str],
+        folder: str | os.PathLike[str] | None = None,
+    ) -> None:
+        self.path = cache_path(module, ["costs", *(name for name, _ in layers)], ".profile.json", folder)
+        self.layers, self.tied = layer_sizes(module, layers), tied_sizes(module, layers)
+        self.conditions = conditions
+        self.found: CostProfile | None = None
+
+    @property
+    def shapes(self) -> str | None:
+        """What a sample of the input is like that the costs were measured with, as far as that is known."""
+        return None if self.found is None else self.found.conditions.get(SHAPES)
+
+    def load(self, *names: str) -> CostProfile | None:
+        """The profile, with the parameters that are frozen now; ``None`` if there is none.
+
+        Args:
+            names: of the conditions that it must have been measured under.
+
+        Raises:
+            ConfigurationError: it cannot be read, or was measured under others.
+        """
+        if not self.path.exists():
+            return None
+        stored = CostProfile.load(self.path)
+        stored.check({name: self.conditions[name] for name in names})
+        stored.check_layers([layer.name for layer in self.layers], [layer.parameters for layer in self.layers])
+        self.found = replace(stored, layers=self.layers, tied=self.tied)
+        return self.found
