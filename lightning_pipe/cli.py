@@ -1,49 +1,77 @@
-"""The command line: ``lightning-pipe schedule`` draws, simulates and exports, ``plan`` plans, ``consolidate`` joins."""
+"""The command line: a parser for the command that is asked for, made from the signature of what it runs."""
 
 from __future__ import annotations
 
 import argparse
+import importlib
+import inspect
 import os
 import re
 import sys
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import fields, is_dataclass
 from fractions import Fraction
-from functools import partial
-from pathlib import Path
-from typing import NoReturn, get_args
+from typing import Any, NamedTuple, NoReturn, get_type_hints
 
-from lightning_pipe import schedules
+from jsonargparse import ArgumentParser, DefaultHelpFormatter
+from jsonargparse.typing import register_type
+
 from lightning_pipe.errors import PipeError
-from lightning_pipe.planning import command
-from lightning_pipe.profiling import command as profile_command
-from lightning_pipe.schedules import Schedule
-from lightning_pipe.schedules.dependencies import Links, Number, Occupied
-from lightning_pipe.simulate import Costs, compare, table
-from lightning_pipe.simulate.comparison import simulate_batch
 from lightning_pipe.text import memory, several
 
 _PROGRAM = "lightning-pipe"
-_COMPARE = "compare"
-_TIMES = {
-    "forward": 1,
-    "backward": 2,
-    "backward_input": None,
-    "backward_weight": None,
-    "recompute_time": None,
-    "send": 0,
-    "reduce": 0,
-    "step": 0,
+
+
+class _Command(NamedTuple):
+    """The module that has a function of the command's name, and what to type."""
+
+    module: str
+    summary: str
+    examples: tuple[str, ...]
+
+
+_COMMANDS = {
+    "schedule": _Command(
+        "lightning_pipe.planning.schedule_command",
+        "draw, simulate and export a schedule, or compare all",
+        ("1f1b --ranks 4 --micro-batches 8", "compare", "interleaved --options.virtual_stages 3 --png picture.png"),
+    ),
+    "plan": _Command(
+        "lightning_pipe.planning.command",
+        "show how a module would be cut",
+        ("my_project.models:Net --arguments.layers 24 --ranks 4", "my_project.models:Net --balance [4,2]"),
+    ),
+    "search": _Command(
+        "lightning_pipe.planning.command",
+        "predict all configurations, and show the best ten",
+        ("my_project.models:Net --ranks 8 --global-batch 256 --memory 16GiB",),
+    ),
+    "profile": _Command(
+        "lightning_pipe.profiling.command",
+        "measure what a module costs on this machine",
+        ("my_project.models:Net --batch my_project.data:batch --ranks 2 --sizes [1,4]",),
+    ),
+    "consolidate": _Command(
+        "lightning_pipe.cli",
+        "write an ordinary checkpoint from a folder of shards",
+        ("checkpoints/last.ckpt", "checkpoints/last.ckpt whole.ckpt"),
+    ),
 }
-"""The options that a profile takes the place of, with what they are if they are not given."""
 
 
-class _Parser(argparse.ArgumentParser):
+class _Help(DefaultHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Leaves the lines of examples alone."""
+
+
+class _Parser(ArgumentParser):
     """Mistakes are answered with one line and exit code 2."""
 
-    def error(self, message: str) -> NoReturn:
-        _fail(f"{message} (see {self.prog} --help)")
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        told = " ".join(message.split())
+        if found := re.fullmatch(r'Parser key "([^"]+)": .*[Vv]alue: (.*)', told):
+            told = f"--{found[1]} cannot be {found[2]!r}"
+        _fail(f"{told} (see {self.prog} --help)")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -52,17 +80,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     Args:
         arguments: the arguments, by default those of the process.
     """
-    parser = _Parser(prog=_PROGRAM, description="Pipeline parallelism for PyTorch Lightning.")
-    commands = parser.add_subparsers(metavar="COMMAND", required=True, title="commands")
-    _add_schedule(commands.add_parser("schedule", help="draw, simulate and export a schedule"))
-    command.add_arguments(commands.add_parser("plan", help="show how a module would be cut"))
-    profile_command.add_arguments(commands.add_parser("profile", help="measure what a module costs on this machine"))
-    _add_consolidate(commands.add_parser("consolidate", help="write an ordinary checkpoint from a folder of shards"))
-    values = parser.parse_args(arguments)
+    name, *words = [*(sys.argv[1:] if arguments is None else arguments)] or ["--help"]
+    if name in ("-h", "--help"):
+        print(_overview())
+        return
+    if name not in _COMMANDS:
+        _fail(f"there is no command {name!r}; known are {', '.join(_COMMANDS)}")
     with warnings.catch_warnings():
         warnings.showwarning = _show_warning
         try:
-            values.run(values)
+            _run(name, words)
             sys.stdout.flush()
         except PipeError as error:
             _fail(" ".join(str(error).split()))
@@ -71,150 +98,61 @@ def main(arguments: Sequence[str] | None = None) -> None:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _add_schedule(parser: argparse.ArgumentParser) -> None:
-    parser.description = "Draw a schedule, simulate it and export it."
-    parser.set_defaults(run=_schedule)
-    add = parser.add_argument
-    add("name", help=f"{', '.join(schedules.names())}, the path of a .csv file, or {_COMPARE!r}: a table of all")
-    number = partial(add, type=int, metavar="N")
-    number("--ranks", default=4, help="ranks in the pipeline (default: %(default)s)")
-    number("--micro-batches", default=8, help="micro-batches in a batch (default: %(default)s)")
-    number("--stages", help="stages of the model (default: as many as the schedule needs)")
-    option = partial(add, type=command.option, action="append", default=[])
-    option("--option", metavar="NAME=VALUE", help="an option of the schedule, such as virtual_stages=3")
-    modes = ("never", "always", "except_last")
-    add("--recompute", choices=modes, default="never", help="recompute activations (default: %(default)s)")
-    time = partial(add, type=_cost, metavar="TIME")
-    time("--forward", default=1, help="of a forward pass: 1, 0.5, 1/3, or 1,2,1 by stage (default: %(default)s)")
-    time("--backward", default=2, help="of a backward pass (default: %(default)s)")
-    time("--backward-input", help="of its part for the input, where it is split (default: half)")
-    time("--backward-weight", help="of its part for the weights (default: the rest)")
-    time("--recompute-time", help="of a repeated forward pass (default: that of a forward pass)")
-    time("--send", default=0, help="of a message between ranks (default: %(default)s)")
-    time("--reduce", default=0, help="to sum a stage's gradients over its copies (default: %(default)s)")
-    time("--step", default=0, help="of a stage's optimizer step (default: %(default)s)")
-    add("--occupies", choices=get_args(Occupied), default="neither", help="who is busy during a message")
-    add("--links", choices=get_args(Links), default="free", help="which messages travel one after the other")
-    add("--profile", metavar="FILE", help="times in seconds from `lightning-pipe profile`, in the place of the above")
-    number("--micro-batch-size", help="samples of a micro-batch, with --profile (default: the smallest measured)")
-    add("--png", metavar="PATH", help="draw a picture (.png, .svg or .pdf), or all of them into this folder")
-    add("--trace", metavar="PATH", help="write a trace for https://ui.perfetto.dev")
-    add("--csv", metavar="PATH", help="write the schedule in the format of torch's pipelining")
+def _run(name: str, words: Sequence[str]) -> None:
+    """Call the function of a command with what the command line gives to its parameters.
+
+    A parameter that is a dataclass is given by the options of its fields, in a group of their own; a parameter of the
+    same name as a field is the field's option.
+    """
+    command = _COMMANDS[name]
+    # torch takes seconds, and drawing schedules needs none: of the commands, the one that runs is imported
+    function: Callable[..., None] = getattr(importlib.import_module(command.module), name)
+    register_type(Fraction, fail_already_registered=False)
+    examples = "\n".join(f"  {_PROGRAM} {name} {words}" for words in command.examples)
+    description = (inspect.getdoc(function) or "").partition("\n\n")[0]
+    parser = _Parser(
+        prog=f"{_PROGRAM} {name}", description=description, epilog=f"examples:\n{examples}", formatter_class=_Help
+    )
+    hints = get_type_hints(function)
+    groups: dict[str, Any] = {each: hint for each, hint in hints.items() if is_dataclass(hint)}
+    parser.add_function_arguments(function, as_positional=True, skip=set(groups))
+    for kind in groups.values():
+        hidden = {field.name for field in fields(kind) if not field.metadata.get("command", True)}
+        parser.add_class_arguments(kind, skip=hidden | hints.keys())
+    values = parser.parse_args([_underscored(word) for word in words]).as_dict()
+    given: dict[str, Any] = {each: values[each] for each in hints if each in values}
+    for each, kind in groups.items():
+        given[each] = kind(**{field.name: values[field.name] for field in fields(kind) if field.name in values})
+    function(**given)
 
 
-def _schedule(values: argparse.Namespace) -> None:
-    if values.name == _COMPARE:
-        _compare(values)
-        return
-    family = schedules.get(values.name, **dict(values.option))
+def consolidate(folder: str, file: str | None = None) -> None:
+    """Write an ordinary .ckpt from a folder of shards, with one tensor in memory at a time.
 
-    def build(micro_batches: int) -> Schedule:
-        schedule = family.build(values.ranks, micro_batches, values.stages)
-        return schedules.with_recompute(schedule, values.recompute)
+    Args:
+        folder: of PipeStrategy(save_distributed_checkpoint=True).
+        file: the checkpoint (default: beside the folder).
+    """
+    from lightning_pipe.trainer.checkpoints import consolidate as shards
 
-    schedule = build(values.micro_batches)
-    costs = _costs(values)
-    timeline = simulate_batch(schedule, build, costs(schedule) if callable(costs) else costs)
-    if values.profile is not None:
-        timeline = replace(timeline, unit="s", title=f"{timeline.title}, {Path(values.profile).name}")
-    print(timeline)
-    writers: dict[str | None, Callable[[str], None]] = {
-        values.png: timeline.plot,
-        values.trace: timeline.to_chrome_trace,
-        values.csv: schedule.to_csv,
-    }
-    for path, write in writers.items():
-        if path is not None:
-            _write(path, write)
-
-
-def _add_consolidate(parser: argparse.ArgumentParser) -> None:
-    parser.description = "Write an ordinary .ckpt from a folder of shards, with one tensor in memory at a time."
-    parser.set_defaults(run=_consolidate)
-    add = parser.add_argument
-    add("folder", help="of PipeStrategy(save_distributed_checkpoint=True)")
-    add("file", nargs="?", help="the checkpoint (default: beside the folder)")
-
-
-def _consolidate(values: argparse.Namespace) -> None:
-    # torch takes seconds, and drawing schedules needs none
-    from lightning_pipe.trainer.checkpoints.consolidate import consolidate, default_target
-
-    target = values.file or default_target(values.folder)
-    tensors = consolidate(values.folder, target)
+    target = file or shards.default_target(folder)
+    tensors = shards.consolidate(folder, target)
     print(f"wrote {target}: {several(tensors, 'tensor')}, {memory(os.path.getsize(target))}")
 
 
-def _compare(values: argparse.Namespace) -> None:
-    if values.option or values.trace or values.csv:
-        _fail("schedule compare shows all schedules: it takes no --option, --trace and --csv")
-    rows = compare(values.ranks, values.micro_batches, values.stages, _costs(values), values.recompute)
-    if all(row.schedule is None for row in rows):
-        _fail(rows[0].problem)
-    print(table(rows))
-    if values.profile is not None:
-        print(f"times: from {values.profile}, without optimizer steps and sums of gradients over copies of weights")
-    if values.png is not None:
-        folder = Path(values.png)
-        _write(values.png, lambda _: folder.mkdir(parents=True, exist_ok=True), silent=True)
-        for row in rows:
-            if row.timeline is not None:
-                _write(str(folder / (re.sub(r"\W+", "_", row.label) + ".png")), row.timeline.plot)
+def _underscored(word: str) -> str:
+    """``--micro-batches=8`` as Python spells it."""
+    if not word.startswith("--"):
+        return word
+    name, equals, value = word.partition("=")
+    return f"--{name[2:].replace('-', '_')}{equals}{value}"
 
 
-def _costs(values: argparse.Namespace) -> Costs | Callable[[Schedule], Costs]:
-    if values.profile is not None:
-        return _profiled(values)
-    if values.micro_batch_size is not None:
-        _fail("--micro-batch-size says how many samples the costs of a profile are for: give --profile, too.")
-    return Costs(
-        forward=values.forward,
-        backward=values.backward,
-        backward_input=values.backward_input,
-        backward_weight=values.backward_weight,
-        recompute=values.recompute_time,
-        send=values.send,
-        reduce=values.reduce,
-        step=values.step,
-        occupies=values.occupies,
-        links=values.links,
-    )
-
-
-def _profiled(values: argparse.Namespace) -> Callable[[Schedule], Costs]:
-    """The times of a profile, which leave none of the command line's to be given."""
-    # torch takes seconds, and drawing schedules without a profile needs none
-    from lightning_pipe.planning.cost_profile import CostProfile
-    from lightning_pipe.planning.prediction import schedule_costs
-
-    given = [f"--{name.replace('_', '-')}" for name, usual in _TIMES.items() if getattr(values, name) != usual]
-    if given:
-        _fail(f"--profile has all times: leave {', '.join(given)} away.")
-    profile = CostProfile.load(values.profile)
-    return schedule_costs(profile, values.micro_batch_size or min(profile.sizes))
-
-
-def _write(path: str, write: Callable[[str], None], *, silent: bool = False) -> None:
-    try:
-        write(path)
-    except (OSError, ValueError) as error:
-        _fail(f"{path} cannot be written: {getattr(error, 'strerror', None) or error}.")
-    if not silent:
-        print(f"wrote {path}")
-
-
-def _cost(text: str) -> Number | list[Number]:
-    """A number, exactly: ``1``, ``0.5``, ``1/3``; or several, separated by commas."""
-    try:
-        numbers = [_exact(part) for part in text.split(",")]
-    except (ValueError, ZeroDivisionError):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a time such as 1, 0.5, 1/3 or 1,2,1") from None
-    return numbers if len(numbers) > 1 else numbers[0]
-
-
-def _exact(text: str) -> Number:
-    value = Fraction(text)
-    return value.numerator if value.denominator == 1 else value
+def _overview() -> str:
+    width = max(map(len, _COMMANDS))
+    lines = [f"  {name.ljust(width)}  {command.summary}" for name, command in _COMMANDS.items()]
+    head = ["Pipeline parallelism for PyTorch Lightning.", "", f"usage: {_PROGRAM} COMMAND …", "", "commands:"]
+    return "\n".join([*head, *lines, "", f"{_PROGRAM} COMMAND --help has the options of each."])
 
 
 def _show_warning(message: Warning | str, *_: object, **__: object) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
+
+from lightning_pipe.errors import ConfigurationError
 
 
 def amount(number: float) -> str:
@@ -24,6 +27,24 @@ def memory(number_of_bytes: float) -> str:
         ('1.85 GiB', '512 B')
     """
     return _scaled(number_of_bytes, ("B", "KiB", "MiB", "GiB", "TiB"), 1024)
+
+
+def number_of_bytes(text: str) -> float:
+    """Reads a size.
+
+    Raises:
+        ConfigurationError: it is none.
+
+    Example:
+        >>> number_of_bytes("1.5KiB"), number_of_bytes("500MB"), number_of_bytes("1e9")
+        (1536.0, 500000000.0, 1000000000.0)
+    """
+    match = re.fullmatch(r"([0-9.]+(?:e[0-9]+)?)\s*(?:([KMGT])(i?)B?)?", text, re.IGNORECASE)
+    if match is None:
+        raise ConfigurationError(f"{text!r} is not a size such as 16GiB, 500MB or 1e9.")
+    number, letter, binary = match.groups()
+    power = "KMGT".index(letter.upper()) + 1 if letter else 0
+    return float(number) * float((1024 if binary else 1000) ** power)
 
 
 def several(number: int, noun: str) -> str:

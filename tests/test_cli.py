@@ -43,13 +43,13 @@ def test_a_schedule_is_drawn_by_an_alias(capsys: pytest.CaptureFixture[str]) -> 
 def test_sizes_costs_and_options(capsys: pytest.CaptureFixture[str]) -> None:
     out = run(
         capsys,
-        *("interleaved", "--ranks", "2", "--micro-batches", "2", "--option", "virtual_stages=3"),
+        *("interleaved", "--ranks", "2", "--micro-batches", "2", "--options.virtual_stages", "3"),
         *("--forward", "1/3", "--backward", "2/3"),
     )
     assert "5F1" in out
     assert "makespan 7," in out
     assert "makespan 27," in run(
-        capsys, "gpipe", "--ranks", "3", "--micro-batches", "4", "--stages", "3", "--forward", "1,2,3"
+        capsys, "gpipe", "--ranks", "3", "--micro-batches", "4", "--stages", "3", "--forward", "[1,2,3]"
     )
 
 
@@ -106,25 +106,26 @@ def test_all_schedules_are_compared(tmp_path: Path, capsys: pytest.CaptureFixtur
     [
         (["schedule", "1f2b"], "There is no schedule '1f2b'; known are"),
         (["schedule", "1f1b", "--ranks", "0"], "needs ranks >= 1"),
-        (["schedule", "1f1b", "--ranks", "two"], "--ranks: invalid int value: 'two'"),
-        (["schedule", "1f1b", "--forward", "1,x"], "'1,x' is not a time"),
-        (["schedule", "1f1b", "--forward", "1,2"], "Costs.forward has 2 numbers, but the schedule has 4 stages"),
+        (["schedule", "1f1b", "--ranks", "two"], "--ranks cannot be 'two'"),
+        (["schedule", "1f1b", "--forward", "1,x"], "--forward cannot be '1,x'"),
+        (["schedule", "1f1b", "--forward", "[1,2]"], "Costs.forward has 2 numbers, but the schedule has 4 stages"),
         (["schedule", "1f1b", "--backward", "-1"], "Costs.backward must not be negative, got -1"),
-        (["schedule", "gpipe", "--option", "chunks"], "'chunks' is not of the form NAME=VALUE"),
-        (["schedule", "gpipe", "--option", "chunks=2"], "has no option 'chunks'"),
+        (["schedule", "gpipe", "--options", "chunks"], "--options cannot be 'chunks'"),
+        (["schedule", "gpipe", "--options.chunks", "2"], "has no option 'chunks'"),
         (["schedule", "gpipe", "--stages", "3"], "needs at least 4 stages"),
         (["schedule", "nothing.csv"], "nothing.csv cannot be read: No such file or directory"),
         (["schedule", "gpipe", "--csv", "/nowhere/x.csv"], "/nowhere/x.csv cannot be written: No such file"),
         (["schedule", "gpipe", "--png", "x.gpipe"], "x.gpipe cannot be written: Format 'gpipe' is not supported"),
         (["schedule", "compare", "--ranks", "0"], "needs ranks >= 1, got ranks=0"),
-        (["schedule", "compare", "--csv", "x.csv"], "it takes no --option, --trace and --csv"),
+        (["schedule", "compare", "--csv", "x.csv"], "it takes no --options, --trace and --csv"),
         (["schedule", "gpipe", "--profile", "x", "--send", "1"], "--profile has all times: leave --send away"),
         (["schedule", "gpipe", "--profile", "no.json"], "no.json is no profile that can be read"),
         (["schedule", "gpipe", "--micro-batch-size", "1"], "give --profile, too"),
-        (["schedule", "compare", "--forward", "1,2"], "schedules have different numbers of stages"),
+        (["schedule", "compare", "--forward", "[1,2]"], "schedules have different numbers of stages"),
         (["schedule"], "required: name"),
-        (["plot"], "invalid choice: 'plot'"),
-        ([], "required: COMMAND"),
+        (["schedule", "1f1b", "--links", "all"], "--links cannot be 'all'"),
+        (["schedule", "1f1b", "--nothing", "1"], "unrecognized arguments: --nothing"),
+        (["plot"], "there is no command 'plot'; known are schedule, plan, search, profile, consolidate"),
     ],
 )
 def test_mistakes_get_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -135,6 +136,24 @@ def test_mistakes_get_one_line(arguments: list[str], message: str, capsys: pytes
     assert error.startswith("lightning-pipe: error: ")
     assert message in error
     assert error.count("\n") == 1
+
+
+def test_help_has_groups_and_examples(capsys: pytest.CaptureFixture[str]) -> None:
+    main([])
+    told = capsys.readouterr().out
+    assert all(f"\n  {name} " in told for name in ("schedule", "plan", "search", "profile", "consolidate"))
+    for name, group in (
+        ("schedule", "Times of one micro-batch"),
+        ("plan", "What is planned"),
+        ("search", "What is searched"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            main([name, "--help"])
+        assert ended.value.code == 0
+        told = capsys.readouterr().out
+        assert f"\n{group}" in told
+        assert f"\nexamples:\n  lightning-pipe {name} " in told
+        assert "--micro_batches" in told
 
 
 def test_notes_are_lines_too(capsys: pytest.CaptureFixture[str]) -> None:
@@ -216,12 +235,14 @@ def planned(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 @pytest.mark.usefixtures("_models")
 def test_a_module_of_the_user_s_is_planned_without_weights(capsys: pytest.CaptureFixture[str]) -> None:
-    out = planned(capsys, "my_models:Net", "--argument", "layers=6", "--ranks", "2", "--balance", "4,2")
+    out = planned(capsys, "my_models:Net", "--arguments.layers", "6", "--ranks", "2", "--balance", "[4,2]")
     assert "0 … 3 (4 layers)" in out
     assert "predicted bubble 11.1 %" in out
-    out = planned(capsys, "my_models:Net", "--argument", "layers=6", "--ranks", "2", "--passes", "2")
+    out = planned(capsys, "my_models:Net", "--arguments.layers", "6", "--ranks", "2", "--passes", "2")
     assert "1f1b in 2 passes" in out
-    out = planned(capsys, "my_models:huge", "--ranks", "3", "--schedule", "interleaved", "--option", "virtual_stages=2")
+    out = planned(
+        capsys, "my_models:huge", "--ranks", "3", "--schedule", "interleaved", "--schedule_options.virtual_stages", "2"
+    )
     assert "6,000,006,000,000 parameters" in out
     assert "Schedule  interleaved" in out
 
@@ -248,8 +269,7 @@ def test_layers_that_are_not_clear_are_planned_in_the_order_of_registration(
         (["my_models:huge", "--ranks", "7"], "cannot fill 7 stages"),
         (["my_models:huge", "--ranks", "0"], "at least one rank"),
         (["my_models:huge", "--schedule", "1fb1"], "Did you mean '1f1b'?"),
-        (["my_models:huge", "--passes", "2", "--search"], "A search predicts one pass over the layers, not 2."),
-        (["my_models:huge", "--balance", "4,x"], "not a list of numbers such as 4,2,2"),
+        (["my_models:huge", "--balance", "4,x"], "--balance cannot be '4,x'"),
     ],
 )
 def test_a_mistake_in_a_plan_is_one_line(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:

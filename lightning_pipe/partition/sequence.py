@@ -258,8 +258,8 @@ def _paste(paths: Sequence[str]) -> str:
 
 def _option(paths: Sequence[str]) -> str:
     """How code and the command line name layers."""
-    options = " ".join(f"--layers {shlex.quote(path)}" for path in paths)
-    return f"PipeStrategy(layers={_paste(paths)}), on the command line {options}"
+    option = shlex.quote(paths[0] if len(paths) == 1 else f"[{','.join(paths)}]")
+    return f"PipeStrategy(layers={_paste(paths)}), on the command line --layers {option}"
 
 
 def _parts(path: str, module: nn.Module) -> list[str]:

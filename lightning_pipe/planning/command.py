@@ -1,159 +1,89 @@
-"""``lightning-pipe plan package.module:Name --ranks 4``: how a module would be cut, without starting processes."""
+"""``lightning-pipe plan`` and ``search``: how a module would be cut, and which configuration is fastest."""
 
 from __future__ import annotations
 
-import argparse
-import ast
 import importlib
-import re
 import shutil
 import sys
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from lightning_pipe.config import Sharding
+import torch
+from torch import nn
+
+from lightning_pipe import schedules
 from lightning_pipe.errors import ConfigurationError
-
-if TYPE_CHECKING:
-    from torch import nn
+from lightning_pipe.partition.choice import layers_before_run
+from lightning_pipe.planning.cost_profile import CostProfile
+from lightning_pipe.planning.layer_sizes import of_module
+from lightning_pipe.planning.make import plan as planned
+from lightning_pipe.planning.options import PlanOptions, SearchOptions
+from lightning_pipe.planning.render import plan_text
+from lightning_pipe.planning.search import search as searched
 
 FORM = "package.module:Name"
-_DIVIDED: dict[str, Sharding] = {"state": True, "gradients": "gradients"}
-_REMEDY = "Give the values it needs with --argument NAME=VALUE, or name a function that makes the module."
+_REMEDY = "Give the values it needs with --arguments.NAME VALUE, or name a function that makes the module."
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Describe the command."""
-    parser.description = "Show how a module would be cut. It is made without weights: any size can be planned anywhere."
-    parser.set_defaults(run=_run)
-    add = parser.add_argument
-    add("module", metavar=FORM, help="a LightningModule, or a function that makes one")
-    pair = partial(add, type=option, action="append", default=[], metavar="NAME=VALUE")
-    pair("--argument", help="an argument of the module or function, such as layers=24")
-    number = partial(add, type=int, metavar="N")
-    number("--ranks", default=4, help="ranks in the pipeline (default: %(default)s)")
-    number("--batch-size", default=32, help="samples in a batch (default: %(default)s)")
-    number("--replicas", default=1, help="pipelines side by side (default: %(default)s)")
-    number("--nodes", default=1, help="that the processes are on (default: %(default)s)")
-    add("--rank-order", choices=("pipeline", "replicas"), default="pipeline", help="whose ranks share a node")
-    add("--shard-optimizer", choices=tuple(_DIVIDED), help="what holders of a parameter divide")
-    number("--micro-batches", help="micro-batches in a batch (default: as in training)")
-    number("--stages", help="stages of the module (default: as many as the schedule needs)")
-    number("--passes", default=1, help="of a training step over the layers (default: %(default)s)")
-    add("--schedule", default="1f1b", metavar="NAME", help="schedule (default: %(default)s)")
-    pair("--option", help="an option of the schedule, such as virtual_stages=3")
-    add("--accelerator", choices=("cpu", "gpu"), default="gpu", help="where it will run (default: %(default)s)")
-    add("--layers", action="append", metavar="NAME", help="dotted name of the layer sequence, or several")
-    add("--balance", type=_balance, default="parameters", metavar="N,N,…", help="layers of each stage, or flops")
-    _add_search(parser)
+def plan(
+    module: str,
+    options: PlanOptions,
+    arguments: dict[str, Any] | None = None,
+    ranks: int = 4,
+    batch: int = 32,
+    schedule: str = "1f1b",
+    schedule_options: dict[str, Any] | None = None,
+    profile: str | None = None,
+) -> None:
+    """Show how a module would be cut. It is made without weights: any size can be planned anywhere.
 
-
-def _add_search(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("search", "Predict all configurations, and show the best ten.")
-    add = group.add_argument
-    add("--search", action="store_true", help="look for the fastest; --ranks counts all processes")
-    add(
-        "--profile",
-        metavar="FILE",
-        help="costs from `lightning-pipe profile` (a search goes by parameters without)",
-    )
-    add("--memory", type=_bytes, metavar="SIZE", help="that each process may hold, such as 16GiB")
-    add("--pipeline-ranks", type=int, metavar="N", help="ranks of a pipeline (default: all divisors are tried)")
-    add("--schedules", metavar="NAME,…", help="to look among (default: all with a flush)")
-    add("--png", metavar="PATH", help="draw where the time of the best goes (.png, .svg or .pdf)")
-
-
-def _bytes(text: str) -> float:
-    """The bytes that ``16GiB``, ``500MB`` or a plain number stand for."""
-    match = re.fullmatch(r"([0-9.]+)\s*(?:([KMGT])(i?)B?)?", text, re.IGNORECASE)
-    if match is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 16GiB, 500MB or 1000000")
-    number, letter, binary = match.groups()
-    power = "KMGT".index(letter.upper()) + 1 if letter else 0
-    return float(number) * float((1024 if binary else 1000) ** power)
-
-
-def _search(values: argparse.Namespace, module: nn.Module) -> None:
-    from lightning_pipe.partition.choice import layers_before_run
-    from lightning_pipe.planning.cost_profile import CostProfile
-    from lightning_pipe.planning.layer_sizes import of_module
-    from lightning_pipe.planning.search import search
-
-    if values.passes != 1:
-        raise ConfigurationError(
-            f"A search predicts one pass over the layers, not {values.passes}.",
-            hint="Leave out --search to plan one configuration, or --passes.",
-        )
-    costs: nn.Module | CostProfile = module
-    if values.profile is not None:
-        costs = of_module(CostProfile.load(values.profile), module, layers_before_run(module, values.layers, 1))
-    found = search(
-        costs,
-        values.ranks,
-        values.batch_size,
-        memory=values.memory,
-        families=None if values.schedules is None else values.schedules.split(","),
-        pipeline_parallel_size=values.pipeline_ranks,
-        layers=values.layers,
-    )
-    print(found)
-    if values.png is not None:
-        try:
-            found.plot(values.png)
-        except (OSError, ValueError) as error:
-            raise ConfigurationError(f"{values.png} cannot be written: {error}.") from error
-        print(f"wrote {values.png}")
-
-
-def option(text: str) -> tuple[str, Any]:
-    """A name and a value from a command line."""
-    name, equals, value = text.partition("=")
-    if not (equals and name.isidentifier()):
-        raise argparse.ArgumentTypeError(f"{text!r} is not of the form NAME=VALUE")
-    try:
-        return name, ast.literal_eval(value)
-    except (ValueError, SyntaxError):
-        return name, value
-
-
-def _balance(text: str) -> list[int] | str:
-    if text in ("parameters", "flops"):
-        return text
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers such as 4,2,2") from None
-
-
-def _run(values: argparse.Namespace) -> None:
-    # torch and lightning take seconds, and drawing schedules needs neither
-    from lightning_pipe import schedules
-    from lightning_pipe.planning.cost_profile import CostProfile
-    from lightning_pipe.planning.make import plan
-    from lightning_pipe.planning.render import plan_text
-
-    module = made_module(values.module, dict(values.argument))
-    if values.search:
-        _search(values, module)
-        return
-    made = plan(
-        module,
-        values.ranks,
-        batch=values.batch_size,
-        schedule=schedules.get(values.schedule, **dict(values.option)),
-        stages="auto" if values.stages is None else values.stages,
-        micro_batches="auto" if values.micro_batches is None else values.micro_batches,
-        layers=values.layers,
-        balance=values.balance,
-        accelerator=values.accelerator,
-        profile=None if values.profile is None else CostProfile.load(values.profile),
-        replicas=values.replicas,
-        nodes=values.nodes,
-        rank_order=values.rank_order,
-        passes=values.passes,
-        shard_optimizer=_DIVIDED.get(values.shard_optimizer, False),
-    )
+    Args:
+        module: package.module:Name of a LightningModule, or of a function that makes one.
+        options: the rest.
+        arguments: of the module or function, such as --arguments.layers 24.
+        ranks: in the pipeline.
+        batch: samples in a batch.
+        schedule: its name.
+        schedule_options: such as --schedule_options.virtual_stages 3.
+        profile: file of `lightning-pipe profile`: then memory counts activations, and the bubble is that of the stages.
+    """
+    family = schedules.get(schedule, **(schedule_options or {}))
+    made = planned(made_module(module, arguments or {}), **{**vars(options), "schedule": family})
     print(plan_text(made, width=shutil.get_terminal_size((100, 24)).columns))
+
+
+def search(
+    module: str,
+    options: SearchOptions,
+    arguments: dict[str, Any] | None = None,
+    ranks: int = 4,
+    global_batch: int = 32,
+    families: list[str] | None = None,
+    profile: str | None = None,
+    png: str | None = None,
+) -> None:
+    """Predict all configurations of a run, and show the best ten.
+
+    Args:
+        module: package.module:Name of a LightningModule, or of a function that makes one.
+        options: the rest.
+        arguments: of the module or function, such as --arguments.layers 24.
+        ranks: processes, over all pipelines.
+        global_batch: samples of an optimizer step.
+        families: schedules to look among, such as [1f1b,gpipe] (default: all with a flush).
+        profile: file of `lightning-pipe profile` (a search goes by parameters without).
+        png: draw where the time of the best goes (.png, .svg or .pdf).
+    """
+    made, costs = made_module(module, arguments or {}), None
+    if profile is not None:
+        costs = of_module(CostProfile.load(profile), made, layers_before_run(made, options.layers, 1))
+    found = searched(costs or made, **vars(options))
+    print(found)
+    if png is not None:
+        try:
+            found.plot(png)
+        except (OSError, ValueError) as error:
+            raise ConfigurationError(f"{png} cannot be written: {error}.") from error
+        print(f"wrote {png}")
 
 
 def imported(place: str) -> Any:
@@ -179,9 +109,6 @@ def made_module(place: str, arguments: dict[str, Any], device: str = "meta") -> 
     Raises:
         ConfigurationError: it cannot be made, or is no module.
     """
-    import torch
-    from torch import nn
-
     make = imported(place)
     try:
         with torch.device(device):

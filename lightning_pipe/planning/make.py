@@ -6,25 +6,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from itertools import accumulate
-from typing import Literal
 
 from torch import nn
 
 from lightning_pipe import schedules
-from lightning_pipe.config import Auto, RankOrder, RunLayout, Sharding, micro_batch_count
-from lightning_pipe.partition import AUTO, Balance, Layers, ParameterPlace, divide, places_by_stage
+from lightning_pipe.config import BatchEquation, RunLayout, Sharding, micro_batch_count
+from lightning_pipe.partition import AUTO, ParameterPlace, divide, places_by_stage
 from lightning_pipe.partition.choice import layers_before_run
 from lightning_pipe.planning.batch_norms import BATCH_NORM_SAMPLES, is_normalising, norms_note
-from lightning_pipe.planning.cost_profile import CostProfile
-from lightning_pipe.planning.layer_sizes import layer_sizes
+from lightning_pipe.planning.layer_sizes import of_module
 from lightning_pipe.planning.memory import process_memories, sharding_notes, training_factor
-from lightning_pipe.planning.options import PlanOptions
+from lightning_pipe.planning.options import PlanOptions, taking
 from lightning_pipe.planning.prediction import rank_bytes, stage_costs, stage_memory
 from lightning_pipe.planning.render import Plan, StagePlan
-from lightning_pipe.planning.traffic import divided_sums, gradient_bytes, messages_of, node_traffic, scaled
+from lightning_pipe.planning.traffic import NodeTraffic, divided_sums, gradient_bytes, messages_of, node_traffic, scaled
 from lightning_pipe.schedules import Family, Schedule, Stream, with_recompute
 from lightning_pipe.schedules.action import Placement
-from lightning_pipe.schedules.passes.recompute import Mode as Recompute
 from lightning_pipe.schedules.several_passes import several_passes
 from lightning_pipe.simulate import Costs, Memory, memory_over_time, peak, simulate
 from lightning_pipe.text import memory as memory_text
@@ -33,48 +30,16 @@ from lightning_pipe.transport.topology import Topology
 BYTES_PER_NUMBER = 4
 
 
-def plan(
-    module: nn.Module,
-    ranks: int,
-    *,
-    batch: int,
-    schedule: str | Family | Schedule = "1f1b",
-    stages: int | Auto = "auto",
-    micro_batches: int | Auto = "auto",
-    layers: str | Sequence[str] | None = None,
-    balance: Balance = "parameters",
-    accumulation: int = 1,
-    recompute: Recompute = "never",
-    profile: CostProfile | None = None,
-    accelerator: Literal["cpu", "gpu"] = "gpu",
-    replicas: int = 1,
-    nodes: int = 1,
-    rank_order: RankOrder = "pipeline",
-    passes: int = 1,
-    shard_optimizer: Sharding = False,
-) -> Plan:
+@taking(PlanOptions)
+def plan(module: nn.Module, asked: PlanOptions) -> Plan:
     """The plan of pipelines: which stage holds which layers, on which rank, with how much memory and idle time.
 
     No process is started and no value of a parameter is read, so a model of any size can be planned on any machine.
+    ``plan(module, ranks=4, batch=32, …)`` takes the options of `PlanOptions`.
 
     Args:
         module: mostly a LightningModule; its parameters may be without values (on the meta device).
-        ranks: in the pipeline.
-        batch: samples in a batch.
-        schedule: as for `PipeStrategy`, and so are ``stages``, ``micro_batches``, ``layers`` and ``balance``.
-        stages: the module is cut into.
-        micro_batches: a batch is cut into.
-        layers: dotted names of the layer sequence.
-        balance: what the stages are to have the same of.
-        accumulation: batches in an optimizer step.
-        recompute: as for `PipeStrategy`.
-        profile: measured costs of the layers: then memory counts activations, and the bubble is that of these stages.
-        accelerator: where it will run: a GPU has memory of its own.
-        replicas: pipelines side by side.
-        nodes: on which the processes are, equally many on each.
-        rank_order: as for `PipeStrategy`.
-        passes: as for `PipeStrategy`.
-        shard_optimizer: as for `PipeStrategy`.
+        asked: the options.
 
     Returns:
         The plan. ``print`` shows what a run prints before its first batch; ``plan.stages`` has for every stage its
@@ -95,47 +60,17 @@ def plan(
         Schedule  gpipe, predicted bubble 11.1 %
         ...
     """
-    return made(
-        module,
-        PlanOptions(
-            ranks,
-            batch,
-            schedule,
-            stages,
-            micro_batches,
-            layers,
-            balance,
-            accumulation,
-            recompute,
-            profile,
-            accelerator,
-            replicas,
-            nodes,
-            rank_order,
-            passes,
-            shard_optimizer,
-        ),
-    )
-
-
-def made(module: nn.Module, asked: PlanOptions) -> Plan:
-    """The plan of `plan`.
-
-    Args:
-        module: as for `plan`.
-        asked: the other arguments of `plan`.
-
-    Raises:
-        PipeError: the module cannot be cut like this.
-    """
-    ranks, profile, balance = asked.ranks, asked.profile, asked.balance
+    ranks, balance = asked.ranks, asked.balance
     family = schedules.get(asked.schedule)
     stages = family.placed(ranks, None if asked.stages == "auto" else asked.stages)[1]
     found = layers_before_run(module, asked.layers, stages)
     chosen = asked.micro_batches == "auto"
     least = BATCH_NORM_SAMPLES if chosen and any(map(is_normalising, module.modules())) else 1
     count = micro_batch_count(asked.batch, ranks, asked.micro_batches, least)
-    counts = divide(module, found, stages, balance)
+    profile, measured = None if asked.costs is None else of_module(asked.costs, module, found), None
+    if profile is not None and (balance == "time" or balance == "memory"):
+        measured = profile.layer_costs(balance, stages, recompute=asked.recompute != "never")
+    counts = divide(module, found, stages, balance, measured)
 
     @cache
     def build(number: int) -> Schedule:
@@ -146,9 +81,9 @@ def made(module: nn.Module, asked: PlanOptions) -> Plan:
     stream = None if order.synchronous else schedules.stream(family, ranks, stages)
     number = order.micro_batches if stream is None else stream.micro_batches
     costs, memory, known = None, None, "that of weights, gradients and two optimizer moments in 32 bits"
-    samples = -(-asked.batch // count)
+    samples, at = -(-asked.batch // count), None
     if profile is not None:
-        profile.check_layers(*layers_of(module, found))
+        at = profile.at(samples)
         copies = [asked.replicas * len(order.holders(stage)) for stage in range(stages)]
         costs = stage_costs(profile, counts, samples, copies, asked.shard_optimizer)
         memory = stage_memory(profile, counts, samples, copies, asked.shard_optimizer)
@@ -162,45 +97,101 @@ def made(module: nn.Module, asked: PlanOptions) -> Plan:
     held = places_by_stage(module, found, counts)
     total = sum(parameter.numel() for parameter in module.parameters())
     by = (f"balanced by {balance}",) if isinstance(balance, str) and balance not in (AUTO, "parameters") else ()
-    plans = stage_plans(named, held, placement, topology, BYTES_PER_NUMBER, asked.shard_optimizer)
-    held_by: Sequence[float] | None = None
-    if memory is not None:
-        plans, held_by = with_activations(plans, order, memory), rank_bytes(order, memory)
-    gradients = gradient_bytes(held, placement, BYTES_PER_NUMBER)
-    sizes = None
-    if profile is not None and (at_cuts := profile.at(samples).boundary_bytes) is not None:
-        sizes = [at_cuts[end - 1] for end in accumulate(counts)]
-    return Plan(
+    made = assembled(
         type(module).__name__,
-        plans,
-        RunLayout(ranks, asked.replicas, stages),
+        named,
+        held,
+        placement,
+        topology,
         label_of(family, asked.passes),
         asked.equation(number),
-        idle(number),
-        notes=(
-            f"{total:,} parameters; memory is {known}",
-            *by,
-            *rank_sums(plans, topology, held_by),
-            *sharding_notes(asked.shard_optimizer),
-            *of_norms,
-        ),
+        order,
+        sharding=asked.shard_optimizer,
+        on_device=asked.accelerator == "gpu",
+        number_bytes=BYTES_PER_NUMBER,
+        sent_bytes=BYTES_PER_NUMBER,
+        message_bytes=None if at is None else [at.boundary_bytes[end - 1] for end in accumulate(counts)],
+    )
+    plans, held_by = made.stages, None
+    if memory is not None:
+        plans, held_by = with_activations(plans, order, memory), rank_bytes(order, memory)
+    known_by = (f"{total:,} parameters; memory is {known}", *by, *rank_sums(plans, topology, held_by))
+    return replace(made, stages=plans, bubble=idle(number), notes=(*known_by, *made.notes, *of_norms))
+
+
+def assembled(
+    model: str,
+    names: Sequence[tuple[str, ...]],
+    held: Sequence[Sequence[ParameterPlace]],
+    placement: Placement,
+    topology: Topology,
+    label: str,
+    batch: BatchEquation | None,
+    schedule: Schedule | None,
+    *,
+    sharding: Sharding,
+    on_device: bool,
+    number_bytes: int | None = None,
+    sent_bytes: int | None = None,
+    message_bytes: Sequence[float] | None = None,
+    built: int = 0,
+) -> Plan:
+    """The plan of stages that are known, without the bubble.
+
+    The order in which modules are registered decides on which stages it puts parameters outside the layers. The memory
+    is that of weights, gradients and two optimizer moments.
+
+    Args:
+        model: name of the module's class.
+        names: for every stage the dotted names of its layers.
+        held: for every stage the parameters that it holds.
+        placement: which rank computes a stage.
+        topology: which process is which rank.
+        label: the schedule in words.
+        batch: of the first batch; ``None``: its size is not known.
+        schedule: of that batch.
+        sharding: what the holders of a parameter divide.
+        on_device: whether devices have memory of their own.
+        number_bytes: bytes of a number; ``None``: as in each parameter.
+        sent_bytes: the same in sums of gradients.
+        message_bytes: for every stage what it hands to the next, where that is known.
+        built: bytes that every process has built whole.
+    """
+    accumulation = 1 if batch is None else batch.accumulation
+    seen: dict[str, list[int]] = {}
+    for stage, own in enumerate(held):
+        for one in own:
+            seen.setdefault(one.name, []).append(stage)
+    traffic: tuple[NodeTraffic, ...] = ()
+    if schedule is not None:
+        sent, values = (gradient_bytes(held, placement, size) for size in (sent_bytes, number_bytes))
+        traffic = node_traffic(
+            topology,
+            scaled(messages_of(schedule), accumulation),
+            divided_sums(sent, values, sharding, accumulation),
+            None if message_bytes is None else scaled(messages_of(schedule, message_bytes), accumulation),
+            shared=bool(sharding),
+        )
+    return Plan(
+        model,
+        stage_plans(names, held, placement, topology, number_bytes, sharding),
+        RunLayout(topology.ranks, topology.replicas, len(held)),
+        label,
+        batch,
+        ties=tuple((name, tuple(stages)) for name, stages in seen.items() if len(stages) > 1),
+        notes=sharding_notes(sharding),
         memory=process_memories(
             held,
             placement,
             topology,
-            number_bytes=BYTES_PER_NUMBER,
-            on_device=asked.accelerator == "gpu",
-            sharding=asked.shard_optimizer,
-            accumulated=asked.accumulation > 1,
+            number_bytes=number_bytes,
+            built=built,
+            on_device=on_device,
+            sharding=sharding,
+            accumulated=accumulation > 1,
         ),
         topology=topology,
-        traffic=node_traffic(
-            topology,
-            scaled(messages_of(order), asked.accumulation),
-            divided_sums(gradients, gradients, asked.shard_optimizer, asked.accumulation),
-            None if sizes is None else scaled(messages_of(order, sizes), asked.accumulation),
-            shared=bool(asked.shard_optimizer),
-        ),
+        traffic=traffic,
     )
 
 
@@ -282,12 +273,6 @@ def rank_sums(plans: Sequence[StagePlan], topology: Topology, peaks: Sequence[fl
         return ()
     amounts = (f"rank {process} {memory_text(round(size))}" for process, size in sorted(sums.items()))
     return (f"memory of each rank: {', '.join(amounts)}",)
-
-
-def layers_of(module: nn.Module, layers: Layers) -> tuple[list[str], list[int]]:
-    """Names and parameters of the layers, as profiles have them."""
-    sizes = layer_sizes(module, layers)
-    return [layer.name for layer in sizes], [layer.parameters for layer in sizes]
 
 
 def predicted_bubble(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import accumulate
@@ -16,54 +16,30 @@ from lightning_pipe.errors import ConfigurationError, ScheduleError
 from lightning_pipe.partition.choice import layers_before_run
 from lightning_pipe.planning.cost_profile import CostProfile
 from lightning_pipe.planning.layer_sizes import estimated
+from lightning_pipe.planning.options import SearchOptions, taking
 from lightning_pipe.planning.prediction import Configuration, Predictor, divided_share, stage_memory
 from lightning_pipe.planning.search_result import RuledOut, SearchResult
 from lightning_pipe.schedules import Family
 from lightning_pipe.text import memory as amount_of_memory
 
-SHOWN = 10
 _UNUSED = ("naive",)
 """Schedules that are there to compare with: never the fastest on more than one rank."""
 
-Cut = Callable[[int], Sequence[int] | None]
-"""Number of stages -> layers of each."""
 
-
-def search(
-    costs: CostProfile | nn.Module,
-    ranks: int,
-    global_batch: int,
-    *,
-    memory: float | None = None,
-    families: Sequence[str | Family] | None = None,
-    pipeline_parallel_size: int | None = None,
-    stages_per_rank: Sequence[int] = (1, 2),
-    micro_batches: Sequence[int] | None = None,
-    layers: str | Sequence[str] | None = None,
-    cut: Cut | None = None,
-    shown: int = SHOWN,
-) -> SearchResult:
+@taking(SearchOptions)
+def search(costs: CostProfile | nn.Module, asked: SearchOptions) -> SearchResult:
     """Predict all configurations of a run on so many processes, and rank them.
 
     Schedule, pipelines side by side, stages, micro-batches, recomputation and the sharding of the optimizer are tried;
     world size and global batch stay as they are. A configuration that does not fit is tried again with a sharded
     optimizer, then with recomputation, then with both. Configurations are simulated in the order of the least time that
-    their work takes, until no other can be among the best.
+    their work takes, until no other can be among the best. ``search(costs, ranks=8, global_batch=256, …)`` takes the
+    options of `SearchOptions`.
 
     Args:
         costs: a profile of the module, measured or written by hand; or the module: its times are then in proportion to
             its layers' parameters.
-        ranks: processes, over all pipelines.
-        global_batch: samples of an optimizer step.
-        memory: bytes that each process may hold; ``None``: any.
-        families: schedules, by name or as objects; by default all with a flush, with their variants.
-        pipeline_parallel_size: ranks of a pipeline; ``None``: all divisors of ``ranks``.
-        stages_per_rank: how many stages a schedule may put on a rank that takes any number.
-        micro_batches: how many a batch may be cut into; ``None``: all divisors.
-        layers: dotted names of the layer sequence of a module.
-        cut: number of stages -> layers of each, or ``None`` where there is no such division; by default so that the
-            slowest stage is fastest.
-        shown: how many of the best are wanted.
+        asked: the options.
 
     Returns:
         The best configurations; ``print`` shows a table, ``best.options`` are the arguments of `PipeStrategy`.
@@ -76,27 +52,9 @@ def search(
         >>> found.best.configuration.replicas * found.best.configuration.ranks
         4
     """
-    _check(
-        ranks=[ranks],
-        global_batch=[global_batch],
-        pipeline_parallel_size=[] if pipeline_parallel_size is None else [pipeline_parallel_size],
-        stages_per_rank=stages_per_rank,
-        micro_batches=micro_batches or [],
-        shown=[shown],
-    )
     start = time.perf_counter()
-    profile = costs if isinstance(costs, CostProfile) else _profile_of(costs, layers)
-    candidates = _candidates(
-        profile, ranks, global_batch, families, pipeline_parallel_size, stages_per_rank, micro_batches, cut
-    )
-    return _Search(Predictor(profile), memory).run(list(candidates), shown, start)
-
-
-def _check(**numbers: Sequence[int]) -> None:
-    for name, values in numbers.items():
-        for value in values:
-            if not isinstance(value, int) or value < 1:
-                raise ConfigurationError(f"A search needs {name} of 1 or more, not {value!r}.")
+    profile = costs if isinstance(costs, CostProfile) else _profile_of(costs, asked.layers)
+    return _Search(Predictor(profile), asked.limit).run(list(_candidates(profile, asked)), asked.shown, start)
 
 
 def _profile_of(module: nn.Module, layers: str | Sequence[str] | None) -> CostProfile:
@@ -107,32 +65,23 @@ def _divisors(number: int) -> list[int]:
     return [each for each in range(1, number + 1) if number % each == 0]
 
 
-def _candidates(
-    profile: CostProfile,
-    world: int,
-    global_batch: int,
-    families: Sequence[str | Family] | None,
-    size: int | None,
-    stages_per_rank: Sequence[int],
-    micro_batches: Sequence[int] | None,
-    cut: Cut | None = None,
-) -> Iterator[Configuration]:
-    tried = list(_families(families))
-    for ranks in _divisors(world) if size is None else [size]:
-        replicas, rest = divmod(world, ranks)
+def _candidates(profile: CostProfile, asked: SearchOptions) -> Iterator[Configuration]:
+    tried, size, cut = list(_families(asked.families)), asked.pipeline_parallel_size, asked.cut
+    for ranks in _divisors(asked.ranks) if size is None else [size]:
+        replicas, rest = divmod(asked.ranks, ranks)
         if rest:
-            raise ConfigurationError(f"{world} processes cannot be divided into pipelines of {ranks} ranks.")
-        if global_batch % replicas or ranks > len(profile.layers):
+            raise ConfigurationError(f"{asked.ranks} processes cannot be divided into pipelines of {ranks} ranks.")
+        if asked.global_batch % replicas or ranks > len(profile.layers):
             continue
-        batch = global_batch // replicas
+        batch = asked.global_batch // replicas
         for family in tried if ranks > 1 else tried[:1]:
-            for stages in sorted({ranks * max(number, family.stages_per_rank) for number in stages_per_rank}):
+            for stages in sorted({ranks * max(number, family.stages_per_rank) for number in asked.stages_per_rank}):
                 # A schedule that folds further stages onto its own gains nothing by them.
                 if stages <= len(profile.layers) and stages == ranks * _own_stages(family, ranks, stages):
                     given = None if cut is None else cut(stages)
                     own = None if given is None else tuple(given)
                     for number in _divisors(batch) if cut is None or own is not None else ():
-                        wanted = micro_batches is None or number in micro_batches
+                        wanted = asked.micro_batches is None or number in asked.micro_batches
                         # An order that is cut short is nobody's published one, and a run would warn of it.
                         if wanted and family.published(ranks, number) == number:
                             yield Configuration(family, ranks, replicas, stages, number, batch // number, layers=own)

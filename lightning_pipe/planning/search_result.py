@@ -7,6 +7,7 @@ from os import PathLike
 
 from lightning_pipe.config import divided
 from lightning_pipe.planning.prediction import Configuration, Prediction
+from lightning_pipe.simulate.style import time_of
 from lightning_pipe.text import memory, several, table
 
 _PARTS = ("compute", "recompute", "step", "bubble", "communication", "reduction")
@@ -63,7 +64,7 @@ class SearchResult:
         faster = second.seconds / first.seconds - 1
         why = f", most of it {most}" if gain[most] > 0.01 * first.seconds else ""
         return (
-            f"{first.configuration.label}: {_milliseconds(first.seconds)} per step; "
+            f"{first.configuration.label}: {time_of(first.seconds, 's')} per step; "
             f"next is {second.configuration.label}, {100 * faster:.1f} % slower{why}."
         )
 
@@ -120,11 +121,7 @@ def _row(number: int, one: Prediction) -> tuple[str, ...]:
         f"{own.ranks} x {own.replicas}",
         str(own.stages),
         f"{own.micro_batches} x {own.samples}",
-        _milliseconds(one.seconds),
+        time_of(one.seconds, "s"),
         *(f"{100 * getattr(one, part) / one.seconds:.1f} %" for part in _PARTS),
         memory(one.bytes),
     )
-
-
-def _milliseconds(seconds: float) -> str:
-    return f"{1000 * seconds:.4g} ms" if seconds < 1 else f"{seconds:.4g} s"

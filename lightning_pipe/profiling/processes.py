@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import os
-import pickle
 import tempfile
 import traceback
 from collections.abc import Callable
+from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from datetime import timedelta
-from functools import partial
-from pathlib import Path
+from multiprocessing import active_children, get_context
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, spawn
 
 from lightning_pipe.errors import CommunicationError, ConfigurationError, PipeError
 from lightning_pipe.text import several
@@ -23,7 +22,6 @@ from lightning_pipe.transport.choose import open_transport
 from lightning_pipe.transport.topology import Topology
 
 Job = Callable[[Transport], Any]
-_ERROR = "error"
 
 
 def in_processes(job: Job, ranks: int, device: str, timeout: float) -> Any:
@@ -41,34 +39,23 @@ def in_processes(job: Job, ranks: int, device: str, timeout: float) -> Any:
         CommunicationError: a process failed, or they were not done in time.
     """
     _check(ranks, device)
-    threads = _threads(ranks)
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            call = pickle.dumps(job)
-        except Exception as error:
-            raise ConfigurationError(
-                f"The module or its batch cannot be sent to other processes: {error}.",
-                hint="Use `lightning-pipe profile package.module:Name`, whose processes make it themselves.",
-            ) from error
-        context = spawn(  # type: ignore[no-untyped-call]
-            partial(_child, ranks=ranks, device=device, threads=threads, folder=folder, call=call, timeout=timeout),
-            nprocs=ranks,
-            join=False,
-            daemon=True,
-        )
-        try:
-            # One join per end of a process: it says whether all have ended.
-            while not context.join(timeout=timeout):
-                if all(process.is_alive() for process in context.processes):
-                    raise CommunicationError(f"The measurement was not done within {timeout:g} s.")
-        except (ProcessRaisedException, ProcessExitedException) as error:
-            raise _reason(Path(folder), error) from error
-        finally:
-            for process in context.processes:
-                if process.is_alive():
-                    process.kill()
-                process.join()
-        return pickle.loads((Path(folder) / "result").read_bytes())
+    others = set(active_children())
+    pool = ProcessPoolExecutor(ranks, get_context("spawn"))
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            calls = [pool.submit(_work, job, process, ranks, device, folder, timeout) for process in range(ranks)]
+            done, late = wait(calls, timeout, FIRST_EXCEPTION)
+            for call in done:
+                if (error := call.exception()) is not None:
+                    raise _told(error) from error
+            if late:
+                raise CommunicationError(f"The measurement was not done within {timeout:g} s.")
+            return calls[0].result()
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+        for process in set(active_children()) - others:
+            process.kill()
+            process.join()
 
 
 def _check(ranks: int, device: str) -> None:
@@ -81,54 +68,40 @@ def _check(ranks: int, device: str) -> None:
         )
 
 
-def _reason(folder: Path, error: Exception) -> PipeError:
-    """What the process that failed first has left to say; ``error`` has its traceback."""
-    left = sorted(folder.glob(f"{_ERROR}*"), key=lambda path: path.stat().st_mtime_ns)
-    if not left:
-        return CommunicationError(f"A process that measured failed: {error}")
-    found: PipeError = pickle.loads(left[0].read_bytes())
-    return found
+def _told(error: BaseException) -> PipeError:
+    if isinstance(error, PipeError):
+        return error
+    if isinstance(error, BrokenProcessPool):
+        return CommunicationError(f"A process that measured has died: {error}")
+    return ConfigurationError(
+        f"The module or its batch cannot be sent to other processes: {error}.",
+        hint="Use `lightning-pipe profile package.module:Name`, whose processes make it themselves.",
+    )
 
 
-def _threads(ranks: int) -> int:
-    """The threads that Lightning gives to each process."""
-    given = os.environ.get("OMP_NUM_THREADS")
-    return int(given) if given and given.isdigit() else max(1, (os.cpu_count() or 1) // ranks)
-
-
-def _child(process: int, *, ranks: int, device: str, threads: int, folder: str, call: bytes, timeout: float) -> None:
-    try:
-        _work(process, ranks, device, threads, Path(folder), pickle.loads(call), timedelta(seconds=timeout))
-    except Exception as error:
-        own = error if isinstance(error, PipeError) else CommunicationError(_told(error))
-        written = Path(folder) / f"writing{process}"
-        written.write_bytes(pickle.dumps(own))
-        written.rename(Path(folder) / f"{_ERROR}{process}")
-        raise
-
-
-def _told(error: Exception) -> str:
-    """The error of somebody's code, and where."""
-    *_, last = traceback.extract_tb(error.__traceback__)
-    return f"A process that measured failed with {type(error).__name__}: {error} ({last.filename}, line {last.lineno})"
-
-
-def _work(process: int, ranks: int, device: str, threads: int, folder: Path, job: Job, limit: timedelta) -> None:
-    torch.set_num_threads(threads)
-    place = torch.device(device, process) if device == "cuda" else torch.device(device)
+def _work(job: Job, process: int, ranks: int, device: str, folder: str, timeout: float) -> Any:
+    """One process; what fails in somebody's code is told with its place."""
+    given = os.environ.get("OMP_NUM_THREADS", "")
+    torch.set_num_threads(int(given) if given.isdigit() else max(1, (os.cpu_count() or 1) // ranks))
+    place, limit = torch.device(device, process) if device == "cuda" else torch.device(device), timedelta(0, timeout)
     if device == "cuda":
         torch.cuda.set_device(place)
     if ranks > 1:
-        backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
-        dist.init_process_group(
-            backend, init_method=f"file://{folder}/meeting", rank=process, world_size=ranks, timeout=limit
-        )
+        backend, meeting = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", f"file://{folder}/meeting"
+        dist.init_process_group(backend, init_method=meeting, rank=process, world_size=ranks, timeout=limit)
     transport = open_transport(Topology(ranks), place, limit)
-    found = job(transport)
-    if process == 0:
-        (folder / "result").write_bytes(pickle.dumps(found))
+    try:
+        found = job(transport)
+    except PipeError:
+        raise
+    except Exception as error:
+        *_, last = traceback.extract_tb(error.__traceback__)
+        raise CommunicationError(
+            f"A process that measured failed with {type(error).__name__}: {error} ({last.filename}, line {last.lineno})"
+        ) from error
     if ranks > 1:
         transport.barrier()
     transport.close()
     if ranks > 1:
         dist.destroy_process_group()
+    return found

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from lightning_pipe.schedules.action import Kind
 from lightning_pipe.schedules.dependencies import Number
+from lightning_pipe.text import several
 
 if TYPE_CHECKING:
     from lightning_pipe.simulate.timeline import Event, Timeline
@@ -73,7 +74,7 @@ def summary(timeline: Timeline) -> str:
     micro_batches = len({event.micro_batch for event in timeline.events} - {None})
     return (
         f"{timeline.title}: " * bool(timeline.title)
-        + f"{counted(timeline.ranks, 'rank')}, {counted(micro_batches, 'micro-batch', 'micro-batches')}, "
+        + f"{several(timeline.ranks, 'rank')}, {several(micro_batches, 'micro-batch')}, "
         + "bubble ratio "
         + (f"{percent(timeline.steady)} in the steady state, " if timeline.steady is not None else "")
         + percent(timeline.bubble_ratio)
@@ -84,11 +85,6 @@ def summary(timeline: Timeline) -> str:
 def percent(share: Number) -> str:
     """``27.3 %``."""
     return f"{100 * float(share):.1f} %"
-
-
-def counted(number: int, one: str, many: str | None = None) -> str:
-    """``1 rank``, ``2 ranks``."""
-    return f"{number} {one if number == 1 else many or one + 's'}"
 
 
 def time_of(value: float, unit: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -20,10 +20,9 @@ from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.partition import places_by_stage
 from lightning_pipe.planning.batch_norms import norms_note
 from lightning_pipe.planning.bubble import IdleShares, Spent, idle_shares, measured_costs
-from lightning_pipe.planning.make import label_of, predicted_bubble, stage_plans
-from lightning_pipe.planning.memory import process_memories, sharding_notes
+from lightning_pipe.planning.make import assembled, label_of, predicted_bubble
 from lightning_pipe.planning.render import Plan, closing_line, memory_line, plan_text, traffic_line
-from lightning_pipe.planning.traffic import NodeTraffic, divided_sums, gradient_bytes, messages_of, node_traffic, scaled
+from lightning_pipe.planning.traffic import NodeTraffic, gradient_bytes, node_traffic
 from lightning_pipe.schedules import Schedule
 from lightning_pipe.simulate import Costs
 from lightning_pipe.trainer.data.micro_batches import MicroBatches
@@ -44,7 +43,6 @@ def peak_memory() -> tuple[int, int]:
 def plan_of(
     module: nn.Module,
     pipeline: Pipeline,
-    layout: RunLayout,
     batch: BatchEquation | None = None,
     notes: tuple[str, ...] = (),
     costs: Costs | None = None,
@@ -53,13 +51,9 @@ def plan_of(
 ) -> Plan:
     """The plan of a divided module.
 
-    The order in which modules are registered decides on which stages the plan puts parameters outside the layers. The
-    memory is that of weights, gradients and two optimizer moments.
-
     Args:
         module: the module.
         pipeline: the module over the ranks.
-        layout: sizes of pipelines and replicas.
         batch: the first batch.
         notes: further lines.
         costs: of the stages, if they have been measured.
@@ -67,39 +61,22 @@ def plan_of(
         sharding: what the holders of a parameter divide.
     """
     places = places_by_stage(module, pipeline.layers, pipeline.balance)
-    named = [tuple(pipeline.names[number] for number in pipeline.stage_layers[stage]) for stage in range(len(places))]
-    seen: dict[str, list[int]] = {}
-    for stage, own in enumerate(places):
-        for one in own:
-            seen.setdefault(one.name, []).append(stage)
-    ties = tuple((name, tuple(on)) for name, on in seen.items() if len(on) > 1)
-    label, bubble = label_of(pipeline.family, pipeline.passes), None
-    if batch is not None:
-        bubble = _bubble(pipeline, costs, batch.micro_batches)
-    stages = stage_plans(named, places, pipeline.placement, pipeline.transport.topology, sharding=sharding)
-    device, topology = pipeline.transport.device, pipeline.transport.topology
-    memory = process_memories(
+    made = assembled(
+        type(module).__name__,
+        [tuple(pipeline.names[number] for number in pipeline.stage_layers[stage]) for stage in range(len(places))],
         places,
         pipeline.placement,
-        topology,
-        built=built,
-        on_device=device.type != "cpu",
+        pipeline.transport.topology,
+        label_of(pipeline.family, pipeline.passes),
+        batch,
+        None if batch is None else _schedule_of(pipeline)(batch.micro_batches),
         sharding=sharding,
-        accumulated=batch is not None and batch.accumulation > 1,
+        on_device=pipeline.transport.device.type != "cpu",
+        sent_bytes=_sent_size(pipeline),
+        built=built,
     )
-    traffic: tuple[NodeTraffic, ...] = ()
-    if batch is not None:
-        messages = scaled(messages_of(_schedule_of(pipeline)(batch.micro_batches)), batch.accumulation)
-        sent, values = (gradient_bytes(places, pipeline.placement, size) for size in (_sent_size(pipeline), None))
-        sums = divided_sums(sent, values, sharding, batch.accumulation)
-        traffic = node_traffic(topology, messages, sums, shared=bool(sharding))
-    return Plan(
-        *(type(module).__name__, stages, layout, label, batch, bubble, ties),
-        notes=(*notes, *sharding_notes(sharding)),
-        memory=memory,
-        topology=topology,
-        traffic=traffic,
-    )
+    bubble = None if batch is None else _bubble(pipeline, costs, batch.micro_batches)
+    return replace(made, bubble=bubble, notes=(*notes, *made.notes))
 
 
 def counts_of(ranks: int, here: int, side_by_side: int) -> tuple[str, ...]:
@@ -190,7 +167,7 @@ class Report:
 
     def _announce(self, equation: BatchEquation | None, notes: tuple[str, ...]) -> Plan:
         self._announced, notes = True, (*self.notes, *notes)
-        plan = plan_of(self.module, self.pipeline, self.layout, equation, notes, self.costs, self.built, self.sharding)
+        plan = plan_of(self.module, self.pipeline, equation, notes, self.costs, self.built, self.sharding)
         self.module.print(plan_text(plan))
         return plan
 

@@ -20,8 +20,9 @@ from lightning_pipe.errors import ConfigurationError, PartitionError
 from lightning_pipe.partition import Balance, Layers, divide
 from lightning_pipe.partition.choice import layers_before_run
 from lightning_pipe.planning.layer_sizes import estimated
+from lightning_pipe.planning.options import Cut
 from lightning_pipe.planning.profile_store import ProfileStore
-from lightning_pipe.planning.search import Cut, search
+from lightning_pipe.planning.search import search
 from lightning_pipe.planning.search_result import SearchResult
 from lightning_pipe.profiling.measure import run_conditions
 from lightning_pipe.schedules import Family

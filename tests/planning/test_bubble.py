@@ -78,6 +78,10 @@ def test_a_plan_with_measured_costs_counts_activations_and_unequal_stages() -> N
     assert measured.bubble == pytest.approx(1 - 8 * (6 + 18) / (2 * (8 * 18 + 6)))
     # 1F1B holds two micro-batches on the first stage and one on the last, each of two layers
     assert [b.bytes - a.bytes for a, b in zip(plain.stages, measured.stages, strict=True)] == [4000, 2000]
+    balanced = plan(net, 2, batch=8, balance="time", profile=profile)
+    assert [len(stage.layers) for stage in balanced.stages] == [3, 1]
+    with pytest.raises(ConfigurationError, match="has not been measured"):
+        plan(net, 2, batch=8, balance="time")
     with pytest.raises(ConfigurationError, match="of another module"):
         plan(nn.Sequential(*(nn.Linear(4, 4) for _ in range(4))), 2, batch=8, profile=profile)
 

@@ -3,22 +3,37 @@
 from __future__ import annotations
 
 import inspect
-from dataclasses import fields
+from dataclasses import MISSING, fields
+from pathlib import Path
 from typing import Any
 
 import pytest
 from torch import nn
 
-from lightning_pipe import plan
+from lightning_pipe import CostProfile, plan, search
 from lightning_pipe.errors import ConfigurationError
-from lightning_pipe.planning.options import PlanOptions
+from lightning_pipe.partition import find_layers
+from lightning_pipe.planning.cost_profile import SizeCosts
+from lightning_pipe.planning.layer_sizes import layer_sizes
+from lightning_pipe.planning.options import PlanOptions, SearchOptions
 
 
-def test_the_public_function_has_the_same_options_with_the_same_defaults() -> None:
-    arguments = list(inspect.signature(plan).parameters.values())[1:]
-    assert [argument.name for argument in arguments] == [option.name for option in fields(PlanOptions)]
-    given = {argument.name: argument.default for argument in arguments[2:]}
-    assert given == {option.name: option.default for option in fields(PlanOptions)[2:]}
+@pytest.mark.parametrize(("function", "options"), [(plan, PlanOptions), (search, SearchOptions)])
+def test_the_public_functions_take_the_options(function: Any, options: Any) -> None:
+    first, *arguments = inspect.signature(function).parameters.values()
+    assert first.name in ("module", "costs")
+    assert [(each.name, each.default) for each in arguments] == [
+        (each.name, inspect.Parameter.empty if each.default is MISSING else each.default) for each in fields(options)
+    ]
+
+
+def test_a_profile_may_be_named_by_its_file(tmp_path: Path) -> None:
+    costs = SizeCosts((1.0,) * 4, (2.0,) * 4, (1.0,) * 4, (0.0,) * 4, (0.0,) * 4)
+    net = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+    profile = CostProfile("Sequential", layer_sizes(net, find_layers(net)), {1: costs})
+    profile.save(tmp_path / "net.json")
+    by_file = plan(net, ranks=2, batch=16, profile=tmp_path / "net.json")
+    assert str(by_file) == str(plan(net, ranks=2, batch=16, profile=profile))
 
 
 @pytest.mark.parametrize(("ranks", "batch"), [(0, 8), (2, 0)])

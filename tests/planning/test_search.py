@@ -19,6 +19,7 @@ from lightning_pipe.errors import ConfigurationError
 from lightning_pipe.partition import find_layers
 from lightning_pipe.planning.cost_profile import CostProfile, LayerSizes, SizeCosts, TiedSizes
 from lightning_pipe.planning.layer_sizes import layer_sizes, of_module, tied_sizes
+from lightning_pipe.planning.options import SearchOptions
 from lightning_pipe.planning.prediction import Configuration, Predictor, rank_bytes, stage_costs, stage_memory
 from lightning_pipe.planning.search import _candidates, _ever_smaller, _Search, search
 from lightning_pipe.simulate import Link, memory_over_time, peak, simulate
@@ -180,7 +181,7 @@ def test_the_best_are_those_of_trying_everything() -> None:
     for costs, limit in ((profile(), None), (slow, None), (halved, None), (profile(), 400.0 * MIB)):
         engine = _Search(Predictor(costs), limit)
         different = {}
-        for one in _candidates(costs, 8, 32, None, None, (1, 2), None):
+        for one in _candidates(costs, SearchOptions(8, 32)):
             fitting, _ = engine.fitting(one)
             if fitting is not None:
                 schedule = engine.predictor.schedule(fitting, fitting.micro_batches)
@@ -212,7 +213,7 @@ def test_equal_schedules_are_shown_once() -> None:
 def test_no_bound_is_above_the_time() -> None:
     for costs in (profile(), profile(slow_first=3, message=5e-3), with_slow_halves(profile())):
         engine = _Search(Predictor(costs), None)
-        for one in _candidates(costs, 4, 24, [*schedules.names()], None, (1, 2), None):
+        for one in _candidates(costs, SearchOptions(4, 24, families=schedules.names())):
             assert engine.bound(one) <= engine.predictor.seconds(one) * (1 + 1e-9), one.label
 
 

@@ -104,15 +104,15 @@ def test_what_cannot_be_sent_to_processes_is_refused() -> None:
 def test_from_the_command_line_to_a_search(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Two processes measure; the file is planned with, and refused for another module."""
     path, place = tmp_path / "sleepers.json", "tests.profiling.sleeping:sleepers"
-    options = ["--batch", "tests.profiling.sleeping:batch", "--sizes", "1", "--rounds", "1", "--timeout", "100"]
-    main(["profile", place, "--argument", "seconds=0.001", "--ranks", "2", *options, "--output", str(path)])
+    options = ["--batch", "tests.profiling.sleeping:batch", "--sizes", "[1]", "--rounds", "1", "--timeout", "100"]
+    main(["profile", place, "--arguments.seconds", "0.001", "--ranks", "2", *options, "--output", str(path)])
     assert f"measured 3 layers of Sequential on micro-batches of 1 samples: {path}" in capsys.readouterr().out
     message = CostProfile.load(path).message
     assert message.alpha > 0 or message.beta > 0  # on a busy machine the fit through few points may have one of them
-    main(["plan", place, "--search", "--profile", str(path), "--ranks", "2", "--batch-size", "8", "--memory", "1MB"])
+    main(["search", place, "--profile", str(path), "--ranks", "2", "--global-batch", "8", "--memory", "1MB"])
     assert "chosen:" in capsys.readouterr().out
     with pytest.raises(SystemExit):
-        main(["plan", "torch.nn:Sequential", "--search", "--profile", str(path), "--ranks", "2"])
+        main(["search", "torch.nn:Sequential", "--profile", str(path), "--ranks", "2"])
     assert "error" in capsys.readouterr().err
 
 
@@ -163,10 +163,10 @@ def told(capsys: pytest.CaptureFixture[str], *more: str, made: str = "sleepers")
 @pytest.mark.slow
 @pytest.mark.timeout(100)
 def test_processes_say_what_failed_in_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
-    error = told(capsys, "--sizes", "9")
+    error = told(capsys, "--sizes", "[9]")
     assert "micro_batch_sizes=[9] cannot be measured with a batch of 4 samples" in error
     assert "Traceback" not in error
-    error = told(capsys, "--sizes", "1", made="broken")
+    error = told(capsys, "--sizes", "[1]", made="broken")
     assert "A process that measured failed with RuntimeError: mat1 and mat2 shapes cannot be multiplied" in error
     assert "linear.py, line" in error
     assert "Traceback" not in error

@@ -46,6 +46,7 @@ _ROOMS: dict[str, dict[str, str]] = {
         "make": "planning/test_memory",
         "prediction": "planning/test_search",
         "profile_store": "profiling/test_first_batch",
+        "schedule_command": "test_cli",
         "search_result": "planning/test_search",
     },
     "profiling": dict.fromkeys(("command", "layers", "machine", "make", "processes"), "profiling/test_measure"),

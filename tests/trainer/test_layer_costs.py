@@ -78,7 +78,9 @@ def test_a_run_is_balanced_by_what_the_command_has_measured(
 ) -> None:
     """The file of `lightning-pipe profile` is read by a run, which measures nothing, and by `schedule="auto"`."""
     here = "tests.trainer.test_layer_costs"
-    main(["profile", f"{here}:Net", "--batch", f"{here}:batch", "--layers", "layers", "--sizes", "1", "--rounds", "1"])
+    main(
+        ["profile", f"{here}:Net", "--batch", f"{here}:batch", "--layers", "layers", "--sizes", "[1]", "--rounds", "1"]
+    )
     (path,) = cache.iterdir()
     assert str(path) in capsys.readouterr().out
     written = path.read_text()
