@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import inspect
 import os
 import re
 import sys
@@ -109,10 +108,7 @@ def _run(name: str, words: Sequence[str]) -> None:
     function: Callable[..., None] = getattr(importlib.import_module(command.module), name)
     register_type(Fraction, fail_already_registered=False)
     examples = "\n".join(f"  {_PROGRAM} {name} {words}" for words in command.examples)
-    description = (inspect.getdoc(function) or "").partition("\n\n")[0]
-    parser = _Parser(
-        prog=f"{_PROGRAM} {name}", description=description, epilog=f"examples:\n{examples}", formatter_class=_Help
-    )
+    parser = _Parser(prog=f"{_PROGRAM} {name}", epilog=f"examples:\n{examples}", formatter_class=_Help)
     hints = get_type_hints(function)
     groups: dict[str, Any] = {each: hint for each, hint in hints.items() if is_dataclass(hint)}
     parser.add_function_arguments(function, as_positional=True, skip=set(groups))

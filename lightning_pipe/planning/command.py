@@ -14,7 +14,7 @@ from lightning_pipe import schedules
 from lightning_pipe.errors import ConfigurationError
 from lightning_pipe.partition.choice import layers_before_run
 from lightning_pipe.planning.cost_profile import CostProfile
-from lightning_pipe.planning.layer_sizes import of_module
+from lightning_pipe.planning.layer_sizes import of_module, without_times
 from lightning_pipe.planning.make import plan as planned
 from lightning_pipe.planning.options import PlanOptions, SearchOptions
 from lightning_pipe.planning.render import plan_text
@@ -75,7 +75,7 @@ def search(
     """
     made, costs = made_module(module, arguments or {}), None
     if profile is not None:
-        costs = of_module(CostProfile.load(profile), made, layers_before_run(made, options.layers, 1))
+        costs = of_module(CostProfile.load(profile), without_times(made, layers_before_run(made, options.layers, 1)))
     found = searched(costs or made, **vars(options))
     print(found)
     if png is not None:

@@ -13,11 +13,8 @@ from lightning_pipe.partition.holding import ParameterPlace
 from lightning_pipe.planning.cost_profile import CostProfile, LayerSizes, SizeCosts, TiedSizes
 from lightning_pipe.simulate.link import Link
 
-_FLOPS = 1e12
-"""Of an imaginary device, in FLOP/s: only the proportion of estimated times has a meaning."""
-
-GUESSED_LINK = Link(alpha=5e-5, beta=1e-10)
-"""Where messages have not been measured."""
+_FLOPS, _BANDWIDTH, _LATENCY = 1e12, 1e10, 5e-5
+"""Of an imaginary device, in FLOP/s, byte/s and seconds: only the proportion of estimated times has a meaning."""
 
 
 def layer_sizes(module: nn.Module, layers: Layers) -> tuple[LayerSizes, ...]:
@@ -49,15 +46,24 @@ def _frozen(held: ParameterPlace) -> int:
     return 0 if held.parameter.requires_grad else held.size * held.parameter.element_size()
 
 
-def of_module(profile: CostProfile, module: nn.Module, layers: Layers) -> CostProfile:
-    """A profile of this module, with the parameters that are frozen now.
+def without_times(module: nn.Module, layers: Layers) -> CostProfile:
+    """A profile of layers and parameters alone, for whoever measures or estimates the rest; messages are guessed."""
+    name, link = type(module).__name__, Link(_LATENCY, 1 / _BANDWIDTH)
+    return CostProfile(name, layer_sizes(module, layers), {}, link, link, tied=tied_sizes(module, layers))
+
+
+def of_module(profile: CostProfile, module: CostProfile) -> CostProfile:
+    """A profile of a module, with the parameters that are frozen now.
+
+    Args:
+        profile: measured.
+        module: what `without_times` says of the module.
 
     Raises:
         ConfigurationError: it is of another.
     """
-    sizes = layer_sizes(module, layers)
-    profile.check_layers([layer.name for layer in sizes], [layer.parameters for layer in sizes])
-    return replace(profile, layers=sizes, tied=tied_sizes(module, layers))
+    profile.check_layers([layer.name for layer in module.layers], [layer.parameters for layer in module.layers])
+    return replace(profile, layers=module.layers, tied=module.tied)
 
 
 def estimated(module: nn.Module, layers: Layers, positions: int = 1) -> CostProfile:
@@ -71,18 +77,9 @@ def estimated(module: nn.Module, layers: Layers, positions: int = 1) -> CostProf
         layers: its layer sequence.
         positions: of a sample that each parameter is used for, such as the tokens of a sequence.
     """
-    sizes = layer_sizes(module, layers)
     own: Sequence[int] = [sum(parameter.numel() for parameter in layer.parameters()) for _, layer in layers]
     forward = tuple(2.0 * number * positions / _FLOPS for number in own)
     backward = tuple(2 * each for each in forward)
-    none = (0.0,) * len(sizes)
+    none = (0.0,) * len(layers)
     costs = SizeCosts(forward, backward, tuple(each / 2 for each in backward), none, none)
-    return CostProfile(
-        type(module).__name__,
-        sizes,
-        {1: costs},
-        GUESSED_LINK,
-        GUESSED_LINK,
-        tied=tied_sizes(module, layers),
-        conditions={"source": "parameters"},
-    )
+    return replace(without_times(module, layers), sizes={1: costs}, conditions={"source": "parameters"})

@@ -14,7 +14,7 @@ from lightning_pipe.config import BatchEquation, RunLayout, Sharding, micro_batc
 from lightning_pipe.partition import AUTO, ParameterPlace, divide, places_by_stage
 from lightning_pipe.partition.choice import layers_before_run
 from lightning_pipe.planning.batch_norms import BATCH_NORM_SAMPLES, is_normalising, norms_note
-from lightning_pipe.planning.layer_sizes import of_module
+from lightning_pipe.planning.layer_sizes import of_module, without_times
 from lightning_pipe.planning.memory import process_memories, sharding_notes, training_factor
 from lightning_pipe.planning.options import PlanOptions, taking
 from lightning_pipe.planning.prediction import rank_bytes, stage_costs, stage_memory
@@ -24,7 +24,6 @@ from lightning_pipe.schedules import Family, Schedule, Stream, with_recompute
 from lightning_pipe.schedules.action import Placement
 from lightning_pipe.schedules.several_passes import several_passes
 from lightning_pipe.simulate import Costs, Memory, memory_over_time, peak, simulate
-from lightning_pipe.text import memory as memory_text
 from lightning_pipe.transport.topology import Topology
 
 BYTES_PER_NUMBER = 4
@@ -67,7 +66,7 @@ def plan(module: nn.Module, asked: PlanOptions) -> Plan:
     chosen = asked.micro_batches == "auto"
     least = BATCH_NORM_SAMPLES if chosen and any(map(is_normalising, module.modules())) else 1
     count = micro_batch_count(asked.batch, ranks, asked.micro_batches, least)
-    profile, measured = None if asked.costs is None else of_module(asked.costs, module, found), None
+    profile, measured = None if asked.costs is None else of_module(asked.costs, without_times(module, found)), None
     if profile is not None and (balance == "time" or balance == "memory"):
         measured = profile.layer_costs(balance, stages, recompute=asked.recompute != "never")
     counts = divide(module, found, stages, balance, measured)
@@ -87,7 +86,7 @@ def plan(module: nn.Module, asked: PlanOptions) -> Plan:
         copies = [asked.replicas * len(order.holders(stage)) for stage in range(stages)]
         costs = stage_costs(profile, counts, samples, copies, asked.shard_optimizer)
         memory = stage_memory(profile, counts, samples, copies, asked.shard_optimizer)
-        known = "the most that a rank holds for a stage: weights, gradients, two optimizer moments, and activations"
+        known = "the most that is held: weights, gradients, two optimizer moments, and activations"
     idle = partial(predicted_bubble, build, stream=stream, costs=costs)
     of_norms = norms_note(module, asked.equation(number).sizes, ranks, idle, chosen and stream is None)
     placement = {place: rank for place, rank in order.placement.items() if place[1] < stages}  # of one pass
@@ -112,11 +111,13 @@ def plan(module: nn.Module, asked: PlanOptions) -> Plan:
         sent_bytes=BYTES_PER_NUMBER,
         message_bytes=None if at is None else [at.boundary_bytes[end - 1] for end in accumulate(counts)],
     )
-    plans, held_by = made.stages, None
-    if memory is not None:
-        plans, held_by = with_activations(plans, order, memory), rank_bytes(order, memory)
-    known_by = (f"{total:,} parameters; memory is {known}", *by, *rank_sums(plans, topology, held_by))
-    return replace(made, stages=plans, bubble=idle(number), notes=(*known_by, *made.notes, *of_norms))
+    notes = (f"{total:,} parameters; memory is {known}", *by, *made.notes, *of_norms)
+    made = replace(made, bubble=idle(number), notes=notes)
+    if memory is None:
+        return made
+    held_by = rank_bytes(order, memory)  # its stages do not hold most at the same time
+    of_ranks = (replace(one, step=round(held_by[topology.locate(one.process)[1]])) for one in made.memory)
+    return replace(made, stages=with_activations(made.stages, order, memory), memory=tuple(of_ranks))
 
 
 def assembled(
@@ -251,28 +252,6 @@ def with_activations(plans: Sequence[StagePlan], schedule: Schedule, memory: Mem
         held = max(peak(points).activations for points in memory_over_time(schedule, alone))
         found.append(replace(plan, bytes=plan.bytes + round(held)))
     return tuple(found)
-
-
-def rank_sums(plans: Sequence[StagePlan], topology: Topology, peaks: Sequence[float] | None = None) -> tuple[str, ...]:
-    """What the ranks hold together, in a line, where one of them has several stages.
-
-    Args:
-        plans: the stages.
-        topology: which process is which rank.
-        peaks: the most that each rank holds: its stages do not hold most at the same time; ``None``: their sum.
-    """
-    sums: dict[int, float] = {}
-    several = False
-    for plan in plans:
-        for process in plan.ranks:
-            replica, rank = topology.locate(process)
-            if replica == 0:
-                several = several or process in sums
-                sums[process] = sums.get(process, 0) + plan.bytes if peaks is None else peaks[rank]
-    if not several:
-        return ()
-    amounts = (f"rank {process} {memory_text(round(size))}" for process, size in sorted(sums.items()))
-    return (f"memory of each rank: {', '.join(amounts)}",)
 
 
 def predicted_bubble(

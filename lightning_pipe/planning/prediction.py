@@ -124,10 +124,6 @@ class Predictor:
         """Seconds of every stage, with the engine's own work."""
         return stage_costs(self.profile, layers, one.samples, copies_of(one, schedule), one.shard_optimizer)
 
-    def costs_of(self, one: Configuration, layers: Sequence[int], copies: int) -> Costs:
-        """Seconds of every stage, given how many ranks hold it."""
-        return stage_costs(self.profile, layers, one.samples, [copies] * one.stages)
-
     def memory(self, one: Configuration, layers: Sequence[int], schedule: Schedule) -> Memory:
         """Bytes of every stage."""
         return stage_memory(self.profile, layers, one.samples, copies_of(one, schedule), one.shard_optimizer)

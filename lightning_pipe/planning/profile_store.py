@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import replace
 
 from torch import nn
 
 from lightning_pipe.partition import Layers
 from lightning_pipe.partition.cache import cache_path
 from lightning_pipe.planning.cost_profile import SHAPES, CostProfile
-from lightning_pipe.planning.layer_sizes import layer_sizes, tied_sizes
+from lightning_pipe.planning.layer_sizes import of_module, without_times
 
 
 class ProfileStore:
@@ -27,8 +26,7 @@ class ProfileStore:
 
     Attributes:
         path: the file.
-        layers: name and parameters of every layer.
-        tied: parameters that layers have in common.
+        module: its layers and parameters, without times.
         found: what `load` has found.
     """
 
@@ -40,7 +38,7 @@ class ProfileStore:
         folder: str | os.PathLike[str] | None = None,
     ) -> None:
         self.path = cache_path(module, ["costs", *(name for name, _ in layers)], ".profile.json", folder)
-        self.layers, self.tied = layer_sizes(module, layers), tied_sizes(module, layers)
+        self.module = without_times(module, layers)
         self.conditions = conditions
         self.found: CostProfile | None = None
 
@@ -62,6 +60,5 @@ class ProfileStore:
             return None
         stored = CostProfile.load(self.path)
         stored.check({name: self.conditions[name] for name in names})
-        stored.check_layers([layer.name for layer in self.layers], [layer.parameters for layer in self.layers])
-        self.found = replace(stored, layers=self.layers, tied=self.tied)
+        self.found = of_module(stored, self.module)
         return self.found

@@ -17,7 +17,7 @@ from lightning_pipe.partition.choice import layers_before_run
 from lightning_pipe.planning.cost_profile import CostProfile
 from lightning_pipe.planning.layer_sizes import estimated
 from lightning_pipe.planning.options import SearchOptions, taking
-from lightning_pipe.planning.prediction import Configuration, Predictor, divided_share, stage_memory
+from lightning_pipe.planning.prediction import Configuration, Predictor, divided_share, stage_costs, stage_memory
 from lightning_pipe.planning.search_result import RuledOut, SearchResult
 from lightning_pipe.schedules import Family
 from lightning_pipe.text import memory as amount_of_memory
@@ -183,7 +183,7 @@ class _Search:
 
         A stage is on as many ranks as the schedule has pipes, so the ranks' lowest stages are at least 0, 1, … in turn.
         """
-        costs = self.predictor.costs_of(one, self.predictor.layers(one), 1)
+        costs = stage_costs(self.predictor.profile, self.predictor.layers(one), one.samples, [1] * one.stages)
         there, whole, inputs, weights = costs.forward, costs.backward, costs.backward_input, costs.backward_weight
         back = [min(b, i + w) for b, i, w in zip(whole, inputs, weights, strict=True)]  # type: ignore[arg-type]
         work = one.micro_batches * float(sum(there) + sum(back))  # type: ignore[arg-type]

@@ -17,7 +17,7 @@ from lightning_pipe.errors import ConfigurationError
 from lightning_pipe.partition import find_layers
 from lightning_pipe.patches import unheard
 from lightning_pipe.planning.cost_profile import SHAPES, CostProfile, merged
-from lightning_pipe.planning.layer_sizes import layer_sizes, tied_sizes
+from lightning_pipe.planning.layer_sizes import without_times
 from lightning_pipe.profiling.layers import Step, measure_layers, settled
 from lightning_pipe.profiling.machine import measure_machine
 from lightning_pipe.torch_internals import tree_leaves, tree_map
@@ -57,14 +57,11 @@ def measure_profile(
             measured = measure_layers(module, layers, step or default_step, first(batch, size), place, rounds)
         found[size] = measured.costs
         overheads.append(measured.overhead)
-    sequence = find_layers(module, layers)
-    own = CostProfile(
-        type(module).__name__,
-        layer_sizes(module, sequence),
-        found,
+    own = replace(
+        without_times(module, find_layers(module, layers)),
+        sizes=found,
         overhead=min(overheads),
         step_per_byte=_step_per_byte(place),
-        tied=tied_sizes(module, sequence),
         conditions={
             **run_conditions(place, _precision(module)),
             "ranks": str(transport.topology.world_size),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Generator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import lightning.pytorch as pl
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -13,8 +13,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from lightning_pipe.engine.containers import signature
 from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.errors import ConfigurationError
-from lightning_pipe.planning.cost_profile import SHAPES, CostProfile
-from lightning_pipe.planning.layer_sizes import GUESSED_LINK
+from lightning_pipe.planning.cost_profile import SHAPES
 from lightning_pipe.planning.profile_store import ProfileStore
 from lightning_pipe.profiling.first_batch import profiled
 from lightning_pipe.profiling.measure import shapes_of_a_sample
@@ -85,15 +84,8 @@ class LayerCosts:
             yield
         costs = profiler.gather()
         if self._pipeline.transport.process == 0:
-            profile = CostProfile(
-                type(self._module).__name__,
-                store.layers,
-                {micro_batches.sizes[0]: costs},
-                GUESSED_LINK,
-                GUESSED_LINK,
-                tied=store.tied,
-                conditions={**store.conditions, SHAPES: str(shapes), "source": "the first batch of a run"},
-            )
+            conditions = {**store.conditions, SHAPES: str(shapes), "source": "the first batch of a run"}
+            profile = replace(store.module, sizes={micro_batches.sizes[0]: costs}, conditions=conditions)
             try:
                 profile.save(store.path)
             except OSError as error:

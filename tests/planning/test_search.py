@@ -18,7 +18,7 @@ from lightning_pipe.config import Sharding
 from lightning_pipe.errors import ConfigurationError
 from lightning_pipe.partition import find_layers
 from lightning_pipe.planning.cost_profile import CostProfile, LayerSizes, SizeCosts, TiedSizes
-from lightning_pipe.planning.layer_sizes import layer_sizes, of_module, tied_sizes
+from lightning_pipe.planning.layer_sizes import layer_sizes, of_module, tied_sizes, without_times
 from lightning_pipe.planning.options import SearchOptions
 from lightning_pipe.planning.prediction import Configuration, Predictor, rank_bytes, stage_costs, stage_memory
 from lightning_pipe.planning.search import _candidates, _ever_smaller, _Search, search
@@ -149,7 +149,7 @@ def test_what_is_frozen_has_neither_gradients_nor_updates() -> None:
     net[0].weight.requires_grad_(False)
     net[1].requires_grad_(False)
     trained = tuple(replace(each, frozen_bytes=0) for each in layer_sizes(net, find_layers(net)))
-    found = of_module(replace(profile(4), layers=trained), net, find_layers(net))
+    found = of_module(replace(profile(4), layers=trained), without_times(net, find_layers(net)))
     assert found.tied == (TiedSizes((0, 3), 3200, 3200),)
     memory = stage_memory(found, (2, 2), 1, (1, 1))
     assert (memory.weights, memory.gradients) == ([3488, 3888], [0, 688])

@@ -43,7 +43,7 @@ def store(
 ) -> CostProfile:
     """A profile where `choose` finds it, with these latencies; a layer takes a millisecond forward."""
     kept_in = ProfileStore(module, find_layers(module), {})
-    sizes = kept_in.layers
+    sizes = kept_in.module.layers
     times = (0.001,) * len(sizes)
     costs = SizeCosts(times, tuple(2 * each for each in times), times, (saved,) * len(sizes), (1.0,) * len(sizes))
     profile = CostProfile(type(module).__name__, sizes, {1: costs}, Link(message), Link(reduce), conditions=conditions)
