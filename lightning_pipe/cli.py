@@ -54,7 +54,7 @@ _COMMANDS = {
     "consolidate": _Command(
         "lightning_pipe.cli",
         "write an ordinary checkpoint from a folder of shards",
-        ("checkpoints/last.ckpt", "checkpoints/last.ckpt whole.ckpt"),
+        ("checkpoints/last.ckpt", "checkpoints/last.ckpt --file whole.ckpt"),
     ),
 }
 

@@ -30,7 +30,7 @@ def test_a_folder_of_all_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str
     for part in ("state_dict", "optimizer_states", "lr_schedulers", "hyper_parameters"):
         assert_same(ours[part], theirs[part])
     resumed = run(None, resume=tmp_path / "plain" / "epoch=0.ckpt")
-    main(["consolidate", str(tmp_path / "parts" / "epoch=0.ckpt"), str(tmp_path / "first.ckpt")])
+    main(["consolidate", str(tmp_path / "parts" / "epoch=0.ckpt"), "--file", str(tmp_path / "first.ckpt")])
     oracle.assert_equal(run(None, resume=tmp_path / "first.ckpt"), resumed)
 
 
