@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipe import schedules
-from lightning_pipe.engine.layer_profiler import profiled
 from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.intercept.random_streams import RandomStreams
 from lightning_pipe.partition import divide, find_layers
+from lightning_pipe.profiling.first_batch import profiled
 from lightning_pipe.schedules.passes.recompute import with_recompute
 from lightning_pipe.simulate import Costs, simulate
 from lightning_pipe.transport.base import Transport

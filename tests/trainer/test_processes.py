@@ -42,6 +42,7 @@ def here(now):
     if fault == "terminate":
         os.kill(os.getpid(), signal.SIGTERM)
     if fault == "interrupt":
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell lets what it starts behind "&" ignore it
         os.kill(os.getpid(), signal.SIGINT)
     if fault == "freeze":
         later(f"sleep 25; kill -CONT {os.getpid()}")
