@@ -17,16 +17,17 @@ from __future__ import annotations
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Container, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
-from typing import NamedTuple
+from functools import cached_property, partial
 
 from torch import Tensor
 
+from lightning_pipe.engine.kept_words import Hop
+from lightning_pipe.engine.under_way import BoundaryKey
 from lightning_pipe.errors import CommunicationError
-from lightning_pipe.intercept.call_record import RunRecord
+from lightning_pipe.intercept.call_record import RunRecord, Value
 from lightning_pipe.intercept.crossing import Crossing, Returned
 from lightning_pipe.tensor_spec import TensorSpec
-from lightning_pipe.transport.base import IncomingParts, Lane, Transport, Work
+from lightning_pipe.transport.base import IncomingParts, Lane, Transport, Words, Work
 from lightning_pipe.transport.message_layout import MessageLayout, mask_words, to_bits, to_words
 
 _AGREED, _CHANGED = 0, 1
@@ -34,20 +35,10 @@ _KIND_BITS = 1
 """Bits of a control word that say which of the two it is; above them are requests."""
 _CONTROL = {"forward": 1, "backward": 2}
 """The channels of control words that have messages of their own; that of whole crossings is 0."""
-_STAGES = 1024
-_AT_ONCE = 128
+_KINDS = 64
 _Data = list[Tensor | None]
 _PlanKey = tuple[int, int, int, Hashable]
 """Pipe, stage, receiving stage and signature."""
-
-
-class BoundaryKey(NamedTuple):
-    """One micro-batch on its way from a stage to a later one, mostly the next, on its pipe."""
-
-    pipe: int
-    stage: int
-    micro_batch: int
-    to: int
 
 
 @dataclass(frozen=True)
@@ -67,14 +58,10 @@ class BoundaryPlan:
     since: int = 0
 
     @classmethod
-    def of(cls, path: RunRecord, numbers: Container[int], since: int) -> BoundaryPlan:
-        """The plan that lets some of the live tensors travel."""
-        return cls(path, tuple(entry.number for entry in path.entries if entry.number in numbers), since)
-
-    @classmethod
-    def full(cls, path: RunRecord) -> BoundaryPlan:
-        """The plan that lets all of them travel."""
-        return cls(path, tuple(entry.number for entry in path.entries))
+    def of(cls, path: RunRecord, numbers: Container[int] | None = None, since: int = 0) -> BoundaryPlan:
+        """The plan that lets some of the live tensors travel; ``None``: all of them."""
+        alive = [entry.number for entry in path.entries]
+        return cls(path, tuple(number for number in alive if numbers is None or number in numbers), since)
 
     @cached_property
     def gradients(self) -> tuple[int, ...]:
@@ -94,6 +81,11 @@ class BoundaryPlan:
     def masks_of(self, used: Container[int], present: Container[int]) -> list[int]:
         """The masks of the backward message: which tensors were used, and which gradients are there."""
         return to_words(n in used for n in self.numbers) + to_words(n in present for n in self.gradients)
+
+    @cached_property
+    def steady(self) -> bool:
+        """Whether the path has read no values, which may lead to another one any time."""
+        return not any(isinstance(leaf, Value) for call in self.path.calls for leaf in call.leaves)
 
     @cached_property
     def layout(self) -> MessageLayout:
@@ -128,13 +120,6 @@ class Transfer:
     used: frozenset[int] | None = None
 
 
-class _Posted(NamedTuple):
-    """A buffer, and the plan by which it was posted: another may be in force by the time it is filled."""
-
-    parts: IncomingParts
-    plan: BoundaryPlan
-
-
 @dataclass
 class BoundaryExchange:
     """Sends and receives crossings and their gradients over a transport.
@@ -160,51 +145,56 @@ class BoundaryExchange:
     requests: int = 0
     asking: Callable[[], int] = int
     _plans: dict[_PlanKey, list[BoundaryPlan]] = field(default_factory=dict)
-    _posted: dict[tuple[str, BoundaryKey], _Posted] = field(default_factory=dict)
+    # with the plan by which it was posted: another may be in force by the time it is filled
+    _posted: dict[tuple[str, BoundaryKey], tuple[IncomingParts, BoundaryPlan]] = field(default_factory=dict)
     _sending: deque[list[Work]] = field(default_factory=deque)
     _of_earlier: deque[tuple[int, list[Work]]] = field(default_factory=deque)
     # by peer and pipe: the gradients sent there that it has not said to have used, and how many of its own are used
     _returned: defaultdict[tuple[int, int], deque[Sequence[Work]]] = field(default_factory=lambda: defaultdict(deque))
     _used: Counter[tuple[int, int]] = field(default_factory=Counter)
+    # by kind of batch; and of the batch under way: else all words are said
+    _kept: dict[Hashable, defaultdict[Hashable, Hop]] = field(default_factory=dict)
+    _hops: defaultdict[Hashable, Hop] | None = None
 
     # ------------------------------------------------------------------ forward
 
     def send(self, key: BoundaryKey, peer: int, signature: Hashable, crossing: Crossing) -> None:
         """Start to send what leaves a stage."""
-        plan, requests = self._plan(key, signature), self.requests | self.asking()
+        plan, lane = self._plan(key, signature), Lane("forward", key.pipe)
+        told = (hop := self._hop(lane, key)) is not None and hop.quiet is not None  # by the first message of a batch
+        requests = 0 if told else self.requests | self.asking()
         if plan is not None:
             agreed = _fits(plan, crossing.path)
             tensors = [crossing.tensors[n] if agreed else None for n in plan.numbers]
             words = [(_AGREED if agreed else _CHANGED) | requests << _KIND_BITS, self._used.pop((peer, key.pipe), 0)]
-            works = self._send(plan.layout, words, tensors, peer, Lane("forward", key.pipe), key)
+            works = self._send(lane, key, peer, plan.layout, words, tensors, agreed and plan.steady)
             if agreed:
                 self.transfers[key] = Transfer(signature, plan, works)
                 return
         # The receiver knows neither sizes nor path yet: all of it goes as one object, by way of the host.
         values = [tensor.detach().cpu() for tensor in crossing.tensors.values()]
-        self._under_way(key, self.transport.send_object((crossing.path, values, requests), peer, _tag(key, 0)))
-        self.transfers[key] = Transfer(signature, BoundaryPlan.full(crossing.path))
+        self._under_way(key, self.transport.send_object((crossing.path, values, requests), peer, key.tag(0)))
+        self.transfers[key] = Transfer(signature, BoundaryPlan.of(crossing.path))
 
     def expect(self, key: BoundaryKey, peer: int, signature: Hashable) -> None:
         """Post the buffer for what will come, as soon as its size is agreed."""
-        plan = self._plan(key, signature)
-        if plan is not None:
+        if (plan := self._plan(key, signature)) is not None:
             self._post(Lane("forward", key.pipe), key, peer, plan.layout, plan)
 
     def receive(self, key: BoundaryKey, peer: int, signature: Hashable) -> Crossing:
         """Wait for what an earlier stage sent."""
-        posted = self._posted.pop(("forward", key), None)
-        if posted is not None:
-            (word, used), tensors = posted.parts.wait()
+        parts, plan = self._posted.pop(("forward", key), (None, None))
+        if parts is not None and plan is not None:
+            (word, used), tensors = parts.wait()
             self.requests |= word >> _KIND_BITS
             gradients = self._returned[peer, key.pipe]
             _end(works for _ in range(min(used, len(gradients))) for works in gradients.popleft())
             if not word & _CHANGED:
-                return self._arrived(key, signature, posted.plan, tensors)
-        path, values, requests = self.transport.receive_object(peer, _tag(key, 0))
+                return self._arrived(key, signature, plan, tensors)
+        path, values, requests = self.transport.receive_object(peer, key.tag(0))
         self.requests |= requests
         tensors = [value.to(self.transport.device) for value in values]
-        return self._arrived(key, signature, BoundaryPlan.full(path), tensors)
+        return self._arrived(key, signature, BoundaryPlan.of(path), tensors)
 
     def _arrived(self, key: BoundaryKey, signature: Hashable, plan: BoundaryPlan, tensors: list[Tensor]) -> Crossing:
         self.transfers[key] = Transfer(signature, plan)
@@ -222,13 +212,12 @@ class BoundaryExchange:
         tensors = [gradients.get(number) for number in plan.gradients]
         complete = used >= plan.all and gradients.keys() >= set(plan.gradients)
         masks = plan.masks if complete else plan.masks_of(used, gradients)
-        works = self._send(plan.gradient_layout, masks, tensors, peer, Lane("backward", key.pipe), key)
+        works = self._send(Lane("backward", key.pipe), key, peer, plan.gradient_layout, masks, tensors, plan.steady)
         self._returned[peer, key.pipe].append(works)
 
     def expect_gradients(self, key: BoundaryKey, peer: int) -> None:
         """Post the buffer for the gradients of what was sent."""
-        plan = self.transfers[key].plan
-        if plan.gradients:
+        if (plan := self.transfers[key].plan).gradients:
             self._post(Lane("backward", key.pipe), key, peer, plan.gradient_layout, plan)
 
     def receive_gradients(self, key: BoundaryKey, peer: int) -> Returned:
@@ -238,7 +227,7 @@ class BoundaryExchange:
         if not plan.gradients:
             transfer.used = plan.all
             return Returned({}, transfer.used)
-        masks, tensors = self._posted.pop(("backward", key)).parts.wait()
+        masks, tensors = self._posted.pop(("backward", key))[0].wait()
         self._used[peer, key.pipe] += 1
         _end(transfer.works)
         # Mostly everything was used: comparing two short lists is cheaper than reading their bits.
@@ -254,10 +243,21 @@ class BoundaryExchange:
 
     # ------------------------------------------------------------------ bookkeeping
 
+    def begin_batch(self, kind: Hashable) -> None:
+        """Begin a batch that ends with `end_batch`; words that hold the host go unsaid as in batches of its kind."""
+        if not self.transport.inline_control:
+            if len(self._kept) > _KINDS:  # at both ends: they have had the same batches
+                self._kept.clear()
+            self._hops = self._kept.setdefault(kind, defaultdict(Hop))
+
     def end_batch(self) -> None:
         """End a batch, or all that follow each other: wait for all sends and bring new plans into force."""
+        for hop in (self._hops or {}).values():
+            hop.end()
+        self._hops = None
         self._of_earlier.append((0, [work for works in self._sending for work in works]))
-        self._forget_sends()
+        for sends in (self._sending, self._returned, self._used):
+            sends.clear()
         while self._of_earlier:
             _end(self._of_earlier.popleft()[1])
         # A buffer that nobody fills would take the first message of the next batch.
@@ -327,6 +327,7 @@ class BoundaryExchange:
         Both ends of a boundary must forget between the same two batches.
         """
         self._plans.clear()
+        self._kept.clear()
 
     def _plan(self, key: BoundaryKey, signature: Hashable) -> BoundaryPlan | None:
         """The plan that is in force for a micro-batch."""
@@ -337,22 +338,21 @@ class BoundaryExchange:
 
     def reset(self) -> None:
         """Forget a batch that was given up."""
-        self.transfers.clear()
-        self._posted.clear()
-        self._of_earlier.clear()
-        self._forget_sends()
+        self._hops = None
+        sends = (self._sending, self._of_earlier, self._returned, self._used)
+        for each in (self.transfers, self._posted, self._kept, *sends):
+            each.clear()
 
     def _send(
-        self, layout: MessageLayout, words: list[int], data: _Data, peer: int, lane: Lane, key: BoundaryKey
+        self, lane: Lane, key: BoundaryKey, peer: int, layout: MessageLayout, words: Words, data: _Data, steady: bool
     ) -> Sequence[Work]:
         self.sent[peer] += layout.size
-        works = self.transport.send_parts(layout, words, data, peer, lane, _tag(key, _CONTROL[lane.direction]))
+        said = words if (hop := self._hop(lane, key)) is None else hop.say(key.micro_batch, words, steady)
+        works = [*self.transport.send_parts(layout, words, data, peer, lane)]
+        if said is not None and not self.transport.inline_control:
+            works.append(self.transport.send_object(said, peer, key.tag(_CONTROL[lane.direction])))
         self._under_way(key, *works)  # each keeps its message until it is gone
         return works
-
-    def _forget_sends(self) -> None:
-        for sends in (self._sending, self._returned, self._used):
-            sends.clear()
 
     def _under_way(self, key: BoundaryKey, *works: Work) -> None:
         """Wait for a send at the end of the call in which the receiver has surely come to it."""
@@ -362,8 +362,13 @@ class BoundaryExchange:
         self._sending[calls] += works
 
     def _post(self, lane: Lane, key: BoundaryKey, peer: int, layout: MessageLayout, plan: BoundaryPlan) -> None:
-        parts = self.transport.receive_parts(layout, peer, lane, _tag(key, _CONTROL[lane.direction]))
-        self._posted[lane.direction, key] = _Posted(parts, plan)
+        words: Callable[[], Words] = partial(self.transport.receive_object, peer, key.tag(_CONTROL[lane.direction]))
+        if (hop := self._hop(lane, key)) is not None:
+            words = hop.expect(key.micro_batch, words)
+        self._posted[lane.direction, key] = self.transport.receive_parts(layout, peer, lane, words), plan
+
+    def _hop(self, lane: Lane, key: BoundaryKey) -> Hop | None:
+        return None if self._hops is None else self._hops[lane.direction, key.pipe, key.stage, key.to]
 
 
 def _end(works: Iterable[Work]) -> None:
@@ -393,8 +398,3 @@ def _extend(plans: list[BoundaryPlan], plan: BoundaryPlan, first: int) -> None:
         plan = BoundaryPlan.of(plan.path, plan.all | plans[-1].all, plan.since)
     in_force = sum(older.since <= first for older in plans)
     plans[:] = [*plans[max(0, in_force - 1) :], plan] if plan.since else [plan]
-
-
-def _tag(key: BoundaryKey, channel: int) -> int:
-    # objects with the same tag keep their order, so that numbers may come again
-    return ((key.micro_batch % _AT_ONCE * _STAGES + key.stage) * _STAGES + key.to) * 3 + channel

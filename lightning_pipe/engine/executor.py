@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from lightning_pipe.engine.batch import Batch
-from lightning_pipe.engine.boundary_exchange import BoundaryExchange, BoundaryKey
+from lightning_pipe.engine.boundary_exchange import BoundaryExchange
 from lightning_pipe.engine.skip_routes import SkipRoutes
 from lightning_pipe.engine.stage import Crossings, Stages
-from lightning_pipe.engine.under_way import StageKey, UnderWay
+from lightning_pipe.engine.under_way import BoundaryKey, StageKey, UnderWay
 from lightning_pipe.intercept.call_record import RunRecord
 from lightning_pipe.intercept.crossing import Crossing, Returned
 from lightning_pipe.schedules import Action, Kind
@@ -160,6 +160,8 @@ class Executor:
         self._under_way.again = set(self._program.again)
         self._under_way.peak_held = 0
         with self._whole():
+            if batch.training:
+                self.exchange.begin_batch(tuple(batch.signatures))
             self._loop(lambda micro_batch: (batch, micro_batch))
             self.exchange.end_batch()
 

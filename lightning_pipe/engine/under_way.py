@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from lightning_pipe.engine.boundary_exchange import BoundaryKey
 from lightning_pipe.engine.stage import Kept, Saved
 from lightning_pipe.intercept.crossing import Crossing, Returned
+
+_STAGES = 1024
+_AT_ONCE = 128
 
 
 class StageKey(NamedTuple):
@@ -16,6 +18,19 @@ class StageKey(NamedTuple):
     pipe: int
     stage: int
     micro_batch: int
+
+
+class BoundaryKey(NamedTuple):
+    """One micro-batch on its way from a stage to a later one, mostly the next, on its pipe."""
+
+    pipe: int
+    stage: int
+    micro_batch: int
+    to: int
+
+    def tag(self, channel: int) -> int:
+        """That of its objects; those with the same tag keep their order, so that numbers may come again."""
+        return ((self.micro_batch % _AT_ONCE * _STAGES + self.stage) * _STAGES + self.to) * 3 + channel
 
 
 @dataclass

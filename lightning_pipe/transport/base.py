@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 Direction = Literal["forward", "backward"]
 Reduction = Literal["sum", "max", "min"]
+Words = list[int]
 
 
 class Lane(NamedTuple):
@@ -110,7 +111,7 @@ class Transport(ABC):
         names: how messages name each rank of this pipeline.
         board: where failures are looked up and reported; set by `FailureBoard`.
         waiting: what the process is blocked on, for reports; ``None`` while it is not.
-        inline_control: whether the host can read a received message for free, so that control words may travel in it.
+        inline_control: whether control words travel in messages: the host waits for a GPU to read what is there.
     """
 
     def __init__(self, topology: Topology, process: int, device: torch.device, timeout: timedelta) -> None:
@@ -148,40 +149,26 @@ class Transport(ABC):
         """
 
     def send_parts(
-        self,
-        layout: MessageLayout,
-        control: list[int],
-        tensors: Sequence[Tensor | None],
-        peer: int,
-        lane: Lane,
-        tag: int,
+        self, layout: MessageLayout, control: Words, tensors: Sequence[Tensor | None], peer: int, lane: Lane
     ) -> Sequence[Work]:
         """Start to send control words and tensors, which may be changed at once, as one message.
 
         Args:
             layout: where the words and the tensors lie in the message.
-            control: the control words.
+            control: the control words; they stay behind without `inline_control`.
             tensors: the tensors, with ``None`` for missing ones.
             peer: the receiver.
             lane: the lane.
-            tag: for the control words where they have a message of their own; no other object under way has it.
         """
-        data = layout.pack(control if self.inline_control else (), tensors, self.device)
-        # a GPU's memory cannot be read without waiting for the GPU, so its control words travel by the host
-        words = () if self.inline_control else (self.send_object(control, peer, tag),)
-        return (*words, self.send(data, peer, lane))
+        return (self.send(layout.pack(control if self.inline_control else (), tensors, self.device), peer, lane),)
 
-    def receive_parts(self, layout: MessageLayout, peer: int, lane: Lane, tag: int) -> IncomingParts:
-        """Start to receive what `send_parts` sends; the arguments are the same at both ends."""
+    def receive_parts(
+        self, layout: MessageLayout, peer: int, lane: Lane, control: Callable[[], Words]
+    ) -> IncomingParts:
+        """Start to receive what `send_parts` sends; ``control`` gets the words that stay behind."""
         data = torch.empty(layout.size, dtype=torch.uint8, device=self.device)
         work = self.receive(data, peer, lane)
-
-        def read() -> tuple[list[int], list[Tensor]]:
-            if self.inline_control:
-                return layout.unpack(data)
-            return self.receive_object(peer, tag), layout.tensors(data)
-
-        return Parts(work, read)
+        return Parts(work, lambda: layout.unpack(data) if self.inline_control else (control(), layout.tensors(data)))
 
     def send_object(self, obj: object, peer: int, tag: int) -> Work:
         """Start to send any object that pickles; it may be changed at once. The caller keeps what it gets; see `send`.

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_pipe.transport.base import DONE, Collective, IncomingParts, Lane, Message, Work, check_message
+from lightning_pipe.transport.base import DONE, Collective, IncomingParts, Lane, Message, Words, Work, check_message
 from lightning_pipe.transport.message_layout import MessageLayout
 from lightning_pipe.transport.objects import PackedObject, read
 from lightning_pipe.transport.shared_memory.peer import SharedMemoryPeer
@@ -70,25 +70,21 @@ class GlooTransport(TorchTransport):
 
     @override
     def send_parts(
-        self,
-        layout: MessageLayout,
-        control: list[int],
-        tensors: Sequence[Tensor | None],
-        peer: int,
-        lane: Lane,
-        tag: int,
+        self, layout: MessageLayout, control: Words, tensors: Sequence[Tensor | None], peer: int, lane: Lane
     ) -> Sequence[Work]:
         if not self._shares(peer):
-            return super().send_parts(layout, control, tensors, peer, lane, tag)
+            return super().send_parts(layout, control, tensors, peer, lane)
         self._hand_over(
             layout.size, lambda address: layout.write(address, control, tensors), peer, lane, _lane_tag(lane)
         )
         return ()
 
     @override
-    def receive_parts(self, layout: MessageLayout, peer: int, lane: Lane, tag: int) -> IncomingParts:
+    def receive_parts(
+        self, layout: MessageLayout, peer: int, lane: Lane, control: Callable[[], Words]
+    ) -> IncomingParts:
         if not self._shares(peer):
-            return super().receive_parts(layout, peer, lane, tag)
+            return super().receive_parts(layout, peer, lane, control)
         return self._expect(layout.size, layout.read, peer, lane, _lane_tag(lane))
 
     @override

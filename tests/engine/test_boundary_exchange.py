@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_pipe.engine.boundary_exchange import BoundaryExchange, BoundaryKey
+from lightning_pipe.engine.boundary_exchange import BoundaryExchange
+from lightning_pipe.engine.under_way import BoundaryKey
 from lightning_pipe.intercept.call_record import CallRecord, LiveTensor, RunRecord
 from lightning_pipe.intercept.crossing import Crossing, Returned
 from lightning_pipe.tensor_spec import TensorSpec

@@ -18,6 +18,7 @@ from torch import nn
 
 from lightning_pipe import schedules
 from lightning_pipe.config import Sharding
+from lightning_pipe.engine import kept_words
 from lightning_pipe.engine.executor import Executor
 from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.engine.streamed_evaluation import StreamedEvaluation
@@ -160,6 +161,19 @@ def test_batches_in_flight_end(family: Family, replicas: int) -> None:
 def test_the_queues_of_a_device_suffice_for_four_ranks(family: Family) -> None:
     stages = family.build(4, 8).stages
     check(trained(NET, Point(family, stages, 4, ranks=4, steps=2, clip=None)), resident=[QUEUES])
+
+
+@pytest.mark.parametrize("family", map(each, families(synchronous=True)), ids=lambda family: family.name)
+def test_hosts_that_run_ahead_of_each_other_end(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Control words go unsaid, so no message of the host orders what the devices do."""
+    monkeypatch.setattr(kept_words, "ENOUGH", 0)
+    recorded = trained(NET, Point(family, family.build(4, 8).stages, 4, ranks=4, steps=3, clip=None))
+    for events in recorded:
+        sent = [event for event in events if isinstance(event, Issued) and event.verb == "send"]
+        crossings = {event.content for event in sent if event.content is not None}
+        # two batches that learn, and a third one with a word or two for four or two crossings of a hop
+        assert len([event for event in sent if event.group.backend == "gloo"]) <= 2.5 * len(crossings)
+    check(recorded, resident=[QUEUES])
 
 
 # ------------------------------------------------------------------ what models bring with them

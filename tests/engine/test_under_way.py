@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from lightning_pipe.engine.boundary_exchange import BoundaryKey
 from lightning_pipe.engine.stage import Saved
-from lightning_pipe.engine.under_way import StageKey, UnderWay
+from lightning_pipe.engine.under_way import BoundaryKey, StageKey, UnderWay
 from lightning_pipe.intercept.call_record import RunRecord
 from lightning_pipe.intercept.crossing import Crossing
 

@@ -22,6 +22,8 @@ pytestmark = pytest.mark.rehearsed
 
 MOST = 4
 """Waits of a batch without clipping and mixed precision; `docs/how_it_works.md` names each."""
+MESSAGES = 5
+"""Messages of the host of an end rank in a batch; `docs/how_it_works.md` names each."""
 TO_HOST = "lightning_pipe/trainer/whole_model/logging.py to_host: copy to the host"
 NORM = "lightning_pipe/trainer/whole_model/gradient_norms.py gradient_norm: read a value"
 
@@ -32,8 +34,12 @@ def steady(micro_batches: int = 4, **trainer: Any) -> list[Batch]:
     return rehearse(steady_world, strategy, trainer, devices=2, timeout=100)
 
 
-def test_waits_do_not_grow_with_micro_batches_or_logged_values() -> None:
+def test_waits_and_messages_do_not_grow_with_micro_batches_or_logged_values() -> None:
     few, many = steady(4), steady(8)
+    for small, large in zip(few, many, strict=True):
+        assert small.messages == large.messages
+        # the batch, a word forward and one backward, the report, whether to stop
+        assert sum(small.messages.values()) == MESSAGES
     for found in (few, many):
         # the losses and what is logged, in one transfer each
         assert found[0].waits == {TO_HOST: 2}
