@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from types import FunctionType
@@ -44,11 +43,12 @@ def _code_of(kind: type) -> list[str]:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write what is known of a module; a folder that cannot be written to costs that, not the run."""
-    partial = path.with_suffix(f".{os.getpid()}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(text)
-        partial.replace(path)
-    except OSError as error:
-        warnings.warn(f"{path.name} cannot be stored: {error}.", stacklevel=3)
+    """Write a file that others read meanwhile: they find what was there before, or all of it.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    partial = path.with_name(f"{path.name}.{os.getpid()}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(path)

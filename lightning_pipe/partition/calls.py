@@ -180,7 +180,10 @@ class CallStore:
         stored = {**self.load(), step: calls}
         if sum(1 for _ in every_call(calls)) <= MOST:
             content = {name: [_plain(each) for each in of_step] for name, of_step in stored.items()}
-            write_atomically(self.path, json.dumps(content))
+            try:
+                write_atomically(self.path, json.dumps(content))
+            except OSError as error:  # which costs what is known, not the run
+                warnings.warn(f"The order of calls cannot be stored: {error}.", stacklevel=2)
 
 
 def in_words(calls: Sequence[Call], most: int = 12) -> str:

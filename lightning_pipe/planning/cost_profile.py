@@ -13,6 +13,7 @@ from statistics import median
 from typing import Any, Literal
 
 from lightning_pipe.errors import ConfigurationError
+from lightning_pipe.partition.cache import write_atomically
 from lightning_pipe.simulate.link import Link
 from lightning_pipe.version import __version__
 
@@ -211,10 +212,7 @@ class CostProfile:
         """
         content = {"format": FORMAT, **asdict(self)}
         content["sizes"] = {str(size): asdict(costs) for size, costs in self.sizes.items()}
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        partial = Path(f"{path}.{os.getpid()}")  # a run that starts meanwhile reads the file before or this one
-        partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-        partial.replace(path)
+        write_atomically(Path(path), json.dumps(content, indent=1) + "\n")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> CostProfile:

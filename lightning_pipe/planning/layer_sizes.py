@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
 from torch import nn
 
 from lightning_pipe.partition import Layers, parameter_places
-from lightning_pipe.partition.holding import ParameterPlace
 from lightning_pipe.planning.cost_profile import CostProfile, LayerSizes, SizeCosts, TiedSizes
 from lightning_pipe.simulate.link import Link
 
@@ -17,39 +15,33 @@ _FLOPS, _BANDWIDTH, _LATENCY = 1e12, 1e10, 5e-5
 """Of an imaginary device, in FLOP/s, byte/s and seconds: only the proportion of estimated times has a meaning."""
 
 
-def layer_sizes(module: nn.Module, layers: Layers) -> tuple[LayerSizes, ...]:
-    """Name and parameters of every layer, with the parameters outside the layers that it brings to its stage."""
+def without_times(module: nn.Module, layers: Layers) -> CostProfile:
+    """A profile of layers and parameters alone, for whoever measures or estimates the rest; messages are guessed.
+
+    Parameters outside the layers count at each layer that brings them to its stage.
+    """
     numbers, sizes, frozen = [0] * len(layers), [0] * len(layers), [0] * len(layers)
-    for held in parameter_places(module, layers):
-        for place in {*held.inside, *held.beside}:
-            numbers[place] += held.size
-            sizes[place] += held.size * held.parameter.element_size()
-            frozen[place] += _frozen(held)
-    names = (name for name, _ in layers)
-    return tuple(LayerSizes(*each) for each in zip(names, numbers, sizes, frozen, strict=True))
-
-
-def tied_sizes(module: nn.Module, layers: Layers) -> tuple[TiedSizes, ...]:
-    """The parameters that are expected at several layers: those of the same layers together."""
-    sizes: Counter[tuple[int, ...]] = Counter()
-    frozen: Counter[tuple[int, ...]] = Counter()
+    tied: dict[tuple[int, ...], TiedSizes] = {}
     for held in parameter_places(module, layers):
         places = tuple(sorted({*held.inside, *held.beside}))
+        size = held.size * held.parameter.element_size()
+        still = 0 if held.parameter.requires_grad else size
+        for place in places:
+            numbers[place] += held.size
+            sizes[place] += size
+            frozen[place] += still
         if len(places) > 1:
-            sizes[places] += held.size * held.parameter.element_size()
-            frozen[places] += _frozen(held)
-    return tuple(TiedSizes(places, number, frozen[places]) for places, number in sorted(sizes.items()))
-
-
-def _frozen(held: ParameterPlace) -> int:
-    """Bytes of a parameter if it is not trained."""
-    return 0 if held.parameter.requires_grad else held.size * held.parameter.element_size()
-
-
-def without_times(module: nn.Module, layers: Layers) -> CostProfile:
-    """A profile of layers and parameters alone, for whoever measures or estimates the rest; messages are guessed."""
-    name, link = type(module).__name__, Link(_LATENCY, 1 / _BANDWIDTH)
-    return CostProfile(name, layer_sizes(module, layers), {}, link, link, tied=tied_sizes(module, layers))
+            before = tied.get(places, TiedSizes(places, 0))
+            tied[places] = TiedSizes(places, before.parameter_bytes + size, before.frozen_bytes + still)
+    names = (name for name, _ in layers)
+    return CostProfile(
+        type(module).__name__,
+        tuple(LayerSizes(*each) for each in zip(names, numbers, sizes, frozen, strict=True)),
+        {},
+        Link(_LATENCY, 1 / _BANDWIDTH),
+        Link(_LATENCY, 1 / _BANDWIDTH),
+        tied=tuple(tied[places] for places in sorted(tied)),
+    )
 
 
 def of_module(profile: CostProfile, module: CostProfile) -> CostProfile:

@@ -11,7 +11,7 @@ from lightning_pipe.errors import ConfigurationError
 from lightning_pipe.partition import find_layers
 from lightning_pipe.planning.bubble import IdleShares, idle_shares, measured_costs
 from lightning_pipe.planning.cost_profile import CostProfile, SizeCosts
-from lightning_pipe.planning.layer_sizes import layer_sizes
+from lightning_pipe.planning.layer_sizes import without_times
 from lightning_pipe.planning.render import closing_line
 from lightning_pipe.schedules import GPipe, Kind
 from lightning_pipe.simulate import Costs, simulate
@@ -68,7 +68,7 @@ def test_the_closing_line_says_where_a_difference_went() -> None:
 def test_a_plan_with_measured_costs_counts_activations_and_unequal_stages() -> None:
     with torch.device("meta"):
         net = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
-    layers = layer_sizes(net, find_layers(net))
+    layers = without_times(net, find_layers(net)).layers
     forward = (1.0, 1.0, 3.0, 3.0)
     costs = SizeCosts(forward, tuple(2 * each for each in forward), forward, (1000.0,) * 4, (0.0,) * 4)
     profile = CostProfile("Sequential", layers, {1: costs})
@@ -89,7 +89,7 @@ def test_a_plan_with_measured_costs_counts_activations_and_unequal_stages() -> N
 def test_a_rank_never_holds_the_most_of_all_its_stages_at_once() -> None:
     net = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
     costs = SizeCosts((1.0,) * 4, (2.0,) * 4, (1.0,) * 4, (1e6,) * 4, (0.0,) * 4)
-    profile = CostProfile("Sequential", layer_sizes(net, find_layers(net)), {1: costs})
+    profile = CostProfile("Sequential", without_times(net, find_layers(net)).layers, {1: costs})
     found = plan(net, 2, batch=8, micro_batches=8, schedule="interleaved", profile=profile)
     # 1F1B with two stages on a rank holds five micro-batches on rank 0 and three on rank 1
     held = (5e6 + 16 * 144, 3e6 + 16 * 144)

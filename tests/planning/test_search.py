@@ -18,7 +18,7 @@ from lightning_pipe.config import Sharding
 from lightning_pipe.errors import ConfigurationError
 from lightning_pipe.partition import find_layers
 from lightning_pipe.planning.cost_profile import CostProfile, LayerSizes, SizeCosts, TiedSizes
-from lightning_pipe.planning.layer_sizes import layer_sizes, of_module, tied_sizes, without_times
+from lightning_pipe.planning.layer_sizes import of_module, without_times
 from lightning_pipe.planning.options import SearchOptions
 from lightning_pipe.planning.prediction import Configuration, Predictor, rank_bytes, stage_costs, stage_memory
 from lightning_pipe.planning.search import _candidates, _ever_smaller, _Search, search
@@ -139,8 +139,8 @@ def test_a_module_knows_its_tied_parameters() -> None:
             self.head.weight = self.embedding.weight
 
     module = Tied()
-    assert tied_sizes(module, find_layers(module)) == (TiedSizes((0, 2), 160),)
-    assert tied_sizes(module.layers, find_layers(module.layers)) == ()
+    assert without_times(module, find_layers(module)).tied == (TiedSizes((0, 2), 160),)
+    assert without_times(module.layers, find_layers(module.layers)).tied == ()
 
 
 def test_what_is_frozen_has_neither_gradients_nor_updates() -> None:
@@ -148,7 +148,7 @@ def test_what_is_frozen_has_neither_gradients_nor_updates() -> None:
     net[3].weight = net[0].weight
     net[0].weight.requires_grad_(False)
     net[1].requires_grad_(False)
-    trained = tuple(replace(each, frozen_bytes=0) for each in layer_sizes(net, find_layers(net)))
+    trained = tuple(replace(each, frozen_bytes=0) for each in without_times(net, find_layers(net)).layers)
     found = of_module(replace(profile(4), layers=trained), without_times(net, find_layers(net)))
     assert found.tied == (TiedSizes((0, 3), 3200, 3200),)
     memory = stage_memory(found, (2, 2), 1, (1, 1))
@@ -165,9 +165,9 @@ def test_what_layers_have_in_common_counts_once_on_each_stage_that_holds_it() ->
     net = nn.Sequential(nn.Embedding(100, 8), nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 100))
     net[3].weight = net[0].weight
     layers = find_layers(net)
-    tied = tied_sizes(net, layers)
+    tied = without_times(net, layers).tied
     assert tied == (TiedSizes((0, 3), 3200),)
-    found = replace(profile(4), layers=layer_sizes(net, layers), tied=tied)
+    found = replace(profile(4), layers=without_times(net, layers).layers, tied=tied)
     sums = found.all_reduce.all_reduce
     for counts, held in (((2, 2), (3488, 3888)), ((1, 3), (3200, 4176)), ((4,), (4176,))):
         assert stage_memory(found, counts, 1, (1,) * len(counts)).weights == list(held)

@@ -17,7 +17,7 @@ from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.errors import ConfigurationError
 from lightning_pipe.partition import divide, find_layers
 from lightning_pipe.planning.cost_profile import CostProfile, SizeCosts
-from lightning_pipe.planning.layer_sizes import layer_sizes
+from lightning_pipe.planning.layer_sizes import without_times
 from lightning_pipe.planning.profile_store import ProfileStore
 from lightning_pipe.profiling.first_batch import profiled
 from lightning_pipe.schedules import GPipe
@@ -126,7 +126,9 @@ def test_layers_are_measured_without_a_trace(ranks: int, recompute: str, deferre
 def some_profile(net: nn.Module, forward: float) -> CostProfile:
     none = (0.0,) * 4
     costs = SizeCosts((forward, 0, 0, forward), none, none, (4, 0, 0, 0), none)
-    return CostProfile("Net", layer_sizes(net, find_layers(net, "layers")), {2: costs}, conditions={"threads": "2"})
+    return CostProfile(
+        "Net", without_times(net, find_layers(net, "layers")).layers, {2: costs}, conditions={"threads": "2"}
+    )
 
 
 def test_the_balance_follows_the_measurements() -> None:
@@ -135,7 +137,7 @@ def test_the_balance_follows_the_measurements() -> None:
     with pytest.raises(ConfigurationError, match="has not been measured"):
         divide(net, layers, 2, "time")
     costs = SizeCosts((3, 1, 0, 2), (6, 2, 0, 4), (3, 1, 0, 2), (10, 900, 10, 10), (0,) * 4)
-    profile = CostProfile("Net", layer_sizes(net, layers), {1: costs})
+    profile = CostProfile("Net", without_times(net, layers).layers, {1: costs})
     assert profile.layer_costs("time") == [9, 3, 0, 6]
     assert divide(net, layers, 2, "time", profile.layer_costs("time")) == [1, 3]
     assert profile.layer_costs("time", recompute=True) == [12, 4, 0, 8]

@@ -100,5 +100,25 @@ def test_a_run_is_balanced_by_what_the_command_has_measured(
     assert CostProfile.load(path).conditions["source"] == "the first batch of a run"
 
 
+def test_a_folder_that_cannot_be_written_does_not_end_the_training(
+    cache: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (cache / "file").write_text("")
+    monkeypatch.setenv("LIGHTNING_PIPE_CACHE", str(cache / "file" / "folder"))
+    with pytest.warns(UserWarning, match="The costs of the layers cannot be stored"):
+        output = told(cache, 5, capsys, balance="time")
+    assert "Measured the layers" not in output
+    assert "Pipeline of Net" in output
+
+
+def test_a_file_that_cannot_be_read_is_measured_anew(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = ProfileStore(Net(), find_layers(Net(), "layers"), {}, cache).path
+    path.write_text("{")
+    output = " ".join(told(cache, 5, capsys, balance="time").split())
+    assert "is no profile that can be read" in output
+    assert "Measured the layers" in output
+    assert CostProfile.load(path).conditions[SHAPES] == "(1, 5, 8) float32"
+
+
 def batch() -> torch.Tensor:
     return torch.ones(4, 5, 8)
