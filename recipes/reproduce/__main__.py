@@ -11,8 +11,7 @@ from pathlib import Path
 from recipes.errors import RecipeError
 from recipes.provenance import machine
 from recipes.reproduce import experiments
-from recipes.reproduce.page import page
-from recipes.reproduce.report import Outcome, as_json, table
+from recipes.reproduce.report import Outcome, as_json, page, text
 from recipes.reproduce.results import Result
 from recipes.reproduce.stored import store, stored
 
@@ -38,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         outcomes = [outcome(name, given.overrides, full=full, keep=given.store) for name in chosen]
     except RecipeError as error:
         sys.exit(str(error))
-    print(table(outcomes))
+    print(text(outcomes))
     print(f"\n{time.monotonic() - start:.0f} s; {write(outcomes, given.output, given.name)}")
 
 

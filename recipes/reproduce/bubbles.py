@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import ast
-import operator
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Sequence
 from fractions import Fraction
 
 from lightning_pipe.schedules import (
@@ -37,35 +36,17 @@ SCHEMES: dict[str, Family] = {
 }
 """The schemes of Chimera's Table 2; DAPPLE is the paper's name for 1F1B with a flush."""
 
-_OPERATORS: dict[type, Callable[[Fraction, Fraction], Fraction]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-}
-
 
 def value(formula: str, **letters: int) -> Fraction:
     """The value of a published formula; a number before a letter multiplies it.
 
     Example:
-        >>> value("(D-2)/(2N+D-2)", D=4, N=4)
-        Fraction(1, 5)
+        >>> value("(D-2)/(2N+D-2)", D=4, N=4), value("(D-1)/(D+1/2)", D=4)
+        (Fraction(1, 5), Fraction(2, 3))
     """
-    spaced = "".join(
-        f"*{each}" if index and (each.isalpha() or each == "(") and formula[index - 1].isalnum() else each
-        for index, each in enumerate(formula)
-    )
-    return _evaluate(ast.parse(spaced, mode="eval").body, letters)
-
-
-def _evaluate(node: ast.expr, letters: dict[str, int]) -> Fraction:
-    if isinstance(node, ast.BinOp):
-        return _OPERATORS[type(node.op)](_evaluate(node.left, letters), _evaluate(node.right, letters))
-    if isinstance(node, ast.Name):
-        return Fraction(letters[node.id])
-    assert isinstance(node, ast.Constant)
-    return Fraction(str(node.value))
+    multiplied = re.sub(r"(?<=\w)(?=[A-Za-z(])", "*", formula)
+    exact = re.sub(r"\d+", r"Fraction(\g<0>)", multiplied)
+    return Fraction(eval(exact, {"Fraction": Fraction}, {name: Fraction(number) for name, number in letters.items()}))
 
 
 def bubble(schedule: Schedule, costs: Costs = EQUAL) -> Fraction:

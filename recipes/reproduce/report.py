@@ -1,19 +1,29 @@
-"""The results of experiments as a table of text and as JSON."""
+"""The results of experiments as Markdown, which the terminal shows and the page is made of, and as JSON."""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from pathlib import Path
+from string import Template
 from typing import Any
 
 from recipes.reproduce.experiments import Experiment
-from recipes.reproduce.results import Result, Row, Value, shown
+from recipes.reproduce.results import Result, Value, shown
 
-HEAD = ("value", "published", "reproduced", "difference", "tolerance", "verdict", "how")
-WIDTH = 46
+HEAD = ("value", "published", "reproduced", "difference", "tolerance", "verdict", "note")
+MEANINGS = {
+    "reproduced": "within the tolerance",
+    "not reproduced": "outside the tolerance; the reason is the note",
+    "in sample": "within the tolerance, but constants were fitted to it: it shows the fit, and reproduces nothing",
+    "shown": "without a claim: published or reproduced value alone, or no tolerance is set",
+    "not run": "takes long; runs with --full",
+    "not possible here": "needs what a small machine does not have, or has no values; the reason stands beside it",
+}
+PAGE = Path(__file__).with_name("page.html")
 
 
 @dataclass(frozen=True)
@@ -32,43 +42,98 @@ class Outcome:
     stored: str = ""
     not_run: str = ""
 
-
-def cells(row: Row, how: str) -> tuple[str, ...]:
-    """A row of the table."""
-    unit = f" {row.unit}" if row.unit else ""
-
-    def told(value: Value | None) -> str:
-        return shown(value) + (unit if value is not None else "")
-
-    tolerance = row.tolerance.text if row.tolerance else ""
-    return row.what, told(row.published), told(row.reproduced), row.difference, tolerance, row.verdict, how
+    @property
+    def verdicts(self) -> Counter[str]:
+        """How many rows have which verdict; an experiment without rows counts as one."""
+        without = "not run" if self.not_run else self.experiment.how
+        return Counter([str(row.verdict) for row in self.result.rows] or [without])
 
 
-def table(outcomes: Iterable[Outcome]) -> str:
-    """All rows as text, and how many of each verdict there are."""
-    lines: list[str] = []
-    verdicts: Counter[str] = Counter()
+def text(outcomes: Sequence[Outcome]) -> str:
+    """All rows, and how many of each verdict there are."""
+    total = sum((outcome.verdicts for outcome in outcomes), Counter[str]())
+    return "\n\n".join([*map(_rows, outcomes), f"{total.total()} rows: {_counts(total)}"])
+
+
+def page(outcomes: Sequence[Outcome], about: str) -> str:
+    """One HTML file that needs nothing beside it.
+
+    Args:
+        outcomes: the experiments.
+        about: machine, date and versions.
+    """
+    from markdown_it import MarkdownIt
+
+    total = sum((outcome.verdicts for outcome in outcomes), Counter[str]())
+    parts = ["# Experiments of GPipe, torchgpipe and Chimera", about]
+    parts.append(table(("verdict", "rows", "meaning"), [(name, str(total[name]), MEANINGS[name]) for name in MEANINGS]))
+    every = [
+        (f"[{one.title}](#{one.name})", one.place, one.how, _counts(outcome.verdicts))
+        for outcome in outcomes
+        for one in [outcome.experiment]
+    ]
+    parts += ["## All experiments", table(("experiment", "source", "how", "rows"), every)]
     for outcome in outcomes:
         one = outcome.experiment
-        stored = f"; stored result: {outcome.stored}" if outcome.stored else ""
-        lines += ["", f"{one.name}: {one.title} ({one.place}; {one.how}{stored})"]
-        if not outcome.result.rows:
-            verdict = "not run" if outcome.not_run else outcome.experiment.how
-            verdicts[verdict] += 1
-            lines.append(f"  {verdict}: {outcome.not_run or one.why}")
-            continue
-        rows = [cells(row, one.how)[:-1] for row in outcome.result.rows]
-        verdicts.update(row.verdict for row in outcome.result.rows)
-        widths = [min(WIDTH, max(len(line[index]) for line in [HEAD[:-1], *rows])) for index in range(len(HEAD) - 1)]
-        for line, row in zip(rows, outcome.result.rows, strict=True):
-            lines.append("  " + "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
-            if row.verdict == "not reproduced":
-                lines.append(f"      {row.note}")
-    total = ", ".join(f"{number} {verdict}" for verdict, number in verdicts.most_common())
-    return "\n".join([*lines, "", f"{sum(verdicts.values())} rows: {total}"]).lstrip("\n")
+        parts += [
+            f'<a id="{one.name}"></a>',
+            f"## {one.title}",
+            f"{one.citation()}: {one.source.place}",
+            f"{one.set_up} {one.why}",
+            _rows(outcome),
+        ]
+        for picture in outcome.result.pictures:
+            drawn = "\n".join(line for line in picture.svg.splitlines() if line.strip())  # an empty line ends HTML
+            parts += [f"### {picture.title}", f"<div>\n{drawn}\n</div>", picture.caption]
+    body = MarkdownIt("commonmark").enable("table").render("\n\n".join(parts))
+    return Template(PAGE.read_text(encoding="utf-8")).substitute(body=body)
 
 
-def as_json(outcomes: Iterable[Outcome]) -> str:
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    r"""A table in Markdown, whose columns are aligned but for the last.
+
+    Example:
+        >>> print(table(("a", "b"), [("long", "1"), ("x", "2|3")]))
+        | a    | b |
+        |------|---|
+        | long | 1 |
+        | x    | 2\|3 |
+    """
+    lines = [[cell.replace("|", "\\|") for cell in line] for line in (head, *rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    widths[-1] = 0
+    told = [" | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]
+    rule = "|".join("-" * (max(width, len(name)) + 2) for width, name in zip(widths, head, strict=True))
+    return "\n".join([f"| {told[0]} |", f"|{rule}|", *(f"| {line} |" for line in told[1:])])
+
+
+def _rows(outcome: Outcome) -> str:
+    """The rows of one experiment below its name."""
+    one, lines, before = outcome.experiment, [], ""
+    stored = f"; stored result: {outcome.stored}" if outcome.stored else ""
+    title = f"{one.name}: {one.title} ({one.place}; {one.how}{stored})"
+    if not outcome.result.rows:
+        return f"{title}\n\n{next(iter(outcome.verdicts))}: {outcome.not_run or one.why}"
+    for row in outcome.result.rows:
+        published, reproduced = (
+            "–" if value is None else f"{shown(value)} {row.unit}".rstrip()  # noqa: RUF001
+            for value in (row.published, row.reproduced)
+        )
+        missed = row.verdict == "not reproduced"
+        # A note counts for the rows below it as well, but where a value does not come out it always stands.
+        note = row.note if missed or row.note != before else ""
+        verdict = f"**{row.verdict}**" if missed else row.verdict
+        tolerance = row.tolerance.text if row.tolerance else ""
+        lines.append((row.what, published, reproduced, row.difference, tolerance, verdict, note))
+        before = row.note
+    return f"{title}\n\n{table(HEAD, lines)}"
+
+
+def _counts(verdicts: Counter[str]) -> str:
+    return ", ".join(f"{number} {verdict}" for verdict, number in verdicts.most_common())
+
+
+def as_json(outcomes: Sequence[Outcome]) -> str:
     """All rows for other programs."""
     return json.dumps([_entry(outcome) for outcome in outcomes], indent=2, ensure_ascii=False) + "\n"
 
@@ -83,11 +148,11 @@ def _entry(outcome: Outcome) -> dict[str, Any]:
         "set_up": one.set_up,
         "why": outcome.not_run or one.why,
         "stored": outcome.stored,
-        "rows": list(_rows(outcome.result)),
+        "rows": list(_entries(outcome.result)),
     }
 
 
-def _rows(result: Result) -> Iterator[dict[str, Any]]:
+def _entries(result: Result) -> Iterator[dict[str, Any]]:
     for row in result.rows:
         yield {
             "what": row.what,

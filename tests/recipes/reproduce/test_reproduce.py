@@ -17,10 +17,9 @@ from recipes.reproduce import experiments
 from recipes.reproduce.__main__ import main, outcome
 from recipes.reproduce.bubbles import value
 from recipes.reproduce.experiments import Experiment
-from recipes.reproduce.page import page
 from recipes.reproduce.piz_daint import in_figure13
 from recipes.reproduce.published import paper
-from recipes.reproduce.report import Outcome, as_json, table
+from recipes.reproduce.report import Outcome, as_json, page, text
 from recipes.reproduce.results import Picture, Result, Row, Tolerance
 from recipes.reproduce.stored import FOLDER, store, stored
 
@@ -185,13 +184,13 @@ def test_the_page_is_the_golden_one() -> None:
 
 def test_the_text_names_machine_and_date_of_what_is_stored() -> None:
     one = outcomes()[0]
-    assert "simulated; stored result: 2026-01-02; a machine)" in table([replace(one, stored="2026-01-02; a machine")])
+    assert "simulated; stored result: 2026-01-02; a machine)" in text([replace(one, stored="2026-01-02; a machine")])
 
 
 def test_text_and_json_say_the_same() -> None:
-    text = table(outcomes())
-    assert text.endswith("7 rows: 2 not possible here, 1 reproduced, 1 in sample, 1 not reproduced, 1 shown, 1 not run")
-    assert "the machine of the authors" in text
+    told = text(outcomes())
+    assert told.endswith("7 rows: 2 not possible here, 1 reproduced, 1 in sample, 1 not reproduced, 1 shown, 1 not run")
+    assert "| **not reproduced** | the machine of the authors |" in told
     first = json.loads(as_json(outcomes()))[0]
     assert [row["verdict"] for row in first["rows"]][:3] == ["reproduced", "in sample", "not reproduced"]
     assert first["rows"][0]["published"] == "3/7"
