@@ -1,15 +1,14 @@
-"""Which source of data "auto" means on this machine."""
+"""Which source of data is read, and which one "auto" means on this machine."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
 import lightning as L
 
-from recipes.data.sources import hub_answers
 from recipes.errors import RecipeError
 
 log = logging.getLogger(__name__)
@@ -47,6 +46,30 @@ def choose(source: str, files: str | None, name: str, default: str, stand_in: St
         )
     log.info("The hub does not answer, so %s is replaced by %s (data.files=FOLDER names local files).", name, title)
     return local
+
+
+def read(source: str, readers: Mapping[str, Callable[[], T]]) -> T:
+    """What a source has.
+
+    Args:
+        source: its name.
+        readers: all that a data module knows.
+    """
+    if source not in readers:
+        raise RecipeError(f"data.source={source} is unknown.", hint=f"There are auto, {', '.join(readers)}.")
+    return readers[source]()
+
+
+def hub_answers(name: str, seconds: float = 3.0) -> bool:
+    """Asks the hub for the data set, quickly: False without network, offline, or when it has no such data set."""
+    from huggingface_hub import HfApi
+
+    try:
+        HfApi().dataset_info(name, timeout=seconds)
+    except Exception as error:  # every client and system reports "no network" in its own way
+        log.debug("The hub does not answer: %s", error)
+        return False
+    return True
 
 
 def agreed(trainer: L.Trainer | None, decide: Callable[[], T]) -> T:

@@ -155,22 +155,3 @@ def sentences_of(text: str) -> Document:
         ['Rain fell.', 'It was 3 p.m. in Paris.', 'Nobody came!']
     """
     return [sentence.strip() for line in text.splitlines() for sentence in SENTENCE_END.split(line) if sentence.strip()]
-
-
-def read(source: str, given: str | None, name: str, configuration: str, documents: int | None = None) -> Documents:
-    """Reads the documents from a source.
-
-    Args:
-        source: "hub", "files" or "standard_library".
-        given: folder with local files.
-        name: data set on the hub.
-        configuration: its configuration there.
-        documents: how many to take where there is no ``train*`` beside ``valid*``; None takes all.
-    """
-    if source == "files":
-        return local_files(files.chosen(given, name), documents)
-    if source == "hub":
-        return hub(name, configuration, documents)
-    if source == "standard_library":
-        return standard_library()
-    raise RecipeError(f"data.source={source} is unknown.", hint="Choose auto, hub, files or standard_library.")

@@ -10,7 +10,6 @@ from typing import Any
 from datasets import Dataset, Features, Image, load_dataset
 
 from recipes.data import imagenet
-from recipes.data.files import chosen
 from recipes.errors import RecipeError
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp")
@@ -215,20 +214,3 @@ def _class_label(names: list[str]) -> Any:
     from datasets import ClassLabel
 
     return ClassLabel(names=names)
-
-
-def read(source: str, files: str | None, name: str) -> Images:
-    """Reads the images from a source.
-
-    Args:
-        source: "hub", "files" or "digits".
-        files: folder with local images.
-        name: data set on the hub.
-    """
-    if source == "files":
-        return local_folder(chosen(files, name))
-    if source == "hub":
-        return hub(name)
-    if source == "digits":
-        return digits()
-    raise RecipeError(f"data.source={source} is unknown.", hint="Choose auto, hub, files or digits.")

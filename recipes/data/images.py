@@ -15,9 +15,8 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from typing_extensions import override
 
-from recipes.data import image_sources
+from recipes.data import choice, files, image_sources
 from recipes.data.augment import Augmentation, centre
-from recipes.data.choice import agreed, choose
 from recipes.data.loading import (
     Draw,
     ResumableData,
@@ -128,7 +127,7 @@ class ImageFolder(ResumableData):
     def prepare_data(self) -> None:
         """Runs in one process on every machine: downloads what the others will find in the cache."""
         if not self._prepared and self.source in ("auto", "hub"):
-            self.source = choose(self.source, self.files, self.dataset, NAME, STAND_IN)
+            self.source = choice.choose(self.source, self.files, self.dataset, NAME, STAND_IN)
             if self.source == "hub":
                 image_sources.hub(self.dataset)
         self._prepared = True
@@ -138,8 +137,15 @@ class ImageFolder(ResumableData):
         """Reads the list of images; they themselves are read when they are needed."""
         if self.images is not None:
             return
-        self.source = agreed(self.trainer, lambda: choose(self.source, self.files, self.dataset, NAME, STAND_IN))
-        images = image_sources.read(self.source, self.files, self.dataset)
+        self.source = choice.agreed(
+            self.trainer, lambda: choice.choose(self.source, self.files, self.dataset, NAME, STAND_IN)
+        )
+        readers = {
+            "hub": lambda: image_sources.hub(self.dataset),
+            "files": lambda: image_sources.local_folder(files.chosen(self.files, self.dataset)),
+            "digits": image_sources.digits,
+        }
+        images = choice.read(self.source, readers)
         # the digits may stand for a data set with more classes
         if images.classes > self.classes or (self.source != STAND_IN[0] and images.classes != self.classes):
             raise RecipeError(

@@ -166,7 +166,7 @@ class ResumableData(L.LightningDataModule):
 
     @override
     def val_dataloader(self) -> DataLoader[Any]:
-        return evaluation_loader(self.split("validation"), self.batch_size, workers=self.workers, collate=self.collate)
+        return self._in_order(self.split("validation"), self.batch_size, self.workers)
 
     @override
     def predict_dataloader(self) -> DataLoader[Any]:
@@ -174,7 +174,16 @@ class ResumableData(L.LightningDataModule):
         whole = self.split("validation")
         count = len(whole)  # type: ignore[arg-type]
         some = Subset(whole, range(0, count, max(1, count // SHOWN))[:SHOWN])
-        return evaluation_loader(some, SHOWN, collate=self.collate)
+        return self._in_order(some, SHOWN)
+
+    def _in_order(self, dataset: Dataset[Any], batch_size: int, workers: int = 0) -> DataLoader[Any]:
+        return DataLoader(
+            dataset,
+            batch_size=batch_size,
+            num_workers=workers,
+            persistent_workers=workers > 0,
+            collate_fn=self.collate,
+        )
 
     @override
     def train_dataloader(self) -> ResumableLoader:
@@ -230,20 +239,4 @@ def training_loader(
         persistent_workers=workers > 0,
         collate_fn=collate,
         drop_last=True,
-    )
-
-
-def evaluation_loader(
-    dataset: Dataset[Any], batch_size: int, *, workers: int = 0, collate: Callable[[list[Any]], Any] | None = None
-) -> DataLoader[Any]:
-    """Loads all samples in order.
-
-    Args:
-        dataset: is asked for indices.
-        batch_size: samples in a batch.
-        workers: processes that load batches.
-        collate: a list of samples into a batch.
-    """
-    return DataLoader(
-        dataset, batch_size=batch_size, num_workers=workers, persistent_workers=workers > 0, collate_fn=collate
     )

@@ -158,23 +158,3 @@ def _languages(pair: str) -> tuple[str, str]:
     if not (source and dash and target) or "-" in target:
         raise RecipeError(f"data.pairs: {pair!r} is not a pair of languages.", hint="Write it as de-en.")
     return source, target
-
-
-def read(source: str, given: str | None, name: str, pairs: Sequence[str]) -> Parallel:
-    """Reads the pairs from a source.
-
-    Args:
-        source: "hub", "files", "catalogues" or "docstrings".
-        given: folder with local files.
-        name: data set on the hub.
-        pairs: such as "de-en"; docstrings have their own.
-    """
-    if source == "files":
-        return local_files(files.chosen(given, name), pairs)
-    if source == "hub":
-        return hub(name, pairs)
-    if source == "catalogues":
-        return messages(pairs)
-    if source == "docstrings":
-        return docstrings()
-    raise RecipeError(f"data.source={source} is unknown.", hint="Choose auto, hub, files, catalogues or docstrings.")

@@ -17,8 +17,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from typing_extensions import override
 
-from recipes.data import documents, vocabulary
-from recipes.data.choice import choose
+from recipes.data import choice, documents, files, vocabulary
 from recipes.data.documents import Documents
 from recipes.data.loading import Draw, draw_of, generator
 from recipes.data.prepared import Prepared
@@ -227,8 +226,13 @@ class MaskedPairs(Prepared):
 
     @override
     def prepare(self) -> Path:
-        source = choose(self.source, self.files, self.dataset, NAME, STAND_IN)
-        text = documents.read(source, self.files, self.dataset, self.configuration, self.documents)
+        source = choice.choose(self.source, self.files, self.dataset, NAME, STAND_IN)
+        readers = {
+            "hub": lambda: documents.hub(self.dataset, self.configuration, self.documents),
+            "files": lambda: documents.local_files(files.chosen(self.files, self.dataset), self.documents),
+            "standard_library": documents.standard_library,
+        }
+        text = choice.read(source, readers)
         settings = (self.vocabulary, self.tokenizer, self.length)
         folder = kept(self.cache, [text.fingerprint, *settings], text.title, partial(tokenise, text, *settings))
         counts = [len(Sequences(folder / split)) for split in ("train", "validation")]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import logging
 import platform
 import sysconfig
 from collections.abc import Iterable
@@ -12,10 +11,8 @@ from pathlib import Path
 
 from datasets import Dataset, DatasetDict, load_dataset
 
-from recipes.data.files import chosen
+from recipes.data import files
 from recipes.errors import RecipeError
-
-log = logging.getLogger(__name__)
 
 # Left out of the standard library's text: what is not part of every installation, and what is mostly tables.
 SKIPPED_FOLDERS = frozenset(
@@ -63,15 +60,15 @@ def standard_library(folder: Path | None = None) -> Corpus:
             continue
         digest.update(name.as_posix().encode() + content)
         texts[_split_of(name.as_posix())].append(text)
-    files = sum(map(len, texts.values()))
+    count = sum(map(len, texts.values()))
     if not texts["train"] or not texts["validation"]:
         raise RecipeError(
-            f"{root} has {files} Python sources; both splits need at least one.",
+            f"{root} has {count} Python sources; both splits need at least one.",
             hint="Name local text with data.source=files data.files=FOLDER.",
         )
     size = sum(len(text) for split in texts.values() for text in split) / 1e6
     return Corpus(
-        title=f"the standard library of Python {platform.python_version()} ({files} source files, {size:.1f} MB)",
+        title=f"the standard library of Python {platform.python_version()} ({count} source files, {size:.1f} MB)",
         splits=DatasetDict({name: Dataset.from_dict({"text": rows}) for name, rows in texts.items()}),
         documents=True,
         fingerprint=digest.hexdigest(),
@@ -92,19 +89,17 @@ def local_files(folder: Path) -> Corpus:
     """
     if not folder.is_dir():
         raise RecipeError(f"There is no folder {folder}.", hint="data.files names the folder that holds the text.")
-    files = {split: _files_of(folder, prefix) for split, prefix in (("train", "train"), ("validation", "valid"))}
-    formats = {path.suffix == ".parquet" for paths in files.values() for path in paths}
+    found = {split: _files_of(folder, prefix) for split, prefix in (("train", "train"), ("validation", "valid"))}
+    every = [path for paths in found.values() for path in paths]
+    formats = {path.suffix == ".parquet" for path in every}
     if len(formats) > 1:
         raise RecipeError(f"{folder} mixes parquet and text files.", hint="Keep one format in the folder.")
-    names = {split: [str(path) for path in paths] for split, paths in files.items()}
+    names = {split: [str(path) for path in paths] for split, paths in found.items()}
     if formats == {True}:
         splits = load_dataset("parquet", data_files=names)
     else:
         splits = load_dataset("text", data_files=names, keep_linebreaks=True)
-    digest = hashlib.sha256()
-    for path in (path for paths in files.values() for path in paths):
-        digest.update(path.name.encode() + hashlib.sha256(path.read_bytes()).digest())
-    return Corpus(f"the files in {folder}", _text_only(splits, str(folder)), False, digest.hexdigest())
+    return Corpus(f"the files in {folder}", _text_only(splits, str(folder)), False, files.fingerprint(every))
 
 
 def _files_of(folder: Path, prefix: str) -> list[Path]:
@@ -128,18 +123,6 @@ def hub(name: str, configuration: str) -> Corpus:
     return Corpus(f"{name} ({configuration}) from the hub", _text_only(splits, name), False, fingerprint)
 
 
-def hub_answers(name: str, seconds: float = 3.0) -> bool:
-    """Asks the hub for the data set, quickly: False without network, offline, or when it has no such data set."""
-    from huggingface_hub import HfApi
-
-    try:
-        HfApi().dataset_info(name, timeout=seconds)
-    except Exception as error:  # every client and system reports "no network" in its own way
-        log.debug("The hub does not answer: %s", error)
-        return False
-    return True
-
-
 def _text_only(splits: DatasetDict, origin: str) -> DatasetDict:
     for split in ("train", "validation"):
         if "text" not in splits[split].column_names:
@@ -154,21 +137,3 @@ def _text_only(splits: DatasetDict, origin: str) -> DatasetDict:
 
 def _not_blank(rows: Iterable[str | None]) -> Iterable[bool]:
     return (bool(row and row.strip()) for row in rows)
-
-
-def read(source: str, files: str | None, name: str, configuration: str) -> Corpus:
-    """Reads the text from where the configuration says.
-
-    Args:
-        source: "hub", "files" or "standard_library".
-        files: folder with local files.
-        name: data set on the hub.
-        configuration: its configuration there.
-    """
-    if source == "files":
-        return local_files(chosen(files, name))
-    if source == "hub":
-        return hub(name, configuration)
-    if source == "standard_library":
-        return standard_library()
-    raise RecipeError(f"data.source={source} is unknown.", hint="Choose auto, hub, files or standard_library.")

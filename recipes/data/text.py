@@ -14,8 +14,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from typing_extensions import override
 
-from recipes.data import sources, vocabulary
-from recipes.data.choice import choose
+from recipes.data import choice, files, sources, vocabulary
 from recipes.data.loading import Draw, draw_of
 from recipes.data.prepared import Prepared
 from recipes.data.sources import Corpus
@@ -97,8 +96,13 @@ class TextBlocks(Prepared):
 
     @override
     def prepare(self) -> Path:
-        source = choose(self.source, self.files, self.hub[0], NAME, STAND_IN)
-        text = sources.read(source, self.files, *self.hub)
+        source = choice.choose(self.source, self.files, self.hub[0], NAME, STAND_IN)
+        readers = {
+            "hub": lambda: sources.hub(*self.hub),
+            "files": lambda: sources.local_files(files.chosen(self.files, self.hub[0])),
+            "standard_library": sources.standard_library,
+        }
+        text = choice.read(source, readers)
         settings = (self.vocabulary, self.tokenizer, self.block_length)
         folder = kept(self.cache, [text.fingerprint, *settings], text.title, partial(tokenise, text, *settings))
         sizes = [_blocks(folder, split).size / 1e6 for split in ("train", "validation")]

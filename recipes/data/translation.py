@@ -18,8 +18,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from typing_extensions import override
 
-from recipes.data import parallel, vocabulary
-from recipes.data.choice import choose
+from recipes.data import choice, files, parallel, vocabulary
 from recipes.data.loading import Draw, draw_of
 from recipes.data.parallel import Parallel
 from recipes.data.parallel_files import Pair
@@ -186,8 +185,14 @@ class ParallelText(Prepared):
 
     @override
     def prepare(self) -> Path:
-        source = choose(self.source, self.files, self.dataset, NAME, lambda: parallel.stand_in(self.pairs))
-        texts = parallel.read(source, self.files, self.dataset, self.pairs)
+        source = choice.choose(self.source, self.files, self.dataset, NAME, lambda: parallel.stand_in(self.pairs))
+        readers = {
+            "hub": lambda: parallel.hub(self.dataset, self.pairs),
+            "files": lambda: parallel.local_files(files.chosen(self.files, self.dataset), self.pairs),
+            "catalogues": lambda: parallel.messages(self.pairs),
+            "docstrings": parallel.docstrings,
+        }
+        texts = choice.read(source, readers)
         settings = (self.vocabulary, self.tokenizer)
         folder = kept(self.cache, [texts.fingerprint, *settings], texts.title, partial(tokenise, texts, *settings))
         sizes = json.loads((folder / "train.sizes.json").read_text())

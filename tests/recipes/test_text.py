@@ -145,7 +145,7 @@ def test_with_network_auto_takes_the_hub(
 
 
 def test_offline_the_hub_does_not_answer() -> None:
-    assert not sources.hub_answers("Salesforce/wikitext", seconds=1.0)
+    assert not choice.hub_answers("Salesforce/wikitext", seconds=1.0)
 
 
 def test_a_ready_tokeniser_is_taken_from_its_folder(tmp_path: Path) -> None:

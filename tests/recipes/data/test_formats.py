@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from recipes.data import choice, documents, image_sources, parallel
+from recipes.data import choice, documents, files, image_sources, parallel
 from recipes.data.images import decoded
 from recipes.data.parallel_files import Pair
 from recipes.errors import RecipeError
@@ -154,6 +154,6 @@ def test_only_the_default_is_replaced(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert choice.choose("auto", None, str(tmp_path), "default/name", stand_in) == "files"
     assert choice.choose("auto", "", "default/name", "default/name", stand_in) == "files"
     with pytest.raises(RecipeError, match="no folder ''"):
-        documents.read("files", "", "default/name", "")
+        files.chosen("", "default/name")
     write_documents(tmp_path / "wiki", "txt")
-    assert "the files in" in documents.read("files", None, str(tmp_path / "wiki"), "").title
+    assert files.chosen(None, str(tmp_path / "wiki")) == tmp_path / "wiki"
