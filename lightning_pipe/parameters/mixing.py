@@ -1,242 +1,197 @@
-"""Notices that an optimizer joins numbers of several parameters, which each rank would do for its own alone.
+"""Finds that an optimizer joins numbers of several parameters, which each rank would do for its own alone.
 
-In the first step every tensor has the colours of the parameters that it comes from: a parameter, its gradient and its
-state have one, and the result of a function has those of its arguments. Nothing is computed twice and no optimizer is
-known by name; what comes from no parameter (a learning rate, a count of steps) has no colour. Numbers that are read
-with ``item`` keep their colour in arithmetic; of others it shows in the order of the reads (`Mixing._noted`).
+The first steps of a class that is not torch's are tried on copies of a few small parameters. Several tries differ in
+the weights and the gradient of one of them: where that changes the update of another, the optimizer joins them. Values,
+gradients and rates are made for it: real ones may be zero, or too small for a difference to show.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Callable, Mapping
+from copy import deepcopy
+from itertools import groupby
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
+from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.overrides import TorchFunctionMode
 
 from lightning_pipe.errors import ConfigurationError
-from lightning_pipe.intercept.torch_functions import METADATA, changed_in_place, function_name
-from lightning_pipe.torch_internals import tree_leaves, tree_map
 
-# ruff: noqa: SIM905  a table of names is easier to read as words than as a list of strings
-
-Colours = frozenset[str]
-"""Names of parameters."""
-
-_NONE: Colours = frozenset()
-_SHAPES_ALONE = frozenset(
-    """
-    zeros_like ones_like empty_like full_like rand_like randn_like randint_like new_zeros new_ones new_empty new_full
-    new_empty_strided
-    """.split()
-)
-"""Functions whose result has nothing of the values of a tensor."""
-_OVERWRITE = frozenset("copy_ fill_ zero_ _foreach_copy_ _foreach_zero_ normal_ uniform_ bernoulli_".split())
-"""Functions after which nothing is left of what a tensor was before."""
-_BY_POSITION = ("_foreach_", "_fused_", "_amp_foreach_")
-"""Functions of lists that treat what has the same position together, and nothing else."""
+MOST = 8
+"""Parameters on which an optimizer is tried: at most two vectors and two matrices of a group."""
+_RATE = 1.0
+_STEPS = 8
+"""A rate that is estimated for all parameters (Prodigy, D-Adaptation) moves none of them in the first steps."""
+_CHANGES = (1e9, float("nan"))
+"""Factors of a gradient: one goes over every limit, one shows decisions by what is not finite."""
 
 
 class Mixing:
-    """Looks on at the first real step of an optimizer, and at none afterwards.
+    """Tries the first real step of an optimizer, and none afterwards.
 
     Args:
-        optimizer: the optimizer.
+        optimizer: the optimizer; torch's own treat every parameter by itself and are not tried.
         names: of its parameters, by ``id``.
 
+    Attributes:
+        done: whether nothing is to be tried any more.
+
     Raises:
-        ConfigurationError: from the step: it joins parameters. Names the operation, its place and two of them.
+        ConfigurationError: from the step: it joins parameters, and two of them are named; or it cannot be tried.
     """
 
     def __init__(self, optimizer: Optimizer, names: Mapping[int, str]) -> None:
         self._optimizer, self._names = optimizer, names
-        self._memory: dict[int, tuple[StorageWeakRef, list[tuple[int, int, Colours]]]] = {}
-        self._others: dict[int, tuple[Tensor, Colours]] = {}
-        self._reads: dict[str, str] = {}
-        self._mode: _Mode | None = None
-        self.done = False
-        """Whether there has been a step."""
-        self._failed = False
-        self._hooks = [optimizer.register_step_pre_hook(self._before), optimizer.register_step_post_hook(self._after)]
-
-    # ------------------------------------------------------------------ when
-
-    def remove(self) -> None:
-        """End, in the middle of a step too."""
-        self._end()
-        for hook in self._hooks:
-            hook.remove()
-
-    def _end(self) -> None:
-        self._pause()
-        self.done = True
-        self._memory.clear()
-        self._others.clear()
+        self.done = type(optimizer).__module__.startswith("torch.optim.")
+        self.remove = optimizer.register_step_pre_hook(self._before).remove
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        return None if self.done else after_closure(args, kwargs, self._resume, self._pause)
+        return None if self.done else after_closure(args, kwargs, self._once)
 
-    def _after(self, *_: Any) -> None:
-        stepped = self._mode is not None
-        self._pause()
-        if stepped:
-            self._without_traces()
-            self._end()  # the hooks stay: torch is going over them
+    def _once(self) -> None:
+        chosen = _chosen(self._optimizer, self._names)
+        if chosen and not self.done:
+            self.done = True
+            check(self._optimizer, chosen)
 
-    def _resume(self) -> None:
-        parameters = [(p, self._names.get(id(p))) for group in self._optimizer.param_groups for p in group["params"]]
-        known = [(parameter, name) for parameter, name in parameters if name is not None and parameter.grad is not None]
-        if not known or self.done:
-            return
-        for parameter, name in known:
-            # a count of steps among the state has no colour
-            state = [leaf for leaf in tree_leaves(self._optimizer.state.get(parameter)) if isinstance(leaf, Tensor)]
-            for tensor in (parameter, parameter.grad, *(each for each in state if each.numel() > 1)):
-                self._paint(tensor, frozenset([name]))
-        self._mode = _Mode(self)
-        self._mode.__enter__()  # type: ignore[no-untyped-call]
 
-    def _pause(self) -> None:
-        mode, self._mode = self._mode, None
-        if mode is not None:
-            mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+def check(optimizer: Optimizer, chosen: Mapping[str, nn.Parameter]) -> None:
+    """Try the step of an optimizer on copies.
 
-    def _without_traces(self) -> None:
-        """Numbers that the optimizer keeps become ordinary ones."""
-        kept: list[dict[Any, Any]] = [*self._optimizer.param_groups, vars(self._optimizer)]
-        kept += [state for state in self._optimizer.state.values() if isinstance(state, dict)]
-        for each in kept:
-            for key, value in each.items():
-                if isinstance(value, _Number):
-                    each[key] = value.plain
+    Args:
+        optimizer: stays as it is.
+        chosen: parameters that have gradients, by their names.
 
-    # ------------------------------------------------------------------ colours
+    Raises:
+        ConfigurationError: the step joins parameters, or cannot be tried.
 
-    def colours_of(self, leaf: Any) -> Colours:
-        """The parameters that a tensor or number comes from."""
-        if isinstance(leaf, _Number):
-            return leaf.colours
-        if not isinstance(leaf, Tensor):
-            return _NONE
-        place = _place_of(leaf)
-        if place is None:
-            return self._others.get(id(leaf), (leaf, _NONE))[1]
-        key, start, stop = place
-        spans = self._memory[key][1] if key in self._memory else []
-        return _NONE.union(*(colours for begin, end, colours in spans if begin < stop and start < end))
+    Example:
+        >>> import torch
+        >>> weight = torch.nn.Parameter(torch.ones(2))
+        >>> weight.grad = torch.ones(2)
+        >>> check(torch.optim.AdamW([weight]), {"weight": weight})
+    """
+    kind = type(optimizer).__name__
+    try:
+        usual = _tried(optimizer, chosen, None, 1.0)
+        for changed in chosen:
+            for factor in _CHANGES:
+                other = _tried(optimizer, chosen, changed, factor)
+                for name, expected in usual.items():
+                    if name != changed and not torch.allclose(expected, other[name], 0.0, 0.0, equal_nan=True):
+                        raise ConfigurationError(
+                            f"{kind}.step joins numbers of several parameters: with another gradient of '{changed}' it "
+                            f"updates '{name}' differently. On a pipeline each rank would join those of its own layers "
+                            "alone.",
+                            hint="Use an optimizer that treats every parameter by itself, such as AdamW or SGD; for a "
+                            "limit on the norm of all gradients Trainer(gradient_clip_val=…).",
+                        )
+    except ConfigurationError:
+        raise
+    except Exception as error:
+        raise ConfigurationError(
+            f"Whether {kind}.step joins numbers of several parameters could not be tried on copies of "
+            f"{', '.join(repr(name) for name in chosen)}: {error!r}.",
+            hint="Use an optimizer that can be copied (copy.deepcopy of its attributes), such as AdamW or SGD.",
+        ) from error
 
-    def _paint(self, tensor: Tensor, colours: Colours) -> None:
-        place = _place_of(tensor)
-        if place is None:
-            self._others[id(tensor)] = (tensor, colours)
-            return
-        key, start, stop = place
-        # as long as the reference lives no other memory gets this key
-        reference = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
-        _, spans = self._memory.setdefault(key, (reference, []))
-        spans[:] = [span for span in spans if span[0] < start or span[1] > stop]
-        if colours:
-            spans.append((start, stop, colours))
 
-    def union(self, name: str, leaves: Iterable[Any]) -> Colours:
-        """The colours of what an operation takes; of a comparison or sum of numbers as well.
+def _chosen(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, nn.Parameter]:
+    """A few small parameters of every group, with the names that errors tell."""
+    known = [
+        (number, parameter.ndim > 1, parameter.numel(), names[id(parameter)], parameter)
+        for number, group in enumerate(optimizer.param_groups)
+        for parameter in group["params"]
+        if id(parameter) in names and parameter.grad is not None
+    ]
+    known.sort(key=lambda each: each[:3])
+    pairs = [list(alike)[:2] for _, alike in groupby(known, key=lambda each: each[:2])]
+    return {name: parameter for *_, name, parameter in [each for pair in pairs for each in pair][:MOST]}
 
-        Raises:
-            ConfigurationError: there are several.
-        """
-        colours = _NONE.union(*map(self.colours_of, leaves))
-        if len(colours) > 1:
-            raise self._error(name, *sorted(colours)[:2])
-        return colours
 
-    def _error(self, name: str, one: str, other: str, where: str = "") -> ConfigurationError:
-        self._failed = True  # what handles the error may join what it likes
-        return ConfigurationError(
-            f"{type(self._optimizer).__name__}.step joins numbers of several parameters: '{name}' at "
-            f"{where or _line()} brings '{one}' and '{other}' together. On a pipeline each rank would join those of "
-            "its own layers alone.",
-            hint="Use an optimizer that treats every parameter by itself, such as AdamW or SGD; for a limit on the "
-            "norm of all gradients Trainer(gradient_clip_val=…).",
-        )
+def _tried(
+    optimizer: Optimizer, chosen: Mapping[str, nn.Parameter], changed: str | None, factor: float
+) -> dict[str, Tensor]:
+    """What the steps of a copy make of copies of the parameters, and of the numbers in its groups.
 
-    # ------------------------------------------------------------------ calls
+    Args:
+        optimizer: the optimizer.
+        chosen: its parameters by name.
+        changed: the one that has other weights and another gradient.
+        factor: of the gradient.
+    """
+    devices = {parameter.device for parameter in chosen.values() if parameter.device.type != "cpu"}
+    with torch.random.fork_rng(devices), torch.enable_grad():
+        torch.manual_seed(0)  # what draws numbers draws the same in all tries
+        copies = {name: _like(parameter) for name, parameter in chosen.items()}
+        memo: dict[int, Any] = {id(parameter): copies[name] for name, parameter in chosen.items()}
+        own = _copy(optimizer, memo)
+        if len(chosen) == 1:  # another rank may have what this one is joined with
+            (name, only), *_ = copies.items()
+            copies[f"{name} (a copy)"] = twin = _like(only)
+            next(g for g in own.param_groups if any(p is only for p in g["params"]))["params"].append(twin)
+        for group in own.param_groups:
+            if isinstance(group.get("lr"), int | float | Tensor):
+                group["lr"] = group["lr"] * 0 + _RATE
+        alike = next(iter(chosen.values()))
+        gradients = {name: _gradient(chosen.get(name, alike)) for name in copies}
 
-    def called(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Call a torch function and colour what it leaves behind."""
-        name = function_name(func)
-        if self._failed or name in METADATA or (name.endswith(".__get__") and name not in ("T.__get__", "mT.__get__")):
-            return func(*args, **kwargs)
-        if name.startswith(_BY_POSITION):
-            return self._by_position(name, func, args, kwargs)
-        written = changed_in_place(name, args, kwargs)
-        out = tree_leaves(kwargs.get("out"))
-        fresh = written if name in _OVERWRITE else [leaf for leaf in out if isinstance(leaf, Tensor)]
-        given = [] if name in _SHAPES_ALONE else [each for each in tree_leaves((args, kwargs)) if not _in(each, fresh)]
-        colours = self.union(name, given)
-        if name == "data.__set__":
-            colours |= self.union(name, args)
-        before = {place[0] for leaf in tree_leaves((args, kwargs)) if (place := _place_of(leaf)) is not None}
-        result = func(*args, **kwargs)
-        if colours and any(not isinstance(leaf, Tensor) and leaf is not None for leaf in tree_leaves(result)):
-            return self._read(name, result, colours)
-        self._noted(colours)
-        for tensor in written:
-            self._paint(tensor, colours)
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor) and not _in(leaf, written):
-                place = _place_of(leaf)
-                if place is None or place[0] not in before:
-                    self._paint(leaf, colours)
-        return result
+        def closure() -> Tensor:
+            for name, copied in copies.items():
+                copied.grad = gradients[name] * (factor if name == changed else 1.0)
+                if not copied.grad.is_sparse:  # a step that moves weights before it calls this (SAM) is to notice
+                    copied.grad += copied.detach()
+            return torch.zeros(())
 
-    def _by_position(self, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        given = [*args, *kwargs.values()]
-        length = len(args[0])
-        lists = [each for each in given if isinstance(each, list | tuple) and len(each) == length]
-        common = [each for each in given if not isinstance(each, list | tuple)]
-        sources = lists[1:] if name in _OVERWRITE else lists
-        colours = [self.union(name, [*common, *(each[i] for each in sources)]) for i in range(length)]
-        result = func(*args, **kwargs)
-        written = lists if name.startswith("_fused_") else [args[0]] if name.endswith("_") else [list(result or ())]
-        for i, each in enumerate(colours):
-            self._noted(each)
-            for tensor in (tensors[i] for tensors in written if len(tensors) == length):
-                if isinstance(tensor, Tensor):
-                    self._paint(tensor, each)
-        return result
+        if changed is not None:
+            copies[changed].data.mul_(2)
+        for _ in range(_STEPS):
+            closure()
+            type(optimizer).step(own, closure)  # type: ignore[arg-type]
+        of_groups = {
+            f"param_groups[{number}][{key}]": torch.as_tensor(value, dtype=torch.float64)
+            for number, group in enumerate(own.param_groups)
+            for key, value in group.items()
+            if isinstance(value, int | float | Tensor)
+        }
+        return {name: copied.detach() for name, copied in copies.items()} | of_groups
 
-    # ------------------------------------------------------------------ numbers
 
-    def _read(self, name: str, result: Any, colours: Colours) -> Any:
-        """A value is read: it stays coloured, or the read is kept in mind."""
-        if name in ("item", "tolist"):
-            return tree_map(lambda leaf: _Number.of(leaf, colours, self) if type(leaf) is float else leaf, result)
-        for colour in colours:
-            self._reads.pop(colour, None)
-            self._reads[colour] = _line()
-        return result
+def _like(parameter: Tensor) -> nn.Parameter:
+    return nn.Parameter(torch.randn_like(parameter.detach()))
 
-    def _noted(self, colours: Colours) -> None:
-        """Raise if a parameter is gone on with after it was read, and others after it.
 
-        A loop that reads and uses one parameter after the other never comes back; what first reads all of them does.
-        """
-        for colour in colours:
-            if colour in self._reads:
-                last = next(reversed(self._reads))
-                if last != colour:
-                    raise self._error("a value read from a tensor", colour, last, self._reads[last])
-                del self._reads[colour]
+def _gradient(parameter: Tensor) -> Tensor:
+    assert parameter.grad is not None  # else it is not chosen
+    return parameter.grad.detach() if parameter.grad.is_sparse else torch.randn_like(parameter.grad.detach())
 
-    @property
-    def active(self) -> bool:
-        """Whether the step is under way."""
-        return self._mode is not None and not self._failed
+
+def _copy(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
+    """A copy of an optimizer and of those that it wraps, with its state.
+
+    Args:
+        optimizer: the optimizer.
+        memo: as for ``deepcopy``: the copies of some parameters. The copy has no others.
+    """
+    left_out = nn.Parameter(torch.empty(0))
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if memo.setdefault(id(parameter), left_out) is left_out:
+                memo[id(optimizer.state.get(parameter))] = {}
+    attributes = {name: value for name, value in vars(optimizer).items() if name != "step" and "_hook" not in name}
+    for value in attributes.values():
+        if isinstance(value, Optimizer):
+            memo[id(value)] = _copy(value, memo)
+    own: Optimizer = type(optimizer).__new__(type(optimizer))
+    memo[id(optimizer)] = own
+    vars(own).update(deepcopy(attributes, memo))
+    own.__setstate__({})  # which makes the hooks
+    for group in own.param_groups:
+        group["params"][:] = [parameter for parameter in group["params"] if parameter is not left_out]
+    own.param_groups[:] = [group for group in own.param_groups if group["params"]]
+    own.state.pop(left_out, None)
+    return own
 
 
 def after_closure(
@@ -270,92 +225,3 @@ def after_closure(
         return args, {**kwargs, "closure": around(kwargs["closure"])}
     then()
     return None
-
-
-class _Mode(TorchFunctionMode):
-    def __init__(self, mixing: Mixing) -> None:
-        super().__init__()
-        self._mixing = mixing
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self._mixing.called(func, args, kwargs or {})
-
-
-class _Number(float):
-    """A number that was read from a tensor."""
-
-    colours: Colours
-    _mixing: Mixing
-
-    @classmethod
-    def of(cls, value: float, colours: Colours, mixing: Mixing) -> _Number:
-        """A number with colours."""
-        number = cls(value)
-        number.colours, number._mixing = colours, mixing
-        return number
-
-    @property
-    def plain(self) -> float:
-        """The number alone."""
-        return float.__pos__(self)
-
-    def __reduce__(self) -> Any:
-        return float, (self.plain,)
-
-
-def _arithmetic(name: str) -> Callable[..., Any]:
-    plain = getattr(float, name)
-
-    def method(self: _Number, *others: Any) -> Any:
-        result = plain(self, *others)
-        if type(result) is not float or not self._mixing.active:
-            return result
-        return _Number.of(result, self._mixing.union(name, (self, *others)), self._mixing)
-
-    return method
-
-
-for _name in "add sub mul truediv floordiv mod pow".split():
-    for _each in (f"__{_name}__", f"__r{_name}__"):
-        setattr(_Number, _each, _arithmetic(_each))
-for _each in ("__neg__", "__abs__", "__pos__"):
-    setattr(_Number, _each, _arithmetic(_each))
-
-
-def _place_of(tensor: Any) -> tuple[int, int, int] | None:
-    """The memory of a tensor, and where in it the tensor begins and ends; ``None`` for others."""
-    if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided or tensor.is_meta:
-        return None
-    try:
-        storage = tensor.untyped_storage()
-    except (RuntimeError, NotImplementedError):  # subclasses without memory of their own
-        return None
-    start = int(tensor.storage_offset()) * tensor.element_size()
-    reach = sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    stop = start + (int(reach) + 1 if tensor.numel() else 0) * tensor.element_size()
-    return int(storage._cdata), start, stop
-
-
-def _in(leaf: Any, tensors: Iterable[Tensor]) -> bool:
-    return any(leaf is tensor for tensor in tensors)
-
-
-def _line() -> str:
-    """The line of the optimizer's code that runs."""
-    frames = list(_frames())
-    own = [frame for frame in frames if not frame[0].startswith(str(Path(torch.__file__).parent))]
-    file, line = (own or frames)[0]
-    return f"{file}:{line}"
-
-
-def _frames() -> Iterator[tuple[str, int]]:
-    """Files and lines of this thread, innermost first, up to the step."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_filename != __file__:
-            yield frame.f_code.co_filename, frame.f_lineno
-        if frame.f_code.co_name == "step":
-            return
-        if frame.f_back is None:
-            return
-        frame = frame.f_back

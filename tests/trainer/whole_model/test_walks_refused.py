@@ -120,8 +120,8 @@ class Trusting(Walks):
 
 
 REFUSED: dict[str, tuple[type[Walks], str]] = {
-    "joins": (Joins, "Normalised.step joins numbers of several parameters: 'stack' at "),
-    "clips": (Clipped, "Clips.step joins numbers of several parameters"),
+    "joins": (Joins, "Normalised.step joins numbers of several parameters: "),
+    "clips": (Clipped, "Clips.step joins numbers of several parameters: "),
     "sums": (SumsNorms, "trainer.strategy.grad_norm()"),
     "histograms": (Histograms, "'numpy' needs a value that is not here: Rank "),
     "unnamed": (Unnamed, "checkpoint['averages'][0] comes from parameters of other ranks"),
