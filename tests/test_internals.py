@@ -29,6 +29,7 @@ OTHERS = {
     "_catalog": "gettext, in the recipes",
     "_pipe_number": "ours, on tensors",
     "_pipe_lineage": "ours, on tensors",
+    "_pipe_values": "ours, on tensors",
     "_namespaces": "ours, on layers with skip connections",
     "_source": "ours, on a loader",
 }

@@ -5,7 +5,7 @@ One hop of a micro-batch from stage s to stage s + 1 and back::
     first time    FORWARD    path and all live tensors, one object  --->   learns path and sizes
                   BACKWARD   <---  which tensors were used | their gradients
     end of batch             both ends make the same `BoundaryPlan` of what was used
-    from then on  FORWARD    _AGREED  | tensors that are used       --->   into a buffer that was posted before
+    from then on  FORWARD    _AGREED  | words | tensors that are used       --->   into a buffer that was posted before
                   or         _CHANGED | nothing of use, and then everything as in the first time
                   BACKWARD   <---  as above
 
@@ -89,8 +89,8 @@ class BoundaryPlan:
 
     @cached_property
     def layout(self) -> MessageLayout:
-        """The forward message: the kind with requests, and how many gradients were used."""
-        return MessageLayout(2, self._specs(self.numbers))
+        """The forward message: the kind with requests, how many gradients were used, and a word for each call."""
+        return MessageLayout(2 + len(self.path.calls), self._specs(self.numbers))
 
     @cached_property
     def gradient_layout(self) -> MessageLayout:
@@ -166,14 +166,16 @@ class BoundaryExchange:
         if plan is not None:
             agreed = _fits(plan, crossing.path)
             tensors = [crossing.tensors[n] if agreed else None for n in plan.numbers]
-            words = [(_AGREED if agreed else _CHANGED) | requests << _KIND_BITS, self._used.pop((peer, key.pipe), 0)]
-            works = self._send(lane, key, peer, plan.layout, words, tensors, agreed and plan.steady)
+            words = crossing.words if agreed else (0,) * len(plan.path.calls)
+            control = [(_AGREED if agreed else _CHANGED) | requests << _KIND_BITS, self._used.pop((peer, key.pipe), 0)]
+            works = self._send(lane, key, peer, plan.layout, [*control, *words], tensors, agreed and plan.steady)
             if agreed:
                 self.transfers[key] = Transfer(signature, plan, works)
                 return
         # The receiver knows neither sizes nor path yet: all of it goes as one object, by way of the host.
         values = [tensor.detach().cpu() for tensor in crossing.tensors.values()]
-        self._under_way(key, self.transport.send_object((crossing.path, values, requests), peer, key.tag(0)))
+        whole = crossing.path, crossing.words, values, requests
+        self._under_way(key, self.transport.send_object(whole, peer, key.tag(0)))
         self.transfers[key] = Transfer(signature, BoundaryPlan.of(crossing.path))
 
     def expect(self, key: BoundaryKey, peer: int, signature: Hashable) -> None:
@@ -185,20 +187,22 @@ class BoundaryExchange:
         """Wait for what an earlier stage sent."""
         parts, plan = self._posted.pop(("forward", key), (None, None))
         if parts is not None and plan is not None:
-            (word, used), tensors = parts.wait()
+            (word, used, *words), tensors = parts.wait()
             self.requests |= word >> _KIND_BITS
             gradients = self._returned[peer, key.pipe]
             _end(works for _ in range(min(used, len(gradients))) for works in gradients.popleft())
             if not word & _CHANGED:
-                return self._arrived(key, signature, plan, tensors)
-        path, values, requests = self.transport.receive_object(peer, key.tag(0))
+                return self._arrived(key, signature, plan, tensors, words)
+        path, words, values, requests = self.transport.receive_object(peer, key.tag(0))
         self.requests |= requests
         tensors = [value.to(self.transport.device) for value in values]
-        return self._arrived(key, signature, BoundaryPlan.of(path), tensors)
+        return self._arrived(key, signature, BoundaryPlan.of(path), tensors, words)
 
-    def _arrived(self, key: BoundaryKey, signature: Hashable, plan: BoundaryPlan, tensors: list[Tensor]) -> Crossing:
+    def _arrived(
+        self, key: BoundaryKey, signature: Hashable, plan: BoundaryPlan, tensors: list[Tensor], words: Iterable[int]
+    ) -> Crossing:
         self.transfers[key] = Transfer(signature, plan)
-        return Crossing(plan.path, dict(zip(plan.numbers, tensors, strict=True))).laid_out()
+        return Crossing(plan.path, dict(zip(plan.numbers, tensors, strict=True)), tuple(words)).laid_out()
 
     # ------------------------------------------------------------------ backward
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Container, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -361,7 +361,8 @@ class Executor:
 
 def _empty(crossings: Crossings) -> Crossing:
     """What a skip carries for a micro-batch that stashed no tensor."""
-    return Crossing(RunRecord(next(iter(crossings.values())).path.calls, ()), {})
+    found = next(iter(crossings.values()))
+    return replace(found, path=RunRecord(found.path.calls, ()), tensors={})
 
 
 def _subject(action: Action) -> StageKey | BoundaryKey | None:

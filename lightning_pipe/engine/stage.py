@@ -200,7 +200,7 @@ class Stages:
         inputs = batch.slice(micro_batch)
         # Every run of a micro-batch draws the same numbers, on whichever stage and for whichever time.
         batch.streams.seed_user_code(micro_batch)
-        run.tracker.lineage.begin(tree_leaves(inputs))
+        run.tracker.digest.begin(tree_leaves(inputs))
         with forward_pass(stage):
             result = self.interceptor.follow(run, lambda: batch.step(micro_batch, inputs))
         batch.repeats |= run.repeats

@@ -61,7 +61,7 @@ class Turns:
         )
         inputs = batch.slice(micro_batch)
         batch.streams.seed_user_code(micro_batch)
-        run.tracker.lineage.begin(tree_leaves(inputs))
+        run.tracker.digest.begin(tree_leaves(inputs))
         with forward_pass(0):
             result = stages.interceptor.follow(run, lambda: batch.step(micro_batch, inputs))
         mail.wait()

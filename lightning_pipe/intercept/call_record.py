@@ -93,7 +93,6 @@ class CallRecord(NamedTuple):
         effects: for layers and modules, what they leave behind besides their result.
         container: the number of the list or dictionary in the arguments that the result is, if it is one.
         lent: for layers and modules, the arguments whose memory a result shares, and which every stage has for itself.
-        given: what it is given of the batch; see `Lineage`.
         hook: for a forward hook on a part of a layer, the path from the layer to the part and the hook's number there.
         drawn: for a function that has drawn random numbers where ranks take turns, the states of the generators then.
         reads: for layers and modules, what they have read of modules around them.
@@ -110,7 +109,6 @@ class CallRecord(NamedTuple):
     effects: tuple[Effect, ...] = ()
     container: int | None = None
     lent: tuple[int, ...] = ()
-    given: int = 0
     hook: tuple[str, int] | None = None
     drawn: tuple[bytes, ...] = ()
     reads: tuple[Read, ...] = ()

@@ -16,7 +16,7 @@ plan is to send. `Incoming` is the node of the graph through which gradients lea
 from __future__ import annotations
 
 from collections.abc import Container
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from torch import Tensor
@@ -33,10 +33,12 @@ class Crossing:
         path: the calls up to the cut and the tensors that are alive there.
         tensors: by number, the tensors themselves, in the order of the path's entries. Those that leave have their
             graph. Of those that have come, some may be missing: both ends had agreed that nothing needs them.
+        words: what the calls were given; see `Digest`. Where there are none, nothing is compared.
     """
 
     path: RunRecord
     tensors: dict[int, Tensor]
+    words: tuple[int, ...] = ()
 
     @property
     def differentiable(self) -> tuple[int, ...]:
@@ -45,16 +47,17 @@ class Crossing:
 
     def detached(self) -> Crossing:
         """The same memory without the graph: what another stage of this rank gets."""
-        return Crossing(self.path, {number: tensor.detach() for number, tensor in self.tensors.items()})
+        return replace(self, tensors={number: tensor.detach() for number, tensor in self.tensors.items()})
 
     def laid_out(self) -> Crossing:
         """The same values with the strides that the tensors had where they left."""
         specs = {entry.number: entry.spec for entry in self.path.entries}
-        return Crossing(self.path, {number: specs[number].lay_out(value) for number, value in self.tensors.items()})
+        tensors = {number: specs[number].lay_out(value) for number, value in self.tensors.items()}
+        return replace(self, tensors=tensors)
 
     def copied(self) -> Crossing:
         """Copies of the values, with the same strides, which ``clone()`` alone does not give to what is expanded."""
-        return Crossing(self.path, {number: value.clone() for number, value in self.tensors.items()}).laid_out()
+        return replace(self, tensors={number: value.clone() for number, value in self.tensors.items()}).laid_out()
 
     def joined(self, other: Crossing) -> Crossing:
         """This and what an earlier stage sends to the same one: this path has all of its calls, and more.
@@ -69,7 +72,7 @@ class Crossing:
                 "or values.",
             )
         path = RunRecord(self.path.calls, self.path.entries + other.path.entries)
-        return Crossing(path, self.tensors | other.tensors)
+        return replace(self, path=path, tensors=self.tensors | other.tensors)
 
 
 class Returned(NamedTuple):

@@ -38,7 +38,6 @@ class RecordCache:
         stashed: Mapping[SkipKey, Tensor | None],
         popped: tuple[SkipKey, ...],
         watch: Watch | None,
-        given: int,
     ) -> CallRecord:
         """Number what a call leaves behind, and describe it.
 
@@ -51,7 +50,6 @@ class RecordCache:
             stashed: the skip connections that begin in the call.
             popped: those that end in it.
             watch: knows what it leaves behind besides; ``None``: nothing.
-            given: what it was given of the batch.
 
         Raises:
             CutError: it returned something that is no tensor and no plain value.
@@ -59,10 +57,10 @@ class RecordCache:
         # A full description costs more than a small layer computes, and most layers leave one new tensor behind.
         usual = type(result) is Tensor and not (changed or stashed or popped) and watch is None
         last = self._last.get(name) if usual else None
-        if last is not None and last.given == given and _again(last, tracker, result, arguments):
+        if last is not None and _again(last, tracker, result, arguments):
             tracker.numbers.bind(result, last.numbers[0])
             return last
-        call = _describe(tracker, name, result, arguments, changed, stashed, popped, watch, given)
+        call = _describe(tracker, name, result, arguments, changed, stashed, popped, watch)
         if usual and not call.lent and isinstance(call.leaves[0], TensorSpec):
             self._last[name] = call
         return call
@@ -99,7 +97,6 @@ def _describe(
     stashed: Mapping[SkipKey, Tensor | None],
     popped: tuple[SkipKey, ...],
     watch: Watch | None,
-    given: int,
 ) -> CallRecord:
     # reversed: of an object that is given twice the first position counts
     position_of = {id(argument): position for position, argument in reversed([*enumerate(arguments)])}
@@ -138,7 +135,6 @@ def _describe(
         tuple([effect for effect, _ in effects]),
         None if watch is None else container_number(watch.containers, result),
         tuple(sorted(lent)),
-        given,
     )
 
 

@@ -89,6 +89,7 @@ def _showing(
 ) -> Callable[..., Any]:
     def showing(part: nn.Module, *given: Any) -> Any:
         calls.tracker.calls.append(_describe(calls.tracker, name, (path, number), given, arguments))
+        calls.tracker.digest.call(f"{name}.{path}", ())
         # What a hook does counts as code outside layers: stages that skip the layer let it do the same.
         calls.inside = False
         try:
@@ -158,6 +159,7 @@ def act(
         assert call.hook is not None
         path, number = call.hook
         tracker.calls.append(call)
+        tracker.digest.call(call.name, ())
         part, arguments = module.get_submodule(path), tree_leaves((args, kwargs))
         hooks = list(part._forward_hooks.values())
         if number >= len(hooks):

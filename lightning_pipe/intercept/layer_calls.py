@@ -242,7 +242,8 @@ class LayerCalls:
                 check_values(tensors, f"'{name}'")
                 if name in self._kept:
                     tracker.touch(self._moved(name, arguments), name)
-                before, received = tracker.in_place.noted(tensors), tracker.given(tensors)
+                tracker.digest.call(name, arguments, module)
+                before = tracker.in_place.noted(tensors)
                 skips, events = dict(self._skips), len(self._skips.events)
                 if self._profiler is not None:
                     self._profiler(name, key, forward, args, kwargs, skips)
@@ -263,7 +264,7 @@ class LayerCalls:
                 changed = tracker.in_place.changed(before, name)
                 release_saved()
                 stashed, popped = self._skipped(name, skips, events) if len(self._skips.events) > events else ({}, ())
-                call = cache.records.record(tracker, name, result, arguments, changed, stashed, popped, watch, received)
+                call = cache.records.record(tracker, name, result, arguments, changed, stashed, popped, watch)
                 if self._around:
                     call = call._replace(reads=self._told())
                 tracker.calls.append(call)

@@ -86,7 +86,9 @@ def crossings_of(
         leaving.setdefault(routed.get(number, next_stage), []).append((entry, tensor))
     return {
         to: Crossing(
-            RunRecord(calls, tuple(entry for entry, _ in pairs)), {entry.number: tensor for entry, tensor in pairs}
+            RunRecord(calls, tuple(entry for entry, _ in pairs)),
+            {entry.number: tensor for entry, tensor in pairs},
+            tracker.digest.told(len(calls)),
         )
         for to, pairs in leaving.items()
     }

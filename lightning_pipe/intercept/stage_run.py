@@ -14,7 +14,7 @@ stages behind layer 1::
         h = self.layers[3](h)                                               runs: tensor 5
         return loss(self.head(h))                                           returns                     (6)
 
-1. What comes from the batch alone has no number: every stage computes it (`Lineage` checks that they do the same).
+1. What comes from the batch alone has no number: every stage computes it (`Digest` checks that they do the same).
 2. What comes from a layer, an outside module or a parameter is *derived*, and is numbered in the order in which it
    appears (`Numbers`). Stage 0 records each call (`CallRecord`). Stage 1 has the record of stage 0 and answers the same
    calls with placeholders of the same numbers (`SkippedLayers`).
@@ -115,6 +115,7 @@ class StageRun:
         expected = inbound.path.calls if inbound else None
         stream = self.surroundings.stream
         self.tracker = Tracker(expected, stream, parameter_use, partial=not stage.all, alone=alone)
+        self.tracker.digest.expected = inbound.words if inbound else ()
         self.tracker.come_back = self._come_back if may_repeat and not training else None
         in_order = cache.reads is not None and cache.reads.course.in_order and not is_recomputing()
         self.skipped_layers = SkippedLayers(

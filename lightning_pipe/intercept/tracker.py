@@ -14,13 +14,12 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_pipe.errors import CutError
 from lightning_pipe.intercept.call_record import AGAIN, CallRecord, Value
+from lightning_pipe.intercept.digest import Digest
 from lightning_pipe.intercept.held_by_graphs import SHARING, let_go
 from lightning_pipe.intercept.in_place import InPlace
-from lightning_pipe.intercept.lineage import Lineage
 from lightning_pipe.intercept.numbers import NO_VIEWS, SAME_PATH, Numbers
 from lightning_pipe.intercept.parameter_use import ParameterUse
 from lightning_pipe.intercept.placeholder import KNOWN, Placeholder, no_hook, shape_only
-from lightning_pipe.intercept.recompute import is_recomputing
 from lightning_pipe.intercept.tensor_state import counting
 from lightning_pipe.intercept.torch_functions import (
     AUTOGRAD,
@@ -88,7 +87,8 @@ class Tracker(TorchFunctionMode):
         self.shown: set[int] = set()
         self.waiting = expected is not None
         self.spans: list[tuple[int, int]] = []
-        self.numbers, self.lineage = Numbers(), Lineage()
+        self.numbers = Numbers()
+        self.digest = Digest(self.numbers, parameter_use.name_of)
         self.in_place = InPlace(self.numbers, parameter_use, partial=partial)
         self._partial, self.alone, self._expected = partial, alone, expected or ()
         self._read_before: dict[int, Tensor | None] = {}
@@ -112,18 +112,13 @@ class Tracker(TorchFunctionMode):
         call = self._following()
         return None if call is None or call.hook is None else call
 
-    def expect(self, name: str, given: int = 0) -> CallRecord:
-        """The call the previous stage made here; raises unless it was ``name``, with the same of the batch."""
+    def expect(self, name: str) -> CallRecord:
+        """The call the previous stage made here; raises unless it was ``name``, and was given the same."""
         call = self._following()
         if call is not None and call.name == AGAIN and self.come_back is not None:
             self.come_back(name)
         if call is not None and call.name == name:
-            if call.given != given and not is_recomputing():
-                raise CutError(
-                    f"'{name}' is given tensors of the batch on which this stage and the previous one have not called "
-                    "the same torch functions, or one of the two has drawn more random numbers before.",
-                    hint=SAME_PATH,
-                )
+            self.digest.check(name, len(self.calls))
             self.calls.append(call)
             return call
         found, number = "none" if call is None else f"'{call.name}'", len(self.calls)
@@ -131,10 +126,6 @@ class Tracker(TorchFunctionMode):
             f"this stage makes call number {number} outside its layers to '{name}', the previous stage made {found}.",
             hint=SAME_PATH,
         )
-
-    def given(self, tensors: Sequence[Tensor]) -> int:
-        """What a call is given of the batch; see `Lineage`."""
-        return self.lineage.given([tensor for tensor in tensors if not self.numbers.derived(tensor)])
 
     @property
     def complete(self) -> bool:
@@ -236,23 +227,19 @@ class Tracker(TorchFunctionMode):
             if not (args and isinstance(args[0], Placeholder)):  # shapes and dtypes are known: nothing to record
                 return func(*args, **kwargs)
             return shape_only(func, args, kwargs) if own else KNOWN.get(name, func)(*args, **kwargs)
-        tensors = [leaf for leaf in leaves_of(args, kwargs) if isinstance(leaf, Tensor)]
+        leaves = leaves_of(args, kwargs)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         if self.waiting:
             self.note_read(tensors)  # if it changes behind the cut, the next micro-batch would read another value here
-        derived = self.numbers.derived
-        plain = [tensor for tensor in tensors if not derived(tensor)]
-        if len(plain) == len(tensors):
-            return self._plain(name, func, args, kwargs, tensors)
+        if not any(map(self.numbers.derived, tensors)):
+            return self._plain(name, func, args, kwargs, leaves, tensors)
         if name == "_is_all_true":  # so torch.distributions checks what it is given: on the stage that has it
             self.touch([] if self.waiting else tensors, name)
             return self.waiting or bool(func(*args, **kwargs))
-        return (
-            self._answer(name, func, args, kwargs, plain)
-            if self.waiting
-            else self._run(name, func, args, kwargs, tensors, plain)
-        )
+        self.digest.call(name, leaves)
+        return self._answer(name, func, args, kwargs) if self.waiting else self._run(name, func, args, kwargs, tensors)
 
-    def _plain(self, name: str, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
+    def _plain(self, name: str, func: Any, args: Any, kwargs: Any, leaves: list[Any], tensors: list[Tensor]) -> Any:
         """Call a function of what is not derived: every stage has it, and does the same."""
         changed = changed_in_place(name, args, kwargs)
         written = self.in_place.written(changed) if changed else ()
@@ -264,15 +251,13 @@ class Tracker(TorchFunctionMode):
             with self._around(name, kwargs) or self._stream():
                 result = func(*args, **kwargs)
             if name in RANDOM:
-                self.lineage.draw(name)
+                self.digest.draw(name)
         elif (around := self._around(name, kwargs)) is not None:
             with around:
                 result = func(*args, **kwargs)
         else:
             result = func(*args, **kwargs)
-        numbers = self.lineage.numbers(tensors)
-        if numbers:
-            self.lineage.follow(name, numbers, results_of(result, written))
+        self.digest.follow(name, leaves, results_of(result, written))
         return result
 
     def _around(self, name: str, kwargs: Any) -> AbstractContextManager[None] | None:
@@ -280,8 +265,8 @@ class Tracker(TorchFunctionMode):
         makes = torch.is_inference_mode_enabled() and name in FACTORIES and kwargs.get("out") is None
         return counting() if makes else None
 
-    def _answer(self, name: str, func: Any, args: Any, kwargs: Any, plain: list[Tensor]) -> Any:
-        call = self.expect(name, self.lineage.given(plain))
+    def _answer(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
+        call = self.expect(name)
         written = self.in_place.written(changed_in_place(name, args, kwargs))
         if name in AUTOGRAD:
             if not isinstance(args[0], Placeholder):
@@ -297,11 +282,10 @@ class Tracker(TorchFunctionMode):
         self.follow(results_of(result, written), call)
         return result
 
-    def _run(self, name: str, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], plain: list[Tensor]) -> Any:
+    def _run(self, name: str, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
         self.touch(tensors, name)
         changed = changed_in_place(name, args, kwargs)
         written = self._about_to_change(changed, name) if changed else ()
-        given = self.lineage.given(plain)
         # A stage that waits does not call the function: what it draws must not come from the stream of the code around.
         if draws(func, name):
             with self._stream(-1, len(self.calls)):
@@ -313,12 +297,12 @@ class Tracker(TorchFunctionMode):
         if shaped_by_values(name, args) or (not written and typed_by_autocast(result, tensors)):
             leaves, structure = tree_flatten(result)
             described = tuple(TensorSpec.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
-            self.calls.append(CallRecord(name, numbers, differentiable, structure, described, given=given))
+            self.calls.append(CallRecord(name, numbers, differentiable, structure, described))
         elif not numbers and (read := values_read(name, result)) is not None:
             # what the code reads may decide its path: stages that wait read the same
-            self.calls.append(CallRecord(name, numbers, differentiable, *read, given=given))
+            self.calls.append(CallRecord(name, numbers, differentiable, *read))
         else:
-            self.calls.append(CallRecord(name, numbers, differentiable, given=given))
+            self.calls.append(CallRecord(name, numbers, differentiable))
         return result
 
     def _about_to_change(self, changed: list[Tensor], name: str) -> list[Tensor]:

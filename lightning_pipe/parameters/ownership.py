@@ -67,6 +67,7 @@ class Ownership:
         self.used: set[str] = set() if before is None else before.used
         self.stand_ins: Mapping[int, nn.Parameter] | None = None
         self._module, self._layers, self._layer_ranks = module, list(layers), list(layer_ranks)
+        self._names: dict[int, tuple[Tensor, str]] = {}
         self._ranks_of = {name: ranks for (name, _), ranks in zip(layers, layer_ranks, strict=True)}
         self._map = HolderMap(module, layers, layer_ranks, ranks, loss_ranks)
         if before is not None:
@@ -204,7 +205,13 @@ class Ownership:
 
     def name_of(self, tensor: Tensor) -> str | None:
         """The dotted name of a parameter or buffer of the module."""
-        return next((name for name, owned in named_tensors(self._module) if owned is tensor), None)
+        known = self._names.get(id(tensor))
+        if known is None or known[0] is not tensor:
+            name = next((name for name, owned in named_tensors(self._module) if owned is tensor), None)
+            if name is None:
+                return None
+            known = self._names[id(tensor)] = tensor, name
+        return known[1]
 
     # ------------------------------------------------------------------ placeholders
 

@@ -22,7 +22,7 @@ KEY = BoundaryKey(0, 0, 0, 1)
 
 def crossing(layer: str, *tensors: Tensor) -> Crossing:
     entries = tuple(LiveTensor(n, TensorSpec.of(each), each.requires_grad, False) for n, each in enumerate(tensors))
-    return Crossing(RunRecord((CallRecord(layer, (0,), (True,)),), entries), dict(enumerate(tensors)))
+    return Crossing(RunRecord((CallRecord(layer, (0,), (True,)),), entries), dict(enumerate(tensors)), (7,))
 
 
 def over_a_boundary(batches: list[Crossing], used: frozenset[int]) -> list[list[Any]]:

@@ -86,15 +86,17 @@ def test_another_call_raises() -> None:
 def test_another_history_of_the_batch_raises() -> None:
     x, weight = torch.ones(2), nn.Parameter(torch.ones(2))
     with (first := tracker()):
-        first.lineage.begin([x])
+        first.digest.begin([x])
         x * 2 * weight
     with (second := tracker(first.calls)):
-        second.lineage.begin([x])
+        second.digest.expected = first.digest.words
+        second.digest.begin([x])
         x * 2 * weight
     with (third := tracker(first.calls)):
-        third.lineage.begin([x])
+        third.digest.expected = first.digest.words
+        third.digest.begin([x])
         other = x * 2 * 2
-        with pytest.raises(CutError, match="have not called the same torch functions"):
+        with pytest.raises(CutError, match="is given other values here"):
             other * weight
 
 

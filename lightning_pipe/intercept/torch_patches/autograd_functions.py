@@ -116,7 +116,10 @@ def _apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
 def _surround(run: StageRun | TurnRun, name: str, apply: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Apply a Function that may surround layers."""
     tracker = run.tracker
-    derived = any(isinstance(leaf, Tensor) and tracker.numbers.derived(leaf) for leaf in leaves_of(args, kwargs))
+    leaves = leaves_of(args, kwargs)
+    derived = any(isinstance(leaf, Tensor) and tracker.numbers.derived(leaf) for leaf in leaves)
+    if derived:
+        tracker.digest.call(f"{name}.apply", leaves)
     if derived and tracker.waiting and tracker.complete:
         run.arrive()  # it calls this stage's first layer
     # Foreign parameters among the arguments must not give placeholders a graph.

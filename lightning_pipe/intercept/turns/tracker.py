@@ -226,19 +226,19 @@ class TurnTracker(Tracker):
                 self.pass_to(self._place("", parameters, self.turn.holder), leaves)
         return super().__torch_function__(func, types, args, kwargs)
 
-    def _run(self, name: str, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], plain: list[Tensor]) -> Any:
+    def _run(self, name: str, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
         if not self._partial:
-            return super()._run(name, func, args, kwargs, tensors, plain)
+            return super()._run(name, func, args, kwargs, tensors)
         own = kwargs.get("generator")
         before = self._states(own) if (random := draws(func, name)) else ()
-        result = super()._run(name, func, args, kwargs, tensors, plain)
+        result = super()._run(name, func, args, kwargs, tensors)
         self.calls[-1] = _described(self.calls[-1], result, tensors)
         if random and (after := self._states(own)) != before:  # the other ranks go on with the same numbers
             self.calls[-1] = self.calls[-1]._replace(drawn=after)
         return result
 
-    def _answer(self, name: str, func: Any, args: Any, kwargs: Any, plain: list[Tensor]) -> Any:
-        result = super()._answer(name, func, args, kwargs, plain)
+    def _answer(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
+        result = super()._answer(name, func, args, kwargs)
         if drawn := self.calls[-1].drawn:
             generators = self._all_generators(kwargs.get("generator"))
             for generator, state in zip(generators, drawn, strict=True):

@@ -1,0 +1,185 @@
+"""What the calls of a run are given, as a word for each: stages whose words differ compute with different values.
+
+A stage that waits makes the calls of earlier stages again, with what it has itself. The last stage runs the whole step,
+on what one device has::
+
+    def training_step(self, batch):             stage 0             stage 1, which completes the step
+        h = self.embed(batch)                   embed, batch 1      embed, batch 1
+        h = h * self.gain                       mul, 0, 1.0         mul, 0, 0.9: an error names `mul`
+        loss = self.layers(h).mean()
+        self.gain *= 0.9                        (undone)            0.9
+
+Of a tensor that comes from layers or parameters its number counts, of one that comes from the batch what it went
+through, of any other tensor its values, of numbers, text, containers and objects what they hold, else the type.
+"""
+
+from __future__ import annotations
+
+import itertools
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from lightning_pipe.errors import CutError
+from lightning_pipe.intercept.kept_state import content_of, has_content
+from lightning_pipe.intercept.numbers import Numbers
+from lightning_pipe.intercept.random_streams import mix
+from lightning_pipe.intercept.tensor_state import version_of
+from lightning_pipe.torch_internals import DisableTorchFunction
+
+_tokens = itertools.count()
+_DEPTH = 4
+"""How deep containers and objects are looked into."""
+_SAMPLED = 1 << 14
+"""Elements up to which all values of a tensor count; of larger ones about as many, evenly spread."""
+
+
+class Digest:
+    """The words of the calls in one run of the step on one stage, each with all before it.
+
+    Args:
+        numbers: those of the derived tensors of the run.
+        name_of: names parameters and buffers.
+
+    Attributes:
+        words: those of the calls so far.
+        expected: those of the previous stage up to its cut.
+    """
+
+    def __init__(self, numbers: Numbers, name_of: Callable[[Tensor], str | None]) -> None:
+        self.words: list[int] = []
+        self.expected: Sequence[int] = ()
+        self._numbers, self._name_of, self._word = numbers, name_of, 0
+        # a tensor may outlive a run as an attribute: the mark of an earlier run does not count
+        self._token = next(_tokens)
+        # by id, since ranks that are threads may be given the same objects
+        self._batch: dict[int, tuple[Tensor, int]] = {}
+
+    def begin(self, leaves: Iterable[object]) -> None:
+        """The run is about to begin, with this batch."""
+        for position, leaf in enumerate(leaves, start=1):
+            if isinstance(leaf, Tensor):
+                self._batch[id(leaf)] = leaf, mix(position)
+
+    def draw(self, name: str) -> None:
+        """A function of that name draws from the stream of the code around."""
+        # ranks that have drawn different functions are at different places of the stream from here on
+        self._word = mix(self._word, _name(name))
+
+    def call(self, name: str, leaves: Iterable[Any], module: nn.Module | None = None) -> None:
+        """A function or module is called, here or on an earlier stage, with such leaves of its arguments."""
+        mode = 0 if module is None else 1 + module.training
+        self._word = mix(self._word, _name(name), mode, *[self.of(leaf) for leaf in leaves])
+        self.words.append(self._word)
+
+    def check(self, name: str, position: int) -> None:
+        """Raise if the call at a position is given something else here than on the previous stage."""
+        if position < min(len(self.words), len(self.expected)) and self.words[position] != self.expected[position]:
+            raise CutError(
+                f"'{name}', call number {position} outside layers, is given other values here than on the stage "
+                "before: numbers, tensors or attributes that depend on earlier micro-batches, on the rank, on time, or "
+                "on random numbers of a generator of your own.",
+                hint="What the step changes must not decide what layers compute in the same batch: change it in a "
+                "hook, such as on_train_batch_end; or use micro_batches=1.",
+            )
+
+    def told(self, calls: int) -> tuple[int, ...]:
+        """The words of so many calls, for the next stage; the mark that a step comes back has none."""
+        words = self.words[:calls]
+        return (*words, *[0] * (calls - len(words)))
+
+    def follow(self, name: str, leaves: Iterable[Any], left: Iterable[Tensor]) -> None:
+        """A function of that name is given such leaves; what it leaves comes from the batch if one of them does."""
+        leaves = list(leaves)
+        if not any(isinstance(leaf, Tensor) and self._of_batch(leaf) is not None for leaf in leaves):
+            return
+        number = mix(_name(name), *[self.of(leaf) for leaf in leaves])
+        for tensor in left:
+            if id(tensor) in self._batch:
+                self._batch[id(tensor)] = tensor, number
+            else:
+                tensor._pipe_lineage = (self._token, number)  # type: ignore[attr-defined]
+
+    def _of_batch(self, tensor: Tensor) -> int | None:
+        known = self._batch.get(id(tensor))
+        if known is not None:
+            return known[1]
+        mark = getattr(tensor, "_pipe_lineage", None)
+        return mark[1] if mark is not None and mark[0] == self._token else None
+
+    def of(self, leaf: Any, depth: int = 0) -> int:
+        """A number for one leaf of what is given."""
+        if isinstance(leaf, Tensor):
+            return self._of_tensor(leaf)
+        if isinstance(leaf, int | float | str | complex | bytes | torch.dtype):
+            return _of_plain(leaf)
+        if isinstance(leaf, np.generic | np.ndarray) and not leaf.dtype.hasobject:
+            return mix(zlib.crc32(leaf.tobytes()), *leaf.shape)
+        inner = None if depth >= _DEPTH else _inside(leaf)
+        if inner is None:
+            return _name(type(leaf).__qualname__)
+        found = [self.of(each, depth + 1) for each in inner]
+        return mix(2, *(sorted(found) if isinstance(leaf, set | frozenset) else found))
+
+    def _of_tensor(self, tensor: Tensor) -> int:
+        number = self._numbers.of(tensor)
+        if number is not None:
+            return -3 - number  # no number of Python's has this one
+        number = self._of_batch(tensor)
+        if number is not None:
+            return number
+        if type(tensor) is not Tensor or tensor.requires_grad:  # a parameter, or what another rank has
+            return _name(self._name_of(tensor) or "")
+        version = version_of(tensor)
+        mark = getattr(tensor, "_pipe_values", None)
+        if mark is None or version is None or mark[:2] != (self._token, version):
+            mark = tensor._pipe_values = self._token, version, _values(tensor)  # type: ignore[attr-defined]
+        return int(mark[2])
+
+
+def _of_plain(leaf: Any) -> int:
+    if isinstance(leaf, float) and not leaf.is_integer():
+        return zlib.crc32(f"{leaf:.9g}".encode())  # rounded; all NaN read alike
+    if isinstance(leaf, int | float):
+        # as an int, since 1 and 1.0 are as good; Python's hashes of -1 and -2 are the same
+        return hash(leaf) if leaf >= 0 else zlib.crc32(b"%d" % int(leaf))
+    if isinstance(leaf, str):
+        return zlib.crc32((leaf.partition(":")[0] if leaf.startswith("cuda") else leaf).encode())
+    return zlib.crc32(repr(leaf).encode())
+
+
+def _inside(leaf: Any) -> Iterable[Any] | None:
+    """What a container or an object of the user's holds; ``None``: it is something else."""
+    if isinstance(leaf, slice):
+        return leaf.start, leaf.stop, leaf.step
+    if isinstance(leaf, list | tuple | deque | set | frozenset):
+        return leaf
+    if isinstance(leaf, dict):
+        return itertools.chain.from_iterable(leaf.items())
+    if isinstance(leaf, nn.Module) or not has_content(leaf):
+        return None
+    return itertools.chain.from_iterable(content_of(leaf).items())
+
+
+def _values(tensor: Tensor) -> int:
+    # nothing waits for a device here
+    if tensor.layout is not torch.strided or not tensor.is_cpu:
+        return mix(*tensor.shape)
+    with DisableTorchFunction(), torch.no_grad():
+        flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
+        flat = flat[:: 1 + flat.numel() // _SAMPLED].contiguous()
+        if flat.is_floating_point() and bool(flat.isnan().any()):
+            flat = torch.where(flat.isnan(), torch.full((), torch.nan, dtype=flat.dtype), flat)
+        return mix(zlib.crc32(flat.view(torch.uint8).numpy().data), *tensor.shape)
+
+
+@cache
+def _name(name: str) -> int:
+    # not ``hash``, which differs between processes for the same text
+    return zlib.crc32(name.encode())
