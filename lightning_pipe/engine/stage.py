@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -177,7 +177,8 @@ class Stages:
 
     def trial(self, stage: int, micro_batch: int, batch: Batch, inbound: Crossing | None) -> tuple[Crossings, Any]:
         """A run that nothing else is to come of: what would leave, and what the step returned."""
-        return self._run(stage, micro_batch, batch, inbound)[1:]
+        # what the step changes has changed since the words were made
+        return self._run(stage, micro_batch, batch, inbound and replace(inbound, words=()))[1:]
 
     def _run(
         self, stage: int, micro_batch: int, batch: Batch, inbound: Crossing | None

@@ -88,7 +88,7 @@ class Digest:
         if position < min(len(self.words), len(self.expected)) and self.words[position] != self.expected[position]:
             raise CutError(
                 f"'{name}', call number {position} outside layers, is given other values here than on the stage "
-                "before: a number, a tensor or an attribute depends on earlier micro-batches, on the rank or on time, or "
+                "before: a number, a tensor or an attribute depends on earlier micro-batches, the rank or time, or "
                 "one of the two has called other torch functions on the batch or drawn other random numbers.",
                 hint="What the step changes must not decide what layers compute in the same batch: change it in a "
                 "hook, such as on_train_batch_end; or use micro_batches=1, in evaluations "

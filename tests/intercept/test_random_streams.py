@@ -213,8 +213,8 @@ def test_a_checkpoint_around_layers_repeats_their_draws_from_random_and_numpy() 
         assert torch.allclose(found.values[key], value, rtol=1e-4, atol=1e-6)
 
 
-# A checkpoint lets hooks draw from the stream of their layer, which a stage that skips the layer does not enter: its run
-# of the hook draws other numbers. Nothing needs them there, but their words differ.
+# A checkpoint lets hooks draw from the stream of their layer, which a stage that skips the layer does not enter: its
+# run of the hook draws other numbers. Nothing needs them there, but their words differ.
 DRAWS_APART = pytest.mark.xfail(raises=CutError, strict=True, reason="hooks inside checkpoints draw apart")
 
 

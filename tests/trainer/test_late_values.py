@@ -1,4 +1,4 @@
-"""A warning names what stages before the last one read as it was before the batch, and one device does not."""
+"""What stages before the last one read as it was before the batch, and one device does not, is an error."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_pipe import PipeStrategy
+from lightning_pipe.errors import CutError
 from tests.support.processes import run_trainers
 from tests.support.trainer_runs import QUIET
 
 WIDTH = 3
 DATA = torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(1)).double()
-OLD, LATE = "and reads it before it calls the layers", "before it calls the layers of other stages. All stages"
+OLD = "and reads it before it calls the layers"
 
 
 class Layer(nn.Module):
@@ -139,14 +140,17 @@ OLDS: list[type[Model]] = [Model, ByAHook, ByAnInnerHook, ByAMethod]
 FINE: list[type[Model]] = [FromTheBatch, ReadBehind, InAHook]
 
 
-@pytest.mark.timeout(90)
-def test_what_is_old_on_the_first_stage_is_named_there() -> None:
-    models = [*OLDS, LargeBuffer, *FINE]
-    last, first = run_trainers(said, 2, timeout=80, models=models, micro_batches=2)
-    assert not any(last)
-    assert [len(texts) for texts in first] == [1, 1, 1, 1, 1, 0, 0, 0]
-    assert all(OLD in texts[0] for texts in first[:4])
-    assert LATE in first[4][0]
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("model", [*OLDS, LargeBuffer])
+def test_what_is_old_on_the_first_stage_raises_at_the_call(model: type[Model]) -> None:
+    with pytest.raises(CutError, match=r"is given other values here than on the stage before"):
+        run_trainers(said, 2, timeout=50, models=[model], micro_batches=2)
+
+
+@pytest.mark.timeout(60)
+def test_what_no_call_is_given_raises_and_warns_of_nothing() -> None:
+    for found in run_trainers(said, 2, timeout=50, models=FINE, micro_batches=2):
+        assert not any(found)
 
 
 @pytest.mark.timeout(60)
