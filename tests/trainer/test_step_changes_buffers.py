@@ -136,12 +136,20 @@ SCHEDULES = [(2, {"micro_batches": 2}), INTERLEAVED, *(pytest.param(*each, marks
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("model", [Shrinks, ShrinksOne, Fills, Sets, SetsByBatch, ShrinksReadEarly, LastBehind])
+@pytest.mark.parametrize("model", [Shrinks, ShrinksOne, Fills, Sets, SetsByBatch, LastBehind])
 @pytest.mark.parametrize(("devices", "options"), SCHEDULES, ids=str)
 def test_where_its_stage_runs_the_code_it_equals_one_device(
     model: type[Model], devices: int, options: dict[str, Any]
 ) -> None:
     check_training(model, devices, **options)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(("devices", "options"), [(2, {"micro_batches": 2}), INTERLEAVED], ids=str)
+def test_what_a_layer_is_given_by_its_own_changing_buffer_is_refused(devices: int, options: dict[str, Any]) -> None:
+    """Ranks that do not have the layer have the buffer as it was."""
+    with pytest.raises(CutError, match="is given other values here than on the stage before"):
+        check_training(ShrinksReadEarly, devices, **options)
 
 
 @pytest.mark.timeout(60)

@@ -326,7 +326,9 @@ def failing(process: int, devices: int, name: str, schedule: str) -> tuple[str, 
 def test_a_rank_that_fails_ends_all_with_its_reason(name: str, schedule: str) -> None:
     found = processes.run_trainers(failing, 2, timeout=40, devices=2, name=name, schedule=schedule)
     for text, _ in found:
-        assert FAILURES[name][2] in text
+        # whichever comes first: the stage that reads an old value, or the next one, whose call is given another value
+        early = name in ("late", "modes") and "is given other values here than on the stage before" in text
+        assert early or FAILURES[name][2] in text
     if name in ("late", "layers", "modes", "carries"):
         assert "PipeStrategy(stream_evaluation=False)" in found[1][0]
     elif name == "data":
