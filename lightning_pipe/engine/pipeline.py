@@ -331,18 +331,14 @@ class Pipeline(PartitionedModule):
             raise ConfigurationError(f"{len(micro_batches)} micro-batches came with {len(weights)} weights.")
         # What a step does depends on these as well: a plan made in training is none for an evaluation. There the step
         # may change the mode, and batches begin on some ranks before others have done so.
-        mode = (
-            training,
-            torch.is_grad_enabled(),
-            training and self.module.training,
-            torch.is_autocast_enabled(self.transport.device.type),
-        )
-        # Numbers in the place of signatures: they are looked up for every message.
-        numbers = [
-            self._signatures.setdefault((*mode, signature(part)), len(self._signatures)) for part in micro_batches
-        ]
         transport = self.transport
-        streams = RandomStreams(seed, transport.device, transport.replica, transport.topology.replicas)
+        autocast = torch.is_autocast_enabled(transport.device.type)
+        mode = training, torch.is_grad_enabled(), training and self.module.training, autocast
+        # Numbers in the place of signatures: they are looked up for every message.
+        known = self._signatures
+        numbers = [known.setdefault((*mode, signature(part)), len(known)) for part in micro_batches]
+        draws = None if transport.shares_generators else self.executor.stages.draws[training]
+        streams = RandomStreams(seed, transport.device, transport.replica, transport.topology.replicas, draws)
         observers = [*([] if check is None else [check]), *self._observers] if training else []
         undisturbed = len(micro_batches) == 1 and self.synchronous
         return Batch(step, micro_batches, numbers, weights, streams, training, undisturbed, observers)

@@ -19,6 +19,7 @@ from lightning_pipe.intercept.call_record import CallRecord
 from lightning_pipe.intercept.crossing import Crossing, Returned
 from lightning_pipe.intercept.incoming import Incoming
 from lightning_pipe.intercept.interceptor import Interceptor
+from lightning_pipe.intercept.library_draws import LibraryDraws
 from lightning_pipe.intercept.parameter_use import ParameterUse
 from lightning_pipe.intercept.recompute import BufferGuard, Buffers, nothing_saved, recomputing
 from lightning_pipe.intercept.snapshot import Snapshot
@@ -101,6 +102,9 @@ class Stages:
         called: the layers that have been called so far.
         skipped: by stage, what its layers stashed and popped in their last run.
         again: the stages that have been run in order to run again: it is known which attributes their layers change.
+
+    Attributes:
+        draws: which calls draw from Python's and NumPy's generators, in evaluations and in training.
     """
 
     interceptor: Interceptor
@@ -111,6 +115,10 @@ class Stages:
     called: set[int] = field(default_factory=set)
     skipped: dict[int, list[SkipEvent]] = field(default_factory=dict)
     again: set[int] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        names = self.layers[0].names
+        self.draws = LibraryDraws(names), LibraryDraws(names)
 
     def reroute(self, routes: Mapping[int, Mapping[SkipKey, int]]) -> None:
         """Let skip connections leave stages for others than the next from now on.
@@ -124,6 +132,7 @@ class Stages:
         """Run the step for one stage. Returns what backward needs and, by receiving stage, what leaves."""
         _observe(self, stage, micro_batch, batch, inbound)
         saved, crossings, result = self._run(stage, micro_batch, batch, inbound)
+        batch.streams.end_user_code()
         if not (crossings or batch.repeats):
             batch.keep(micro_batch, saved.loss, result)
         return saved, crossings
@@ -143,6 +152,7 @@ class Stages:
         noted = self.buffers.noted(stage, views.seen_by(stage), views.buffers)
         with nothing_saved(), noted as former, views.seen_first() as new:
             saved, crossings, result = self._run(stage, micro_batch, batch, copies)
+        batch.streams.end_user_code()
         if unknown:
             self.interceptor.note_changes(attributes)
         if not crossings:

@@ -64,6 +64,7 @@ class Turns:
         run.tracker.digest.begin(tree_leaves(inputs))
         with forward_pass(0):
             result = stages.interceptor.follow(run, lambda: batch.step(micro_batch, inputs))
+        batch.streams.end_user_code()
         mail.wait()
         if mail.rank == last:
             batch.keep(micro_batch, None, result)

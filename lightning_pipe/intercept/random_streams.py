@@ -6,22 +6,18 @@ numbers of its own. All streams derive from the batch's seed, the micro-batch an
 
 from __future__ import annotations
 
-import random
+import pickle
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_pipe.intercept.numpy_generator import NumpyState
-from lightning_pipe.intercept.python_generator import GeneratorState
+from lightning_pipe.intercept import library_draws
+from lightning_pipe.intercept.library_draws import LibraryDraws
 from lightning_pipe.tensor_spec import numbered
-
-_python, _of_numpy = GeneratorState(), NumpyState()
 
 
 def mix(*parts: int) -> int:
@@ -51,13 +47,6 @@ def _seed(generators: Sequence[torch.Generator], seed: int) -> None:
             generator.manual_seed(seed)
 
 
-def _seed_all(generators: Sequence[torch.Generator], seed: int) -> None:
-    """Seed these generators of torch, Python's and numpy's."""
-    _seed(generators, seed)
-    random.seed(seed)
-    np.random.seed(seed & 0xFFFF_FFFF)
-
-
 def _restore(generators: Sequence[torch.Generator], states: Sequence[Tensor]) -> None:
     with _ONE_AT_A_TIME:
         for generator, state in zip(generators, states, strict=True):
@@ -67,21 +56,29 @@ def _restore(generators: Sequence[torch.Generator], states: Sequence[Tensor]) ->
 class _Isolated:
     """Gives the code inside its own stream and puts the surrounding stream back. A class, for speed."""
 
-    __slots__ = ("_generators", "_numpy", "_python", "_seed", "_states")
+    __slots__ = ("_call", "_libraries", "_seed", "_states", "_streams")
 
-    def __init__(self, generators: list[torch.Generator], seed: int) -> None:
-        self._generators, self._seed = generators, seed
+    def __init__(self, streams: RandomStreams, seed: int, call: int | None) -> None:
+        self._streams, self._seed, self._call = streams, seed, call
 
     def __enter__(self) -> None:
-        self._states, self._python, self._numpy = _states(self._generators), _python.read(), _of_numpy.read()
-        _seed_all(self._generators, self._seed)
+        streams = self._streams
+        self._states = _states(streams.generators)
+        _seed(streams.generators, self._seed)
+        if self._call in streams.quiet:
+            streams.left_alone.add(self._call)
+            self._libraries = None
+        else:
+            self._libraries = library_draws.states()
+            library_draws.seed_both(self._seed)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        _restore(self._generators, self._states)
-        _python.put_back(self._python)
-        _of_numpy.put_back(self._numpy)
+        _restore(self._streams.generators, self._states)
+        if self._libraries is not None:
+            self._streams.watch(self._call, self._seed)
+            library_draws.restore(self._libraries)
 
 
 class RandomStreams:
@@ -95,44 +92,67 @@ class RandomStreams:
         device: where the layers run; its generator is seeded beside the CPU's.
         replica: the number of this pipeline among those side by side.
         replicas: how many there are.
+        draws: which calls draw from Python's and NumPy's generators; ``None``: nobody knows.
+
+    Attributes:
+        generators: the generators of torch that code outside layers draws from.
+        quiet: the calls that have streams of torch alone.
+        left_alone: those of them that the run has made so far.
     """
 
-    def __init__(self, seed: int, device: torch.device, replica: int = 0, replicas: int = 1) -> None:
-        self.seed, self._replica, self._replicas = seed, replica, replicas
-        self._generators = [torch.default_generator]
+    def __init__(
+        self, seed: int, device: torch.device, replica: int = 0, replicas: int = 1, draws: LibraryDraws | None = None
+    ) -> None:
+        self.seed, self._replica, self._replicas, self._draws = seed, replica, replicas, draws
+        self._number_of_batch, self.quiet = (0, frozenset[int]()) if draws is None else draws.begin_batch()
+        self.left_alone = set[int]()
+        self.generators = [torch.default_generator]
         if device.type == "cuda":
-            self._generators.append(torch.cuda.default_generators[numbered(device).index])
-
-    @property
-    def generators(self) -> tuple[torch.Generator, ...]:
-        """The generators of torch that code outside layers draws from."""
-        return tuple(self._generators)
+            self.generators.append(torch.cuda.default_generators[numbered(device).index])
 
     def isolated(self, micro_batch: int, *key: int) -> _Isolated:
         """A context with the stream of ``key``; the stream outside goes on as if nothing had happened."""
-        return _Isolated(self._generators, mix(self.seed, self._number(micro_batch), *key))
+        call = None if self._draws is None else self._draws.call_of(key)
+        return _Isolated(self, mix(self.seed, self._number(micro_batch), *key), call)
+
+    def watch(self, call: int | None, seed: int) -> None:
+        """A call that began with ``seed``, from Python's and NumPy's generators as well, ends."""
+        if self._draws is not None and call is not None:
+            self._draws.watch(call, self._number_of_batch, seed)
 
     @contextmanager
     def batch(self) -> Iterator[None]:
         """Put all generators back after a batch: torch's, Python's and numpy's."""
         # Always: each run of the step has seeded them, drawn from or not, and whether code outside drew since the last
         # batch is in the state alone.
-        states, python, of_numpy = _states(self._generators), _python.read(), _of_numpy.read()
+        states, libraries = _states(self.generators), library_draws.states()
         try:
             yield
         finally:
-            _restore(self._generators, states)
-            _python.put_back(python)
-            _of_numpy.put_back(of_numpy)
+            _restore(self.generators, states)
+            library_draws.restore(libraries)
 
     def seed_user_code(self, micro_batch: int) -> None:
         """Start the stream of the user's code outside layers for one run over ``micro_batch``."""
-        _seed_all(self._generators, mix(self.seed, self._number(micro_batch)))
+        self._begun_with = mix(self.seed, self._number(micro_batch))
+        _seed(self.generators, self._begun_with)
+        library_draws.seed_both(self._begun_with)
+        self.left_alone.clear()
 
-    def state(self) -> tuple[Any, ...]:
+    def end_user_code(self) -> None:
+        """A run that `seed_user_code` began has ended.
+
+        Raises:
+            CutError: see `LibraryDraws`.
+        """
+        if self._draws is not None:
+            self._draws.end_run(self._begun_with, self.left_alone)
+
+    def state(self) -> tuple[object, ...]:
         """The state of all generators, to be compared: whether numbers have been drawn."""
-        of_torch = tuple(state.numpy().tobytes() for state in _states(self._generators))
-        return of_torch, _python.read(), repr(_of_numpy.read())
+        return tuple(state.numpy().tobytes() for state in _states(self.generators)), pickle.dumps(
+            library_draws.states()
+        )
 
     def _number(self, micro_batch: int) -> int:
         return micro_batch * self._replicas + self._replica

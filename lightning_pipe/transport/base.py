@@ -114,6 +114,9 @@ class Transport(ABC):
         inline_control: whether control words travel in messages: the host waits for a GPU to read what is there.
     """
 
+    shares_generators = False
+    """Whether other ranks are threads of this process, and draw from the same random generators."""
+
     def __init__(self, topology: Topology, process: int, device: torch.device, timeout: timedelta) -> None:
         self.topology = topology
         self.process = process

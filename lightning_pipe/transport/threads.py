@@ -60,6 +60,7 @@ class ThreadTransport(Transport):
     def __init__(self, world: SharedWorld, process: int, timeout: timedelta, device: torch.device) -> None:
         super().__init__(world.topology, process, device, timeout)
         self.world = world
+        self.shares_generators = world.topology.world_size > 1
         self._groups: set[tuple[int, ...]] = {tuple(range(world.topology.world_size))}
         self._calls: defaultdict[tuple[int, ...], int] = defaultdict(int)
 

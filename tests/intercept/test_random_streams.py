@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -18,6 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from lightning_pipe import schedules
+from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.errors import CutError
 from lightning_pipe.intercept.random_streams import RandomStreams
 from lightning_pipe.intercept.torch_functions import (
@@ -27,7 +29,12 @@ from lightning_pipe.intercept.torch_functions import (
     draws,
     shaped_by_values,
 )
-from tests.support.engine_runs import pipelined
+from lightning_pipe.partition import find_layers
+from lightning_pipe.transport.base import Transport
+from lightning_pipe.transport.threads import thread_world
+from lightning_pipe.transport.topology import Topology
+from tests.support import processes
+from tests.support.engine_runs import pipelined, split
 
 WIDTH = 8
 
@@ -200,6 +207,188 @@ def test_draws_of_layers_from_random_and_numpy_do_not_depend_on_the_cut(layer: t
         assert other.losses == pytest.approx(found[0].losses, rel=1e-6)
         for key, value in found[0].values.items():
             assert torch.allclose(other.values[key], value, rtol=1e-4, atol=1e-6)
+
+
+class Quiet(Drawing):
+    """Some layers draw, and others do not; the code between them does not."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda h, _: h)
+        self.layers = nn.ModuleList((DrawingLayer(), nn.Linear(WIDTH, WIDTH), HookedLayer(), nn.Linear(WIDTH, WIDTH)))
+
+
+@pytest.mark.parametrize("recompute", ["never", "always"])
+@pytest.mark.parametrize("make", [Quiet, LibraryDrawing])
+def test_layers_draw_alike_after_their_first_batches(make: Callable[[], nn.Module], recompute: str) -> None:
+    found = [
+        pipelined(make(), [batch()] * 5, 2, ranks=1, stages=stages, layers="layers", recompute=recompute)
+        for stages in (1, 2, 4)
+    ]
+    for other in found[1:]:
+        assert other.losses == pytest.approx(found[0].losses, rel=1e-6)
+
+
+class Late(nn.Linear):
+    """Draws from a later batch on, or in all: each has two micro-batches."""
+
+    def __init__(self, draw: Callable[[], float], first: int) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.draw, self.first = [draw], first
+
+    def forward(self, h: Tensor) -> Tensor:
+        return super().forward(h) * (self.draw[0]() if Batches.number >= self.first else 1.0)
+
+
+class Batches(nn.Module):
+    number = 0
+
+    def __init__(self, late: int, draw: Callable[[], float], first: int, around: Callable[[], float]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(Late(draw, first if i in (1, 2)[:late] else 1000) for i in range(4))
+        self.around = [around]
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x * self.around[0]()
+        for layer in self.layers:
+            h = layer(h) * self.around[0]()
+        return h.square().mean()
+
+
+def curve(stages: int, *of_model: Any, **options: Any) -> list[float]:
+    Batches.number = 0
+
+    def next_batch(*_: Any) -> None:
+        Batches.number += 1
+
+    model = Batches(*of_model)
+    options = {"ranks": 1, "layers": "layers", "between": next_batch} | options
+    return pipelined(model, [batch()] * 6, 2, stages=stages, **options).losses
+
+
+def alike(curves: Sequence[Sequence[float]]) -> bool:
+    return all(other == pytest.approx(curves[0], rel=1e-6) for other in curves[1:])
+
+
+def one() -> float:
+    return 1.0
+
+
+def noise_of_numpy() -> float:
+    return np.random.randn()
+
+
+LIBRARIES = [lambda: random.random(), lambda: random.gauss(0.0, 1.0), lambda: np.random.rand(), noise_of_numpy]
+
+
+def later(draw: Callable[[], float]) -> Callable[[], float]:
+    return lambda: draw() if Batches.number >= 4 else 1.0
+
+
+@pytest.mark.parametrize("recompute", ["never", "always"])
+@pytest.mark.parametrize("around", [one, random.random, noise_of_numpy])
+@pytest.mark.parametrize("draw", LIBRARIES)
+def test_one_layer_that_first_draws_in_a_later_batch_does_so_alike_on_every_division(
+    draw: Callable[[], float], around: Callable[[], float], recompute: str
+) -> None:
+    found = [curve(stages, 1, draw, 3, around, recompute=recompute) for stages in (1, 2, 4)]
+    assert alike(found)
+    assert not alike([found[0], curve(1, 0, draw, 3, around)])
+
+
+@pytest.mark.parametrize("draw", LIBRARIES)
+def test_code_around_layers_that_first_draws_in_a_later_batch_does_so_alike(draw: Callable[[], float]) -> None:
+    found = [curve(stages, 0, draw, 3, later(draw)) for stages in (1, 2, 4)]
+    assert alike(found)
+
+
+@pytest.mark.parametrize("draw", LIBRARIES)
+def test_two_layers_of_one_stage_that_begin_in_one_run_are_an_error(draw: Callable[[], float]) -> None:
+    with pytest.raises(CutError, match=r"layer 'layers.1' and layer 'layers.2' draw from Python's or NumPy's"):
+        curve(1, 2, draw, 3, one)
+    assert Batches.number == 4  # in the second batch that has them draw
+
+
+def test_a_layer_and_the_code_around_that_begin_in_one_run_are_an_error() -> None:
+    with pytest.raises(CutError, match=r"layer 'layers.1' and the code around the layers draw"):
+        curve(1, 1, random.random, 4, later(random.random))
+
+
+@pytest.mark.parametrize("draw", LIBRARIES)
+def test_layers_that_begin_on_stages_of_their_own_draw_as_if_alone(draw: Callable[[], float]) -> None:
+    found = [curve(4, 2, draw, 3, one), curve(4, 2, draw, 3, one, schedule="interleaved")]
+    assert alike(found)
+
+
+def test_a_number_that_is_drawn_in_every_batch_mends_it() -> None:
+    def draw() -> float:
+        number = random.random()
+        return number if Batches.number >= 3 else 1.0
+
+    found = [curve(stages, 2, draw, 0, one) for stages in (1, 2, 4)]
+    assert alike(found)
+
+
+@pytest.mark.parametrize("draw", LIBRARIES)
+def test_layers_draw_alike_in_evaluations(draw: Callable[[], float]) -> None:
+    Batches.number, found = 0, []
+
+    def evaluated(pipeline: Pipeline, module: nn.Module) -> None:
+        with torch.no_grad():
+            results = pipeline.evaluate(lambda _, part: module(**part), [batch()], seed=5)
+        found[-1].append(float(results[0]))
+
+    for stages in (1, 2, 4):
+        found.append(list[float]())
+        pipelined(
+            Batches(2, draw, 0, one), [batch()] * 5, 2, ranks=1, stages=stages, layers="layers", between=evaluated
+        )
+    assert alike(found)
+
+
+PROGRAMS: dict[str, Callable[[], nn.Module]] = {
+    "layers": Quiet,
+    "hooks inside layers": lambda: LibraryDrawing(HookedLayer),
+    "step": lambda: Batches(0, random.random, 0, noise_of_numpy),
+}
+
+
+def curves(
+    transport: Transport, schedule: str = "1f1b", stages: int = 1, recompute: Any = "never", resumed: bool = False
+) -> dict[str, list[float]]:
+    """The losses of some programs, on the rank that has them; ``resumed``: by another pipeline from batch 4 on."""
+    found = {name: list[float]() for name in PROGRAMS}
+    for name, make in PROGRAMS.items():
+        torch.manual_seed(3)
+        module = make()
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
+        parts, weights = split(batch(), 2)
+        for numbers in (range(4), range(4, 6)) if resumed else (range(6),):
+            family, layers = schedules.get(schedule), find_layers(module, "layers")
+            even = [len(layers) // stages] * stages
+            pipeline = Pipeline(module, layers, even, family, transport, recompute=recompute)
+            pipeline.partition()
+            for number in numbers:
+                optimizer.zero_grad()
+                results = pipeline.train(lambda _, part, module=module: module(**part), parts, weights, seed=number)
+                found[name] += [sum(float(results[i]) * weights[i] for i in results)] if results else []
+                optimizer.step()
+            pipeline.restore()
+    return found
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"schedule": "interleaved", "stages": 4}, {"recompute": "always"}, {"resumed": True}],
+    ids=["1f1b", "interleaved", "recompute", "resumed"],
+)
+def test_what_programs_draw_does_not_depend_on_the_ranks(options: dict[str, Any]) -> None:
+    (transport,) = thread_world(Topology(1))
+    expected = curves(transport)
+    assert curves(transport, stages=2) == {name: pytest.approx(losses, rel=1e-6) for name, losses in expected.items()}
+    options = {"stages": 2} | options
+    found = processes.run_pipeline(curves, Topology.for_schedule(2, loss_rank=1), **options)[0]  # it has the losses
+    assert found == {name: pytest.approx(losses, rel=1e-6) for name, losses in expected.items()}
 
 
 def test_a_checkpoint_around_layers_repeats_their_draws_from_random_and_numpy() -> None:

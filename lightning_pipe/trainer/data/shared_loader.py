@@ -7,6 +7,7 @@ the other ranks take them over.
 
 from __future__ import annotations
 
+import pickle
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -17,14 +18,12 @@ from lightning.fabric.utilities.data import sized_len
 from torch import Tensor
 
 from lightning_pipe.errors import CommunicationError
-from lightning_pipe.intercept.numpy_generator import NumpyState
-from lightning_pipe.intercept.python_generator import GeneratorState
+from lightning_pipe.intercept import library_draws
 from lightning_pipe.intercept.tensor_state import same_content
 from lightning_pipe.lightning_internals import IndexBatchSampler
 from lightning_pipe.torch_internals import tree_map
 from lightning_pipe.transport.base import Transport
 
-_GENERATORS: dict[str, Any] = {"python": GeneratorState(), "numpy": NumpyState()}
 _OWN = frozenset({"loader", "_transport", "_source", "_members", "_share", "_length", "_compare"})
 
 _STATEFUL = ("state_dict", "load_state_dict")
@@ -159,7 +158,7 @@ class _Sending:
                 self._shared.share(("error", text, None, None))
         elif self.message is not None:
             after = _random_states()
-            changed = {name: state for name, state in after.items() if not _same_state(state, self._before.get(name))}
+            changed = {name: state for name, state in after.items() if not same_content(state, self._before[name])}
             self._shared.share((*self.message, changed))
 
 
@@ -199,19 +198,11 @@ def _pinned(leaf: Any) -> Any:
 
 def _random_states() -> dict[str, Any]:
     """The states of the global generators."""
-    return {"torch": torch.get_rng_state(), **{name: each.read() for name, each in _GENERATORS.items()}}
+    return {"torch": torch.get_rng_state(), "libraries": pickle.dumps(library_draws.states())}
 
 
 def _set_random_states(states: dict[str, Any]) -> None:
-    for name, state in states.items():
-        if name == "torch":
-            torch.set_rng_state(state)
-        else:
-            _GENERATORS[name].put_back(state)
-
-
-def _same_state(one: Any, other: Any) -> bool:
-    # numpy's state may be a tuple with an array in it, of which ``==`` cannot say whether it is equal
-    if isinstance(one, tuple) and isinstance(other, tuple):
-        return len(one) == len(other) and all(map(same_content, one, other))
-    return same_content(one, other)
+    if "torch" in states:
+        torch.set_rng_state(states["torch"])
+    if "libraries" in states:
+        library_draws.restore(pickle.loads(states["libraries"]))

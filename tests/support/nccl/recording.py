@@ -53,6 +53,8 @@ def recorded_into(events: list[list[Event]], topology: Topology, fn: Callable[[R
 class RecordingTransport(NcclTransport):
     """The transport over NCCL, on the CPU: what would be in a GPU's memory is told by what it is for."""
 
+    shares_generators = True
+
     def __init__(self, topology: Topology, threads: ThreadTransport, events: list[Event], board: _Board) -> None:
         self._threads, self._events = threads, events
         self._on_host = False

@@ -1,0 +1,170 @@
+"""What is left alone draws nothing, or an error says what has come of it; other threads are never blamed."""
+
+from __future__ import annotations
+
+import pickle
+import random
+import threading
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+
+from lightning_pipe.errors import CutError
+from lightning_pipe.intercept.library_draws import LibraryDraws, moved_since, restore, seed_both, states
+
+DRAWS: list[Callable[[], object]] = [
+    random.random,
+    lambda: random.gauss(0.0, 1.0),  # made in pairs: the second is kept
+    lambda: random.sample(range(1000), 700),
+    np.random.random,
+    np.random.normal,
+    lambda: np.random.permutation(700).tolist(),
+    lambda: np.random.seed(3),
+]
+
+
+@pytest.mark.parametrize("draw", DRAWS)
+@pytest.mark.parametrize("first", DRAWS)
+def test_what_is_restored_is_what_was_read(first: Callable[[], object], draw: Callable[[], object]) -> None:
+    first()
+    before = states()
+    drawn = [draw(), random.gauss(0.0, 1.0), np.random.normal()]
+    assert pickle.dumps(states()) != pickle.dumps(before)
+    restore(before)
+    assert pickle.dumps(states()) == pickle.dumps(before)
+    assert [draw(), random.gauss(0.0, 1.0), np.random.normal()] == drawn
+
+
+@pytest.mark.parametrize("draw", DRAWS)
+def test_every_draw_is_found(draw: Callable[[], object]) -> None:
+    seed_both(1 << 40)
+    assert not moved_since(1 << 40)
+    seed_both(1 << 40)
+    draw()
+    assert moved_since(1 << 40)
+
+
+class Rank:
+    """One rank that runs batches of one run each."""
+
+    def __init__(self) -> None:
+        self.draws = LibraryDraws(["a", "b"])
+
+    def run(self, *drawing: int, calls: Sequence[int] = (0, 1, -1), around: bool = False) -> set[int]:
+        """Run a batch in which some calls draw. Returns which of its calls were left alone."""
+        batch, quiet = self.draws.begin_batch()
+        seed_both(7)
+        for call in calls:
+            if call not in quiet:
+                before = states()
+                seed_both(call & 0xFF)
+            if call in drawing:
+                random.random()
+            if call not in quiet:
+                self.draws.watch(call, batch, call & 0xFF)
+                restore(before)
+        if around:
+            np.random.random()
+        left_alone = set(calls) & quiet
+        self.draws.end_run(7, left_alone)
+        return left_alone
+
+
+def quiet_rank() -> Rank:
+    rank = Rank()
+    for _ in range(3):
+        assert rank.run() == set()
+    assert rank.run() == {0, 1, -1}
+    return rank
+
+
+def test_what_draws_in_its_first_batches_is_never_left_alone() -> None:
+    rank = Rank()
+    rank.run(0)
+    rank.run()
+    rank.run(1)
+    assert rank.run() == rank.run() == {-1}
+
+
+def test_batches_count_that_call_a_layer() -> None:
+    rank = Rank()
+    for _ in range(4):
+        rank.run(calls=[0])
+    for _ in range(3):
+        assert rank.run() == {0}
+    assert rank.run() == {0, 1, -1}
+
+
+def test_batches_begin_before_others_end() -> None:
+    draws = LibraryDraws(["a"])
+    begun = [draws.begin_batch() for _ in range(5)]
+    assert all(not quiet for _, quiet in begun)
+    seed_both(1)
+    for number, _ in begun[:2] * 2:  # several micro-batches
+        draws.watch(0, number, 1)
+        seed_both(1)
+    assert draws.begin_batch()[1] == set()
+    draws.watch(0, begun[2][0], 1)
+    assert draws.begin_batch()[1] == {0}
+
+
+def test_keys_belong_to_calls() -> None:
+    draws = LibraryDraws(["a", "b", "c"])
+    assert [draws.call_of((key,)) for key in (0, 2, 3, 7, -1, -4)] == [0, 2, 0, 1, -1, -4]
+    assert draws.call_of((-1, 5)) is draws.call_of((-1, 5, 0)) is None  # code outside, and hooks inside
+    assert LibraryDraws([]).call_of((-2,)) == -2
+
+
+def test_nothing_is_left_alone_if_code_around_the_layers_draws() -> None:
+    rank = Rank()
+    for _ in range(6):
+        assert rank.run(around=True) == set()
+
+
+@pytest.mark.parametrize("calls", [[0], [1], [-1], []])
+def test_one_alone_may_begin_to_draw_later(calls: list[int]) -> None:
+    rank = quiet_rank()
+    rank.run(*calls, around=not calls)
+    for _ in range(4):
+        assert rank.run(*calls, around=not calls) == set()
+
+
+@pytest.mark.parametrize(
+    ("calls", "around", "names"),
+    [
+        ([0, 1], False, "layer 'a' and layer 'b' draw"),
+        ([0, -1], False, "a module outside the layers and layer 'a' draw"),
+        ([1], True, "layer 'b' and the code around the layers draw"),
+    ],
+)
+def test_of_two_that_begin_in_one_run_one_has_drawn_by_the_division(calls: list[int], around: bool, names: str) -> None:
+    rank = quiet_rank()
+    rank.run(*calls, around=around)
+    with pytest.raises(CutError, match=f"{names} .* have not done so in their first 3 batches"):
+        rank.run(*calls, around=around)
+
+
+def test_what_other_threads_draw_is_no_layers() -> None:
+    rank = quiet_rank()
+    ended = threading.Event()
+
+    def draw() -> None:
+        while not ended.wait(0.0):
+            random.random()
+
+    other = threading.Thread(target=draw)
+    other.start()
+    try:
+        for _ in range(20):
+            rank.run(0, 1)  # as if the draws of the thread came there
+    finally:
+        ended.set()
+        other.join(timeout=10)
+
+
+def test_one_number_of_another_thread_costs_time_alone() -> None:
+    rank = quiet_rank()
+    rank.run(around=True)
+    for _ in range(4):
+        assert rank.run() == set()
