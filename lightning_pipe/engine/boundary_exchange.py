@@ -18,6 +18,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Container, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from itertools import compress
 
 from torch import Tensor
 
@@ -166,15 +167,14 @@ class BoundaryExchange:
         if plan is not None:
             agreed = _fits(plan, crossing.path)
             tensors = [crossing.tensors[n] if agreed else None for n in plan.numbers]
-            words = crossing.words if agreed else (0,) * len(plan.path.calls)
-            control = [(_AGREED if agreed else _CHANGED) | requests << _KIND_BITS, self._used.pop((peer, key.pipe), 0)]
-            works = self._send(lane, key, peer, plan.layout, [*control, *words], tensors, agreed and plan.steady)
+            words = [(_AGREED if agreed else _CHANGED) | requests << _KIND_BITS, self._used.pop((peer, key.pipe), 0)]
+            words += crossing.words if agreed else [0] * len(plan.path.calls)
+            works = self._send(lane, key, peer, plan.layout, words, tensors, agreed and plan.steady)
             if agreed:
                 self.transfers[key] = Transfer(signature, plan, works)
                 return
         # The receiver knows neither sizes nor path yet: all of it goes as one object, by way of the host.
-        values = [tensor.detach().cpu() for tensor in crossing.tensors.values()]
-        whole = crossing.path, crossing.words, values, requests
+        whole = crossing.path, crossing.words, [tensor.detach().cpu() for tensor in crossing.tensors.values()], requests
         self._under_way(key, self.transport.send_object(whole, peer, key.tag(0)))
         self.transfers[key] = Transfer(signature, BoundaryPlan.of(crossing.path))
 
@@ -192,16 +192,14 @@ class BoundaryExchange:
             gradients = self._returned[peer, key.pipe]
             _end(works for _ in range(min(used, len(gradients))) for works in gradients.popleft())
             if not word & _CHANGED:
-                return self._arrived(key, signature, plan, tensors, words)
+                return self._arrived(key, Transfer(signature, plan), tensors, words)
         path, words, values, requests = self.transport.receive_object(peer, key.tag(0))
         self.requests |= requests
         tensors = [value.to(self.transport.device) for value in values]
-        return self._arrived(key, signature, BoundaryPlan.of(path), tensors, words)
+        return self._arrived(key, Transfer(signature, BoundaryPlan.of(path)), tensors, words)
 
-    def _arrived(
-        self, key: BoundaryKey, signature: Hashable, plan: BoundaryPlan, tensors: list[Tensor], words: Iterable[int]
-    ) -> Crossing:
-        self.transfers[key] = Transfer(signature, plan)
+    def _arrived(self, key: BoundaryKey, transfer: Transfer, tensors: list[Tensor], words: Sequence[int]) -> Crossing:
+        self.transfers[key], plan = transfer, transfer.plan
         return Crossing(plan.path, dict(zip(plan.numbers, tensors, strict=True)), tuple(words)).laid_out()
 
     # ------------------------------------------------------------------ backward
@@ -226,8 +224,7 @@ class BoundaryExchange:
 
     def receive_gradients(self, key: BoundaryKey, peer: int) -> Returned:
         """Wait for the gradients, by number, and the numbers that later stages used."""
-        transfer = self.transfers[key]
-        plan = transfer.plan
+        plan = (transfer := self.transfers[key]).plan
         if not plan.gradients:
             transfer.used = plan.all
             return Returned({}, transfer.used)
@@ -239,9 +236,8 @@ class BoundaryExchange:
             transfer.used = plan.all
             return Returned(dict(zip(plan.gradients, tensors, strict=True)), transfer.used)
         split = mask_words(len(plan.numbers))
-        used = to_bits(masks[:split], len(plan.numbers))
+        transfer.used = frozenset(compress(plan.numbers, to_bits(masks[:split], len(plan.numbers))))
         present = to_bits(masks[split:], len(plan.gradients))
-        transfer.used = frozenset(n for n, flag in zip(plan.numbers, used, strict=True) if flag)
         gradients = {n: tensor for n, tensor, flag in zip(plan.gradients, tensors, present, strict=True) if flag}
         return Returned(gradients, transfer.used)
 

@@ -19,7 +19,7 @@ import itertools
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
@@ -34,10 +34,23 @@ from lightning_pipe.intercept.tensor_state import version_of
 from lightning_pipe.torch_internals import DisableTorchFunction, functorch_active
 
 _tokens = itertools.count()
+_PLAIN = (int, float, str, complex, bytes, torch.dtype)
+_NAMED = 5
+"""Attributes that an error names at most."""
 _DEPTH = 4
 """How deep containers and objects are looked into."""
 _SAMPLED = 1 << 14
 """Elements up to which all values of a tensor count; of larger ones about as many, evenly spread."""
+
+
+class GivenOtherValuesError(CutError):
+    """A call is given something else on two stages."""
+
+    def naming(self, attributes: Iterable[str]) -> GivenOtherValuesError:
+        """The same, with the attributes that may be the reason, as code writes them."""
+        names = ", ".join(f"`{name}`" for name in [*dict.fromkeys(attributes)][:_NAMED])
+        message = f"{self.message} The step or its layers have changed {names}." if names else self.message
+        return GivenOtherValuesError(message, self.hint).with_traceback(self.__traceback__)
 
 
 class Digest:
@@ -46,15 +59,18 @@ class Digest:
     Args:
         numbers: those of the derived tensors of the run.
         name_of: names parameters and buffers.
+        idle: whether no stage before or behind compares anything.
 
     Attributes:
+        idle: as given; it may change in the run.
         words: those of the calls so far.
         expected: those of the previous stage up to its cut.
         in_function: whether an autograd Function is being applied, in which stages draw other numbers. Those of a stage
             that waits go nowhere, so it counts which function has drawn them.
     """
 
-    def __init__(self, numbers: Numbers, name_of: Callable[[Tensor], str | None]) -> None:
+    def __init__(self, numbers: Numbers, name_of: Callable[[Tensor], str | None], *, idle: bool = False) -> None:
+        self.idle = idle
         self.words: list[int] = []
         self.expected: Sequence[int] = ()
         self.in_function = False
@@ -66,6 +82,8 @@ class Digest:
 
     def begin(self, leaves: Iterable[object]) -> None:
         """The run is about to begin, with this batch."""
+        if self.idle:
+            return
         for position, leaf in enumerate(leaves, start=1):
             if isinstance(leaf, Tensor):
                 self._batch[id(leaf)] = leaf, mix(position)
@@ -79,14 +97,18 @@ class Digest:
 
     def call(self, name: str, leaves: Iterable[Any], module: nn.Module | None = None) -> None:
         """A function or module is called, here or on an earlier stage, with such leaves of its arguments."""
-        mode = 0 if module is None else 1 + module.training
+        if not self.idle:
+            self.surround(name, leaves, 0 if module is None else 1 + module.training)
+            self.words.append(self._word)
+
+    def surround(self, name: str, leaves: Iterable[Any], mode: int = 0) -> None:
+        """What is called next is called within a function of that name, which is given such leaves."""
         self._word = mix(self._word, _name(name), mode, *[self.of(leaf) for leaf in leaves])
-        self.words.append(self._word)
 
     def check(self, name: str, position: int) -> None:
         """Raise if the call at a position is given something else here than on the previous stage."""
         if position < min(len(self.words), len(self.expected)) and self.words[position] != self.expected[position]:
-            raise CutError(
+            raise GivenOtherValuesError(
                 f"'{name}', call number {position} outside layers, is given other values here than on the stage "
                 "before: a number, a tensor or an attribute depends on earlier micro-batches, the rank or time, or "
                 "one of the two has called other torch functions on the batch or drawn other random numbers.",
@@ -100,10 +122,9 @@ class Digest:
         words = self.words[:calls]
         return (*words, *[0] * (calls - len(words)))
 
-    def follow(self, name: str, leaves: Iterable[Any], left: Iterable[Tensor]) -> None:
+    def follow(self, name: str, leaves: Sequence[Any], left: Iterable[Tensor]) -> None:
         """A function of that name is given such leaves: what it leaves comes from the batch if one does."""
-        leaves = list(leaves)
-        if not any(isinstance(leaf, Tensor) and self._of_batch(leaf) is not None for leaf in leaves):
+        if self.idle or not any(isinstance(leaf, Tensor) and self._of_batch(leaf) is not None for leaf in leaves):
             return
         number = mix(_name(name), *[self.of(leaf) for leaf in leaves])
         self._mark(left, number)
@@ -125,8 +146,9 @@ class Digest:
     def of(self, leaf: Any, depth: int = 0) -> int:
         """A number for one leaf of what is given."""
         if isinstance(leaf, Tensor):
-            return self._of_tensor(leaf)
-        if isinstance(leaf, int | float | str | complex | bytes | torch.dtype):
+            number = self._numbers.of(leaf)  # as mostly
+            return self._of_tensor(leaf) if number is None else -3 - number  # no number of Python's has this one
+        if isinstance(leaf, _PLAIN):
             return _of_plain(leaf)
         if isinstance(leaf, np.generic | np.ndarray) and not leaf.dtype.hasobject:
             return mix(zlib.crc32(leaf.tobytes()), *leaf.shape)
@@ -137,9 +159,6 @@ class Digest:
         return mix(2, *(sorted(found) if isinstance(leaf, set | frozenset) else found))
 
     def _of_tensor(self, tensor: Tensor) -> int:
-        number = self._numbers.of(tensor)
-        if number is not None:
-            return -3 - number  # no number of Python's has this one
         number = self._of_batch(tensor)
         if number is not None:
             return number
@@ -152,6 +171,7 @@ class Digest:
         return int(mark[2])
 
 
+@lru_cache(maxsize=1024)
 def _of_plain(leaf: Any) -> int:
     if isinstance(leaf, float) and not leaf.is_integer():
         return zlib.crc32(f"{leaf:.9g}".encode())  # rounded; all NaN read alike

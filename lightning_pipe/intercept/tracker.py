@@ -88,7 +88,7 @@ class Tracker(TorchFunctionMode):
         self.waiting = expected is not None
         self.spans: list[tuple[int, int]] = []
         self.numbers = Numbers()
-        self.digest = Digest(self.numbers, parameter_use.name_of)
+        self.digest = Digest(self.numbers, parameter_use.name_of, idle=not partial)
         self.in_place = InPlace(self.numbers, parameter_use, partial=partial)
         self._partial, self.alone, self._expected = partial, alone, expected or ()
         self._read_before: dict[int, Tensor | None] = {}

@@ -119,7 +119,7 @@ def _surround(run: StageRun | TurnRun, name: str, apply: Callable[..., Any], arg
     leaves = leaves_of(args, kwargs)
     derived = any(isinstance(leaf, Tensor) and tracker.numbers.derived(leaf) for leaf in leaves)
     if derived:
-        tracker.digest.call(f"{name}.apply", leaves)
+        tracker.digest.surround(name, leaves)
     if derived and tracker.waiting and tracker.complete:
         run.arrive()  # it calls this stage's first layer
     # Foreign parameters among the arguments must not give placeholders a graph.
