@@ -12,11 +12,14 @@ import torch
 from lightning_pipe.intercept.effects import Effect
 from lightning_pipe.skip import SkipKey
 from lightning_pipe.tensor_spec import TensorSpec
+from lightning_pipe.torch_internals import tree_flatten
 
 # What torch 2.13 says whenever it unpickles a structure of its own.
 warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)` is deprecated", category=FutureWarning)
 
 
+LEAF = tree_flatten(None)[1]
+"""The structure of a result that is one leaf."""
 AGAIN = "a layer of an earlier stage again"
 """The name of the last call of a step that comes back to an earlier stage."""
 

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_pipe.errors import CutError
-from lightning_pipe.intercept.call_record import PLAIN, CallRecord, Passed, Repeated, Seen
+from lightning_pipe.intercept.call_record import LEAF, PLAIN, CallRecord, Passed, Repeated, Seen
 from lightning_pipe.intercept.effects import Effect, Watch, container_number
 from lightning_pipe.intercept.held import flattened
 from lightning_pipe.intercept.in_place import Noted
@@ -16,10 +16,6 @@ from lightning_pipe.intercept.torch_functions import unique
 from lightning_pipe.intercept.tracker import Tracker
 from lightning_pipe.skip import SkipKey
 from lightning_pipe.tensor_spec import TensorSpec
-from lightning_pipe.torch_internals import tree_flatten
-
-_LEAF = tree_flatten(None)[1]
-"""The structure of a result that is one leaf."""
 
 
 class RecordCache:
@@ -100,7 +96,7 @@ def _describe(
 ) -> CallRecord:
     # reversed: of an object that is given twice the first position counts
     position_of = {id(argument): position for position, argument in reversed([*enumerate(arguments)])}
-    leaves, structure = ([result], _LEAF) if isinstance(result, Tensor) else flattened(result, position_of)
+    leaves, structure = ([result], LEAF) if isinstance(result, Tensor) else flattened(result, position_of)
     leaves += [*stashed.values()]  # in this order `SkippedLayers` takes them off the end again
     effects: list[tuple[Effect, list[Any]]] = []
     if watch is not None:

@@ -227,6 +227,11 @@ def values_read(name: str, result: Any) -> tuple[Any, tuple[Value, ...]] | None:
     return structure, tuple(Value.of(leaf) for leaf in leaves)
 
 
+def is_new(result: Any, tensors: Sequence[Tensor]) -> bool:
+    """Whether a call has returned one tensor that it was not given, on the device of what it was given first."""
+    return type(result) is Tensor and result.device == tensors[0].device and all(result is not one for one in tensors)
+
+
 def typed_by_autocast(result: Any, tensors: Sequence[Tensor]) -> bool:
     """Whether autocast may have chosen the type of new tensors, by their device: then the record needs the type."""
     device = tensors[0].device

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_pipe.errors import CutError
-from lightning_pipe.intercept.call_record import AGAIN, CallRecord, Value
+from lightning_pipe.intercept.call_record import AGAIN, LEAF, CallRecord, Value
 from lightning_pipe.intercept.digest import Digest
 from lightning_pipe.intercept.held_by_graphs import SHARING, let_go
 from lightning_pipe.intercept.in_place import InPlace
@@ -31,6 +31,7 @@ from lightning_pipe.intercept.torch_functions import (
     draws,
     function_name,
     is_autograds,
+    is_new,
     leaves_of,
     results_of,
     shaped_by_values,
@@ -293,8 +294,11 @@ class Tracker(TorchFunctionMode):
         else:
             result = func(*args, **kwargs)
         numbers, differentiable = self.numbers.give_all(results_of(result, written))
-        # Stages without the tensors find shapes and types by themselves, unless values or autocast decide.
-        if shaped_by_values(name, args) or (not written and typed_by_autocast(result, tensors)):
+        # Stages without the tensors need no call to know what one new tensor is like. Of other results they find shapes
+        # and types by themselves, unless values or autocast decide.
+        if is_new(result, tensors) and not written:
+            self.calls.append(CallRecord(name, numbers, differentiable, LEAF, (TensorSpec.of(result),)))
+        elif shaped_by_values(name, args) or (not written and typed_by_autocast(result, tensors)):
             leaves, structure = tree_flatten(result)
             described = tuple(TensorSpec.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
             self.calls.append(CallRecord(name, numbers, differentiable, structure, described))
