@@ -118,6 +118,11 @@ class Interceptor:
         """The attributes as they are now of what is around layers and outside modules: the LightningModule's own."""
         return Snapshot(self.around, buffers=False)
 
+    def changed(self) -> Iterator[str]:
+        """What calls or steps have changed so far in layers and outside modules, as code writes it."""
+        for part, names in self.cache.keepers.values():
+            yield from (self.cache.reads.written(part, name) for name in names if self.cache.reads is not None)
+
     def note_changes(self, before: Snapshot) -> None:
         """Note which of all attributes have changed since they were looked at."""
         self.cache.note_changes(before.changes(), self.computing())

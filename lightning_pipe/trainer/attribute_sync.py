@@ -88,6 +88,11 @@ class AttributeSync:
         self.at_begin = self.tracked.capture() if complete and not alone else None
         return self.at_begin
 
+    def changed(self, before: Snapshot | None) -> list[str]:
+        """What steps or layers have changed since a snapshot, or so far in layers, as code writes it."""
+        own = [f"self.{name_of(change)}" for change in before.changes()] if before is not None else []
+        return [*own, *self._pipeline.executor.stages.interceptor.changed()]
+
     def changes(self, before: Snapshot | None, ranks: Sequence[int]) -> list[Change]:
         """What steps changed in the attributes of the LightningModule.
 

@@ -13,6 +13,7 @@ from lightning_pipe.engine.first_batch.trial_runs import is_alone
 from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.errors import ConfigurationError
 from lightning_pipe.intercept.contents import Change
+from lightning_pipe.intercept.digest import GivenOtherValuesError
 from lightning_pipe.intercept.recompute import is_recomputing
 from lightning_pipe.intercept.snapshot import Snapshot
 from lightning_pipe.trainer.attribute_sync import AttributeSync
@@ -116,6 +117,8 @@ class UserStep:
             self._world.local = True
             try:
                 yield before
+            except GivenOtherValuesError as error:
+                raise error.naming(self.attributes.changed(before)) from None
             finally:
                 self._world.local, self.attributes.at_begin = False, None
 

@@ -337,7 +337,10 @@ class Large(Model):
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("model", [ReadsState, Large])
 def test_what_hooks_read_that_cannot_be_shown_is_refused(model: type[Model]) -> None:
-    with pytest.raises(Exception, match=r"`self\.layers\.0\.(state|items)`, which|is given other values here"):
+    # the second Trainer finds ranks that differ already: what the hook has made of that is another argument
+    with pytest.raises(
+        Exception, match=r"`self\.layers\.0\.(state|items)`, which|'layers.0', .* is given other values"
+    ):
         check(model)
 
 
