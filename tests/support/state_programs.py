@@ -19,7 +19,7 @@ DATA = torch.randn(SAMPLES, WIDTH, generator=torch.Generator().manual_seed(1)).d
 
 EQUAL = ""
 """The verdict that nothing differs; any other verdict is the pattern of an error that names cause and remedy."""
-STALE = r"CutError"
+STALE = r"(Cut|GivenOtherValues)Error"
 """Where a stage would compute with another value than the step in order: an error about the cut, with a remedy."""
 BATCH_WHOLE, MICRO_BATCHES, ONE_STAGE = "batch", "calls", "stage"
 """The oracles: a plain Trainer with the whole batches, or with the micro-batches as batches; and, where random numbers
