@@ -43,7 +43,6 @@ class Around:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._read: dict[tuple[str, str], str] = {}
         self._names = {id(part): name for name, part in module.named_modules()}
         self._module = module
 
@@ -62,16 +61,6 @@ class Around:
         data = shown(value) if comparable and name is not None else None
         return None if data is None or name is None else Read(name, attribute, data)
 
-    def note(self, reader: str, part: nn.Module, attribute: str) -> None:
-        """A layer of the last stage reads an attribute of a module."""
-        if (name := self._names.get(id(part))) is not None:
-            self._read[name, attribute] = reader
-
-    def take_read(self) -> dict[tuple[str, str], str]:
-        """What layers have read since this was asked, in the micro-batches that this rank completes, and which."""
-        read, self._read = self._read, {}
-        return read
-
     def check(self, reader: str, reads: Sequence[Read]) -> None:
         """What a layer has read where it runs must be what it would read here.
 
@@ -83,7 +72,6 @@ class Around:
             CutError: it is not.
         """
         for read in reads:
-            self._read[read.module, read.attribute] = reader
             part = self._module.get_submodule(read.module)
             value = holder_of(part, read.attribute).get(read.attribute, _MISSING)
             # what layers have computed has no value here yet, and its stage knows it is the same

@@ -17,7 +17,7 @@ from typing_extensions import override
 from lightning_pipe.errors import CutError
 from lightning_pipe.intercept.held_by_graphs import let_go
 from lightning_pipe.intercept.slot_items import attributes_of
-from lightning_pipe.intercept.tensor_state import copy_of, growth_of, place_of, same_objects, same_values, version_of
+from lightning_pipe.intercept.tensor_state import copy_of, place_of, same_objects, same_values, version_of
 from lightning_pipe.intercept.user_classes import is_users
 
 _LARGE = 4096
@@ -31,19 +31,15 @@ Path = tuple[Any, ...]
 class Change(NamedTuple):
     """One difference that a step made. A list or a set that has other elements is the same object, filled again.
 
-    ``path`` starts with the name of a module; then come attributes and keys, each with the kind of its owner. ``delta``
-    is what a number or tensor grew by, for schedules in which two ranks complete steps of one batch. ``everywhere``
-    tells that no other rank has run the code that made it, if it is a change in a layer. What a call of a layer has
-    changed is kept, with the value as bytes, or hidden if other ranks cannot have it. ``order`` is the last micro-batch
-    that has made it, where the last one counts.
+    ``path`` starts with the name of a module; then come attributes and keys, each with the kind of its owner.
+    ``everywhere`` tells that no other rank has run the code that made it, if it is a change in a layer. What a call of
+    a layer has changed is kept, with the value as bytes, or hidden if other ranks cannot have it.
     """
 
     kind: Literal["set", "delete", "append", "fill", "keep", "hide"]
     path: Path
     value: Any = None
-    delta: Any = None
     everywhere: bool = True
-    order: int = -1
 
 
 class _Kept(NamedTuple):
@@ -128,7 +124,7 @@ class _Mapping(Node):
             kept = self.kept.get(key)
             here = (*path, (self.kind, key))
             if kept is None or (kept.value is not value and not _equal_plain(kept.value, value)):
-                yield Change("set", here, value, _delta(kept, value))
+                yield Change("set", here, value)
             elif kept.node is not None:
                 yield from kept.node.changes_once(here, seen)
 
@@ -283,8 +279,9 @@ class _Tensor(Node):
         return self.owner
 
     def changes(self, path: Path, seen: set[int]) -> Iterator[Change]:
-        if self._changed():
-            yield Change("set", path, self.owner, growth_of(self.kept, self.owner))
+        # it may have been filled with the values that it had
+        if self._changed() and (self.kept is None or not same_values(self.owner, self.kept)):
+            yield Change("set", path, self.owner)
 
 
 def _keep(value: Any, seen: dict[int, Node], siblings: int) -> _Kept:
@@ -319,14 +316,6 @@ _NODES: tuple[tuple[Any, type[Any]], ...] = (
 )
 _OF_PYTHON = (SimpleNamespace, Namespace, UserDict, UserList)
 """Classes of the standard library whose objects keep the user's values in attributes."""
-
-
-def _delta(kept: _Kept | None, value: Any) -> Any:
-    if kept is not None and isinstance(kept.node, _Tensor):
-        return growth_of(kept.node.kept, value)
-    if kept is None or isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    return value - kept.value if isinstance(kept.value, int | float) and not isinstance(kept.value, bool) else None
 
 
 def _equal_plain(one: Any, other: Any) -> bool:

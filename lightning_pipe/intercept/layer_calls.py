@@ -184,6 +184,20 @@ def by_own_value(written: str) -> CutError:
     )
 
 
+def in_several_pipes(written: str, who: str = "the step") -> CutError:
+    """With several pipes, the step or a layer changes an attribute.
+
+    Args:
+        written: the attribute as code writes it.
+        who: changes it.
+    """
+    return CutError(
+        f"{who} changes `{written}`, and this schedule has several pipes: none of them runs all micro-batches, so "
+        "none has the value that one device has.",
+        hint=f"{ONCE_FOR_A_BATCH} What is logged is joined.",
+    )
+
+
 class LayerCalls:
     """The calls of this stage's layers and of outside modules in one run of the step.
 
@@ -297,8 +311,6 @@ class LayerCalls:
         if root == -1:
             if not self._stage.last:
                 self._around[id(part), name] = part
-            elif self.cache.around is not None:
-                self.cache.around.note(watch.name, part, name)
         elif not (seen and reads.course.one_pipe):
             reads.read_in_call(watch.name, part, name)
 
@@ -334,14 +346,17 @@ class LayerCalls:
         """Note what a call has changed in its module.
 
         Raises:
-            CutError: other modules hold that, too, or it has changed another module.
+            CutError: other modules hold that, too, it has changed another module, or there are several pipes.
         """
         cache, sharing = self.cache, self.cache.sharing
         for effect in call.effects:
             if effect.attribute:
                 part = module.get_submodule(effect.path)
                 cache.changing(part, effect.attribute)
-                cache.note_keeper(part, effect.attribute)
+                again = not cache.note_keeper(part, effect.attribute)
+                # what it sets once, such as a mask, it may set on each of several ranks
+                if effect.kept and again and not self.tracker.alone and cache.reads and not cache.reads.course.one_pipe:
+                    raise in_several_pipes(cache.reads.written(part, effect.attribute), f"'{name}'")
             if effect.attribute and sharing is not None and (altered := watch.altered(effect)):
                 sharing.check((name, module), effect.place, altered, last=self._stage.last)
         for other, part, attribute in watch.foreign_changes():

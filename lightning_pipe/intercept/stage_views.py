@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_pipe.intercept.contents import Change
 from lightning_pipe.intercept.layer_calls import RunCache, by_own_value, names_in, snapshot_of
@@ -179,6 +179,4 @@ def _root(change: Change) -> tuple[int, str]:
 
 def _is_in_place(change: Change) -> bool:
     """Whether what an attribute refers to has changed, and not the attribute."""
-    if isinstance(change.delta, Tensor) and not change.delta.any():
-        return False  # a tensor has been filled with the values that it had
     return len(change.path) > 2 or change.kind in ("fill", "append")

@@ -52,14 +52,6 @@ def place_of(value: Any) -> Any:
     return (value.data_ptr(), tuple(value.shape)) if type(value) is Tensor else None
 
 
-def growth_of(before: Any, now: Any) -> Any:
-    """What a tensor grew by; ``None`` if that cannot be said."""
-    if not (isinstance(before, Tensor) and isinstance(now, Tensor)) or before.dtype is torch.bool:
-        return None
-    alike = (before.shape, before.dtype, before.device) == (now.shape, now.dtype, now.device)
-    return now.detach() - before if alike else None
-
-
 def same_values(one: Any, other: Any) -> bool:
     """Whether two tensors, or two arrays, have the same type, shape and values. NaN is not the same as NaN."""
     if one.dtype != other.dtype:  # which `torch.equal` does not look at (torch 2.13)

@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from itertools import chain
 
 import lightning.pytorch as pl
-from torch import Tensor
 
 from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.intercept.around import alike
-from lightning_pipe.intercept.contents import Change
+from lightning_pipe.intercept.contents import Change, Path
 from lightning_pipe.intercept.kept_state import can_hold
+from lightning_pipe.intercept.layer_calls import in_several_pipes
 from lightning_pipe.intercept.snapshot import Snapshot
 from lightning_pipe.trainer.layer_attributes import LayerAttributes
 from lightning_pipe.trainer.module_state import Tracked, name_of, portable
-from lightning_pipe.trainer.pipe_writes import PipeWrites, latest
 from lightning_pipe.trainer.step_hooks import StepHooks
 from lightning_pipe.trainer.warn_once import WarnOnce
-
-
-@contextmanager
-def _both(one: AbstractContextManager[None], other: AbstractContextManager[None]) -> Iterator[None]:
-    with one, other:
-        yield
 
 
 class AttributeSync:
@@ -51,7 +45,6 @@ class AttributeSync:
         self.of_layers = LayerAttributes(parts, interceptor, others, alternating=not pipeline.synchronous)
         interceptor.cache.writes, interceptor.around = self.of_layers, self.tracked.modules
         self.hooks = StepHooks(module, lambda: interceptor.in_module)
-        self._writes = PipeWrites(self.tracked.modules)
         # without a flush the runs of several batches alternate
         self.at_begin: Snapshot | None = None
         self.several = pipeline.family.pipes > 1 and pipeline.synchronous
@@ -59,23 +52,7 @@ class AttributeSync:
 
     def installed(self) -> AbstractContextManager[None]:
         """Around a run of the Trainer: see what steps set."""
-        return (
-            _both(self.of_layers.installed(), self._writes.installed()) if self.several else self.of_layers.installed()
-        )
-
-    def noting(
-        self, index: int, complete: Callable[[], bool], *, pipes: bool, **how: bool
-    ) -> AbstractContextManager[None]:
-        """Around a run of the step; see `LayerAttributes.noting`.
-
-        Args:
-            index: of its micro-batch.
-            complete: asked behind it whether it counts.
-            pipes: whether other micro-batches of its batch take another way, past other ranks.
-            how: for `LayerAttributes.noting`.
-        """
-        noting = self.of_layers.noting(complete, pipes=pipes, **how)
-        return _both(noting, self._writes.noting(index, complete)) if self.several else noting
+        return self.of_layers.installed()
 
     def before(self, ranks: Sequence[int]) -> Snapshot | None:
         """The attributes before steps run; ``None`` on a rank whose changes no other rank needs.
@@ -100,48 +77,28 @@ class AttributeSync:
             before: the attributes before the steps, as `before` returned them.
             ranks: those that complete the steps.
         """
-        if self.several:
-            self._check_pipes(several=len(ranks) > 1)
         of_layers = self.of_layers.changes()
         self._join(of_layers)
-        found = before.changes() if before is not None else []
-        both = self._writes.ordered(found, of_layers) if self.several else [*found, *of_layers]
-        changes, lost = portable(both) if before is not None else ([], [])
+        changes, lost = portable([*before.changes(), *of_layers]) if before is not None else ([], [])
         for attribute in lost:
             self._warn(
                 attribute,
                 f"The step sets `self.{attribute}` to something that cannot be pickled: it exists on the rank with the "
                 "loss alone.",
             )
-        if len(ranks) == 1:
-            return [change._replace(delta=None) for change in changes]
-        self._warn_of_sums(changes)
         return changes
 
-    def note_changes(self, changes: Sequence[Change]) -> None:
-        """What a run of the step has changed in the LightningModule that counts."""
-        self._writes.note_changes(changes)
+    def check_pipes(self, before: Snapshot) -> None:
+        """A complete run, of which other ranks do not see what it has changed, must have changed nothing.
 
-    def _check_pipes(self, *, several: bool) -> None:
-        """At the end of a batch, where there are several pipes; ``several``: whether more than one has run it."""
-        around = self._pipeline.executor.stages.interceptor.cache.around
-        read = around.take_read() if around is not None else {}
-        if several:
-            self._writes.check(read)
+        Args:
+            before: the attributes before it.
 
-    def _warn_of_sums(self, changes: Sequence[Change]) -> None:
-        """Warn about attributes for which adding up the changes of two ranks may be wrong (averages, queues)."""
-        for change in changes:
-            grown, name = change.delta if change.order < 0 else None, name_of(change)
-            unsteady = grown is not None and name in self._writes.unsteady
-            if unsteady or isinstance(grown, float) or (isinstance(grown, Tensor) and grown.is_floating_point()):
-                self._warn(
-                    f"{name} added",
-                    f"The step changes `self.{name}` by its own value, and with this schedule it is completed on "
-                    "several ranks, each for a part of the micro-batches: what it grows by there is added up. That is "
-                    "exact for sums, and for nothing else. For moving averages, queues and products use a schedule "
-                    "with one pipe, such as schedule='1f1b'.",
-                )
+        Raises:
+            CutError: it has.
+        """
+        for change in before.changes():
+            raise in_several_pipes(f"self.{name_of(change)}")
 
     def adopt(self, changes: Sequence[Sequence[Change]], before: Snapshot | None) -> None:
         """Make the changes of the ranks that complete the steps on this rank.
@@ -149,17 +106,26 @@ class AttributeSync:
         Args:
             changes: those of each rank that completes the steps.
             before: this rank's attributes before the steps; ``None`` if it completes none.
+
+        Raises:
+            CutError: several ranks have set different values in layers.
         """
         several = len(changes) > 1
-        if before is not None and several:
-            # this rank's own changes are among those that are added up
-            before.undo()
+        if several:
+            self._check_alike(changes)
         if before is None or several:
-            for each in latest(changes) if several else changes:
-                self.tracked.apply(self.of_layers.others(each), add=several)
+            for each in changes:
+                self.tracked.apply(self.of_layers.others(each))
                 # behind that: a layer may hold a list that the LightningModule holds, which is longer by now
                 self.of_layers.adopt(each)
                 self._join(each)
+
+    def _check_alike(self, changes: Sequence[Sequence[Change]]) -> None:
+        """What several ranks have set in layers must be the same: no one knows which of them was the last one."""
+        found = dict[Path, Change]()
+        for change in chain(*changes):
+            if change.kind != "hide" and not alike(found.setdefault(change.path, change).value, change.value):
+                raise in_several_pipes(f"self.{name_of(change)}")
 
     def _join(self, changes: Sequence[Change]) -> None:
         """Let layers that this rank runs hold the objects that complete runs of the step have set there.

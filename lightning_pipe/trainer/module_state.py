@@ -79,18 +79,17 @@ class Tracked:
                 elif type(value) not in _CONTAINERS:
                     others.add(type(value))
 
-    def apply(self, changes: Iterable[Change], *, add: bool = False) -> None:
+    def apply(self, changes: Iterable[Change]) -> None:
         """Make changes that another rank's step made.
 
         Args:
             changes: what `Snapshot.changes` returned there.
-            add: let numbers and tensors grow by what they grew there, rather than take their value.
         """
         for change in changes:
             owner: Any = self.modules[change.path[0]]
             for step in change.path[1:-1]:
                 owner = _get(owner, *step)
-            _apply(owner, change, add=add)
+            _apply(owner, change)
 
 
 def _entries(attributes: dict[str, Any], others: Container[type]) -> Iterator[tuple[str, Any, Any, Any]]:
@@ -200,7 +199,7 @@ def _items(owner: Any, kind: str) -> Any:
     return vars(owner) if kind == "attribute" else SlotItems(owner) if kind == "slot" else owner
 
 
-def _apply(owner: Any, change: Change, *, add: bool) -> None:
+def _apply(owner: Any, change: Change) -> None:
     kind, key = change.path[-1]
     target = _items(owner, kind)
     if change.kind == "append":
@@ -213,7 +212,7 @@ def _apply(owner: Any, change: Change, *, add: bool) -> None:
         filled.clear()
         filled.update(change.value) if isinstance(filled, set) else filled.extend(change.value)
     else:
-        value = change.value if not add or change.delta is None else _now(target, key, 0) + change.delta
+        value = change.value
         if isinstance(value, Tensor) and _fits(_now(target, key), value):
             # in place: optimizers, callbacks and views refer to the tensor
             let_go([target[key]])
@@ -223,8 +222,8 @@ def _apply(owner: Any, change: Change, *, add: bool) -> None:
             target[key] = value
 
 
-def _now(target: Any, key: Any, default: Any = None) -> Any:
-    return target.get(key, default) if isinstance(target, Mapping) else target[key]
+def _now(target: Any, key: Any) -> Any:
+    return target.get(key) if isinstance(target, Mapping) else target[key]
 
 
 def _fits(now: Any, value: Tensor) -> bool:

@@ -147,8 +147,8 @@ class UserStep:
         pipes = micro_batches > 1 and self.pipeline.family.pipes > 1 and not again
         unsynchronized = training and self.pipeline.asynchronous is not None
         followed = not again and (pipes or index < micro_batches - 1 or unsynchronized)
-        noting = self.attributes.noting(
-            index, lambda: complete, undo=not training, followed=followed, pipes=pipes, first=first
+        noting = self.attributes.of_layers.noting(
+            lambda: complete, undo=not training, followed=followed, pipes=pipes, first=first
         )
         noting_hooks = self.attributes.hooks.noting(hooks, lambda: complete)
         if complete:
@@ -166,7 +166,8 @@ class UserStep:
                 drawn = sources.end()
                 if not again:
                     self.sources.note(drawn, taken, evaluating=self._may_repeat)
-                self._note_kept(kept, complete=complete)
+                if complete and pipes and self.attributes.several and not is_alone():
+                    self.attributes.check_pipes(kept)
                 if not complete:
                     if not again:
                         self.late_values.note(kept)
@@ -180,12 +181,6 @@ class UserStep:
                     # what ends a run early is a BaseException; an error of the user's step says more than this one
                     if drawn and not isinstance(sys.exception(), Exception):
                         check_one_run(min(drawn), self.pipeline, micro_batches, training=training)
-
-    def _note_kept(self, before: Snapshot, *, complete: bool) -> None:
-        """Note what a complete run of the step keeps as attributes."""
-        counts = complete and self.attributes.several and not is_alone()
-        if counts and not isinstance(sys.exception(), Exception):
-            self.attributes.note_changes(before.changes())
 
     def take_turns(self, name: str) -> None:
         """Let the ranks take turns in an evaluation step from now on, and say so.

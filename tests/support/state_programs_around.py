@@ -104,7 +104,11 @@ class ConfigOfLayers(SharedConfig):
 
 
 @program(
-    MICRO_BATCHES, train=r"self\.layers\.\d\.config", evaluate=r"self\.layers\.\d\.config", evaluate_interleaved=EQUAL
+    MICRO_BATCHES,
+    train=r"self\.layers\.\d\.config",
+    evaluate=r"self\.layers\.\d\.config",
+    evaluate_interleaved=EQUAL,
+    train_chimera=r"self\.config\.scale",
 )
 class ConfigOfLayersBehind(SharedConfig):
     def behind(self, out: Tensor) -> Tensor:
@@ -112,7 +116,7 @@ class ConfigOfLayersBehind(SharedConfig):
         return super().behind(out)
 
 
-@program(MICRO_BATCHES, train=STALE, train_chimera=r"self\.layers\.\d\.config")
+@program(MICRO_BATCHES, train=STALE, train_chimera=r"self\.config\.scale")
 class ConfigOfLayersBefore(SharedConfig):
     def before(self, x: Tensor) -> Tensor:
         self.config.shrink()

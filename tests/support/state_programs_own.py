@@ -15,7 +15,7 @@ class Plain(Base):
     """Changes nothing."""
 
 
-@program(MICRO_BATCHES)
+@program(MICRO_BATCHES, train_chimera=r"self\.outputs")
 class OutputsAppend(Base):
     def make(self) -> None:
         self.outputs = list[Tensor]()
@@ -29,7 +29,7 @@ class OutputsAppend(Base):
         return [len(self.outputs), sum(map(float, self.outputs))]
 
 
-@program(BATCH_WHOLE)
+@program(BATCH_WHOLE, train_chimera=r"self\.outputs")
 class OutputsMeanOfAnEpoch(OutputsAppend):
     """What is made of the list does not depend on how often it has grown."""
 
@@ -74,7 +74,7 @@ class CounterBetween(Counts):
         return super().behind(out)
 
 
-@program(MICRO_BATCHES)
+@program(MICRO_BATCHES, train_chimera=r"self\.count")
 class CounterBehind(Counts):
     def behind(self, out: Tensor) -> Tensor:
         self.count += 1
@@ -155,7 +155,7 @@ class AnnealedByTheGlobalStep(Base):
         return super().behind(out) * (1 + min(1.0, self.global_step / 10))
 
 
-@program(BATCH_WHOLE)
+@program(BATCH_WHOLE, train_chimera=r"self\.beta")
 class SetsBetaByTheGlobalStep(Base):
     def before(self, x: Tensor) -> Tensor:
         self.beta = min(1.0, 0.1 + self.global_step / 10)
@@ -219,7 +219,7 @@ class TauBehind(Base):
         return [self.tau]
 
 
-@program(BATCH_WHOLE)
+@program(BATCH_WHOLE, train_chimera=r"self\.sign")
 class FromTheBatch(Base):
     """Each stage computes it by itself."""
 

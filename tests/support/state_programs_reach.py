@@ -66,7 +66,7 @@ class LayersReadACounter(ReachesItsOwner):
         return super().behind(out)
 
 
-@program(BATCH_WHOLE)
+@program(BATCH_WHOLE, train_chimera=r"self\.(layers\.\d\.)?count")
 class LayersReadTheGlobalStep(ReachesItsOwner):
     def before(self, x: Tensor) -> Tensor:
         self.count = self.global_step

@@ -133,19 +133,6 @@ def test_nothing_changed_nothing_travels(module: Module) -> None:
     assert tracked(module).capture().changes() == []
 
 
-def test_numbers_of_two_ranks_add_up(module: Module) -> None:
-    changes = []
-    for value in (1.0, 2.0):
-        memory = tracked(module).capture()
-        module.step(value)
-        changes.append([c for c in memory.changes() if "count" in str(c.path) or "outs" in str(c.path)])
-        memory.undo()
-    for of_rank in changes:
-        tracked(module).apply(of_rank, add=True)
-    assert module.count == 2
-    assert [float(out) for out in module.outs] == [1.0, 2.0]
-
-
 def test_layers_and_modules_that_really_run_keep_their_state(module: Module) -> None:
     memory = tracked(module).capture()
     module.layers[0].calls = 1

@@ -80,7 +80,7 @@ class Sets(Model):
 
 
 class SetsByBatch(Model):
-    """The last micro-batch counts, whichever pipe it takes."""
+    """The last micro-batch counts."""
 
     def step(self, x: Tensor, number: int) -> Tensor:
         for layer in self.layers:
@@ -188,9 +188,16 @@ def test_of_several_pipes_none_has_the_value_before_a_micro_batch(model: type[Mo
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("model", [Fills, SetsByBatch])
-def test_with_several_pipes_what_does_not_depend_on_the_value_before_equals_one_device(model: type[Model]) -> None:
-    check_training(model, **CHIMERA)
+def test_with_several_pipes_what_is_alike_in_all_micro_batches_equals_one_device() -> None:
+    check_training(Fills, **CHIMERA)
+
+
+@pytest.mark.timeout(60)
+def test_with_several_pipes_nobody_knows_what_the_last_micro_batch_has_set() -> None:
+    with pytest.raises(
+        CutError, match=r"the step changes `self\.layers\.\d\.tau`, and this schedule has several pipes"
+    ):
+        check_training(SetsByBatch, **CHIMERA)
 
 
 def test_a_change_that_could_not_be_put_back_is_refused() -> None:
