@@ -281,7 +281,8 @@ class PipelineRun:
             raise steps_for_every_batch(self.pipeline.family.name, trainer.accumulate_grad_batches)
         step = self._step.begin("training_step", rest, self._precision.train_step_context, micro_batches)
         self.report.batch(micro_batches, self.loaders.order.notes, chosen=self._splitter.number == "auto")
-        # without a number of the user's, a loss that is no mean over the micro-batches has the batch run again, whole
+        # without a number of the user's, what is not made of micro-batches has the batch run again, whole
+        self._step.checks.repeats = self._splitter.may_leave_whole
         rewind = Rewind(self._module) if step.check is not None and self._splitter.may_leave_whole else None
         with naming_suspects(batch, micro_batches), self.report.counted():
             if self.streaming is not None:
@@ -314,7 +315,8 @@ class PipelineRun:
         if found:
             common.sources.check_may_run_again(training=True)
             common.attributes.of_layers.changes()  # those of this run do not count
-        return found[0] if found else ""
+        # where samples meet before the loss, that is why
+        return min(found, key=lambda each: each.startswith("The loss"), default="")
 
     def evaluate(self, name: str, args: Sequence[Any]) -> Any:
         """An evaluation step, once over the whole batch.

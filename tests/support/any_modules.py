@@ -727,3 +727,85 @@ class Wrapped(Lit):
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         return self.criterion(self.model(x), y)
+
+
+class _Dependent(Lit):
+    """What it makes of a sample depends on the others in its batch, before the layer ``at``, or in it if ``inside``."""
+
+    at, inside = 0, False
+
+    class Layer(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(self.mixed(x, self.training))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1, self.fc2, self.fc3 = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+        self.fc4, self.out = nn.Linear(8, 8), nn.Linear(8, 4)
+        if self.inside:
+            self.fc2 = self.Layer(8, 8)
+            self.fc2.mixed = self.mixed
+
+    @staticmethod
+    def mixed(x: Tensor, training: bool) -> Tensor:
+        raise NotImplementedError
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, layer in enumerate((self.fc1, self.fc2, self.fc3, self.fc4)):
+            x = torch.tanh(layer(self.mixed(x, self.training) if number == self.at and not self.inside else x))
+        return self.out(x)
+
+
+class Scaled(_Dependent):
+    """The scaler of a time series: without an observation it falls back to the mean over the batch."""
+
+    @staticmethod
+    def mixed(x: Tensor, training: bool) -> Tensor:
+        seen = (x != 0).sum(1, keepdim=True)
+        own = x.abs().sum(1, keepdim=True) / seen.clamp(min=1)
+        scale = torch.where(seen > 0, own, own.sum(0) / (seen > 0).sum(0).clamp(min=1))
+        return torch.cat([x[:, 1:], scale], 1)
+
+    def data(self) -> DataLoader[Any]:
+        x, y = super().data().dataset.tensors
+        x[::3] = 0.0  # never observed
+        return DataLoader(TensorDataset(x, y), batch_size=8)
+
+
+class Normalised(_Dependent):
+    """Normalisation over the batch that is written by hand."""
+
+    @staticmethod
+    def mixed(x: Tensor, training: bool) -> Tensor:
+        return (x - x.mean(0)) / (x.var(0, unbiased=False) + 1.0).sqrt()
+
+
+class NormalisedBehind(Normalised):
+    """The same behind the first layer."""
+
+    at = 1
+
+
+class Highest(_Dependent):
+    """Keeps the columns that are highest in the mean over the batch: in training alone, by the sample otherwise."""
+
+    @staticmethod
+    def mixed(x: Tensor, training: bool) -> Tensor:
+        means = x.abs().mean(0, keepdim=True).expand_as(x) if training else x.abs()
+        return x * (means >= means.topk(4, 1).values[:, -1:])
+
+
+class HighestBehind(Highest):
+    """The same behind the first layer."""
+
+    at = 1
+
+
+class HighestInside(Highest):
+    """The same in the second layer."""
+
+    inside = True
+
+
+DEPENDENT = [name for name, kind in MODULES.items() if isinstance(kind, type) and issubclass(kind, _Dependent)]
+"""Those whose samples depend on each other."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import warnings
 from contextlib import redirect_stdout
 from typing import Any, ClassVar
 
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 from lightning_pipe.errors import CutError, PartitionError
 from tests.support import oracle, processes
-from tests.support.any_modules import MODULES
+from tests.support.any_modules import DEPENDENT, MODULES
 from tests.support.trainer_runs import QUIET, quiet
 
 WORD = "pipe"
@@ -38,7 +39,8 @@ def fit(name: str, strategy: str, devices: int) -> dict[str, Any]:
     trainer = L.Trainer(
         accelerator="cpu", devices=devices, strategy=strategy, max_epochs=2, callbacks=[losses], **QUIET
     )
-    with redirect_stdout(printed):
+    with redirect_stdout(printed), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
         trainer.fit(module, module.data(), module.data())
         metrics = {key: float(value) for key, value in trainer.callback_metrics.items()}
         predicted = trainer.predict(module, module.data())
@@ -48,6 +50,7 @@ def fit(name: str, strategy: str, devices: int) -> dict[str, Any]:
         "metrics": metrics,
         "predicted": predicted,
         "printed": printed.getvalue(),
+        "warnings": [str(each.message) for each in caught if "run whole" in str(each.message)],
     }
 
 
@@ -74,11 +77,12 @@ def assert_equal(name: str, found: dict[str, Any]) -> None:
         torch.testing.assert_close(mine, own, rtol=1e-9, atol=1e-9)
 
 
-GROUPS = [sorted(MODULES)[start : start + 9] for start in range(0, len(MODULES), 9)]
+APART = sorted(MODULES.keys() - set(DEPENDENT))
+GROUPS = [APART[start : start + 9] for start in range(0, len(APART), 9)]
 
 
 def test_there_are_thirty_shapes() -> None:
-    assert len(MODULES) >= 30
+    assert len(APART) >= 30
 
 
 @pytest.mark.timeout(120)
@@ -101,6 +105,17 @@ def test_schedules_with_several_stages_or_pipes(word: str, tmp_path: Any) -> Non
     names = ["Backwards", "Encoder", "Segmentation", "TwoTowers"]
     for name, found in zip(names, by_the_word(names, 2, str(tmp_path), word), strict=True):
         assert_equal(name, found)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("devices", [2, 4])
+def test_batches_whose_samples_depend_on_each_other_run_whole(devices: int, tmp_path: Any) -> None:
+    for name, found in zip(DEPENDENT, by_the_word(DEPENDENT, devices, str(tmp_path)), strict=True):
+        assert_equal(name, found)
+        printed = " ".join(found["printed"].split())
+        assert "depends on the other samples in its micro-batch" in printed, name
+        assert "So batches run whole" in printed, name
+        assert len(found["warnings"]) == 1, name
 
 
 @pytest.mark.slow

@@ -26,6 +26,8 @@ from lightning_pipe.intercept.crossing import Crossing
 
 _ROUNDING = {torch.float64: 1e-9, torch.float32: 2e-5, torch.float16: 5e-4, torch.bfloat16: 2e-3}
 """How far losses may differ that are equal but for rounding, relative to 1 + their size."""
+_LEAST, _TIMES = 1e-6, 30
+"""How far they do so in float32 for sure, and how many times what rounding makes of a micro-batch is more than that."""
 _REDUCED = 5e-4
 """The same for float32 on devices that multiply matrices with fewer bits."""
 
@@ -67,7 +69,8 @@ class LossCheck(BatchObserver):
         reason: why a pair could not be compared, in words.
         compared: for each of the values: what they were for one micro-batch, another one, and both together, with the
             share of the first. One entry for each pair that agreed.
-        rounding: the largest difference that rounding can make.
+        most: the largest difference that rounding can make.
+        rounding: the largest one that it makes of the losses of this pair.
     """
 
     amounts: Sequence[float]
@@ -82,6 +85,7 @@ class LossCheck(BatchObserver):
     agreed: bool = False
     reason: str | None = None
     compared: dict[Any, list[tuple[float, float, float, float]]] = field(default_factory=dict)
+    most: float = 0.0
     rounding: float = 0.0
     _seen: dict[int, Crossing | None] = field(default_factory=dict)
     _tried: int = 0
@@ -127,8 +131,9 @@ class LossCheck(BatchObserver):
         parts = [runs.batch.micro_batches[index] for index in pair]
         both_parts = self.join(pair)
         singles = [self._run(runs, *each) for each in zip(pair, parts, received, strict=True)]
-        self.rounding = self._rounding(runs.stages, singles[-1].loss)
+        self.most = self._rounding(runs.stages, singles[-1].loss)
         one, other = (float(single.loss) for single in singles)
+        self.rounding = self._closest(runs, pair[0], received[0], sizes[0], one * (1 + self.summed))
         if not sum(shares) or not math.isfinite(one + other):
             return
         share = shares[0] / sum(shares)
@@ -153,7 +158,7 @@ class LossCheck(BatchObserver):
         if all(map(math.isfinite, together)):
             if runs.drew and not runs.whole:
                 # a step that leaves layers out at random asks whether the module is in training
-                self._compare(replace(runs, whole=True), pair)
+                self._compare(replace(runs, whole=True, drew=False), pair)
                 return
             if runs.are_random(pair[0], parts[0], received[0], lambda _, result: self._agrees(result, one)):
                 raise _DiffersError
@@ -206,6 +211,17 @@ class LossCheck(BatchObserver):
     def _note(self, share: float, one: dict[Any, float], other: dict[Any, float], both: dict[Any, float]) -> None:
         for name in [name for name in one if name in other and name in both and name not in self._unknown]:
             self.compared.setdefault(name, []).append((one[name], other[name], both[name], share))
+
+    def _closest(self, runs: TrialRuns, index: int, inbound: Crossing | None, size: int, loss: float) -> float:
+        """The largest difference that it makes, as one micro-batch shows, put together with itself, in float32."""
+        if self.most != _ROUNDING[torch.float32]:
+            return self.most
+        try:
+            both, ways = self.join((index, index)), readings([inbound] * 2, [size] * 2)
+            noise = min(abs(float(runs.loss(index, both, each)) - loss) / (1 + abs(loss)) for each in ways)
+        except Exception:  # it cannot be put together with itself
+            return self.most
+        return min(self.most, max(_LEAST, _TIMES * noise)) if noise < self.most else self.most
 
     def _rounding(self, stages: Stages, loss: Tensor) -> float:
         """The largest difference that rounding can make, by the coarsest numbers that take part."""

@@ -1,4 +1,4 @@
-"""Does what a stage computes for a sample depend on the other samples? Looked at in the first batch for earlier stages.
+"""Does what a stage computes for a sample depend on the other samples? Looked at beside losses, for earlier stages.
 
 The loss check sees what the last stage does with samples. Before it, a tensor may be cut that holds no samples, or cut
 along time, and layers may compare samples with each other: every stage then computes something else than one device,
@@ -7,7 +7,9 @@ and the loss is the mean over samples that it should be.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -22,81 +24,114 @@ from lightning_pipe.engine.first_batch.trial_runs import TrialRuns, leaving_no_t
 from lightning_pipe.engine.stage import Crossings, Stages
 from lightning_pipe.intercept.crossing import Crossing
 
-_ROUNDING = {torch.float64: 1e-7, torch.float32: 5e-3, torch.float16: 0.05, torch.bfloat16: 0.2}
-"""How far tensors may differ that are equal but for rounding, relative to their norm: it adds up over layers."""
+_ROUNDING = {torch.float64: (1e-12, 1e-7), torch.float32: (2e-6, 5e-3), torch.float16: (0.01, 0.05)}
+"""How far tensors differ, relative to their norm, by rounding for sure, and at most: it adds up over layers."""
+_COARSE = (0.05, 0.2)
+"""The same for types with fewer bits."""
+_TIMES = 30
+"""How many times what rounding makes of a micro-batch with itself is more than rounding."""
 
 
 @dataclass
 class MixingCheck(BatchObserver):
     """Compares what leaves a stage for two micro-batches with what leaves it for both together.
 
-    It only looks, as `LossCheck` does. What is random or cannot be put together is not judged.
+    It only looks, as `LossCheck` does. What is random is not judged.
 
     Args:
         sizes: samples of each micro-batch.
         join: puts micro-batches together, given their numbers.
-        tell: is given the names of the first and last layer of a stage that mixes samples, and the samples of the two
-            micro-batches.
+        tell: is given the layers of a stage that mixes samples, and the samples of the two micro-batches, or none if
+            these could not be compared.
+        pairs: how many pairs are compared at most.
     """
 
     sizes: Sequence[int]
     join: Callable[[tuple[int, int]], Any]
-    tell: Callable[[str, str, int, int], None]
+    tell: Callable[[str, Sequence[int]], None]
+    pairs: int = 3
     _seen: dict[int, dict[int, Crossing | None]] = field(default_factory=dict)
+    _tried: Counter[int] = field(default_factory=Counter)
 
     @override
     def before_stage(
         self, stages: Stages, stage: int, micro_batch: int, batch: Batch, inbound: Crossing | None
     ) -> None:
-        """A micro-batch comes to a stage; with the second one the check is made."""
+        """A micro-batch comes to a stage; with every second one the check is made."""
         seen = self._seen.setdefault(stage, {})
-        if len(seen) == 2:
+        if self._tried[stage] >= self.pairs:
             return
         # the step may change in place what it receives
         seen[micro_batch] = inbound and inbound.copied()
         if len(seen) < 2:
             return
-        pair = (min(seen), max(seen))
-        with leaving_no_trace(stages):
-            try:
-                mixes = self._mixes(TrialRuns(stages, stage, batch), pair, [seen[index] for index in pair])
-            except Exception:  # whatever a step may raise that was not made for this
-                mixes = False
-        if mixes:
-            layers = stages.layers[stage]
-            self.tell(layers.first_name, layers.names[layers.layers.stop - 1], *(self.sizes[index] for index in pair))
-        self._seen[stage] = dict.fromkeys(pair)
+        self._tried[stage] += 1
+        pair, layers = (min(seen), max(seen)), stages.layers[stage]
+        received, mixes = [seen.pop(index) for index in pair], None
+        with leaving_no_trace(stages), suppress(Exception):  # whatever a step may raise that was not made for this
+            mixes = self._mixes(TrialRuns(stages, stage, batch), pair, received)
+        if mixes is not False:
+            self._tried[stage] = self.pairs
+            names = dict.fromkeys((layers.first_name, layers.names[layers.layers.stop - 1]))
+            self.tell(" to ".join(f"'{name}'" for name in names), [self.sizes[each] for each in pair] if mixes else [])
 
     def _mixes(self, runs: TrialRuns, pair: tuple[int, int], received: Sequence[Crossing | None]) -> bool:
-        sizes = [self.sizes[index] for index in pair]
-        parts = [runs.batch.micro_batches[index] for index in pair]
         # all with the random numbers of the first one, so that they take the same way
+        parts = [runs.batch.micro_batches[index] for index in pair]
         singles = [runs.run(pair[0], part, inbound)[0] for part, inbound in zip(parts, received, strict=True)]
-        both = self.join(pair)
-        found = []
-        for inbound in readings(received, sizes):
-            with suppress(Exception):  # meant in another way
-                found.append(_alike(singles, runs.run(pair[0], both, inbound)[0], sizes))
-        if not found or any(found):
-            return False
+
+        def apart(one: int, other: int) -> list[float]:
+            """How far the tensors that leave for two of them together are from those that leave for each."""
+            sizes, found = [self.sizes[pair[one]], self.sizes[pair[other]]], list[list[float]]()
+            both = self.join((pair[one], pair[other]))
+            for inbound in readings((received[one], received[other]), sizes):
+                with suppress(Exception):  # meant in another way
+                    left = runs.run(pair[0], both, inbound)[0]
+                    found.append(_distances((singles[one], singles[other]), left, sizes))
+            return min(found, key=lambda each: max(each, default=0.0))
+
+        bounds = [_ROUNDING.get(tensor.dtype, _COARSE) for tensor in _tensors(singles[0])]
+        found = _judged(apart(0, 1), (apart(place, place) for place in range(2)), bounds)
+        if found is not None:
+            return found
         if runs.drew and not runs.whole:
-            # a step that leaves layers out at random asks whether the module is in training
-            return self._mixes(replace(runs, whole=True), pair, received)
+            return self._mixes(replace(runs, whole=True, drew=False), pair, received)
         return not runs.are_random(pair[0], parts[0], received[0], lambda left, _: _same(left, singles[0]))
 
 
-def _alike(singles: Sequence[Crossings], both: Crossings, sizes: Sequence[int]) -> bool:
-    """Whether what leaves for both together is what leaves for the two; tensors that cannot be put together pass."""
+def _judged(
+    apart: Sequence[float], twice: Iterable[Sequence[float]], bounds: Sequence[tuple[float, float]]
+) -> bool | None:
+    """Whether tensors of two micro-batches together are further ``apart`` than by rounding; ``None``: if not random.
+
+    What is made of one micro-batch ``twice`` shows rounding: means over samples stay the same, and so does what is
+    drawn for as many samples.
+    """
+    if all(each <= least for each, (least, _) in zip(apart, bounds, strict=True)):
+        return False
+    try:
+        noise = [max(each) for each in zip(*twice, strict=True)]
+    except Exception:  # a micro-batch cannot be put together with itself
+        noise = [math.inf for _ in apart]
+    found = [*zip(apart, noise, bounds, strict=True)]
+    if any(each > max(least, _TIMES * rounding) for each, rounding, (least, _) in found):
+        return True
+    # samples may be compared with their neighbours
+    return None if any(each > most or most < rounding < math.inf for each, rounding, (_, most) in found) else False
+
+
+def _distances(singles: Sequence[Crossings], both: Crossings, sizes: Sequence[int]) -> list[float]:
+    """How far what leaves for both together is from what leaves for the two; 0 if they cannot be put together."""
+    found = []
     for first, second, together in zip(*map(_tensors, (*singles, both)), strict=True):
         joined = [each for each in joinings(first, second, sizes) if each.shape == together.shape]
-        if joined and not any(_close(together, each) for each in joined):
-            return False
-    return True
+        found.append(min((_distance(together, each) for each in joined), default=0.0))
+    return found
 
 
 def _same(one: Crossings, other: Crossings) -> bool:
     pairs = zip(_tensors(one), _tensors(other), strict=True)
-    return all(a.shape == b.shape and _close(a, b) for a, b in pairs)
+    return all(a.shape == b.shape and _distance(a, b) <= _ROUNDING.get(a.dtype, _COARSE)[1] for a, b in pairs)
 
 
 def _tensors(left: Crossings) -> Iterator[Tensor]:
@@ -104,8 +139,9 @@ def _tensors(left: Crossings) -> Iterator[Tensor]:
         yield from left[to].tensors.values()
 
 
-def _close(one: Tensor, other: Tensor) -> bool:
+def _distance(one: Tensor, other: Tensor) -> float:
+    """Relative to the norm; infinite for other integers, 0 for what is not finite."""
     if not one.is_floating_point():
-        return torch.equal(one, other)
+        return 0.0 if torch.equal(one, other) else math.inf
     difference, size = (one.double() - other.double()).norm(), other.double().norm()
-    return bool(difference <= _ROUNDING.get(one.dtype, 0.2) * size) or not bool(torch.isfinite(difference + size))
+    return float(difference / size) if difference > 0 and torch.isfinite(difference + size) else 0.0

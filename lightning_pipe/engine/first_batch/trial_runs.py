@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from typing_extensions import override
 
 from lightning_pipe.engine.batch import Batch
 from lightning_pipe.engine.stage import Crossings, Stages, loss_of
@@ -18,8 +20,11 @@ from lightning_pipe.intercept.absent_tensor import is_absent
 from lightning_pipe.intercept.crossing import Crossing
 from lightning_pipe.intercept.recompute import recomputing
 from lightning_pipe.intercept.snapshot import Snapshot
+from lightning_pipe.intercept.torch_functions import draws
 from lightning_pipe.torch_internals import DropoutNd, NormBase
 
+_SILENT = (DropoutNd, NormBase, nn.RNNBase, nn.MultiheadAttention)
+"""Modules that drop or normalise by the batch, in training alone."""
 _SEEDS = 8
 """With how many other random numbers a run is repeated that may depend on them."""
 
@@ -42,10 +47,10 @@ def _alone() -> Iterator[None]:
 
 @dataclass
 class TrialRuns:
-    """Runs of the step for one stage, in which what the stage computes is as in an evaluation.
+    """Runs of the step for one stage without dropout, and with the norms of an evaluation.
 
-    ``whole``: not only what computes is as in an evaluation there, but the whole module. ``drew``: whether a run has
-    drawn random numbers there.
+    ``whole``: whether the whole module is as in an evaluation; layers may compute something else in training. ``drew``:
+    whether a run has drawn random numbers there.
     """
 
     stages: Stages
@@ -72,10 +77,10 @@ class TrialRuns:
             marks.append(trial.streams.state())
 
         # each finds what the step and the layers keep as it was: a loss that depends on it is not random
-        with put_back(self.stages), _not_random(self.stages, self.stage, begin, whole=self.whole):
+        with put_back(self.stages), _not_random(self.stages, self.stage, begin, whole=self.whole) as functions:
             found = self.stages.trial(self.stage, index, trial, inbound)
         # Without a mark the step has not come to the stage's layers, and nothing is known of what they draw.
-        self.drew |= not marks or marks[-1] != trial.streams.state()
+        self.drew |= functions.drew or not marks or marks[-1] != trial.streams.state()
         return found
 
     def loss(self, index: int, part: Any, inbound: Crossing | None) -> Tensor:
@@ -151,23 +156,42 @@ def parameters_kept(parts: Iterable[nn.Module], *, trained: bool = True) -> Iter
             parameters[name] = parameter
 
 
+class _NoDropout(TorchFunctionMode):
+    """Once it is ``on``, functions for dropout do nothing; notes whether others may draw, in layers too."""
+
+    on = drew = False
+
+    @override
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, kwargs = getattr(func, "__name__", ""), kwargs or {}
+        if self.on and name == "scaled_dot_product_attention":
+            args = (*args[:4], *(0.0 for _ in args[4:5]), *args[5:])
+            kwargs = {**kwargs, "dropout_p": 0.0} if len(args) < 5 else kwargs
+        elif self.on and "dropout" in name:
+            return args[0] if args else kwargs["input"]
+        else:
+            self.drew |= self.on and draws(func, name)
+        return func(*args, **kwargs)
+
+
 @contextmanager
-def _not_random(stages: Stages, stage: int, then: Callable[[], None], *, whole: bool = False) -> Iterator[None]:
-    """What the stage computes is as in an evaluation; up to there the step must go the way that it has gone.
+def _not_random(stages: Stages, stage: int, then: Callable[[], None], *, whole: bool) -> Iterator[_NoDropout]:
+    """Nothing that the stage computes is random; up to there the step must go the way that it has gone.
 
     Args:
         stages: the stages of this rank.
         stage: the one that runs.
         then: called where the stage's layers begin.
-        whole: whether all of the module is, and not only what computes.
+        whole: as for `TrialRuns`.
     """
     module, layers = stages.interceptor.module, stages.interceptor.layers
-    quiet: list[nn.Module] = [part for part in module.modules() if whole or isinstance(part, DropoutNd | NormBase)]
-    quiet += stages.interceptor.computing()
-    before = [part.training for part in quiet]
+    silent = [part for part in module.modules() if whole or isinstance(part, _SILENT)]
+    before = [part.training for part in silent]
+    functions = _NoDropout()
 
     def silence() -> None:
-        for part in quiet:
+        functions.on = True
+        for part in silent:
             part.training = False
 
     def begin(*_: Any) -> None:
@@ -182,8 +206,9 @@ def _not_random(stages: Stages, stage: int, then: Callable[[], None], *, whole: 
     try:
         if start == 0:
             silence()
-        yield
+        with functions:
+            yield functions
     finally:
         hook.remove()
-        for part, training in zip(quiet, before, strict=True):
+        for part, training in zip(silent, before, strict=True):
             part.training = training

@@ -23,6 +23,10 @@ WEIGHTS = (
     "PipeStrategy(loss_weight=lambda micro_batch: (micro_batch['labels'] != -100).sum()), where a causal model leaves "
     "out labels[:, 0]. A sum needs PipeStrategy(loss_weight='sum')."
 )
+APART = (
+    f"Samples that do not lie along the first dimension need PipeStrategy(split_batch=…). {WHOLE} Layers that compare "
+    "samples with each other need micro_batches=1, which is exact."
+)
 
 
 class LossChecks:
@@ -32,12 +36,18 @@ class LossChecks:
         device: where the step computes.
         weighted: whether the user's function says what a micro-batch counts: nothing is said about the loss then.
         replica: the number of this pipeline among those side by side.
+
+    Attributes:
+        repeats: whether a batch whose samples depend on each other runs again, whole: then nothing is warned of.
     """
+
+    repeats = False
 
     def __init__(self, device: torch.device, *, weighted: bool, replica: int = 0) -> None:
         self._device, self._weighted, self._replica = device, weighted, replica
         self._batches = 0
-        self._has_warned = self._told_mixing = False
+        self._has_warned, self._mixing = False, ""
+        self._told = set[bool]()
         self._warn = WarnOnce()
 
     def begin(
@@ -54,7 +64,7 @@ class LossChecks:
         number, self._batches = self._batches, self._batches + 1
         if number not in _CHECKED or self._has_warned:
             return None
-        kind = self._device.type
+        kind, pairs = self._device.type, 3 if number == 0 else 1
         with context():
             autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         return LossCheck(
@@ -63,18 +73,25 @@ class LossChecks:
             micro_batches.together,
             autocast,
             micro_batches.summed,
-            pairs=3 if number == 0 else 1,
-            mixing=MixingCheck(micro_batches.sizes, micro_batches.together, self._tell_mixing) if number == 0 else None,
+            pairs=pairs,
+            mixing=MixingCheck(micro_batches.sizes, micro_batches.together, self._tell_mixing, pairs),
         )
 
-    def _tell_mixing(self, first: str, last: str, one: int, other: int) -> None:
-        if self._replica == 0 and not self._told_mixing:
-            self._told_mixing = True
+    def _tell_mixing(self, layers: str, sizes: Sequence[int]) -> None:
+        if sizes and self.repeats:
+            self._mixing = _mixing(layers, sizes)
+        elif self._replica == 0 and bool(sizes) not in self._told and (sizes or not self._weighted):
+            self._told.add(bool(sizes))
+            wrong = "Gradients differ accordingly from those of one device."
             # not by rank_zero_warn: process 0 need not have the stage
-            warnings.warn(_mixing(first, last, one, other), stacklevel=2)
+            warnings.warn(
+                f"{_mixing(layers, sizes)} {wrong} {APART}" if sizes else _unchecked_layers(layers), stacklevel=2
+            )
 
     def difference(self, check: LossCheck | None) -> str:
-        """That the loss of a batch is not what the losses of its micro-batches make, with both numbers; or nothing."""
+        """That a batch is not what its micro-batches make, as seen on this rank, with numbers; or nothing."""
+        if self._mixing:
+            return self._mixing
         if check is None or check.differs is None or self._weighted:
             return ""
         (one, other), expected, both = check.differs
@@ -96,15 +113,26 @@ class LossChecks:
             self._warn("unchecked", _unchecked(check.reason, summed=check.summed))
 
 
-def _mixing(first: str, last: str, one: int, other: int) -> str:
-    """The warning for layers before the last stage, by their names, that do not keep samples apart."""
-    layers = f"'{first}'" if first == last else f"'{first}' to '{last}'"
+def remedy(why: str) -> str:
+    """What helps, if a difference says why batches run whole."""
+    return WEIGHTS if why.startswith("The loss") else APART
+
+
+def _mixing(layers: str, sizes: Sequence[int]) -> str:
+    """What is said of layers before the last stage that do not keep samples apart."""
+    one, other = sizes
     return (
-        f"What {layers}, and the code before them, make of a sample depends on the other samples in its micro-batch: "
-        f"for micro-batches of {one} and {other} samples it is not what it is for the same samples together (without "
-        "dropout). Gradients differ accordingly from those of one device. Samples that do not lie along the first "
-        f"dimension need PipeStrategy(split_batch=…). {WHOLE} Layers that compare samples with each other need "
-        "micro_batches=1."
+        f"What {layers}, and the code before them, make of a sample depends on the other samples in its micro-batch, "
+        f"as with batch norm: for micro-batches of {one} and {other} samples it is not what it is for the same "
+        "samples together (without dropout)."
+    )
+
+
+def _unchecked_layers(layers: str) -> str:
+    """The warning for layers before the last stage that could not be compared."""
+    return (
+        f"It was not checked whether {layers}, and the code before them, keep the samples of a micro-batch apart: two "
+        "micro-batches cannot be put together there. If they do, all is well; micro_batches=1 runs batches whole."
     )
 
 

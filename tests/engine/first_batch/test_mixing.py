@@ -1,4 +1,4 @@
-"""Samples that depend on each other before the last stage are noticed in the first batch, others never."""
+"""Samples that depend on each other before the last stage are noticed in the first batches, others never."""
 
 from __future__ import annotations
 
@@ -39,6 +39,8 @@ LENGTH, WIDTH, CLASSES = 6, 4, 3
 class Mixing(L.LightningModule):
     """Has its samples, or its time, along the first dimension; the last stage keeps them apart."""
 
+    at = 1
+
     def __init__(self, dtype: torch.dtype = torch.float64) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -56,7 +58,7 @@ class Mixing(L.LightningModule):
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         x = self.before(batch)
         for number, layer in enumerate(self.layers):
-            x = torch.tanh(layer(self.between(x) if number == 1 else x))
+            x = torch.tanh(layer(self.between(x) if number == self.at else x))
         return F.cross_entropy(self.head(x).flatten(0, 1), batch["y"].flatten())
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -109,6 +111,62 @@ def test_samples_that_depend_on_each_other_are_told_once(module: type[Mixing], o
         (told,) = fit(module(dtype), [batch(dtype)] * 2, layers="layers", message=MESSAGE, **options)
         assert "'layers.0'" in told
         assert "split_batch" in told
+
+
+class Slight(Mixing):
+    """Adds a little of the mean over the samples."""
+
+    share = 1e-4
+
+    def between(self, x: Tensor) -> Tensor:
+        return x + self.share * x.mean(0)
+
+
+class Highest(Mixing):
+    """Keeps what is highest in the mean over the samples, in training alone, behind dropout."""
+
+    def between(self, x: Tensor) -> Tensor:
+        means = x.mean(0)
+        x = F.dropout(x, 0.2, self.training)
+        return x * (means >= means.median()) if self.training else x
+
+
+class Late(Centred):
+    """Does so in its fourth batch."""
+
+    late = False
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        self.late = batch_idx >= 3
+        return super().training_step(batch, batch_idx)
+
+    def between(self, x: Tensor) -> Tensor:
+        return super().between(x) if self.late else x
+
+
+@pytest.mark.parametrize("module", [Slight, Highest, Late])
+def test_what_is_little_or_in_training_alone_or_late_is_told(module: type[Mixing]) -> None:
+    for dtype in (torch.float64, torch.float32):
+        assert len(fit(module(dtype), [batch(dtype)] * 4, layers="layers", message=MESSAGE)) == 1
+
+
+class SlightAtLast(Slight):
+    """... in the last stage, where its loss alone shows it."""
+
+    at, share = 3, 1e-2
+
+
+def test_losses_in_single_precision_are_looked_at_as_closely() -> None:
+    batches = [batch(torch.float32)] * 4
+    for module, times in ((Mixing, 0), (SlightAtLast, 1)):
+        assert len(fit(module(torch.float32), batches, layers="layers", message="mean over")) == times
+
+
+def test_what_cannot_be_put_together_is_said() -> None:
+    options = {"layers": "layers", "message": "keep the samples of a micro-batch apart", "stages": 4}
+    (told,) = fit(Routed(), Batches().batches, **options)
+    assert "'layers.1'" in told
+    assert fit(Routed(), Batches().batches, micro_batches=1, **options) == []
 
 
 def test_what_is_advised_works() -> None:
