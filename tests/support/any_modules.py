@@ -590,10 +590,10 @@ class Alternatives(Lit):
     def __init__(self) -> None:
         super().__init__()
         self.spare = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
-        self.first, self.third = nn.Linear(8, 8), nn.Linear(8, 4)
+        self.first, self.third, self.fourth = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.third(torch.tanh(self.spare[2](torch.tanh(self.first(x)))))
+        return self.fourth(torch.tanh(self.third(torch.tanh(self.spare[2](torch.tanh(self.first(x)))))))
 
 
 class SharedNorm(Lit):
