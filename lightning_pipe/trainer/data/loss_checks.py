@@ -47,7 +47,7 @@ class LossChecks:
         self._device, self._weighted, self._replica = device, weighted, replica
         self._batches = 0
         self._has_warned, self._mixing = False, ""
-        self._told = set[bool]()
+        self._told = set[bool]()  # that samples depend on each other, and that it could not be seen
         self._warn = WarnOnce()
 
     def begin(
@@ -109,7 +109,7 @@ class LossChecks:
         if difference := self.difference(check):
             self._has_warned = True
             rank_zero_warn(f"{difference} Gradients differ accordingly from those of one device. {_remedy(check)}")
-        elif check.reason is not None and not check.agreed:
+        elif check.reason is not None and not check.agreed and False not in self._told:
             self._warn("unchecked", _unchecked(check.reason, summed=check.summed))
 
 
