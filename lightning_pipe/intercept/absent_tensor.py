@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+import re
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
@@ -62,6 +63,21 @@ _ONE_DEVICE = (
     "averaged weights use Lightning's callback EMAWeightAveraging, for a limit on the norm of all gradients "
     "Trainer(gradient_clip_val=…) or self.clip_gradients(…): the norm is trainer.strategy.grad_norm()."
 )
+
+
+def hint_of_use(by: str) -> str:
+    """What to do about a parameter of another rank that a step gives to a function."""
+    if by.startswith("requires_grad"):
+        return "A step that freezes weights and trains them again (to sample, or parts in turns) needs one device."
+    if re.fullmatch(r"[a-z]\w*_|__i\w+__", by):
+        return (
+            f"'{by}' changes weights in the step: do so in on_train_batch_end, or use Lightning's EMAWeightAveraging."
+        )
+    return (
+        "Use it where its layer runs, or in every training step. If the first batch left out its module (an expert, a "
+        "dropped layer), name the module around it as one layer: layers=[...]. For a penalty on all weights use the "
+        "optimizer's weight_decay; averages of weights belong in on_train_batch_end."
+    )
 
 
 class Home(Protocol):

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from lightning_pipe.errors import CutError
 from lightning_pipe.intercept.call_record import RunRecord
+from lightning_pipe.intercept.numbers import SAME_PATH
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,8 +69,7 @@ class Crossing:
         if self.path.calls[: len(other.path.calls)] != other.path.calls:
             raise CutError(
                 "the stage before this one has taken another path than the one that sends a skip connection.",
-                hint="The step must take the same path on all ranks: no decisions by rank, time, unseeded randomness "
-                "or values.",
+                hint=SAME_PATH,
             )
         path = RunRecord(self.path.calls, self.path.entries + other.path.entries)
         return replace(self, path=path, tensors=self.tensors | other.tensors)

@@ -12,7 +12,10 @@ from torch import Tensor, nn
 from lightning_pipe.errors import CutError
 from lightning_pipe.intercept.placeholder import Placeholder
 
-SAME_PATH = "The step must take the same path on all ranks: no decisions by rank, time, unseeded randomness or values."
+SAME_PATH = (
+    "The step must take the same path on all ranks: no decisions by rank, time, unseeded randomness or values. State "
+    "that goes from one micro-batch to the next (self.hidden) needs micro_batches=1."
+)
 NO_VIEWS = "Do not keep views of, or weak references to, tensors across layer calls; use .clone()."
 _tokens = itertools.count()
 

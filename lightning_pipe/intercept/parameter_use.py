@@ -11,8 +11,8 @@ from torch import Tensor, nn
 class ParameterUse(Protocol):
     """The module's parameters and buffers outside layers, as the interception sees them."""
 
-    def use(self, parameter: nn.Parameter) -> None:
-        """Note that this stage uses ``parameter`` for real; raises if this rank does not hold it."""
+    def use(self, parameter: nn.Parameter, by: str = "") -> None:
+        """Note that this stage uses ``parameter`` for real, in a function; raises if this rank does not hold it."""
 
     def holds_all(self, parameters: Iterable[nn.Parameter]) -> bool:
         """Whether this rank may use some parameters."""

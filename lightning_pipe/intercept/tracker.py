@@ -168,7 +168,7 @@ class Tracker(TorchFunctionMode):
             if type(tensor) is not Tensor and isinstance(tensor, nn.Parameter):
                 if self.come_back is not None and not self._parameter_use.holds_all([tensor]):
                     self.come_back(name)
-                self._parameter_use.use(tensor)
+                self._parameter_use.use(tensor, name)
             known = self.numbers.of(tensor)
             if isinstance(tensor, Placeholder):
                 if known in self.numbers.unfilled:

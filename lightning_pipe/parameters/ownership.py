@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_pipe.construction import materialize
 from lightning_pipe.errors import CutError, PartitionError
-from lightning_pipe.intercept.absent_tensor import IN_HOOKS, AbsentTensor, Origin, exchange, is_absent
+from lightning_pipe.intercept.absent_tensor import IN_HOOKS, AbsentTensor, Origin, exchange, hint_of_use, is_absent
 from lightning_pipe.parameters.holder_map import HolderMap, named_tensors, owned_by
 
 __all__ = ["Ownership", "named_tensors", "tensors_of"]
@@ -117,8 +117,8 @@ class Ownership:
 
     # ------------------------------------------------------------------ what the tracker asks
 
-    def use(self, parameter: nn.Parameter) -> None:
-        """Note that code outside layers uses ``parameter`` on this rank.
+    def use(self, parameter: nn.Parameter, by: str = "") -> None:
+        """Note that code outside layers uses ``parameter`` on this rank, in a function of torch.
 
         Raises:
             CutError: another rank holds it.
@@ -142,9 +142,7 @@ class Ownership:
             raise CutError(
                 f"'{name}' is used on {self.rank_names[self.rank]}, but held by {self.holders_in_words(name)}"
                 + ("." if self._map.in_layers_alone(name) else " (in the first training batch nobody else used it)."),
-                hint="Use it where its layer runs, or in every training step. If the first batch left out its module "
-                "(an expert, a dropped layer), name the module around it as one layer: layers=[...]. For a penalty on "
-                "all weights use the optimizer's weight_decay.",
+                hint=hint_of_use(by),
             )
         if not self._map.in_layers_alone(name):
             self.used.add(name)

@@ -20,7 +20,7 @@ class Uses:
     def __init__(self) -> None:
         self.used: list[Tensor] = []
 
-    def use(self, parameter: nn.Parameter) -> None:
+    def use(self, parameter: nn.Parameter, by: str = "") -> None:
         self.used.append(parameter)
 
     def run(self, module: str) -> None:

@@ -173,5 +173,6 @@ def _unchecked(reason: str, *, summed: bool) -> str:
     return (
         f"It was not checked whether the loss is a {'sum' if summed else 'mean'} over the samples: {reason}. If it is "
         "one, and every tensor with the length of the batch holds one entry for each sample, all is well; with "
-        "PipeStrategy(loss_weight=lambda micro_batch: …), which says what a micro-batch counts, nothing is checked."
+        "PipeStrategy(loss_weight=lambda micro_batch: …), which says what a micro-batch counts, nothing is checked. "
+        "State that goes from batch to batch (self.hidden) needs micro_batches=1."
     )

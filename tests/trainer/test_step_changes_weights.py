@@ -1,0 +1,140 @@
+"""Steps that change or freeze weights, or carry state from batch to batch: what messages say, and that it helps."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_pipe import PipeStrategy
+from lightning_pipe.errors import CutError
+from tests.support.processes import outcomes
+from tests.support.trainer_runs import QUIET, quiet
+
+
+class Step(L.LightningModule):
+    """A chain of layers, of whose weights it keeps averages if a subclass says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
+        self.average = copy.deepcopy(self.net).requires_grad_(False)
+
+    @torch.no_grad()
+    def follow(self) -> None:
+        for average, weight in zip(self.average.parameters(), self.net.parameters(), strict=True):
+            average.mul_(0.9).add_(weight, alpha=0.1)
+
+    def training_step(self, x: Tensor, batch_idx: int) -> Tensor:
+        return self.net(x[:, 0]).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([each for each in self.parameters() if each.requires_grad], lr=0.1)
+
+
+class InStep(Step):
+    def training_step(self, x: Tensor, batch_idx: int) -> Tensor:
+        loss = super().training_step(x, batch_idx)
+        self.follow()
+        return loss
+
+
+class InHook(Step):
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.follow()
+
+
+class Freezes(Step):
+    """Trains parts in turns."""
+
+    def training_step(self, x: Tensor, batch_idx: int) -> Tensor:
+        self.net[2].requires_grad_(batch_idx % 2 == 0)
+        return super().training_step(x, batch_idx)
+
+
+class Truncated(Step):
+    """Begins each batch with the hidden state of the one before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.rnn, self.head = nn.Linear(4, 8), nn.GRU(8, 8, batch_first=True), nn.Linear(8, 4)
+        self.hidden: Tensor | None = None
+        del self.net, self.average
+
+    def training_step(self, x: Tensor, batch_idx: int) -> Tensor:
+        out, hidden = self.rnn(torch.tanh(self.embed(x)), self.hidden)
+        self.hidden = hidden.detach()
+        return self.head(out).square().mean()
+
+
+class Added(Truncated):
+    """... and adds it between layers, unless it is the first one."""
+
+    def training_step(self, x: Tensor, batch_idx: int) -> Tensor:
+        h = torch.tanh(self.embed(x))
+        out, _ = self.rnn(h if self.hidden is None else h + self.hidden)
+        self.hidden = out.detach().mean(1, keepdim=True)
+        return self.head(out).square().mean()
+
+
+Trained = tuple[dict[str, Tensor], list[str]]
+
+
+def fit(process: int, kind: type[Step], devices: int = 1, strategy: Any = "auto") -> Trained:
+    """The weights after three batches, and the warnings."""
+    quiet()
+    module = kind().double()
+    data = [torch.randn(8, 5, 4, generator=torch.Generator().manual_seed(seed)).double() for seed in range(3)]
+    trainer = L.Trainer(accelerator="cpu", devices=devices, strategy=strategy, max_epochs=1, **QUIET)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(module, torch.utils.data.DataLoader(data, batch_size=None))
+    return module.state_dict(), [str(each.message) for each in caught]
+
+
+def on_two_ranks(kind: type[Step], **options: Any) -> Trained:
+    """The same on two ranks; raises the first error that is no consequence of another."""
+    found = outcomes(fit, 2, timeout=60, kind=kind, devices=2, strategy=PipeStrategy(**options))
+    for each in sorted(found, key=lambda each: type(each.error).__name__ == "CommunicationError"):
+        if each.error:
+            raise each.error
+    return found[0].value[0], [told for each in found for told in each.value[1]]
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (InStep, r"'add_' changes weights in the step: do so in on_train_batch_end, or use .*EMAWeightAveraging"),
+        (Added, r"goes from one micro-batch to the next \(self.hidden\) needs micro_batches=1"),
+        (Freezes, r"freezes weights and trains them again .* needs one device"),
+    ],
+)
+def test_what_the_step_does_is_named_with_a_remedy(kind: type[Step], message: str) -> None:
+    options = {"layers": ["embed", "rnn", "head"], "balance": [2, 1]} if kind is Added else {}
+    with pytest.raises(CutError, match=message):
+        on_two_ranks(kind, **options)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    ("kind", "options"), [(InHook, {}), (Truncated, {"micro_batches": 1}), (Added, {"micro_batches": 1})]
+)
+def test_remedies_work(kind: type[Step], options: dict[str, Any]) -> None:
+    if kind is Added:
+        options = {"layers": ["embed", "rnn", "head"], "balance": [2, 1], **options}
+    found, _ = on_two_ranks(kind, **options)
+    for name, value in fit(0, kind)[0].items():
+        torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.timeout(120)
+def test_state_from_batch_to_batch_is_told_of_whole_batches() -> None:
+    _, told = on_two_ranks(Truncated, layers=["embed", "rnn", "head"], balance=[1, 2])
+    assert any("State that goes from batch to batch (self.hidden) needs micro_batches=1" in each for each in told)
