@@ -7,7 +7,6 @@ complete one `Snapshot.changes` lists what became different, for the other ranks
 
 from __future__ import annotations
 
-import hashlib
 import io
 import pickle
 import random
@@ -26,8 +25,6 @@ from lightning_pipe.intercept.interceptor import outside_modules
 from lightning_pipe.intercept.slot_items import SlotItems
 from lightning_pipe.intercept.snapshot import Snapshot, is_compared
 
-_SMALL = 1024
-"""Bytes up to which values of tensors are compared."""
 _CONTAINERS = (list, dict)
 _FEW = 32
 """In containers of up to so many elements random generators and iterators are looked for."""
@@ -157,37 +154,6 @@ def name_of(change: Change) -> str:
     """The attribute that has changed, as code writes it behind ``self.``; keys in the place of brackets."""
     module, *steps = change.path
     return ".".join([*([module] if module else []), *(str(key) for _, key in steps if key not in (None, "_buffers"))])
-
-
-def comparable_values(changes: Iterable[Change]) -> dict[str, Any]:
-    """A value for each changed attribute that can be compared: numbers, strings, small tensors, lengths of additions.
-
-    Example:
-        >>> values = comparable_values([Change("set", ("", ("attribute", "k")), 3)])
-        >>> values, comparable_values([Change("append", ("",), [5, 6])])
-        ({'k': 3}, {'': 2})
-    """
-    return {
-        name_of(change): len(change.value) if change.kind == "append" else _plain(change.value)
-        for change in changes
-        if change.kind != "delete"
-    }
-
-
-def _plain(value: Any) -> Any:
-    """A value that can be compared with ``==``; ``None`` if there is no such value."""
-    if isinstance(value, Tensor | np.ndarray):
-        return value.tolist() if value.nbytes <= _SMALL else _digest(value)
-    return value if isinstance(value, int | float | str) else None
-
-
-def _digest(value: Tensor | np.ndarray) -> str | None:
-    """What stands for the values of a large tensor or array."""
-    if type(value) is Tensor and value.layout is torch.strided:
-        value = value.detach().cpu().flatten().view(torch.uint8).numpy()
-    if not isinstance(value, np.ndarray) or value.dtype.hasobject:
-        return None
-    return hashlib.sha1(value.tobytes(), usedforsecurity=False).hexdigest()
 
 
 def _get(owner: Any, kind: str, key: Any) -> Any:

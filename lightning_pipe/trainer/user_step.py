@@ -21,7 +21,6 @@ from lightning_pipe.trainer.broadcasts import Broadcast
 from lightning_pipe.trainer.data.loss_checks import LossChecks
 from lightning_pipe.trainer.data.micro_batches import LossWeight, MicroBatches
 from lightning_pipe.trainer.data.training_output import losses_on_host
-from lightning_pipe.trainer.late_values import LateValues
 from lightning_pipe.trainer.own_sources import OwnSources, check_alike, check_one_pipe, check_one_run
 from lightning_pipe.trainer.step_hooks import HooksOfBatch
 from lightning_pipe.trainer.step_report import ReportExchange, StepReport, known_outputs, losses_of
@@ -52,7 +51,6 @@ class UserStep:
         checks: the loss checks.
         attributes: what steps change in the LightningModule.
         sources: the random generators and iterators of the module's own.
-        late_values: attributes that are changed before layers of other stages are called.
         summed: whether the losses of micro-batches are added.
         in_turns: the evaluation steps in which the ranks take turns, because they call layers again.
     """
@@ -71,7 +69,6 @@ class UserStep:
             pipeline.transport.device, weighted=callable(loss_weight), replica=pipeline.transport.replica
         )
         self.attributes = AttributeSync(module, pipeline)
-        self.late_values = LateValues(self.attributes.tracked, pipeline)
         self.summed = loss_weight == "sum"
         self._world, self._reports = world, ReportExchange(pipeline)
         self.in_turns, self._may_repeat = set[str](), False
@@ -94,7 +91,6 @@ class UserStep:
             micro_batches: the batch.
             ranks: those that complete it; ``None``: all with the last stage.
         """
-        self.late_values.begin(len(micro_batches.parts))
         return StepOfBatch(
             self, name, rest, context, micro_batches, self.pipeline.loss_ranks if ranks is None else ranks
         )
@@ -158,7 +154,7 @@ class UserStep:
         # an evaluation of one micro-batch has what was there before its batch, as every run is undone
         kept = self.attributes.at_begin if micro_batches == 1 and not (training or again) else None
         kept, sources = kept or self.attributes.tracked.capture(), self.sources.run()
-        with noting, noting_hooks, self.late_values.reading(), self.metrics.remembered() as metrics:
+        with noting, noting_hooks, self.metrics.remembered() as metrics:
             try:
                 yield
                 complete = not again
@@ -169,8 +165,6 @@ class UserStep:
                 if complete and pipes and self.attributes.several and not is_alone():
                     self.attributes.check_pipes(kept)
                 if not complete:
-                    if not again:
-                        self.late_values.note(kept)
                     # the next micro-batch, and the complete run on another rank, begin with what was there before
                     # (a recomputation is put back once more around it, and its graph holds the tensors of now)
                     kept.undo(for_now=again and not is_alone())
@@ -327,8 +321,6 @@ class StepOfBatch:
             return {}
         self.check_sources(reports)
         common.attributes.adopt([each.changes for each in reports], before)
-        # compares what the early runs wrote with what has just been adopted
-        common.late_values.end()
         self.replay(reports)
         trainer.should_stop = trainer.should_stop or any(each.stop for each in reports)
         return known_outputs(reports)
