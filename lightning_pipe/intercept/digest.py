@@ -88,12 +88,14 @@ class Digest:
             if isinstance(leaf, Tensor):
                 self._batch[id(leaf)] = leaf, mix(position)
 
-    def draw(self, name: str, left: Iterable[Tensor]) -> None:
-        """A function of that name draws from the stream of the code around, and leaves ``left`` behind."""
+    def draw(self, name: str, left: Iterable[Tensor], generator: torch.Generator | None = None) -> None:
+        """A function of that name draws, from the stream of the code around or a generator, and leaves ``left``."""
         # ranks that have drawn different functions are at different places of the stream from here on
         self._word = mix(self._word, _name(name))
-        if self.in_function:
+        if generator is None and self.in_function:
             self._mark(left, self._word)
+        elif generator is not None and generator.device.type != "cpu":  # else what it draws counts by its values
+            self._word = mix(self._word, zlib.crc32(generator.get_state().numpy().data))
 
     def call(self, name: str, leaves: Iterable[Any], module: nn.Module | None = None) -> None:
         """A function or module is called, here or on an earlier stage, with such leaves of its arguments."""
@@ -122,9 +124,13 @@ class Digest:
         words = self.words[:calls]
         return (*words, *[0] * (calls - len(words)))
 
-    def follow(self, name: str, leaves: Sequence[Any], left: Iterable[Tensor]) -> None:
-        """A function of that name is given such leaves: what it leaves comes from the batch if one does."""
-        if self.idle or not any(isinstance(leaf, Tensor) and self._of_batch(leaf) is not None for leaf in leaves):
+    def follow(self, name: str, leaves: Sequence[Any], left: Sequence[Tensor]) -> None:
+        """A function of that name is given such leaves: what it leaves comes from the batch if one does.
+
+        What it leaves on a device, where nobody reads values, comes from whatever it was given.
+        """
+        of_batch = any(isinstance(leaf, Tensor) and self._of_batch(leaf) is not None for leaf in leaves)
+        if self.idle or not (of_batch or any(not tensor.is_cpu for tensor in left)):
             return
         number = mix(_name(name), *[self.of(leaf) for leaf in leaves])
         self._mark(left, number)

@@ -252,7 +252,7 @@ class Tracker(TorchFunctionMode):
             with self._around(name, kwargs) or self._stream():
                 result = func(*args, **kwargs)
             if name in RANDOM:
-                self.digest.draw(name, () if kwargs.get("generator") is not None else results_of(result, written))
+                self.digest.draw(name, results_of(result, written), kwargs.get("generator"))
         elif (around := self._around(name, kwargs)) is not None:
             with around:
                 result = func(*args, **kwargs)

@@ -313,7 +313,7 @@ class PipelineRun:
         why = common.checks.difference(step.check)
         found = [*filter(None, self._world.transport.all_gather_object(why, self._world.everyone))]
         if found:
-            common.sources.check_may_run_again(training=True)
+            common.check_may_run_again(training=True)
             common.attributes.of_layers.changes()  # those of this run do not count
         # where samples meet before the loss, that is why
         return min(found, key=lambda each: each.startswith("The loss"), default="")

@@ -32,7 +32,6 @@ class StepReport:
         stop: whether this rank has been asked to stop the training.
         repeats: whether the step has come back to layers of an earlier stage, and ended there.
         hooks: those on modules that the step has left, by their places among all that it has registered.
-        taken: what has been taken from random generators and iterators of the module's own; see `OwnSources`.
     """
 
     outputs: dict[int, Any] | None
@@ -41,7 +40,6 @@ class StepReport:
     stop: bool
     repeats: bool = False
     hooks: tuple[int, ...] = ()
-    taken: dict[str, Any] = field(default_factory=dict)
 
 
 class ReportExchange:

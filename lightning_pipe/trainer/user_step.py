@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
@@ -21,7 +21,7 @@ from lightning_pipe.trainer.broadcasts import Broadcast
 from lightning_pipe.trainer.data.loss_checks import LossChecks
 from lightning_pipe.trainer.data.micro_batches import LossWeight, MicroBatches
 from lightning_pipe.trainer.data.training_output import losses_on_host
-from lightning_pipe.trainer.own_sources import OwnSources, check_alike, check_one_pipe, check_one_run
+from lightning_pipe.trainer.own_sources import SourcesOfRun, taken_again
 from lightning_pipe.trainer.step_hooks import HooksOfBatch
 from lightning_pipe.trainer.step_report import ReportExchange, StepReport, known_outputs, losses_of
 from lightning_pipe.trainer.warn_once import WarnOnce
@@ -50,7 +50,6 @@ class UserStep:
         log: records and replays logged values.
         checks: the loss checks.
         attributes: what steps change in the LightningModule.
-        sources: the random generators and iterators of the module's own.
         summed: whether the losses of micro-batches are added.
         in_turns: the evaluation steps in which the ranks take turns, because they call layers again.
     """
@@ -72,7 +71,9 @@ class UserStep:
         self.summed = loss_weight == "sum"
         self._world, self._reports = world, ReportExchange(pipeline)
         self.in_turns, self._may_repeat = set[str](), False
-        self.sources, self._warn = OwnSources(self.attributes.tracked), WarnOnce()
+        # in training and in evaluations: what runs that may have to be repeated have taken from sources of the module
+        self._taken: dict[bool, set[str]] = {True: set(), False: set()}
+        self._warn = WarnOnce()
 
     def begin(
         self,
@@ -120,7 +121,7 @@ class UserStep:
 
     @contextmanager
     def undoing(
-        self, index: int, micro_batches: int, hooks: HooksOfBatch, taken: dict[str, Any], *, training: bool, first: bool
+        self, index: int, micro_batches: int, hooks: HooksOfBatch, *, training: bool, first: bool, compared: bool
     ) -> Iterator[None]:
         """Around a run of the step: its traces are removed if it ends early, or if it is not the first complete one.
 
@@ -128,13 +129,10 @@ class UserStep:
             index: of the micro-batch.
             micro_batches: how many the batch has.
             hooks: what runs for the batch register on modules.
-            taken: gets what the run takes from the module's own sources.
             training: whether it is a training step: activations may be computed again behind its run, with what it has
                 set in layers.
             first: whether its batch is the first one that the step gets.
-
-        Raises:
-            CutError: the run has taken from a generator or an iterator that is an attribute, as another run does.
+            compared: whether its loss is compared, so that its batch may have to run again.
         """
         # recomputation runs a micro-batch again whose traces are there already
         again = is_recomputing()
@@ -147,34 +145,61 @@ class UserStep:
             lambda: complete, undo=not training, followed=followed, pipes=pipes, first=first
         )
         noting_hooks = self.attributes.hooks.noting(hooks, lambda: complete)
+        watched = again or compared or self._may_repeat or (pipes and self.attributes.several)
+        taking = self._taking(training, again=again, pipes=pipes) if watched else nullcontext()
         if complete:
-            with noting, noting_hooks, self.sources.taking(taken, evaluating=self._may_repeat):
+            with noting, noting_hooks, taking:
                 yield
             return
         # an evaluation of one micro-batch has what was there before its batch, as every run is undone
         kept = self.attributes.at_begin if micro_batches == 1 and not (training or again) else None
-        kept, sources = kept or self.attributes.tracked.capture(), self.sources.run()
-        with noting, noting_hooks, self.metrics.remembered() as metrics:
+        # what stands in the place of iterators is no change; what has been taken from them is put back behind the rest
+        with taking, noting, noting_hooks, self.metrics.remembered() as metrics:
+            kept = kept or self.attributes.tracked.capture()
             try:
                 yield
                 complete = not again
             finally:
-                drawn = sources.end()
-                if not again:
-                    self.sources.note(drawn, taken, evaluating=self._may_repeat)
                 if complete and pipes and self.attributes.several and not is_alone():
                     self.attributes.check_pipes(kept)
                 if not complete:
                     # the next micro-batch, and the complete run on another rank, begin with what was there before
                     # (a recomputation is put back once more around it, and its graph holds the tensors of now)
                     kept.undo(for_now=again and not is_alone())
-                    if again:
-                        sources.put_back()
                     for states in metrics.values():
                         states.undo()
-                    # what ends a run early is a BaseException; an error of the user's step says more than this one
-                    if drawn and not isinstance(sys.exception(), Exception):
-                        check_one_run(min(drawn), self.pipeline, micro_batches, training=training)
+
+    @contextmanager
+    def _taking(self, training: bool, *, again: bool, pipes: bool) -> Iterator[None]:
+        """Around a run of the step of which nobody compares what it takes from generators and iterators.
+
+        Raises:
+            CutError: it has taken something that the run before it has taken, or other pipes take.
+        """
+        run = SourcesOfRun(self.attributes.tracked)
+        try:
+            yield
+        finally:
+            taken = run.end()
+            if is_alone():
+                run.put_back()
+            elif not again:
+                self._taken[training] |= taken
+            # what ends a run early is a BaseException; an error of the user's step says more than this one
+            if taken and (again or pipes) and not (is_alone() or isinstance(sys.exception(), Exception)):
+                if again:
+                    raise taken_again(min(taken), "runs again in the backward pass", "recompute='never'")
+                why = "the schedule lets several ranks complete steps: each would see the numbers from the beginning"
+                raise taken_again(min(taken), why, "a schedule with one pipe, such as 1f1b")
+
+    def check_may_run_again(self, *, training: bool) -> None:
+        """A batch has to run again.
+
+        Raises:
+            CutError: it has taken from what does not give the same again.
+        """
+        for name in sorted(self._taken[training]):
+            raise taken_again(name, "the batch has to run again: its runs would see different numbers")
 
     def take_turns(self, name: str) -> None:
         """Let the ranks take turns in an evaluation step from now on, and say so.
@@ -182,7 +207,7 @@ class UserStep:
         Raises:
             CutError: the run that has shown the need has drawn from what does not give the same again.
         """
-        self.sources.check_may_run_again()
+        self.check_may_run_again(training=False)
         self.in_turns.add(name)
         self._warn(
             f"{name} in turns",
@@ -255,7 +280,6 @@ class StepOfBatch:
         self._first = user_step.attributes.of_layers.is_first(name)
         self._logged: Logged = {}
         self._hooks = HooksOfBatch()
-        self._taken: dict[str, Any] = {}
 
     def __call__(self, index: int, micro_batch: Any) -> Any:
         """Run the user's step for one micro-batch.
@@ -270,7 +294,8 @@ class StepOfBatch:
         # a run that computes a micro-batch again logs what was logged before
         recording = common.log.recording(self._logged, index, counts=not is_recomputing())
         number = len(self.micro_batches.parts)
-        undoing = common.undoing(index, number, self._hooks, self._taken, training=self._training, first=self._first)
+        how = {"training": self._training, "first": self._first, "compared": self.check is not None}
+        undoing = common.undoing(index, number, self._hooks, **how)
         with recording, undoing, self._context():
             result = self._run(micro_batch)
             # within these contexts: a run that still waits for what other ranks send must not count as complete
@@ -319,7 +344,6 @@ class StepOfBatch:
         self.repeats = any(each.repeats for each in reports)
         if self.repeats:
             return {}
-        self.check_sources(reports)
         common.attributes.adopt([each.changes for each in reports], before)
         self.replay(reports)
         trainer.should_stop = trainer.should_stop or any(each.stop for each in reports)
@@ -340,19 +364,7 @@ class StepOfBatch:
         losses = losses_of(outputs) if common.summed else {}
         # what is logged is weighted as the losses are
         logged = merge(self._logged, amounts, losses)
-        return StepReport(outputs, logged, changes, stop, hooks=self._hooks.left(), taken=dict(self._taken))
-
-    def check_sources(self, reports: Sequence[StepReport]) -> None:
-        """Raise if runs of this batch's step have taken other things than one device would.
-
-        Args:
-            reports: of all ranks that complete it.
-        """
-        taken = [each.taken for each in reports]
-        if self._user_step.pipeline.transport.rank not in self._ranks:
-            check_alike(self._taken, taken)
-        if len(taken) > 1:
-            check_one_pipe(taken)
+        return StepReport(outputs, logged, changes, stop, hooks=self._hooks.left())
 
     def replay(self, reports: Sequence[StepReport], *, own_batch: bool = True) -> None:
         """Log for the whole batch what the step logged on the ranks with the last stage; have the hooks that it left.

@@ -254,7 +254,13 @@ class Items(Base):
         self.items = iter([1.0 + 0.01 * number for number in range(1000)])
 
 
-@program(MICRO_BATCHES, train=r"self\.items", evaluate=r"self\.items", evaluate_1f1b=EQUAL)
+@program(
+    MICRO_BATCHES,
+    train_interleaved=STALE,
+    train_chimera=r"self\.items",
+    train_recompute=r"self\.items",
+    evaluate_interleaved=STALE,
+)
 class ItemsBefore(Items):
     def before(self, x: Tensor) -> Tensor:
         return x * next(self.items)
@@ -280,7 +286,13 @@ class ItemsInAHook(Items):
         return x * self.item
 
 
-@program(MICRO_BATCHES, train=r"self\.generator", evaluate=r"self\.generator", evaluate_1f1b=EQUAL)
+@program(
+    MICRO_BATCHES,
+    train_interleaved=STALE,
+    train_chimera=r"self\.generator",
+    train_recompute=r"self\.generator",
+    evaluate_interleaved=STALE,
+)
 class OwnGeneratorBefore(Base):
     remedy = "ItemsInAHook"
 

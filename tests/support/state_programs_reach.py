@@ -51,8 +51,6 @@ class SetsAnotherLayer(Reached):
 
 
 class ReachesItsOwner(Reached):
-    remedy = "LayersReadTheGlobalStep"
-
     def make(self) -> None:
         self.count = 0
         for layer in self.layers:
@@ -66,11 +64,10 @@ class LayersReadACounter(ReachesItsOwner):
         return super().behind(out)
 
 
-@program(BATCH_WHOLE, train_chimera=r"self\.(layers\.\d\.)?count")
+@program(BATCH_WHOLE, train_chimera=r"self\.layers\.\d\.count")
 class LayersReadTheGlobalStep(ReachesItsOwner):
-    def before(self, x: Tensor) -> Tensor:
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self.count = self.global_step
-        return x
 
 
 class Hooked(Base):

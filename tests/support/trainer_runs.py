@@ -116,6 +116,8 @@ def fit(case: Case, devices: int | None, accelerator: str = "cpu") -> Outcome:
     L.seed_everything(7, verbose=False)
     make = case.model if devices else case.whole or case.model
     module = make().to(case.dtype)
+    if case.strategy.get("schedule") == "chimera":
+        module.counts = False  # type: ignore[assignment]
     recorder = oracle.Recorder()
     trainer = L.Trainer(
         accelerator=accelerator,

@@ -254,14 +254,16 @@ class Means(Lit):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x, y = batch
-        self.rows += len(x)
-        self.labels += torch.bincount(y, minlength=4)
-        self.inputs = self.inputs + x.sum(0)
+        if self.counts:
+            self.rows += len(x)
+            self.labels += torch.bincount(y, minlength=4)
+            self.inputs = self.inputs + x.sum(0)
         self.seen_before_layers.update(len(x))
         logits = self(x)
         loss = nn.functional.cross_entropy(logits, y)
         self.train_accuracy(logits, y)
-        self.train_losses.append(loss.detach())
+        if self.counts:
+            self.train_losses.append(loss.detach())
         self.log("train_loss", loss, on_step=True, on_epoch=True)
         self.log("train_accuracy", self.train_accuracy, on_step=False, on_epoch=True)
         self.log("rows", float(len(x)), reduce_fx="sum", on_step=True, on_epoch=True)

@@ -190,8 +190,10 @@ def train(process: int, folder: str) -> dict[str, Any]:
         strategy, told = PipeStrategy(schedule="auto", micro_batches=2), io.StringIO()
         options = {**QUIET, "max_epochs": 2, "callbacks": callbacks, "enable_checkpointing": ckpt_path is not None}
         trainer = L.Trainer(**options, strategy=strategy, devices=2)
+        module = Lit()
+        module.counts = False  # one of the schedules has several pipes
         with redirect_stdout(told):
-            trainer.fit(Lit(), Data(), ckpt_path=ckpt_path)
+            trainer.fit(module, Data(), ckpt_path=ckpt_path)
         found[name] = strategy.family.label, told.getvalue()
         return trainer
 

@@ -120,6 +120,7 @@ def replicas(process: int) -> dict[str, Any]:
             PipeStrategy(schedule, **two), 4, use_distributed_sampler=False, accumulate_grad_batches=accumulate
         )
         twice = AllSGD().double()
+        twice.counts = schedule == "1f1b"
         runner.fit(twice, datamodule=Ordered())
         same[accumulate] = oracle.Trace(weights=oracle.state_of(twice))
     runner = trainer(PipeStrategy(**two), 4)

@@ -187,7 +187,6 @@ class Streaming:
                 # Lightning logs once after a call
                 self._loop.log()
             step = self._in_flight.pop(batch)
-            step.check_sources(of_batch)
             step.replay(of_batch, own_batch=False)
             if batch == finished[-1]:
                 output = self._output.of(known_outputs(of_batch), step.micro_batches, withheld)

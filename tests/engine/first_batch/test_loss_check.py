@@ -25,6 +25,7 @@ from tests.support.pairs import every_second, pairs
 from tests.support.processes import run_trainers
 from tests.support.token_losses import (
     MESSAGE,
+    WIDTH,
     Batches,
     Chosen,
     Contrastive,
@@ -336,10 +337,21 @@ def test_compiled_code_is_left_alone(part: str) -> None:
     assert fit(module, Batches().batches, layers="layers") == []
 
 
+class Unnoted(list[int]):
+    def append(self, number: int) -> None:
+        pass
+
+
 def told_by_processes(process: int, schedules: Sequence[str]) -> list[int]:
     batches = Batches(samples=8).batches
     options = {"layers": "layers", "micro_batches": 4, "devices": 2}
-    return [len(fit(MeanOfTokens(early=0.1), batches, schedule=schedule, **options)) for schedule in schedules]
+    found = []
+    for schedule in schedules:
+        module = MeanOfTokens(early=0.1)
+        # with several pipes neither the step nor its layers may change anything
+        module.steps, module.layers = Unnoted(), nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4)).double()
+        found.append(len(fit(module, batches, schedule=schedule, **options)))
+    return found
 
 
 def test_the_first_process_tells_it() -> None:

@@ -42,6 +42,7 @@ def fit(process: int, name: str, folder: str) -> dict[Sharding, list[int]]:
     for sharded in SHARDINGS:
         L.seed_everything(7, verbose=False)
         module = Lit().double()
+        module.counts = name != "chimera"
         strategy = PipeStrategy(**CASES[name], shard_optimizer=sharded)
         trainer = L.Trainer(
             accelerator="cpu", devices=2, strategy=strategy, max_epochs=2, gradient_clip_val=0.5, **QUIET
@@ -125,6 +126,7 @@ def go_on(name: str, folder: str, sharded: Sharding) -> dict[str, Any]:
     other = next(case for case in CASES if case != name)
     L.seed_everything(7, verbose=False)
     module = Lit().double()
+    module.counts = False
     strategy = PipeStrategy(**CASES[other], shard_optimizer=sharded)
     # two pipelines need half as many steps as one, and the scheduler has so many
     options = {**QUIET, "max_epochs": 2, "limit_train_batches": 3, "gradient_clip_val": 0.5}
@@ -225,6 +227,7 @@ def train(name: str, devices: int, sharded: Sharding = False, spoilt: bool = Fal
     scaled, noise = name == "scaled", Noise()
     dtype = torch.float32 if scaled else torch.float64
     module = Tied(overflow=scaled and not spoilt).to(dtype)
+    module.counts = name != "chimera"
     plugins = [MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", 2.0**10))] if scaled else []
     trainer = L.Trainer(
         accelerator="cpu",
