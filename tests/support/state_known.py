@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-OLD = "stages before the last one compute with the value from before the batch, and there is a warning at most"
-PIPES = "each of several pipes has the value of its own micro-batches, and there is a warning at most"
+OLD = "what layers refer to is not compared, and stages before the last one have what was there before the batch"
+PIPES = "each of several pipes has what layers keep of its own batches"
 ELSEWHERE = "nobody watches what is neither in the LightningModule nor in its layers"
-CHOICE = "what a stage chooses by an old counter makes the same calls, and what they are given is not compared"
-HOOK = "a forward hook reads the value from before the batch, and there is a warning at most"
+HOOK = "pre-hooks on parts of layers run with their layers alone, and read the value from before the batch"
 WRITES = "the ranks that do not run the module keep its former parameters"
-LATE = "a large tensor that begins to change after the first batches"
 
 EVERYWHERE = (
     "train_1f1b train_recompute train_interleaved train_chimera evaluate_1f1b evaluate_interleaved evaluate_chimera"
