@@ -166,7 +166,6 @@ CASES: dict[str, Case] = {
     "several_stages": Case(strategy={"schedule": "1f1b", "micro_batches": 3, "stages": 4}, **_CUT),
     "recomputed": Case(strategy={"recompute": "always", "micro_batches": 3}, **_CUT),
     "metrics_in_layers": Case(Watching, strategy={"recompute": "always", "micro_batches": 3, "schedule": "gpipe"}),
-    "metrics_in_copies_of_layers": Case(Watching, strategy={"schedule": "chimera", "micro_batches": 4}),
     "two_loss_ranks": Case(strategy={"schedule": "chimera", "micro_batches": 4}, **_CUT),
     "configure_model": Case(BuiltInConfigureModel),
     "setup": Case(BuiltInSetup),

@@ -24,7 +24,7 @@ from tests.support import processes
 from tests.support.lit_modules import Data, Lit, dataset
 from tests.support.processes import Outcome, outcomes
 from tests.support.trainer_runs import QUIET, quiet
-from tests.support.user_modules import BuiltInSetup
+from tests.support.user_modules import BuiltInSetup, Watching
 
 
 class Manual(Lit):
@@ -227,6 +227,18 @@ def test_one_error_ends_all_processes(how: str) -> None:
     other = ended[1 - process].error
     assert isinstance(other, CommunicationError)
     assert message in str(other)
+
+
+def train_with_metrics_in_layers(process: int) -> None:
+    fit(Watching().double(), devices=2, schedule="chimera")
+
+
+def test_metrics_in_layers_with_several_pipes() -> None:
+    """With one pipe, and in the LightningModule, they are as on one device: see `test_fit`."""
+    for ended in outcomes(train_with_metrics_in_layers, 2, timeout=40, group_timeout=None):
+        assert isinstance(ended.error, ConfigurationError)
+        assert "'embed.seen' is part of a layer" in str(ended.error)
+        assert "Keep the metric in the LightningModule" in str(ended.error)
 
 
 @pytest.mark.parametrize(

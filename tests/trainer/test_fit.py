@@ -57,15 +57,9 @@ FEATURES: dict[str, list[tuple[str, str]]] = {
 }
 
 
-TWICE = {"metrics_in_copies_of_layers": "in the first batch metrics in copies of layers count some samples twice"}
-"""Cases that are known to be unequal: why. A step that changes attributes hid it."""
-
-
 def marked(name: str) -> Any:
     """The case, with the features that it proves."""
     marks = [pytest.mark.feature(area, feature, "works") for area, feature in FEATURES.get(name, [])]
-    if name in TWICE:
-        marks.append(pytest.mark.xfail(strict=True, reason=TWICE[name]))
     return pytest.param(name, marks=marks)
 
 

@@ -14,7 +14,7 @@ from torchmetrics.utilities.distributed import gather_all_tensors
 from torchmetrics.wrappers import Running
 
 from lightning_pipe.engine.pipeline import Pipeline
-from lightning_pipe.errors import CutError
+from lightning_pipe.errors import ConfigurationError, CutError
 from lightning_pipe.intercept.interceptor import outside_modules
 from lightning_pipe.intercept.recompute import is_recomputing
 from lightning_pipe.intercept.snapshot import Snapshot
@@ -193,6 +193,9 @@ def metrics_of(module: nn.Module, pipeline: Pipeline, replicas: Any | None) -> M
         module: the LightningModule.
         pipeline: the module over the ranks.
         replicas: the process group of this rank's replicas; ``None`` if there is one replica.
+
+    Raises:
+        ConfigurationError: several pipes have copies of a metric.
     """
     layers = [layer for _, layer in pipeline.layers]
     outside = list(outside_modules(module, layers))
@@ -212,7 +215,15 @@ def metrics_of(module: nn.Module, pipeline: Pipeline, replicas: Any | None) -> M
         return from_ranks(pipeline, ranks, value)
 
     real = [*layers, *(part for _, part in outside)]
-    return Metrics(module, real, updaters, pipeline.transport.rank, gather, replicas)
+    metrics = Metrics(module, real, updaters, pipeline.transport.rank, gather, replicas)
+    if metrics.in_layers and pipeline.family.pipes > 1:
+        raise ConfigurationError(
+            f"The metric '{metrics.in_layers[0]}' is part of a layer, of which each pipe of the schedule "
+            f"'{pipeline.family.name}' has a copy: what the copies count is not what one device counts.",
+            hint="Keep the metric in the LightningModule, and update it in the step; or take a schedule with one pipe, "
+            "such as schedule='1f1b'.",
+        )
+    return metrics
 
 
 def _set(metric: Metric, state: State) -> None:
