@@ -354,10 +354,8 @@ class LayerCalls:
                 part = module.get_submodule(effect.path)
                 cache.changing(part, effect.attribute)
                 again = not cache.note_keeper(part, effect.attribute)
-                # what it sets once, such as a mask, it may set on each of several ranks; copies of buffers are joined
-                several = cache.reads is not None and not cache.reads.course.one_pipe and not self.tracker.alone
-                if several and effect.kept and again and effect.attribute not in part._buffers:
-                    assert cache.reads is not None
+                # what it sets once, such as a mask, it may set on each of several ranks
+                if effect.kept and again and not self.tracker.alone and cache.reads and not cache.reads.course.one_pipe:
                     raise in_several_pipes(cache.reads.written(part, effect.attribute), f"'{name}'")
             if effect.attribute and sharing is not None and (altered := watch.altered(effect)):
                 sharing.check((name, module), effect.place, altered, last=self._stage.last)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lightning_pipe import schedules
 from lightning_pipe.engine.pipeline import Pipeline
+from lightning_pipe.errors import CutError
 from lightning_pipe.parameters.buffer_sync import EvaluatedCopies
 from lightning_pipe.partition import find_layers
 from lightning_pipe.transport.threads import ThreadTransport, run_threads, thread_world
@@ -78,10 +79,10 @@ def test_replicas_have_the_values_of_the_first_one() -> None:
     assert float(results[0]["layers.2.rows"]) == 3 * 4
 
 
-def test_copies_of_bidirectional_schedules_too_and_the_user_is_told() -> None:
-    with pytest.warns(UserWarning, match=r"'layers\.0\.mean' \(8 such buffers\) changes in forward passes"):
-        results = train("chimera", replicas=1)
-    assert_equal_copies(results, copies=2)
+def test_buffers_that_change_in_copies_of_several_pipes_are_an_error() -> None:
+    """Each of several pipes would go on from the value that its own micro-batches have made."""
+    with pytest.raises(CutError, match=r"changes `self\.layers\.\d\.mean`, and this schedule has several pipes"):
+        train("chimera", replicas=1)
 
 
 def test_one_pipeline_has_nothing_to_agree_on() -> None:
