@@ -6,7 +6,6 @@ import logging
 from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -233,8 +232,7 @@ class MaskedPairs(Prepared):
             "standard_library": documents.standard_library,
         }
         text = choice.read(source, readers)
-        settings = (self.vocabulary, self.tokenizer, self.length)
-        folder = kept(self.cache, [text.fingerprint, *settings], text.title, partial(tokenise, text, *settings))
+        folder = kept(self.cache, text, tokenise, self.vocabulary, self.tokenizer, self.length)
         counts = [len(Sequences(folder / split)) for split in ("train", "validation")]
         log.info("Text: %s; %s sentences for training, %s for validation.", text.title, *(f"{n:,}" for n in counts))
         return folder

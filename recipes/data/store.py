@@ -41,21 +41,21 @@ def building(folder: Path) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def kept(cache: Path, key: Sequence[Any], title: str, tokenise: Callable[[Path], None]) -> Path:
-    """The folder with tokenised text, made now or by an earlier run.
+def kept(cache: Path, text: Any, tokenise: Callable[..., None], *settings: Any) -> Path:
+    """The folder with a tokenised text, made now or by an earlier run.
 
     Args:
         cache: has such folders.
-        key: what the contents depend on, as JSON can say it.
-        title: what the text is.
-        tokenise: fills an empty folder.
+        text: a corpus with a title and a fingerprint, which changes with it.
+        tokenise: gets the text, the settings and an empty folder, which it fills.
+        settings: what the contents depend on beside the text, as JSON can say it.
     """
-    folder = cache / hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
+    folder = cache / hashlib.sha256(json.dumps([text.fingerprint, *settings]).encode()).hexdigest()[:16]
     if not folder.exists():
         started = time.perf_counter()
         with building(folder) as place:
-            tokenise(place)
-        log.info("Tokenised %s in %.1f s, kept in %s.", title, time.perf_counter() - started, folder)
+            tokenise(text, *settings, place)
+        log.info("Tokenised %s in %.1f s, kept in %s.", text.title, time.perf_counter() - started, folder)
     return folder
 
 

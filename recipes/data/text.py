@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -103,8 +102,7 @@ class TextBlocks(Prepared):
             "standard_library": sources.standard_library,
         }
         text = choice.read(source, readers)
-        settings = (self.vocabulary, self.tokenizer, self.block_length)
-        folder = kept(self.cache, [text.fingerprint, *settings], text.title, partial(tokenise, text, *settings))
+        folder = kept(self.cache, text, tokenise, self.vocabulary, self.tokenizer, self.block_length)
         sizes = [_blocks(folder, split).size / 1e6 for split in ("train", "validation")]
         log.info("Text: %s; %.2f M tokens for training, %.2f M for validation.", text.title, *sizes)
         return folder

@@ -6,7 +6,6 @@ import json
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -193,8 +192,7 @@ class ParallelText(Prepared):
             "docstrings": parallel.docstrings,
         }
         texts = choice.read(source, readers)
-        settings = (self.vocabulary, self.tokenizer)
-        folder = kept(self.cache, [texts.fingerprint, *settings], texts.title, partial(tokenise, texts, *settings))
+        folder = kept(self.cache, texts, tokenise, self.vocabulary, self.tokenizer)
         sizes = json.loads((folder / "train.sizes.json").read_text())
         counts = ", ".join(f"{size:,} {name}" for name, size in zip(texts.languages, sizes, strict=True))
         log.info("Texts: %s; pairs for training: %s.", texts.title, counts)
