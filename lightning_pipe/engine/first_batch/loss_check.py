@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from lightning_pipe.engine.batch import Batch, BatchObserver
 from lightning_pipe.engine.first_batch.both_together import UnlikeError, keep_alike, readings
-from lightning_pipe.engine.first_batch.mixing import MixingCheck
+from lightning_pipe.engine.first_batch.mixing import TIMES, MixingCheck
 from lightning_pipe.engine.first_batch.trial_runs import TrialRuns, leaving_no_trace
 from lightning_pipe.engine.stage import Stages, loss_of
 from lightning_pipe.errors import CutError
@@ -26,21 +26,14 @@ from lightning_pipe.intercept.crossing import Crossing
 
 _ROUNDING = {torch.float64: 1e-9, torch.float32: 2e-5, torch.float16: 5e-4, torch.bfloat16: 2e-3}
 """How far losses may differ that are equal but for rounding, relative to 1 + their size."""
-_LEAST, _TIMES = 1e-6, 30
-"""How far they do so in float32 for sure, and how many times what rounding makes of a micro-batch is more than that."""
+_LEAST = 1e-6
+"""How far they do so in float32 for sure."""
 _REDUCED = 5e-4
 """The same for float32 on devices that multiply matrices with fewer bits."""
 
 
 class _DiffersError(Exception):
     """The loss differs from run to run."""
-
-
-class _Found(NamedTuple):
-    """What a run of the step has made: its loss, and the numbers that it logged or returned."""
-
-    loss: Tensor
-    values: dict[Any, float]
 
 
 @dataclass
@@ -58,7 +51,6 @@ class LossCheck(BatchObserver):
         join: puts micro-batches together, given their numbers.
         autocast: the type of numbers that the step computes with by itself; ``None``: that of its tensors.
         summed: whether the loss of both is expected to be the sum of their losses, not the mean.
-        values: the numbers that the last run logged or returned, by name, to be compared in the same way.
         pairs: how many pairs are compared at most.
         mixing: looks at the stages before the last one; ``None``: nobody does.
 
@@ -67,8 +59,6 @@ class LossCheck(BatchObserver):
             not the same.
         agreed: whether a pair was compared, and agreed.
         reason: why a pair could not be compared, in words.
-        compared: for each of the values: what they were for one micro-batch, another one, and both together, with the
-            share of the first. One entry for each pair that agreed.
         most: the largest difference that rounding can make.
         rounding: the largest one that it makes of the losses of this pair.
     """
@@ -78,18 +68,15 @@ class LossCheck(BatchObserver):
     join: Callable[[tuple[int, int]], Any]
     autocast: torch.dtype | None = None
     summed: bool = False
-    values: Callable[[], dict[Any, float]] = dict
     pairs: int = 3
     mixing: MixingCheck | None = None
     differs: tuple[tuple[int, int], float, float] | None = None
     agreed: bool = False
     reason: str | None = None
-    compared: dict[Any, list[tuple[float, float, float, float]]] = field(default_factory=dict)
     most: float = 0.0
     rounding: float = 0.0
     _seen: dict[int, Crossing | None] = field(default_factory=dict)
     _tried: int = 0
-    _unknown: set[Any] = field(default_factory=set)
 
     @override
     def before_stage(
@@ -130,9 +117,9 @@ class LossCheck(BatchObserver):
         received = [self._seen[index] for index in pair]
         parts = [runs.batch.micro_batches[index] for index in pair]
         both_parts = self.join(pair)
-        singles = [self._run(runs, *each) for each in zip(pair, parts, received, strict=True)]
-        self.most = self._rounding(runs.stages, singles[-1].loss)
-        one, other = (float(single.loss) for single in singles)
+        singles = [runs.loss(*each) for each in zip(pair, parts, received, strict=True)]
+        self.most = self._rounding(runs.stages, singles[-1])
+        one, other = map(float, singles)
         self.rounding = self._closest(runs, pair[0], received[0], sizes[0], one * (1 + self.summed))
         if not sum(shares) or not math.isfinite(one + other):
             return
@@ -148,10 +135,9 @@ class LossCheck(BatchObserver):
                 continue
             if found is None:
                 continue
-            together.append(float(found.loss))
+            together.append(float(found))
             if close(expected, together[-1], self.rounding):
                 self.agreed = True
-                self._note(share, singles[0].values, singles[1].values, found.values)
                 return
         if not together:
             raise failed or UnlikeError
@@ -164,10 +150,6 @@ class LossCheck(BatchObserver):
                 raise _DiffersError
             self.differs = (pair, expected, together[0])
 
-    def _run(self, runs: TrialRuns, index: int, part: Any, inbound: Crossing | None) -> _Found:
-        """What a run makes; the arguments are those of `TrialRuns.run`."""
-        return _Found(runs.loss(index, part, inbound), self.values())
-
     def _received_together(
         self, received: Sequence[Crossing | None], sizes: Sequence[int]
     ) -> Iterator[tuple[Crossing | None, Crossing | None]]:
@@ -175,7 +157,7 @@ class LossCheck(BatchObserver):
 
         A router's loss that the step only logs is such a value, and so is what a layer counts of its calls: nobody
         knows what it is for both micro-batches, but the loss is the same with that of the one and with that of the
-        other. Numbers that are not are not compared.
+        other.
 
         Yields:
             What it would receive, in all ways that it may be meant, with such values of the one micro-batch; and the
@@ -193,24 +175,14 @@ class LossCheck(BatchObserver):
 
     def _run_alike(
         self, runs: TrialRuns, index: int, part: Any, alternatives: tuple[Crossing | None, Crossing | None]
-    ) -> _Found | None:
-        """What a run makes, if it has the same loss with both alternatives; numbers that differ are not compared."""
+    ) -> Tensor | None:
+        """The loss of a run, if it is the same with both alternatives."""
         one, other = alternatives
-        found = self._run(runs, index, part, one)
-        if other is None:
-            return found
-        again = self._run(runs, index, part, other)
-        if not found.loss.equal(again.loss):
-            return None
-        self._unknown |= {name for name, value in again.values.items() if found.values.get(name) != value}
-        return found
+        found = runs.loss(index, part, one)
+        return found if other is None or found.equal(runs.loss(index, part, other)) else None
 
     def _agrees(self, result: Any, loss: float) -> bool:
         return close(float(loss_of(result)), loss, self.rounding)
-
-    def _note(self, share: float, one: dict[Any, float], other: dict[Any, float], both: dict[Any, float]) -> None:
-        for name in [name for name in one if name in other and name in both and name not in self._unknown]:
-            self.compared.setdefault(name, []).append((one[name], other[name], both[name], share))
 
     def _closest(self, runs: TrialRuns, index: int, inbound: Crossing | None, size: int, loss: float) -> float:
         """The largest difference that it makes, as one micro-batch shows, put together with itself, in float32."""
@@ -221,7 +193,7 @@ class LossCheck(BatchObserver):
             noise = min(abs(float(runs.loss(index, both, each)) - loss) / (1 + abs(loss)) for each in ways)
         except Exception:  # it cannot be put together with itself
             return self.most
-        return min(self.most, max(_LEAST, _TIMES * noise)) if noise < self.most else self.most
+        return min(self.most, max(_LEAST, TIMES * noise)) if noise < self.most else self.most
 
     def _rounding(self, stages: Stages, loss: Tensor) -> float:
         """The largest difference that rounding can make, by the coarsest numbers that take part."""

@@ -28,7 +28,7 @@ _ROUNDING = {torch.float64: (1e-12, 1e-7), torch.float32: (2e-6, 5e-3), torch.fl
 """How far tensors differ, relative to their norm, by rounding for sure, and at most: it adds up over layers."""
 _COARSE = (0.05, 0.2)
 """The same for types with fewer bits."""
-_TIMES = 30
+TIMES = 30
 """How many times what rounding makes of a micro-batch with itself is more than rounding."""
 
 
@@ -114,7 +114,7 @@ def _judged(
     except Exception:  # a micro-batch cannot be put together with itself
         noise = [math.inf for _ in apart]
     found = [*zip(apart, noise, bounds, strict=True)]
-    if any(each > max(least, _TIMES * rounding) for each, rounding, (least, _) in found):
+    if any(each > max(least, TIMES * rounding) for each, rounding, (least, _) in found):
         return True
     # samples may be compared with their neighbours
     return None if any(each > most or most < rounding < math.inf for each, rounding, (_, most) in found) else False
