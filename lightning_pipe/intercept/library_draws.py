@@ -17,12 +17,11 @@ _AROUND = None
 """Stands for the code around the layers, among the numbers of calls."""
 _python, _numpy = random.Random(), np.random.RandomState()
 
-
 _States = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def states() -> _States:
-    """The states of both generators, to be restored here or in another process; pickled, to be compared."""
+    """The states of both generators, to be restored here or in another process; those of NumPy compare once pickled."""
     return random.getstate(), np.random.get_state(legacy=False)
 
 

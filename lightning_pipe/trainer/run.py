@@ -59,6 +59,7 @@ from lightning_pipe.trainer.batch_ends import BatchEnds
 from lightning_pipe.trainer.checks import check_outside_step, steps_for_every_batch
 from lightning_pipe.trainer.data.batch_splitter import BatchSplitter, BatchSplitting, naming_suspects
 from lightning_pipe.trainer.data.loaders import Loaders
+from lightning_pipe.trainer.data.loss_checks import Difference
 from lightning_pipe.trainer.data.micro_batches import MicroBatches
 from lightning_pipe.trainer.data.training_output import TrainingOutput
 from lightning_pipe.trainer.evaluation.evaluations import Evaluations
@@ -294,29 +295,29 @@ class PipelineRun:
                     outputs = self.pipeline.train(
                         step, micro_batches.parts, weights, seed=seed, reduce=reduce, check=step.check
                     )
-                why = self._why_whole(self._step, step) if rewind is not None else ""
-                outputs = step.share(outputs, before) if not why else {}
-        if rewind is not None and why:
-            rewind.undo(why)
-            self._splitter.leave_whole(why)
+                found = self._difference(self._step, step) if rewind is not None else None
+                outputs = step.share(outputs, before) if found is None else {}
+        if rewind is not None and found is not None:
+            rewind.undo(found.why)
+            self._splitter.leave_whole(found)
             self.report.announce_again()
             return self.train(args, optimizers)
         self.gradients.after_batch(optimizers)
         return self._output.of(outputs, micro_batches, withheld)
 
-    def _why_whole(self, common: UserStep, step: StepOfBatch) -> str:
-        """Why a batch that has run must run again, whole: the words of any rank. Collective over all processes.
+    def _difference(self, common: UserStep, step: StepOfBatch) -> Difference | None:
+        """Why a batch that has run must run again, whole: as seen on any rank. Collective over all processes.
 
         Raises:
             CutError: it has taken from what does not give the same again.
         """
-        why = common.checks.difference(step.check)
-        found = [*filter(None, self._world.transport.all_gather_object(why, self._world.everyone))]
+        own = common.checks.difference(step.check)
+        found = [*filter(None, self._world.transport.all_gather_object(own, self._world.everyone))]
         if found:
             common.check_may_run_again(training=True)
             common.attributes.of_layers.changes()  # those of this run do not count
         # where samples meet before the loss, that is why
-        return min(found, key=lambda each: each.startswith("The loss"), default="")
+        return min(found, key=lambda each: each.in_loss, default=None)
 
     def evaluate(self, name: str, args: Sequence[Any]) -> Any:
         """An evaluation step, once over the whole batch.

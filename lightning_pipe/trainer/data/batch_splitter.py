@@ -16,7 +16,7 @@ from lightning_pipe.errors import ConfigurationError, PipeError
 from lightning_pipe.parameters.sync_batchnorm import are_synchronized
 from lightning_pipe.planning.batch_norms import BATCH_NORM_SAMPLES, is_normalising
 from lightning_pipe.torch_internals import BatchNorm
-from lightning_pipe.trainer.data.loss_checks import remedy
+from lightning_pipe.trainer.data.loss_checks import Difference
 from lightning_pipe.trainer.data.micro_batches import LossWeight, MicroBatches, divide_batch
 from lightning_pipe.trainer.data.split_batch import SplitBatch
 from lightning_pipe.trainer.data.suspects import REMEDY, Suspects, ambiguous, suspicion
@@ -118,10 +118,10 @@ class BatchSplitter:
         """Whether a batch may be left whole: nobody has said into how many parts, or how, it is cut."""
         return self.number == "auto" and self.options.split_batch is None
 
-    def leave_whole(self, why: str) -> None:
+    def leave_whole(self, found: Difference) -> None:
         """Leave all batches whole from now on, since what is computed from parts is not what the whole makes."""
-        self._uncut = f"{why} So batches run {_WHOLE}"
-        self._warn("whole", f"{self._uncut} {remedy(why)}")
+        self._uncut = f"{found.why} So batches run {_WHOLE}"
+        self._warn("whole", f"{self._uncut} {found.remedy}")
 
     def _whole(self, batch: Any, why: str) -> MicroBatches:
         """A batch that is left whole: that is exact, and its ranks take turns."""

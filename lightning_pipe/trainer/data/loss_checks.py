@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from typing import NamedTuple
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -29,6 +30,20 @@ APART = (
 )
 
 
+class Difference(NamedTuple):
+    """That a batch is not what its micro-batches make.
+
+    Args:
+        why: with numbers.
+        remedy: what helps.
+        in_loss: whether it is seen in the loss; samples that meet before it explain that, too.
+    """
+
+    why: str
+    remedy: str
+    in_loss: bool
+
+
 class LossChecks:
     """The loss checks of a run: for some of its first batches that have several micro-batches.
 
@@ -46,7 +61,8 @@ class LossChecks:
     def __init__(self, device: torch.device, *, weighted: bool, replica: int = 0) -> None:
         self._device, self._weighted, self._replica = device, weighted, replica
         self._batches = 0
-        self._has_warned, self._mixing = False, ""
+        self._has_warned = False
+        self._mixing: Difference | None = None
         self._told = set[bool]()  # that samples depend on each other, and that it could not be seen
         self._warn = WarnOnce()
 
@@ -79,7 +95,7 @@ class LossChecks:
 
     def _tell_mixing(self, layers: str, sizes: Sequence[int]) -> None:
         if sizes and self.repeats:
-            self._mixing = _mixing(layers, sizes)
+            self._mixing = Difference(_mixing(layers, sizes), APART, in_loss=False)
         elif self._replica == 0 and bool(sizes) not in self._told and (sizes or not self._weighted):
             self._told.add(bool(sizes))
             wrong = "Gradients differ accordingly from those of one device."
@@ -88,15 +104,16 @@ class LossChecks:
                 f"{_mixing(layers, sizes)} {wrong} {APART}" if sizes else _unchecked_layers(layers), stacklevel=2
             )
 
-    def difference(self, check: LossCheck | None) -> str:
-        """That a batch is not what its micro-batches make, as seen on this rank, with numbers; or nothing."""
+    def difference(self, check: LossCheck | None) -> Difference | None:
+        """That a batch is not what its micro-batches make, as seen on this rank; or nothing."""
         if self._mixing:
             return self._mixing
         if check is None or check.differs is None or self._weighted:
-            return ""
+            return None
         (one, other), expected, both = check.differs
         sizes = [check.sizes[one], check.sizes[other]]
-        return _no_sum(sizes, expected, both) if check.summed else _no_mean(sizes, expected, both)
+        why = _no_sum(sizes, expected, both) if check.summed else _no_mean(sizes, expected, both)
+        return Difference(why, WEIGHTS, in_loss=True)
 
     def end(self, check: LossCheck | None) -> None:
         """Warn if the loss of the batch is not what the losses of its micro-batches make, or could not be compared.
@@ -108,14 +125,9 @@ class LossChecks:
             return
         if difference := self.difference(check):
             self._has_warned = True
-            rank_zero_warn(f"{difference} Gradients differ accordingly from those of one device. {_remedy(check)}")
+            rank_zero_warn(f"{difference.why} Gradients differ accordingly from those of one device. {_remedy(check)}")
         elif check.reason is not None and not check.agreed and False not in self._told:
             self._warn("unchecked", _unchecked(check.reason, summed=check.summed))
-
-
-def remedy(why: str) -> str:
-    """What helps, if a difference says why batches run whole."""
-    return WEIGHTS if why.startswith("The loss") else APART
 
 
 def _mixing(layers: str, sizes: Sequence[int]) -> str:
