@@ -85,23 +85,26 @@ def families(small: bool) -> list[Family]:
 
 
 def run(setting: Setting) -> Iterator[Finding]:
-    """For each model and each limit the largest that trains, in both ways."""
-    for family in families(setting.small):
-        limit, *published = PUBLISHED[family.name]
-        for gigabytes in [limit] if setting.small else sorted(LIMITS, key=limit.__ne__):  # the published one first
-            found = []
-            for column, way in enumerate(("naive", "micro-batches, recomputation")):
-                size = largest(partial(fits, family, way, gigabytes, setting), *family.sizes)
-                found.append(0 if size is None else family.parameters(size))
-                target = f"{published[column] / 1e6:.0f} M published" if gigabytes == limit else ""
-                name = f"{family.name}, {gigabytes} GB, {way}"
-                value = "none" if size is None else f"{size}: {found[-1] / 1e6:.1f} M parameters"
-                yield Finding(name, value, target)
-            gain = found[1] / found[0] if found[0] else float("inf")
-            ratio = published[1] / published[0]
-            target = f"{ratio:.1f} published" if gigabytes == limit else ""
-            reached = None if setting.small else gain > 1
-            yield Finding(f"{family.name}, {gigabytes} GB, gain", f"{gain:.1f}", target, reached)
+    """For each model and each limit the largest that trains, in both ways; the published limits first."""
+    chosen = families(setting.small)
+    published = [(family, PUBLISHED[family.name][0]) for family in chosen]
+    others = [(family, limit) for family, own in published for limit in LIMITS if limit != own]
+    for family, gigabytes in published + ([] if setting.small else others):
+        yield from _rows(family, gigabytes, setting)
+
+
+def _rows(family: Family, gigabytes: int, setting: Setting) -> Iterator[Finding]:
+    limit, *published = PUBLISHED[family.name]
+    found = []
+    for column, way in enumerate(("naive", "micro-batches, recomputation")):
+        size = largest(partial(fits, family, way, gigabytes, setting), *family.sizes)
+        found.append(0 if size is None else family.parameters(size))
+        target = f"{published[column] / 1e6:.0f} M published" if gigabytes == limit else ""
+        value = "none" if size is None else f"{size}: {found[-1] / 1e6:.1f} M parameters"
+        yield Finding(f"{family.name}, {gigabytes} GB, {way}", value, target)
+    gain = found[1] / found[0] if found[0] else float("inf")
+    target = f"{published[1] / published[0]:.1f} published" if gigabytes == limit else ""
+    yield Finding(f"{family.name}, {gigabytes} GB, gain", f"{gain:.1f}", target, None if setting.small else gain > 1)
 
 
 def largest(fits: Callable[[int], bool], least: int, step: int, most: int) -> int | None:

@@ -20,6 +20,7 @@ from tests.benchmarks.measure import Finding
 ROOT = Path(__file__).parents[2]
 FIRST_SECONDS = 9 * 60
 """The parts with `Part.first` are done within this time, whatever happens in them."""
+INTERRUPTED = "interrupted"
 _GRACE = 1.0
 
 
@@ -97,6 +98,8 @@ def run_parts(parts: Sequence[Part], results: Path, conditions: Mapping[str, str
         }
         store(results, part.name, found)
         print(f"  {status}, {found['seconds']} s", flush=True)
+        if status == INTERRUPTED:
+            return False
         good = good and status == "done" and all(row.reached is not False for row in rows)
     return good
 
@@ -116,6 +119,8 @@ def run_part(part: Part, **setting: Any) -> tuple[str, list[Finding]]:
             status = "done" if code == 0 else f"failed with exit code {code}"
         except subprocess.TimeoutExpired:
             status = f"ended after {part.limit:g} s"
+        except KeyboardInterrupt:  # a loan of a machine ends: what has been found is kept
+            status = INTERRUPTED
         finally:
             _end(process)
         return status, list(rows_in(path))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +56,24 @@ def test_results_are_written_as_parts_end(
     assert list(again) == list(found)
     assert again[QUICK.name]["conditions"] == {"torch": "3"}
     assert again[SLOW.name] == found[SLOW.name]
+
+
+def test_an_interrupt_keeps_what_has_been_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "PARTS", (SLOW, QUICK))
+    waiting = subprocess.Popen.wait
+
+    def interrupted(process: subprocess.Popen[bytes], timeout: float | None = None) -> int:
+        if timeout == SLOW.limit:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                waiting(process, timeout / 2)
+            raise KeyboardInterrupt
+        return waiting(process, timeout)
+
+    monkeypatch.setattr(subprocess.Popen, "wait", interrupted)
+    results = tmp_path / "gpu.json"
+    assert not run_parts([SLOW, QUICK], results, {}, device="cpu", devices=1, small=True)
+    (found,) = json.loads(results.read_text()).values()
+    assert (found["status"], found["rows"][0]["name"]) == ("interrupted", "a row on cpu")
 
 
 def test_a_row_that_is_cut_short_is_left_out(tmp_path: Path) -> None:
