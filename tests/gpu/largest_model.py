@@ -59,52 +59,49 @@ class Family:
             return sum(parameter.numel() for parameter in self.build(size).parameters())
 
 
-def families(small: bool) -> list[Family]:
-    """Both."""
+def amoebanet(small: bool) -> Family:
+    """AmoebaNet-D (18, D), whose number is that of its filters."""
 
     def images(samples: int, device: torch.device) -> tuple[Tensor, Tensor]:
         pixels = 32 if small else 224
         return torch.randn(samples, 3, pixels, pixels, device=device), torch.randint(10, (samples,), device=device)
 
+    name = "AmoebaNet-D (18, D)"
+    if small:
+        return Family(name, lambda filters: amoebanet_d(3, filters, 10), images, 4, 2, (16, 16, 16))
+    return Family(name, lambda filters: amoebanet_d(18, filters), images, 128, 32, (64, 16, 1024))
+
+
+def transformer(small: bool) -> Family:
+    """Transformer-L, whose number is that of its layers."""
+
     def tokens(samples: int, device: torch.device) -> tuple[Tensor, Tensor]:
         ids = torch.randint(32 if small else 32_000, (samples, 9 if small else 1025), device=device)
         return ids[:, :-1], ids[:, 1:]
 
-    def transformer(layers: int) -> nn.Module:
+    def tiny(layers: int) -> nn.Module:
         return GPipeTransformer(layers, vocabulary=32, width=16, inner=32, heads=2)
 
     if small:
-        return [
-            Family("AmoebaNet-D (18, D)", lambda filters: amoebanet_d(3, filters, 10), images, 4, 2, (16, 16, 16)),
-            Family("Transformer-L", transformer, tokens, 4, 2, (1, 1, 2)),
-        ]
-    return [
-        Family("AmoebaNet-D (18, D)", lambda filters: amoebanet_d(18, filters), images, 128, 32, (64, 16, 1024)),
-        Family("Transformer-L", gpipe_transformer, tokens, 32, 32, (1, 1, 128)),
-    ]
+        return Family("Transformer-L", tiny, tokens, 4, 2, (1, 1, 2))
+    return Family("Transformer-L", gpipe_transformer, tokens, 32, 32, (1, 1, 128))
 
 
-def run(setting: Setting) -> Iterator[Finding]:
-    """For each model and each limit the largest that trains, in both ways; the published limits first."""
-    chosen = families(setting.small)
-    published = [(family, PUBLISHED[family.name][0]) for family in chosen]
-    others = [(family, limit) for family, own in published for limit in LIMITS if limit != own]
-    for family, gigabytes in published + ([] if setting.small else others):
-        yield from _rows(family, gigabytes, setting)
-
-
-def _rows(family: Family, gigabytes: int, setting: Setting) -> Iterator[Finding]:
+def rows(family: Family, setting: Setting) -> Iterator[Finding]:
+    """For each limit, the published one first, the largest model that trains in both ways."""
     limit, *published = PUBLISHED[family.name]
-    found = []
-    for column, way in enumerate(("naive", "micro-batches, recomputation")):
-        size = largest(partial(fits, family, way, gigabytes, setting), *family.sizes)
-        found.append(0 if size is None else family.parameters(size))
-        target = f"{published[column] / 1e6:.0f} M published" if gigabytes == limit else ""
-        value = "none" if size is None else f"{size}: {found[-1] / 1e6:.1f} M parameters"
-        yield Finding(f"{family.name}, {gigabytes} GB, {way}", value, target)
-    gain = found[1] / found[0] if found[0] else float("inf")
-    target = f"{published[1] / published[0]:.1f} published" if gigabytes == limit else ""
-    yield Finding(f"{family.name}, {gigabytes} GB, gain", f"{gain:.1f}", target, None if setting.small else gain > 1)
+    for gigabytes in [limit] if setting.small else sorted(LIMITS, key=limit.__ne__):
+        found: list[int] = []
+        for column, way in enumerate(("naive", "micro-batches, recomputation")):
+            size = largest(partial(fits, family, way, gigabytes, setting), *family.sizes)
+            found.append(0 if size is None else family.parameters(size))
+            target = f"{published[column] / 1e6:.0f} M published" if gigabytes == limit else ""
+            value = "none" if size is None else f"{size}: {found[-1] / 1e6:.1f} M parameters"
+            yield Finding(f"{family.name}, {gigabytes} GB, {way}", value, target)
+        naive, piped = found
+        target = f"{published[1] / published[0]:.1f} published" if gigabytes == limit else ""
+        gain = f"{piped / naive:.1f}" if naive else "none trains without"
+        yield Finding(f"{family.name}, {gigabytes} GB, gain", gain, target, None if setting.small else piped > naive)
 
 
 def largest(fits: Callable[[int], bool], least: int, step: int, most: int) -> int | None:

@@ -52,10 +52,11 @@ PARTS = (
     Part("nccl", "as many ranks as devices, over NCCL, equal one device", 60, first=True),
     Part("named_devices", "code between layers that names devices does what it does on one device", 60),
     Part("trainers", "Trainers over ranks with a device each equal a plain one: fit, validate, predict, resume", 300),
-    Part("largest_model", "GPipe's claim for one accelerator: the largest models that train", 900),
-    Part("throughput", "one stage with m micro-batches beside the plain Trainer", 300),
     Part("host_time", "time of the host per action beside that of kernels", 240),
     Part("peak_memory", "peak memory beside the plan's", 180),
+    Part("largest_transformer", "GPipe's claim for one accelerator: the largest Transformer-L that trains", 600),
+    Part("largest_amoebanet", "GPipe's claim for one accelerator: the largest AmoebaNet-D that trains", 600),
+    Part("throughput", "one stage with m micro-batches beside the plain Trainer", 300),
 )
 """By priority."""
 

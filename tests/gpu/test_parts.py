@@ -44,7 +44,7 @@ def test_processes_with_delays_equal_one_device() -> None:
     assert [row.value for row in found] == ["equal"]
 
 
-@pytest.mark.parametrize("name", ["largest_model", "throughput", "host_time", "peak_memory"])
+@pytest.mark.parametrize("name", ["largest_amoebanet", "largest_transformer", "throughput", "host_time", "peak_memory"])
 def test_parts_that_measure_find_rows(name: str) -> None:
     found = rows(name)
     assert found
@@ -108,7 +108,7 @@ def test_the_largest_size_is_found(most: int) -> None:
 
 
 def test_running_out_of_memory_is_told_from_other_errors(monkeypatch: pytest.MonkeyPatch) -> None:
-    family = largest_model.families(small=True)[0]
+    family = largest_model.amoebanet(small=True)
 
     def fails(error: BaseException) -> Callable[..., None]:
         def train(*_: Any) -> None:
@@ -124,7 +124,7 @@ def test_running_out_of_memory_is_told_from_other_errors(monkeypatch: pytest.Mon
 
 
 def test_published_models_are_among_the_sizes() -> None:
-    for family in largest_model.families(small=False):
+    for family in (largest_model.amoebanet(small=False), largest_model.transformer(small=False)):
         _, *published = largest_model.PUBLISHED[family.name]
         least, step, most = family.sizes
         printed = {"AmoebaNet-D (18, D)": (208, 416), "Transformer-L": (3, 13)}[family.name]
