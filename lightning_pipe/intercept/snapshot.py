@@ -10,7 +10,8 @@ from lightning_pipe.intercept.contents import Attributes, Change, Done, Node
 from lightning_pipe.torch_internals import DisableTorchFunction
 
 # Parameters and submodules are not looked at: a step leaves them as they are. Buffers change in forward passes.
-_MODULE_INTERNALS = frozenset(vars(nn.Module())) - {"_buffers"}
+# A snapshot that lives as long as a batch must not keep weak references to parameters: those could not be swapped then.
+_MODULE_INTERNALS = (frozenset(vars(nn.Module())) - {"_buffers"}) | {"_flat_weight_refs"}
 # What the Trainer sets in a LightningModule by itself, around hooks too: none of it is a change by the step.
 _LIGHTNING_INTERNALS = frozenset(
     [

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from lightning_pipe import PipeStrategy
 from lightning_pipe.errors import PipeError
-from tests.support.processes import outcomes
+from tests.support.processes import outcomes, run_trainers
 from tests.support.trainer_runs import QUIET
 
 WIDTH = 4
@@ -113,6 +113,32 @@ def test_a_loss_that_compares_samples_equals_one_device(layout: str) -> None:
     assert "So batches run whole, with micro_batches=1" in told.pop()
     if found is not None:
         assert " ".join(found[0].output.split()).count("So batches run whole") >= 1  # a line of the plan
+
+
+class Recurrent(Contrastive):
+    """Has recurrent modules around its layers, which refer to their weights weakly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.GRU(WIDTH, WIDTH), nn.LSTM(WIDTH, WIDTH)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        x = self.first(batch[:, None])[0]
+        for layer in self.layers:
+            x = layer(x)
+        logits = F.normalize(self.last(x)[0][:, 0], dim=1) @ F.normalize(batch, dim=1).T
+        return F.cross_entropy(logits, torch.arange(len(batch)))
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.mean(outputs["loss"])
+        self.log("mean", self.mean, on_step=False, on_epoch=True)
+
+
+def test_recurrent_modules_outside_the_layers_equal_one_device() -> None:
+    _, _, expected, _ = fit(0, Recurrent())
+    for _, _, state, _ in run_trainers(fit, 2, module=Recurrent(), devices=2, strategy=PipeStrategy(layers="layers")):
+        for name, value in expected.items():
+            torch.testing.assert_close(torch.tensor(state[name]), torch.tensor(value), rtol=1e-6, atol=1e-8)
 
 
 def test_replicas_agree() -> None:
