@@ -1,4 +1,4 @@
-"""Published formulas for the time and memory of schedules, beside the simulator that counts actions."""
+"""Chimera's performance model, beside the simulator that counts actions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from lightning_pipe.schedules.dependencies import Number
 from lightning_pipe.schedules.families.chimera import Chimera
 from lightning_pipe.simulate.costs import Costs
 from lightning_pipe.simulate.simulator import simulate
-from lightning_pipe.simulate.steady import ratio
 
 
 def chimera_time(
@@ -94,51 +93,3 @@ def _unoverlapped(
         rest = sum(all_reduce[stage] for stage in last if stage != first)
         result.append(max(0, left + rest - (timeline.makespan - over)))
     return result
-
-
-def gpipe_activations(batch: Number, layers: int, stages: int, micro_batches: int) -> Number:
-    """GPipe's peak activation memory with recomputation: ``N + (L / K) (N / M)``, section 2.3.
-
-    Args:
-        batch: N, samples of a mini-batch.
-        layers: L.
-        stages: K, accelerators.
-        micro_batches: M.
-
-    Returns:
-        Memory in units of one layer's activations for one sample.
-
-    Example:
-        >>> gpipe_activations(batch=32, layers=24, stages=4, micro_batches=8)
-        Fraction(56, 1)
-    """
-    return batch + ratio(layers, stages) * ratio(batch, micro_batches)
-
-
-def gpipe_memory(weights: Number, activations: Number, inputs: Number, stages: int, micro_batches: int) -> Number:
-    """GPipe's memory with recomputation: ``|W| / d + |A_total(b)| / d + m |A_input(b)|``.
-
-    Narayanan et al., Memory-Efficient Pipeline-Parallel DNN Training (PipeDream-2BW), ICML'21, section 3.
-
-    Args:
-        weights: ``|W|``, bytes of the model's weights with what belongs to them.
-        activations: ``|A_total(b)|``, bytes of all layers' activations for one micro-batch of b samples.
-        inputs: ``|A_input(b)|``, bytes of one stage's input for one micro-batch.
-        stages: d.
-        micro_batches: m.
-    """
-    return ratio(weights + activations, stages) + micro_batches * inputs
-
-
-def pipedream_2bw_memory(weights: Number, activations: Number, inputs: Number, stages: int) -> Number:
-    """PipeDream-2BW's memory with recomputation: ``2 |W| / d + |A_total(b)| / d + d |A_input(b)|``.
-
-    The letters and the source are those of `gpipe_memory`.
-
-    Args:
-        weights: ``|W|``, bytes of the model's weights.
-        activations: ``|A_total(b)|``.
-        inputs: ``|A_input(b)|``.
-        stages: d, and the most micro-batches in flight.
-    """
-    return ratio(2 * weights + activations, stages) + stages * inputs

@@ -11,13 +11,7 @@ from lightning_pipe.errors import ScheduleError
 from lightning_pipe.schedules import Chimera, GPipe, Kind, OneFOneB
 from lightning_pipe.schedules.dependencies import Links
 from lightning_pipe.simulate import Costs, Link, simulate
-from recipes.reproduce.closed_forms import (
-    chimera_critical_path,
-    chimera_time,
-    gpipe_activations,
-    gpipe_memory,
-    pipedream_2bw_memory,
-)
+from recipes.reproduce.closed_forms import chimera_critical_path, chimera_time
 
 LINKS: tuple[Links, ...] = ("free", "directed", "shared")
 
@@ -128,9 +122,3 @@ def test_chimeras_model_with_messages() -> None:
     assert chimera_time(6, 6, 1, 2, p2p=Fraction(1, 2)) == 26 + 8
     with pytest.raises(ScheduleError, match="an even number of stages"):
         chimera_time(5, 5, 1, 2)
-
-
-def test_memory_formulas() -> None:
-    assert gpipe_activations(batch=32, layers=24, stages=4, micro_batches=8) == 32 + 24
-    assert gpipe_memory(weights=80, activations=40, inputs=3, stages=4, micro_batches=16) == 20 + 10 + 48
-    assert pipedream_2bw_memory(weights=80, activations=40, inputs=3, stages=4) == 40 + 10 + 12
