@@ -5,21 +5,29 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, partial
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from torch import nn
 
 from lightning_pipe import schedules
 from lightning_pipe.config import BatchEquation, RunLayout, Sharding, micro_batch_count
-from lightning_pipe.partition import AUTO, ParameterPlace, divide, places_by_stage
+from lightning_pipe.partition import AUTO, Layers, ParameterPlace, divide, places_by_stage
 from lightning_pipe.partition.choice import layers_before_run
 from lightning_pipe.planning.batch_norms import BATCH_NORM_SAMPLES, is_normalising, norms_note
 from lightning_pipe.planning.layer_sizes import of_module, without_times
-from lightning_pipe.planning.memory import process_memories, sharding_notes, training_factor
+from lightning_pipe.planning.memory import ParameterBytes, process_memories, sharding_notes
 from lightning_pipe.planning.options import PlanOptions, taking
 from lightning_pipe.planning.prediction import rank_bytes, stage_costs, stage_memory
 from lightning_pipe.planning.render import Plan, StagePlan
-from lightning_pipe.planning.traffic import NodeTraffic, divided_sums, gradient_bytes, messages_of, node_traffic, scaled
+from lightning_pipe.planning.traffic import (
+    NodeTraffic,
+    divided_sums,
+    gradient_bytes,
+    messages_of,
+    node_traffic,
+    owners,
+    scaled,
+)
 from lightning_pipe.schedules import Family, Schedule, Stream, with_recompute
 from lightning_pipe.schedules.action import Placement
 from lightning_pipe.schedules.several_passes import several_passes
@@ -62,14 +70,14 @@ def plan(module: nn.Module, asked: PlanOptions) -> Plan:
     ranks, balance = asked.ranks, asked.balance
     family = schedules.get(asked.schedule)
     stages = family.placed(ranks, None if asked.stages == "auto" else asked.stages)[1]
-    found = layers_before_run(module, asked.layers, stages)
+    layers = layers_before_run(module, asked.layers, stages)
     chosen = asked.micro_batches == "auto"
     least = BATCH_NORM_SAMPLES if chosen and any(map(is_normalising, module.modules())) else 1
     count = micro_batch_count(asked.batch, ranks, asked.micro_batches, least)
-    profile, measured = None if asked.costs is None else of_module(asked.costs, without_times(module, found)), None
+    profile, measured = None if asked.costs is None else of_module(asked.costs, without_times(module, layers)), None
     if profile is not None and (balance == "time" or balance == "memory"):
         measured = profile.layer_costs(balance, stages, recompute=asked.recompute != "never")
-    counts = divide(module, found, stages, balance, measured)
+    counts = divide(module, layers, stages, balance, measured)
 
     @cache
     def build(number: int) -> Schedule:
@@ -78,52 +86,41 @@ def plan(module: nn.Module, asked: PlanOptions) -> Plan:
 
     order = build(count)
     stream = None if order.synchronous else schedules.stream(family, ranks, stages)
-    number = order.micro_batches if stream is None else stream.micro_batches
+    equation = asked.equation(order.micro_batches if stream is None else stream.micro_batches)
     costs, memory, known = None, None, "that of weights, gradients and two optimizer moments in 32 bits"
-    samples, at = -(-asked.batch // count), None
     if profile is not None:
-        at = profile.at(samples)
         copies = [asked.replicas * len(order.holders(stage)) for stage in range(stages)]
-        costs = stage_costs(profile, counts, samples, copies, asked.shard_optimizer)
-        memory = stage_memory(profile, counts, samples, copies, asked.shard_optimizer)
+        given = (profile, counts, -(-asked.batch // count), copies, asked.shard_optimizer)
+        costs, memory = stage_costs(*given), stage_memory(*given)
         known = "the most that is held: weights, gradients, two optimizer moments, and activations"
-    idle = partial(predicted_bubble, build, stream=stream, costs=costs)
-    of_norms = norms_note(module, asked.equation(number).sizes, ranks, idle, chosen and stream is None)
     placement = {place: rank for place, rank in order.placement.items() if place[1] < stages}  # of one pass
-    topology = asked.topology(placement[0, stages - 1])
-    names = iter(name for name, _ in found)
-    named = [tuple(next(names) for _ in range(count)) for count in counts]
-    held = places_by_stage(module, found, counts)
-    total = sum(parameter.numel() for parameter in module.parameters())
-    by = (f"balanced by {balance}",) if isinstance(balance, str) and balance not in (AUTO, "parameters") else ()
     made = assembled(
-        type(module).__name__,
-        named,
-        held,
+        module,
+        layers,
+        counts,
         placement,
-        topology,
+        asked.topology(placement[0, stages - 1]),
         label_of(family, asked.passes),
-        asked.equation(number),
+        equation,
         order,
         sharding=asked.shard_optimizer,
         on_device=asked.accelerator == "gpu",
         number_bytes=BYTES_PER_NUMBER,
         sent_bytes=BYTES_PER_NUMBER,
-        message_bytes=None if at is None else [at.boundary_bytes[end - 1] for end in accumulate(counts)],
+        memory=memory,
     )
+    idle = partial(predicted_bubble, build, stream=stream, costs=costs)
+    total = sum(parameter.numel() for parameter in module.parameters())
+    by = (f"balanced by {balance}",) if isinstance(balance, str) and balance not in (AUTO, "parameters") else ()
+    of_norms = norms_note(module, equation.sizes, ranks, idle, chosen and stream is None)
     notes = (f"{total:,} parameters; memory is {known}", *by, *made.notes, *of_norms)
-    made = replace(made, bubble=idle(number), notes=notes)
-    if memory is None:
-        return made
-    held_by = rank_bytes(order, memory)  # its stages do not hold most at the same time
-    of_ranks = (replace(one, step=round(held_by[topology.locate(one.process)[1]])) for one in made.memory)
-    return replace(made, stages=with_activations(made.stages, order, memory), memory=tuple(of_ranks))
+    return replace(made, bubble=idle(equation.micro_batches), notes=notes)
 
 
 def assembled(
-    model: str,
-    names: Sequence[tuple[str, ...]],
-    held: Sequence[Sequence[ParameterPlace]],
+    module: nn.Module,
+    layers: Layers,
+    counts: Sequence[int],
     placement: Placement,
     topology: Topology,
     label: str,
@@ -134,18 +131,18 @@ def assembled(
     on_device: bool,
     number_bytes: int | None = None,
     sent_bytes: int | None = None,
-    message_bytes: Sequence[float] | None = None,
+    memory: Memory | None = None,
     built: int = 0,
 ) -> Plan:
     """The plan of stages that are known, without the bubble.
 
     The order in which modules are registered decides on which stages it puts parameters outside the layers. The memory
-    is that of weights, gradients and two optimizer moments.
+    is that of weights, gradients and two optimizer moments, with ``memory`` also that of activations.
 
     Args:
-        model: name of the module's class.
-        names: for every stage the dotted names of its layers.
-        held: for every stage the parameters that it holds.
+        module: the whole module.
+        layers: its layers.
+        counts: layers of every stage.
         placement: which rank computes a stage.
         topology: which process is which rank.
         label: the schedule in words.
@@ -155,10 +152,11 @@ def assembled(
         on_device: whether devices have memory of their own.
         number_bytes: bytes of a number; ``None``: as in each parameter.
         sent_bytes: the same in sums of gradients.
-        message_bytes: for every stage what it hands to the next, where that is known.
+        memory: of the stages, where it has been measured.
         built: bytes that every process has built whole.
     """
     accumulation = 1 if batch is None else batch.accumulation
+    held = places_by_stage(module, layers, counts)
     seen: dict[str, list[int]] = {}
     for stage, own in enumerate(held):
         for one in own:
@@ -166,31 +164,36 @@ def assembled(
     traffic: tuple[NodeTraffic, ...] = ()
     if schedule is not None:
         sent, values = (gradient_bytes(held, placement, size) for size in (sent_bytes, number_bytes))
+        sizes = None if memory is None else [float(memory.at(stage).messages) for stage in range(len(held))]
+        boundaries = None if sizes is None else scaled(messages_of(schedule, sizes), accumulation)
         traffic = node_traffic(
             topology,
             scaled(messages_of(schedule), accumulation),
             divided_sums(sent, values, sharding, accumulation),
-            None if message_bytes is None else scaled(messages_of(schedule, message_bytes), accumulation),
+            boundaries,
             shared=bool(sharding),
         )
+    bytes_of = ParameterBytes(
+        {name: topology.replicas * len(ranks) for name, ranks in owners(held, placement).items()},
+        number_bytes,
+        sharding,
+        accumulation > 1,
+    )
+    stages = stage_plans([name for name, _ in layers], counts, held, placement, topology, bytes_of)
+    processes = process_memories(held, placement, topology, bytes_of, built=built, on_device=on_device)
+    if schedule is not None and memory is not None:
+        stages = with_activations(stages, schedule, memory)
+        most = rank_bytes(schedule, memory)  # its stages do not hold most at the same time
+        processes = tuple(replace(one, step=round(most[topology.locate(one.process)[1]])) for one in processes)
     return Plan(
-        model,
-        stage_plans(names, held, placement, topology, number_bytes, sharding),
+        type(module).__name__,
+        stages,
         RunLayout(topology.ranks, topology.replicas, len(held)),
         label,
         batch,
         ties=tuple((name, tuple(stages)) for name, stages in seen.items() if len(stages) > 1),
         notes=sharding_notes(sharding),
-        memory=process_memories(
-            held,
-            placement,
-            topology,
-            number_bytes=number_bytes,
-            built=built,
-            on_device=on_device,
-            sharding=sharding,
-            accumulated=accumulation > 1,
-        ),
+        memory=processes,
         topology=topology,
         traffic=traffic,
     )
@@ -202,41 +205,30 @@ def label_of(family: Family, passes: int) -> str:
 
 
 def stage_plans(
-    names: Sequence[tuple[str, ...]],
+    names: Sequence[str],
+    counts: Sequence[int],
     held: Sequence[Sequence[ParameterPlace]],
     placement: Placement,
     topology: Topology,
-    number_bytes: int | None = None,
-    sharding: Sharding = False,
+    bytes_of: ParameterBytes,
 ) -> tuple[StagePlan, ...]:
     """What every stage has.
 
     Args:
-        names: for every stage the dotted names of its layers.
+        names: of all layers.
+        counts: layers of every stage.
         held: for every stage the parameters that it holds.
         placement: which rank computes a stage.
         topology: which process is which rank.
-        number_bytes: bytes of a number; ``None``: as in each parameter.
-        sharding: what the holders of a parameter divide.
+        bytes_of: parameters in memory.
     """
     plans = []
-    for stage, (layers, own) in enumerate(zip(names, held, strict=True)):
+    for stage, (start, end) in enumerate(pairwise(accumulate(counts, initial=0))):
         ranks = {rank for (_, place), rank in placement.items() if place == stage}
         processes = sorted(topology.process(replica, rank) for replica in range(topology.replicas) for rank in ranks)
-        trained = [one for one in own if one.parameter.requires_grad]
-        weights, training = (
-            sum(one.size * (number_bytes or one.parameter.element_size()) for one in some) for some in (own, trained)
-        )
-        plans.append(
-            StagePlan(
-                stage,
-                tuple(processes),
-                layers,
-                sum(one.size for one in own),
-                sum(one.size for one in trained),
-                int(weights + training_factor(len(processes), sharding) * training),
-            )
-        )
+        trained = sum(one.size for one in held[stage] if one.parameter.requires_grad)
+        parameters, size = sum(one.size for one in held[stage]), bytes_of.step(held[stage])
+        plans.append(StagePlan(stage, tuple(processes), tuple(names[start:end]), parameters, trained, size))
     return tuple(plans)
 
 

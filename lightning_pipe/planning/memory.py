@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from lightning_pipe.config import Sharding
@@ -52,6 +52,36 @@ def training_factor(holders: int, sharding: Sharding, accumulated: bool = False)
     return 1 + accumulated * kept + MOMENTS / (holders if sharding else 1)
 
 
+@dataclass(frozen=True)
+class ParameterBytes:
+    """Parameters in the memory of a process that holds them.
+
+    Args:
+        holders: how many processes hold a parameter, by its name.
+        number_bytes: bytes of a number; ``None``: as in each parameter.
+        sharding: what the holders of a parameter divide.
+        accumulated: whether gradients of earlier batches are kept beside those of a batch.
+    """
+
+    holders: Mapping[str, int]
+    number_bytes: int | None = None
+    sharding: Sharding = False
+    accumulated: bool = False
+
+    def size(self, one: ParameterPlace) -> int:
+        """Bytes of its values."""
+        return one.size * (self.number_bytes or one.parameter.element_size())
+
+    def step(self, places: Iterable[ParameterPlace]) -> int:
+        """Bytes of values, gradients and optimizer state; gradients are whole during a batch."""
+        held = 0.0
+        for one in places:
+            trained = one.parameter.requires_grad
+            beside = training_factor(self.holders[one.name], self.sharding, self.accumulated) if trained else 0.0
+            held += self.size(one) * (1 + beside)
+        return int(held)
+
+
 def sharding_notes(sharding: Sharding) -> tuple[str, ...]:
     """What a plan says of it."""
     if not sharding:
@@ -64,12 +94,10 @@ def process_memories(
     held: Sequence[Sequence[ParameterPlace]],
     placement: Placement,
     topology: Topology,
+    bytes_of: ParameterBytes,
     *,
-    number_bytes: int | None = None,
     built: int = 0,
     on_device: bool = False,
-    sharding: Sharding = False,
-    accumulated: bool = False,
 ) -> tuple[ProcessMemory, ...]:
     """The memory of every process, in the order of their numbers.
 
@@ -77,34 +105,18 @@ def process_memories(
         held: for every stage the parameters that it holds.
         placement: which rank computes a stage.
         topology: which process is which rank.
-        number_bytes: bytes of a number; ``None``: as in each parameter.
+        bytes_of: parameters in memory.
         built: bytes that every process has built whole; 0: each makes its own parameters alone.
         on_device: whether devices have memory of their own.
-        sharding: what the holders of a parameter divide.
-        accumulated: whether gradients of earlier batches are kept beside those of a batch.
     """
-
-    def size(one: ParameterPlace) -> int:
-        return one.size * (number_bytes or one.parameter.element_size())
-
-    ranks: dict[str, set[int]] = {}
-    for (_, stage), place in placement.items():
-        for one in held[stage]:
-            ranks.setdefault(one.name, set()).add(place)
-
-    def trained(one: ParameterPlace) -> float:
-        return size(one) * training_factor(topology.replicas * len(ranks[one.name]), sharding, accumulated)
-
     everywhere = {one.name: one for own in held for one in own if one.beside}  # until a batch shows who uses them
     found = []
     for process in range(topology.replicas * topology.ranks):
         rank = topology.locate(process)[1]
         stages = {stage for (_, stage), place in placement.items() if place == rank}
         own = {one.name: one for stage in stages for one in held[stage]}
-        share = sum(map(size, own.values()))
-        step = int(share + sum(trained(one) for one in own.values() if one.parameter.requires_grad))
-        largest = max(map(size, own.values()), default=0)
-        build = max(built, sum(map(size, {**own, **everywhere}.values())) + largest)
+        step, largest = bytes_of.step(own.values()), max(map(bytes_of.size, own.values()), default=0)
+        build = max(built, sum(map(bytes_of.size, {**own, **everywhere}.values())) + largest)
         saving = PIECES + (largest if on_device else step)
         found.append(ProcessMemory(process, build, step, saving, on_device))
     return tuple(found)

@@ -115,6 +115,20 @@ def messages_of(schedule: Schedule, sizes: Sequence[float] | None = None) -> Edg
     return found
 
 
+def owners(held: Sequence[Sequence[ParameterPlace]], placement: Placement) -> dict[str, tuple[int, ...]]:
+    """The pipeline ranks that hold each parameter, by its name.
+
+    Args:
+        held: for every stage the parameters that it holds.
+        placement: which rank computes a stage.
+    """
+    ranks: dict[str, set[int]] = defaultdict(set)
+    for (_, stage), rank in placement.items():
+        for one in held[stage]:
+            ranks[one.name].add(rank)
+    return {name: tuple(sorted(own)) for name, own in ranks.items()}
+
+
 def gradient_bytes(
     held: Sequence[Sequence[ParameterPlace]], placement: Placement, number_bytes: int | None = None
 ) -> dict[tuple[int, ...], float]:
@@ -125,16 +139,11 @@ def gradient_bytes(
         placement: which rank computes a stage.
         number_bytes: bytes of a number; ``None``: as in each parameter.
     """
-    ranks: dict[str, set[int]] = {}
-    sizes: dict[str, int] = {}
-    for (_, stage), rank in placement.items():
-        for one in held[stage]:
-            if one.parameter.requires_grad:
-                ranks.setdefault(one.name, set()).add(rank)
-                sizes[one.name] = one.size * (number_bytes or one.parameter.element_size())
+    every = {one.name: one for own in held for one in own if one.parameter.requires_grad}
     found: dict[tuple[int, ...], float] = defaultdict(float)
-    for name, owners in ranks.items():
-        found[tuple(sorted(owners))] += sizes[name]
+    for name, ranks in owners(held, placement).items():
+        if name in every:
+            found[ranks] += every[name].size * (number_bytes or every[name].parameter.element_size())
     return found
 
 

@@ -60,11 +60,10 @@ def plan_of(
         built: bytes that every process has built whole.
         sharding: what the holders of a parameter divide.
     """
-    places = places_by_stage(module, pipeline.layers, pipeline.balance)
     made = assembled(
-        type(module).__name__,
-        [tuple(pipeline.names[number] for number in pipeline.stage_layers[stage]) for stage in range(len(places))],
-        places,
+        module,
+        pipeline.layers,
+        pipeline.balance,
         pipeline.placement,
         pipeline.transport.topology,
         label_of(pipeline.family, pipeline.passes),

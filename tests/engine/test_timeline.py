@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from lightning_pipe import schedules
 from lightning_pipe.engine.pipeline import Pipeline
-from lightning_pipe.partition import find_layers, places_by_stage
-from lightning_pipe.planning.make import plan, stage_plans
+from lightning_pipe.partition import find_layers
+from lightning_pipe.planning.make import assembled, plan
 from lightning_pipe.simulate.style import row_names
 from lightning_pipe.transport.base import Transport
 from lightning_pipe.transport.threads import run_threads, thread_world
@@ -28,9 +28,9 @@ def timeline_and_plan(transport: Transport, schedule: str) -> tuple[tuple[str, .
 
     with pipeline.recorded() as events:
         pipeline.train(step, [torch.ones(2, 3)] * 2, [0.5] * 2)
-    held = places_by_stage(module, pipeline.layers, pipeline.balance)
-    plans = stage_plans([("0",), ("1",)], held, pipeline.placement, transport.topology)
-    return row_names(pipeline.timeline(events)), [(one.stage, one.ranks) for one in plans]
+    layout = (pipeline.layers, pipeline.balance, pipeline.placement, transport.topology)
+    made = assembled(module, *layout, schedule, None, None, sharding=False, on_device=False)
+    return row_names(pipeline.timeline(events)), [(one.stage, one.ranks) for one in made.stages]
 
 
 @pytest.mark.parametrize(

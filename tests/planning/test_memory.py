@@ -47,7 +47,9 @@ def test_what_holders_divide_is_theirs_together() -> None:
     """2 MiB of layers on each of four holders: weights, the gradients of a batch, those kept, two moments."""
 
     def last(**options: Any) -> float:
-        return plan(2, "gpu", replicas=4, **options).memory[0].step / MIB
+        made = plan(2, "gpu", replicas=4, **options)
+        assert made.stages[1].bytes == made.memory[0].step, "the only stage of its rank"
+        return made.memory[0].step / MIB
 
     assert last() == 2 + 2 + 4
     assert last(shard_optimizer=True) == last(shard_optimizer="gradients") == 2 + 2 + 4 / 4
@@ -56,6 +58,5 @@ def test_what_holders_divide_is_theirs_together() -> None:
     assert last(accumulation=2, shard_optimizer=True) == 2 + 2 + 2 + 4 / 4
     assert last(accumulation=2, shard_optimizer="gradients") == 2 + 2 + 2 / 4 + 4 / 4
     made = plan(2, "gpu", replicas=4, shard_optimizer="gradients")
-    assert made.stages[1].bytes == (2 + 2 + 4 / 4) * MIB
     words = "the holders of a parameter divide its optimizer state and, once they are summed, its gradients"
     assert words in " ".join(str(made).split())
