@@ -41,7 +41,6 @@ TAKEN = {
         "precision_plugin": "trainer.precision=…",
     },
 }
-OF_MODULES = {"optimizer": "optim=…", "scheduler": "scheduler=…"}
 
 
 def taken(target: str) -> dict[str, str]:
@@ -50,12 +49,7 @@ def taken(target: str) -> dict[str, str]:
     Args:
         target: what is configured, such as "lightning.Trainer".
     """
-    if target in TAKEN:
-        return TAKEN[target]
-    import lightning as L
-
-    made = get_object(target)
-    return OF_MODULES if isinstance(made, type) and issubclass(made, L.LightningModule) else {}
+    return TAKEN.get(target, {})
 
 
 def parameters(target: str, *, partial: bool = False) -> dict[str, inspect.Parameter]:

@@ -22,6 +22,7 @@ from lightning_pipe.partition import find_layers
 from recipes import checkpoints, facts, samples
 from recipes.callbacks import Throughput
 from recipes.errors import RecipeError
+from recipes.modules.trained import Trained
 from recipes.provenance import commit
 from recipes.report import Report
 
@@ -95,14 +96,12 @@ def make_data(config: DictConfig) -> L.LightningDataModule:
     return instantiate(config.data, _convert_="all")  # type: ignore[no-any-return]
 
 
-def make_module(config: DictConfig) -> L.LightningModule:
+def make_module(config: DictConfig) -> Trained:
     """Builds the LightningModule with what makes its optimizer and its schedule; compiles its layers if asked to."""
-    module: L.LightningModule = instantiate(
-        config.model,
-        optimizer=instantiate(config.optim, _convert_="all"),
-        scheduler=instantiate(config.scheduler, _convert_="all"),
-        _convert_="all",  # plain containers: what a module keeps as hyper-parameters goes into checkpoints
-    )
+    # plain containers: what a module keeps as hyper-parameters goes into checkpoints
+    module: Trained = instantiate(config.model, _convert_="all")
+    module.make_optimizer = instantiate(config.optim, _convert_="all")
+    module.make_scheduler = instantiate(config.scheduler, _convert_="all")
     if config.compile is not None:
         for _, layer in find_layers(module, facts.plain(config.layers)):
             layer.compile(backend=config.compile)

@@ -11,7 +11,6 @@ from typing_extensions import override
 from recipes.models import AmoebaNet
 from recipes.models.amoebanet_parts import DropPath
 from recipes.modules.classifier import Classifier
-from recipes.optim import MakeOptimizer, MakeScheduler
 
 
 class AmoebaNetClassifier(Classifier, network=AmoebaNet, given=("auxiliary_for",)):
@@ -24,8 +23,6 @@ class AmoebaNetClassifier(Classifier, network=AmoebaNet, given=("auxiliary_for",
         auxiliary_weight: of the auxiliary head's loss; 0 leaves the head out.
         image_size: side of the training images, which the auxiliary head is built for.
         weight_decay: L2, on convolutions and matrices only.
-        optimizer: makes the optimizer from parameter groups; needed for training only.
-        scheduler: makes the learning rate schedule from the optimizer and the number of steps; None keeps it constant.
         network: further arguments of `recipes.models.AmoebaNet`.
     """
 
@@ -38,12 +35,10 @@ class AmoebaNetClassifier(Classifier, network=AmoebaNet, given=("auxiliary_for",
         auxiliary_weight: float = 0.4,
         image_size: int = 224,
         weight_decay: float = 4e-5,
-        optimizer: MakeOptimizer | None = None,
-        scheduler: MakeScheduler | None = None,
         **network: Any,
     ) -> None:
-        super().__init__(classes, label_smoothing, weight_decay, optimizer, scheduler)
-        self.save_hyperparameters(ignore=["optimizer", "scheduler"])
+        super().__init__(classes, label_smoothing, weight_decay)
+        self.save_hyperparameters()
         self.drop_path, self.auxiliary_weight = drop_path, auxiliary_weight
         self.model = AmoebaNet(classes=classes, auxiliary_for=image_size if auxiliary_weight else None, **network)
         self.example_input_array = torch.zeros(1, 3, image_size, image_size)

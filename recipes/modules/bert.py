@@ -14,7 +14,6 @@ from recipes.data.segment_pairs import IGNORED
 from recipes.data.vocabulary import Vocabulary
 from recipes.models import bert
 from recipes.modules.trained import Trained, check_length
-from recipes.optim import MakeOptimizer, MakeScheduler
 from recipes.samples import Shown
 
 
@@ -26,21 +25,12 @@ class BERT(Trained, network=bert):
 
     Args:
         weight_decay: on matrices only.
-        optimizer: makes the optimizer from parameter groups; needed for training only.
-        scheduler: makes the learning rate schedule from the optimizer and the number of steps; None keeps it constant.
         network: arguments of `recipes.models.bert`.
     """
 
-    def __init__(
-        self,
-        *,
-        weight_decay: float = 0.01,
-        optimizer: MakeOptimizer | None = None,
-        scheduler: MakeScheduler | None = None,
-        **network: Any,
-    ) -> None:
-        super().__init__(weight_decay, optimizer, scheduler)
-        self.save_hyperparameters(ignore=["optimizer", "scheduler"])
+    def __init__(self, *, weight_decay: float = 0.01, **network: Any) -> None:
+        super().__init__(weight_decay)
+        self.save_hyperparameters()
         self.model = bert(**network)
         self.positions = self.model.config.max_position_embeddings
         self.example_input_array = {"input_ids": torch.zeros(1, self.positions, dtype=torch.long)}

@@ -9,7 +9,6 @@ from typing_extensions import override
 
 from recipes.data.vocabulary import Vocabulary
 from recipes.modules.trained import Trained
-from recipes.optim import MakeOptimizer, MakeScheduler
 from recipes.samples import Shown, images
 
 
@@ -20,21 +19,12 @@ class Classifier(Trained):
         classes: number of classes.
         label_smoothing: share of the target that is spread over all classes.
         weight_decay: L2, on convolutions and matrices only.
-        optimizer: makes the optimizer from parameter groups; needed for training only.
-        scheduler: makes the learning rate schedule from the optimizer and the number of steps; None keeps it constant.
     """
 
     model: nn.Module
 
-    def __init__(
-        self,
-        classes: int,
-        label_smoothing: float,
-        weight_decay: float,
-        optimizer: MakeOptimizer | None,
-        scheduler: MakeScheduler | None,
-    ) -> None:
-        super().__init__(weight_decay, optimizer, scheduler)
+    def __init__(self, classes: int, label_smoothing: float, weight_decay: float) -> None:
+        super().__init__(weight_decay)
         self.label_smoothing = label_smoothing
         self.val_top1 = MulticlassAccuracy(classes, top_k=1, average="micro")
         self.val_top5 = MulticlassAccuracy(classes, top_k=min(5, classes), average="micro")

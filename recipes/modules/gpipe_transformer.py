@@ -11,7 +11,6 @@ from typing_extensions import override
 
 from recipes.models import GPipeTransformer
 from recipes.modules.language import LanguageModel
-from recipes.optim import MakeOptimizer, MakeScheduler
 
 
 class TransformerLM(LanguageModel, network=GPipeTransformer):
@@ -20,22 +19,12 @@ class TransformerLM(LanguageModel, network=GPipeTransformer):
     Args:
         positions: longest block; positions have no parameters, so this is a limit only.
         weight_decay: on matrices only.
-        optimizer: makes the optimizer from parameter groups; needed for training only.
-        scheduler: makes the learning rate schedule from the optimizer and the number of steps; None keeps it constant.
         network: arguments of `recipes.models.GPipeTransformer`.
     """
 
-    def __init__(
-        self,
-        *,
-        positions: int = 1024,
-        weight_decay: float = 0.0,
-        optimizer: MakeOptimizer | None = None,
-        scheduler: MakeScheduler | None = None,
-        **network: Any,
-    ) -> None:
-        super().__init__(weight_decay, optimizer, scheduler)
-        self.save_hyperparameters(ignore=["optimizer", "scheduler"])
+    def __init__(self, *, positions: int = 1024, weight_decay: float = 0.0, **network: Any) -> None:
+        super().__init__(weight_decay)
+        self.save_hyperparameters()
         self.model = GPipeTransformer(**network)
         self.positions = positions
         self.example_input_array = torch.zeros(1, positions, dtype=torch.long)

@@ -11,7 +11,6 @@ from typing_extensions import override
 
 from recipes.data.vocabulary import Vocabulary
 from recipes.modules.trained import Trained, check_length
-from recipes.optim import MakeOptimizer, MakeScheduler
 from recipes.samples import Shown, indented
 
 COMPLETED = 40  # tokens of a sample
@@ -30,19 +29,12 @@ class LanguageModel(Trained):
 
     Args:
         weight_decay: on matrices only.
-        optimizer: makes the optimizer from parameter groups; needed for training only.
-        scheduler: makes the learning rate schedule from the optimizer and the number of steps; None keeps it constant.
     """
 
     positions: int
 
-    def __init__(
-        self,
-        weight_decay: float,
-        optimizer: MakeOptimizer | None,
-        scheduler: MakeScheduler | None,
-    ) -> None:
-        super().__init__(weight_decay, optimizer, scheduler)
+    def __init__(self, weight_decay: float) -> None:
+        super().__init__(weight_decay)
         self.val_perplexity = Perplexity()
 
     @abstractmethod

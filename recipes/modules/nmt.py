@@ -13,7 +13,6 @@ from typing_extensions import override
 from recipes.data.vocabulary import Vocabulary
 from recipes.models import NMTTransformer
 from recipes.modules.trained import Trained, check_length
-from recipes.optim import MakeOptimizer, MakeScheduler
 from recipes.samples import Shown
 
 PAD = 0
@@ -29,8 +28,6 @@ class Translator(Trained, network=NMTTransformer):
         positions: longest source and target.
         label_smoothing: share of the target that is spread over the vocabulary.
         weight_decay: on matrices only.
-        optimizer: makes the optimizer from parameter groups; needed for training only.
-        scheduler: makes the learning rate schedule from the optimizer and the number of steps; None keeps it constant.
         network: arguments of `recipes.models.NMTTransformer`.
     """
 
@@ -40,12 +37,10 @@ class Translator(Trained, network=NMTTransformer):
         positions: int = 1024,
         label_smoothing: float = 0.1,
         weight_decay: float = 0.0,
-        optimizer: MakeOptimizer | None = None,
-        scheduler: MakeScheduler | None = None,
         **network: Any,
     ) -> None:
-        super().__init__(weight_decay, optimizer, scheduler)
-        self.save_hyperparameters(ignore=["optimizer", "scheduler"])
+        super().__init__(weight_decay)
+        self.save_hyperparameters()
         self.positions, self.label_smoothing = positions, label_smoothing
         self.model = NMTTransformer(**network)
         tokens = torch.zeros(1, positions, dtype=torch.long)

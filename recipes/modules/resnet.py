@@ -8,7 +8,6 @@ import torch
 
 from recipes.models import resnet101
 from recipes.modules.classifier import Classifier
-from recipes.optim import MakeOptimizer, MakeScheduler
 
 
 class ResNetClassifier(Classifier, network=resnet101):
@@ -19,8 +18,6 @@ class ResNetClassifier(Classifier, network=resnet101):
         image_size: side of the images, for counting operations.
         label_smoothing: share of the target that is spread over all classes.
         weight_decay: L2, on convolutions and matrices only.
-        optimizer: makes the optimizer from parameter groups; needed for training only.
-        scheduler: makes the learning rate schedule from the optimizer and the number of steps; None keeps it constant.
         network: further arguments of `recipes.models.resnet101`.
     """
 
@@ -31,11 +28,9 @@ class ResNetClassifier(Classifier, network=resnet101):
         image_size: int = 224,
         label_smoothing: float = 0.0,
         weight_decay: float = 1e-4,
-        optimizer: MakeOptimizer | None = None,
-        scheduler: MakeScheduler | None = None,
         **network: Any,
     ) -> None:
-        super().__init__(classes, label_smoothing, weight_decay, optimizer, scheduler)
-        self.save_hyperparameters(ignore=["optimizer", "scheduler"])
+        super().__init__(classes, label_smoothing, weight_decay)
+        self.save_hyperparameters()
         self.model = resnet101(classes, **network)
         self.example_input_array = torch.zeros(1, 3, image_size, image_size)

@@ -28,11 +28,16 @@ class Trained(L.LightningModule):
 
     Args:
         weight_decay: on matrices and convolutions only.
-        optimizer: makes the optimizer from parameter groups; needed for training only.
-        scheduler: makes the learning rate schedule from the optimizer and the number of steps; None keeps it constant.
+
+    Attributes:
+        make_optimizer: makes the optimizer from parameter groups; needed for training only.
+        make_scheduler: makes the learning rate schedule from the optimizer and the number of steps; None keeps it
+            constant.
     """
 
     model: Any  # the network
+    make_optimizer: MakeOptimizer | None = None
+    make_scheduler: MakeScheduler | None = None
 
     def __init_subclass__(
         cls, network: Callable[..., nn.Module] | None = None, given: Sequence[str] = (), **kwargs: Any
@@ -41,15 +46,9 @@ class Trained(L.LightningModule):
         if network is not None or "__init__" in vars(cls):  # a signature of its own, not that of its base
             cls.__signature__ = _joined(cls.__init__, network, given)  # type: ignore[attr-defined]
 
-    def __init__(
-        self,
-        weight_decay: float = 0.0,
-        optimizer: MakeOptimizer | None = None,
-        scheduler: MakeScheduler | None = None,
-    ) -> None:
+    def __init__(self, weight_decay: float = 0.0) -> None:
         super().__init__()
         self.weight_decay = weight_decay
-        self.make_optimizer, self.make_scheduler = optimizer, scheduler
 
     @override
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -59,9 +58,7 @@ class Trained(L.LightningModule):
     @override
     def configure_optimizers(self) -> Any:
         if self.make_optimizer is None:
-            raise TypeError(
-                f"{type(self).__name__} was built without an optimizer, so it can be evaluated but not trained."
-            )
+            raise TypeError(f"{type(self).__name__} has no make_optimizer, so it can be evaluated but not trained.")
         optimizer = self.make_optimizer(decay_groups(self, self.weight_decay))
         if self.make_scheduler is None:
             return optimizer

@@ -13,7 +13,6 @@ from typing_extensions import override
 from recipes.data.vocabulary import Vocabulary
 from recipes.models import UNet
 from recipes.modules.trained import Trained
-from recipes.optim import MakeOptimizer, MakeScheduler
 from recipes.samples import Shown, images
 
 
@@ -25,22 +24,12 @@ class Denoiser(Trained, network=UNet, given=("inputs", "outputs")):
     Args:
         image_size: side of the images, for counting operations.
         weight_decay: on convolutions only.
-        optimizer: makes the optimizer from parameter groups; needed for training only.
-        scheduler: makes the learning rate schedule from the optimizer and the number of steps; None keeps it constant.
         network: further arguments of `recipes.models.UNet`.
     """
 
-    def __init__(
-        self,
-        *,
-        image_size: int = 192,
-        weight_decay: float = 0.0,
-        optimizer: MakeOptimizer | None = None,
-        scheduler: MakeScheduler | None = None,
-        **network: Any,
-    ) -> None:
-        super().__init__(weight_decay, optimizer, scheduler)
-        self.save_hyperparameters(ignore=["optimizer", "scheduler"])
+    def __init__(self, *, image_size: int = 192, weight_decay: float = 0.0, **network: Any) -> None:
+        super().__init__(weight_decay)
+        self.save_hyperparameters()
         self.model = UNet(inputs=3, outputs=1, **network)
         self.example_input_array = torch.zeros(1, 3, image_size, image_size)
         self.val_psnr = PeakSignalNoiseRatio(data_range=2.0)  # decibels, for values from -1 to 1

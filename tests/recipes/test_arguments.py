@@ -83,7 +83,6 @@ def test_what_a_configuration_has_no_words_for_is_a_node(composed: Compose) -> N
         ("trainer.callbacks=null", "callbacks=… chooses it"),
         ("+trainer.logger=false", "logger=… chooses it"),
         ("pipe.precision_plugin=null", "trainer.precision=… chooses it"),
-        ("model.optimizer=null", "optim=… chooses it"),
     ],
 )
 def test_what_the_recipe_gives_itself_is_no_key(composed: Compose, override: str, words: str) -> None:
@@ -131,7 +130,7 @@ def test_a_hyper_parameter_of_a_network_is_an_argument_of_its_module(
     whole, parts = (inspect.signature(one).parameters for one in (module, network))
     passed = parts.keys() - given
     assert [whole[name].default for name in passed] == [parts[name].default for name in passed]
-    assert whole.keys() - passed == {"weight_decay", "optimizer", "scheduler"} | own
+    assert whole.keys() - passed == {"weight_decay"} | own
 
 
 def test_a_subclass_has_a_signature_of_its_own() -> None:

@@ -82,7 +82,8 @@ def test_paths_are_dropped_more_often_as_training_goes_on() -> None:
 
 @pytest.mark.parametrize("network", ["b", "d"])
 def test_weight_decay_is_on_convolutions_and_matrices(network: str) -> None:
-    module = amoebanet(network=network, optimizer=partial(torch.optim.SGD, lr=1.0))
+    module = amoebanet(network=network)
+    module.make_optimizer = partial(torch.optim.SGD, lr=1.0)
     decayed, spared = module.configure_optimizers().param_groups
     assert decayed["weight_decay"] == 4e-5
     assert {parameter.dim() for parameter in decayed["params"]} == {2, 4}
@@ -208,7 +209,8 @@ def test_translations_end_and_are_the_likeliest_tokens() -> None:
 def test_it_learns_to_translate_and_bleu_tells(tmp_path: Path) -> None:
     L.seed_everything(0)
     data = data_module(tmp_path, batch_size=8)
-    module = translator(vocabulary=300, positions=16, label_smoothing=0.0, optimizer=partial(torch.optim.Adam, lr=1e-2))
+    module = translator(vocabulary=300, positions=16, label_smoothing=0.0)
+    module.make_optimizer = partial(torch.optim.Adam, lr=1e-2)
     trainer = L.Trainer(
         max_epochs=20,
         accelerator="cpu",
