@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from math import ceil, floor, log2
+from typing import Any
+
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from recipes.reproduce.results import Picture
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C8C8C", "#7F3C8D")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*", "<")
+# Text as paths looks the same everywhere, and needs no font of the reader's; the salt keeps ids the same.
+STYLE: Any = {"svg.fonttype": "path", "svg.hashsalt": "recipes", "font.size": 9}
 Points = Mapping[str, Sequence[tuple[float, float]]]
 """For every label points (x, y)."""
 
 
+@rc_context(STYLE)
 def lines(
     title: str,
     published: Points,
@@ -28,7 +32,7 @@ def lines(
     *,
     logarithmic: bool = False,
 ) -> Picture:
-    """Curves over a number; see `lines_figure`.
+    """Curves over a number: published points large and empty, ours small, filled and joined.
 
     Args:
         title: above it.
@@ -38,64 +42,34 @@ def lines(
         caption: below it.
         logarithmic: x and y grow by factors.
     """
-    return Picture(title, svg(lambda: lines_figure(published, ours, axes, logarithmic=logarithmic)), caption)
-
-
-def lines_figure(
-    published: Points,
-    ours: Points,
-    axes: tuple[str, str],
-    *,
-    logarithmic: bool = False,
-    size: tuple[float, float] = (8.2, 4.4),
-) -> Figure:
-    """Published points large and empty, ours small, filled and joined.
-
-    Args:
-        published: by label.
-        ours: by the same labels, or by others.
-        axes: what is along x and y, with units.
-        logarithmic: x and y grow by factors.
-        size: inches.
-    """
-    figure, plot = _figure(size)
+    figure, plot = _figure(4.4)
     for index, label in enumerate(dict.fromkeys([*published, *ours])):
         style: Any = {"color": COLOURS[index % len(COLOURS)], "marker": MARKERS[index % len(MARKERS)]}
         if label in published:
-            plot.plot(*_columns(published[label]), linestyle="none", markerfacecolor="none", markersize=9, **style)
+            empty: Any = {"linestyle": "none", "markerfacecolor": "none", "markersize": 9}
+            plot.plot(*zip(*published[label], strict=True), **empty, **style)
         if label in ours:
-            plot.plot(*_columns(ours[label]), linewidth=1.4, markersize=4.5, **style)
+            plot.plot(*zip(*ours[label], strict=True), linewidth=1.4, markersize=4.5, **style)
         plot.plot([], [], label=label, **style)
-    every = [*published.values(), *ours.values()]
+    every = [point for points in (*published.values(), *ours.values()) for point in points]
     if logarithmic:
         plot.set_xscale("log", base=2)
         plot.set_yscale("log", base=2)
-        _powers(plot, [y for points in every for _, y in points])
+        low, *_, high = sorted(y for _, y in every)
+        powers = [2**power for power in range(floor(log2(low)), ceil(log2(high)) + 1)]  # no scientific notation
+        plot.set_yticks(powers, [f"{tick:,g}" for tick in powers])
     else:
         plot.set_ylim(bottom=0)
-    ticks = sorted({x for points in every for x, _ in points})
+    ticks = sorted({x for x, _ in every})
     plot.set_xticks(ticks, [f"{tick:,g}" for tick in ticks])
     plot.minorticks_off()
     _finish(figure, plot, axes, published=bool(published))
-    return figure
+    return _picture(title, figure, caption)
 
 
-def _powers(plot: Axes, values: Sequence[float]) -> None:
-    """Ticks at powers of two in the place of scientific notation."""
-    from math import ceil, floor, log2
-
-    ticks = [2**power for power in range(floor(log2(min(values))), ceil(log2(max(values))) + 1)]
-    plot.set_yticks(ticks, [f"{tick:,g}" for tick in ticks])
-
-
+@rc_context(STYLE)
 def bars(
-    title: str,
-    published: Mapping[str, float | None],
-    ours: Mapping[str, float],
-    unit: str,
-    caption: str,
-    *,
-    height: float | None = None,
+    title: str, published: Mapping[str, float | None], ours: Mapping[str, float], unit: str, caption: str
 ) -> Picture:
     """A pair of bars for each label: published above, ours below.
 
@@ -105,27 +79,23 @@ def bars(
         ours: by label.
         unit: of the values, along x.
         caption: below it.
-        height: inches; by default enough for the labels.
     """
-
-    def draw() -> Figure:
-        figure, plot = _figure((8.2, height or 1.4 + 0.34 * len(ours)))
-        places = range(len(ours))
-        given = [published.get(label) or 0.0 for label in ours]
-        plot.barh([place - 0.2 for place in places], given, 0.38, color="#BBBBBB", label="published")
-        plot.barh([place + 0.2 for place in places], list(ours.values()), 0.38, color=COLOURS[0], label="reproduced")
-        plot.set_yticks(list(places), list(ours))
-        plot.set_ylim(len(ours) - 0.4, -0.6)
-        plot.set_xlabel(unit)
-        plot.grid(axis="x", color="#E5E5E5")
-        plot.set_axisbelow(True)
-        plot.spines[["top", "right"]].set_visible(False)
-        figure.legend(loc="outside lower center", ncols=2, frameon=False)
-        return figure
-
-    return Picture(title, svg(draw), caption)
+    figure, plot = _figure(1.4 + 0.34 * len(ours))
+    places = range(len(ours))
+    given = [published.get(label) or 0.0 for label in ours]
+    plot.barh([place - 0.2 for place in places], given, 0.38, color="#BBBBBB", label="published")
+    plot.barh([place + 0.2 for place in places], list(ours.values()), 0.38, color=COLOURS[0], label="reproduced")
+    plot.set_yticks(list(places), list(ours))
+    plot.set_ylim(len(ours) - 0.4, -0.6)
+    plot.set_xlabel(unit)
+    plot.grid(axis="x", color="#E5E5E5")
+    plot.set_axisbelow(True)
+    plot.spines[["top", "right"]].set_visible(False)
+    figure.legend(loc="outside lower center", ncols=2, frameon=False)
+    return _picture(title, figure, caption)
 
 
+@rc_context(STYLE)
 def curves(
     title: str, values: Mapping[str, Sequence[float]], x: str, y: str, caption: str, *, mean_of: int = 1
 ) -> Picture:
@@ -139,46 +109,29 @@ def curves(
         caption: below it.
         mean_of: steps that are averaged.
     """
-
-    def draw() -> Figure:
-        figure, plot = _figure((8.2, 4.4))
-        for index, (label, each) in enumerate(values.items()):
-            smooth = [sum(each[at - mean_of : at]) / mean_of for at in range(mean_of, len(each) + 1)]
-            plot.plot(
-                range(mean_of, len(each) + 1),
-                smooth,
-                label=label,
-                linewidth=3.5 if index == 0 else 1.3,
-                color="#BBBBBB" if index == 0 else COLOURS[(index - 1) % len(COLOURS)],
-                linestyle="-" if index == 0 else (0, (4, 1 + 0.6 * index)),
-            )
-        _finish(figure, plot, (x, y), published=False)
-        return figure
-
-    return Picture(title, svg(draw), caption)
+    figure, plot = _figure(4.4)
+    for index, (label, each) in enumerate(values.items()):
+        steps = range(mean_of, len(each) + 1)
+        smooth = [sum(each[at - mean_of : at]) / mean_of for at in steps]
+        first: Any = {"linewidth": 3.5, "color": "#BBBBBB", "linestyle": "-"}
+        other: Any = {"linewidth": 1.3, "color": COLOURS[(index - 1) % len(COLOURS)]}
+        plot.plot(steps, smooth, label=label, **(other | {"linestyle": (0, (4, 1 + 0.6 * index))} if index else first))
+    _finish(figure, plot, (x, y), published=False)
+    return _picture(title, figure, caption)
 
 
-def svg(draw: Callable[[], Figure]) -> str:
-    """What is drawn, as SVG without XML head, the same each time."""
-    import matplotlib
-
-    # Text as paths looks the same everywhere, and needs no font of the reader's; the salt keeps ids the same.
-    with matplotlib.rc_context({"svg.fonttype": "path", "svg.hashsalt": "recipes", "font.size": 9}):
-        buffer = io.StringIO()
-        draw().savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
-    text = buffer.getvalue()
-    return re.sub(r"<metadata>.*?</metadata>\s*", "", text[text.index("<svg") :], flags=re.DOTALL)
-
-
-def _figure(size: tuple[float, float]) -> tuple[Figure, Axes]:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=size, layout="constrained")
+def _figure(height: float) -> tuple[Figure, Axes]:
+    figure = Figure(figsize=(8.2, height), layout="constrained")
     return figure, figure.add_subplot()
 
 
-def _columns(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
-    return [x for x, _ in points], [y for _, y in points]
+def _picture(title: str, figure: Figure, caption: str) -> Picture:
+    """What is drawn, as SVG without XML head, the same each time."""
+    buffer = io.StringIO()
+    figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
+    text = buffer.getvalue()
+    svg = re.sub(r"<metadata>.*?</metadata>\s*", "", text[text.index("<svg") :], flags=re.DOTALL)
+    return Picture(title, svg, caption)
 
 
 def _finish(figure: Figure, plot: Axes, axes: tuple[str, str], published: bool) -> None:

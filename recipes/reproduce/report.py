@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from pathlib import Path
 from string import Template
-from typing import Any
 
 from recipes.reproduce.experiments import Experiment
-from recipes.reproduce.results import Result, Value, shown
+from recipes.reproduce.results import Result, entry, shown
 
 HEAD = ("value", "published", "reproduced", "difference", "tolerance", "verdict", "note")
 MEANINGS = {
@@ -135,38 +133,11 @@ def _counts(verdicts: Counter[str]) -> str:
 
 def as_json(outcomes: Sequence[Outcome]) -> str:
     """All rows for other programs."""
-    return json.dumps([_entry(outcome) for outcome in outcomes], indent=2, ensure_ascii=False) + "\n"
-
-
-def _entry(outcome: Outcome) -> dict[str, Any]:
-    one = outcome.experiment
-    return {
-        "experiment": one.name,
-        "title": one.title,
-        "source": {"paper": one.source.paper, "place": one.source.place, "citation": one.citation()},
-        "how": one.how,
-        "set_up": one.set_up,
-        "why": outcome.not_run or one.why,
-        "stored": outcome.stored,
-        "rows": list(_entries(outcome.result)),
-    }
-
-
-def _entries(result: Result) -> Iterator[dict[str, Any]]:
-    for row in result.rows:
-        yield {
-            "what": row.what,
-            "published": _plain(row.published),
-            "reproduced": _plain(row.reproduced),
-            "unit": row.unit,
-            "difference": row.difference,
-            "tolerance": row.tolerance.text if row.tolerance else None,
-            "verdict": row.verdict,
-            "note": row.note,
-        }
-
-
-def _plain(value: Value | None) -> Any:
-    if isinstance(value, tuple):
-        return [_plain(each) for each in value]
-    return str(value) if isinstance(value, Fraction) else value
+    told = []
+    for outcome in outcomes:
+        one = outcome.experiment
+        source = {"paper": one.source.paper, "place": one.source.place, "citation": one.citation()}
+        rows = [entry(row) | {"difference": row.difference, "verdict": row.verdict} for row in outcome.result.rows]
+        about = {"experiment": one.name, "title": one.title, "source": source, "how": one.how, "set_up": one.set_up}
+        told.append(about | {"why": outcome.not_run or one.why, "stored": outcome.stored, "rows": rows})
+    return json.dumps(told, indent=2, ensure_ascii=False, default=str) + "\n"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
 from fractions import Fraction
-from typing import Literal
+from typing import Any, Literal
 
 from recipes.errors import RecipeError
 
@@ -98,6 +98,11 @@ class Row:
         return f"{100 * (float(reproduced) / float(published) - 1):+.1f} %"
 
 
+def entry(row: Row) -> dict[str, Any]:
+    """A row as JSON has it; the writer says what becomes of fractions."""
+    return asdict(row) | {"tolerance": row.tolerance.text if row.tolerance else None}
+
+
 def _largest(published: tuple[object, ...], reproduced: tuple[object, ...]) -> str:
     pairs = [
         (float(one), float(other))
@@ -133,8 +138,8 @@ class Result:
     pictures: tuple[Picture, ...] = ()
 
     @classmethod
-    def of(cls, rows: Sequence[Row], *pictures: Picture) -> Result:
-        """From any sequence of rows."""
+    def of(cls, rows: Iterable[Row], *pictures: Picture) -> Result:
+        """From any rows."""
         return cls(tuple(rows), pictures)
 
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from recipes.reproduce.results import Picture, Result, Row, Tolerance, Value
+from recipes.reproduce.results import Picture, Result, Row, Tolerance, entry
 
 FOLDER = Path(__file__).with_name("stored")
 
@@ -23,10 +22,10 @@ def store(name: str, result: Result, about: str, folder: Path = FOLDER) -> Path:
         folder: where.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    rows = [asdict(row) | {"tolerance": row.tolerance.text if row.tolerance else None} for row in result.rows]
-    content = {"about": about, "rows": rows, "pictures": [asdict(each) for each in result.pictures]}
+    pictures = [asdict(each) for each in result.pictures]
+    content = {"about": about, "rows": [entry(row) for row in result.rows], "pictures": pictures}
     path = folder / f"{name}.json"
-    path.write_text(json.dumps(content, indent=1, ensure_ascii=False, default=_plain) + "\n", encoding="utf-8")
+    path.write_text(json.dumps(content, indent=1, ensure_ascii=False, default=float) + "\n", encoding="utf-8")
     return path
 
 
@@ -41,25 +40,12 @@ def stored(name: str, folder: Path = FOLDER) -> tuple[Result, str] | None:
     if not path.exists():
         return None
     content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    rows = [
-        Row(
-            **row
-            | {
-                "tolerance": None if row["tolerance"] is None else Tolerance(row["tolerance"]),
-                "published": _read(row["published"]),
-                "reproduced": _read(row["reproduced"]),
-            }
-        )
-        for row in content["rows"]
-    ]
-    return Result.of(rows, *(Picture(**each) for each in content["pictures"])), str(content["about"])
+    return Result.of(map(_row, content["rows"]), *(Picture(**each) for each in content["pictures"])), content["about"]
 
 
-def _plain(value: object) -> object:
-    if isinstance(value, Fraction):
-        return float(value)
-    raise TypeError(f"{value!r} cannot be stored")
-
-
-def _read(value: Any) -> Value | None:
-    return tuple(value) if isinstance(value, list) else value
+def _row(stored: dict[str, Any]) -> Row:
+    values = {
+        name: tuple(one) if isinstance(one := stored[name], list) else one for name in ("published", "reproduced")
+    }
+    tolerance = None if stored["tolerance"] is None else Tolerance(stored["tolerance"])
+    return Row(**stored | values | {"tolerance": tolerance})
