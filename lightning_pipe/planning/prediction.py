@@ -197,15 +197,22 @@ class Predictor:
         few, more = (self.schedule(one, (fill + number) * one.micro_batches) for number in (1, 2))
         return _time(more, costs(more)) - _time(few, costs(few))
 
-    def _along(self, one: Configuration, values: Callable[[Schedule], list[float]]) -> list[float]:
-        """Values that grow evenly with the micro-batches, once there are enough of them for the order to repeat."""
+    def numbers(self, one: Configuration) -> tuple[int, ...]:
+        """Micro-batches of the schedules that tell of a configuration: its own, or few where its order repeats."""
         period = one.ranks if one.family.pipes == 1 and one.ranks % 2 == 0 else 2 * one.ranks
         if one.micro_batches <= 5 * period or not one.family.synchronous:
-            return values(self.schedule(one, one.micro_batches))
+            return (one.micro_batches,)
         few = one.micro_batches % period + 3 * period
-        first, second = (values(self.schedule(one, number)) for number in (few, few + period))
-        times = (one.micro_batches - few - period) / period
-        return [b + (b - a) * times for a, b in zip(first, second, strict=True)]
+        return few, few + period
+
+    def _along(self, one: Configuration, values: Callable[[Schedule], list[float]]) -> list[float]:
+        """Values that grow evenly with the micro-batches, once there are enough of them for the order to repeat."""
+        few, *more = self.numbers(one)
+        first = values(self.schedule(one, few))
+        if not more:
+            return first
+        times = (one.micro_batches - few) / (more[0] - few)
+        return [a + (b - a) * times for a, b in zip(first, values(self.schedule(one, more[0])), strict=True)]
 
     def _divided(self, stages: int, samples: int) -> tuple[int, ...]:
         at = self._at(samples)

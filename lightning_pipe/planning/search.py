@@ -167,7 +167,7 @@ class _Search:
 
     def order(self, one: Configuration) -> object:
         """What tells runs apart: small variants of a family may be the same order, with sums at the same time."""
-        schedule = self.predictor.schedule(one, one.micro_batches)
+        schedule = self.predictor.schedule(one, self.predictor.numbers(one)[-1])
         return replace(one, family=schedules.get("gpipe")), schedule.actions, schedule.options.get("sync")
 
     def held(self, one: Configuration) -> float:
