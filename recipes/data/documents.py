@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 from datasets import load_dataset
 
 from recipes.data import files, sources, wikipedia
+from recipes.data.store import Texts
 from recipes.errors import RecipeError
 
 Document = list[str]
@@ -22,19 +22,8 @@ READERS = (".txt", ".jsonl", ".jsonl.gz", ".parquet", *wikipedia.DUMPS)
 SENTENCE_END = re.compile(r"(?<=[.!?])\s+(?=[A-Z0-9\"'(])")
 
 
-@dataclass(frozen=True)
-class Documents:
-    """Documents in two splits.
-
-    Args:
-        title: what the text is, for the log: it must never pass for something else.
-        splits: "train" and "validation": each a function that begins reading anew, document by document.
-        fingerprint: changes whenever the text may have changed; part of the cache's name.
-    """
-
-    title: str
-    splits: Mapping[str, Callable[[], Iterator[Document]]]
-    fingerprint: str
+Documents = Texts[Callable[[], Iterator[Document]]]
+"""Each split is a function that begins reading anew, document by document."""
 
 
 def standard_library(folder: Path | None = None) -> Documents:

@@ -152,18 +152,6 @@ class ResumableData(L.LightningDataModule):
         """A list of samples into a batch; ``None``: as torch does it."""
         return None
 
-    def resumable_loader(self) -> ResumableLoader:
-        """Makes the loader of training batches."""
-        return training_loader(
-            self.split("train"),
-            self.batch_size,
-            self.seed,
-            trainer=self.trainer,
-            workers=self.workers,
-            order=self.order,
-            collate=self.collate,
-        )
-
     @override
     def val_dataloader(self) -> DataLoader[Any]:
         return self._in_order(self.split("validation"), self.batch_size, self.workers)
@@ -187,8 +175,25 @@ class ResumableData(L.LightningDataModule):
 
     @override
     def train_dataloader(self) -> ResumableLoader:
-        loader, resumed = self.resumable_loader(), self._resumed
-        self._resumed = None
+        """Batches in the order of the epoch; an incomplete last one is left out."""
+        dataset = self.split("train")
+        share = getattr(None if self.trainer is None else self.trainer.strategy, "distributed_sampler_kwargs", {})
+        sampler = EpochSampler(dataset, self.seed, self.order, share.get("num_replicas", 1), share.get("rank", 0))
+        if len(sampler) < self.batch_size:
+            raise RecipeError(
+                f"There are {len(sampler)} samples for training, less than one batch of {self.batch_size}.",
+                hint="Use more data, or a smaller data.batch_size.",
+            )
+        loader = ResumableLoader(
+            dataset,
+            batch_size=self.batch_size,
+            sampler=sampler,
+            num_workers=self.workers,
+            persistent_workers=self.workers > 0,
+            collate_fn=self.collate,
+            drop_last=True,
+        )
+        resumed, self._resumed = self._resumed, None
         if resumed is not None:
             loader.load_state_dict(resumed)
         return loader
@@ -201,42 +206,3 @@ class ResumableData(L.LightningDataModule):
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._resumed = state_dict
-
-
-def training_loader(
-    dataset: Dataset[Any],
-    batch_size: int,
-    seed: int,
-    *,
-    trainer: L.Trainer | None,
-    workers: int = 0,
-    order: Order = shuffled,
-    collate: Callable[[list[Any]], Any] | None = None,
-) -> ResumableLoader:
-    """Loads shuffled batches; an incomplete last one is left out.
-
-    Args:
-        dataset: is asked for `Draw`s.
-        batch_size: samples in a batch of one pipeline.
-        seed: decides about the order.
-        trainer: knows the number of replicas; None means one.
-        workers: processes that load batches.
-        order: which samples an epoch has.
-        collate: a list of samples into a batch.
-    """
-    share = getattr(None if trainer is None else trainer.strategy, "distributed_sampler_kwargs", {})
-    sampler = EpochSampler(dataset, seed, order, share.get("num_replicas", 1), share.get("rank", 0))
-    if len(sampler) < batch_size:
-        raise RecipeError(
-            f"There are {len(sampler)} samples for training, less than one batch of {batch_size}.",
-            hint="Use more data, or a smaller data.batch_size.",
-        )
-    return ResumableLoader(
-        dataset,
-        batch_size=batch_size,
-        sampler=sampler,
-        num_workers=workers,
-        persistent_workers=workers > 0,
-        collate_fn=collate,
-        drop_last=True,
-    )

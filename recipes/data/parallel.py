@@ -7,7 +7,6 @@ import hashlib
 import json
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from datasets import load_dataset
 
 from recipes.data import catalogues, files, parallel_files, sources
 from recipes.data.parallel_files import Pair, Read
+from recipes.data.store import Texts
 from recipes.errors import RecipeError
 
 STAND_INS = {
@@ -25,24 +25,8 @@ LONGEST_SOURCE = 400  # characters of a definition: its beginning says most abou
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
-@dataclass(frozen=True)
-class Parallel:
-    """Pairs in several languages and two splits.
-
-    Args:
-        title: what the texts are, for the log: they must never pass for something else.
-        splits: "train" and "validation", each a function per language that begins reading anew.
-        fingerprint: changes whenever the texts may have changed; part of the cache's name.
-    """
-
-    title: str
-    splits: Mapping[str, Mapping[str, Read]]
-    fingerprint: str
-
-    @property
-    def languages(self) -> list[str]:
-        """The languages in order."""
-        return sorted(self.splits["train"])
+Parallel = Texts[Mapping[str, Read]]
+"""Each split has for every language a function that begins reading its pairs anew."""
 
 
 def docstrings(folder: Path | None = None) -> Parallel:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import hashlib
 import platform
 import sysconfig
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from datasets import Dataset, DatasetDict, load_dataset
+from datasets import Dataset as Rows
+from datasets import load_dataset
 
 from recipes.data import files
+from recipes.data.store import Texts
 from recipes.errors import RecipeError
 
 # Left out of the standard library's text: what is not part of every installation, and what is mostly tables.
@@ -22,20 +24,14 @@ VALIDATION_SHARE = 0.1
 
 
 @dataclass(frozen=True)
-class Corpus:
-    """Text in two splits.
+class Corpus(Texts[Rows]):
+    """Text in rows, of one column, "text".
 
     Args:
-        title: what the text is, for the log: it must never pass for something else.
-        splits: "train" and "validation", each with one column, "text".
         documents: rows are documents of their own and get a separator; else they are lines of one running text.
-        fingerprint: changes whenever the text may have changed; part of the cache's name.
     """
 
-    title: str
-    splits: DatasetDict
-    documents: bool
-    fingerprint: str
+    documents: bool = False
 
 
 def standard_library(folder: Path | None = None) -> Corpus:
@@ -67,12 +63,9 @@ def standard_library(folder: Path | None = None) -> Corpus:
             hint="Name local text with data.source=files data.files=FOLDER.",
         )
     size = sum(len(text) for split in texts.values() for text in split) / 1e6
-    return Corpus(
-        title=f"the standard library of Python {platform.python_version()} ({count} source files, {size:.1f} MB)",
-        splits=DatasetDict({name: Dataset.from_dict({"text": rows}) for name, rows in texts.items()}),
-        documents=True,
-        fingerprint=digest.hexdigest(),
-    )
+    title = f"the standard library of Python {platform.python_version()} ({count} source files, {size:.1f} MB)"
+    splits = {name: Rows.from_dict({"text": rows}) for name, rows in texts.items()}
+    return Corpus(title, splits, digest.hexdigest(), documents=True)
 
 
 def _split_of(name: str) -> str:
@@ -99,7 +92,7 @@ def local_files(folder: Path) -> Corpus:
         splits = load_dataset("parquet", data_files=names)
     else:
         splits = load_dataset("text", data_files=names, keep_linebreaks=True)
-    return Corpus(f"the files in {folder}", _text_only(splits, str(folder)), False, files.fingerprint(every))
+    return Corpus(f"the files in {folder}", _text_only(splits, str(folder)), files.fingerprint(every))
 
 
 def _files_of(folder: Path, prefix: str) -> list[Path]:
@@ -120,10 +113,10 @@ def hub(name: str, configuration: str) -> Corpus:
     """Downloads a data set from the Hugging Face hub, or takes it from the hub's cache on this machine."""
     splits = load_dataset(name, configuration)
     fingerprint = "".join(splits[split]._fingerprint for split in ("train", "validation"))
-    return Corpus(f"{name} ({configuration}) from the hub", _text_only(splits, name), False, fingerprint)
+    return Corpus(f"{name} ({configuration}) from the hub", _text_only(splits, name), fingerprint)
 
 
-def _text_only(splits: DatasetDict, origin: str) -> DatasetDict:
+def _text_only(splits: Mapping[str, Rows], origin: str) -> dict[str, Rows]:
     for split in ("train", "validation"):
         if "text" not in splits[split].column_names:
             raise RecipeError(
@@ -132,7 +125,7 @@ def _text_only(splits: DatasetDict, origin: str) -> DatasetDict:
             )
         if not any(_not_blank(splits[split]["text"])):
             raise RecipeError(f"The {split} split of {origin} is empty.", hint="Check the files' contents.")
-    return DatasetDict({split: splits[split].select_columns(["text"]) for split in ("train", "validation")})
+    return {split: splits[split].select_columns(["text"]) for split in ("train", "validation")}
 
 
 def _not_blank(rows: Iterable[str | None]) -> Iterable[bool]:

@@ -11,14 +11,32 @@ import shutil
 import tempfile
 import time
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 log = logging.getLogger(__name__)
+
+Split = TypeVar("Split")
+
+
+@dataclass(frozen=True)
+class Texts(Generic[Split]):
+    """Text from one source.
+
+    Args:
+        title: what the text is, for the log: it must never pass for something else.
+        splits: "train" and "validation".
+        fingerprint: changes whenever the text may have changed; part of the cache's name.
+    """
+
+    title: str
+    splits: Mapping[str, Split]
+    fingerprint: str
 
 
 @contextlib.contextmanager
@@ -41,12 +59,12 @@ def building(folder: Path) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def kept(cache: Path, text: Any, tokenise: Callable[..., None], *settings: Any) -> Path:
+def kept(cache: Path, text: Texts[Any], tokenise: Callable[..., None], *settings: Any) -> Path:
     """The folder with a tokenised text, made now or by an earlier run.
 
     Args:
         cache: has such folders.
-        text: a corpus with a title and a fingerprint, which changes with it.
+        text: where its contents come from.
         tokenise: gets the text, the settings and an empty folder, which it fills.
         settings: what the contents depend on beside the text, as JSON can say it.
     """

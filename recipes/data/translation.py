@@ -194,7 +194,7 @@ class ParallelText(Prepared):
         texts = choice.read(source, readers)
         folder = kept(self.cache, texts, tokenise, self.vocabulary, self.tokenizer)
         sizes = json.loads((folder / "train.sizes.json").read_text())
-        counts = ", ".join(f"{size:,} {name}" for name, size in zip(texts.languages, sizes, strict=True))
+        counts = ", ".join(f"{size:,} {name}" for name, size in zip(sorted(texts.splits["train"]), sizes, strict=True))
         log.info("Texts: %s; pairs for training: %s.", texts.title, counts)
         return folder
 
@@ -237,18 +237,17 @@ def tokenise(texts: Parallel, size: int, tokenizer: str | None, folder: Path) ->
             sizes.clear()
             write_sequences(folder / f"{split}_{side}", _tokens(texts, split, side, words, sizes))
         if min(sizes) == 0:
-            empty = texts.languages[sizes.index(0)]
+            empty = sorted(languages)[sizes.index(0)]
             raise RecipeError(
                 f"The {split} split of {texts.title} has no pairs of {empty}.", hint="Check the texts, or data.pairs."
             )
-        assert len(sizes) == len(languages)
         (folder / f"{split}.sizes.json").write_text(json.dumps(sizes))
 
 
 def _tokens(texts: Parallel, split: str, side: str, words: Vocabulary, sizes: list[int]) -> Iterator[list[int]]:
     """Yields one side of every pair; adds to ``sizes`` the number of pairs of every language."""
-    for language in texts.languages:
-        pairs: Iterator[Pair] = texts.splits[split][language]()
+    for _, read in sorted(texts.splits[split].items()):
+        pairs: Iterator[Pair] = read()
         count = 0
         while some := [getattr(pair, side) for pair in islice(pairs, AT_ONCE)]:
             count += len(some)

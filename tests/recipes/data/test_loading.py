@@ -18,7 +18,6 @@ from recipes.data.loading import (
     ResumableLoader,
     generator,
     shuffled,
-    training_loader,
 )
 from recipes.errors import RecipeError
 
@@ -36,8 +35,20 @@ class Keys(Dataset[tuple[int, int]]):
         return key.epoch, key.sample
 
 
-def loader(samples: int = 22, batch_size: int = 4, **settings: Any) -> ResumableLoader:
-    return training_loader(Keys(samples), batch_size, seed=3, trainer=None, collate=list, **settings)
+class Data(ResumableData):
+    seed = 3
+    collate = list  # type: ignore[assignment]
+
+    def __init__(self, samples: int = 22, batch_size: int = 4, workers: int = 0) -> None:
+        super().__init__()
+        self.samples, self.batch_size, self.workers = samples, batch_size, workers
+
+    def split(self, name: str) -> Keys:
+        return Keys(self.samples)
+
+
+def loader(**settings: int) -> ResumableLoader:
+    return Data(**settings).train_dataloader()
 
 
 def epoch_of(made: ResumableLoader, epoch: int) -> list[Any]:
@@ -78,14 +89,6 @@ def test_a_broken_off_epoch_goes_on_where_it_stopped(workers: int, done: int) ->
     assert rest == (whole[done:] if done < 5 else whole)
     assert epoch_of(resumed, 3) == epoch_of(loader(), 3)
     assert len(resumed) == 5
-
-
-class Data(ResumableData):
-    batch_size, seed, workers = 4, 3, 0
-    collate = list  # type: ignore[assignment]
-
-    def split(self, name: str) -> Keys:
-        return Keys(22)
 
 
 def test_a_checkpoint_says_how_far_the_epoch_is_even_if_the_schedule_asked_for_the_number_of_steps(
