@@ -2,11 +2,11 @@
 
 from recipes.models.amoebanet import AmoebaNet, amoebanet_b, amoebanet_d
 from recipes.models.bert import bert, bert48
-from recipes.models.gpipe_transformer import GPipeTransformer, gpipe_transformer
+from recipes.models.gpipe_transformer import GPipeTransformer
 from recipes.models.gpt2 import gpt2, gpt2_chimera
-from recipes.models.nmt import NMTTransformer, nmt_transformer
+from recipes.models.nmt import NMTTransformer
 from recipes.models.resnet import resnet101
-from recipes.models.unet import UNet, unet
+from recipes.models.unet import UNet
 
 __all__ = [
     "AmoebaNet",
@@ -17,10 +17,7 @@ __all__ = [
     "amoebanet_d",
     "bert",
     "bert48",
-    "gpipe_transformer",
     "gpt2",
     "gpt2_chimera",
-    "nmt_transformer",
     "resnet101",
-    "unet",
 ]

@@ -8,35 +8,9 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from recipes.models.transformer import Attention, FeedForward, positions
+from recipes.models.transformer import Attention, Block, FeedForward, positions
 
 WIDTH, HEAD_SIZE = 1024, 64
-
-
-class EncoderLayer(nn.Module):
-    """Self-attention and a feed-forward layer, either with its norm before it and a residual around it.
-
-    Args:
-        width: of the states.
-        inner: of the feed-forward layer.
-        heads: attention heads.
-        head_size: width of a head.
-        dropout: probability of every dropout.
-    """
-
-    def __init__(self, width: int, inner: int, heads: int, head_size: int, dropout: float) -> None:
-        super().__init__()
-        self.attention_norm, self.feed_forward_norm = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.attention = Attention(width, heads, head_size, dropout)
-        self.dropout = nn.Dropout(dropout)
-        self.feed_forward = FeedForward(width, inner, dropout)
-
-    @override
-    def forward(self, states: Tensor, mask: Tensor) -> Tensor:
-        seen = self.attention_norm(states)
-        states = states + self.dropout(self.attention(seen, seen, mask))
-        result: Tensor = states + self.feed_forward(self.feed_forward_norm(states))
-        return result
 
 
 class DecoderLayer(nn.Module):
@@ -75,9 +49,9 @@ class NMTTransformer(nn.Module):
     (GPipe, section 5) is built in: feed-forward layers start smaller the more layers there are, and logits are clipped.
 
     Args:
-        layers: of the encoder, and as many of the decoder.
-        inner: of the feed-forward layers.
-        heads: attention heads.
+        layers: of the encoder, and as many of the decoder: the L.
+        inner: of the feed-forward layers: the H.
+        heads: attention heads: the A.
         vocabulary: number of tokens.
         width: of the states.
         head_size: width of a head.
@@ -85,6 +59,13 @@ class NMTTransformer(nn.Module):
         logit_limit: logits are clipped to plus or minus this value while training; None leaves them alone. GPipe does
             not tell its value.
         shared_embeddings: one embedding for both languages; the output matrix is always one of its own.
+
+    Example:
+        >>> with torch.device("meta"):
+        ...     sizes = [(6, 8192, 16), (24, 8192, 16), (12, 16384, 32), (32, 16384, 32), (64, 16384, 32)]
+        ...     models = [NMTTransformer(*size) for size in sizes]
+        >>> [f"{sum(parameter.numel() for parameter in model.parameters()) / 1e9:.3f} G" for model in models]
+        ['0.408 G', '1.239 G', '1.239 G', '3.086 G', '6.041 G']
     """
 
     def __init__(
@@ -107,7 +88,7 @@ class NMTTransformer(nn.Module):
         self.dropout = nn.Dropout(dropout)
         sizes = (width, inner, heads, head_size, dropout)
         self.layers = nn.ModuleList(
-            [EncoderLayer(*sizes) for _ in range(layers)] + [DecoderLayer(*sizes) for _ in range(layers)]
+            [Block(*sizes) for _ in range(layers)] + [DecoderLayer(*sizes) for _ in range(layers)]
         )
         self.encoder_norm, self.decoder_norm = nn.LayerNorm(width), nn.LayerNorm(width)
         self.output = nn.Linear(width, vocabulary)
@@ -159,22 +140,3 @@ class NMTTransformer(nn.Module):
         states = embedding(tokens) * math.sqrt(self.width)
         embedded: Tensor = self.dropout(states + positions(tokens.shape[1], self.width, like=states))
         return embedded
-
-
-def nmt_transformer(layers: int, inner: int, heads: int, **options: object) -> NMTTransformer:
-    """T(L, H, A) of GPipe's section 5: width 1024, heads of size 64, a vocabulary of 64,000.
-
-    Args:
-        layers: the L: encoder layers, and as many decoder layers.
-        inner: the H.
-        heads: the A.
-        options: further arguments of `NMTTransformer`.
-
-    Example:
-        >>> with torch.device("meta"):
-        ...     sizes = [(6, 8192, 16), (24, 8192, 16), (12, 16384, 32), (32, 16384, 32), (64, 16384, 32)]
-        ...     models = [nmt_transformer(*size) for size in sizes]
-        >>> [f"{sum(parameter.numel() for parameter in model.parameters()) / 1e9:.3f} G" for model in models]
-        ['0.408 G', '1.239 G', '1.239 G', '3.086 G', '6.041 G']
-    """
-    return NMTTransformer(layers, inner, heads, **options)  # type: ignore[arg-type]

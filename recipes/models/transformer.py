@@ -72,6 +72,35 @@ class FeedForward(nn.Sequential):
         )
 
 
+class Block(nn.Module):
+    """Self-attention and a feed-forward layer, either with its norm before it and a residual around it.
+
+    Args:
+        width: of the states.
+        inner: of the feed-forward layer.
+        heads: attention heads.
+        head_size: width of a head; ``width / heads`` by default.
+        dropout: probability of every dropout.
+        causal: a state may not look at later ones.
+    """
+
+    def __init__(
+        self, width: int, inner: int, heads: int, head_size: int | None, dropout: float, *, causal: bool = False
+    ) -> None:
+        super().__init__()
+        self.attention_norm, self.feed_forward_norm = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attention = Attention(width, heads, head_size, dropout)
+        self.dropout, self.causal = nn.Dropout(dropout), causal
+        self.feed_forward = FeedForward(width, inner, dropout)
+
+    @override
+    def forward(self, states: Tensor, mask: Tensor | None = None) -> Tensor:
+        seen = self.attention_norm(states)
+        states = states + self.dropout(self.attention(seen, seen, mask, self.causal))
+        result: Tensor = states + self.feed_forward(self.feed_forward_norm(states))
+        return result
+
+
 def positions(length: int, width: int, like: Tensor) -> Tensor:
     """Sines and cosines of every position, at wavelengths from 2 pi to 10,000 times that; no parameters.
 

@@ -21,6 +21,12 @@ class UNet(nn.Module):
         inputs: channels of the image.
         outputs: channels of the result.
         dropout: probability with which a channel is dropped after a convolution.
+
+    Example:
+        >>> with torch.device("meta"):
+        ...     model = UNet(5, 64)
+        >>> sum(parameter.numel() for parameter in model.parameters())
+        232687328
     """
 
     def __init__(
@@ -66,23 +72,6 @@ class UNet(nn.Module):
             if isinstance(layer, nn.Upsample):
                 image = torch.cat([skips.pop(), image], dim=1)
         return image
-
-
-def unet(convolutions: int, channels: int, **options: object) -> UNet:
-    """U-Net (B, C).
-
-    Args:
-        convolutions: the B.
-        channels: the C.
-        options: further arguments of `UNet`.
-
-    Example:
-        >>> with torch.device("meta"):
-        ...     model = unet(5, 64)
-        >>> sum(parameter.numel() for parameter in model.parameters())
-        232687328
-    """
-    return UNet(convolutions, channels, **options)  # type: ignore[arg-type]
 
 
 def _cell(count: int, inputs: int, inner: int, outputs: int, dropout: float) -> list[nn.Module]:

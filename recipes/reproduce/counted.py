@@ -9,9 +9,9 @@ from torch import nn
 
 from recipes.models.amoebanet import amoebanet_b, amoebanet_d
 from recipes.models.bert import bert48
-from recipes.models.gpipe_transformer import gpipe_transformer
+from recipes.models.gpipe_transformer import GPipeTransformer
 from recipes.models.gpt2 import gpt2_chimera
-from recipes.models.unet import unet
+from recipes.models.unet import UNet
 from recipes.reproduce.published import published
 from recipes.reproduce.results import Result, Row, Tolerance
 
@@ -29,7 +29,7 @@ def parameters(make: Callable[[], nn.Module]) -> int:
 
 def transformer_parameters(layers: int) -> int:
     """Of GPipe's Transformer-L: its blocks are alike, so that two models tell the rest."""
-    one, two = (parameters(lambda number=number: gpipe_transformer(number)) for number in (1, 2))  # type: ignore[misc]
+    one, two = (parameters(lambda number=number: GPipeTransformer(number)) for number in (1, 2))  # type: ignore[misc]
     return one + (layers - 1) * (two - one)
 
 
@@ -136,7 +136,7 @@ def torchgpipe_unet(tolerance: str) -> Result:
     rows = []
     for model, count, _ in published("torchgpipe", "U-Net memory"):
         convolutions, channels = map(int, model.split(","))
-        found = parameters(lambda convolutions=convolutions, channels=channels: unet(convolutions, channels))  # type: ignore[misc]
+        found = parameters(lambda convolutions=convolutions, channels=channels: UNet(convolutions, channels))  # type: ignore[misc]
         rows.append(Row(f"parameters: U-Net({model})", count, found, Tolerance(tolerance)))
     return Result.of(rows)
 

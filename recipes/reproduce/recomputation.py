@@ -17,7 +17,7 @@ from lightning_pipe.partition import find_layers
 from lightning_pipe.transport.threads import thread_world
 from lightning_pipe.transport.topology import Topology
 from recipes.models.resnet import resnet101
-from recipes.models.unet import unet
+from recipes.models.unet import UNet
 from recipes.reproduce.published import published
 from recipes.reproduce.results import Result, Row, Tolerance
 
@@ -36,7 +36,7 @@ def cost(formula: str, timed: str, rounds: int) -> Result:
     rows = []
     for model, net, sample in (
         ("ResNet-101", lambda: resnet101(10, blocks=(1, 1, 2, 1)), (8, 3, 112, 112)),
-        ("U-Net", lambda: unet(2, 16), (8, 3, 64, 64)),
+        ("U-Net", lambda: UNet(2, 16), (8, 3, 64, 64)),
     ):
         printed = published("torchgpipe", f"{model} speed")["pipelines"][0][2]
         what = f"{model}: speed of pipeline-1 over the baseline"

@@ -14,7 +14,7 @@ from lightning_pipe.schedules.dependencies import Number
 from lightning_pipe.simulate import Costs, simulate
 from recipes.models.amoebanet import amoebanet_d
 from recipes.models.resnet import resnet101
-from recipes.models.unet import unet
+from recipes.models.unet import UNet
 from recipes.reproduce.published import published
 from recipes.reproduce.results import Result, Row, Tolerance
 
@@ -117,7 +117,7 @@ def torchgpipe_speed(model: str, image: int, tolerance: str, counted: str) -> Re
         tolerance: of the speeds on several devices.
         counted: of the pipeline on one device.
     """
-    net = resnet101() if model == "ResNet-101" else unet(5, 64)
+    net = resnet101() if model == "ResNet-101" else UNet(5, 64)
     layers = list(net) if isinstance(net, nn.Sequential) else list(net.layers)
     flops, rows = operations_of(net, layers, image), []
     whole = 3 * sum(flops)

@@ -22,7 +22,7 @@ from lightning_pipe.partition import divide, find_layers
 from lightning_pipe.transport.threads import thread_world
 from lightning_pipe.transport.topology import Topology
 from recipes.models.amoebanet import amoebanet_d
-from recipes.models.gpipe_transformer import GPipeTransformer, gpipe_transformer
+from recipes.models.gpipe_transformer import GPipeTransformer
 from tests.benchmarks.measure import Finding
 from tests.gpu.setting import Setting
 
@@ -84,7 +84,7 @@ def transformer(small: bool) -> Family:
 
     if small:
         return Family("Transformer-L", tiny, tokens, 4, 2, (1, 1, 2))
-    return Family("Transformer-L", gpipe_transformer, tokens, 32, 32, (1, 1, 128))
+    return Family("Transformer-L", GPipeTransformer, tokens, 32, 32, (1, 1, 128))
 
 
 def rows(family: Family, setting: Setting) -> Iterator[Finding]:

@@ -10,14 +10,14 @@ import torch
 from torch import nn
 
 from recipes.models import (
+    GPipeTransformer,
+    NMTTransformer,
+    UNet,
     amoebanet_b,
     amoebanet_d,
     bert48,
-    gpipe_transformer,
     gpt2_chimera,
-    nmt_transformer,
     resnet101,
-    unet,
 )
 
 
@@ -53,17 +53,17 @@ TPU = {"classes": 1001, "wiring": "tpu"}
         (bert48, 669_790_012),
         (gpt2_chimera, 1_389_327_360),
         (partial(gpt2_chimera, layers=32), 759_649_280),
-        (partial(gpipe_transformer, 3), 282_182_912),
-        (partial(gpipe_transformer, 13), 785_765_632),
-        (partial(gpipe_transformer, 103), 5_318_010_112),
-        pytest.param(partial(gpipe_transformer, 415), 21_029_790_976, marks=pytest.mark.slow),
+        (partial(GPipeTransformer, 3), 282_182_912),
+        (partial(GPipeTransformer, 13), 785_765_632),
+        (partial(GPipeTransformer, 103), 5_318_010_112),
+        pytest.param(partial(GPipeTransformer, 415), 21_029_790_976, marks=pytest.mark.slow),
         (resnet101, 44_549_160),
-        (partial(unet, 5, 64), 232_687_328),
-        (partial(unet, 6, 72), 362_157_516),
-        (partial(unet, 11, 128), 2_213_834_176),
-        (partial(unet, 24, 128), 4_993_859_008),
-        (partial(unet, 24, 160), 7_802_903_600),
-        (partial(unet, 48, 160), 15_822_206_000),
+        (partial(UNet, 5, 64), 232_687_328),
+        (partial(UNet, 6, 72), 362_157_516),
+        (partial(UNet, 11, 128), 2_213_834_176),
+        (partial(UNet, 24, 128), 4_993_859_008),
+        (partial(UNet, 24, 160), 7_802_903_600),
+        (partial(UNet, 48, 160), 15_822_206_000),
     ],
     # not the function: its address would name the test, differently in each of the test runner's processes
     ids=lambda value: f"{value:,}" if isinstance(value, int) else getattr(value, "func", value).__name__,
@@ -74,7 +74,7 @@ def test_parameters_are_exactly_the_published_ones(make: Callable[[], nn.Module]
 
 def test_the_largest_transformer_of_gpipe() -> None:
     # its 1,663 blocks are alike: one more of them on top of 103 tells the rest
-    small, larger = (count(on_meta(partial(gpipe_transformer, layers))) for layers in (103, 104))
+    small, larger = (count(on_meta(partial(GPipeTransformer, layers))) for layers in (103, 104))
     assert small + (1663 - 103) * (larger - small) == 83_876_914_432
 
 
@@ -94,7 +94,7 @@ def test_amoebanet_has_six_layers_besides_its_normal_cells(layers: int, cells: i
     ],
 )
 def test_multilingual_transformers(size: tuple[int, int, int], shared: str, separate: str) -> None:
-    counts = [count(on_meta(partial(nmt_transformer, *size, shared_embeddings=one))) for one in (True, False)]
+    counts = [count(on_meta(partial(NMTTransformer, *size, shared_embeddings=one))) for one in (True, False)]
     assert [f"{number / 1e9:.3f}" for number in counts] == [shared, separate]
 
 

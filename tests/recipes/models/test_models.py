@@ -12,14 +12,13 @@ from torch import Tensor, nn
 from lightning_pipe.partition import find_layers
 from recipes.models import (
     GPipeTransformer,
+    NMTTransformer,
     UNet,
     amoebanet_b,
     amoebanet_d,
     bert,
     gpt2,
-    nmt_transformer,
     resnet101,
-    unet,
 )
 from recipes.models.amoebanet_parts import OPERATIONS, DropPath, FactorizedReduction, batch_norm
 from recipes.models.genotypes import AMOEBANET_B, AMOEBANET_D, Genotype
@@ -30,7 +29,7 @@ NORM = batch_norm(1e-5, 0.1)
 small_gpt2 = partial(gpt2, vocabulary=20, positions=16, width=32, layers=4, heads=2, dropout=0.0)
 small_bert = partial(bert, vocabulary=20, positions=16, width=32, layers=4, heads=2, dropout=0.0)
 small_lm = partial(GPipeTransformer, 3, vocabulary=20, width=16, inner=32, heads=2, dropout=0.0)
-small_nmt = partial(nmt_transformer, 2, 64, 2, vocabulary=20, width=16, head_size=8, dropout=0.0)
+small_nmt = partial(NMTTransformer, 2, 64, 2, vocabulary=20, width=16, head_size=8, dropout=0.0)
 
 
 @pytest.mark.parametrize(
@@ -41,7 +40,7 @@ small_nmt = partial(nmt_transformer, 2, 64, 2, vocabulary=20, width=16, head_siz
         (partial(amoebanet_b, 3, 16, 7), (torch.ones(2, 3, 32, 32),), (2, 7)),
         (partial(amoebanet_b, 6, 16, 7, wiring="tpu"), (torch.ones(2, 3, 45, 45),), (2, 7)),
         (partial(resnet101, 7, blocks=(1, 1, 2, 1), width=8), (torch.ones(2, 3, 32, 32),), (2, 7)),
-        (partial(unet, 2, 4, depth=3), (torch.rand(2, 3, 16, 16),), (2, 1, 16, 16)),
+        (partial(UNet, 2, 4, depth=3), (torch.rand(2, 3, 16, 16),), (2, 1, 16, 16)),
         (small_lm, (TOKENS,), (2, 12, 20)),
         (small_nmt, (TOKENS, TOKENS[:, :9], torch.ones(2, 12, dtype=torch.bool)), (2, 9, 20)),
     ],
@@ -65,9 +64,9 @@ def test_forward_and_backward(
         (partial(gpt2, layers=24, tied=False), "transformer.h", 24),
         (partial(bert, layers=24), "bert.encoder.layer", 24),
         (partial(GPipeTransformer, 13), "layers", 13),
-        (partial(nmt_transformer, 6, 8192, 16), "layers", 12),
+        (partial(NMTTransformer, 6, 8192, 16), "layers", 12),
         (resnet101, "", 40),
-        (partial(unet, 5, 64), "layers", 231),
+        (partial(UNet, 5, 64), "layers", 231),
     ],
 )
 def test_the_layers_are_one_clear_sequence(make: Callable[[], nn.Module], path: str, number: int) -> None:
@@ -205,7 +204,7 @@ def test_the_translator_ignores_padding() -> None:
 
 
 def test_feed_forward_layers_start_smaller_in_deeper_models() -> None:
-    models = [nmt_transformer(layers, 256, 4, vocabulary=20, width=64, head_size=16) for layers in (2, 8)]
+    models = [NMTTransformer(layers, 256, 4, vocabulary=20, width=64, head_size=16) for layers in (2, 8)]
     spread = [
         {name: float(part.weight.detach().std()) for name, part in model.named_modules() if isinstance(part, nn.Linear)}
         for model in models
