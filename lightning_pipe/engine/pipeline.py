@@ -64,7 +64,7 @@ class Pipeline(PartitionedModule):
     Example:
         One process, two stages, three micro-batches::
 
-            transport, = thread_world(Topology(ranks=1))
+            transport = SingleProcess()
             pipeline = Pipeline(module, find_layers(module), [2, 2], GPipe(), transport)
             losses = pipeline.train(step, micro_batches, weights=[1 / 3] * 3, seed=0)
     """

@@ -62,26 +62,11 @@ class GradientSync:
         transport: moves the buckets.
         bucket_bytes: size from which on a bucket is sent; the size of all but the largest parameters' buckets.
         dtype: in which gradients of wider types are sent and added; ``None``: each in its own. Every gradient is
-            rounded once, and so is every sum of two, in the order of the transport: threads add in the order of the
-            members, Gloo and NCCL in that of a ring or tree. In ``torch.bfloat16`` the sum of n is off by at most
-            ``n * 2**-8`` of the sum of magnitudes.
+            rounded once, and so is every sum of two, in the order of a ring or tree. In ``torch.bfloat16`` the sum of
+            n is off by at most ``n * 2**-8`` of the sum of magnitudes.
 
     Attributes:
         dtype: as given.
-
-    Example:
-        >>> from lightning_pipe.transport.threads import run_threads, thread_world
-        >>> from lightning_pipe.transport.topology import Topology
-        >>> def one_process(transport):
-        ...     weight = Parameter(torch.zeros(2))
-        ...     weight.grad = torch.tensor([1.0, float(transport.process)])
-        ...     reducer = GradientSync(transport)
-        ...     reducer.add(0, [weight], members=(0, 1))
-        ...     reducer.start(0)
-        ...     reducer.finish()
-        ...     return weight.grad.tolist()
-        >>> run_threads(thread_world(Topology(ranks=1, replicas=2)), one_process)
-        [[2.0, 1.0], [2.0, 1.0]]
     """
 
     def __init__(

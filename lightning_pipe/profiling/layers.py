@@ -22,8 +22,7 @@ from lightning_pipe.schedules import Action, Family, Kind
 from lightning_pipe.schedules.family import Orders
 from lightning_pipe.skip import SkipKey
 from lightning_pipe.torch_internals import tree_leaves
-from lightning_pipe.transport.threads import thread_world
-from lightning_pipe.transport.topology import Topology
+from lightning_pipe.transport.single_process import SingleProcess
 
 Step = Callable[[nn.Module, Any], Any]
 """``step(module, micro_batch)`` returns the loss."""
@@ -129,7 +128,7 @@ def _pipeline(
     *,
     halves: bool = False,
 ) -> Pipeline:
-    transport = thread_world(Topology(1), device=device)[0]
+    transport = SingleProcess(device)
     pipeline = Pipeline(module, find_layers(module, paths), counts, _InOrder(halves), transport)
     pipeline.executor.clock = settled
     return pipeline

@@ -13,8 +13,7 @@ from lightning_pipe.planning.cost_profile import CostProfile
 from lightning_pipe.profiling.layers import Step
 from lightning_pipe.profiling.measure import measure_profile
 from lightning_pipe.profiling.processes import in_processes
-from lightning_pipe.transport.threads import thread_world
-from lightning_pipe.transport.topology import Topology
+from lightning_pipe.transport.single_process import SingleProcess
 
 
 def profile(
@@ -56,6 +55,6 @@ def profile(
     """
     options: dict[str, Any] = {"micro_batch_sizes": micro_batch_sizes, "layers": layers, "step": step, "rounds": rounds}
     if ranks == 1:
-        return measure_profile(thread_world(Topology(1), device=torch.device(device))[0], module, batch, **options)
+        return measure_profile(SingleProcess(torch.device(device)), module, batch, **options)
     job = partial(measure_profile, module=module, batch=batch, **options)
     return in_processes(job, ranks, device, timeout)  # type: ignore[no-any-return]

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from lightning_pipe.transport.base import Transport
 from lightning_pipe.transport.gloo import GlooTransport
 from lightning_pipe.transport.nccl import NcclTransport
-from lightning_pipe.transport.threads import thread_world
+from lightning_pipe.transport.single_process import SingleProcess
 from lightning_pipe.transport.topology import Topology
 
 
@@ -28,7 +28,7 @@ def open_transport(topology: Topology, device: torch.device, timeout: timedelta,
         pinned host memory: slower, but several processes may share one GPU.
     """
     if topology.world_size == 1:
-        return thread_world(topology, timeout, device)[0]
+        return SingleProcess(device, timeout)
     if device.type == "cuda" and "nccl" in dist.get_backend_config():
         return NcclTransport(topology, device, timeout)
     return GlooTransport(topology, device, timeout, local=local)

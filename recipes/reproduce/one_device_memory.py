@@ -131,13 +131,12 @@ def _train(net: Any, data: Any, loss: Callable[[Any], Any], micro_batches: int) 
     from lightning_pipe import schedules
     from lightning_pipe.engine.pipeline import Pipeline
     from lightning_pipe.partition import find_layers
-    from lightning_pipe.transport.threads import thread_world
-    from lightning_pipe.transport.topology import Topology
+    from lightning_pipe.transport.single_process import SingleProcess
 
     optimizer = torch.optim.RMSprop(net.parameters(), lr=1e-4, foreach=False)
     pipeline = None
     if micro_batches:
-        (transport,) = thread_world(Topology(ranks=1))
+        transport = SingleProcess()
         layers = find_layers(net, "layers")
         pipeline = Pipeline(net, layers, [len(layers)], schedules.get("gpipe"), transport, recompute="always")
     for _ in range(2):

@@ -21,11 +21,11 @@ from lightning_pipe.engine.asynchronous import CallResult
 from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.partition import divide, find_layers
 from lightning_pipe.transport.base import Transport
-from lightning_pipe.transport.threads import run_threads, thread_world
 from lightning_pipe.transport.topology import Topology
 from recipes import config, job
 from recipes.reproduce.pictures import curves
 from recipes.reproduce.results import Result, Row, Tolerance
+from tests.support.threads import run_threads, thread_world
 
 LAST = 10
 """Steps whose mean loss is the end of a curve."""

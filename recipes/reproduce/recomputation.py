@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from lightning_pipe import schedules
 from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.partition import find_layers
-from lightning_pipe.transport.threads import thread_world
-from lightning_pipe.transport.topology import Topology
+from lightning_pipe.transport.single_process import SingleProcess
 from recipes.models.resnet import resnet101
 from recipes.models.unet import UNet
 from recipes.reproduce.published import published
@@ -99,7 +98,7 @@ def measured(make: Callable[[], nn.Module], sample: tuple[int, ...], rounds: int
 
 
 def _pipeline(net: nn.Module, images: Tensor, recompute: Any) -> Callable[[], float]:
-    (transport,) = thread_world(Topology(ranks=1))
+    transport = SingleProcess()
     layers = find_layers(net)
     pipeline = Pipeline(net, layers, [len(layers)], schedules.get("gpipe"), transport, recompute=recompute)
     parts = list(images.tensor_split(2))

@@ -17,9 +17,9 @@ from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.partition import find_layers
 from lightning_pipe.schedules import Family, PipeDream, PipeDream2BW
 from lightning_pipe.transport.base import Transport
-from lightning_pipe.transport.threads import run_threads, thread_world
 from lightning_pipe.transport.topology import Topology
 from recipes.reproduce.results import Result, Row, Tolerance
+from tests.support.threads import run_threads, thread_world
 
 WIDTH, ROWS, RATE, MOMENTUM = 6, 8, 0.1, 0.9
 Batches = Sequence[Tensor]

@@ -17,7 +17,7 @@ from lightning_pipe.engine.stage import Stages
 from lightning_pipe.partition import find_layers
 from lightning_pipe.schedules import lower
 from lightning_pipe.transport.base import Transport
-from lightning_pipe.transport.threads import thread_world
+from lightning_pipe.transport.single_process import SingleProcess
 from lightning_pipe.transport.topology import Topology
 from tests.benchmarks.measure import Finding, microseconds
 from tests.support import processes
@@ -29,14 +29,14 @@ STAGES, MICRO_BATCHES = 4, 16
 def run(quick: bool) -> list[Finding]:
     """Engine per action on one rank and with messages; interception per stage and micro-batch."""
     rounds = 20 if quick else 100
-    alone = without_user_code(thread_world(Topology(1))[0], rounds)
+    alone = without_user_code(SingleProcess(), rounds)
     messages = max(processes.run_pipeline(without_user_code, Topology(2), rounds=rounds))
     findings = [
         Finding("engine per action, one rank", microseconds(alone), "at most 40 us", alone <= LIMIT),
         Finding("the same on two ranks, with messages", microseconds(messages), "at most 40 us", messages <= LIMIT),
     ]
     for layers in (4, 16):
-        step, plain = interception(thread_world(Topology(1))[0], layers, rounds)
+        step, plain = interception(SingleProcess(), layers, rounds)
         findings.append(
             Finding(
                 f"a training step of {layers} tiny layers, one stage and micro-batch",

@@ -22,7 +22,7 @@ from lightning_pipe.profiling.first_batch import profiled
 from lightning_pipe.schedules.passes.recompute import with_recompute
 from lightning_pipe.simulate import Costs, simulate
 from lightning_pipe.transport.base import Transport
-from lightning_pipe.transport.threads import thread_world
+from lightning_pipe.transport.single_process import SingleProcess
 from lightning_pipe.transport.topology import Topology
 from tests.benchmarks.measure import Finding, Ratio, alternate
 from tests.support import processes
@@ -59,7 +59,7 @@ def _cost_of_recomputation(quick: bool) -> Finding:
 
 def _dense(mode: Any) -> Any:
     net = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(768, 768), nn.ReLU())))
-    (transport,) = thread_world(Topology(ranks=1))
+    transport = SingleProcess()
     layers = find_layers(net)
     pipeline = Pipeline(net, layers, [len(layers)], schedules.GPipe(), transport, recompute=mode)
     # Input that needs a gradient: otherwise the first layer's backward pass is cheaper than the others'.
@@ -84,7 +84,7 @@ def _cost_of_streams(quick: bool) -> Finding:
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(256, 4, 1024, dropout=0.1, batch_first=True)
     net = nn.Sequential(*(copy.deepcopy(layer) for _ in range(4)))
-    (transport,) = thread_world(Topology(ranks=1))
+    transport = SingleProcess()
     layers = find_layers(net)
     pipeline = Pipeline(net, layers, [len(layers)], schedules.GPipe(), transport)
     parts = list(torch.randn(8, 64, 256).tensor_split(4))
@@ -243,7 +243,7 @@ def _balance(quick: bool) -> list[Finding]:
 
 
 def _profile(net: nn.Module) -> Any:
-    (transport,) = thread_world(Topology(ranks=1))
+    transport = SingleProcess()
     layers = find_layers(net)
     pipeline = Pipeline(net, layers, [len(layers)], schedules.GPipe(), transport)
     with profiled(pipeline) as profiler:

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from lightning_pipe.transport.base import Lane, Transport
-from lightning_pipe.transport.threads import run_threads, thread_world
 from lightning_pipe.transport.topology import Topology
 from tests.benchmarks.measure import Finding, microseconds
 from tests.support import processes
+from tests.support.threads import run_threads, thread_world
 
 SIZES = {"64 B": 64, "256 KiB": 1 << 18, "4 MiB": 1 << 22}
 THERE, BACK = Lane("forward"), Lane("backward")

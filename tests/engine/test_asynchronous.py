@@ -17,7 +17,7 @@ from lightning_pipe.errors import ConfigurationError, CutError, PartitionError
 from lightning_pipe.partition import find_layers
 from lightning_pipe.schedules import Family, OneFOneB, PipeDream, PipeDream2BW
 from lightning_pipe.transport.base import Transport
-from lightning_pipe.transport.threads import ThreadTransport, thread_world
+from lightning_pipe.transport.single_process import SingleProcess
 from lightning_pipe.transport.topology import Topology
 from tests.support.asynchronous_engine import (
     BATCHES,
@@ -39,6 +39,7 @@ from tests.support.asynchronous_engine import (
     vertical,
 )
 from tests.support.processes import run_pipeline
+from tests.support.threads import ThreadTransport
 
 DRAINS = [(), (7,), (2, 3, 8)]
 WITH_AND_WITHOUT = [(7,), pytest.param((), marks=pytest.mark.slow)]
@@ -306,7 +307,7 @@ def test_calls_in_the_wrong_order_are_refused() -> None:
     model = Net()
 
     def build(family: Family) -> tuple[Pipeline, Callable[..., Tensor], list[Any]]:
-        (transport,) = thread_world(Topology(ranks=1))
+        transport = SingleProcess()
         pipeline = Pipeline(model, find_layers(model, "layers"), [3, 3], family, transport)
         return pipeline, lambda index, part: model(**part), [batches(1)[0]]
 
@@ -321,7 +322,7 @@ def test_calls_in_the_wrong_order_are_refused() -> None:
 
 def test_a_step_that_fails_leaves_an_empty_pipeline() -> None:
     model = Net()
-    (transport,) = thread_world(Topology(ranks=1))
+    transport = SingleProcess()
     pipeline = Pipeline(model, find_layers(model, "layers"), [6], PipeDream2BW(2), transport)
     parts = [batches(2)[0], batches(2)[1]]
 

@@ -14,8 +14,8 @@ from lightning_pipe.intercept.call_record import CallRecord, LiveTensor, RunReco
 from lightning_pipe.intercept.crossing import Crossing, Returned
 from lightning_pipe.tensor_spec import TensorSpec
 from lightning_pipe.transport.base import Channel, Lane
-from lightning_pipe.transport.threads import ThreadTransport, run_threads, thread_world
 from lightning_pipe.transport.topology import Topology
+from tests.support.threads import ThreadTransport, run_threads, thread_world
 
 KEY = BoundaryKey(0, 0, 0, 1)
 

@@ -11,15 +11,14 @@ from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.engine.under_way import UnderWay
 from lightning_pipe.partition import find_layers
 from lightning_pipe.schedules import Kind
-from lightning_pipe.transport.threads import thread_world
-from lightning_pipe.transport.topology import Topology
+from lightning_pipe.transport.single_process import SingleProcess
 
 PARTS = [torch.ones(1, 2) * n for n in range(4)]
 
 
 def pipeline() -> tuple[Pipeline, nn.Module]:
     module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    (transport,) = thread_world(Topology(1))
+    transport = SingleProcess()
     return Pipeline(module, find_layers(module), [1, 1], schedules.get("1f1b"), transport), module
 
 

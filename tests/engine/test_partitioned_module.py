@@ -9,8 +9,8 @@ from lightning_pipe import schedules
 from lightning_pipe.engine.partitioned_module import PartitionedModule
 from lightning_pipe.errors import PartitionError
 from lightning_pipe.partition import find_layers
-from lightning_pipe.transport.threads import thread_world
 from lightning_pipe.transport.topology import Topology
+from tests.support.threads import thread_world
 
 WEIGHTS = ("weight", "bias")
 

@@ -15,10 +15,10 @@ from lightning_pipe import schedules
 from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.errors import CutError, PartitionError, PipeError
 from lightning_pipe.partition import find_layers
-from lightning_pipe.transport.threads import thread_world
 from lightning_pipe.transport.topology import Topology
 from tests.support.engine_runs import assert_close, assert_same, pipelined, single_device
 from tests.support.small_net import RUNS, WIDTH, Block, Net, batch, batches
+from tests.support.threads import thread_world
 
 pytestmark = pytest.mark.usefixtures("float64")
 

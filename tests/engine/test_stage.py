@@ -13,15 +13,14 @@ from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.engine.stage import Saved
 from lightning_pipe.intercept.crossing import Returned
 from lightning_pipe.partition import find_layers
-from lightning_pipe.transport.threads import thread_world
-from lightning_pipe.transport.topology import Topology
+from lightning_pipe.transport.single_process import SingleProcess
 
 PARTS = [torch.ones(1, 2)] * 3
 
 
 def of_two_stages(schedule: str) -> tuple[Pipeline, nn.Module]:
     module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    transport = thread_world(Topology(1))[0]
+    transport = SingleProcess()
     return Pipeline(module, find_layers(module), [1, 1], schedules.get(schedule), transport), module
 
 

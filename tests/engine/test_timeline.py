@@ -14,8 +14,8 @@ from lightning_pipe.partition import find_layers
 from lightning_pipe.planning.make import assembled, plan
 from lightning_pipe.simulate.style import row_names
 from lightning_pipe.transport.base import Transport
-from lightning_pipe.transport.threads import run_threads, thread_world
 from lightning_pipe.transport.topology import Topology
+from tests.support.threads import run_threads, thread_world
 
 
 def timeline_and_plan(transport: Transport, schedule: str) -> tuple[tuple[str, ...], list[tuple[int, tuple[int, ...]]]]:

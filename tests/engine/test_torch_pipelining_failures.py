@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from lightning_pipe import schedules
 from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.partition import divide, find_layers
-from lightning_pipe.transport.threads import run_threads, thread_world
 from lightning_pipe.transport.topology import Topology
 from tests.support import oracle
 from tests.support.equality_sweep import Point, check, pipelined
 from tests.support.model_zoo import ZOO, Entry
+from tests.support.threads import run_threads, thread_world
 from tests.support.zoo.base import WIDTH, Block, Regression, Residual, blocks
 from tests.support.zoo.batches import regression_batches
 

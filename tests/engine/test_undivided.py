@@ -11,8 +11,9 @@ from lightning_pipe.engine import undivided
 from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.intercept.absent_tensor import is_absent
 from lightning_pipe.partition.choice import choose
-from lightning_pipe.transport.threads import thread_world
+from lightning_pipe.transport.single_process import SingleProcess
 from lightning_pipe.transport.topology import Topology
+from tests.support.threads import thread_world
 
 
 class Net(nn.Module):
@@ -114,7 +115,7 @@ class Quantised(Net):
 def test_a_look_puts_back_parameters_however_they_were_written(way: str) -> None:
     module = Quantised()
     module.way, average = way, module.average
-    transport, *_ = thread_world(Topology(ranks=1))
+    transport = SingleProcess()
     pipeline = Pipeline(module, [], [0, 0], schedules.get("1f1b"), transport)
     undivided.look(pipeline, module.step, torch.randn(5, 3), training=True, seed=0)
     assert module.average is average

@@ -13,8 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 from lightning_pipe import schedules
 from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.partition import divide, find_layers
-from lightning_pipe.transport.threads import thread_world
-from lightning_pipe.transport.topology import Topology
+from lightning_pipe.transport.single_process import SingleProcess
 from tests.benchmarks.measure import Finding, microseconds
 from tests.gpu.encoder import encoder
 from tests.gpu.setting import Setting
@@ -31,7 +30,7 @@ def run(setting: Setting) -> Iterator[Finding]:
     torch.manual_seed(0)
     with setting.place:
         net = nn.Sequential(*encoder(width, 2 * STAGES))
-    (transport,) = thread_world(Topology(ranks=1), device=setting.place)
+    transport = SingleProcess(setting.place)
     found = find_layers(net)
     pipeline = Pipeline(net, found, divide(net, found, STAGES), schedules.get("1f1b"), transport)
     pipeline.partition()

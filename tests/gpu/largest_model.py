@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from lightning_pipe import schedules
 from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.partition import divide, find_layers
-from lightning_pipe.transport.threads import thread_world
-from lightning_pipe.transport.topology import Topology
+from lightning_pipe.transport.single_process import SingleProcess
 from recipes.models.amoebanet import amoebanet_d
 from recipes.models.gpipe_transformer import GPipeTransformer
 from tests.benchmarks.measure import Finding
@@ -176,7 +175,7 @@ def _train(family: Family, size: int, way: str, setting: Setting) -> None:
 def _pipeline(module: nn.Module) -> Pipeline:
     """Several stages on one device: what is kept of a micro-batch is the input of each."""
     device = next(module.parameters()).device
-    (transport,) = thread_world(Topology(ranks=1), device=device)
+    transport = SingleProcess(device)
     layers = find_layers(module, "layers")
     stages = min(STAGES, len(layers))
     balance = divide(module, layers, stages)

@@ -13,8 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_pipe import schedules
 from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.partition import find_layers
-from lightning_pipe.transport.threads import thread_world
-from lightning_pipe.transport.topology import Topology
+from lightning_pipe.transport.single_process import SingleProcess
 from tests.benchmarks.measure import Finding
 from tests.gpu.rows import compared
 from tests.gpu.setting import Setting
@@ -124,7 +123,7 @@ def _differences(between: Between, setting: Setting) -> list[str]:
     parts = list(torch.randn(PARTS, 4, WIDTH).to(setting.place))
     for part in parts:
         (plain(part) / PARTS).backward()
-    (transport,) = thread_world(Topology(1), device=setting.place)
+    transport = SingleProcess(setting.place)
     pipeline = Pipeline(net, find_layers(net), [1] * LAYERS, schedules.get("1f1b"), transport)
     pipeline.partition()
     for _ in range(BATCHES):  # the first ones learn

@@ -14,8 +14,7 @@ from lightning_pipe import schedules
 from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.partition import divide, find_layers
 from lightning_pipe.profiling.measure import measure_profile
-from lightning_pipe.transport.threads import thread_world
-from lightning_pipe.transport.topology import Topology
+from lightning_pipe.transport.single_process import SingleProcess
 from tests.benchmarks.measure import Finding
 from tests.gpu.encoder import encoder
 from tests.gpu.rows import not_run
@@ -47,7 +46,7 @@ def run(setting: Setting) -> Iterator[Finding]:
     with setting.place:
         net = Net(width, layers)
     batch = torch.randn(samples, length, width, device=setting.place)
-    (transport,) = thread_world(Topology(ranks=1), device=setting.place)
+    transport = SingleProcess(setting.place)
     profile = measure_profile(transport, net, batch, layers="layers", step=lambda module, part: module(part), rounds=2)
     for schedule in ("gpipe", "1f1b"):
         plan = lightning_pipe.plan(
@@ -70,7 +69,7 @@ def _peak(net: Any, batch: Tensor, schedule: str, setting: Setting) -> int | Non
     net.zero_grad()
     setting.clear()
     before = torch.cuda.memory_allocated() - _bytes(net) if setting.device == "cuda" else 0
-    (transport,) = thread_world(Topology(ranks=1), device=setting.place)
+    transport = SingleProcess(setting.place)
     layers = find_layers(net, "layers")
     pipeline = Pipeline(net, layers, divide(net, layers, STAGES), schedules.get(schedule), transport)
     pipeline.partition()

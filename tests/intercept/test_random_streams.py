@@ -31,7 +31,7 @@ from lightning_pipe.intercept.torch_functions import (
 )
 from lightning_pipe.partition import find_layers
 from lightning_pipe.transport.base import Transport
-from lightning_pipe.transport.threads import thread_world
+from lightning_pipe.transport.single_process import SingleProcess
 from lightning_pipe.transport.topology import Topology
 from tests.support import processes
 from tests.support.engine_runs import pipelined, split
@@ -383,7 +383,7 @@ def curves(
     ids=["1f1b", "interleaved", "recompute", "resumed"],
 )
 def test_what_programs_draw_does_not_depend_on_the_ranks(options: dict[str, Any]) -> None:
-    (transport,) = thread_world(Topology(1))
+    transport = SingleProcess()
     expected = curves(transport)
     assert curves(transport, stages=2) == {name: pytest.approx(losses, rel=1e-6) for name, losses in expected.items()}
     options = {"stages": 2} | options

@@ -17,8 +17,7 @@ from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.errors import CutError
 from lightning_pipe.intercept.recompute import is_recomputing
 from lightning_pipe.partition import find_layers
-from lightning_pipe.transport.threads import thread_world
-from lightning_pipe.transport.topology import Topology
+from lightning_pipe.transport.single_process import SingleProcess
 from tests.support.engine_runs import assert_same
 
 Recompute = Literal["never", "except_last", "always"]
@@ -34,7 +33,7 @@ def gradients_of(
     schedule: str = "gpipe",
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Gradients and buffers after one batch on one rank."""
-    (transport,) = thread_world(Topology(ranks=1))
+    transport = SingleProcess()
     net = copy.deepcopy(net)
     sequence = find_layers(net, layers)
     balance = [len(sequence) // stages + (stage < len(sequence) % stages) for stage in range(stages)]
@@ -220,7 +219,7 @@ def test_the_second_run_finds_what_the_first_one_found(make: Any, schedule: str)
 def test_statistics_that_begin_to_change_later_are_changed_once() -> None:
     """Behind autograd's back, in a norm that was frozen in the first batch."""
     torch.manual_seed(0)
-    (transport,) = thread_world(Topology(ranks=1))
+    transport = SingleProcess()
     net = InLine(lambda: nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8, 8)))
     pipeline = Pipeline(net, find_layers(net, "layers"), [4, 4], schedules.get("gpipe"), transport, recompute="always")
     net.eval()

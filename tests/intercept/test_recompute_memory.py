@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from lightning_pipe import schedules
 from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.partition import find_layers
-from lightning_pipe.transport.threads import thread_world
-from lightning_pipe.transport.topology import Topology
+from lightning_pipe.transport.single_process import SingleProcess
 from tests.intercept.test_recompute import Recompute, gradients_of
 
 
@@ -67,7 +66,7 @@ def test_memory_falls_to_one_micro_batch_and_the_boundaries() -> None:
 def test_beside_one_micro_batch_only_what_crosses_the_cuts_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     net, parts, boundary = Deep(), list(torch.randn(80, 16).tensor_split(8)), 10 * 16 * 4
-    (transport,) = thread_world(Topology(ranks=1))
+    transport = SingleProcess()
     pipeline = Pipeline(
         net, find_layers(net, "layers"), [6, 6, 6], schedules.get("gpipe"), transport, recompute="always"
     )

@@ -17,8 +17,7 @@ from lightning_pipe import schedules
 from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.errors import CutError
 from lightning_pipe.partition import find_layers
-from lightning_pipe.transport.threads import thread_world
-from lightning_pipe.transport.topology import Topology
+from lightning_pipe.transport.single_process import SingleProcess
 from tests.support.engine_runs import assert_same, pipelined
 
 WIDTH = 3
@@ -210,6 +209,6 @@ def test_what_a_layer_changes_in_another_module_is_refused(refer: str, where: st
 
 def run_uncopied(model: nn.Module) -> None:
     """Train with all stages in this process."""
-    (transport,) = thread_world(Topology(ranks=1))
+    transport = SingleProcess()
     pipeline = Pipeline(model, find_layers(model, "layers"), [2, 2], schedules.get("1f1b"), transport)
     pipeline.train(lambda _, part: model(**part), batches(2), [0.5, 0.5], seed=0)

@@ -15,8 +15,9 @@ from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.errors import CutError
 from lightning_pipe.parameters.buffer_sync import EvaluatedCopies
 from lightning_pipe.partition import find_layers
-from lightning_pipe.transport.threads import ThreadTransport, run_threads, thread_world
+from lightning_pipe.transport.single_process import SingleProcess
 from lightning_pipe.transport.topology import Topology
+from tests.support.threads import ThreadTransport, run_threads, thread_world
 
 
 class Layer(nn.Module):
@@ -110,7 +111,7 @@ def told(normalise: bool, micro_batches: int) -> list[str]:
     """The warnings of a batch on one rank with two stages."""
     torch.manual_seed(0)
     net = nn.Sequential(Kept(normalise), Kept(normalise))
-    (transport,) = thread_world(Topology(ranks=1))
+    transport = SingleProcess()
     pipeline = Pipeline(net, find_layers(net), [1, 1], schedules.get("gpipe"), transport, deferred_batch_norm=True)
     parts = list(torch.randn(8, 4).tensor_split(micro_batches))
     with warnings.catch_warnings(record=True) as caught:

@@ -18,8 +18,9 @@ from lightning_pipe.errors import ConfigurationError
 from lightning_pipe.parameters.deferred_batchnorm import DeferredBatchNorm
 from lightning_pipe.partition import find_layers
 from lightning_pipe.schedules import GPipe
-from lightning_pipe.transport.threads import ThreadTransport, run_threads, thread_world
+from lightning_pipe.transport.single_process import SingleProcess
 from lightning_pipe.transport.topology import Topology
+from tests.support.threads import ThreadTransport, run_threads, thread_world
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -170,7 +171,7 @@ def test_what_users_checkpoint_counts_once(reentrant: bool) -> None:
 
 
 def test_evaluation_in_training_mode_is_a_mini_batch_of_its_own() -> None:
-    (transport,) = thread_world(Topology(ranks=1))
+    transport = SingleProcess()
     net, plain = Net(), nn.BatchNorm2d(3)
     pipeline = Pipeline(net, find_layers(net, "layers"), [8, 8], GPipe(), transport, deferred_batch_norm=True)
     for _ in range(2):
@@ -189,7 +190,7 @@ def test_one_value_per_channel_is_refused() -> None:
 
 
 def test_the_pipeline_leaves_norms_as_it_found_them_when_a_step_fails() -> None:
-    (transport,) = thread_world(Topology(ranks=1))
+    transport = SingleProcess()
     net = Net()
     pipeline = Pipeline(net, find_layers(net, "layers"), [8, 8], GPipe(), transport, deferred_batch_norm=True)
     calls = 0

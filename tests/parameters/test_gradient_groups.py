@@ -17,9 +17,9 @@ from lightning_pipe.parameters.gradient_groups import GradientGroups, HeldParame
 from lightning_pipe.parameters.gradient_sync import GradientSync
 from lightning_pipe.partition import find_layers
 from lightning_pipe.schedules import Family
-from lightning_pipe.transport.threads import ThreadTransport, run_threads, thread_world
 from lightning_pipe.transport.topology import Topology
 from tests.support.asynchronous_engine import Net, batches, parts_of
+from tests.support.threads import ThreadTransport, run_threads, thread_world
 
 
 def test_gradients_are_summed_over_replicas_and_over_ranks_that_share() -> None:

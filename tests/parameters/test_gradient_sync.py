@@ -14,9 +14,9 @@ from torch.nn import Parameter
 from lightning_pipe.errors import ConfigurationError
 from lightning_pipe.parameters.gradient_sync import GradientSync
 from lightning_pipe.transport.base import Transport
-from lightning_pipe.transport.threads import ThreadTransport, run_threads, thread_world
 from lightning_pipe.transport.topology import Topology
 from tests.support import processes
+from tests.support.threads import ThreadTransport, run_threads, thread_world
 
 WORLD = Topology(ranks=1, replicas=3)
 EVERYONE = (0, 1, 2)

@@ -15,11 +15,11 @@ from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.parameters import zero
 from lightning_pipe.parameters.zero import HolderGroup, OptimizerShards
 from lightning_pipe.partition import find_layers
-from lightning_pipe.transport.threads import ThreadTransport, run_threads, thread_world
 from lightning_pipe.transport.topology import Topology
 from tests.support.engine_runs import assert_close, state_of
 from tests.support.pairs import every_second, pairs
 from tests.support.small_net import Scaled
+from tests.support.threads import ThreadTransport, run_threads, thread_world
 
 pytestmark = pytest.mark.usefixtures("float64")
 

@@ -21,8 +21,8 @@ from lightning_pipe.planning.layer_sizes import without_times
 from lightning_pipe.planning.profile_store import ProfileStore
 from lightning_pipe.profiling.first_batch import profiled
 from lightning_pipe.schedules import GPipe
-from lightning_pipe.transport.threads import ThreadTransport, run_threads, thread_world
 from lightning_pipe.transport.topology import Topology
+from tests.support.threads import ThreadTransport, run_threads, thread_world
 
 
 class Slow(torch.autograd.Function):

@@ -17,11 +17,11 @@ from lightning_pipe.errors import ConfigurationError
 from lightning_pipe.planning.cost_profile import CostProfile
 from lightning_pipe.profiling import command
 from lightning_pipe.profiling.measure import first, measure_profile, run_conditions
-from lightning_pipe.transport.threads import run_threads, thread_world
 from lightning_pipe.transport.topology import Topology
 from tests.profiling import rehearsed
 from tests.profiling.sleeping import batch, sleepers
 from tests.support.fake_cuda.call import rehearse
+from tests.support.threads import run_threads, thread_world
 
 
 def test_layers_are_measured_by_size() -> None:

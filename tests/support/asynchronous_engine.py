@@ -17,8 +17,8 @@ from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.partition import find_layers
 from lightning_pipe.schedules import Family
 from lightning_pipe.transport.base import Transport
-from lightning_pipe.transport.threads import run_threads, thread_world
 from lightning_pipe.transport.topology import Topology
+from tests.support.threads import run_threads, thread_world
 from tests.support.zoo import base
 
 WIDTH, ROWS, BATCHES = 6, 8, 12

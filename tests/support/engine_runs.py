@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from lightning_pipe import schedules
 from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.partition import find_layers
-from lightning_pipe.transport.threads import ThreadTransport, run_threads, thread_world
 from lightning_pipe.transport.topology import Topology
+from tests.support.threads import ThreadTransport, run_threads, thread_world
 
 Batch = Mapping[str, Any]
 

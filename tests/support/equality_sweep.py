@@ -18,11 +18,11 @@ from lightning_pipe.engine.streamed_evaluation import StreamedEvaluation
 from lightning_pipe.partition import divide, find_layers
 from lightning_pipe.schedules import Family
 from lightning_pipe.transport.base import Transport
-from lightning_pipe.transport.threads import ThreadTransport, run_threads, thread_world
 from lightning_pipe.transport.topology import Topology
 from tests.support import oracle
 from tests.support.model_zoo import Entry
 from tests.support.oracle import Trace
+from tests.support.threads import ThreadTransport, run_threads, thread_world
 from tests.support.zoo.base import Module
 
 

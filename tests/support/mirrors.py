@@ -118,7 +118,6 @@ _ROOMS: dict[str, dict[str, str]] = {
         "choose": "transport/test_transports",
         "gloo": "transport/test_transports",
         "nonblocking_broadcast": "trainer/evaluation/test_stream",
-        "thread_world": "transport/test_threads",
         "torch_distributed": "transport/test_transports",
         "work": "transport/test_transports",
     },

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-from lightning_pipe.transport.threads import run_threads, thread_world
 from lightning_pipe.transport.topology import Topology
+from tests.support.threads import run_threads, thread_world
 
 Run = Callable[..., list[Any]]
 

@@ -12,8 +12,8 @@ from torch.distributed import HashStore
 
 from lightning_pipe.trainer import failure_reporter
 from lightning_pipe.transport.failures.board import FailureBoard
-from lightning_pipe.transport.threads import thread_world
 from lightning_pipe.transport.topology import Topology
+from tests.support.threads import thread_world
 
 
 @pytest.fixture

@@ -17,8 +17,8 @@ from lightning_pipe.trainer.meeting import Meetings
 from lightning_pipe.transport.failures.board import FailureBoard
 from lightning_pipe.transport.failures.store import FailureStore
 from lightning_pipe.transport.failures.store_client import StoreSilentError
-from lightning_pipe.transport.threads import thread_world
 from lightning_pipe.transport.topology import Topology
+from tests.support.threads import thread_world
 
 Act = Callable[[Meetings, FailureBoard], None]
 

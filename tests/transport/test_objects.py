@@ -12,8 +12,9 @@ import torch
 from transformers import BatchEncoding
 
 from lightning_pipe.transport.objects import FIRST, LARGE, PackedObject, decode, encode, read
-from lightning_pipe.transport.threads import ThreadTransport, run_threads, thread_world
+from lightning_pipe.transport.single_process import SingleProcess
 from lightning_pipe.transport.topology import Topology
+from tests.support.threads import ThreadTransport, run_threads, thread_world
 
 Pair = namedtuple("Pair", "x y")
 
@@ -150,7 +151,7 @@ def test_a_small_tensor_does_not_keep_its_message() -> None:
 
 
 def test_one_process_gets_its_own_object() -> None:
-    (transport,) = thread_world(Topology(ranks=1))
+    transport = SingleProcess()
     assert transport.broadcast_object(SHARED, 0, (0,)) is SHARED
 
 

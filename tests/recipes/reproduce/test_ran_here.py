@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from lightning_pipe import schedules
-from lightning_pipe.transport.threads import run_threads, thread_world
 from lightning_pipe.transport.topology import Topology
 from recipes.errors import RecipeError
 from recipes.reproduce import parity
@@ -16,6 +15,7 @@ from recipes.reproduce.one_device_memory import MIB, largest, measured, peak_byt
 from recipes.reproduce.sleeping import Case, measure
 from recipes.reproduce.update_rules import batch_norm, rules
 from tests.support.processes import run_trainers
+from tests.support.threads import run_threads, thread_world
 
 
 def test_update_rules() -> None:

@@ -20,11 +20,11 @@ from lightning_pipe.schedules import Action, Kind
 from lightning_pipe.transport import nccl, torch_distributed
 from lightning_pipe.transport.base import Reduction, Work
 from lightning_pipe.transport.nccl import NcclTransport
-from lightning_pipe.transport.thread_world import MessageEnd, PendingCollective, copy_bytes
-from lightning_pipe.transport.threads import ThreadTransport, run_threads, thread_world
 from lightning_pipe.transport.topology import Topology
 from tests.support.nccl.events import Computed, Event, Group, Issued, Made, Read, Waited
 from tests.support.rendezvous_sends import content
+from tests.support.thread_world import MessageEnd, PendingCollective, copy_bytes
+from tests.support.threads import ThreadTransport, run_threads, thread_world
 
 _LIMIT = timedelta(seconds=20)
 _COMPUTES = {Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT}

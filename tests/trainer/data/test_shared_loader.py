@@ -18,8 +18,8 @@ from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, Tensor
 
 from lightning_pipe.errors import CommunicationError
 from lightning_pipe.trainer.data.shared_loader import SharedDataLoader, _random_states, _set_random_states
-from lightning_pipe.transport.threads import ThreadTransport, run_threads, thread_world
 from lightning_pipe.transport.topology import Topology
+from tests.support.threads import ThreadTransport, run_threads, thread_world
 
 DATA = TensorDataset(torch.arange(10.0))
 

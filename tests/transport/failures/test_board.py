@@ -20,10 +20,10 @@ from lightning_pipe.errors import CommunicationError
 from lightning_pipe.partition import find_layers
 from lightning_pipe.transport.base import Lane, Transport
 from lightning_pipe.transport.failures.board import FailureBoard
-from lightning_pipe.transport.threads import ThreadTransport, run_threads, thread_world
 from lightning_pipe.transport.topology import Topology
 from lightning_pipe.transport.torch_distributed import default_store
 from tests.support import processes
+from tests.support.threads import ThreadTransport, run_threads, thread_world
 
 FORWARD = Lane("forward")
 

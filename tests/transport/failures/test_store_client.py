@@ -17,8 +17,8 @@ from lightning_pipe.errors import CommunicationError
 from lightning_pipe.transport.failures import joined_threads
 from lightning_pipe.transport.failures.board import FailureBoard
 from lightning_pipe.transport.failures.store_client import StoreClient, StoreGoneError, StoreSilentError
-from lightning_pipe.transport.threads import thread_world
 from lightning_pipe.transport.topology import Topology
+from tests.support.threads import thread_world
 
 
 class Frozen:

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from lightning_pipe.errors import CommunicationError
-from lightning_pipe.transport.threads import ThreadTransport, run_threads, thread_world
 from lightning_pipe.transport.topology import Topology
+from tests.support.threads import ThreadTransport, run_threads, thread_world
 from tests.transport.test_transports import BACKWARD, FORWARD, get, message
 
 

@@ -1,4 +1,4 @@
-"""A transport between the threads of one process: engine sweeps and property tests need no processes."""
+"""A transport between the threads of one process: sweeps of the engine and tests of properties need no processes."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from lightning_pipe.transport.base import (
     Work,
     check_message,
 )
-from lightning_pipe.transport.thread_world import MessageEnd, PendingCollective, SharedWorld, copy_bytes
 from lightning_pipe.transport.topology import Topology
+from tests.support.thread_world import MessageEnd, PendingCollective, SharedWorld, copy_bytes
 
 T = TypeVar("T")
 
