@@ -13,11 +13,11 @@ from lightning_pipe.intercept.around import alike
 from lightning_pipe.intercept.contents import Change, Path
 from lightning_pipe.intercept.kept_state import can_hold
 from lightning_pipe.intercept.layer_calls import in_several_pipes
+from lightning_pipe.intercept.module_state import Tracked, name_of, portable
 from lightning_pipe.intercept.snapshot import Snapshot
 from lightning_pipe.trainer.layer_attributes import LayerAttributes
-from lightning_pipe.trainer.module_state import Tracked, name_of, portable
 from lightning_pipe.trainer.step_hooks import StepHooks
-from lightning_pipe.trainer.warn_once import WarnOnce
+from lightning_pipe.warn_once import WarnOnce
 
 
 class AttributeSync:

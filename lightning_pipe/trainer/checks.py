@@ -18,16 +18,12 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from lightning_utilities.core.rank_zero import rank_zero_warn
-from torch import nn
-from torch.nn.parameter import is_lazy
-from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.optim import Optimizer
 
 from lightning_pipe.config import Sharding
 from lightning_pipe.distributions import maker
 from lightning_pipe.engine.pipeline import Pipeline
-from lightning_pipe.errors import ConfigurationError, PartitionError
-from lightning_pipe.parameters.ownership import named_tensors
+from lightning_pipe.errors import ConfigurationError
 from lightning_pipe.schedules import Family
 from lightning_pipe.trainer.world import World
 
@@ -129,59 +125,6 @@ def check_module(module: pl.LightningModule, trainer: Any, *, fitting: bool, ran
             f"The module has parameters of type {sharded[0]}: they are sharded already.",
             hint="FSDP and tensor parallelism inside a stage are not supported; pass the module as it was built.",
         )
-
-
-def check_shapes(module: pl.LightningModule) -> None:
-    """Refuse parameters whose shapes only the first batch will tell, and modules that nobody can take apart.
-
-    Raises:
-        PartitionError: there is one.
-    """
-    name = next((name for name, tensor in named_tensors(module) if is_lazy(tensor)), None)
-    if name is not None:
-        raise PartitionError(
-            f"'{name}' has no shape yet (it belongs to a lazy module): a rank without its layer would never learn it.",
-            hint="Give the layer its sizes, or run the module once on an example batch before the Trainer gets it.",
-        )
-    scripted = next((name for name, part in module.named_modules() if isinstance(part, torch.jit.ScriptModule)), None)
-    if scripted is not None:
-        raise PartitionError(
-            f"'{scripted}' is a module of TorchScript, whose parameters and calls cannot be given to other ranks.",
-            hint="Train the module itself, and call torch.jit.script() after fit; scripted functions work. For speed, "
-            "compile layers: layer.compile() in setup.",
-        )
-
-
-def check_quantized(module: nn.Module, stages: int) -> None:
-    """Refuse models that Transformers has quantised: their weights are objects of other libraries.
-
-    Raises:
-        ConfigurationError: there is one.
-    """
-    for name, part in module.named_modules() if stages > 1 else ():
-        quantizer = getattr(part, "hf_quantizer", None)
-        if quantizer is not None:
-            method = quantizer.quantization_config.quant_method
-            raise ConfigurationError(
-                f"'{name}' ({type(part).__name__}) is quantised by {getattr(method, 'value', method)}: such weights "
-                "cannot be divided over stages.",
-                hint="Load it without quantization_config, in dtype=torch.bfloat16: each rank holds its share alone.",
-            )
-
-
-def check_layers(layers: Sequence[tuple[str, nn.Module]], stages: int) -> None:
-    """Refuse layers that change themselves before they are called, which ranks without them cannot follow.
-
-    Raises:
-        ConfigurationError: there is one.
-    """
-    for name, layer in layers if stages > 1 else ():
-        if any(isinstance(hook, SpectralNorm) for hook in layer._forward_pre_hooks.values()):
-            raise ConfigurationError(
-                f"Layer '{name}' has torch.nn.utils.spectral_norm, a hook that changes the layer's buffers in front of "
-                "its call.",
-                hint="Use torch.nn.utils.parametrizations.spectral_norm, which does so inside the layer.",
-            )
 
 
 def check_synchronized_norms(family: Family, device: torch.device, *, asked: bool, together: bool) -> None:

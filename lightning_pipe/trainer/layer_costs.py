@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import lightning.pytorch as pl
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
+from lightning_pipe.batches.micro_batches import MicroBatches
 from lightning_pipe.engine.containers import signature
 from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.errors import ConfigurationError
@@ -17,7 +18,6 @@ from lightning_pipe.planning.cost_profile import SHAPES
 from lightning_pipe.planning.profile_store import ProfileStore
 from lightning_pipe.profiling.first_batch import profiled
 from lightning_pipe.profiling.measure import shapes_of_a_sample
-from lightning_pipe.trainer.data.micro_batches import MicroBatches
 
 
 def shapes_of(micro_batches: MicroBatches) -> str:

@@ -16,6 +16,7 @@ from typing_extensions import override
 
 from lightning_pipe.config import Sharding
 from lightning_pipe.engine.pipeline import Pipeline
+from lightning_pipe.engine.whole_gradients import gradient_norm
 from lightning_pipe.errors import ConfigurationError
 from lightning_pipe.lightning_internals import optimizers_to_device
 from lightning_pipe.parameters.deferred_batchnorm import DeferredBatchNorm
@@ -26,7 +27,6 @@ from lightning_pipe.trainer.checks import check_outside_step
 from lightning_pipe.trainer.construction import let_go_when_loaded
 from lightning_pipe.trainer.process_strategy import ProcessStrategy
 from lightning_pipe.trainer.run import PipelineRun
-from lightning_pipe.trainer.whole_model.gradient_norms import gradient_norm
 
 
 class ModuleStrategy(ProcessStrategy):

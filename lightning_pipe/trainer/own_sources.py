@@ -13,7 +13,7 @@ from itertools import chain
 from typing import Any
 
 from lightning_pipe.errors import CutError
-from lightning_pipe.trainer.module_state import Tracked, generator_state, set_generator_state
+from lightning_pipe.intercept.module_state import Tracked, generator_state, set_generator_state
 
 _HINT = (
     "Draw from the global generators of torch, NumPy or Python: their numbers depend on the step and the micro-batch "

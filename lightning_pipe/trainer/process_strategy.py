@@ -28,7 +28,8 @@ from lightning_pipe.trainer.failure_reporter import report_once
 from lightning_pipe.trainer.launcher import ScriptLauncher, check_interactive
 from lightning_pipe.trainer.meeting import Meetings
 from lightning_pipe.trainer.signals import ENDINGS, Signals
-from lightning_pipe.trainer.world import World, arrange, check_world_size
+from lightning_pipe.trainer.world import World, check_world_size
+from lightning_pipe.transport.arrangement import arrange
 from lightning_pipe.transport.failures import joined_threads
 from lightning_pipe.transport.topology import check_rank_order
 

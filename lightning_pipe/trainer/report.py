@@ -14,6 +14,7 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 
+from lightning_pipe.batches.micro_batches import MicroBatches
 from lightning_pipe.config import BatchEquation, RunLayout, Sharding
 from lightning_pipe.engine.batch_kinds import WHOLE
 from lightning_pipe.engine.pipeline import Pipeline
@@ -25,7 +26,6 @@ from lightning_pipe.planning.render import Plan, closing_line, memory_line, plan
 from lightning_pipe.planning.traffic import NodeTraffic, gradient_bytes, node_traffic
 from lightning_pipe.schedules import Schedule
 from lightning_pipe.simulate import Costs
-from lightning_pipe.trainer.data.micro_batches import MicroBatches
 from lightning_pipe.trainer.layer_costs import MeasuredShapes
 
 

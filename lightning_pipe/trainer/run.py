@@ -13,7 +13,7 @@ What happens to one batch, and where::
       |  2  UserStep.begin                            user_step.py
       |       -> StepOfBatch, with its LossCheck      data/loss_checks.py
       |
-      |  3  UserStep.running, withheld_gradients      withheld_gradients.py
+      |  3  UserStep.running, withheld_gradients      engine/withheld_gradients.py
       |     Pipeline.train  (Pipeline.advance)        the engine
       |       for each micro-batch and stage here:
       |         StepOfBatch(index, micro_batch)
@@ -46,8 +46,11 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.optim import Optimizer
 
+from lightning_pipe.batches.loss_checks import Difference
+from lightning_pipe.batches.micro_batches import MicroBatches
 from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.engine.undivided import look, look_in_turns
+from lightning_pipe.engine.withheld_gradients import withheld_gradients
 from lightning_pipe.errors import ConfigurationError
 from lightning_pipe.intercept.random_streams import RandomStreams
 from lightning_pipe.partition.calls import Call
@@ -59,8 +62,6 @@ from lightning_pipe.trainer.batch_ends import BatchEnds
 from lightning_pipe.trainer.checks import check_outside_step, steps_for_every_batch
 from lightning_pipe.trainer.data.batch_splitter import BatchSplitter, BatchSplitting, naming_suspects
 from lightning_pipe.trainer.data.loaders import Loaders
-from lightning_pipe.trainer.data.loss_checks import Difference
-from lightning_pipe.trainer.data.micro_batches import MicroBatches
 from lightning_pipe.trainer.data.training_output import TrainingOutput
 from lightning_pipe.trainer.evaluation.evaluations import Evaluations
 from lightning_pipe.trainer.evaluation.steps import EvaluationSteps
@@ -78,7 +79,6 @@ from lightning_pipe.trainer.whole_model.gradient_norms import clipping_together
 from lightning_pipe.trainer.whole_model.logging import moved_once
 from lightning_pipe.trainer.whole_model.metrics import metrics_of
 from lightning_pipe.trainer.whole_model.sharded_optimizer import ShardedOptimizers
-from lightning_pipe.trainer.withheld_gradients import withheld_gradients
 from lightning_pipe.trainer.world import World
 
 FIRST_STEPS = {

@@ -16,6 +16,7 @@ from lightning_pipe.config import Auto, RunLayout
 from lightning_pipe.construction import is_deferred
 from lightning_pipe.engine import undivided
 from lightning_pipe.engine.pipeline import Pipeline
+from lightning_pipe.engine.refusals import check_layers, check_quantized
 from lightning_pipe.errors import ConfigurationError, CutError, PartitionError
 from lightning_pipe.parameters.deferred_batchnorm import DeferredBatchNorm
 from lightning_pipe.partition import (
@@ -42,7 +43,6 @@ from lightning_pipe.simulate import Costs, simulate
 from lightning_pipe.text import memory
 from lightning_pipe.torch_internals import ConvNd
 from lightning_pipe.trainer.at_rest import check_may_gather, resting, size_of
-from lightning_pipe.trainer.checks import check_layers, check_quantized
 from lightning_pipe.trainer.world import World
 
 LARGE = 2**30

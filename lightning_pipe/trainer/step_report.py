@@ -13,9 +13,9 @@ from lightning_pipe.intercept.contents import Change
 from lightning_pipe.text import memory
 from lightning_pipe.torch_internals import tree_leaves
 from lightning_pipe.trainer.broadcasts import REPORTS, Broadcast, from_ranks
-from lightning_pipe.trainer.warn_once import WarnOnce
 from lightning_pipe.trainer.whole_model.logging import Merged, single_value
 from lightning_pipe.transport.nonblocking_broadcast import NonBlockingBroadcast
+from lightning_pipe.warn_once import WarnOnce
 
 OUTPUT_LIMIT = 64 << 20
 """Bytes up to which the outputs of a step are sent to the ranks without the last stage."""

@@ -22,10 +22,13 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_pipe import schedules
+from lightning_pipe.batches.micro_batches import LossWeight
+from lightning_pipe.batches.split_batch import SplitBatch
 from lightning_pipe.config import Auto, RankOrder, Sharding
 from lightning_pipe.construction import initialise_meta
 from lightning_pipe.distributions import be_strategy_of_both
 from lightning_pipe.engine.pipeline import Pipeline
+from lightning_pipe.engine.refusals import check_shapes
 from lightning_pipe.errors import ConfigurationError, PartitionError
 from lightning_pipe.lightning_internals import optimizers_to_device
 from lightning_pipe.partition import Balance, find_layers
@@ -42,15 +45,12 @@ from lightning_pipe.trainer.checks import (
     check_copies,
     check_module,
     check_optimizers,
-    check_shapes,
     is_about_several_optimizers,
     refusing_old_options,
     warn_of_checkpoints_on_exception,
 )
 from lightning_pipe.trainer.construction import configured_without_memory, settle, without_memory
 from lightning_pipe.trainer.data.batch_splitter import BatchSplitting
-from lightning_pipe.trainer.data.micro_batches import LossWeight
-from lightning_pipe.trainer.data.split_batch import SplitBatch
 from lightning_pipe.trainer.layer_costs import MeasuredShapes
 from lightning_pipe.trainer.module_strategy import ModuleStrategy
 from lightning_pipe.trainer.report import Report, counts_of

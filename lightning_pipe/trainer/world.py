@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import atexit
 import os
-import warnings
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -17,49 +16,19 @@ from lightning.fabric.plugins import ClusterEnvironment
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from lightning_pipe.config import Auto, RankOrder, RunLayout, layout
+from lightning_pipe.config import RankOrder, RunLayout
 from lightning_pipe.engine.first_batch.trial_runs import is_alone
 from lightning_pipe.errors import CommunicationError, ConfigurationError, PipeError
 from lightning_pipe.lightning_internals import all_gather_over, default_backend, reduce_over
 from lightning_pipe.schedules import Family
 from lightning_pipe.trainer.connect import connect, no_longer_than, on_interface
+from lightning_pipe.transport.arrangement import topology_of
 from lightning_pipe.transport.base import Transport
 from lightning_pipe.transport.choose import open_transport
 from lightning_pipe.transport.failures.board import FailureBoard
-from lightning_pipe.transport.topology import Topology
 from lightning_pipe.transport.torch_distributed import default_store
 
 T = TypeVar("T")
-
-
-def arrange(
-    family: Family,
-    world_size: int,
-    pipeline_parallel_size: int | Auto = "auto",
-    data_parallel_size: int | Auto = "auto",
-    stages: int | Auto = "auto",
-) -> RunLayout:
-    """The sizes of a run; a schedule made for a number of stages says that number.
-
-    Args:
-        family: the schedule.
-        world_size: number of processes.
-        pipeline_parallel_size: ranks in one pipeline.
-        data_parallel_size: pipelines side by side.
-        stages: stages that the module is divided into.
-
-    Example:
-        >>> from lightning_pipe.schedules import get
-        >>> arrange(get("gpipe"), world_size=8, data_parallel_size=2)
-        RunLayout(pipeline_parallel_size=4, data_parallel_size=2, stages=4)
-    """
-    sizes = layout(world_size, pipeline_parallel_size, data_parallel_size)
-    own = family.placed(sizes.pipeline_parallel_size, None)[1]
-    if stages == "auto":
-        stages = own
-    if own < sizes.pipeline_parallel_size:  # replicated stages: fewer than ranks
-        return replace(sizes, stages=stages)
-    return layout(world_size, pipeline_parallel_size, data_parallel_size, stages)
 
 
 def check_world_size(asked: int, devices: int, num_nodes: int, environment: ClusterEnvironment) -> None:
@@ -127,16 +96,7 @@ class World:
             check: raises if waiting for the others is in vain.
             rank_order: whose processes have neighbouring numbers.
         """
-        with warnings.catch_warnings():  # that one micro-batch is off the family's multiples concerns nobody
-            warnings.simplefilter("ignore")
-            probe = family.build(layout.pipeline_parallel_size, 1, stages=layout.stages)
-        topology = Topology.for_schedule(
-            layout.pipeline_parallel_size,
-            layout.data_parallel_size,
-            loss_rank=probe.loss_ranks[0],
-            rank_order=rank_order,
-            node_size=-(-layout.world_size // hosts),
-        )
+        topology = topology_of(layout, family, rank_order, hosts)
         if layout.world_size == 1:
             return cls(layout, open_transport(topology, device, timeout))
         backend = backend or default_backend(device)

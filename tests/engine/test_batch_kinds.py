@@ -11,12 +11,12 @@ import torch
 from torch.nn.utils.rnn import PackedSequence, pack_sequence, unpack_sequence
 
 import lightning_pipe
+from lightning_pipe.batches.micro_batches import divide_batch
+from lightning_pipe.batches.split_batch import samples, split
 from lightning_pipe.engine import batch_kinds
 from lightning_pipe.engine.batch_kinds import cut, kind_of
 from lightning_pipe.engine.containers import children, fresh
 from lightning_pipe.errors import ConfigurationError
-from lightning_pipe.trainer.data.micro_batches import divide_batch
-from lightning_pipe.trainer.data.split_batch import samples, split
 from tests.support.batches import Graph, GraphBatch, Rows, graphs
 
 SEQUENCES = [torch.arange(float(n)) + 10 * n for n in (3, 1, 4, 2, 2)]

@@ -21,6 +21,7 @@ _ROOMS: dict[str, dict[str, str]] = {
         "torch_internals": "test_internals",
         "version": "test_package",
     },
+    "batches": {"loss_checks": "trainer/test_checks", "micro_batches": "batches/test_split_batch"},
     "construction": {
         "context": "construction/test_deferred",
         "drawing": "construction/test_families",
@@ -32,7 +33,9 @@ _ROOMS: dict[str, dict[str, str]] = {
     "engine": {
         "connections": "transport/test_transports",
         "pipeline": "engine/test_schedules",
+        "refusals": "trainer/test_checks",
         "turns": "intercept/turns/test_run",
+        "whole_gradients": "trainer/whole_model/test_gradient_norms",
     },
     "engine/first_batch": {"trial_runs": "engine/first_batch/test_loss_check"},
     "intercept": {"contents": "intercept/test_snapshot", "parameter_use": "parameters/test_ownership"},
@@ -82,10 +85,10 @@ _ROOMS: dict[str, dict[str, str]] = {
     },
     "trainer": {
         "attribute_records": "trainer/test_layer_attributes",
-        "attribute_sync": "trainer/test_module_state",
+        "attribute_sync": "intercept/test_module_state",
         "batch_ends": "trainer/test_stopping",
         "broadcasts": "trainer/test_evaluation",
-        "gradients": "trainer/test_withheld_gradients",
+        "gradients": "engine/test_withheld_gradients",
         "module_strategy": "trainer/test_equality",
         "report": "trainer/test_fit",
         "run": "trainer/test_equality",
@@ -100,11 +103,9 @@ _ROOMS: dict[str, dict[str, str]] = {
         "rank_entries": "trainer/checkpoints/test_divided",
     },
     "trainer/data": {
-        "batch_splitter": "trainer/data/test_split_batch",
+        "batch_splitter": "batches/test_split_batch",
         "loaders": "trainer/data/test_replica_data",
-        "loss_checks": "trainer/test_checks",
-        "micro_batches": "trainer/data/test_split_batch",
-        "training_output": "trainer/data/test_joining",
+        "training_output": "batches/test_joining",
     },
     "trainer/evaluation": dict.fromkeys(("conditions", "evaluations", "steps"), "trainer/evaluation/test_stream"),
     "trainer/whole_model": {
@@ -114,6 +115,7 @@ _ROOMS: dict[str, dict[str, str]] = {
         "synchronized_norms": "trainer/test_checks",
     },
     "transport": {
+        "arrangement": "trainer/test_world",
         "base": "transport/test_transports",
         "choose": "transport/test_transports",
         "gloo": "transport/test_transports",

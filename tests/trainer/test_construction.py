@@ -19,11 +19,11 @@ import lightning_pipe
 from lightning_pipe import PipeStrategy
 from lightning_pipe.construction import deferred as recording
 from lightning_pipe.construction import is_deferred
+from lightning_pipe.engine.refusals import check_quantized
 from lightning_pipe.errors import ConfigurationError
 from lightning_pipe.intercept.absent_tensor import AbsentTensor
 from lightning_pipe.parameters.ownership import named_tensors
 from lightning_pipe.patches import replaced
-from lightning_pipe.trainer.checks import check_quantized
 from tests.support import oracle
 from tests.support.processes import run_trainers
 from tests.support.trainer_runs import QUIET, quiet

@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 from lightning_pipe import CostProfile, PipeStrategy, profile
+from lightning_pipe.batches.micro_batches import MicroBatches
 from lightning_pipe.cli import main
 from lightning_pipe.partition import find_layers
 from lightning_pipe.planning.cost_profile import SHAPES
 from lightning_pipe.planning.profile_store import ProfileStore
-from lightning_pipe.trainer.data.micro_batches import MicroBatches
 from lightning_pipe.trainer.layer_costs import MeasuredShapes
 from lightning_pipe.trainer.schedule_choice import choose
 from tests.support import oracle

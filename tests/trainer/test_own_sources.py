@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_pipe import PipeStrategy
 from lightning_pipe.errors import CutError
-from lightning_pipe.trainer.module_state import Tracked
+from lightning_pipe.intercept.module_state import Tracked
 from lightning_pipe.trainer.own_sources import SourcesOfRun
 from tests.support.processes import run_trainers
 from tests.support.trainer_runs import QUIET, quiet

@@ -26,7 +26,7 @@ MOST = 4
 MESSAGES = 5
 """Messages of the host of an end rank in a batch; `docs/how_it_works.md` names each."""
 TO_HOST = "lightning_pipe/trainer/whole_model/logging.py to_host: copy to the host"
-NORM = "lightning_pipe/trainer/whole_model/gradient_norms.py gradient_norm: read a value"
+NORM = "lightning_pipe/engine/whole_gradients.py gradient_norm: read a value"
 
 
 def steady(micro_batches: int = 4, **trainer: Any) -> list[Batch]:

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from lightning_pipe.engine.asynchronous import AsynchronousPipeline, CallResult
 from lightning_pipe.engine.pipeline import Pipeline
+from lightning_pipe.engine.withheld_gradients import WithheldGradients, withheld_gradients
 from lightning_pipe.intercept.contents import Change
 from lightning_pipe.intercept.snapshot import Snapshot
 from lightning_pipe.patches import replaced
@@ -32,7 +33,6 @@ from lightning_pipe.trainer.gradients import Gradients
 from lightning_pipe.trainer.signals import Signals
 from lightning_pipe.trainer.step_report import StepReport, known_outputs
 from lightning_pipe.trainer.user_step import StepOfBatch, UserStep
-from lightning_pipe.trainer.withheld_gradients import WithheldGradients, withheld_gradients
 from lightning_pipe.trainer.world import World
 from lightning_pipe.transport.nonblocking_broadcast import NonBlockingBroadcast
 

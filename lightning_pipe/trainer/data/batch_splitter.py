@@ -10,18 +10,18 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 
+from lightning_pipe.batches.loss_checks import Difference
+from lightning_pipe.batches.micro_batches import LossWeight, MicroBatches, divide_batch
+from lightning_pipe.batches.split_batch import SplitBatch
+from lightning_pipe.batches.suspects import REMEDY, Suspects, ambiguous, suspicion
 from lightning_pipe.config import Auto
 from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.errors import ConfigurationError, PipeError
 from lightning_pipe.parameters.sync_batchnorm import are_synchronized
 from lightning_pipe.planning.batch_norms import BATCH_NORM_SAMPLES, is_normalising
 from lightning_pipe.torch_internals import BatchNorm
-from lightning_pipe.trainer.data.loss_checks import Difference
-from lightning_pipe.trainer.data.micro_batches import LossWeight, MicroBatches, divide_batch
-from lightning_pipe.trainer.data.split_batch import SplitBatch
-from lightning_pipe.trainer.data.suspects import REMEDY, Suspects, ambiguous, suspicion
-from lightning_pipe.trainer.warn_once import WarnOnce
 from lightning_pipe.trainer.world import World
+from lightning_pipe.warn_once import WarnOnce
 
 _WHOLE = "whole, with micro_batches=1: one rank computes at a time."
 

@@ -9,12 +9,12 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
+from lightning_pipe.batches.joining import join
+from lightning_pipe.batches.micro_batches import MicroBatches
 from lightning_pipe.engine.stage import loss_of
-from lightning_pipe.trainer.data.joining import join
-from lightning_pipe.trainer.data.micro_batches import MicroBatches
-from lightning_pipe.trainer.warn_once import WarnOnce
+from lightning_pipe.engine.withheld_gradients import WithheldGradients
 from lightning_pipe.trainer.whole_model.logging import to_host
-from lightning_pipe.trainer.withheld_gradients import WithheldGradients
+from lightning_pipe.warn_once import WarnOnce
 
 _LIGHTNING = ("lightning.", "pytorch_lightning.", "lightning_pipe.")
 

@@ -10,9 +10,9 @@ import lightning.pytorch as pl
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_pipe.engine.pipeline import Pipeline
+from lightning_pipe.intercept.module_state import is_torchs
 from lightning_pipe.torch_internals import is_compiled
 from lightning_pipe.trainer.data.shared_loader import SharedDataLoader
-from lightning_pipe.trainer.module_state import is_torchs
 from lightning_pipe.trainer.user_step import UserStep
 
 # Lightning shows what its own loggers are told; that of this package has no handler.

@@ -9,13 +9,13 @@ from typing import Any
 
 from lightning.pytorch.plugins.precision import Precision
 
+from lightning_pipe.batches.joining import join
+from lightning_pipe.batches.micro_batches import MicroBatches, divide_batch
 from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.errors import ConfigurationError
 from lightning_pipe.intercept.snapshot import Snapshot
 from lightning_pipe.trainer.broadcasts import Broadcast
 from lightning_pipe.trainer.data.batch_splitter import BatchSplitting
-from lightning_pipe.trainer.data.joining import join
-from lightning_pipe.trainer.data.micro_batches import MicroBatches, divide_batch
 from lightning_pipe.trainer.seeds import Seeds
 from lightning_pipe.trainer.user_step import StepOfBatch, UserStep
 

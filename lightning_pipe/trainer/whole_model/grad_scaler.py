@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
-from torch import Tensor
 
 from lightning_pipe.engine.pipeline import Pipeline
+from lightning_pipe.engine.whole_gradients import unscaling_together
 from lightning_pipe.patches import replaced
 
 
@@ -35,23 +34,5 @@ def over_stages(plugin: Precision, pipeline: Pipeline) -> Iterator[None]:
     if scaler is None:
         yield
         return
-    with replaced(scaler, "_unscale_grads_", _unscale(scaler._unscale_grads_, pipeline)):
+    with replaced(scaler, "_unscale_grads_", unscaling_together(scaler._unscale_grads_, pipeline)):
         yield
-
-
-def _unscale(unscale: Callable[..., dict[Any, Tensor]], pipeline: Pipeline) -> Callable[..., dict[Any, Tensor]]:
-    """The scaler's search for overflows, which then returns those of all processes."""
-    everyone = tuple(range(pipeline.transport.topology.world_size))
-
-    def unscale_gradients(*args: Any, **kwargs: Any) -> dict[Any, Tensor]:
-        found = unscale(*args, **kwargs)
-        device = pipeline.transport.device
-        # a rank without gradients has looked at none, and must decide nevertheless
-        overflows = found or {device: torch.zeros((), device=device)}
-        largest = torch.stack([overflow.reshape(()).to(device) for overflow in overflows.values()]).max()
-        pipeline.transport.all_reduce(largest, everyone, "max").wait()
-        for overflow in overflows.values():
-            overflow.copy_(largest)
-        return overflows
-
-    return unscale_gradients

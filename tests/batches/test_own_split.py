@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_pipe.trainer.data.own_split import Slices, slices_of
+from lightning_pipe.batches.own_split import Slices, slices_of
 
 X, Y = torch.arange(12.0).reshape(3, 4), np.arange(4)
 TABLE = torch.ones(5)

@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from lightning_pipe.batches.own_split import slices_of
+from lightning_pipe.batches.split_batch import SplitBatch, samples, split
 from lightning_pipe.config import Auto, micro_batch_count, micro_batch_sizes, micro_batch_weights
 from lightning_pipe.errors import ConfigurationError
-from lightning_pipe.trainer.data.own_split import slices_of
-from lightning_pipe.trainer.data.split_batch import SplitBatch, samples, split
 
 LossWeight = Callable[[Any], float] | Literal["sum"]
 

@@ -10,11 +10,11 @@ from typing import NamedTuple
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
+from lightning_pipe.batches.micro_batches import MicroBatches
+from lightning_pipe.batches.suspects import WHOLE
 from lightning_pipe.engine.first_batch.loss_check import LossCheck
 from lightning_pipe.engine.first_batch.mixing import MixingCheck
-from lightning_pipe.trainer.data.micro_batches import MicroBatches
-from lightning_pipe.trainer.data.suspects import WHOLE
-from lightning_pipe.trainer.warn_once import WarnOnce
+from lightning_pipe.warn_once import WarnOnce
 
 _CHECKED = frozenset((0, 1, 3, 7, 15, 31))
 """The batches that are checked: in the first ones there may be one class alone, or no padding."""

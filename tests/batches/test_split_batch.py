@@ -15,10 +15,10 @@ from torch.utils.data import default_collate
 from transformers import BatchEncoding
 from transformers.modeling_outputs import CausalLMOutput
 
+from lightning_pipe.batches.micro_batches import divide_batch
+from lightning_pipe.batches.split_batch import samples, split
 from lightning_pipe.engine.containers import map_leaves, signature
 from lightning_pipe.errors import ConfigurationError
-from lightning_pipe.trainer.data.micro_batches import divide_batch
-from lightning_pipe.trainer.data.split_batch import samples, split
 
 Pair = namedtuple("Pair", "x y")
 

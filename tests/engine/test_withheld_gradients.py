@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_pipe.trainer.withheld_gradients import withheld_gradients
+from lightning_pipe.engine.withheld_gradients import withheld_gradients
 
 CPU = torch.device("cpu")
 X = torch.randn(8, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 import torchmetrics
 
 from lightning_pipe import PipeStrategy
-from lightning_pipe.trainer.data.joining import join
+from lightning_pipe.batches.joining import join
 from tests.support import oracle
 from tests.support.lit_modules import dataset
 from tests.support.trainer_runs import QUIET

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_pipe import PipeStrategy
+from lightning_pipe.batches.suspects import Suspects, ambiguous
 from lightning_pipe.errors import ConfigurationError
-from lightning_pipe.trainer.data.suspects import Suspects, ambiguous
 from tests.support import oracle
 from tests.support.trainer_runs import QUIET
 

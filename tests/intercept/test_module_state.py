@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_pipe.errors import CutError
 from lightning_pipe.intercept.contents import Change
-from lightning_pipe.trainer.module_state import Tracked, name_of, portable
+from lightning_pipe.intercept.module_state import Tracked, name_of, portable
 
 
 class Meter:

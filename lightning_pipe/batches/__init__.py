@@ -1,0 +1,1 @@
+"""Batches into micro-batches, and what these make into what one batch would have made."""

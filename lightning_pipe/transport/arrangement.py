@@ -1,0 +1,61 @@
+"""How many ranks, replicas and stages a run has, and which process is which rank."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+
+from lightning_pipe.config import Auto, RankOrder, RunLayout, layout
+from lightning_pipe.schedules import Family
+from lightning_pipe.transport.topology import Topology
+
+
+def arrange(
+    family: Family,
+    world_size: int,
+    pipeline_parallel_size: int | Auto = "auto",
+    data_parallel_size: int | Auto = "auto",
+    stages: int | Auto = "auto",
+) -> RunLayout:
+    """The sizes of a run; a schedule made for a number of stages says that number.
+
+    Args:
+        family: the schedule.
+        world_size: number of processes.
+        pipeline_parallel_size: ranks in one pipeline.
+        data_parallel_size: pipelines side by side.
+        stages: stages that the module is divided into.
+
+    Example:
+        >>> from lightning_pipe.schedules import get
+        >>> arrange(get("gpipe"), world_size=8, data_parallel_size=2)
+        RunLayout(pipeline_parallel_size=4, data_parallel_size=2, stages=4)
+    """
+    sizes = layout(world_size, pipeline_parallel_size, data_parallel_size)
+    own = family.placed(sizes.pipeline_parallel_size, None)[1]
+    if stages == "auto":
+        stages = own
+    if own < sizes.pipeline_parallel_size:  # replicated stages: fewer than ranks
+        return replace(sizes, stages=stages)
+    return layout(world_size, pipeline_parallel_size, data_parallel_size, stages)
+
+
+def topology_of(layout: RunLayout, family: Family, rank_order: RankOrder = "pipeline", hosts: int = 1) -> Topology:
+    """The place of every process: the rank with the loss becomes the first process of each pipeline.
+
+    Args:
+        layout: sizes of pipelines and replicas.
+        family: the schedule.
+        rank_order: whose processes have neighbouring numbers.
+        hosts: on how many hosts the processes are.
+    """
+    with warnings.catch_warnings():  # that one micro-batch is off the family's multiples concerns nobody
+        warnings.simplefilter("ignore")
+        probe = family.build(layout.pipeline_parallel_size, 1, stages=layout.stages)
+    return Topology.for_schedule(
+        layout.pipeline_parallel_size,
+        layout.data_parallel_size,
+        loss_rank=probe.loss_ranks[0],
+        rank_order=rank_order,
+        node_size=-(-layout.world_size // hosts),
+    )
