@@ -81,7 +81,7 @@ class _Join:
         return all(value.ndim and len(value) == size for value, size in zip(values, self.sizes, strict=True))
 
     def _mean(self, numbers: Sequence[float], first: Any) -> Any:
-        total = sum(number * weight for number, weight in zip(numbers, self.weights, strict=True))
+        total = sum(number * weight for number, weight in zip(numbers, self.weights, strict=True) if weight)
         mean = total / (sum(self.weights) or 1.0)
         if isinstance(first, Tensor):
             return torch.tensor(mean, dtype=first.dtype, device=first.device)

@@ -52,12 +52,13 @@ class MicroBatches:
 
     @property
     def shares(self) -> list[float]:
-        """The share of each micro-batch in this batch; they add up to 1."""
-        return micro_batch_weights(self.amounts)
+        """The share of each micro-batch in this batch; they add up to 1. Where none counts, by samples."""
+        return micro_batch_weights(self.amounts if any(self.amounts) else self.sizes)
 
     def loss(self, losses: Sequence[float]) -> float:
         """The loss of the batch, from those of its micro-batches."""
-        return sum(weight * loss for weight, loss in zip(self.weights(sum(self.amounts)), losses, strict=True))
+        weights = [1.0] * len(self.parts) if self.summed else self.shares
+        return sum(weight * loss for weight, loss in zip(weights, losses, strict=True) if weight)
 
     def weights(self, total: float) -> list[float]:
         """The factor of each micro-batch's loss, if the batches of all replicas together count ``total``."""

@@ -80,11 +80,12 @@ class Batch:
             result: what the step returned.
 
         Raises:
-            ConfigurationError: no loss of the batch depends on anything that is trained. One micro-batch's need not.
+            ConfigurationError: no loss of the batch depends on anything that is trained. One micro-batch's need not,
+                nor one that counts nothing.
         """
         # Detached: the graph behind a result would live as long as the batch.
         self.results[micro_batch] = _detached(result)
-        if loss is None or loss.requires_grad:
+        if loss is None or loss.requires_grad or not self.weights[micro_batch]:
             return
         self.constant.add(micro_batch)
         if len(self.constant) == len(self.micro_batches):

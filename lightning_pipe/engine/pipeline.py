@@ -147,7 +147,8 @@ class Pipeline(PartitionedModule):
                 for every stage of this rank and every micro-batch, and ended by an exception where another stage
                 goes on.
             micro_batches: the slices of the batch, the same on all ranks of the pipeline.
-            weights: the factor of each micro-batch's loss; they add up to 1 over the batch for a mean.
+            weights: the factor of each micro-batch's loss; they add up to 1 over the batch for a mean. A loss that
+                counts 0 has no gradients, even if it is NaN.
             seed: the seed of this batch's random streams, the same on all ranks of all pipelines.
             reduce: ``False`` while gradients are still accumulated over batches; `reduce_gradients` later.
             check: looks at the batch while it runs: whether its loss is a mean over samples.

@@ -221,7 +221,9 @@ class Stages:
         saved = Saved(run.arrival.incoming, received, {}, None, run.tracker.used, run.whole, batch.undisturbed)
         if not run.crossings:
             if batch.training:
-                saved.loss = loss_of(result) * batch.weights[micro_batch]
+                loss, weight = loss_of(result), batch.weights[micro_batch]
+                # what counts nothing may be 0 / 0: its gradients would be no numbers, times 0 as well
+                saved.loss = loss * weight if weight else loss.detach()
         elif batch.training:
             for crossing in run.crossings.values():
                 saved.outbound.update((number, crossing.tensors[number]) for number in crossing.differentiable)

@@ -87,7 +87,7 @@ class Number:
     @classmethod
     def of(cls, value: float, weight: float) -> Number:
         """The number of one micro-batch."""
-        return cls(value * weight, weight, value, value, value)
+        return cls(value * weight if weight else 0.0, weight, value, value, value)
 
     def merge(self, other: Number) -> None:
         """Add other micro-batches."""

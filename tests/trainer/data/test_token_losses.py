@@ -1,0 +1,107 @@
+"""Losses that are means over tokens equal one device with the whole batch, however the tokens are spread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+from lightning_pipe import PipeStrategy
+from tests.support.processes import run_trainers
+from tests.support.trainer_runs import QUIET
+
+VOCABULARY, WIDTH, LENGTH = 11, 6, 5
+
+
+class Tagger(L.LightningModule):
+    """Predicts a class for every token.
+
+    Args:
+        loss: of logits and labels.
+    """
+
+    def __init__(self, loss: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4))
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+        self.loss = loss
+        self.losses: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = self.embed(batch["input_ids"])
+        for layer in self.layers:
+            x = layer(x)
+        loss = self.loss(self.head(x), batch["labels"])
+        self.log("loss", loss, on_epoch=True)
+        return loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.losses.append(float(outputs["loss"]))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters(), lr=0.01)
+
+
+def mean(logits: Tensor, labels: Tensor) -> Tensor:
+    """Over all tokens that are labelled."""
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def masked(logits: Tensor, labels: Tensor) -> Tensor:
+    """The same by hand: without labels its gradients are 0 / 0, too."""
+    losses = F.cross_entropy(logits.transpose(1, 2), labels.clamp(min=0), reduction="none")
+    return (losses * (labels != -100)).sum() / (labels != -100).sum()
+
+
+def tokens(micro_batch: Any) -> Tensor:
+    """What a micro-batch counts."""
+    return (micro_batch["labels"] != -100).sum()
+
+
+def items(batches: int, unlabelled: tuple[int, ...] = (), *, size: int = 8) -> list[dict[str, Tensor]]:
+    """Samples with padding, some of every batch without any label."""
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(VOCABULARY, (batches * size, LENGTH), generator=generator)
+    lengths = torch.randint(1, LENGTH + 1, (len(ids), 1), generator=generator)
+    lengths[[place % size in unlabelled for place in range(len(ids))]] = 0
+    labels = ids.masked_fill(torch.arange(LENGTH) >= lengths, -100)
+    return [{"input_ids": one, "labels": other} for one, other in zip(ids, labels, strict=True)]
+
+
+def fit(process: int, module: Tagger, data: Any, replicas: int = 1, devices: int = 1, strategy: Any = "auto") -> Any:
+    """Batches of eight samples, of which each replica has its part."""
+    options = {"devices": devices, "strategy": strategy, "max_epochs": 1, "use_distributed_sampler": False}
+    trainer = L.Trainer(accelerator="cpu", **options, **QUIET)
+    trainer.fit(module.double(), DataLoader(data[process % replicas :: replicas], 8 // replicas))
+    state = {name: value.tolist() for name, value in module.state_dict().items()}
+    return {**state, "losses": module.losses, "epoch": float(trainer.callback_metrics["loss_epoch"])}
+
+
+def assert_equal(found: Any, expected: Any, without: tuple[str, ...] = ()) -> None:
+    assert found.keys() == expected.keys()
+    for name in found.keys() - {*without}:
+        torch.testing.assert_close(torch.tensor(found[name]), torch.tensor(expected[name]), rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("loss", [mean, masked])
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
+def test_what_counts_nothing_has_no_gradients(loss: Any, schedule: str) -> None:
+    data = items(3, unlabelled=(2, 3))
+    strategy = PipeStrategy(stages=2, layers="layers", micro_batches=4, loss_weight=tokens, schedule=schedule)
+    assert_equal(fit(0, Tagger(loss), data, strategy=strategy), fit(0, Tagger(loss), data))
+
+
+def test_replicas_without_labels_count_nothing() -> None:
+    data = items(3, unlabelled=(1, 3, 5, 7))
+    options = {"pipeline_parallel_size": 1, "data_parallel_size": 2, "stages": 2, "micro_batches": 2}
+    strategy = PipeStrategy(**options, layers="layers", loss_weight=tokens)
+    for found in run_trainers(fit, 2, module=Tagger(masked), data=data, replicas=2, devices=2, strategy=strategy):
+        assert_equal(found, fit(0, Tagger(masked), data), without=("losses", "epoch"))
