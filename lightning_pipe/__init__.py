@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from lightning_pipe.intercept.recompute import is_recomputing
     from lightning_pipe.parameters.deferred_batchnorm import DeferredBatchNorm
     from lightning_pipe.parameters.loading import load_weights
+    from lightning_pipe.plain.pipeline import Pipeline
     from lightning_pipe.planning.cost_profile import CostProfile
     from lightning_pipe.planning.make import plan
     from lightning_pipe.planning.search import search
@@ -29,6 +30,7 @@ __all__ = [
     "Costs",
     "DeferredBatchNorm",
     "PipeStrategy",
+    "Pipeline",
     "PipelineTimeline",
     "__version__",
     "deferred_init",
@@ -52,6 +54,7 @@ _HOMES = {
     "deferred_init": "lightning_pipe.construction",
     "is_recomputing": "lightning_pipe.intercept.recompute",
     "load_weights": "lightning_pipe.parameters.loading",
+    "Pipeline": "lightning_pipe.plain.pipeline",
     "plan": "lightning_pipe.planning.make",
     "profile": "lightning_pipe.profiling.make",
     "register_batch": "lightning_pipe.engine.batch_kinds",

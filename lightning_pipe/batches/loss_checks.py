@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from typing import NamedTuple
 
-import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_pipe.batches.micro_batches import MicroBatches
@@ -48,7 +46,6 @@ class LossChecks:
     """The loss checks of a run: for some of its first batches that have several micro-batches.
 
     Args:
-        device: where the step computes.
         weighted: whether the user's function says what a micro-batch counts: nothing is said about the loss then.
         replica: the number of this pipeline among those side by side.
 
@@ -58,36 +55,30 @@ class LossChecks:
 
     repeats = False
 
-    def __init__(self, device: torch.device, *, weighted: bool, replica: int = 0) -> None:
-        self._device, self._weighted, self._replica = device, weighted, replica
+    def __init__(self, *, weighted: bool, replica: int = 0) -> None:
+        self._weighted, self._replica = weighted, replica
         self._batches = 0
         self._has_warned = False
         self._mixing: Difference | None = None
         self._told = set[bool]()  # that samples depend on each other, and that it could not be seen
         self._warn = WarnOnce()
 
-    def begin(
-        self, micro_batches: MicroBatches, context: Callable[[], AbstractContextManager[None]]
-    ) -> LossCheck | None:
+    def begin(self, micro_batches: MicroBatches) -> LossCheck | None:
         """The check of the next batch; ``None`` if that batch is not checked.
 
         Args:
             micro_batches: the batch.
-            context: entered around each run of the step, for precision.
         """
         if len(micro_batches.parts) == 1:
             return None
         number, self._batches = self._batches, self._batches + 1
         if number not in _CHECKED or self._has_warned:
             return None
-        kind, pairs = self._device.type, 3 if number == 0 else 1
-        with context():
-            autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        pairs = 3 if number == 0 else 1
         return LossCheck(
             micro_batches.amounts,
             micro_batches.sizes,
             micro_batches.together,
-            autocast,
             micro_batches.summed,
             pairs=pairs,
             mixing=MixingCheck(micro_batches.sizes, micro_batches.together, self._tell_mixing, pairs),

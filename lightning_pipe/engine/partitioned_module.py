@@ -220,6 +220,23 @@ class PartitionedModule:
         transport.broadcast(data, source, members).wait()
         return data
 
+    def whole_state(self) -> dict[str, Any]:
+        """The ``state_dict`` of the whole module, copied to host memory, on all ranks. Collective over the pipeline."""
+        self.check_values()
+        state: dict[str, Any] = self.module.state_dict()
+        for name, value in state.items():
+            if not isinstance(value, Tensor):  # what get_extra_state() returns where the layer runs
+                layer = next((n for n, each in enumerate(self.names) if name.startswith(f"{each}.")), None)
+                stages = [stage for stage, span in enumerate(self.stage_layers) if layer in span]
+                rank = self.holders(stages[0])[0] if stages else self.loss_ranks[0]
+                source = self.transport.topology.process(self.transport.replica, rank)
+                state[name] = self.transport.broadcast_object(value, source, self.pipeline_members)
+            elif len(self.owners(name)) == self.transport.topology.ranks:
+                state[name] = value.to("cpu", copy=True)
+            else:
+                state[name] = self._fetch(name, self.owners(name), value).clone()
+        return state
+
     def check_values(self) -> None:
         """Raise if no rank has some value. Collective over the pipeline."""
         if lost := self.agree_on_lost():

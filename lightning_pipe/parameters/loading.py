@@ -7,7 +7,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from lightning_pipe.construction import place_meta, safetensors_file, unread, unread_tensor
 from lightning_pipe.errors import CheckpointError
 from lightning_pipe.intercept.absent_tensor import is_absent
+from lightning_pipe.parameters.holder_map import named_tensors
 
 _LIGHTNINGS = "state_dict"
 """Where Lightning's checkpoints hold the module."""
@@ -33,6 +34,27 @@ class Differences(NamedTuple):
 
     missing: list[str]
     unexpected: list[str]
+
+
+def load_held(module: nn.Module, holds: Callable[[str], bool], state: Mapping[str, Any], *, strict: bool) -> None:
+    """Load what this rank holds from the state of a whole module.
+
+    Args:
+        module: the divided module.
+        holds: whether this rank has the true value of a named parameter or buffer.
+        state: of the whole module.
+        strict: whether different names are an error.
+
+    Raises:
+        RuntimeError: names differ, as from torch.
+    """
+    foreign = {name for name, _ in named_tensors(module) if not holds(name)}
+    result = module.load_state_dict({key: v for key, v in state.items() if key not in foreign}, strict=False)
+    missing = [key for key in result.missing_keys if key not in foreign or key not in state]
+    problems = [f"missing {', '.join(missing)}"] if missing else []
+    problems += [f"unexpected {', '.join(result.unexpected_keys)}"] if result.unexpected_keys else []
+    if strict and problems:
+        raise RuntimeError(f"Error(s) in loading state_dict for {type(module).__name__}: {'; '.join(problems)}.")
 
 
 def load_weights(

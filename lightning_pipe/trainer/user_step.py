@@ -64,9 +64,7 @@ class UserStep:
     ) -> None:
         self.module, self.pipeline, self.metrics = module, pipeline, metrics
         self.log = Log(module, metrics.names)
-        self.checks = LossChecks(
-            pipeline.transport.device, weighted=callable(loss_weight), replica=pipeline.transport.replica
-        )
+        self.checks = LossChecks(weighted=callable(loss_weight), replica=pipeline.transport.replica)
         self.attributes = AttributeSync(module, pipeline)
         self.summed = loss_weight == "sum"
         self._world, self._reports = world, ReportExchange(pipeline)
@@ -273,7 +271,7 @@ class StepOfBatch:
         ranks: Sequence[int],
     ) -> None:
         self.micro_batches, self._ranks = micro_batches, ranks
-        self.check = user_step.checks.begin(micro_batches, context)
+        self.check = user_step.checks.begin(micro_batches)
         self._user_step = user_step
         self._method, self._rest, self._context = getattr(user_step.module, name), rest, context
         self._training = name == "training_step"

@@ -189,11 +189,7 @@ class World:
 
     def sum_over_replicas(self, amount: float) -> float:
         """The sum of the amounts of all pipelines."""
-        if len(self.replica_members) == 1:
-            return amount
-        total = torch.tensor([amount], dtype=torch.float64)
-        self.transport.all_reduce(total, self.replica_members).wait()
-        return float(total)
+        return self.transport.sum_over_replicas(amount)
 
 
 @contextmanager

@@ -261,6 +261,15 @@ class Transport(ABC):
         """The object of one member; each of its messages has the size of the longest one."""
         return decode(lambda message: message.copy_(next(messages)[: message.numel()]), self.device)
 
+    def sum_over_replicas(self, amount: float) -> float:
+        """The sum of the amounts of all pipelines, from the processes with the same rank in each."""
+        members = tuple(sorted(self.topology.replica_processes(self.rank)))
+        if len(members) == 1:
+            return amount
+        total = torch.tensor([amount], dtype=torch.float64)
+        self.all_reduce(total, members).wait()
+        return float(total)
+
     @abstractmethod
     def _send_bytes(self, data: Tensor, peer: int, tag: int) -> Work:
         """Start to send flat bytes in host memory, beside the lanes; those with one tag keep their order."""

@@ -52,6 +52,7 @@ _ROOMS: dict[str, dict[str, str]] = {
         "schedule_command": "test_cli",
         "search_result": "planning/test_search",
     },
+    "plain": {"sharing": "plain/test_pipeline"},
     "profiling": dict.fromkeys(("command", "layers", "machine", "make", "processes"), "profiling/test_measure"),
     "schedules": {
         "action": "schedules/test_ir",

@@ -23,6 +23,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("cli",),
     ("__init__", "callbacks"),
     ("trainer",),
+    ("plain",),
     ("batches", "profiling"),
     ("planning", "engine"),
     ("parameters",),

@@ -49,12 +49,12 @@ class LossCheck(BatchObserver):
         amounts: what each micro-batch counts.
         sizes: samples of each micro-batch.
         join: puts micro-batches together, given their numbers.
-        autocast: the type of numbers that the step computes with by itself; ``None``: that of its tensors.
         summed: whether the loss of both is expected to be the sum of their losses, not the mean.
         pairs: how many pairs are compared at most.
         mixing: looks at the stages before the last one; ``None``: nobody does.
 
     Attributes:
+        autocast: the type of numbers that the step computes with by itself; ``None``: that of its tensors.
         differs: the numbers of two micro-batches, what their losses make, and the loss of both together, if these are
             not the same.
         agreed: whether a pair was compared, and agreed.
@@ -66,10 +66,10 @@ class LossCheck(BatchObserver):
     amounts: Sequence[float]
     sizes: Sequence[int]
     join: Callable[[tuple[int, int]], Any]
-    autocast: torch.dtype | None = None
     summed: bool = False
     pairs: int = 3
     mixing: MixingCheck | None = None
+    autocast: torch.dtype | None = None
     differs: tuple[tuple[int, int], float, float] | None = None
     agreed: bool = False
     reason: str | None = None
@@ -110,6 +110,13 @@ class LossCheck(BatchObserver):
         if self.differs is not None:
             self._tried = self.pairs
         self._seen.clear()
+
+    @override
+    def before_layer(self, *call: Any) -> None:
+        """A layer is about to run: in the type that the step computes with."""
+        for kind in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(kind):
+                self.autocast = torch.get_autocast_dtype(kind)
 
     def _compare(self, runs: TrialRuns, pair: tuple[int, int]) -> None:
         """Compare two micro-batches with both together."""

@@ -21,6 +21,7 @@ from lightning_pipe.construction import read_out
 from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.errors import CheckpointError
 from lightning_pipe.lightning_internals import is_local_path
+from lightning_pipe.parameters.loading import load_held
 from lightning_pipe.parameters.ownership import named_tensors
 from lightning_pipe.text import memory
 from lightning_pipe.trainer.at_rest import GATHER_LIMIT
@@ -187,17 +188,7 @@ class Checkpoints:
 
     def load_module(self, checkpoint: Mapping[str, Any], strict: bool) -> None:
         """Load the parameters and buffers that this rank holds."""
-        state = checkpoint["state_dict"]
-        known = {name for name, _ in named_tensors(self._module)}
-        foreign = {key for key in known if not self._holds(key)}
-        result = self._module.load_state_dict({k: v for k, v in state.items() if k not in foreign}, strict=False)
-        missing = [key for key in result.missing_keys if key not in foreign or key not in state]
-        problems = [f"missing {', '.join(missing)}"] if missing else []
-        problems += [f"unexpected {', '.join(result.unexpected_keys)}"] if result.unexpected_keys else []
-        if strict and problems:
-            raise RuntimeError(
-                f"Error(s) in loading state_dict for {type(self._module).__name__}: {'; '.join(problems)}."
-            )
+        load_held(self._module, self._holds, checkpoint["state_dict"], strict=strict)
 
     def load_optimizers(self, checkpoint: Mapping[str, Any], optimizers: Sequence[Optimizer]) -> None:
         """Load the states of the parameters that this rank holds."""

@@ -1,0 +1,1 @@
+"""`lightning_pipe.Pipeline`, for training loops of the user's own."""

@@ -1,0 +1,374 @@
+"""A model over the ranks of a pipeline, for training loops of the user's own. No trainer is needed, and none known.
+
+What one call of `Pipeline.train` does, on every rank::
+
+    the batch     compared with those of the other ranks, or sent to them      plain/sharing.py
+                  cut into micro-batches, with the weight of each loss         batches/micro_batches.py
+    the step      runs for each micro-batch and stage of this rank; a run
+                  ends where another rank goes on, and is undone               engine/
+    gradients     summed over all that hold a parameter, then added to
+                  ``parameter.grad`` at once, with the hooks                   engine/withheld_gradients.py
+    the loss      of the batch, and what else the last stage made of it,
+                  goes to all ranks
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from itertools import chain, islice
+from os import PathLike
+from typing import Any
+from weakref import WeakSet
+
+import torch
+import torch.distributed as dist
+from lightning_utilities.core.rank_zero import rank_zero_only
+from torch import Tensor, nn
+from torch.nn.utils import clip_grads_with_norm_
+
+from lightning_pipe import schedules
+from lightning_pipe.batches.joining import join
+from lightning_pipe.batches.loss_checks import LossChecks
+from lightning_pipe.batches.micro_batches import LossWeight, MicroBatches, divide_batch
+from lightning_pipe.batches.split_batch import SplitBatch
+from lightning_pipe.batches.suspects import Suspects, suspicion
+from lightning_pipe.config import Auto, RankOrder
+from lightning_pipe.engine.pipeline import Pipeline as Engine
+from lightning_pipe.engine.refusals import check_layers, check_quantized, check_shapes
+from lightning_pipe.engine.stage import loss_of
+from lightning_pipe.engine.whole_gradients import gradient_norm, unscaling_together
+from lightning_pipe.engine.withheld_gradients import withheld_gradients
+from lightning_pipe.errors import ConfigurationError
+from lightning_pipe.intercept.absent_tensor import is_absent
+from lightning_pipe.intercept.random_streams import mix
+from lightning_pipe.parameters.loading import load_held
+from lightning_pipe.partition import Balance, divide, find_layers
+from lightning_pipe.plain.sharing import SharedStep, Step, shared
+from lightning_pipe.planning.batch_norms import BATCH_NORM_SAMPLES, is_normalising
+from lightning_pipe.schedules import Family, Schedule
+from lightning_pipe.schedules.passes.recompute import Mode as Recompute
+from lightning_pipe.transport.arrangement import arrange, topology_of
+from lightning_pipe.transport.choose import open_transport
+from lightning_pipe.warn_once import WarnOnce
+
+_DIVIDED: WeakSet[nn.Module] = WeakSet()
+"""The models of pipelines with all their parts."""
+
+
+class Pipeline:
+    """Trains an unmodified model as a pipeline, in a loop of the user's own.
+
+    Start the loop on several processes (``torchrun``, Fabric, Accelerate): every process builds the same model, makes
+    a Pipeline of it, and makes the same calls. In one process all stages run one after the other, and no process group
+    is needed. `PipeStrategy` explains the options that both have.
+
+    Args:
+        model: the whole model; each rank keeps the layers of its own stages alone.
+        schedule: a registered name, a schedule object, or the path of a CSV file; none without a flush.
+        micro_batches: how many a batch is cut into; ``"auto"``: up to four per rank.
+        pipeline_parallel_size: ranks in one pipeline; ``"auto"``: all processes that there are.
+        data_parallel_size: pipelines side by side, each with batches of its own; ``"auto"``: 1.
+        stages: number of stages; ``"auto"``: ranks x the schedule's stages per rank.
+        layers: where the layers are: a dotted path or several in order, with wildcards; ``None`` finds them.
+        balance: ``"auto"`` or ``"parameters"``, ``"flops"``, a list of layers per stage, or a function of a layer.
+        recompute: whether stages keep only their input: ``"never"``, ``"always"``, or ``"except_last"``.
+        deferred_batch_norm: let batch norm keep the statistics of whole batches rather than of micro-batches.
+        loss_weight: what the loss of a micro-batch counts in the batch's mean, as a function of it; ``"sum"``: losses
+            are added as they are; ``None``: its number of samples.
+        split_batch: ``split_batch(batch, m)`` returns m micro-batches; ``None``: along dimension 0.
+        passes: how often a training step runs the layers, each pass from the first to the last.
+        rank_order: whose ranks have neighbouring numbers: ``"pipeline"`` or ``"replicas"``.
+        timeout: the longest that one process waits for another.
+        device: where this rank computes; ``None``: where the model is, else with NCCL the GPU of number LOCAL_RANK.
+
+    Raises:
+        ConfigurationError: an option, the processes or the model do not fit.
+        PartitionError: the layers are not clear, or too few.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+        >>> pipeline = Pipeline(model, schedule="gpipe", micro_batches=3, stages=2)
+        >>> loss = pipeline.train(lambda x: model(x).square().mean(), torch.ones(6, 4))
+        >>> model[0].weight.grad is not None
+        True
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        schedule: str | PathLike[str] | Family | Schedule = "1f1b",
+        micro_batches: int | Auto = "auto",
+        pipeline_parallel_size: int | Auto = "auto",
+        data_parallel_size: int | Auto = "auto",
+        stages: int | Auto = "auto",
+        layers: str | Sequence[str] | None = None,
+        balance: Balance = "auto",
+        recompute: Recompute = "never",
+        deferred_batch_norm: bool = True,
+        loss_weight: LossWeight | None = None,
+        split_batch: SplitBatch | None = None,
+        passes: int = 1,
+        rank_order: RankOrder = "pipeline",
+        timeout: timedelta = timedelta(minutes=30),
+        device: torch.device | str | None = None,
+    ) -> None:
+        family = schedules.get(schedule)
+        if isinstance(micro_batches, int):
+            family = family.for_batches_of(micro_batches)
+        world_size = _world_size()
+        layout = arrange(family, world_size, pipeline_parallel_size, data_parallel_size, stages)
+        _check(model, world_size)
+        found = find_layers(model, layers)
+        counts = divide(model, found, layout.stages, balance)
+        check_layers(found, layout.stages)
+        check_quantized(model, layout.stages)
+        hosts = -(-world_size // int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))
+        place = _device_of(model) if device is None else torch.device(device)
+        transport = open_transport(topology_of(layout, family, rank_order, hosts), place, timeout)
+        vars(rank_zero_only).setdefault("rank", transport.process)  # whose warnings are shown
+        self._engine = Engine(
+            *(model, found, counts, family, transport),
+            recompute=recompute,
+            deferred_batch_norm=deferred_batch_norm,
+            passes=passes,
+        )
+        if not self._engine.synchronous:
+            raise ConfigurationError(
+                f"Schedule {family.name!r} leaves batches under way when the optimizer steps: after a call the "
+                "gradients of its batch are not there.",
+                hint='Use one with a flush, such as "1f1b", or Trainer(strategy=PipeStrategy(…)).',
+            )
+        _DIVIDED.update(model.modules())
+        self._engine.partition()
+        model.to(place)
+        self._engine.synchronize()
+        self._step = SharedStep(self._engine)
+        self._splitting = micro_batches, split_batch, loss_weight
+        self._checks = LossChecks(weighted=callable(loss_weight), replica=transport.replica)
+        self._suspects = Suspects()
+        self._warn = WarnOnce()
+        self._seed = transport.broadcast_object(torch.initial_seed(), 0, tuple(range(world_size)))
+        self._calls = 0
+        self._in_turns = False
+        self._ended: str | None = None
+
+    def __repr__(self) -> str:
+        balance, engine = self._engine.balance, self._engine
+        return f"Pipeline({type(engine.module).__name__}, schedule={engine.family.name!r}, balance={balance})"
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank computes."""
+        return self._engine.transport.device
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Pipelines side by side: samples are dealt out to so many."""
+        return self._engine.transport.topology.replicas
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """The number of this rank's pipeline."""
+        return self._engine.transport.replica
+
+    # ------------------------------------------------------------------ batches
+
+    def train(self, step: Step, batch: Any = None, *, scaler: torch.amp.GradScaler | None = None) -> Any:
+        """Run forward and backward passes of one batch, and add its gradients to ``parameter.grad``.
+
+        Call it again before the optimizer steps to accumulate gradients over batches. With several replicas the
+        gradients are those of the mean over the samples of all. Collective over all processes.
+
+        Args:
+            step: ``step(micro_batch)`` returns the loss, or a dictionary with the key ``loss``. It runs for each
+                micro-batch on each rank, and ends early where another rank goes on.
+            batch: the same on all ranks of the pipeline; ``None`` where others have loaded it.
+            scaler: a gradient scaler, whose factor the gradients get; then ``scaler.step(optimizer)``.
+
+        Returns:
+            What the step would have returned for the whole batch of this pipeline, detached, on all ranks.
+
+        Raises:
+            ConfigurationError: gradients are off, the step returns no loss, or ranks have different batches.
+            CutError: the step needs, on one stage, a value that another one has.
+        """
+        if not torch.is_grad_enabled():
+            raise ConfigurationError(
+                "train() is called where gradients are off, as within torch.no_grad().", hint="Call it outside."
+            )
+        engine = self._engine
+        with self._at_work("train()"):
+            (batch,) = shared(None if batch is None else [batch], engine)
+            parts = self._split(batch)
+            factor, total = self._scale(scaler), engine.transport.sum_over_replicas(sum(parts.amounts))
+            weights, check = [factor * weight for weight in parts.weights(total)], self._checks.begin(parts)
+            with withheld_gradients(list(engine.module.parameters())) as withheld:
+                outputs = self._step.run(
+                    step,
+                    lambda run: engine.train(run, parts.parts, weights, seed=mix(self._seed, self._calls), check=check),
+                )
+            if engine.is_loss_rank:
+                self._checks.end(check)
+            losses = [loss_of(outputs[index]).cpu() for index in sorted(outputs)]
+            loss = withheld.loss(parts.loss([float(each) for each in losses]), losses[0].dtype, self.device)
+            loss.backward()  # type: ignore[no-untyped-call]
+        loss = loss.detach()
+        if not isinstance(outputs[0], Mapping):
+            return loss
+        others = {i: {key: value for key, value in each.items() if key != "loss"} for i, each in outputs.items()}
+        return {**join(others, parts.sizes, parts.shares), "loss": loss}
+
+    def evaluate(self, step: Step, batches: Iterable[Any] | None = None) -> list[Any]:
+        """Run forward passes alone, without gradients, several batches at a time. Collective over the pipeline.
+
+        Batches are not cut. Call ``model.eval()`` before, as on one device. A step may call layers again, as
+        ``model.generate`` does: then the ranks take turns.
+
+        Args:
+            step: ``step(batch)`` returns what is wanted of a batch.
+            batches: the same on all ranks of the pipeline; ``None`` where others load them.
+
+        Returns:
+            What the step returned for each batch, on all ranks of the pipeline.
+        """
+        results: list[Any] = []
+        batches = None if batches is None else iter(batches)
+        size = 4 * self._engine.transport.topology.ranks
+        with self._at_work("evaluate()"), torch.no_grad():
+            while group := shared(None if batches is None else [*islice(batches, size)], self._engine):
+                outputs = self._evaluated(step, group, mix(self._seed, self._calls, len(results)))
+                results += [outputs[index] for index in range(len(group))]
+        return results
+
+    def _evaluated(self, step: Step, group: list[Any], seed: int) -> dict[int, Any]:
+        """What the step returned for each of some batches."""
+        engine = self._engine
+        if not self._in_turns:
+            layers = engine.executor.stages.interceptor.attributes()
+            outputs = self._step.run(step, lambda run: engine.evaluate(run, group, seed=seed))
+            self._in_turns = len(outputs) < len(group)
+            if not self._in_turns:
+                return outputs
+            layers.undo()
+        return self._step.run(step, lambda run: engine.evaluate(run, group, seed=seed, turns=True))
+
+    # ------------------------------------------------------------------ gradients and state
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Limit the norm of the gradients of the whole model, as ``torch.nn.utils.clip_grad_norm_`` does on one device.
+
+        Collective over the pipeline.
+
+        Args:
+            max_norm: the largest norm that is left.
+            norm_type: the order of the norm; may be infinity.
+
+        Returns:
+            The norm before, on all ranks.
+        """
+        with self._at_work("clip_grad_norm_()"):
+            parameters = list(self._engine.module.parameters())
+            norm = gradient_norm(self._engine, parameters, norm_type)
+            clip_grads_with_norm_(parameters, max_norm, norm)
+        return norm
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of the whole model, in host memory, on all ranks. Collective over the pipeline."""
+        with self._at_work("state_dict()"):
+            return self._engine.whole_state()
+
+    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
+        """Load the state of a whole model; each rank takes what it holds.
+
+        Args:
+            state: from `state_dict`, or from the ``state_dict`` of the model on one device.
+            strict: whether different names are an error.
+        """
+        load_held(self._engine.module, self._engine.holds, state, strict=strict)
+
+    # ------------------------------------------------------------------ parts of a call
+
+    @contextmanager
+    def _at_work(self, call: str) -> Iterator[None]:
+        """Around what needs the other ranks: after an error nobody knows where these are."""
+        if self._ended is not None:
+            raise ConfigurationError(
+                f"{call} is called after {self._ended}, which has ended this pipeline.",
+                hint="After an error start the processes anew, from the last checkpoint.",
+            )
+        self._calls += 1
+        try:
+            yield
+        except BaseException as error:
+            # one process waits for nobody
+            if self._engine.transport.topology.world_size > 1:
+                self._ended = f"an error ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''})"
+            raise
+
+    def _split(self, batch: Any) -> MicroBatches:
+        """Cut a batch, and look for what should not have been cut."""
+        number, split_batch, loss_weight = self._splitting
+        norms = number == "auto" and any(map(is_normalising, self._engine.module.modules()))
+        least = BATCH_NORM_SAMPLES if norms else 1
+        ranks = self._engine.transport.topology.ranks
+        parts = divide_batch(batch, ranks, number, split_batch, loss_weight, least)
+        if len(parts.parts) > 1 and not parts.own and (places := self._suspects.look(batch, sum(parts.sizes), None)):
+            self._warn("suspects", suspicion(places))
+        return parts
+
+    def _scale(self, scaler: torch.amp.GradScaler | None) -> float:
+        """The factor of a gradient scaler, which decides for all ranks at once from now on."""
+        if scaler is None:
+            return 1.0
+        if "_unscale_grads_" not in vars(scaler):
+            vars(scaler)["_unscale_grads_"] = unscaling_together(scaler._unscale_grads_, self._engine)
+        return float(scaler.scale(torch.ones((), device=self.device)))
+
+
+def _world_size() -> int:
+    """The number of processes that have come up.
+
+    Raises:
+        ConfigurationError: there are several, and they are not connected.
+    """
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_world_size()
+    asked = int(os.environ.get("WORLD_SIZE", "1"))
+    if asked > 1:
+        raise ConfigurationError(
+            f"This is one of {asked} processes (WORLD_SIZE), and there is no process group to connect them.",
+            hint="Call torch.distributed.init_process_group() before Pipeline(…); Fabric.launch() does so.",
+        )
+    return 1
+
+
+def _check(model: nn.Module, world_size: int) -> None:
+    """Refuse what cannot be divided.
+
+    Raises:
+        ConfigurationError: it is divided already, or its norms would wait for other stages.
+        PartitionError: a parameter has no shape yet.
+    """
+    check_shapes(model)
+    if any(part in _DIVIDED for part in model.modules()) or any(map(is_absent, model.parameters())):
+        raise ConfigurationError(
+            f"{type(model).__name__} is divided over the ranks of a pipeline already.",
+            hint="Go on with that Pipeline, or build the model anew and load its state_dict().",
+        )
+    if world_size > 1 and any(isinstance(part, nn.SyncBatchNorm) for part in model.modules()):
+        raise ConfigurationError(
+            "SyncBatchNorm waits for all processes, and on a pipeline these run different layers.",
+            hint="Use plain batch norm: with deferred_batch_norm=True all replicas share running statistics.",
+        )
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    """Where a model is; of one on the CPU that NCCL is to serve, the GPU of this process."""
+    own = next((tensor.device for tensor in chain(model.parameters(), model.buffers())), torch.device("cpu"))
+    connected = dist.is_available() and dist.is_initialized() and torch.cuda.is_available()
+    if own.type in ("cpu", "meta") and connected and "nccl" in dist.get_backend_config():
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    return torch.device("cpu") if own.type == "meta" else own

@@ -1,0 +1,148 @@
+"""What the ranks of a pipeline have in common: a batch, and what the last stage makes of it."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_pipe.engine.batch_kinds import kind_of
+from lightning_pipe.engine.containers import children, map_leaves
+from lightning_pipe.engine.first_batch.trial_runs import is_alone
+from lightning_pipe.engine.pipeline import Pipeline
+from lightning_pipe.errors import ConfigurationError, CutError
+from lightning_pipe.intercept.contents import Change
+from lightning_pipe.intercept.layer_calls import in_several_pipes
+from lightning_pipe.intercept.module_state import Tracked, name_of, portable
+from lightning_pipe.intercept.recompute import is_recomputing
+
+Step = Callable[[Any], Any]
+"""Takes a micro-batch, calls the model, and returns what the user wants of it; in training the loss."""
+_SAMPLED = 1 << 14
+"""Elements of a tensor on an accelerator that are compared, evenly spread: comparing all would take a copy of it."""
+
+
+def shared(batches: Sequence[Any] | None, pipeline: Pipeline) -> list[Any]:
+    """The same batches on all ranks of a pipeline, on their devices. Collective over the pipeline.
+
+    Args:
+        batches: what this rank has loaded; ``None``: others have.
+        pipeline: the model over the ranks.
+
+    Raises:
+        ConfigurationError: no rank has any, or they are not the same on all that have.
+    """
+    transport, members = pipeline.transport, pipeline.pipeline_members
+    own = None if batches is None else [fingerprint(each) for each in batches]
+    gathered = zip(members, transport.all_gather_object(own, members), strict=True)
+    having = {process: found for process, found in gathered if found is not None}
+    if not having:
+        raise ConfigurationError("There is no batch on any rank of the pipeline.", hint="Pass it on one rank, or all.")
+    first = min(having)
+    for process, found in having.items():
+        if found != having[first]:
+            raise ConfigurationError(
+                f"{transport.describe(first).capitalize()} and {transport.describe(process)} have different batches; "
+                "the ranks of a pipeline work on the same one.",
+                hint="Deal samples out to replicas alone: DistributedSampler(dataset, pipeline.data_parallel_size, "
+                "pipeline.data_parallel_rank). Where loading draws random numbers, load on one rank, and pass None on "
+                "the others.",
+            )
+    if len(having) < len(members):
+        batches = transport.broadcast_object(batches, first, members)
+    return [map_leaves(lambda leaf: _placed(leaf, transport.device), batch) for batch in batches or ()]
+
+
+def fingerprint(batch: Any) -> Any:
+    """What is equal for equal batches, in all processes; of objects of unknown structure only the type counts.
+
+    Example:
+        >>> fingerprint({"x": torch.ones(2)}) == fingerprint({"x": torch.zeros(2)})
+        False
+    """
+    contents = children(batch)
+    if contents is not None:
+        return [(str(key), fingerprint(child)) for key, child in contents.items()]
+    if isinstance(batch, np.ndarray) and not batch.dtype.hasobject:
+        return batch.shape, str(batch.dtype), zlib.crc32(batch.tobytes())
+    if not isinstance(batch, Tensor):
+        return repr(batch) if isinstance(batch, int | float | str | bytes) else type(batch).__qualname__
+    values: Any = b""
+    if batch.layout is torch.strided and not batch.is_nested:
+        flat = batch.detach().resolve_conj().resolve_neg().reshape(-1)
+        flat = flat if flat.is_cpu else flat[:: 1 + flat.numel() // _SAMPLED].cpu()
+        values = flat.contiguous().view(torch.uint8).numpy().data
+    return tuple(batch.shape), str(batch.dtype), zlib.crc32(values)
+
+
+def _placed(leaf: Any, device: torch.device) -> Any:
+    """Tensors, and objects that can be moved as tensors are, on a device."""
+    return leaf.to(device) if isinstance(leaf, Tensor) or (kind_of(leaf) and hasattr(leaf, "to")) else leaf
+
+
+class SharedStep:
+    """Runs steps over a pipeline: the runs of the last stage count, on all ranks, and all others are undone.
+
+    Args:
+        pipeline: the model over the ranks.
+    """
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        self._pipeline = pipeline
+        self._tracked = Tracked(pipeline.module, [layer for _, layer in pipeline.layers])
+        pipeline.executor.stages.interceptor.around = self._tracked.modules
+
+    def run(self, step: Step, call: Callable[[Callable[[int, Any], Any]], dict[int, Any]]) -> dict[int, Any]:
+        """Run a step for all micro-batches, and share what the ranks with the last stage made of it.
+
+        Args:
+            step: the user's.
+            call: calls the pipeline with the step that it takes.
+
+        Returns:
+            What the step returned for each micro-batch; less where it came back to layers of an earlier stage.
+
+        Raises:
+            CutError: the step has changed what cannot be changed alike on all ranks.
+        """
+        pipeline, transport = self._pipeline, self._pipeline.transport
+        before = self._tracked.capture()
+        outputs = call(lambda _, micro_batch: self._run(step, micro_batch))
+        report: tuple[dict[int, Any], list[Change]] = {}, []
+        if pipeline.turns.needed:
+            before.undo()
+        elif len(pipeline.pipeline_members) == 1:
+            return outputs
+        elif pipeline.is_loss_rank:
+            changes, lost = portable(before.changes())
+            if lost:
+                raise CutError(
+                    f"The step sets `{lost[0]}` to something that cannot be sent to other ranks.", hint="Return it."
+                )
+            if changes and len(pipeline.loss_ranks) > 1:
+                raise in_several_pipes(name_of(changes[0]))
+            report = outputs, changes
+        results: dict[int, Any] = {}
+        for rank in pipeline.loss_ranks:
+            source = transport.topology.process(transport.replica, rank)
+            found, changes = transport.broadcast_object(report, source, pipeline.pipeline_members)
+            results |= found
+            if not pipeline.is_loss_rank:
+                self._tracked.apply(changes)
+        return results
+
+    def _run(self, step: Step, micro_batch: Any) -> Any:
+        """Run the step once; if it ends early, or again, the model's own attributes are as before."""
+        again, complete, kept = is_recomputing(), False, self._tracked.capture()
+        try:
+            result = step(micro_batch)
+            self._pipeline.returning(result)
+            complete = self._pipeline.is_loss_rank and not again
+        finally:
+            if not complete:
+                kept.undo(for_now=again and not is_alone())
+        return result

@@ -1,0 +1,221 @@
+"""A loop of the user's own over a pipeline trains as on one device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from lightning_pipe import Pipeline
+from tests.support.processes import run_world
+
+SECONDS = 60
+pytestmark = pytest.mark.timeout(SECONDS + 15)
+TOLERANCE = 1e-9
+
+
+class Net(nn.Module):
+    """Blocks between two parts outside, the second of which uses the weights of the first; and a counter."""
+
+    def __init__(self, dropout: float = 0.0, norm: bool = False) -> None:
+        super().__init__()
+        self.embed = nn.Linear(6, 8)
+        middle = (lambda: nn.BatchNorm1d(8)) if norm else nn.Tanh
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), middle(), nn.Dropout(dropout)) for _ in range(4))
+        self.seen = 0
+        self.sizes: list[int] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embed(x)
+        for block in self.blocks:
+            h = h + block(h)
+        return h @ self.embed.weight
+
+    def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        """Changes attributes of the model, as steps do."""
+        x, y = batch
+        self.seen += 1
+        self.sizes.append(len(x))
+        return nn.functional.mse_loss(self(x), y)
+
+
+def net(**options: Any) -> Net:
+    torch.manual_seed(0)
+    return Net(**options).double()
+
+
+def batches(number: int = 3, samples: int = 7) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    draw = lambda: torch.randn(samples, 6, generator=generator, dtype=torch.float64)  # noqa: E731
+    return [(draw(), draw()) for _ in range(number)]
+
+
+def one_device(
+    model: Net, data: list[Any], accumulate: int = 1, clip: float = 0.05
+) -> tuple[list[float], list[float], dict[str, Tensor]]:
+    """Losses, norms of gradients and the state in the end, with batches whole."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    losses, norms = [], []
+    for number, batch in enumerate(data, start=1):
+        loss = model.loss(batch)
+        loss.backward()
+        losses.append(loss.item())
+        if number % accumulate == 0:
+            norms.append(clip_grad_norm_(model.parameters(), clip).item())
+            optimizer.step()
+            optimizer.zero_grad()
+    return losses, norms, model.state_dict()
+
+
+def trained(
+    model: Net, pipeline: Pipeline, data: list[Any], accumulate: int = 1, clip: float = 0.05
+) -> tuple[list[float], list[float], dict[str, Tensor]]:
+    """The same over a pipeline."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    losses, norms = [], []
+    for number, batch in enumerate(data, start=1):
+        losses.append(pipeline.train(model.loss, batch).item())
+        if number % accumulate == 0:
+            norms.append(pipeline.clip_grad_norm_(clip).item())
+            optimizer.step()
+            optimizer.zero_grad()
+    return losses, norms, pipeline.state_dict()
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    for ours, theirs in zip(found[:2], expected[:2], strict=True):
+        assert ours == pytest.approx(theirs, rel=TOLERANCE, abs=TOLERANCE)
+    assert list(found[2]) == list(expected[2])
+    for name, value in expected[2].items():
+        error = (found[2][name] - value).abs().max().item()
+        assert error <= TOLERANCE, f"{name} is off by {error}"
+
+
+def on_ranks(process: int, options: dict[str, Any], accumulate: int = 1) -> Any:
+    model = net()
+    pipeline = Pipeline(model, layers="blocks", micro_batches=3, **options)
+    found = trained(model, pipeline, batches(4), accumulate)
+    return found, pipeline.evaluate(lambda batch: model(batch[0]), batches(11)), model.sizes
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_two_processes_train_as_one_device(accumulate: int) -> None:
+    expected, model = net(), net()
+    losses = one_device(expected, batches(4), accumulate)
+    with torch.no_grad():
+        outputs = [expected(x) for x, _ in batches(11)]
+    for found, own, sizes in run_world(on_ranks, 2, timeout=SECONDS, options={}, accumulate=accumulate):
+        assert_same(found, losses)
+        for ours, theirs in zip(own, outputs, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=TOLERANCE, atol=TOLERANCE)
+        assert sizes == [3, 2, 2] * 4  # what the step appends is on all ranks, in the order of the micro-batches
+    model.load_state_dict(found[2])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"schedule": "gpipe", "stages": 2, "recompute": "always"},
+        {"schedule": "interleaved", "stages": 4},
+        {"schedule": "zero_bubble", "stages": 3, "balance": [3, 3, 6]},
+        {"stages": 1},
+    ],
+    ids=str,
+)
+def test_one_process_has_all_stages(options: dict[str, Any]) -> None:
+    found, outputs, sizes = on_ranks(0, options)
+    model = net()
+    assert_same(found, one_device(model, batches(4)))
+    assert sizes == [3, 2, 2] * 4
+    assert len(outputs) == 11
+
+
+def replicated(process: int) -> Any:
+    model = net()
+    pipeline = Pipeline(model, layers="blocks", micro_batches=2, data_parallel_size=2)
+    x, y = (torch.cat(each) for each in zip(*batches(4), strict=True))
+    data = TensorDataset(x[:26], y[:26])
+    sampler = DistributedSampler(
+        data, pipeline.data_parallel_size, pipeline.data_parallel_rank, shuffle=False, drop_last=True
+    )
+    return trained(model, pipeline, list(DataLoader(data, batch_size=5, sampler=sampler)))
+
+
+@pytest.mark.timeout(120)
+def test_replicas_weigh_batches_by_samples() -> None:
+    """Replicas with batches of 5, 5 and 3 samples; the last ones of one replica are not dropped."""
+    x, y = (torch.cat(each) for each in zip(*batches(4), strict=True))
+    whole = [(x[:10], y[:10]), (x[10:20], y[10:20]), (x[20:26], y[20:26])]
+    expected = one_device(net(), whole)
+    found = run_world(replicated, 4, timeout=100)
+    losses = [sum(each) / 2 for each in zip(found[0][0], found[-1][0], strict=True)]
+    for _, norms, state in found:
+        assert_same((losses, norms, state), expected)
+
+
+def uneven(process: int) -> Any:
+    model = net()
+    pipeline = Pipeline(
+        model, layers="blocks", stages=2, pipeline_parallel_size=1, data_parallel_size=2, micro_batches=2
+    )
+    (x, y), start, end = batches(1)[0], *((0, 5) if pipeline.data_parallel_rank == 0 else (5, 7))
+    return trained(model, pipeline, [(x[start:end], y[start:end])])[1:]
+
+
+def test_replicas_of_one_rank_with_batches_of_other_sizes() -> None:
+    _, norms, state = one_device(net(), batches(1))
+    for found in run_world(uneven, 2, timeout=SECONDS):
+        assert_same(([], *found), ([], norms, state))
+
+
+def loaded_on_one(process: int) -> Any:
+    model = net()
+    pipeline = Pipeline(model, layers="blocks", micro_batches=3)
+    data: list[Any] = batches(3) if process == 1 else [None] * 3
+    found = trained(model, pipeline, data)
+    return found, pipeline.evaluate(lambda batch: model(batch[0]).sum(), batches(9) if process == 1 else None)
+
+
+def test_a_batch_is_needed_where_it_is_loaded_alone() -> None:
+    expected = net()
+    losses = one_device(expected, batches(3))
+    for found, outputs in run_world(loaded_on_one, 2, timeout=SECONDS):
+        assert_same(found, losses)
+        assert outputs == pytest.approx([expected(x).sum().item() for x, _ in batches(9)])
+
+
+def scaled(process: int) -> Any:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)  # before the division: it refers to the same parameters
+    pipeline = Pipeline(model, layers="blocks", stages=2, micro_batches=3)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1)
+    losses, scales = [], []
+    for number, (x, y) in enumerate(batches(3)):
+        batch = (x * torch.inf, y) if number == 1 else (x, y)
+        losses.append(pipeline.train(model.loss, batch, scaler=scaler).item())
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        scales.append(scaler.get_scale())
+    return losses, scales, pipeline.state_dict()
+
+
+@pytest.mark.filterwarnings("ignore:It was not checked")
+def test_a_gradient_scaler_decides_for_all_stages() -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for number in (0, 2):
+        loss = model.loss(batches(3)[number])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    for found in (*run_world(scaled, 2, timeout=SECONDS), scaled(0)):
+        assert found[1] == [8.0, 4.0, 8.0]
+        assert_same(([found[0][0], found[0][2]], [], found[2]), (losses, [], model.state_dict()))
