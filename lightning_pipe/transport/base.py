@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_pipe.errors import CommunicationError
 from lightning_pipe.tensor_spec import numbered
-from lightning_pipe.transport.objects import decode, encode, rest_size
+from lightning_pipe.transport.objects import FIRST, decode, encode, text_size
 from lightning_pipe.transport.topology import Topology
 
 if TYPE_CHECKING:
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 Direction = Literal["forward", "backward"]
 Reduction = Literal["sum", "max", "min"]
 Words = list[int]
+OBJECT_TAGS = 1 << 29
+COLLECTIVE_TAG = OBJECT_TAGS - 1
+"""The tag of objects in collectives: members come to those that they share in the same order."""
 
 
 class Lane(NamedTuple):
@@ -182,12 +185,24 @@ class Transport(ABC):
 
     def send_object_to(self, obj: object, peers: Sequence[int], tag: int) -> Work:
         """Start to send an object to several ranks of this pipeline; see `send_object`."""
-        messages = encode(obj)
-        return Several(*[self._send_bytes(message, peer, tag) for peer in peers for message in messages])
+        return self._send_object(obj, [self.peers[peer] for peer in peers], tag)
 
     def receive_object(self, peer: int, tag: int) -> Any:
         """The next object that ``peer`` sends with this tag."""
-        return decode(lambda message: self._receive_bytes(message, peer, tag).wait(), self.device)
+        return self._receive_object(self.peers[peer], tag)
+
+    def _send_object(self, obj: object, processes: Sequence[int], tag: int, *, kept: bool = False) -> Work:
+        """Start to send an object to processes of the world; ``kept``: it stays as it is until the sends are done."""
+        text, large = encode(obj, by_reference=kept or all(map(self._copies, processes)))
+        works: list[Work] = []
+        for process in processes:
+            works += self._send_text(text, process, tag)
+            works += [self._send_bytes(memory, process, tag) for memory in large]
+        return Several(*works)
+
+    def _receive_object(self, process: int, tag: int) -> Any:
+        text = self._receive_text(process, tag)
+        return decode(text, lambda memory: self._receive_bytes(memory, process, tag).wait(), self.device)
 
     @abstractmethod
     def make_groups(self, groups: Sequence[tuple[int, ...]]) -> None:
@@ -213,8 +228,7 @@ class Transport(ABC):
         """Start to sum contiguous tensors over the members, each for one of them.
 
         Afterwards ``parts[i]`` is the sum on ``members[i]``. On other members its values are of no use, and its memory
-        is free, but for the caller's own references: with tensors of the host as soon as the sum is done, with those of
-        a GPU when the operation has been waited for.
+        is free, but for the caller's own references, when the operation has been waited for.
 
         Args:
             parts: one for each member, of any sizes and types that are the same on all members; some may be empty.
@@ -226,40 +240,43 @@ class Transport(ABC):
         """Start to copy the source's contiguous tensor into those of the other members."""
 
     def broadcast_object(self, obj: Any, source: int, members: tuple[int, ...]) -> Any:
-        """The source's own object there, a copy on every other member, which passes anything.
-
-        Large tensors travel out of the source's memory, those of an accelerator from device to device.
-        """
+        """The source's own object there, a copy on every other member, which passes anything."""
         self.check_members(members)
-        if len(members) == 1:
-            return obj
         if self.process != source:
-            return decode(lambda message: self.broadcast(message, source, members).wait(), self.device)
-        # by reference: the caller is held here until all members have the messages
-        works = [self.broadcast(message, source, members) for message in encode(obj, by_reference=True)]
-        Several(*works).wait()
+            return self._receive_object(source, COLLECTIVE_TAG)
+        others = [member for member in members if member != source]
+        self._send_object(obj, others, COLLECTIVE_TAG, kept=True).wait()
         return obj
 
     def all_gather_object(self, obj: object, members: tuple[int, ...]) -> list[Any]:
-        """Every member's object, in the order of the members."""
+        """Every member's object, in the order of the members; the first of them collects."""
         self.check_members(members)
-        if len(members) == 1:
-            return [obj]
-        first, *rest = encode(obj)
-        firsts = self._all_gather(first, members)
-        sizes = [rest_size(each) for each in firsts]
-        messages = [firsts]
-        if any(sizes):
-            # members of a gather bring the same number of bytes
-            padded = torch.zeros(max(sizes), dtype=torch.uint8, device=first.device)
-            for message in rest:
-                padded[: message.numel()] = message
-            messages.append(self._all_gather(padded, members))
-        return [self._gathered(iter(of_member)) for of_member in zip(*messages, strict=True)]
+        first, *others = members
+        if self.process != first:
+            self._send_object(obj, [first], COLLECTIVE_TAG, kept=True).wait()
+            return self._receive_object(first, COLLECTIVE_TAG)  # type: ignore[no-any-return]
+        gathered = [obj, *(self._receive_object(other, COLLECTIVE_TAG) for other in others)]
+        self._send_object(gathered, others, COLLECTIVE_TAG, kept=True).wait()
+        return gathered
 
-    def _gathered(self, messages: Iterator[Tensor]) -> Any:
-        """The object of one member; each of its messages has the size of the longest one."""
-        return decode(lambda message: message.copy_(next(messages)[: message.numel()]), self.device)
+    def _send_text(self, text: Tensor, process: int, tag: int) -> Sequence[Work]:
+        """Start to send the text of an object; see `lightning_pipe.transport.objects`."""
+        parts = [text] if text.numel() == FIRST else [text[:FIRST], text[FIRST:]]
+        return [self._send_bytes(part, process, tag) for part in parts]
+
+    def _receive_text(self, process: int, tag: int) -> bytes:
+        """The text that `_send_text` sends."""
+        text, size = b"", FIRST
+        while len(text) < size:
+            part = torch.empty(size - len(text), dtype=torch.uint8, device="cpu")
+            self._receive_bytes(part, process, tag).wait()
+            text += part.numpy().tobytes()
+            size = text_size(text)
+        return text
+
+    def _copies(self, process: int) -> bool:
+        """Whether bytes for a process have been copied when `_send_bytes` returns."""
+        return False
 
     def sum_over_replicas(self, amount: float) -> float:
         """The sum of the amounts of all pipelines, from the processes with the same rank in each."""
@@ -271,16 +288,12 @@ class Transport(ABC):
         return float(total)
 
     @abstractmethod
-    def _send_bytes(self, data: Tensor, peer: int, tag: int) -> Work:
+    def _send_bytes(self, data: Tensor, process: int, tag: int) -> Work:
         """Start to send flat bytes in host memory, beside the lanes; those with one tag keep their order."""
 
     @abstractmethod
-    def _receive_bytes(self, data: Tensor, peer: int, tag: int) -> Work:
+    def _receive_bytes(self, data: Tensor, process: int, tag: int) -> Work:
         """Start to receive what `_send_bytes` sends."""
-
-    @abstractmethod
-    def _all_gather(self, data: Tensor, members: tuple[int, ...]) -> list[Tensor]:
-        """The flat bytes of every member, which has as many as the others, in host memory."""
 
     @abstractmethod
     def barrier(self, members: tuple[int, ...] | None = None) -> None:

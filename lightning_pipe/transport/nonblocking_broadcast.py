@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections import deque
 from typing import Any
 
-from lightning_pipe.transport.base import Transport, Work
+from lightning_pipe.transport.base import OBJECT_TAGS, Transport, Work
 
-# Above the tags of all micro-batches.
-_HIGHEST = (1 << 29) - 2
+# Above the tags of all micro-batches, below that of collectives.
+_HIGHEST = OBJECT_TAGS - 2
 
 
 class NonBlockingBroadcast:

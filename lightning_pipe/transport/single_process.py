@@ -62,15 +62,11 @@ class SingleProcess(Transport):
         pass
 
     @override
-    def _send_bytes(self, data: Tensor, peer: int, tag: int) -> NoReturn:
+    def _send_bytes(self, data: Tensor, process: int, tag: int) -> NoReturn:
         self._nobody()
 
     @override
-    def _receive_bytes(self, data: Tensor, peer: int, tag: int) -> NoReturn:
-        self._nobody()
-
-    @override
-    def _all_gather(self, data: Tensor, members: tuple[int, ...]) -> NoReturn:
+    def _receive_bytes(self, data: Tensor, process: int, tag: int) -> NoReturn:
         self._nobody()
 
     def _nobody(self) -> NoReturn:

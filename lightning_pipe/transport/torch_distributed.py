@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 
@@ -14,15 +14,26 @@ from torch.distributed import ProcessGroup, ReduceOp, Store  # type: ignore[attr
 from typing_extensions import override
 
 from lightning_pipe.errors import CommunicationError, ConfigurationError
-from lightning_pipe.transport.base import DONE, Collective, Lane, Message, Reduction, Several, Transport, Work
+from lightning_pipe.transport.base import (
+    DONE,
+    OBJECT_TAGS,
+    Collective,
+    Lane,
+    Message,
+    Reduction,
+    Several,
+    Transport,
+    Work,
+)
+from lightning_pipe.transport.objects import text_at
 from lightning_pipe.transport.shared_memory.peer import SharedMemoryPeer
 from lightning_pipe.transport.topology import Topology
-from lightning_pipe.transport.work import WATCHED_SIZE, GroupWork, LocalReceive, WatchedWork, Watcher
+from lightning_pipe.transport.work import Failing, GroupWork, LocalReceive
 
 _OPS = {"sum": ReduceOp.SUM, "max": ReduceOp.MAX, "min": ReduceOp.MIN}
 # Tags below are lanes, tags from here on objects.
-_OBJECT_TAGS = 1 << 16
-_ABORT_TAG = _OBJECT_TAGS - 1
+_FIRST_OBJECT_TAG = 1 << 16
+_ABORT_TAG = _FIRST_OBJECT_TAG - 1
 # Gloo has no way to wait for ever; a thousand days fit into its nanoseconds.
 _UNLIMITED = timedelta(days=1000)
 
@@ -54,16 +65,14 @@ class TorchTransport(Transport):
         self._host_groups: dict[tuple[int, ...], ProcessGroup] = {}
         self._device_groups: dict[tuple[int, ...], ProcessGroup] = {}
         self._made: set[tuple[int, ...]] = set()
-        self._watchers: dict[Hashable, Watcher] = {}
         self.everyone = tuple(range(topology.world_size))
         self._make_group(self.everyone)
         self._local: dict[int, SharedMemoryPeer] = {}
-        pipelines = [tuple(sorted(topology.pipeline_processes(replica))) for replica in range(topology.replicas)]
-        for members in pipelines:
-            self._make_group(members)
+        for replica in range(topology.replicas):
+            self._make_group(tuple(sorted(topology.pipeline_processes(replica))))
         # each group of Gloo has a thread that wakes a hundred times a second: messages share that of collectives
-        self._messages = self._host_groups.get(pipelines[self.replica])
-        self._group_ranks = tuple(sorted(self.peers).index(peer) for peer in self.peers)
+        self._messages = self._host_groups.get(self.everyone)
+        self._described = tuple(map(topology.describe, self.everyone))
 
     @override
     def make_groups(self, groups: Sequence[tuple[int, ...]]) -> None:
@@ -92,10 +101,7 @@ class TorchTransport(Transport):
                 # torch's reduce_scatter does the same over NCCL where parts have different sizes, and sums all of it
                 # everywhere over Gloo (torch 2.13)
                 work = dist.reduce(part, member, group=group, async_op=True)
-            if member == self.process or not part.is_cpu:
-                works.append(GroupWork(self, operation, work, part))
-            else:
-                works.append(self._watched(members, f"sums for {list(members)}", operation, work, part))
+            works.append(GroupWork(self, operation, work, part))
         return Several(*works)
 
     @override
@@ -134,9 +140,6 @@ class TorchTransport(Transport):
 
     @override
     def close(self) -> None:
-        for watcher in self._watchers.values():
-            watcher.close()
-        self._watchers.clear()
         for peer in self._local.values():
             peer.close()
         self._local.clear()
@@ -162,15 +165,9 @@ class TorchTransport(Transport):
         """The error for an operation that the process group could not do."""
         return self.error(operation, cause, timed_out="timed out" in str(cause).lower())
 
-    @contextmanager
-    def failing(self, operation: object) -> Iterator[None]:
+    def failing(self, operation: object) -> Failing:
         """Turns the process group's errors into those of this package."""
-        try:
-            yield
-        except CommunicationError:
-            raise
-        except (RuntimeError, OSError) as error:
-            raise self.failed(operation, error) from error
+        return Failing(self, operation)
 
     @override
     @contextmanager
@@ -203,60 +200,53 @@ class TorchTransport(Transport):
         return groups[members]
 
     @override
-    def _all_gather(self, data: Tensor, members: tuple[int, ...]) -> list[Tensor]:
-        gathered = [torch.empty_like(data) for _ in members]
-        operation = Collective("object gather", data.nbytes, members)
-        group = self._group(members, host=True)
+    def _copies(self, process: int) -> bool:
+        return process in self._local
+
+    @override
+    def _send_text(self, text: Tensor, process: int, tag: int) -> Sequence[Work]:
+        return (
+            [self._send_bytes(text, process, tag)] if self._copies(process) else super()._send_text(text, process, tag)
+        )
+
+    @override
+    def _receive_text(self, process: int, tag: int) -> bytes:
+        local = self._local.get(process)
+        if local is None:
+            return super()._receive_text(process, tag)
+        operation = Message("receive", None, self._described[process], _object_lane(tag))
         with self.failing(operation):
-            work = dist.all_gather(gathered, data, group=group, async_op=True)
-        GroupWork(self, operation, work, data).wait()
-        return gathered
+            text: bytes = LocalReceive(self, operation, local, local.expect(None, text_at, _object_tag(tag))).wait()
+        return text
 
     @override
-    def _send_bytes(self, data: Tensor, peer: int, tag: int) -> Work:
-        return self._start_send(data, peer, object_lane(tag), object_tag(tag))
+    def _send_bytes(self, data: Tensor, process: int, tag: int) -> Work:
+        return self._start_send(data, process, _object_lane(tag), _object_tag(tag))
 
     @override
-    def _receive_bytes(self, data: Tensor, peer: int, tag: int) -> Work:
-        return self._start_receive(data, peer, object_lane(tag), object_tag(tag))
+    def _receive_bytes(self, data: Tensor, process: int, tag: int) -> Work:
+        return self._start_receive(data, process, _object_lane(tag), _object_tag(tag))
 
-    def _start_send(self, data: Tensor, peer: int, lane: Lane | str, tag: int) -> Work:
-        local = self._local.get(peer)
-        try:
+    def _start_send(self, data: Tensor, process: int, lane: Lane | str, tag: int) -> Work:
+        operation = Message("send", data.numel(), self._described[process], lane)
+        local = self._local.get(process)
+        with self.failing(operation):
             if local is not None:
                 local.send(data, tag)
                 return DONE
             assert self._messages is not None
             # What torch's isend calls, without its checks: they are half of the cost of a small message.
-            work = self._messages.send([data], self._group_ranks[peer], tag)
-        except (RuntimeError, OSError) as error:
-            raise self.failed(Message("send", data.numel(), self.names[peer], lane), error) from error
-        operation = Message("send", data.numel(), self.names[peer], lane)
-        if not isinstance(lane, Lane):
-            return GroupWork(self, operation, work, data)
-        return self._watched((peer, lane), f"sends to {self.names[peer]} on {lane}", operation, work, data)
+            work = self._messages.send([data], process, tag)
+        return GroupWork(self, operation, work, data)
 
-    def _watched(self, key: Hashable, name: str, operation: object, work: dist.Work, data: Tensor) -> GroupWork:
-        """An operation whose memory is freed as soon as it is done, if it is large: a thread of the key watches it."""
-        if data.nbytes < WATCHED_SIZE:
-            return GroupWork(self, operation, work, data)
-        watched = WatchedWork(self, operation, work, data)
-        watcher = self._watchers.get(key)
-        if watcher is None:
-            watcher = self._watchers[key] = Watcher(name)
-        watcher.watch(watched)
-        return watched
-
-    def _start_receive(self, data: Tensor, peer: int, lane: Lane | str, tag: int) -> Work:
-        operation = Message("receive", data.numel(), self.names[peer], lane)
-        local = self._local.get(peer)
-        try:
+    def _start_receive(self, data: Tensor, process: int, lane: Lane | str, tag: int) -> Work:
+        operation = Message("receive", data.numel(), self._described[process], lane)
+        local = self._local.get(process)
+        with self.failing(operation):
             if local is not None:
                 return LocalReceive(self, operation, local, local.receive(data, tag))
             assert self._messages is not None
-            work = self._messages.recv([data], self._group_ranks[peer], tag)
-        except (RuntimeError, OSError) as error:
-            raise self.failed(operation, error) from error
+            work = self._messages.recv([data], process, tag)
         return GroupWork(self, operation, work, data)
 
 
@@ -288,16 +278,16 @@ def _set_timeout(group: ProcessGroup, timeout: timedelta) -> None:
     group._get_backend(torch.device("cpu"))._set_default_timeout(timeout)
 
 
-def object_lane(tag: int) -> str:
+def _object_lane(tag: int) -> str:
     """How messages name the lane of objects with a tag."""
     return f"the object lane with tag {tag}"
 
 
-def object_tag(tag: int) -> int:
+def _object_tag(tag: int) -> int:
     """The tag of objects with a tag among those of all messages."""
-    if not 0 <= tag < 1 << 29:
-        raise CommunicationError(f"Objects have tags from 0 to {(1 << 29) - 1}, not {tag}.")
-    return _OBJECT_TAGS + tag
+    if not 0 <= tag < OBJECT_TAGS:
+        raise CommunicationError(f"Objects have tags from 0 to {OBJECT_TAGS - 1}, not {tag}.")
+    return _FIRST_OBJECT_TAG + tag
 
 
 def _abort_gloo(group: ProcessGroup) -> None:

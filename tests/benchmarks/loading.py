@@ -53,7 +53,8 @@ def batch() -> list[Tensor]:
 
 def sent_bytes(ranks: int) -> int:
     """What the rank that loads, the last one, sends of a batch: all messages, to each of the others."""
-    return (ranks - 1) * sum(message.nbytes for message in encode(("batch", batch(), None, {})))
+    text, large = encode(("batch", batch(), None, {}))
+    return (ranks - 1) * sum(message.nbytes for message in (text, *large))
 
 
 def receive_batches(transport: Transport, batches: int) -> float:

@@ -67,12 +67,12 @@ class ThreadTransport(Transport):
     @override
     def send(self, data: Tensor, peer: int, lane: Lane) -> Work:
         check_message(data)
-        return self._post("send", data, (self.process, self.peers[peer], lane), peer, lane)
+        return self._post("send", data, (self.process, self.peers[peer], lane), self.peers[peer], lane)
 
     @override
     def receive(self, data: Tensor, peer: int, lane: Lane) -> Work:
         check_message(data)
-        return self._post("receive", data, (self.peers[peer], self.process, lane), peer, lane)
+        return self._post("receive", data, (self.peers[peer], self.process, lane), self.peers[peer], lane)
 
     @override
     def make_groups(self, groups: Sequence[tuple[int, ...]]) -> None:
@@ -142,26 +142,16 @@ class ThreadTransport(Transport):
         self.waiting = None
 
     @override
-    def _send_bytes(self, data: Tensor, peer: int, tag: int) -> Work:
-        ends = (self.process, self.peers[peer])
-        return self._post("send", data, (*ends, tag), peer, f"the object lane with tag {tag}")
+    def _send_bytes(self, data: Tensor, process: int, tag: int) -> Work:
+        return self._post("send", data, (self.process, process, tag), process, f"the object lane with tag {tag}")
 
     @override
-    def _receive_bytes(self, data: Tensor, peer: int, tag: int) -> Work:
-        ends = (self.peers[peer], self.process)
-        return self._post("receive", data, (*ends, tag), peer, f"the object lane with tag {tag}")
+    def _receive_bytes(self, data: Tensor, process: int, tag: int) -> Work:
+        return self._post("receive", data, (process, self.process, tag), process, f"the object lane with tag {tag}")
 
-    @override
-    def _all_gather(self, data: Tensor, members: tuple[int, ...]) -> list[Tensor]:
-        def combine(contributions: dict[int, Tensor]) -> list[Tensor]:
-            return [contributions[member] for member in members]
-
-        gathered: list[Tensor] = self._join("object gather", data, members, combine).wait()
-        return gathered
-
-    def _post(self, verb: Any, data: Tensor, key: Hashable, peer: int, lane: Lane | str) -> _ThreadWork:
+    def _post(self, verb: Any, data: Tensor, key: Hashable, process: int, lane: Lane | str) -> _ThreadWork:
         end = MessageEnd(data)
-        operation = Message(verb, data.numel(), self.names[peer], lane)
+        operation = Message(verb, data.numel(), self.describe(process), lane)
         self.world.post(key, end, sending=verb == "send")
         return _ThreadWork(self, operation, end)
 

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import time
-import weakref
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from lightning_pipe.errors import CommunicationError
-from lightning_pipe.transport.base import DONE, Transport, Work
+from lightning_pipe.transport.base import Transport
 from lightning_pipe.transport.topology import Topology
 from tests.support import processes
 from tests.support.transports import Run, run_in_threads
@@ -85,37 +82,6 @@ def test_sums_are_scattered_to_their_members(run: Run) -> None:
     assert first == [[3.0, 6.0, 9.0]] * 3 + [[4.0, 4.0], [1.0, 1.0]]
     assert second == [[]] * 3 + [[1.0, 1.0]]
     assert third == [[3.0, 6.0]] * 3 + [[4.0, 4.0], [1.0, 1.0]]
-
-
-def freed(transport: Transport) -> tuple[bool, bool]:
-    """Whether the memory of the other member's part is free when the sum is done, without anybody waiting for it."""
-    memory = np.ones(1 << 17)
-    held = weakref.ref(memory)
-    parts = [torch.from_numpy(memory), torch.from_numpy(memory)]
-    parts[transport.process] = torch.ones(1 << 17, dtype=torch.float64)
-    del memory
-    told: Work = DONE
-    if transport.process == 1:
-        transport.receive_object(1, 0)
-    work, early = transport.reduce_scatter(parts, (0, 1)), held() is None
-    own = parts[transport.process]
-    del parts
-    if transport.process == 0:
-        early = held() is None
-        told = transport.send_object(None, 0, 0)
-    deadline = time.monotonic() + 5
-    while held() is not None and time.monotonic() < deadline:
-        time.sleep(0.01)
-    late = held() is None
-    told.wait()
-    work.wait()
-    assert bool((own == 2).all())
-    return early, late
-
-
-def test_the_memory_of_sums_for_others_is_free_when_they_are_done(run: Run) -> None:
-    # one process has begun when the other one has not
-    assert run(freed, Topology(2, order=(1, 0))) == [(False, True)] * 2
 
 
 def overlapping(transport: Transport) -> list[float]:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import time
-import weakref
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -180,33 +178,6 @@ def test_waiting_in_vain_ends_at_the_timeout(local: bool) -> None:
 def test_waiting_in_vain_ends_at_the_timeout_between_threads() -> None:
     with pytest.raises(CommunicationError, match=r"Rank 1 could not receive 40 bytes .* within 0.3 s"):
         run_in_threads(lambda transport: get(transport, 40, 0, FORWARD) if transport.rank else None, Topology(2), 0.3)
-
-
-def released(transport: Transport) -> tuple[bool, bool]:
-    """Whether the memory of a send was free before its receive, and after it, without anybody waiting for it."""
-    if transport.rank == 1:
-        time.sleep(0.5)
-        get(transport, 1 << 19, 0, FORWARD)
-        transport.send_object(None, 0, 0).wait()
-        return True, True
-    memory = np.ones(1 << 19, dtype=np.uint8)
-    held = weakref.ref(memory)
-    work = transport.send(torch.from_numpy(memory), 1, FORWARD)
-    del memory
-    early = held() is None
-    transport.receive_object(1, 0)
-    deadline = time.monotonic() + 2
-    while held() is not None and time.monotonic() < deadline:
-        time.sleep(0.01)
-    late = held() is None
-    work.wait()
-    return early, late
-
-
-@pytest.mark.parametrize("local", [False, True])
-def test_the_memory_of_large_sends_is_free_when_they_are_done(local: bool) -> None:
-    # shared memory holds a copy of the message: the send is done at once
-    assert processes.run_pipeline(released, Topology(2), local=local)[0] == (local, True)
 
 
 def flood(transport: Transport, messages: int) -> bool:

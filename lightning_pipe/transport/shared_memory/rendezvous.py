@@ -1,4 +1,4 @@
-"""Connects the processes of a pipeline that run on the same host."""
+"""Connects the processes that run on the same host."""
 
 from __future__ import annotations
 
@@ -15,31 +15,30 @@ from lightning_pipe.transport.shared_memory.peer import SharedMemoryPeer
 
 
 def connect_local(
-    process: int, peers: Sequence[int], timeout: float, gather: Callable[[Any], list[Any]]
-) -> tuple[dict[int, SharedMemoryPeer], bool]:
-    """Connect the processes of a pipeline that run on the same host. Collective over the world.
+    process: int, everyone: Sequence[int], timeout: float, gather: Callable[[Any], list[Any]]
+) -> dict[int, SharedMemoryPeer]:
+    """Connect the processes that run on the same host. Collective over the world.
 
     Args:
         process: this process.
-        peers: the processes of this pipeline.
+        everyone: the processes of the world.
         timeout: the longest that the other end may take, here and in every receive, in seconds.
         gather: gathers an object from all processes, by process.
 
     Returns:
-        The connections, by process, and whether all processes of the pipeline are connected to each other. Processes on
-        other hosts, and those that cannot be reached (in another container, on a system without the means), are left
-        out at both ends.
+        The connections, by process. Processes on other hosts, and those that cannot be reached (in another container,
+        on a system without the means), are left out at both ends.
 
     Raises:
         OSError: a process that had come did not finish.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.settimeout(timeout)
-        folder, address = _listen(listener, len(peers))
+        folder, address = _listen(listener, len(everyone))
         try:
             places = gather((_host(), address))
             connections: dict[int, socket.socket] = {}
-            for peer in peers:
+            for peer in everyone:
                 # the lower process of each pair connects, so that a pair has one connection
                 if peer > process and address and places[peer][0] == places[process][0]:
                     connection = _reach(places[peer][1], process)
@@ -47,7 +46,7 @@ def connect_local(
                         connections[peer] = connection
             # a process that could not be reached must not be waited for: both ends then use Gloo
             reached = gather(sorted(connections))
-            awaited = {peer for peer in peers if peer < process and process in reached[peer]}
+            awaited = {peer for peer in everyone if peer < process and process in reached[peer]}
             while awaited:
                 connection, _ = listener.accept()
                 if not _same_user(connection):  # the folder's mode does not keep root out
@@ -59,8 +58,7 @@ def connect_local(
                 connections[peer] = connection
         finally:
             shutil.rmtree(folder, ignore_errors=True)
-    complete = all(higher in reached[lower] for lower in peers for higher in peers if lower < higher)
-    return {peer: SharedMemoryPeer(connection, timeout) for peer, connection in connections.items()}, complete
+    return {peer: SharedMemoryPeer(connection, timeout) for peer, connection in connections.items()}
 
 
 def _listen(listener: socket.socket, others: int) -> tuple[str, str]:

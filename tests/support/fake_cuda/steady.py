@@ -34,7 +34,7 @@ class Batch(NamedTuple):
 
     Args:
         waits: why and where the host waited for the device, and how often.
-        messages: what the host sent, received and gathered by itself, beside the device's messages, by place.
+        messages: what the host sent and received by itself, beside the device's messages, by place.
         peak: bytes of the device at most, without what was there before the batch.
     """
 
@@ -91,7 +91,7 @@ class Counts(L.Callback):
     def counting(self) -> ExitStack:
         """While it is open, messages of the host are counted."""
         stack = ExitStack()
-        for name, label in {"_start_send": "send", "_start_receive": "receive", "_all_gather": "gather"}.items():
+        for name, label in {"_start_send": "send", "_start_receive": "receive"}.items():
             stack.enter_context(mock.patch.object(TorchTransport, name, self._counted(name, label)))
         return stack
 

@@ -73,15 +73,10 @@ class RecordingTransport(NcclTransport):
             super().barrier(members)
 
     @override
-    def broadcast_object(self, obj: Any, source: int, members: tuple[int, ...]) -> Any:
-        self._read(obj)
-        with self._place(on_host=True):
-            return super().broadcast_object(obj, source, members)
-
-    @override
-    def send_object_to(self, obj: object, peers: Sequence[int], tag: int) -> Work:
-        self._read(obj)
-        return super().send_object_to(obj, peers, tag)
+    def _send_object(self, obj: object, processes: Sequence[int], tag: int, *, kept: bool = False) -> Work:
+        if any(isinstance(leaf, Tensor) for leaf in tree_leaves(obj)):
+            self._events.append(Read())
+        return super()._send_object(obj, processes, tag, kept=kept)
 
     @override
     def abort(self) -> None:
@@ -95,10 +90,6 @@ class RecordingTransport(NcclTransport):
     @override
     def _group(self, members: tuple[int, ...], *, host: bool) -> Any:
         return super()._group(members, host=self._on_host)
-
-    def _read(self, obj: object) -> None:
-        if any(isinstance(leaf, Tensor) for leaf in tree_leaves(obj)):
-            self._events.append(Read())
 
     @contextmanager
     def _place(self, *, on_host: bool) -> Iterator[None]:
@@ -184,14 +175,6 @@ class _Distributed:
 
         return group.join("broadcast", tensor, combine)
 
-    def all_gather(self, gathered: list[Tensor], data: Tensor, group: _Group, async_op: bool) -> _Work:
-        def combine(tensors: dict[int, Any]) -> None:
-            for targets, _ in tensors.values():
-                for target, member in zip(targets, sorted(tensors), strict=True):
-                    copy_bytes(target, tensors[member][1])
-
-        return group.join("gather", data, combine, contribution=(gathered, data))
-
 
 class _Group:
     """A process group over the thread world."""
@@ -214,13 +197,13 @@ class _Group:
         peer = self.group.members[rank]
         return self._post("receive", data[0], peer, (self.group, peer, self._threads.process, tag), tag)
 
-    def join(self, name: str, data: Tensor, combine: Callable[[Any], Any], contribution: Any = None) -> _Work:
+    def join(self, name: str, data: Tensor, combine: Callable[[Any], Any]) -> _Work:
         self._joined += 1
         number = self._issued(name, data.nbytes)
         pending = self._threads.world.join_collective(
             (self.group, self._joined),
             self._threads.process,
-            data if contribution is None else contribution,
+            data,
             self.size(),
             combine,
             f"{name} of {data.nbytes} bytes with ranks {list(self.group.members)}",
