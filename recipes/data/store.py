@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 log = logging.getLogger(__name__)
 
 Split = TypeVar("Split")
+LAYOUT = 2  # of folders in the cache: those of another one are not opened
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ def kept(cache: Path, text: Texts[Any], tokenise: Callable[..., None], *settings
         tokenise: gets the text, the settings and an empty folder, which it fills.
         settings: what the contents depend on beside the text, as JSON can say it.
     """
-    folder = cache / hashlib.sha256(json.dumps([text.fingerprint, *settings]).encode()).hexdigest()[:16]
+    folder = cache / hashlib.sha256(json.dumps([LAYOUT, text.fingerprint, *settings]).encode()).hexdigest()[:16]
     if not folder.exists():
         started = time.perf_counter()
         with building(folder) as place:

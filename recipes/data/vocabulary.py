@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from recipes.errors import RecipeError
 
+FOLDER = "tokenizer"
 Encode = Callable[[list[str]], list[list[int]]]
 
 
@@ -31,14 +33,13 @@ class Vocabulary:
     special: Mapping[str, int]
 
 
-def train(texts: Iterable[str], size: int, special: Mapping[str, str], folder: Path) -> None:
-    """Trains a byte-level BPE and leaves it in a folder.
+def train(texts: Iterable[str], size: int, special: Mapping[str, str]) -> PreTrainedTokenizerFast:
+    """Trains a byte-level BPE.
 
     Args:
         texts: what to train on.
         size: number of tokens, special ones and the 256 bytes included.
         special: special tokens by role; they get the first numbers.
-        folder: existing.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -50,25 +51,8 @@ def train(texts: Iterable[str], size: int, special: Mapping[str, str], folder: P
         show_progress=False,
     )
     tokenizer.train_from_iterator(iter(texts), trainer)
-    tokenizer.save(str(folder / "tokenizer.json"))
-
-
-def keep_ready(name: str, folder: Path) -> None:
-    """Copies a ready tokeniser into a folder.
-
-    Args:
-        name: on the hub, or its folder.
-        folder: existing.
-    """
-    from transformers import AutoTokenizer
-
-    try:
-        AutoTokenizer.from_pretrained(name).save_pretrained(folder / "ready")
-    except OSError as error:
-        raise RecipeError(
-            f"The tokeniser {name} cannot be read: {str(error).splitlines()[0]}",
-            hint="Name another one, or leave out data.tokenizer to train one on the data.",
-        ) from error
+    roles = {f"{role}_token": token for role, token in special.items()}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False, **roles)
 
 
 def make(
@@ -83,10 +67,14 @@ def make(
         special: special tokens by role; see `load`.
         folder: existing.
     """
-    if tokenizer is None:
-        train(texts, size, special, folder)
-    else:
-        keep_ready(tokenizer, folder)
+    try:
+        made = train(texts, size, special) if tokenizer is None else AutoTokenizer.from_pretrained(tokenizer)
+    except OSError as error:
+        raise RecipeError(
+            f"The tokeniser {tokenizer} cannot be read: {str(error).splitlines()[0]}",
+            hint="Name another one, or leave out data.tokenizer to train one on the data.",
+        ) from error
+    made.save_pretrained(folder / FOLDER)
     return load(folder, special)
 
 
@@ -100,33 +88,23 @@ def check_size(size: int, built_for: int) -> None:
 
 
 def load(folder: Path, special: Mapping[str, str]) -> Vocabulary:
-    """Opens the tokeniser that `train` or `keep_ready` has left.
+    """Opens the tokeniser that `make` has left.
 
     Args:
         folder: where it is.
-        special: special tokens by role. A ready tokeniser has its own: there, the roles are those of transformers, such
-            as "pad", "cls", "sep", "mask", "bos", "eos".
+        special: special tokens by role, which are those of transformers, such as "pad", "cls", "sep", "mask", "bos",
+            "eos". A ready tokeniser has its own tokens for them.
     """
-    if not (folder / "ready").is_dir():
-        trained = Tokenizer.from_file(str(folder / "tokenizer.json"))
-        return Vocabulary(
-            size=trained.get_vocab_size(),
-            encode=lambda texts: [encoding.ids for encoding in trained.encode_batch(texts)],
-            decode=lambda numbers: str(trained.decode(list(numbers))),
-            special={role: trained.get_vocab()[token] for role, token in special.items()},
-        )
-    from transformers import AutoTokenizer
-
-    ready = AutoTokenizer.from_pretrained(folder / "ready")
-    known: dict[str, Any] = {role: getattr(ready, f"{role}_token_id") for role in special}
+    made = AutoTokenizer.from_pretrained(folder / FOLDER)
+    known: dict[str, Any] = {role: getattr(made, f"{role}_token_id") for role in special}
     numbers = {role: number for role, number in known.items() if number is not None}
     if missing := [role for role in special if role not in numbers]:
         raise RecipeError(
             f"The tokeniser has no {missing[0]} token.", hint="Name another one, or leave out data.tokenizer."
         )
     return Vocabulary(
-        size=len(ready),
-        encode=lambda texts: ready(texts, add_special_tokens=False, verbose=False)["input_ids"],
-        decode=lambda ids: str(ready.decode(list(ids), skip_special_tokens=True)),
+        size=len(made),
+        encode=lambda texts: made(texts, add_special_tokens=False, verbose=False)["input_ids"],
+        decode=lambda ids: str(made.decode(list(ids), skip_special_tokens=True)),
         special=numbers,
     )

@@ -37,7 +37,7 @@ def test_local_files_in_both_formats(tmp_path: Path, write: Any) -> None:
 @pytest.mark.parametrize("write", [write_text, write_parquet])
 def test_blocks_are_the_text_in_order_and_without_gaps(tmp_path: Path, write: Any) -> None:
     data = data_module(tmp_path, files=str(write(tmp_path / "wiki")))
-    tokenizer = Tokenizer.from_file(str(data.folder / "tokenizer.json"))
+    tokenizer = Tokenizer.from_file(str(data.folder / "tokenizer" / "tokenizer.json"))
     stream = data.split("validation").blocks.flatten().tolist()
     text = tokenizer.decode(stream)
     assert len(text) > 9 * len(ARTICLE)
@@ -152,7 +152,7 @@ def test_a_ready_tokeniser_is_taken_from_its_folder(tmp_path: Path) -> None:
     from transformers import PreTrainedTokenizerFast
 
     first = data_module(tmp_path, files=str(write_text(tmp_path / "wiki")))
-    trained = Tokenizer.from_file(str(first.folder / "tokenizer.json"))
+    trained = Tokenizer.from_file(str(first.folder / "tokenizer" / "tokenizer.json"))
     PreTrainedTokenizerFast(tokenizer_object=trained, eos_token="<|endoftext|>").save_pretrained(tmp_path / "ready")
     second = data_module(tmp_path, files=str(tmp_path / "wiki"), tokenizer=str(tmp_path / "ready"))
     assert np.array_equal(first.split("train").blocks, second.split("train").blocks)
