@@ -17,7 +17,6 @@ from jsonargparse import ArgumentParser, DefaultHelpFormatter
 from jsonargparse.typing import register_type
 
 from lightning_pipe.errors import PipeError
-from lightning_pipe.text import memory, several
 
 _PROGRAM = "lightning-pipe"
 
@@ -50,11 +49,6 @@ _COMMANDS = {
         "lightning_pipe.profiling.command",
         "measure what a module costs on this machine",
         ("my_project.models:Net --batch my_project.data:batch --ranks 2 --sizes [1,4]",),
-    ),
-    "consolidate": _Command(
-        "lightning_pipe.cli",
-        "write an ordinary checkpoint from a folder of shards",
-        ("checkpoints/last.ckpt", "checkpoints/last.ckpt --file whole.ckpt"),
     ),
 }
 
@@ -120,20 +114,6 @@ def _run(name: str, words: Sequence[str]) -> None:
     for each, kind in groups.items():
         given[each] = kind(**{field.name: values[field.name] for field in fields(kind) if field.name in values})
     function(**given)
-
-
-def consolidate(folder: str, file: str | None = None) -> None:
-    """Write an ordinary .ckpt from a folder of shards, with one tensor in memory at a time.
-
-    Args:
-        folder: of PipeStrategy(save_distributed_checkpoint=True).
-        file: the checkpoint (default: beside the folder).
-    """
-    from lightning_pipe.trainer.checkpoints import consolidate as shards
-
-    target = file or shards.default_target(folder)
-    tensors = shards.consolidate(folder, target)
-    print(f"wrote {target}: {several(tensors, 'tensor')}, {memory(os.path.getsize(target))}")
 
 
 def _underscored(word: str) -> str:

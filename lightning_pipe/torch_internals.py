@@ -40,7 +40,6 @@ NAMES = {
     },
     "torch.nn.Parameter": {"_is_param": "it sets it on a parameter of a class of ours: no user's attribute"},
     "torch.UntypedStorage": {"_cdata": "the same for tensors that share memory, also on meta"},
-    "torch.TypedStorage": {"_untyped_storage": "what a checkpoint stores, without the warning of its public name"},
     "torch": {"_foreach_mul_": "all gradients times the factor of a loss in one kernel", "_C": "the functions below"},
     "torch._C": {
         "_autograd": "see _get_sequence_nr",

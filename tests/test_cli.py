@@ -125,7 +125,7 @@ def test_all_schedules_are_compared(tmp_path: Path, capsys: pytest.CaptureFixtur
         (["schedule"], "required: name"),
         (["schedule", "1f1b", "--links", "all"], "--links cannot be 'all'"),
         (["schedule", "1f1b", "--nothing", "1"], "unrecognized arguments: --nothing"),
-        (["plot"], "there is no command 'plot'; known are schedule, plan, search, profile, consolidate"),
+        (["plot"], "there is no command 'plot'; known are schedule, plan, search, profile"),
     ],
 )
 def test_mistakes_get_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -141,7 +141,7 @@ def test_mistakes_get_one_line(arguments: list[str], message: str, capsys: pytes
 def test_help_has_groups_and_examples(capsys: pytest.CaptureFixture[str]) -> None:
     main([])
     told = capsys.readouterr().out
-    assert all(f"\n  {name} " in told for name in ("schedule", "plan", "search", "profile", "consolidate"))
+    assert all(f"\n  {name} " in told for name in ("schedule", "plan", "search", "profile"))
     for name, group in (
         ("schedule", "Times of one micro-batch"),
         ("plan", "What is planned"),

@@ -18,7 +18,9 @@ from lightning_pipe.intercept.absent_tensor import is_absent
 from lightning_pipe.parameters.holder_map import named_tensors
 
 _LIGHTNINGS = "state_dict"
-"""Where Lightning's checkpoints hold the module."""
+"""Where Lightning's checkpoints hold the module, and its folders of shards by ModelParallelStrategy."""
+_SHARDED = "model"
+"""Where folders of shards by FSDPStrategy and this package hold it, beside a file ``meta.pt``."""
 
 Sources = Mapping[str, Callable[[], Tensor]]
 """For the name of each tensor what gives it; it is read when its value is needed."""
@@ -158,8 +160,9 @@ def _of_distributed(path: Path) -> Sources:
         for name, entry in entries.items()
         if isinstance(entry, TensorStorageMetadata)
     }
-    inside = f"{_LIGHTNINGS}."
-    names = [name for name in like if name.startswith(inside)] or list(like)
+    whose = [_LIGHTNINGS, *([_SHARDED] if (path / "meta.pt").is_file() else [])]
+    inside = next((f"{each}." for each in whose if any(name.startswith(f"{each}.") for name in like)), "")
+    names = [name for name in like if name.startswith(inside)]
     return {
         name.removeprefix(inside): functools.partial(unread_tensor, like[name], functools.partial(_read, path, name))
         for name in names

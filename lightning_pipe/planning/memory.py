@@ -13,7 +13,7 @@ from lightning_pipe.text import memory
 from lightning_pipe.transport.topology import Topology
 
 PIECES = 64 << 20
-"""What a process needs to send or to write a checkpoint, beside its share: a few pieces of 16 MiB."""
+"""What a process needs to send its part of a checkpoint, beside its share: a few pieces of 16 MiB."""
 _SHOWN = 8
 
 
@@ -109,6 +109,10 @@ def process_memories(
         built: bytes that every process has built whole; 0: each makes its own parameters alone.
         on_device: whether devices have memory of their own.
     """
+    def saved(ones: Iterable[ParameterPlace]) -> int:
+        return sum(bytes_of.size(one) * (1 + MOMENTS * one.parameter.requires_grad) for one in ones)
+
+    everyone = {one.name: one for own in held for one in own}
     everywhere = {one.name: one for own in held for one in own if one.beside}  # until a batch shows who uses them
     found = []
     for process in range(topology.replicas * topology.ranks):
@@ -118,6 +122,9 @@ def process_memories(
         step, largest = bytes_of.step(own.values()), max(map(bytes_of.size, own.values()), default=0)
         build = max(built, sum(map(bytes_of.size, {**own, **everywhere}.values())) + largest)
         saving = PIECES + (largest if on_device else step)
+        if process == 0:  # gathers what it has not, and writes all of it by way of its memory
+            gathered = saved(everyone.values()) - (0 if on_device else saved(own.values()))
+            saving = (0 if on_device else step) + gathered + saved(everyone.values())
         found.append(ProcessMemory(process, build, step, saving, on_device))
     return tuple(found)
 

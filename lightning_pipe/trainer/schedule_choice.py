@@ -182,12 +182,10 @@ def kept(path: object, ranks: int) -> ScheduleChoice | None:
     """
     if not isinstance(path, str | Path):
         return None
-    folder = Path(path).is_dir()
-    file = Path(path) / REST if folder else Path(path)
+    file = Path(path) / REST if Path(path).is_dir() else Path(path)
     if not file.is_file():
         return None
-    content = torch.load(file, map_location="cpu", mmap=True, weights_only=False)
-    found = (content["checkpoint"] if folder else content).get(KEY)
+    found = torch.load(file, map_location="cpu", mmap=True, weights_only=False).get(KEY)
     if not isinstance(found, Mapping) or found.get("ranks", ranks) != ranks:
         return None
     family = schedules.get(found["name"], **found["options"])

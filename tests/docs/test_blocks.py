@@ -32,7 +32,9 @@ COVERED = {
     "lightning-pipe profile": "tests/profiling/test_measure.py::test_from_the_command_line_to_a_search",
     "lightning-pipe plan": "tests/test_cli.py::test_a_module_of_the_user_s_is_planned_without_weights",
     "lightning-pipe search": "tests/profiling/test_measure.py::test_from_the_command_line_to_a_search",
-    "lightning-pipe consolidate": "tests/trainer/checkpoints/test_consolidate.py::test_a_folder_of_all_ranks",
+    "python -m lightning.pytorch.utilities.consolidate_checkpoint": (
+        "tests/trainer/checkpoints/test_folder.py::test_the_command_of_lightning_makes_an_ordinary_file"
+    ),
     "python -m recipes.train": "tests/recipes/test_docs.py::test_the_commands_compose",
     "python -m recipes.plan": "tests/recipes/test_docs.py::test_the_commands_compose",
     "python -m recipes.reproduce": "tests/recipes/reproduce/test_reproduce.py::test_the_command",

@@ -24,8 +24,7 @@ from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.engine.streamed_evaluation import StreamedEvaluation
 from lightning_pipe.partition import find_layers
 from lightning_pipe.schedules import Action, Family, Kind
-from lightning_pipe.trainer.checkpoints.rank_entries import RankEntries, receive_items, receive_pieces, send_items
-from lightning_pipe.trainer.checkpoints.rank_entries import send_tensors as send_values
+from lightning_pipe.trainer.checkpoints.entries import Owners, gather
 from lightning_pipe.transport import torch_distributed
 from lightning_pipe.transport.base import COLLECTIVE_TAG, Channel
 from lightning_pipe.transport.nccl import NcclTransport
@@ -244,17 +243,9 @@ def test_checkpoints_between_batches_end() -> None:
         transport = pipeline.transport
         for _ in range(2):
             train(pipeline, lambda _, part: pipeline.module(**part))
-            mine = RankEntries(transport.rank)
-            for name, parameter in pipeline.local_parameters():
-                mine.add((name,), parameter)
-            if transport.rank:
-                send_items(mine, transport, 0)
-                send_values(mine, transport, 0)
-                continue
-            for rank in range(1, transport.topology.ranks):
-                items, _ = receive_items(transport, rank)
-                for _, leaf in items:
-                    assert list(receive_pieces(transport, leaf))
+            owners = Owners(pipeline.module, pipeline.owners, [[]] * 3, writer=0)
+            whole = gather({"state_dict": pipeline.module.state_dict()}, owners, transport)
+            assert (whole is None) == (transport.rank != 0)
 
     check(with_pipeline(run, asynchronous_engine.Net(), ranks=3), resident=[4])
 

@@ -11,13 +11,13 @@ from typing import Any
 import lightning as L
 import torch
 import torch.nn.functional as F
+from fsspec.implementations.local import LocalFileOpener
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from torch import Tensor, nn
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_pipe import PipeStrategy
-from lightning_pipe.trainer.checkpoints import file
 from lightning_pipe.trainer.world import World
 from tests.faults.injection import Injection
 
@@ -180,7 +180,7 @@ def main(folder: Path, options: dict[str, Any]) -> None:
     if options.get("folder"):
         wrap(FileSystemWriter, "write_data", injection, phases)
     else:
-        wrap(file._Archive, "close", injection, (f"{phase}_file" for phase in phases))
+        wrap(LocalFileOpener, "commit", injection, (f"{phase}_file" for phase in phases))
     calls: list[L.Callback] = [Hears(), ModelCheckpoint(folder / "saved", "{epoch}", save_last=True)]
     if kind == "on_exception_checkpoint":
         calls.append(OnExceptionCheckpoint(str(folder)))

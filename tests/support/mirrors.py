@@ -99,9 +99,8 @@ _ROOMS: dict[str, dict[str, str]] = {
     },
     "trainer/asynchronous": dict.fromkeys(("draining", "training_loop"), "trainer/asynchronous/test_streaming"),
     "trainer/checkpoints": {
-        "file": "trainer/checkpoints/test_divided",
-        "folder": "trainer/checkpoints/test_consolidate",
-        "rank_entries": "trainer/checkpoints/test_divided",
+        "entries": "trainer/checkpoints/test_divided",
+        "file": "trainer/checkpoints/test_unfinished",
     },
     "trainer/data": {
         "batch_splitter": "batches/test_split_batch",

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import math
 import os
-from collections.abc import Mapping, Sequence
-from functools import partial
-from pathlib import Path as FilePath
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 from lightning.fabric.plugins import CheckpointIO
-from lightning.pytorch.plugins import TorchCheckpointIO
 from lightning_utilities.core.rank_zero import rank_zero_warn
-from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_pipe.construction import read_out
@@ -24,29 +19,21 @@ from lightning_pipe.lightning_internals import is_local_path
 from lightning_pipe.parameters.loading import load_held
 from lightning_pipe.parameters.ownership import named_tensors
 from lightning_pipe.text import memory
-from lightning_pipe.trainer.at_rest import GATHER_LIMIT
+from lightning_pipe.trainer.at_rest import GATHER_LIMIT, size_of
 from lightning_pipe.trainer.checkpoints import file, folder
-from lightning_pipe.trainer.checkpoints.rank_entries import (
+from lightning_pipe.trainer.checkpoints.entries import (
     Owners,
-    Path,
-    Pending,
-    RankEntries,
-    assembled,
     check_known,
+    gather,
     plain_name,
-    rank_entries,
-    receive_items,
-    receive_pieces,
     replace_tensors,
-    send_items,
-    send_tensors,
     state_entries,
 )
 from lightning_pipe.trainer.checkpoints.unfinished import found
 from lightning_pipe.transport.base import Transport
-from lightning_pipe.transport.objects import as_bytes
 
-Location = str | FilePath
+Location = str | Path
+_SHARDED = ("state_dict", "optimizer_states")
 
 
 class Checkpoints:
@@ -71,10 +58,6 @@ class Checkpoints:
         self._writer = transport.topology.locate(0)[1]
         self._holders = holders
 
-    @property
-    def _writes(self) -> bool:
-        return self._transport.replica == 0 and self._transport.rank == self._writer
-
     # ------------------------------------------------------------------ saving
 
     def save_file(self, checkpoint: dict[str, Any], path: Location, io: CheckpointIO, storage_options: Any) -> None:
@@ -83,38 +66,56 @@ class Checkpoints:
         Args:
             checkpoint: as this process has dumped it.
             path: the file.
-            io: the Trainer's plugin; its own files on local disks are written tensor by tensor.
+            io: the Trainer's plugin, which gets all of it on the process that writes.
             storage_options: for the plugin.
         """
-        transport = self._transport
-        if transport.replica != 0:
+        if self._transport.replica != 0:
             return
-        mine = rank_entries(checkpoint, self._owners(checkpoint), transport.rank)
-        if not self._writes:
-            send_items(mine, transport, self._writer)
-            send_tensors(mine, transport, self._writer)
-            return
-        others = [rank for rank in range(transport.topology.ranks) if rank != self._writer]
-        items = [item for rank in others for item in receive_items(transport, rank)[0]]
-        tree = assembled(checkpoint, items)
-        check_known(tree)
-        for states in tree.get("optimizer_states", []):
-            if "state" in states:
-                states["state"] = {index: states["state"][index] for index in sorted(states["state"])}
-        if type(io) is TorchCheckpointIO and storage_options is None and is_local_path(path):
-            os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
-            file.write(os.fspath(path), tree, partial(receive_pieces, transport))
-        else:
-            self._say_what_it_costs(tree, path, io)
-            io.save_checkpoint(self._in_memory(tree), path, storage_options=storage_options)
+        if self._transport.topology.ranks > 1 and (size := size_of(self._module)) >= GATHER_LIMIT:
+            rank_zero_warn(
+                f"An ordinary checkpoint of {type(self._module).__name__} is whole in rank 0's memory: {memory(size)}, "
+                "and what optimizers keep of it. PipeStrategy(save_distributed_checkpoint=True) lets each rank write "
+                "its share."
+            )
+        whole = gather(checkpoint, self._owners(checkpoint), self._transport)
+        if whole is not None:
+            file.write(whole, path, io, storage_options)
 
     def save_folder(self, checkpoint: dict[str, Any], path: Location, optimizers: Sequence[Optimizer]) -> None:
-        """Write a folder. Collective over the world."""
-        rank = self._transport.rank
-        first = self._transport.replica == 0
-        mine = rank_entries(checkpoint, self._owners(checkpoint), rank) if first else RankEntries(rank)
-        names = self._parameter_names(optimizers)
-        folder.save(os.fspath(path), checkpoint, mine, self._transport, self._writer, names)
+        """Write a folder. Collective over the world; replicas beside the first have nothing to add."""
+        transport = self._transport
+        shards: dict[str, Any] = {}
+        rest: dict[str, Any] | None = None
+        if transport.replica == 0:
+            owners = self._owners(checkpoint)
+            rest = gather({key: value for key, value in checkpoint.items() if key not in _SHARDED}, owners, transport)
+            state = checkpoint["state_dict"].items()
+            shards["model"] = {key: value for key, value in state if owners.of_tensor(key, value) == transport.rank}
+            check_known(shards["model"])
+            for number, shard in enumerate(self._optimizer_shards(checkpoint, owners, optimizers)):
+                # torch.distributed.checkpoint loses empty dictionaries, as of optimizers that keep nothing
+                place = shards if owners.have_states(number) else rest
+                if place is not None:
+                    place[folder.optimizer_key(number)] = shard
+        folder.save(os.fspath(path), shards, rest, transport, transport.topology.process(0, self._writer))
+
+    def _optimizer_shards(
+        self, checkpoint: dict[str, Any], owners: Owners, optimizers: Sequence[Optimizer]
+    ) -> Iterator[dict[str, Any]]:
+        """What this rank owns of the states of optimizers, with the names of parameters in the place of numbers."""
+        for number, (state, known) in enumerate(
+            zip(checkpoint.get("optimizer_states", []), self._parameter_names(optimizers), strict=False)
+        ):
+            names = {index: name or str(index) for index, name in enumerate(known)}
+            kept = {
+                names.get(index, index): value
+                for index, value in state["state"].items()
+                if owners.of_state(number, index) == self._transport.rank
+            }
+            groups = [
+                {**group, "params": [names[index] for index in group["params"]]} for group in state["param_groups"]
+            ]
+            yield {**state, "state": kept, "param_groups": groups}
 
     def _owners(self, checkpoint: dict[str, Any]) -> Owners:
         if self._pipeline is not None:
@@ -138,35 +139,6 @@ class Checkpoints:
             for optimizer in optimizers
         ]
 
-    def _say_what_it_costs(self, tree: dict[str, Any], path: Location, io: CheckpointIO) -> None:
-        pending: set[Pending] = set()
-        replace_tensors(tree, pending.add, Pending)
-        size = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in pending)
-        if size >= GATHER_LIMIT:
-            rank_zero_warn(
-                f"{type(io).__name__} takes {path} whole: {memory(size)} of other ranks come into rank 0's memory. "
-                "Lightning's own TorchCheckpointIO writes a local file piece by piece; "
-                "PipeStrategy(save_distributed_checkpoint=True) lets each rank write its share."
-            )
-
-    def _in_memory(self, tree: dict[str, Any]) -> dict[str, Any]:
-        """The whole checkpoint, for plugins that take nothing else."""
-        arrived: dict[Any, Tensor] = {}
-
-        def note(leaf: Pending) -> Pending:
-            arrived.setdefault(leaf, torch.empty(0))
-            return leaf
-
-        replace_tensors(tree, note, Pending)
-        for leaf in sorted(arrived, key=lambda pending: (pending.rank, pending.number)):
-            arrived[leaf] = torch.empty(leaf.shape, dtype=leaf.dtype)
-            rest = as_bytes(arrived[leaf])
-            for part in receive_pieces(self._transport, leaf):
-                rest[: len(part)] = part
-                rest = rest[len(part) :]
-        result: dict[str, Any] = replace_tensors(tree, arrived.__getitem__, Pending)
-        return result
-
     # ------------------------------------------------------------------ loading
 
     def load(self, path: Location, io: CheckpointIO, weights_only: bool | None) -> dict[str, Any]:
@@ -177,8 +149,9 @@ class Checkpoints:
         """
         place = found(os.fspath(path)) if is_local_path(path) else os.fspath(path)
         if folder.is_folder(place):
-            return folder.load(place, self._wanted, weights_only, self._transport)  # type: ignore[no-any-return]
-        if type(io) is not TorchCheckpointIO or not is_local_path(path) or not os.path.exists(place):
+            names = {name for name, _ in named_tensors(self._module)}
+            return folder.load(place, lambda key: self._holds(plain_name(key, names)), weights_only)
+        if not file.is_ours(path, io) or not os.path.exists(place):
             return io.load_checkpoint(path, weights_only=weights_only)
         checkpoint = file.read(place, weights_only)
         if not isinstance(checkpoint, Mapping) or "state_dict" not in checkpoint:
@@ -192,20 +165,15 @@ class Checkpoints:
 
     def load_optimizers(self, checkpoint: Mapping[str, Any], optimizers: Sequence[Optimizer]) -> None:
         """Load the states of the parameters that this rank holds."""
-        names = self._parameter_names(optimizers)
-        for optimizer, state, known in zip(optimizers, checkpoint["optimizer_states"], names, strict=False):
-            kept = {i: s for i, s in state["state"].items() if not isinstance(i, int) or self._holds(known[i])}
+        of_optimizers = self._parameter_names(optimizers)
+        for optimizer, state, names in zip(optimizers, checkpoint["optimizer_states"], of_optimizers, strict=False):
+            # a file has the numbers of parameters, a folder has names: in the same order, as torch takes them
+            keys = [key for group in state["param_groups"] for key in group["params"]]
+            known = dict(zip(keys, names, strict=False))
+            kept = {key: value for key, value in state["state"].items() if self._holds(known.get(key))}
             # cloned: they must not hang on the file, which may be replaced
-            own = {i: replace_tensors(each, read_out) for i, each in kept.items()}
+            own = {key: replace_tensors(value, read_out) for key, value in kept.items()}
             optimizer.load_state_dict({**state, "state": own})
 
     def _holds(self, name: str | None) -> bool:
         return name is None or self._pipeline is None or self._pipeline.holds(name)
-
-    def _wanted(self, path: Path, parameter_names: Sequence[Sequence[str | None]]) -> bool:
-        """Whether this rank needs the tensor at a path of a checkpoint."""
-        if path[0] == "optimizer_states":
-            return self._holds(parameter_names[path[1]][path[3]])
-        names = {name for name, _ in named_tensors(self._module)}
-        name = plain_name(path[-1], names)
-        return name is None or self._holds(name)

@@ -1,41 +1,37 @@
-"""A checkpoint as a folder that all ranks write and read together, for models that no host can hold.
+"""A checkpoint as a folder that all ranks write, in the layout of Lightning's FSDPStrategy.
 
-Tensors go through ``torch.distributed.checkpoint``; everything else is in one small file beside them.
+The module's state and the optimizers' go through ``torch.distributed.checkpoint``, under ``model``, ``optimizer_0`` and
+so on, with the names of parameters in the place of their numbers. Everything else is in ``meta.pt`` beside them.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+import pickle
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
-from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load as load_shards
+from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 
 from lightning_pipe.errors import CheckpointError, PipeError
+from lightning_pipe.patches import unheard
 from lightning_pipe.trainer.checkpoints import file
-from lightning_pipe.trainer.checkpoints.rank_entries import (
-    REMOVED,
-    Path,
-    Pending,
-    RankEntries,
-    assembled,
-    check_known,
-    leaves,
-    receive_items,
-    send_items,
-)
-from lightning_pipe.trainer.checkpoints.unfinished import naming, reason, replacing
+from lightning_pipe.trainer.checkpoints.unfinished import replacing
 from lightning_pipe.transport.base import Transport
 
 REST = "meta.pt"
 _COMPLETE = ".metadata"
 """The file that torch writes last."""
+_MODEL = "model"
+_EARLIER = {"checkpoint", "values", "tensors", "like"}
+"""What was in ``meta.pt`` before folders had the layout of Lightning's."""
 
 
 def is_folder(path: str) -> bool:
@@ -45,76 +41,40 @@ def is_folder(path: str) -> bool:
     )
 
 
-def save(
-    path: str,
-    checkpoint: dict[str, Any],
-    mine: RankEntries,
-    transport: Transport,
-    writer: int,
-    parameter_names: Sequence[Sequence[str | None]],
-) -> None:
-    """Write a folder. Collective over the world; replicas beside the first have nothing to add.
+def save(path: str, shards: dict[str, Any], rest: dict[str, Any] | None, transport: Transport, writer: int) -> None:
+    """Write a folder. Collective over the world.
 
     Args:
         path: the folder; one that is there is replaced.
-        checkpoint: as this process has dumped it.
-        mine: what this rank owns of it.
+        shards: what this rank owns of the states of module and optimizers; nothing on replicas beside the first.
+        rest: all other parts of the checkpoint, on the process that writes them.
         transport: this process's transport.
-        writer: the pipeline rank that writes what is not a tensor.
-        parameter_names: for each optimizer the names of its parameters.
+        writer: that process.
     """
-    first, topology = transport.replica == 0, transport.topology
-    writes = first and transport.rank == writer
-    with replacing(path, folder=True) if writes else nullcontext("") as made:
-        unfinished = transport.broadcast_object(made, topology.process(0, writer), tuple(range(topology.world_size)))
-        if first and not writes:
-            send_items(mine, transport, writer)
-        if writes:
-            others = [rank for rank in range(topology.ranks) if rank != writer]
-            entries_of_ranks = [(mine.items, mine.keys), *(receive_items(transport, rank) for rank in others)]
-            with naming(path, unfinished):
-                _write_rest(os.path.join(unfinished, REST), checkpoint, entries_of_ranks, parameter_names)
-        tensors = dict(zip(mine.keys, mine.tensors, strict=True)) if first else {}
-        with _naming_errors(transport, path, "written"):
-            save_tensors(tensors, checkpoint_id=unfinished, no_dist=not _distributed())
+    members = tuple(range(transport.topology.world_size))
+    with replacing(path, folder=True) if rest is not None else nullcontext("") as made:
+        unfinished = transport.broadcast_object(made, writer, members)
+        if rest is not None:
+            torch.save(rest, os.path.join(unfinished, REST))
+        with _naming_errors(transport, path), unheard(".*torch.distributed is disabled.*"):
+            save_shards(shards, checkpoint_id=unfinished, no_dist=not (dist.is_available() and dist.is_initialized()))
     transport.barrier()
 
 
-def load(
-    path: str,
-    wanted: Callable[[Path, Sequence[Sequence[str | None]]], bool],
-    weights_only: bool | None,
-    transport: Transport,
-) -> Any:
-    """Read what this rank needs of a folder. Collective over the world.
+def load(path: str, holds: Callable[[str], bool], weights_only: bool | None) -> dict[str, Any]:
+    """Read what this rank needs of a folder.
 
     Args:
         path: the folder.
-        wanted: whether the tensor at a path of the checkpoint is needed; gets the names of the optimizers' parameters.
-        weights_only: as for ``torch.load``.
-        transport: this process's transport.
+        holds: whether this rank needs what has the name of a parameter or buffer.
+        weights_only: as for ``torch.load``, of what is not a part of module and optimizers.
 
     Returns:
-        The checkpoint; tensors that are not needed are on the meta device.
-    """
-    rest = read_rest(path, weights_only)
-    tensors: dict[str, Tensor] = {}
-    entries: list[tuple[Path, Any]] = [(tuple(at), value) for at, value in rest["values"]]
-    for at, key in rest["tensors"]:
-        like: Tensor = rest["like"][key]
-        if wanted(tuple(at), rest["parameter_names"]):
-            like = tensors.setdefault(key, torch.empty(like.shape, dtype=like.dtype))
-        entries.append((tuple(at), like))
-    with _naming_errors(transport, path, "read"):
-        load_tensors(tensors, checkpoint_id=path, no_dist=not _distributed())
-    return assembled(rest["checkpoint"], entries)
-
-
-def read_rest(path: str, weights_only: bool | None) -> dict[str, Any]:
-    """What is no tensor in a folder, and the paths of the tensors.
+        The checkpoint, as one file would have it but for the names of parameters in the states of optimizers. Tensors
+        that are not needed are on the meta device.
 
     Raises:
-        CheckpointError: the folder is not complete.
+        CheckpointError: the folder is not complete, or is none of Lightning's.
     """
     missing = [name for name in (REST, _COMPLETE) if not os.path.isfile(os.path.join(path, name))]
     if missing:
@@ -123,49 +83,82 @@ def read_rest(path: str, weights_only: bool | None) -> dict[str, Any]:
             hint="The run that wrote it ended before it was done. Resume from another checkpoint.",
         )
     rest: dict[str, Any] = file.read(os.path.join(path, REST), weights_only)
-    return rest
+    if rest.keys() >= _EARLIER:
+        raise CheckpointError(
+            f"The folder {path} was written by an earlier version of lightning-pipe, whose layout was another one.",
+            hint="With that version make a file of it, and resume from the file: lightning-pipe consolidate FOLDER",
+        )
+    try:
+        states = _states(path, holds)
+    except (CheckpointException, pickle.UnpicklingError, RuntimeError, OSError, EOFError, LookupError) as error:
+        raise CheckpointError(
+            f"The folder {path} cannot be read: {_reason(error)}.", hint="Resume from another checkpoint."
+        ) from None
+    if _MODEL not in states:
+        raise CheckpointError(f"The folder {path} is none of Lightning's: it has no {_MODEL!r}, but {list(states)}.")
+    states.update(rest)  # which has the optimizers that keep nothing of any parameter
+    checkpoint = {"state_dict": states.pop(_MODEL), "optimizer_states": []}
+    while (key := optimizer_key(len(checkpoint["optimizer_states"]))) in states:
+        checkpoint["optimizer_states"].append(states.pop(key))
+    return {**checkpoint, **states}
 
 
-def _write_rest(
-    path: str,
-    checkpoint: dict[str, Any],
-    entries_of_ranks: Sequence[tuple[list[tuple[Path, Any]], list[str]]],
-    parameter_names: Sequence[Sequence[str | None]],
-) -> None:
-    """Write all that is not a tensor, and the paths of the tensors, in plain types that any ``torch.load`` reads."""
-    ends = [
-        (at, leaf, keys)
-        for items, keys in entries_of_ranks
-        for path_, value in items
-        for at, leaf in leaves(path_, value)
-    ]
-    pending = [(at, keys[leaf.number], leaf) for at, leaf, keys in ends if isinstance(leaf, Pending)]
-    rest = {
-        "checkpoint": assembled(checkpoint, [(at, REMOVED) for items, _ in entries_of_ranks for at, _ in items]),
-        "values": [(list(at), leaf) for at, leaf, _ in ends if not isinstance(leaf, Pending)],
-        "tensors": [(list(at), key) for at, key, _ in pending],
-        "like": {key: torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") for _, key, leaf in pending},
-        "parameter_names": [list(names) for names in parameter_names],
-    }
-    check_known(rest["checkpoint"])
-    torch.save(rest, path)
+def optimizer_key(number: int) -> str:
+    """Where a folder has the state of an optimizer."""
+    return f"optimizer_{number}"
 
 
-def _distributed() -> bool:
-    return dist.is_available() and dist.is_initialized()
+def _states(path: str, holds: Callable[[str], bool]) -> dict[str, Any]:
+    """The states of module and optimizers."""
+    metadata = FileSystemReader(path).read_metadata()
+    flat: dict[str, Any] = dict.fromkeys(metadata.state_dict_metadata)
+    for key, entry in metadata.state_dict_metadata.items():
+        if isinstance(entry, TensorStorageMetadata):
+            device = "cpu" if holds(_name(metadata.planner_data[key])) else "meta"
+            flat[key] = torch.empty(entry.size, dtype=entry.properties.dtype, device=device)
+    here = {key: value for key, value in flat.items() if value is None or not value.is_meta}
+    with unheard(".*torch.distributed is disabled.*"):
+        load_shards(here, checkpoint_id=path, no_dist=True)
+    tree: dict[Any, Any] = {}
+    for key, value in {**flat, **here}.items():
+        *steps, last = metadata.planner_data[key]
+        node = tree
+        for step in steps:
+            node = node.setdefault(step, {})
+        node[last] = value
+    return _with_lists(tree)  # type: ignore[no-any-return]
+
+
+def _name(path: tuple[Any, ...]) -> str:
+    """The parameter or buffer of a tensor at a path: it is behind ``model``, or ``optimizer_0`` and ``state``."""
+    at = 1 if path[0] == _MODEL else 2
+    return str(path[at]) if len(path) > at else ""
+
+
+def _with_lists(node: Any) -> Any:
+    """Nested dictionaries in which those of numbers have become lists: torch makes texts of all other keys."""
+    if not isinstance(node, dict):
+        return node
+    items = {key: _with_lists(value) for key, value in node.items()}
+    return [items[number] for number in sorted(items)] if all(type(key) is int for key in items) else items
+
+
+def _reason(error: BaseException) -> str:
+    """Why something could not be read or written."""
+    cause = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
+    return f"{type(cause).__name__}: {(str(cause).splitlines() or [''])[0]}"
 
 
 @contextmanager
-def _naming_errors(transport: Transport, path: str, verb: str) -> Iterator[None]:
+def _naming_errors(transport: Transport, path: str) -> Iterator[None]:
     """Name the checkpoint and the rank that failed in errors; torch's collectives do not know the failure board."""
-    operation = f"wait until the checkpoint {path} was {verb} by all"
     try:
         yield
     except CheckpointException as error:  # derives from BaseException, and has one text for all ranks (torch 2.13)
-        process, (cause, _) = next(iter(error.failures.items()))
-        text, who = reason(cause, path), transport.describe(process)
-        raise CheckpointError(f"The checkpoint {path} could not be {verb} by {who}: {text}.") from None
+        who = transport.describe(next(iter(error.failures)))
+        raise CheckpointError(f"The checkpoint {path} could not be written by {who}: {_reason(error)}.") from None
     except PipeError:
         raise
     except (RuntimeError, OSError) as error:
+        operation = f"wait until the checkpoint {path} was written by all"
         raise transport.error(operation, error, timed_out="timed out" in str(error).lower()) from None

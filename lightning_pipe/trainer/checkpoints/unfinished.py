@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
+import glob
 import os
 import shutil
 import uuid
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
 
 from lightning_pipe.errors import CheckpointError
-
-_PROBE = 1 << 20
 
 
 @contextmanager
@@ -28,41 +26,36 @@ def replacing(path: str, *, folder: bool = False) -> Iterator[str]:
     Raises:
         CheckpointError: it cannot be written there, or another run has written it meanwhile.
     """
-    unfinished = f"{_beside(path)}-{uuid.uuid4().hex}.part"
+    unfinished = _beside(path, f"{uuid.uuid4().hex}.part")
     try:
-        os.makedirs(os.path.dirname(unfinished), exist_ok=True)
-        os.mkdir(unfinished) if folder else Path(unfinished).touch()
-    except OSError as error:
-        raise CheckpointError(f"The checkpoint {path} cannot be written: {error.strerror or error}.") from None
-    try:
+        os.makedirs(unfinished if folder else os.path.dirname(unfinished), exist_ok=True)
         yield unfinished
         _put(unfinished, path)
-    except FileNotFoundError:
-        if os.path.lexists(unfinished):
-            raise
+        for left in glob.glob(_beside(path, "*.part")):
+            remove(left)
+    except OSError as error:
         raise CheckpointError(
-            f"The checkpoint {path} was written by another run at the same time.",
-            hint="Give each run a folder of its own: Trainer(default_root_dir=…), or ModelCheckpoint(dirpath=…).",
+            f"The checkpoint {path} could not be written: {error.strerror or error}.",
+            hint="Look for room and permissions there, and give each run a folder of its own: "
+            "Trainer(default_root_dir=…), or ModelCheckpoint(dirpath=…).",
         ) from None
     finally:
         remove(unfinished)
-    for left in Path(_beside(path)).parent.glob(f"{os.path.basename(_beside(path))}-*.part"):
-        remove(str(left))
 
 
 def found(path: str) -> str:
     """Where a checkpoint lies that was complete when the run was killed that was about to put another in its place."""
-    old = f"{_beside(path)}.old"
+    old = _beside(path, "old")
     return old if not os.path.lexists(path) and os.path.lexists(old) else path
 
 
-def _beside(path: str) -> str:
-    """How the names begin of what lies beside a checkpoint.
+def _beside(path: str, suffix: str) -> str:
+    """A name beside a checkpoint.
 
     Nothing of its own name is in it: Lightning (2.6) takes every file with "last" in its name for the last checkpoint.
     """
     folder, name = os.path.split(os.path.abspath(path))
-    return os.path.join(folder, f".lightning-pipe-{zlib.crc32(name.encode()):08x}")
+    return os.path.join(folder, f".lightning-pipe-{zlib.crc32(name.encode()):08x}.{suffix}")
 
 
 def _put(new: str, path: str) -> None:
@@ -72,7 +65,7 @@ def _put(new: str, path: str) -> None:
     if not os.path.isdir(new) and not os.path.isdir(path):
         os.replace(new, path)
         return
-    old = f"{_beside(path)}.old"  # killed before the second step, the old checkpoint is `found` there
+    old = _beside(path, "old")  # killed before the second step, the old checkpoint is `found` there
     if os.path.lexists(path):
         remove(old)
         os.rename(path, old)
@@ -85,37 +78,5 @@ def remove(path: str) -> None:
     if os.path.isdir(path) and not os.path.islink(path):
         shutil.rmtree(path)
     else:
-        with suppress(FileNotFoundError):
+        with suppress(FileNotFoundError, NotADirectoryError):
             os.remove(path)
-
-
-@contextmanager
-def naming(path: str, unfinished: str) -> Iterator[None]:
-    """Around the writing of a file: errors name the checkpoint, and what the system says rather than torch.
-
-    Args:
-        path: the checkpoint.
-        unfinished: what is written.
-    """
-    try:
-        yield
-    except (RuntimeError, OSError) as error:
-        raise CheckpointError(f"The checkpoint {path} could not be written: {reason(error, unfinished)}.") from None
-
-
-def reason(error: BaseException, unfinished: str) -> str:
-    """Why something could not be written: torch (2.13) tells positions in the file, not what the system has said."""
-    text = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-    if isinstance(error, OSError) or not isinstance(error, RuntimeError):
-        return text
-    probe = f"{unfinished}.probe"
-    try:
-        with open(probe, "wb", buffering=0) as file:
-            while file.tell() < _PROBE:
-                file.write(bytes(_PROBE))
-    except OSError as found_error:
-        free = shutil.disk_usage(os.path.dirname(probe)).free
-        return f"{found_error.strerror} ({free:,} bytes are free there)"
-    finally:
-        remove(probe)
-    return text

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import zipfile
-from collections import OrderedDict
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.serialization import get_crc32_options, set_crc32_options
 from torch.utils._pytree import tree_leaves
 
-from lightning_pipe.errors import CheckpointError
-from lightning_pipe.trainer.checkpoints import file
-from lightning_pipe.trainer.checkpoints.rank_entries import REMOVED, Pending, assembled, pieces, plain_name
+from lightning_pipe.trainer.checkpoints.entries import Owners, gather, plain_name
+from lightning_pipe.transport.base import Transport
+from lightning_pipe.transport.threads import run_threads, thread_world
+from lightning_pipe.transport.topology import Topology
 from tests.support import oracle
 from tests.support.checkpoint_runs import EPOCHS, in_four, in_two, run
 from tests.support.lit_modules import Lit
@@ -145,19 +143,6 @@ def assert_same(ours: Any, theirs: Any) -> None:
 # ------------------------------------------------------------------ the parts
 
 
-def test_assembled_copies_what_it_changes_alone() -> None:
-    state = OrderedDict(a=1, b=2)
-    state._metadata = {"version": 1}  # type: ignore[attr-defined]
-    kept = {"x": 1}
-    tree = {"state": state, "list": [{"s": {}}, 1], "kept": kept}
-    result = assembled(tree, [(("state", "a"), 5), (("list", 0, "s", 7), "new"), (("state", "b"), REMOVED)])
-    assert result == {"state": {"a": 5}, "list": [{"s": {7: "new"}}, 1], "kept": {"x": 1}}
-    assert tree["list"] == [{"s": {}}, 1]
-    assert state == {"a": 1, "b": 2}
-    assert result["kept"] is kept
-    assert result["state"]._metadata == {"version": 1}
-
-
 def test_names_with_the_prefixes_of_wrappers() -> None:
     names = {"model.0.weight"}
     assert plain_name("module.model.0.weight", names) == "model.0.weight"
@@ -166,103 +151,61 @@ def test_names_with_the_prefixes_of_wrappers() -> None:
     assert plain_name(3, names) is None
 
 
-def test_tied_weights_are_stored_once(tmp_path: Path) -> None:
-    tied = Pending(1, 0, (1000,), torch.float32)
-    path = tmp_path / "tied.ckpt"
-    asked: list[Pending] = []
-
-    def contents(leaf: Pending) -> Iterator[torch.Tensor]:
-        asked.append(leaf)
-        yield from pieces(torch.full(leaf.shape, 3.0))
-
-    file.write(str(path), {"a": tied, "b": tied, "c": torch.arange(3)}, contents)
-    stored = torch.load(path)
-    assert asked == [tied]
-    assert stored["a"].data_ptr() == stored["b"].data_ptr()
-    assert torch.equal(stored["a"], torch.full((1000,), 3.0))
-    assert torch.equal(stored["c"], torch.arange(3))
-    assert path.stat().st_size < 8000
-
-
-class Hidden:
-    """Keeps a tensor that only pickling finds."""
+class Tied(nn.Module):
+    """A weight under two names, and a part of a larger memory."""
 
     def __init__(self) -> None:
-        self.tensor = torch.arange(7)
+        super().__init__()
+        self.one = nn.Linear(3, 3, bias=False)
+        self.other = nn.Linear(3, 3, bias=False)
+        self.other.weight = self.one.weight
+        self.register_buffer("view", torch.arange(1000.0)[3:9])
 
 
-@pytest.mark.parametrize("checksums", [True, False])
-def test_the_file_is_that_of_torch(checksums: bool, tmp_path: Path) -> None:
-    """Views of one memory, types, empty, sparse and hidden tensors; what is not here comes in its own order."""
-    base = torch.randn(40)
-    here: dict[str, Any] = {"base": base, "view": base[3:9], "turned": torch.randn(3, 5).t(), "none": torch.empty(0)}
-    here |= {"odd": torch.ones(3, dtype=torch.bool), "half": torch.randn(5).bfloat16(), "hidden": Hidden()}
-    here |= {
-        "sparse": torch.eye(3).to_sparse(),
-        "parameter": nn.Parameter(torch.ones(2)),
-        "meta": torch.ones(2, device="meta"),
+def test_what_a_rank_contributes() -> None:
+    """Tied weights once, averages by the names in them, no memory around a view; shapes that differ are no copies."""
+    module = Tied()
+    owners = Owners(module, lambda name: (1,) if name == "view" else (0, 1), [[], [(0, 0)]], writer=0)
+    state = module.state_dict()
+    checkpoint = {
+        "state_dict": state,
+        "average": [{"module.view": torch.ones(6), "n": 3}],
+        "other": {"view": torch.ones(2)},
+        "optimizer_states": [{"state": {0: {"step": torch.tensor(2.0)}}, "param_groups": [{"params": [0]}]}],
     }
-    there = {
-        Pending(2, 0, (3,), torch.int64): torch.arange(3),
-        Pending(1, 1, (), torch.float64): torch.tensor(4.5).double(),
-    }
-    there |= {
-        Pending(1, 0, (2, 0), torch.float32): torch.empty(2, 0),
-        Pending(1, 2, (9,), torch.float32): torch.randn(9),
-    }
-    asked: list[Pending] = []
-
-    def contents(leaf: Pending) -> Iterator[torch.Tensor]:
-        asked.append(leaf)
-        return pieces(there[leaf])
-
-    before = get_crc32_options()
-    set_crc32_options(checksums)
-    try:
-        file.write(str(tmp_path / "ours"), {"there": dict(enumerate(there)), "here": here}, contents)
-        torch.save({"there": dict(enumerate(there.values())), "here": here}, tmp_path / "theirs")
-    finally:
-        set_crc32_options(before)
-    assert asked == sorted(there, key=lambda leaf: (leaf.rank, leaf.number))
-    ours, theirs = (torch.load(tmp_path / name, weights_only=False) for name in ("ours", "theirs"))
-    assert torch.equal(ours["here"].pop("hidden").tensor, theirs["here"].pop("hidden").tensor)
-    assert ours["here"].pop("meta").is_meta
-    assert theirs["here"].pop("meta").is_meta
-    assert_same(ours, theirs)
-    assert ours["here"]["view"].data_ptr() == ours["here"]["base"].data_ptr() + 12
-    with zipfile.ZipFile(tmp_path / "ours") as one, zipfile.ZipFile(tmp_path / "theirs") as other:
-        assert [info.file_size for info in one.infolist()] == [info.file_size for info in other.infolist()]
-        assert one.testzip() is None or not checksums
+    zero, one = (owners.entries(checkpoint, rank) for rank in (0, 1))
+    assert [entry.paths for entry in zero] == [
+        [("state_dict", "one.weight"), ("state_dict", "other.weight")],
+        [("other", "view")],
+    ]
+    assert [entry.paths for entry in one] == [
+        [("optimizer_states", 0, "state", 0)],
+        [("state_dict", "view")],
+        [("average", 0, "module.view")],
+    ]
+    assert one[1].value.untyped_storage().nbytes() == 24
+    assert owners.have_states(0)
+    assert not owners.have_states(1)
 
 
-def test_tensors_are_never_in_memory_together(tmp_path: Path) -> None:
-    """Four tensors of 64 MiB come piece by piece; nothing of the file stays in the memory of the process."""
-    tree = {index: Pending(1, index, (1 << 24,), torch.float32) for index in range(4)}
-    piece = torch.empty(16 << 18)
-
-    def contents(leaf: Pending) -> Iterator[torch.Tensor]:
-        for _ in range(4):
-            yield from pieces(piece.fill_(float(leaf.number)))
-
-    Path("/proc/self/clear_refs").write_text("5")
-    before = status("VmRSS")
-    file.write(str(tmp_path / "large.ckpt"), tree, contents)
-    assert status("VmHWM") - before < 32 << 20
-    assert torch.load(tmp_path / "large.ckpt", mmap=True)[3][-1] == 3
+def large_on_two(transport: Transport) -> dict[str, Any] | None:
+    """A checkpoint with a tensor of several pieces, tied, of the rank that does not write."""
+    module = nn.ModuleDict({"a": nn.Linear(1 << 12, 1 << 11, bias=False), "b": nn.Linear(1 << 12, 1 << 11, bias=False)})
+    module["b"].weight = module["a"].weight
+    nn.init.constant_(module["a"].weight, float(transport.rank))
+    owners = Owners(module, lambda _: (1,), [[], []], writer=0)
+    state = module.state_dict()
+    found = gather({"state_dict": state, "kept": {"x": 1}}, owners, transport)
+    assert state["a.weight"][0, 0] == transport.rank
+    return found
 
 
-def status(name: str) -> int:
-    """Bytes of this process's memory: ``VmRSS`` now, ``VmHWM`` at most since it was last forgotten."""
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
-    return int(line.split()[1]) << 10
-
-
-def test_no_file_appears_when_writing_fails(tmp_path: Path) -> None:
-    def fail(leaf: Any) -> Any:
-        raise OSError("gone")
-
-    with pytest.raises(OSError, match="gone"):
-        file.write(str(tmp_path / "x.ckpt"), {"a": Pending(1, 0, (3,), torch.float32)}, fail)
-    with pytest.raises(CheckpointError, match="room for 12 bytes, and 0 came"):
-        file.write(str(tmp_path / "x.ckpt"), {"a": Pending(1, 0, (3,), torch.float32)}, lambda _: ())
-    assert not list(tmp_path.iterdir())
+def test_the_rank_that_writes_gets_all() -> None:
+    found, nothing = run_threads(thread_world(Topology(2)), large_on_two)
+    assert nothing is None
+    assert found is not None
+    state = found["state_dict"]
+    assert torch.equal(state["a.weight"], torch.ones(1 << 11, 1 << 12))
+    assert state["a.weight"] is state["b.weight"]
+    assert state._metadata[""] == {"version": 1}
+    assert found["kept"] == {"x": 1}
