@@ -14,6 +14,7 @@ What one call of `Pipeline.train` does, on every rank::
 
 from __future__ import annotations
 
+import atexit
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -154,6 +155,8 @@ class Pipeline:
         self._calls = 0
         self._in_turns = False
         self._ended: str | None = None
+        if world_size > 1:
+            atexit.register(self._close)
 
     def __repr__(self) -> str:
         balance, engine = self._engine.balance, self._engine
@@ -307,6 +310,11 @@ class Pipeline:
             if self._engine.transport.topology.world_size > 1:
                 self._ended = f"an error ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''})"
             raise
+
+    def _close(self) -> None:
+        """At the end of the process, which groups and threads must not outlive; after an error nobody waits."""
+        if self._ended is None:
+            self._engine.transport.close()
 
     def _split(self, batch: Any) -> MicroBatches:
         """Cut a batch, and look for what should not have been cut."""

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +15,8 @@ from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lightning_pipe import Pipeline
-from tests.support.processes import run_world
+from lightning_pipe.errors import CommunicationError, ConfigurationError, CutError, PartitionError
+from tests.support.processes import outcomes, run_world
 
 SECONDS = 60
 pytestmark = pytest.mark.timeout(SECONDS + 15)
@@ -219,3 +224,170 @@ def test_a_gradient_scaler_decides_for_all_stages() -> None:
     for found in (*run_world(scaled, 2, timeout=SECONDS), scaled(0)):
         assert found[1] == [8.0, 4.0, 8.0]
         assert_same(([found[0][0], found[0][2]], [], found[2]), (losses, [], model.state_dict()))
+
+
+# ---------------------------------------------------------------------- bad input
+
+
+def refused(call: Callable[[], Any], match: str) -> None:
+    with pytest.raises((ConfigurationError, PartitionError), match=match):
+        call()
+
+
+def test_input_that_cannot_work_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = net()
+    refused(lambda: Pipeline(model, "pipedream", layers="blocks", stages=2), "leaves batches under way")
+    refused(lambda: Pipeline(nn.Linear(2, 2), stages=2), "layer")
+    refused(lambda: Pipeline(model, layers="blocks", balance="time"), "has not been measured")
+    pipeline = Pipeline(model, layers="blocks", stages=2, micro_batches=2)
+    refused(lambda: Pipeline(model, layers="blocks"), "divided over the ranks of a pipeline already")
+    refused(lambda: Pipeline(nn.Sequential(model.blocks, nn.Linear(2, 2))), "divided .* already")
+    (batch,) = batches(1)
+    with torch.no_grad():
+        refused(lambda: pipeline.train(model.loss, batch), "gradients are off")
+    refused(lambda: pipeline.train(lambda part: [model.loss(part)][1:] or None, batch), "returned None")
+    refused(lambda: pipeline.train(lambda part: {"error": model.loss(part)}, batch), "without a loss tensor")
+    refused(lambda: pipeline.train(lambda part: model.loss(part).detach(), batch), "no parameter that is trained")
+    refused(lambda: pipeline.train(model.loss), "no batch on any rank")
+    with pytest.raises(RuntimeError, match=r"missing embed\.weight"):
+        pipeline.load_state_dict({name: value for name, value in net().state_dict().items() if "embed" not in name})
+    assert pipeline.train(model.loss, batch).item() == pytest.approx(net().loss(batch).item())  # one process goes on
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    refused(lambda: Pipeline(net(), layers="blocks"), "there is no process group")
+
+
+def different(process: int) -> Any:
+    model = net()
+    pipeline = Pipeline(model, layers="blocks", micro_batches=2)
+    for _ in range(2):
+        try:
+            pipeline.train(model.loss, batches(2)[process])
+        except ConfigurationError as error:
+            told = str(error)
+    return told
+
+
+def test_different_batches_in_a_pipeline_are_an_error_and_end_it() -> None:
+    for told in run_world(different, 2, timeout=SECONDS):
+        assert "train() is called after an error" in told
+        assert "Rank 0 and rank 1 have different batches" in told
+
+
+def failing(process: int) -> None:
+    model = net()
+    pipeline = Pipeline(model, layers="blocks", micro_batches=2)
+    pipeline.train(model.loss, batches(1)[0])
+
+    def step(part: Any) -> Tensor:
+        loss = model.loss(part)
+        raise ArithmeticError(f"{loss}")
+
+    pipeline.train(step, batches(1)[0])
+
+
+def test_an_error_on_one_rank_ends_the_others() -> None:
+    """The first stage's runs end before the step raises, so that one rank alone has the error."""
+    ended = outcomes(failing, 2, timeout=SECONDS, group_timeout=10)
+    assert isinstance(ended[0].error, ArithmeticError)
+    assert isinstance(ended[1].error, CommunicationError)
+    assert ended[1].seconds - ended[0].seconds < 10
+
+
+def test_a_step_with_several_pipes_changes_no_attribute() -> None:
+    model = net()
+    with pytest.raises(CutError, match="several pipes"):
+        run_world(bidirectional, 2, timeout=SECONDS, change=True)
+    for found in run_world(bidirectional, 2, timeout=SECONDS, change=False):
+        assert found == pytest.approx(nn.functional.mse_loss(model(batches(1)[0][0]), batches(1)[0][1]).item())
+
+
+def bidirectional(process: int, change: bool) -> float:
+    model = net()
+    pipeline = Pipeline(model, "chimera", layers="blocks", micro_batches=2)
+
+    def step(part: tuple[Tensor, Tensor]) -> Tensor:
+        return model.loss(part) if change else nn.functional.mse_loss(model(part[0]), part[1])
+
+    return float(pipeline.train(step, batches(1)[0]))
+
+
+# ---------------------------------------------------------------------- models and steps of other kinds
+
+
+def generates(process: int) -> Any:
+    model = net()
+    pipeline = Pipeline(model, layers="blocks", stages=2)
+    model.eval()
+    step = lambda batch: model(model(batch[0]))  # noqa: E731 - comes back to layers of the first stage
+    return pipeline.evaluate(step, batches(9))
+
+
+def test_evaluation_steps_may_call_layers_again() -> None:
+    model = net()
+    expected = [model(model(x)) for x, _ in batches(9)]
+    for found in run_world(generates, 2, timeout=SECONDS):
+        for ours, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(ours, theirs.detach(), rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def test_what_a_step_returns_beside_the_loss_is_joined() -> None:
+    model = net()
+    pipeline = Pipeline(model, layers="blocks", stages=2, micro_batches=3)
+    x, y = batches(1)[0]
+    found = pipeline.train(lambda part: {"loss": model.loss(part), "rows": part[0], "n": part[0].mean()}, (x, y))
+    assert torch.equal(found["rows"], x)
+    assert found["n"].item() == pytest.approx(x.mean().item())
+    assert found["loss"].item() == pytest.approx(net().loss((x, y)).item())
+
+
+def test_a_loss_that_is_no_mean_is_told() -> None:
+    model = net()
+    pipeline = Pipeline(model, layers="blocks", stages=2, micro_batches=3)
+    with pytest.warns(UserWarning, match="not a mean over the samples"):
+        pipeline.train(lambda part: model(part[0]).square().sum(), batches(1)[0])
+
+
+def test_autocast_in_the_step_is_no_reason_to_doubt_the_loss(recwarn: pytest.WarningsRecorder) -> None:
+    model = net().float()
+    pipeline = Pipeline(model, layers="blocks", stages=2, micro_batches=3)
+
+    def step(part: tuple[Tensor, Tensor]) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return model.loss((part[0].float(), part[1].float()))
+
+    pipeline.train(step, batches(1)[0])
+    assert [str(each.message) for each in recwarn if "mean over" in str(each.message)] == []
+
+
+def test_dropout_draws_alike_with_any_number_of_ranks() -> None:
+    for found in run_world(with_dropout, 2, timeout=SECONDS):
+        assert found == with_dropout(0)
+
+
+def with_dropout(process: int) -> list[float]:
+    torch.manual_seed(5)
+    model = Net(dropout=0.5)
+    pipeline = Pipeline(model.double(), layers="blocks", stages=2, micro_batches=2)
+    return [pipeline.train(model.loss, batch).item() for batch in batches(2)]
+
+
+# ---------------------------------------------------------------------- without Lightning
+
+SCRIPT = """
+import sys
+{first}
+import lightning_pipe
+import torch
+model = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(4)))
+pipeline = lightning_pipe.Pipeline(model, stages=2, micro_batches=2)
+pipeline.train(lambda x: model(x).square().mean(), torch.ones(4, 2))
+assert {first!r} or not {{"lightning", "pytorch_lightning", "lightning_fabric"}} & set(sys.modules)
+import lightning
+assert "pipe_gpipe" in lightning.pytorch.strategies.StrategyRegistry.available_strategies()
+"""
+
+
+@pytest.mark.parametrize("first", ["", "import lightning"])
+def test_lightning_is_not_imported_and_finds_the_strategy_before_and_after(first: str) -> None:
+    words = [sys.executable, "-c", SCRIPT.format(first=first)]
+    subprocess.run(words, check=True, cwd=Path(__file__).parents[2], timeout=SECONDS)
