@@ -25,6 +25,8 @@ COVERED = {
     "python examples/digits.py": "tests/examples/test_examples.py::test_digits",
     "python examples/gpt2.py": "tests/examples/test_examples.py::test_gpt2_is_tuned_and_exported",
     "python examples/cli.py fit": "tests/examples/test_examples.py::test_cli",
+    "torchrun --nproc-per-node 2 examples/": "tests/examples/test_loops.py::test_a_loop_trains_as_one_device",
+    "python examples/fabric.py": "tests/examples/test_loops.py::test_a_loop_trains_as_one_device",
     "torchrun --nnodes 2": "tests/examples/test_examples.py::test_torchrun_on_two_nodes",
     "python -m tests.support.structure": "tests/test_structure.py::test_the_report_names_every_room",
     "python -m tests.gpu.rehearsal": "tests/gpu/test_rehearsal.py::test_every_part_is_rehearsed",

@@ -340,6 +340,35 @@ def test_what_a_step_returns_beside_the_loss_is_joined() -> None:
     assert found["loss"].item() == pytest.approx(net().loss((x, y)).item())
 
 
+class Counting(nn.Linear):
+    """Has extra state, which is where the layer runs."""
+
+    def __init__(self) -> None:
+        super().__init__(6, 6)
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x)
+
+    def get_extra_state(self) -> int:
+        return self.calls
+
+    def set_extra_state(self, state: int) -> None:
+        self.calls = state
+
+
+def counted(process: int) -> list[int]:
+    model = nn.Sequential(*(Counting() for _ in range(4))).double()
+    pipeline = Pipeline(model, micro_batches=1)
+    pipeline.train(lambda part: model(part[0]).mean(), batches(1)[0])
+    return [pipeline.state_dict()[f"{layer}._extra_state"] for layer in range(4)]
+
+
+def test_the_whole_state_has_what_layers_keep_on_other_ranks() -> None:
+    assert run_world(counted, 2, timeout=SECONDS) == [[1] * 4] * 2
+
+
 def test_a_loss_that_is_no_mean_is_told() -> None:
     model = net()
     pipeline = Pipeline(model, layers="blocks", stages=2, micro_batches=3)

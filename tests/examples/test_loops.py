@@ -1,0 +1,77 @@
+"""The loops of the user's own train the same GPT-2 to the same losses as one device."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from tests.examples.test_examples import EXAMPLES, environment
+
+SECONDS = 60
+pytestmark = pytest.mark.timeout(SECONDS + 15)
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+
+
+def small_gpt2() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("small_gpt2", EXAMPLES / "small_gpt2.py")
+    assert spec
+    assert spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def one_device() -> list[float]:
+    """The losses of six batches and of an evaluation, with plain PyTorch."""
+    example = small_gpt2()
+    model, losses = example.small_gpt2(), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    loader = DataLoader(example.texts(), batch_size=16)
+    for batch in loader:
+        loss = example.loss_of(model, batch)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    with torch.no_grad():
+        return [*losses, torch.stack([example.loss_of(model, batch) for batch in loader]).mean().item()]
+
+
+@pytest.mark.parametrize(
+    ("script", "launcher"),
+    [
+        ("plain_loop.py", ()),
+        ("plain_loop.py", TORCHRUN),
+        ("fabric.py", ()),
+        ("accelerate_loop.py", TORCHRUN),
+    ],
+)
+def test_a_loop_trains_as_one_device(
+    script: str, launcher: tuple[str, ...], tmp_path: Path, one_device: list[float]
+) -> None:
+    if script == "accelerate_loop.py":
+        pytest.importorskip("accelerate", reason="the loop is for those who use Accelerate")
+    words = [sys.executable, *launcher, str(EXAMPLES / script), "--output", "saved"]
+    ended = subprocess.run(
+        words, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=SECONDS, check=False
+    )
+    assert ended.returncode == 0, ended.stderr
+    found = [float(number) for number in re.findall(r"loss (\d\.\d{6})", ended.stdout)]
+    assert found == pytest.approx(one_device, abs=2e-6)
+    saved = torch.load(tmp_path / "saved", weights_only=True)
+    model = small_gpt2().small_gpt2()
+    model.load_state_dict(saved.get("model", saved))
+    with torch.no_grad():
+        batches = DataLoader(small_gpt2().texts(), batch_size=16)
+        losses = torch.stack([small_gpt2().loss_of(model, batch) for batch in batches])
+    assert losses.mean().item() == pytest.approx(one_device[-1], abs=2e-6)
