@@ -83,36 +83,22 @@ class Row:
 
     @property
     def difference(self) -> str:
-        """Reproduced less published: in percent of the published value, or as a number where that is zero."""
-        published, reproduced = self.published, self.reproduced
-        if isinstance(published, tuple) and isinstance(reproduced, tuple) and len(published) == len(reproduced):
-            return "0" if published == reproduced else _largest(published, reproduced)
-        if published is None or reproduced is None or isinstance(published, tuple) or isinstance(reproduced, tuple):
+        """Reproduced less published, of several the largest: in percent of the published value, or that of zero."""
+        if self.published is None or self.reproduced is None:
             return ""
-        if isinstance(published, str) or isinstance(reproduced, str):
-            return "0" if published == reproduced else ""
-        if published == reproduced:
+        if self.published == self.reproduced:
             return "0"
-        if not published:
-            return f"{float(reproduced):+.3g}"
-        return f"{100 * (float(reproduced) / float(published) - 1):+.1f} %"
+        several = isinstance(self.published, tuple)
+        both = (value if isinstance(value, tuple) else (value,) for value in (self.published, self.reproduced))
+        pairs = [(a, b) for a, b in zip(*both, strict=False) if not isinstance(a, str) and not isinstance(b, str)]
+        if shares := [100 * (float(b) / float(a) - 1) for a, b in pairs if a]:
+            return f"{max(shares, key=abs):+.1f} %"
+        return f"{float(pairs[0][1]):+.3g}" if pairs and not several else ""
 
 
 def entry(row: Row) -> dict[str, Any]:
     """A row as JSON has it; the writer says what becomes of fractions."""
     return asdict(row) | {"tolerance": row.tolerance.text if row.tolerance else None}
-
-
-def _largest(published: tuple[object, ...], reproduced: tuple[object, ...]) -> str:
-    pairs = [
-        (float(one), float(other))
-        for one, other in zip(published, reproduced, strict=True)
-        if not isinstance(one, str) and not isinstance(other, str) and isinstance(one, int | float | Fraction)
-        if isinstance(other, int | float | Fraction) and one
-    ]
-    if not pairs:
-        return ""
-    return f"{max((100 * (other / one - 1) for one, other in pairs), key=abs):+.1f} %"
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from functools import cache
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_pipe.partition import balance as best_cut
+from lightning_pipe.partition import layer_flops
 from lightning_pipe.schedules import Action, GPipe, Kind
 from lightning_pipe.schedules.dependencies import Number
 from lightning_pipe.simulate import Costs, simulate
@@ -170,23 +171,6 @@ def operations_of(net: nn.Module, layers: Sequence[nn.Module], image: int) -> tu
         layers: its layers in order.
         image: side of the image.
     """
-    sums, now = [0.0] * len(layers), [0]
-
-    def count(module: nn.Module, _: object, output: Tensor) -> None:
-        weight = module.weight
-        assert isinstance(weight, Tensor)
-        sums[now[0]] += 2 * output.numel() * weight[0].numel() / 1e9
-
-    def enter(layer: nn.Module, _: object) -> None:
-        now[0] = numbers[id(layer)]
-
-    net = net.to("meta")
-    numbers = {id(layer): number for number, layer in enumerate(layers)}
-    for layer in layers:
-        layer.register_forward_pre_hook(enter)
-    for module in net.modules():
-        if isinstance(module, nn.Conv2d | nn.Linear):
-            module.register_forward_hook(count)
-    with torch.no_grad():
-        net.eval()(torch.empty(1, 3, image, image, device="meta"))
-    return tuple(sums)
+    net.example_input_array = torch.empty(1, 3, image, image, device="meta")
+    counted = layer_flops(net.eval(), [(str(number), layer) for number, layer in enumerate(layers)])
+    return tuple(each / 1e9 for each in counted)
