@@ -9,7 +9,6 @@ import lightning as L
 import rich
 from omegaconf import DictConfig, OmegaConf
 from rich.syntax import Syntax
-from rich.tree import Tree
 
 from lightning_pipe import PipeStrategy, plan
 
@@ -28,7 +27,7 @@ def tell(config: DictConfig, module: L.LightningModule, trainer: L.Trainer) -> N
     for logger in trainer.loggers:
         logger.log_hyperparams(given)
     if config.extras.print_config:
-        rich.print(tree(config))
+        rich.print(Syntax(OmegaConf.to_yaml(config, resolve=True), "yaml"))
 
 
 def facts(config: DictConfig, module: L.LightningModule, trainer: L.Trainer) -> dict[str, Any]:
@@ -51,16 +50,6 @@ def facts(config: DictConfig, module: L.LightningModule, trainer: L.Trainer) -> 
         )
         told |= {"schedule": made.schedule, "predicted_bubble": made.bubble} | ({} if measured else {"plan": str(made)})
     return told
-
-
-def tree(config: DictConfig) -> Tree:
-    """The configuration as a tree with a branch for every group."""
-    root = Tree("configuration")
-    for name in config:
-        value = config[name]
-        text = OmegaConf.to_yaml(value, resolve=True) if OmegaConf.is_config(value) else str(value)
-        root.add(str(name)).add(Syntax(text, "yaml"))
-    return root
 
 
 def plain(value: Any) -> Any:

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import rich
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 
@@ -30,11 +29,12 @@ def test_loggers_get_configuration_schedule_and_plan(composed: Compose) -> None:
     assert told["parameters"] == sum(parameter.numel() for parameter in module.parameters())
 
 
-def test_the_configuration_is_shown_as_a_tree(composed: Compose, capsys: pytest.CaptureFixture[str]) -> None:
-    rich.print(facts.tree(composed(*SMALL)))
-    shown = capsys.readouterr().out
-    assert "├── model" in shown
-    assert "width: 36" in shown
+def test_the_configuration_is_shown_where_that_is_wanted(composed: Compose, capsys: pytest.CaptureFixture[str]) -> None:
+    for wanted in (False, True):
+        settings = composed(*SMALL, f"extras.print_config={wanted}", "pipe=none", "trainer.devices=1")
+        module = job.make_module(settings)
+        facts.tell(settings, module, job.make_trainer(settings, []))
+        assert ("  width: 36" in capsys.readouterr().out) is wanted
 
 
 def test_a_checkpoint_of_another_configuration_is_told(composed: Compose, tmp_path: Path) -> None:
