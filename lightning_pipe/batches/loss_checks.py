@@ -18,9 +18,9 @@ _CHECKED = frozenset((0, 1, 3, 7, 15, 31))
 """The batches that are checked: in the first ones there may be one class alone, or no padding."""
 
 WEIGHTS = (
-    "For a mean over something else than samples say what a micro-batch counts, such as "
-    "PipeStrategy(loss_weight=lambda micro_batch: (micro_batch['labels'] != -100).sum()), where a causal model leaves "
-    "out labels[:, 0]. A sum needs PipeStrategy(loss_weight='sum')."
+    "For a mean over something else than samples, or labels that are not -100, say what a micro-batch counts: "
+    "PipeStrategy(loss_weight=lambda micro_batch: (micro_batch['labels'] != 0).sum()), say; a causal model predicts "
+    "labels[:, 1:] alone. A sum needs PipeStrategy(loss_weight='sum')."
 )
 APART = (
     f"Samples that do not lie along the first dimension need PipeStrategy(split_batch=…). {WHOLE} Layers that compare "
@@ -72,11 +72,11 @@ class LossChecks:
         if len(micro_batches.parts) == 1:
             return None
         number, self._batches = self._batches, self._batches + 1
-        if number not in _CHECKED or self._has_warned:
+        if (number not in _CHECKED or self._has_warned) and not micro_batches.compared:
             return None
         pairs = 3 if number == 0 else 1
         return LossCheck(
-            micro_batches.amounts,
+            micro_batches.candidates or {"": micro_batches.amounts},
             micro_batches.sizes,
             micro_batches.together,
             micro_batches.summed,
@@ -105,6 +105,12 @@ class LossChecks:
         sizes = [check.sizes[one], check.sizes[other]]
         why = _no_sum(sizes, expected, both) if check.summed else _no_mean(sizes, expected, both)
         return Difference(why, WEIGHTS, in_loss=True)
+
+    def fitting(self, check: LossCheck | None) -> list[str] | None:
+        """What the loss may be a mean over, as seen on this rank; ``None``: it knows nothing of it."""
+        if check is None or "" in check.amounts or (check.reason is not None and not check.agreed):
+            return None
+        return [] if check.differs else [*check.amounts]
 
     def end(self, check: LossCheck | None) -> None:
         """Warn if the loss of the batch is not what the losses of its micro-batches make, or could not be compared.

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from lightning_pipe.batches.own_split import slices_of
@@ -26,6 +26,8 @@ class MicroBatches:
         own: whether the user's function has split the batch.
         batch: the batch.
         uncut: why it is left whole, if how to cut it is not clear.
+        candidates: what each may count, by what the loss may be a mean over; empty if that makes no difference.
+        compared: whether losses of this batch, on any replica, are to show what they are a mean over.
     """
 
     parts: list[Any]
@@ -35,6 +37,8 @@ class MicroBatches:
     own: bool = False
     batch: Any = None
     uncut: str = ""
+    candidates: Mapping[str, list[float]] = field(default_factory=dict)
+    compared: bool = False
 
     def together(self, indices: Sequence[int]) -> Any:
         """Some of the micro-batches as one.

@@ -109,6 +109,7 @@ def process_memories(
         built: bytes that every process has built whole; 0: each makes its own parameters alone.
         on_device: whether devices have memory of their own.
     """
+
     def saved(ones: Iterable[ParameterPlace]) -> int:
         return sum(bytes_of.size(one) * (1 + MOMENTS * one.parameter.requires_grad) for one in ones)
 

@@ -46,7 +46,6 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.optim import Optimizer
 
-from lightning_pipe.batches.loss_checks import Difference
 from lightning_pipe.batches.micro_batches import MicroBatches
 from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.engine.undivided import look, look_in_turns
@@ -280,11 +279,13 @@ class PipelineRun:
         seed = self._seeds.training(trainer.fit_loop.epoch_loop.total_batch_idx)
         if self.streaming is not None and self.gradients.blocked:
             raise steps_for_every_batch(self.pipeline.family.name, trainer.accumulate_grad_batches)
+        micro_batches = self._splitter.to_compare(micro_batches)
         step = self._step.begin("training_step", rest, self._precision.train_step_context, micro_batches)
         self.report.batch(micro_batches, self.loaders.order.notes, chosen=self._splitter.number == "auto")
         # without a number of the user's, what is not made of micro-batches has the batch run again, whole
         self._step.checks.repeats = self._splitter.may_leave_whole
-        rewind = Rewind(self._module) if step.check is not None and self._splitter.may_leave_whole else None
+        again = micro_batches.compared or (step.check is not None and self._splitter.may_leave_whole)
+        rewind = Rewind(self._module) if again else None
         with naming_suspects(batch, micro_batches), self.report.counted():
             if self.streaming is not None:
                 return self.streaming.train(step, weights, seed)
@@ -295,29 +296,36 @@ class PipelineRun:
                     outputs = self.pipeline.train(
                         step, micro_batches.parts, weights, seed=seed, reduce=reduce, check=step.check
                     )
-                found = self._difference(self._step, step) if rewind is not None else None
-                outputs = step.share(outputs, before) if found is None else {}
-        if rewind is not None and found is not None:
-            rewind.undo(found.why)
-            self._splitter.leave_whole(found)
-            self.report.announce_again()
+                why = self._again(self._step, step) if rewind is not None else ""
+                outputs = {} if why else step.share(outputs, before)
+        if rewind is not None and why:
+            rewind.undo(why)
             return self.train(args, optimizers)
         self.gradients.after_batch(optimizers)
         return self._output.of(outputs, micro_batches, withheld)
 
-    def _difference(self, common: UserStep, step: StepOfBatch) -> Difference | None:
-        """Why a batch that has run must run again, whole: as seen on any rank. Collective over all processes.
+    def _again(self, common: UserStep, step: StepOfBatch) -> str:
+        """Why a batch that has run must run again, as seen on any rank; or nothing. Collective over all processes.
 
         Raises:
             CutError: it has taken from what does not give the same again.
         """
-        own = common.checks.difference(step.check)
-        found = [*filter(None, self._world.transport.all_gather_object(own, self._world.everyone))]
-        if found:
+        checks = common.checks
+        own = checks.difference(step.check) if checks.repeats else None
+        seen = self._world.transport.all_gather_object((own, checks.fitting(step.check)), self._world.everyone)
+        # where samples meet before the loss, that is why
+        found = min((each for each, _ in seen if each), key=lambda each: each.in_loss, default=None)
+        why = ""
+        if found is not None:
+            why = found.why
+            self._splitter.leave_whole(found)
+            self.report.announce_again()
+        elif step.micro_batches.compared:
+            why = self._splitter.learn(step.micro_batches, [each for _, each in seen if each is not None])
+        if why:
             common.check_may_run_again(training=True)
             common.attributes.of_layers.changes()  # those of this run do not count
-        # where samples meet before the loss, that is why
-        return min(found, key=lambda each: each.in_loss, default=None)
+        return why
 
     def evaluate(self, name: str, args: Sequence[Any]) -> Any:
         """An evaluation step, once over the whole batch.

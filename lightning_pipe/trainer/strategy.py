@@ -92,7 +92,7 @@ class PipeStrategy(ModuleStrategy):
             ``"never"``, ``"always"``, or ``"except_last"`` micro-batch.
         deferred_batch_norm: let batch norm keep the statistics of whole batches rather than of micro-batches.
         loss_weight: what the loss of a micro-batch counts in the batch's mean, as a function of it; ``"sum"``: losses
-            are added as they are; ``None``: its number of samples.
+            are added as they are; ``None``: its number of samples, or of labels that are not -100, as losses show.
         split_batch: ``split_batch(batch, m)`` returns m micro-batches; ``None``: along dimension 0 of every tensor that
             has the batch's length.
         shard_optimizer: ``True``: each of several holders of a parameter (replicas, and the copies of a stage in

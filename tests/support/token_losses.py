@@ -11,6 +11,7 @@ import torchmetrics
 from torch import Tensor, nn
 
 VOCABULARY, WIDTH = 40, 8
+PADDING = -1  # not -100: what is left out of a loss shows in the loss alone
 MESSAGE = "not a mean over the samples"
 
 
@@ -80,14 +81,14 @@ class MeanOfSamples(Tokens):
 
 class SumOfTokens(Tokens):
     def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=PADDING, reduction="sum")
 
 
 class MeanOfTokens(Tokens):
-    """As Hugging Face models do it: padding has the label -100."""
+    """As Hugging Face models do it, but for the label of padding."""
 
     def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=PADDING)
 
 
 class Weighted(Tokens):
@@ -161,7 +162,7 @@ class KeptTokens(Kept):
     """The same with a loss that is no mean over samples."""
 
     def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=PADDING)
 
 
 class Heads(MeanOfSamples):
@@ -182,7 +183,7 @@ class HeadsOfTokens(Heads):
     """The same with a loss that is no mean over samples."""
 
     def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=PADDING)
 
 
 class Chosen(MeanOfSamples):
@@ -313,4 +314,4 @@ class Batches:
         for _ in range(number):
             ids = torch.randint(VOCABULARY, (samples, 7))
             lengths = torch.randint(1, 8, (samples, 1))
-            self.batches.append({"input_ids": ids, "labels": ids.masked_fill(torch.arange(7) >= lengths, -100)})
+            self.batches.append({"input_ids": ids, "labels": ids.masked_fill(torch.arange(7) >= lengths, PADDING)})

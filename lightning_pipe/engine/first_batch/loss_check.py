@@ -8,7 +8,7 @@ received for two micro-batches, puts it together, runs the user's step on that, 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -46,7 +46,7 @@ class LossCheck(BatchObserver):
     another size and mode would have it compiled anew.
 
     Args:
-        amounts: what each micro-batch counts.
+        amounts: what each micro-batch counts, by what the loss may be a mean over; the first one is what is taken.
         sizes: samples of each micro-batch.
         join: puts micro-batches together, given their numbers.
         summed: whether the loss of both is expected to be the sum of their losses, not the mean.
@@ -54,6 +54,7 @@ class LossCheck(BatchObserver):
         mixing: looks at the stages before the last one; ``None``: nobody does.
 
     Attributes:
+        amounts: those that have predicted the losses of both together.
         autocast: the type of numbers that the step computes with by itself; ``None``: that of its tensors.
         differs: the numbers of two micro-batches, what their losses make, and the loss of both together, if these are
             not the same.
@@ -63,7 +64,7 @@ class LossCheck(BatchObserver):
         rounding: the largest one that it makes of the losses of this pair.
     """
 
-    amounts: Sequence[float]
+    amounts: Mapping[str, Sequence[float]]
     sizes: Sequence[int]
     join: Callable[[tuple[int, int]], Any]
     summed: bool = False
@@ -91,10 +92,9 @@ class LossCheck(BatchObserver):
             return
         # the step may change in place what it receives
         self._seen[micro_batch] = inbound and inbound.copied()
-        if len(self._seen) < 2:
+        if (pair := self._pair(micro_batch)) is None:
             return
         self._tried += 1
-        pair = (min(self._seen), max(self._seen))
         with leaving_no_trace(stages):
             try:
                 self._compare(TrialRuns(stages, stage, batch), pair)
@@ -118,9 +118,20 @@ class LossCheck(BatchObserver):
             if torch.is_autocast_enabled(kind):
                 self.autocast = torch.get_autocast_dtype(kind)
 
+    def _pair(self, micro_batch: int) -> tuple[int, int] | None:
+        """Two micro-batches to compare, if there are two by now that tell apart what the loss may be a mean over."""
+        if len(self._seen) < 2:
+            return None
+        pair = (min(self._seen), max(self._seen))
+        (one, other), *others = [[amounts[index] for index in pair] for amounts in self.amounts.values()]
+        if others and all(one * second == other * first for first, second in others):
+            del self._seen[micro_batch]
+            return None
+        return pair
+
     def _compare(self, runs: TrialRuns, pair: tuple[int, int]) -> None:
         """Compare two micro-batches with both together."""
-        sizes, shares = [self.sizes[index] for index in pair], [self.amounts[index] for index in pair]
+        sizes = [self.sizes[index] for index in pair]
         received = [self._seen[index] for index in pair]
         parts = [runs.batch.micro_batches[index] for index in pair]
         both_parts = self.join(pair)
@@ -128,10 +139,10 @@ class LossCheck(BatchObserver):
         self.most = self._rounding(runs.stages, singles[-1])
         one, other = map(float, singles)
         self.rounding = self._closest(runs, pair[0], received[0], sizes[0], one * (1 + self.summed))
-        if not sum(shares) or not math.isfinite(one + other):
+        predicted = {name: self._predicted(amounts, pair, (one, other)) for name, amounts in self.amounts.items()}
+        expected = next(iter(predicted.values()))
+        if expected is None:
             return
-        share = shares[0] / sum(shares)
-        expected = one + other if self.summed else share * one + (1 - share) * other
         together: list[float] = []
         failed: Exception | None = None
         for alternatives in self._received_together(received, sizes):
@@ -142,9 +153,11 @@ class LossCheck(BatchObserver):
                 continue
             if found is None:
                 continue
-            together.append(float(found))
-            if close(expected, together[-1], self.rounding):
+            together.append(both := float(found))
+            fitting = [name for name, each in predicted.items() if each is None or close(each, both, self.rounding)]
+            if fitting:
                 self.agreed = True
+                self.amounts = {name: self.amounts[name] for name in fitting}
                 return
         if not together:
             raise failed or UnlikeError
@@ -156,6 +169,15 @@ class LossCheck(BatchObserver):
             if runs.are_random(pair[0], parts[0], received[0], lambda _, result: self._agrees(result, one)):
                 raise _DiffersError
             self.differs = (pair, expected, together[0])
+
+    def _predicted(self, amounts: Sequence[float], pair: tuple[int, int], losses: Sequence[float]) -> float | None:
+        """What the loss of both together is, if micro-batches count these amounts; ``None`` if neither counts."""
+        if self.summed:
+            return sum(losses)
+        weights = [amounts[index] for index in pair]
+        # what counts nothing may be NaN
+        total = sum(weight * loss for weight, loss in zip(weights, losses, strict=True) if weight)
+        return total / sum(weights) if sum(weights) else None
 
     def _received_together(
         self, received: Sequence[Crossing | None], sizes: Sequence[int]
@@ -189,7 +211,8 @@ class LossCheck(BatchObserver):
         return found if other is None or found.equal(runs.loss(index, part, other)) else None
 
     def _agrees(self, result: Any, loss: float) -> bool:
-        return close(float(loss_of(result)), loss, self.rounding)
+        found = float(loss_of(result))
+        return close(found, loss, self.rounding) or (math.isnan(found) and math.isnan(loss))
 
     def _closest(self, runs: TrialRuns, index: int, inbound: Crossing | None, size: int, loss: float) -> float:
         """The largest difference that it makes, as one micro-batch shows, put together with itself, in float32."""

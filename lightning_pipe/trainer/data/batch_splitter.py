@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,10 +10,11 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 
-from lightning_pipe.batches.loss_checks import Difference
+from lightning_pipe.batches.loss_checks import WEIGHTS, Difference
 from lightning_pipe.batches.micro_batches import LossWeight, MicroBatches, divide_batch
 from lightning_pipe.batches.split_batch import SplitBatch
 from lightning_pipe.batches.suspects import REMEDY, Suspects, ambiguous, suspicion
+from lightning_pipe.batches.token_losses import SAMPLES, TokenLosses, differ
 from lightning_pipe.config import Auto
 from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.errors import ConfigurationError, PipeError
@@ -74,7 +75,10 @@ class BatchSplitter:
         )
         self._synchronized = are_synchronized(module)
         self._norms = [part for part in module.modules() if isinstance(part, BatchNorm)]
-        self._largest, self._uncut = 0, ""
+        self._largest, self._uncut, self._once = 0, "", False
+        # the user has said what counts, or a batch that has run cannot run again with other weights
+        told = options.loss_weight is not None or pipeline.asynchronous is not None
+        self._tokens = None if told else TokenLosses()
         self._suspects = Suspects()
         self._warn = WarnOnce()
 
@@ -86,7 +90,8 @@ class BatchSplitter:
         would have one sample each.
         """
         options, number = self.options, self.number
-        if self._uncut:
+        once, self._once = self._once, False
+        if self._uncut or once:
             return self._whole(batch, self._uncut)
         norms, full = any(map(is_normalising, self._norms)), self._batch_size or self._largest
         if number == "auto":
@@ -111,7 +116,37 @@ class BatchSplitter:
                 f"A batch of {length} samples is cut into {len(split.parts)} micro-batches, not {number}: batch norm "
                 "needs at least two samples in each. DataLoader(drop_last=True) leaves out a short last batch.",
             )
-        return split
+        return split if self._tokens is None else self._tokens.counted(split)
+
+    def to_compare(self, micro_batches: MicroBatches) -> MicroBatches:
+        """The same, with whether its losses are to show what they are a mean over. Collective over replicas."""
+        if self._tokens is None or self._tokens.known:
+            return micro_batches
+        return replace(micro_batches, compared=self._world.sum_over_replicas(len(micro_batches.candidates)) > 0)
+
+    def learn(self, micro_batches: MicroBatches, fitting: Sequence[Sequence[str]]) -> str:
+        """Learn from a batch that was compared what losses are a mean over. Collective over all processes.
+
+        Args:
+            micro_batches: the batch.
+            fitting: the candidates that have predicted its losses, on each rank that knows.
+
+        Returns:
+            Why it has to run again, with other weights or whole; nothing if its weights were right.
+        """
+        assert self._tokens is not None
+        before = self._tokens.left
+        self._tokens.learn(fitting)
+        left = self._tokens.left
+        fits = {name: each for name, each in micro_batches.candidates.items() if name in (left or ())}
+        if self._world.agree(len(fits) > 1 and differ(fits), unanimous=False):
+            self._once = True
+            why = "It does not show in the losses of this batch what they are a mean over. So it runs whole."
+            self._warn("undecided", f"{why} {WEIGHTS}")
+            return why
+        if left is None or left[0] == (before or (SAMPLES,))[0]:
+            return ""
+        return f"The loss is a mean over {left[0]} that are not -100."
 
     @property
     def may_leave_whole(self) -> bool:
@@ -126,7 +161,7 @@ class BatchSplitter:
     def _whole(self, batch: Any, why: str) -> MicroBatches:
         """A batch that is left whole: that is exact, and its ranks take turns."""
         whole = divide_batch(batch, self._ranks, 1, None, self.options.loss_weight)
-        return replace(whole, uncut=why)
+        return replace(whole if self._tokens is None else self._tokens.counted(whole), uncut=why)
 
     def weights(self, micro_batches: MicroBatches) -> list[float]:
         """What the loss of each micro-batch counts in that of the batches of all replicas. Collective over these.

@@ -25,6 +25,7 @@ from tests.support.pairs import every_second, pairs
 from tests.support.processes import run_trainers
 from tests.support.token_losses import (
     MESSAGE,
+    PADDING,
     WIDTH,
     Batches,
     Chosen,
@@ -241,7 +242,7 @@ def test_rounding_is_no_difference(precision: str) -> None:
 
 def test_two_that_agree_by_chance_do_not_hide_it() -> None:
     batch = Batches().batches[0]
-    batch["labels"] = batch["input_ids"].masked_fill(torch.arange(7) >= torch.tensor([[3, 3, 3, 3, 7, 1]]).T, -100)
+    batch["labels"] = batch["input_ids"].masked_fill(torch.arange(7) >= torch.tensor([[3, 3, 3, 3, 7, 1]]).T, PADDING)
     assert len(fit(MeanOfTokens(), [batch], layers="layers", micro_batches=6)) == 1
 
 
@@ -251,7 +252,7 @@ def test_dropout_in_earlier_stages_does_not_hide_it() -> None:
 
 def test_nobody_is_told_who_has_said_what_counts() -> None:
     def tokens(micro_batch: Any) -> float:
-        return float((micro_batch["labels"] != -100).sum())
+        return float((micro_batch["labels"] != PADDING).sum())
 
     batches = Batches().batches
     assert fit(MeanOfTokens(), batches, layers="layers", loss_weight=tokens) == []
@@ -366,16 +367,19 @@ def test_means_of_real_models_are_passed_over(name: str, micro_batches: int) -> 
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "t5"])
-def test_padding_in_real_models_is_noticed(name: str) -> None:
+def test_padding_in_real_models_is_counted(name: str) -> None:
     """What Hugging Face models compute by themselves is a mean over tokens."""
     entry = ZOO[name]
-    module = entry.build()
-    module.model.loss_function = _mean_of_tokens  # type: ignore[union-attr]
-    batch = dict(entry.batches(1)[0])
-    length = batch["labels"].shape[1]
-    padding = torch.arange(length) >= torch.arange(len(batch["labels"]))[:, None] % length + 2
-    batch["labels"] = batch["labels"].masked_fill(padding, -100)
-    assert len(fit(module, [batch], layers=entry.layers)) == 1
+    traces = []
+    for strategy in (PipeStrategy(stages=2, layers=entry.layers, micro_batches=3), "auto"):
+        module, batches = entry.build(), [dict(each) for each in entry.batches(2)]
+        module.model.loss_function = _mean_of_tokens  # type: ignore[union-attr]
+        for batch in batches:
+            count, length = batch["labels"].shape
+            padding = torch.arange(length) >= torch.arange(count)[:, None] % length + 2
+            batch["labels"] = batch["labels"].masked_fill(padding, -100)
+        traces.append(oracle.fit(module, batches, strategy=strategy))
+    oracle.assert_equal(*traces)
 
 
 def _mean_of_tokens(logits: Tensor, labels: Tensor, **_: Any) -> Tensor:

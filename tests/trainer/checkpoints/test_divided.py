@@ -13,12 +13,12 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_pipe.trainer.checkpoints.entries import Owners, gather, plain_name
 from lightning_pipe.transport.base import Transport
-from lightning_pipe.transport.threads import run_threads, thread_world
 from lightning_pipe.transport.topology import Topology
 from tests.support import oracle
 from tests.support.checkpoint_runs import EPOCHS, in_four, in_two, run
 from tests.support.lit_modules import Lit
 from tests.support.processes import run_trainers
+from tests.support.threads import run_threads, thread_world
 
 Traces = dict[str, oracle.Trace]
 

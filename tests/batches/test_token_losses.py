@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from lightning_pipe import PipeStrategy
+from lightning_pipe.errors import ConfigurationError
 from tests.support.processes import run_trainers
 from tests.support.trainer_runs import QUIET
 
@@ -34,8 +35,10 @@ class Tagger(L.LightningModule):
         self.head = nn.Linear(WIDTH, VOCABULARY)
         self.loss = loss
         self.losses: list[float] = []
+        self.sizes: list[int] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.sizes.append(len(batch["labels"]))
         x = self.embed(batch["input_ids"])
         for layer in self.layers:
             x = layer(x)
@@ -59,6 +62,26 @@ def masked(logits: Tensor, labels: Tensor) -> Tensor:
     """The same by hand: without labels its gradients are 0 / 0, too."""
     losses = F.cross_entropy(logits.transpose(1, 2), labels.clamp(min=0), reduction="none")
     return (losses * (labels != -100)).sum() / (labels != -100).sum()
+
+
+def causal(logits: Tensor, labels: Tensor) -> Tensor:
+    """Each token predicts the next one."""
+    return mean(logits[:, :-1], labels[:, 1:])
+
+
+def of_samples(logits: Tensor, labels: Tensor) -> Tensor:
+    """Labels do not count."""
+    return F.cross_entropy(logits.transpose(1, 2), labels.clamp(min=0))
+
+
+def weighted(logits: Tensor, labels: Tensor) -> Tensor:
+    """Classes count differently."""
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), weight=torch.arange(VOCABULARY).double())
+
+
+def rare(logits: Tensor, labels: Tensor) -> Tensor:
+    """Over some labels alone, of which a micro-batch may have none."""
+    return mean(logits, labels.masked_fill(labels <= 5, -100))
 
 
 def tokens(micro_batch: Any) -> Tensor:
@@ -105,3 +128,59 @@ def test_replicas_without_labels_count_nothing() -> None:
     strategy = PipeStrategy(**options, layers="layers", loss_weight=tokens)
     for found in run_trainers(fit, 2, module=Tagger(masked), data=data, replicas=2, devices=2, strategy=strategy):
         assert_equal(found, fit(0, Tagger(masked), data), without=("losses", "epoch"))
+
+
+LOSSES = [mean, masked, causal, of_samples]
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("micro_batches", ["auto", 3])
+def test_means_over_labels_need_no_function(loss: Any, micro_batches: Any) -> None:
+    module, data = Tagger(loss), items(4, unlabelled=() if loss is causal else (6, 7))
+    found = fit(0, module, data, strategy=PipeStrategy(stages=2, layers="layers", micro_batches=micro_batches))
+    assert_equal(found, fit(0, Tagger(loss), data))
+    assert max(module.sizes) < 8  # no batch has run whole
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_ranks_and_replicas_agree(loss: Any, replicas: int) -> None:
+    data = items(3, unlabelled=(1, 3, 5))
+    options = {"stages": 2, "layers": "layers", "micro_batches": 4 // replicas}
+    strategy = PipeStrategy(**options, data_parallel_size=replicas)
+    apart = ("losses", "epoch") if replicas > 1 else ()  # each replica has its own
+    for found in run_trainers(fit, 2, module=Tagger(loss), data=data, replicas=replicas, devices=2, strategy=strategy):
+        assert_equal(found, fit(0, Tagger(loss), data), without=apart)
+
+
+@pytest.mark.parametrize("loss", [mean, causal, of_samples])
+def test_what_losses_do_not_show_runs_whole(loss: Any) -> None:
+    """All losses of the first batch are the same, since the head gives zeros; its gradients are not."""
+    modules = [Tagger(loss), Tagger(loss)]
+    for module in modules:
+        nn.init.zeros_(module.head.weight)
+        nn.init.zeros_(module.head.bias)
+    data, strategy = items(3), PipeStrategy(stages=2, layers="layers", micro_batches=4)
+    with pytest.warns(UserWarning, match="does not show in the losses") as told:
+        found = fit(0, modules[0], data, strategy=strategy)
+    assert_equal(found, fit(0, modules[1], data))
+    assert modules[0].sizes == [8] + [2] * 8
+    assert sum("does not show" in str(each.message) for each in told) == 1
+
+
+@pytest.mark.parametrize("loss", [weighted, rare])
+def test_other_means_run_whole_or_name_the_remedy(loss: Any) -> None:
+    data = items(3, unlabelled=(0, 1))
+    strategy = PipeStrategy(stages=2, layers="layers")
+    assert_equal(fit(0, Tagger(loss), data, strategy=strategy), fit(0, Tagger(loss), data))
+    with pytest.raises(ConfigurationError, match=r"neither over samples nor over labels.*\n?.*loss_weight"):
+        fit(0, Tagger(loss), data, strategy=PipeStrategy(stages=2, layers="layers", micro_batches=4))
+
+
+def test_the_remedy_of_other_means_works() -> None:
+    def counted(micro_batch: Any) -> Tensor:
+        return (micro_batch["labels"] > 5).sum()
+
+    data = items(3, unlabelled=(0, 1))
+    strategy = PipeStrategy(stages=2, layers="layers", micro_batches=4, loss_weight=counted)
+    assert_equal(fit(0, Tagger(rare), data, strategy=strategy), fit(0, Tagger(rare), data))

@@ -1,0 +1,115 @@
+"""What a loss is a mean over: samples, or the labels that count. Losses of the first batches tell."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_pipe.batches.loss_checks import WEIGHTS
+from lightning_pipe.batches.micro_batches import MicroBatches
+from lightning_pipe.engine.containers import children
+from lightning_pipe.errors import ConfigurationError
+
+SAMPLES = "samples"
+_IGNORED = -100
+"""The label that losses of torch and Hugging Face leave out."""
+
+
+class TokenLosses:
+    """Says what micro-batches count where the user has not.
+
+    The candidates: samples; labels that are not -100; and the same without the first one of each sample, which causal
+    models do not predict. A batch that gives them other shares is compared, until one is left.
+
+    Attributes:
+        left: the candidates that have predicted all losses so far, alike on all ranks; ``None``: none was compared.
+    """
+
+    left: tuple[str, ...] | None = None
+
+    @property
+    def known(self) -> bool:
+        """Whether one candidate is left."""
+        return self.left is not None and len(self.left) == 1
+
+    def counted(self, split: MicroBatches) -> MicroBatches:
+        """The micro-batches with what they count, and with the candidates, if their shares differ.
+
+        Raises:
+            ConfigurationError: the batch has not the labels that earlier losses were a mean over.
+        """
+        if self.left == (SAMPLES,) or split.own:
+            return split
+        amounts = {SAMPLES: [*map(float, split.sizes)], **_counts(split, every=self.left is not None)}
+        candidates = {name: amounts[name] for name in self.left or amounts if name in amounts}
+        if not candidates:
+            raise ConfigurationError(
+                f"Losses were means over {self.left[0] if self.left else SAMPLES}, which this batch has not.",
+                hint=WEIGHTS,
+            )
+        first = next(iter(candidates.values()))
+        return replace(split, amounts=first, candidates=candidates if differ(candidates) else {})
+
+    def learn(self, fitting: Sequence[Sequence[str]]) -> None:
+        """Keep the candidates that have predicted the losses of a batch.
+
+        Args:
+            fitting: those that have done so on each rank that knows; the same on all ranks.
+
+        Raises:
+            ConfigurationError: there are none.
+        """
+        if fitting:
+            self.left = tuple(name for name in fitting[0] if all(name in each for each in fitting))
+            if not self.left:
+                raise ConfigurationError(
+                    "The loss is a mean neither over samples nor over labels that are not -100.", hint=WEIGHTS
+                )
+
+
+def differ(candidates: Mapping[str, Sequence[float]]) -> bool:
+    """Whether some give micro-batches other shares than the first one."""
+    first, *others = [[amount / (sum(each) or 1.0) for amount in each] for each in candidates.values()]
+    return any(abs(a - b) > 1e-12 for other in others for a, b in zip(first, other, strict=True))
+
+
+def _counts(split: MicroBatches, *, every: bool) -> dict[str, list[float]]:
+    """By place, the labels that count in each micro-batch.
+
+    Args:
+        split: the batch.
+        every: whether integers of which none is -100 are counted, too.
+    """
+    leaves = {
+        place: leaf
+        for place, leaf in _integers("batch", split.batch)
+        if leaf.ndim > 1 and len(leaf) == sum(split.sizes)
+    }
+    counts = [
+        kept.flatten(1).sum(1)
+        for leaf in leaves.values()
+        for labelled in [leaf != _IGNORED]
+        for kept in (labelled, labelled[..., 1:])
+    ]
+    rows = torch.stack(counts).tolist() if counts else []  # a GPU is waited for once
+    ends = [*accumulate(split.sizes)]
+    found = {}
+    for (place, leaf), *pair in zip(leaves.items(), rows[::2], rows[1::2], strict=True):
+        if every or min(pair[0]) < leaf[0].numel():
+            for name, row in zip((place, f"{place}, shifted"), pair, strict=True):
+                found[name] = [float(sum(row[end - size : end])) for size, end in zip(split.sizes, ends, strict=True)]
+    return found
+
+
+def _integers(place: str, node: Any) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(node, Tensor):
+        if node.dtype is torch.long:
+            yield place, node
+        return
+    for key, child in (children(node) or {}).items():
+        yield from _integers(f"{place}[{key!r}]", child)
