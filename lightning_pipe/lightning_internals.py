@@ -18,9 +18,6 @@ _COPY = "a copy of the module that is made before its layers are divided is refu
 _NOT_USERS = "an attribute of Lightning's, not one that the user's step may have changed"
 
 NAMES = {
-    "lightning.fabric.strategies.launchers.subprocess_script": {
-        "_basic_subprocess_cmd": "how this script was started, for the other processes"
-    },
     "lightning.fabric.utilities.cloud_io": {"_is_local_file_protocol": "whether a path is one of this machine"},
     "lightning.fabric.utilities.distributed": {
         "_all_gather_ddp_if_available": "gathers over the replicas, as Lightning's strategies do",
@@ -34,11 +31,10 @@ NAMES = {
         "_IndexBatchSamplerWrapper": "keeps the indices of batches while predicting, for ranks that do not load too"
     },
     "lightning.pytorch.strategies.launchers.subprocess_script": {
-        "_SubprocessScriptLauncher": "starts the processes of a node; ours differs under Hydra"
+        "_SubprocessScriptLauncher": "starts the processes of a node; ours also ends them"
     },
     "lightning.pytorch.strategies.launchers.subprocess_script._SubprocessScriptLauncher": {
-        "_call_children_scripts": "overridden: the commands under Hydra",
-        "_check_can_spawn_children": "called as in the method that is overridden",
+        "_call_children_scripts": "overridden: what comes before and after it",
     },
     "lightning.pytorch.strategies.parallel.ParallelStrategy": {
         "_configure_launcher": "overridden: Lightning's strategies choose their launcher in it",
@@ -133,7 +129,6 @@ NAMES = {
 check(VERSIONS, NAMES)
 
 # ruff: noqa: E402  what is missing is named above, all of it
-from lightning.fabric.strategies.launchers.subprocess_script import _basic_subprocess_cmd as basic_command
 from lightning.fabric.utilities.cloud_io import _is_local_file_protocol as is_local_path
 from lightning.fabric.utilities.distributed import _all_gather_ddp_if_available as all_gather_over
 from lightning.fabric.utilities.distributed import _get_default_process_group_backend_for_device as default_backend
@@ -150,7 +145,6 @@ __all__ = [
     "ResultMetric",
     "SubprocessLauncher",
     "all_gather_over",
-    "basic_command",
     "connect_processes",
     "default_backend",
     "is_local_path",

@@ -1,8 +1,7 @@
 """What Hydra reads in each process of a job.
 
-The strategy starts the other processes of a job with the job's own overrides and the first one's folder. Where
-something else starts them (torchrun, SLURM), every process reads the whole command line, and only the first one may
-write.
+Lightning starts the other processes of a job with the first one's folder. Where something else starts them (torchrun,
+SLURM, and in sweeps), every process reads the whole command line, and only the first one may write.
 """
 
 from __future__ import annotations

@@ -14,6 +14,8 @@ from rich.console import Console
 from rich.table import Table as RichTable
 from typing_extensions import override
 
+from recipes import command_line
+
 RESULTS = ("val_loss", "samples_per_second", "bubble", "predicted_bubble", "seconds", "result")
 WIDTH = 160  # where the output is not a terminal
 
@@ -26,6 +28,8 @@ class Table(Callback):
 
     @override
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: Any) -> None:
+        if command_line.rank() > 0:  # the first process has the results of all
+            return
         output = Path(config.hydra.runtime.output_dir)
         row: dict[str, Any] = dict(word.split("=", 1) for word in config.hydra.overrides.task)
         summary = output / "summary.json"

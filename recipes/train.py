@@ -46,10 +46,11 @@ def check_sweep(settings: DictConfig) -> None:
     Args:
         settings: a checked configuration.
     """
-    if settings.pipe is None and settings.trainer.devices not in (1, "auto", [0]):
+    devices = settings.trainer.devices
+    if devices not in (1, "auto", [0]) and not any(name in os.environ for name in command_line.RANK_VARIABLES):
         raise RecipeError(
-            f"pipe=none with trainer.devices={settings.trainer.devices} cannot be part of a sweep.",
-            hint="pipe=1f1b pipe.pipeline_parallel_size=1 pipe.data_parallel_size=2 trains replicas without stages.",
+            f"trainer.devices={devices} needs processes that the job of a sweep cannot start.",
+            hint=f"Start the sweep by torchrun --standalone --nproc-per-node {devices} -m recipes.train -m …",
         )
 
 
@@ -70,10 +71,8 @@ def run(settings: DictConfig) -> float:
     """Checks a configuration and trains what it describes."""
     config.require_experiment(settings)
     config.check(settings)
-    from lightning_pipe.trainer.launcher import ScriptLauncher
     from recipes import console, job
 
-    ScriptLauncher.forget_finished_job()  # in a sweep, and before anything asks the environment for its processes
     console.tidy()
     if HydraConfig.get().mode is RunMode.MULTIRUN:
         check_sweep(settings)

@@ -3,174 +3,100 @@
 from __future__ import annotations
 
 import atexit
+import ctypes
 import gc
 import os
-import select
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Generator
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 
-from lightning_pipe.errors import CommunicationError
 from lightning_pipe.transport.failures import joined_threads
-from lightning_pipe.transport.failures.board import FailureBoard
 
 CHILD = "LIGHTNING_PIPE_CHILD"
 """The variable by which a process knows who has started it."""
 
+_PR_SET_PDEATHSIG = 1
 _GLANCE = 0.5
-_PATIENCE = 5.0
-"""Seconds that a process gets: to end by itself, to notice what has happened, to end when it is asked to."""
-_AFTER_SUCCESS = 30.0
-_watching: list[threading.Thread] = []
+_NOTICING = 6.0
+"""Seconds that the first process gets to notice, and to end by itself, when another one has failed."""
+_AFTER_FAILURE, _AFTER_SUCCESS = 3.0, 30.0
+"""Seconds that the others get to end by themselves when the first one ends."""
+_WELL = (0, 128 + signal.SIGTERM)
+"""Codes that are no failure: all end when one is asked to, and the first process may still be writing a checkpoint."""
 
 
 class Children:
-    """The processes that this one has started.
+    """The processes that this one has started, as Lightning's observer has it, which would give this one no time.
 
-    While a run lasts, a child that fails without a message is reported: to all processes if they are connected, else to
-    the user. At the end of this process none is left: first they may end by themselves, then they are asked to, and at
-    last they are killed.
+    When one of them fails, this process ends as well, by itself if it notices what has become of it. At the end of this
+    process none is left.
 
     Args:
         processes: by local rank, from 1 on.
-        first: the global rank of this process.
-
-    Attributes:
-        board: where a failure is reported; ``None`` while the processes are not connected.
     """
 
-    def __init__(self, processes: list[subprocess.Popen[bytes]], first: int = 0) -> None:
-        self.board: FailureBoard | None = None
-        self._processes, self._first = processes, first
-        self._owner = os.getpid()
-        self._running = 0
+    def __init__(self, processes: Sequence[subprocess.Popen[bytes]]) -> None:
+        self._processes, self._owner = processes, os.getpid()
         self._stopped = threading.Event()
-        self._noticed = threading.Event()
-        self._lost = ""
-        self._thread = joined_threads.start("observer of children", self._observe, self._stopped.set)
+        joined_threads.start("observer of children", self._observe, self._stopped.set)
         atexit.register(self.close)
 
-    @contextmanager
-    def running(self) -> Generator[None, None, None]:
-        """While the processes depend on each other. If this one fails before they are connected, the others end."""
-        self._running += 1
-        try:
-            yield
-        except BaseException:
-            self._noticed.set()
-            if self.board is None:
-                self.end(patience=0.0)
-            raise
-        finally:
-            self._running -= 1
-
-    def check(self) -> None:
-        """Raise if one has ended while all wait for each other to come.
-
-        Raises:
-            CommunicationError: with its name and how it has ended.
-        """
-        if self._lost:
-            self._noticed.set()
-            raise CommunicationError(self._lost, hint="What it has printed itself stands above.")
-
-    def end(self, patience: float = _PATIENCE) -> None:
-        """End those that do not end by themselves within ``patience`` seconds."""
-        if os.getpid() != self._owner:  # this is a copy of the process
-            return
-        atexit.unregister(self.close)
-        self._wait(patience)
-        for number in (signal.SIGTERM, signal.SIGCONT):  # a process that is stopped takes no other signal
-            self._send(number)
-        self._wait(_PATIENCE)
-        self._send(signal.SIGKILL)
-        self._wait(_PATIENCE)
-
     def close(self) -> None:
-        """End what is left of them at the end of this process, and let it fail if one of them has failed."""
-        if os.getpid() != self._owner:
+        """Leave none of them behind, and let this process fail if one of them has failed."""
+        if os.getpid() != self._owner:  # this is a copy of the process, which has no children
             return
         self._stopped.set()
-        self._noticed.set()
         failed = joined_threads.has_failed() or hasattr(sys, "last_value")  # the error that has ended this process
-        self._wait(_PATIENCE if failed else _AFTER_SUCCESS)
-        codes = {rank: process.poll() for rank, process in enumerate(self._processes, 1)}
-        self.end(patience=0.0)
-        for rank, code in codes.items():
-            if not failed and code != 0:
-                joined_threads.tell(f"Process {self._first + rank} {_words(code)}.")
-                joined_threads.fail_at_end(1)
+        self.end(_AFTER_FAILURE if failed else _AFTER_SUCCESS)
+        if not failed and (lost := self._lost()):
+            joined_threads.tell(lost)
+            joined_threads.fail_at_end(1)
 
-    def _observe(self) -> None:
-        while not self._stopped.wait(_GLANCE):
-            if not self._running or joined_threads.has_failed():
-                continue
-            for rank, process in enumerate(self._processes, 1):
-                code = process.poll()
-                # one that has ended well is missed before all are connected, or where somebody waits for it
-                missed = self.board is None or self.board.noticed.is_set()
-                if code or (code == 0 and missed):
-                    self._tell(self._first + rank, f"{_words(code)} (PID {process.pid})")
-                    return
-
-    def _tell(self, process: int, how: str) -> None:
-        if self.board is not None:
-            with suppress(RuntimeError):  # else the store has gone, and this process is ending
-                if self.board.await_failure(_GLANCE) is None:  # it may have said why
-                    self.board.lost(process, how)
-            return
-        self._lost = f"Process {process} {how}, before all processes were connected."
-        if self._noticed.wait(_PATIENCE) or not self._running:
-            return
-        # the main thread waits in C++, or is busy with what the others will never take part in
-        joined_threads.tell(self._lost)
-        self.end(patience=0.0)
-        joined_threads.leave(1)
-
-    def _left(self) -> list[subprocess.Popen[bytes]]:
-        return [process for process in self._processes if process.poll() is None]
-
-    def _wait(self, seconds: float) -> None:
-        deadline = time.monotonic() + seconds
+    def end(self, patience: float) -> None:
+        """Wait for them, and kill those that are left after ``patience`` seconds."""
+        self._stopped.set()
+        atexit.unregister(self.close)
+        deadline = time.monotonic() + patience
         for process in self._processes:
             with suppress(subprocess.TimeoutExpired):
                 process.wait(max(0.0, deadline - time.monotonic()))
+        for process in self._processes:
+            process.kill()  # nothing, if it has ended
+            process.wait()
 
-    def _send(self, number: int) -> None:
-        for process in self._left():
-            process.send_signal(number)
+    def _observe(self) -> None:
+        while not self._stopped.wait(_GLANCE):
+            if self._lost():
+                break
+        if not self._stopped.wait(_NOTICING):
+            joined_threads.tell(f"{self._lost()} All processes of this host end.")
+            self.end(0.0)
+            joined_threads.leave(1)
+
+    def _lost(self) -> str:
+        """Which of them have failed, in words."""
+        codes = {local_rank: process.poll() for local_rank, process in enumerate(self._processes, 1)}
+        return " ".join(
+            f"Process {rank} of this host {_words(code)}."
+            for rank, code in codes.items()
+            if code is not None and code not in _WELL
+        )
 
 
 def end_with_parent() -> None:
-    """In a process that a launcher has started: end when the one that has started it ends, in whatever way.
-
-    The system's way (``PR_SET_PDEATHSIG``) comes too late for a parent that has gone already, and sends a signal that
-    Python does not act on while the main thread waits in C++.
-    """
-    if not is_child() or _watching:
+    """In a process that a launcher has started: end when the one that has started it ends, in whatever way."""
+    if not is_child():
         return
-    parent = int(os.environ[CHILD])
-    lives, stopped = _life_of(parent), threading.Event()
-
-    def leave() -> None:
-        me = f"Process {os.environ.get('LOCAL_RANK')} of this host"
-        joined_threads.tell(f"{me} ends: process 0 (PID {parent}), which has started it, has gone.")
-        joined_threads.leave(1)
-
-    def watch() -> None:
-        while lives():
-            if stopped.wait(_GLANCE):
-                return
-        if not stopped.wait(_PATIENCE):  # else the main thread has noticed, and has said more about it
-            leave()
-
-    if not lives():  # nobody is there to say more
-        leave()
-    _watching.append(joined_threads.start("observer of the parent", watch, stopped.set))
+    if sys.platform == "linux":
+        # SIGKILL: Python does not act on other signals while the main thread waits in C++
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != int(os.environ[CHILD]):
+            joined_threads.tell(f"This process ends: the one that has started it (PID {os.environ[CHILD]}) has gone.")
+            joined_threads.leave(1)
     # The interpreter's last collection goes through every object of torch and Lightning: 1.2 s of 6 (Python 3.11). The
     # first process waits for this one, and a machine that many processes share makes it ten seconds.
     atexit.register(gc.freeze)
@@ -181,27 +107,10 @@ def is_child() -> bool:
     return bool(os.environ.get(CHILD))
 
 
-def _life_of(process: int) -> Callable[[], bool]:
-    """Tells whether a process lives; one whose end nobody has waited for yet does not."""
-    try:
-        descriptor = os.pidfd_open(process)
-    except ProcessLookupError:
-        return lambda: False
-    except (AttributeError, OSError):  # not on Linux
-        started_by = os.getppid()
-        return lambda: os.getppid() == started_by
-    poll = select.poll()
-    poll.register(descriptor, select.POLLIN)
-    return lambda: not poll.poll(0)
-
-
-def _words(code: int | None) -> str:
+def _words(code: int) -> str:
     """How a process has ended."""
-    if code is None:
-        return "did not end when the first process did, and was stopped"
-    if code >= 0:
+    if code > 0:
         return f"has ended with code {code}"
     with suppress(ValueError):
-        name = signal.Signals(-code).name
-        return f"was killed by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")
+        return f"was killed by {signal.Signals(-code).name}"
     return f"was killed by signal {-code}"

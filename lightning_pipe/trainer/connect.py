@@ -12,10 +12,9 @@ import ipaddress
 import json
 import os
 import socket
-import threading
 import time
 import uuid
-from collections.abc import Callable, Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -26,8 +25,6 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 
 from lightning_pipe.errors import CommunicationError, ConfigurationError
 from lightning_pipe.lightning_internals import connect_processes
-from lightning_pipe.transport.failures import joined_threads
-from lightning_pipe.transport.failures.store_client import StoreClient, StoreSilentError
 
 RUN = "LIGHTNING_PIPE_RUN"
 """The variable with the name of a run, the same in all its processes and different in all other runs."""
@@ -35,12 +32,9 @@ RUN = "LIGHTNING_PIPE_RUN"
 _LOOPBACK = "127.0.0.1"
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 _GLANCE = 0.1
-_SLACK = 10
 
 
-def connect(
-    environment: ClusterEnvironment, backend: str, timeout: timedelta, hosts: int, check: Callable[[], None]
-) -> None:
+def connect(environment: ClusterEnvironment, backend: str, timeout: timedelta, hosts: int) -> None:
     """Initialise torch.distributed, unless the user has. Collective.
 
     Args:
@@ -48,7 +42,6 @@ def connect(
         backend: torch.distributed's.
         timeout: how long they wait for the last one.
         hosts: on how many hosts they are.
-        check: raises if waiting is in vain.
 
     Raises:
         ConfigurationError: the port is taken; the hosts would not reach each other.
@@ -56,7 +49,7 @@ def connect(
     """
     if dist.is_initialized():
         return
-    meeting = _Meeting(environment.global_rank(), environment.world_size(), timeout, check)
+    meeting = _Meeting(environment.global_rank(), environment.world_size(), timeout)
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun serves the store, one for all attempts
         store = _find(environment.main_address, environment.main_port, meeting)
         name = f"{_run_name()}/{meeting.attempt(store)}"
@@ -85,25 +78,6 @@ def on_interface(hosts: int) -> Generator[None, None, None]:
             del os.environ[_INTERFACE]
 
 
-@contextmanager
-def no_longer_than(timeout: timedelta, what: str) -> Generator[None, None, None]:
-    """End this process if the block takes longer: a process that stands still keeps others waiting in C++ for ever."""
-    done = threading.Event()
-
-    def watch() -> None:
-        if done.wait(timeout.total_seconds() + _SLACK):
-            return
-        joined_threads.tell(f"{what} took longer than {timeout.total_seconds():g} s: another process stands still.")
-        joined_threads.leave(1)
-
-    thread = joined_threads.start("clock", watch, done.set)
-    try:
-        yield
-    finally:
-        done.set()
-        thread.join(joined_threads.PATIENCE)
-
-
 class _Meeting:
     """One process, waiting for the others.
 
@@ -111,16 +85,14 @@ class _Meeting:
         process: its number.
         size: of the world.
         timeout: how long it waits.
-        check: raises if waiting is in vain.
     """
 
-    def __init__(self, process: int, size: int, timeout: timedelta, check: Callable[[], None]) -> None:
-        self.process, self.size, self.timeout, self._check = process, size, timeout, check
+    def __init__(self, process: int, size: int, timeout: timedelta) -> None:
+        self.process, self.size, self.timeout = process, size, timeout
         self._deadline = time.monotonic() + timeout.total_seconds()
 
     def wait_a_moment(self) -> bool:
         """Whether there is time left."""
-        self._check()
         time.sleep(_GLANCE)
         return time.monotonic() < self._deadline
 
@@ -136,55 +108,38 @@ class _Meeting:
             waits for name/here/1, name/here/2, …      name/here/n = an identity of its own
             name/all = the identities                  waits for name/all with its identity, or for another name
         """
-        client, mine = StoreClient(store.clone()), uuid.uuid4().hex  # type: ignore[attr-defined]
-        try:
-            if self.process > 0:
-                return self._join_attempt(client, mine)
-            client.ask(lambda store: store.set("attempt", mine))
-            others = range(1, self.size)
-            missing = list(others)
-            while missing := [number for number in missing if not _has_come(client, number, f"{mine}/")]:
-                if not self.wait_a_moment():
-                    raise self._missing(missing)
-            come = [client.ask(lambda store, n=n: store.get(f"{mine}/here/{n}")).decode() for n in others]  # type: ignore[misc]
-            client.ask(lambda store: store.set(f"{mine}/all", " ".join(come)))
-            return mine
-        except StoreSilentError:
-            raise self._missing([0]) from None
-        finally:
-            client.close()
+        mine = uuid.uuid4().hex
+        if self.process > 0:
+            return self._join_attempt(store, mine)
+        store.set("attempt", mine)
+        others = range(1, self.size)
+        self._await(store, others, f"{mine}/")
+        come = [store.get(f"{mine}/here/{number}").decode() for number in others]
+        store.set(f"{mine}/all", " ".join(come))
+        return mine
 
-    def _join_attempt(self, client: StoreClient, mine: str) -> str:
-        def look(store: Store) -> str | None:
-            """The name of the attempt, once process 0 has seen this process in it."""
-            if not store.check(["attempt"]):
-                return None
-            name = store.get("attempt").decode()
-            store.set(f"{name}/here/{self.process}", mine)
-            complete = store.check([f"{name}/all"]) and mine in store.get(f"{name}/all").decode().split()
-            return name if complete else None
-
-        while (name := client.ask(look)) is None:
+    def _join_attempt(self, store: Store, mine: str) -> str:
+        while True:
+            if store.check(["attempt"]):
+                name = store.get("attempt").decode()
+                store.set(f"{name}/here/{self.process}", mine)
+                if store.check([f"{name}/all"]) and mine in store.get(f"{name}/all").decode().split():
+                    return name
             if not self.wait_a_moment():
                 raise self._missing([0])
-        return name
 
     def wait_for_all(self, store: Store) -> None:
         """Return when all processes have come to the store and know that they can reach each other."""
-        client = StoreClient(store.clone())  # type: ignore[attr-defined]
-        try:
-            place = json.dumps({"host": socket.gethostname(), "network": _network(), "address": _gloo_address()})
-            client.ask(lambda store: store.set(f"here/{self.process}", place))
-            missing = list(range(self.size))
-            while missing := [number for number in missing if not _has_come(client, number)]:
-                if not self.wait_a_moment():
-                    raise self._missing(missing)
-            keys = [f"here/{number}" for number in range(self.size)]
-            _check_addresses([json.loads(place) for place in client.ask(lambda store: list(map(store.get, keys)))])
-        except StoreSilentError:
-            raise self._missing([0]) from None
-        finally:
-            client.close()
+        place = json.dumps({"host": socket.gethostname(), "network": _network(), "address": _gloo_address()})
+        store.set(f"here/{self.process}", place)
+        self._await(store, range(self.size))
+        _check_addresses([json.loads(store.get(f"here/{number}")) for number in range(self.size)])
+
+    def _await(self, store: Store, processes: Sequence[int], prefix: str = "") -> None:
+        missing = list(processes)
+        while missing := [number for number in missing if not store.check([f"{prefix}here/{number}"])]:
+            if not self.wait_a_moment():
+                raise self._missing(missing)
 
     def _missing(self, processes: list[int]) -> CommunicationError:
         return CommunicationError(
@@ -192,10 +147,6 @@ class _Meeting:
             f"process {', '.join(map(str, processes))}.",
             hint="Look for their errors, or for why they have not started; a longer time is PipeStrategy(timeout=…).",
         )
-
-
-def _has_come(client: StoreClient, process: int, prefix: str = "") -> bool:
-    return client.ask(lambda store: bool(store.check([f"{prefix}here/{process}"])))
 
 
 def _serve(address: str, port: int, meeting: _Meeting) -> Store:

@@ -11,20 +11,14 @@ import json
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from types import FrameType
-from typing import Any
 
 from lightning_pipe.errors import CollectiveError, PipeError
 from lightning_pipe.transport.failures.board import FailureBoard
-from lightning_pipe.transport.failures.store_client import StoreSilentError
+from lightning_pipe.transport.failures.watchdog import SETTLED
 
 _SOON, _LATE = 0.0005, 0.02
 """Seconds between two looks at the store, at first and later on."""
-_PAUSE = 1.5
-"""Seconds between two status queries: a watchdog answers once a second."""
-_QUERIES = 4
-"""Status queries after which a process that waits for something else is known not to come."""
 _LIBRARIES = ("lightning_pipe", "lightning", "lightning_utilities", "torch", "contextlib", "runpy")
 
 
@@ -32,7 +26,7 @@ class Meetings:
     """Where the processes of a run meet.
 
     Args:
-        board: where failures are reported; its watchdog answers status queries.
+        board: where failures are reported; its watchdog notes what a process waits for.
         gone: whether a process has ended that this one has started.
     """
 
@@ -65,26 +59,23 @@ class Meetings:
             self._transport.waiting = before
 
     def _meet(self, what: str, key: str) -> None:
-        store, entry = self._board.store, json.dumps([what, caller()])
+        store = self._board.store
+        store.note(f"{key}{self._transport.process}", json.dumps([what, caller()]))
         keys = [f"{key}{process}" for process in self._processes]
-        deadline = time.monotonic() + self._transport.timeout.total_seconds()
-        pause, entered = _SOON, False
-        query = _StatusQuery(self._board, self._transport.process)
-        while True:
-            with suppress(StoreSilentError):  # process 0 stands still: no fault yet
-                if not entered:
-                    store.note(keys[self._transport.process], entry)
-                    entered = True
-                if (found := store.noted_by_all(keys)) is not None:
-                    self._compare(what, found)
-                    return
-                if query.due:
-                    self._compare(what, [store.noted(name) for name in keys])
-                    self._look_for(what, key, query)
+        start = looked = time.monotonic()
+        pause = _SOON
+        before: dict[int, str | None] = {}
+        while (found := store.noted_by_all(keys)) is None:
+            if time.monotonic() - looked > SETTLED / 2:
+                looked = time.monotonic()
+                self._compare(what, [store.noted(name) for name in keys])
+                before = self._look_for(what, keys, before)
             time.sleep(pause)
             pause = min(1.2 * pause, _LATE)
-            if self._board.failed or time.monotonic() > deadline:
+            late = time.monotonic() - start > self._transport.timeout.total_seconds()
+            if self._board.failed or late:
                 raise self._transport.error(f"do {what} together", None, timed_out=not self._board.failed)
+        self._compare(what, found)
 
     def _compare(self, what: str, entries: Sequence[str | None]) -> None:
         """Raise if another process does something else."""
@@ -94,15 +85,25 @@ class Meetings:
                 name = self._transport.describe(process)
                 raise _alone(f"{what} is called on {self._name}, {found} on {name} ({line}).")
 
-    def _look_for(self, what: str, key: str, query: _StatusQuery) -> None:
-        """Raise if a process that has not come will not do so any more."""
-        missing = [process for process in self._processes if self._board.store.noted(f"{key}{process}") is None]
+    def _look_for(self, what: str, keys: Sequence[str], before: dict[int, str | None]) -> dict[int, str | None]:
+        """Raise if all that have not come wait for something else, and did so at the last look.
+
+        What a process notes has the time in it: the note of one that goes on again, or cannot, does not change.
+
+        Args:
+            what: as users call it.
+            keys: under which the processes enter that they come.
+            before: what was noted at the last look.
+        """
+        store = self._board.store
+        missing = [process for process in self._processes if store.noted(keys[process]) is None]
         if missing and self._gone():
             raise _alone(f"{what} is called on {self._name} after another process has ended.")
-        places = query.ask(missing) if missing else None
-        if places is not None:
-            where = "; ".join(f"{self._transport.describe(p)} waits to {place}" for p, place in places.items())
+        waits = {process: store.noted(f"waits/{process}") for process in missing}
+        if waits and all(note and before.get(process) not in (None, "", note) for process, note in waits.items()):
+            where = "; ".join(f"{self._transport.describe(process)} {note}" for process, note in waits.items())
             raise _alone(f"{what} is called on {self._name}, and not on all others: {where}.")
+        return waits
 
     @property
     def _processes(self) -> range:
@@ -127,33 +128,3 @@ def caller() -> str:
 def _alone(text: str) -> CollectiveError:
     hint = "Call it on all processes, outside of `if trainer.is_global_zero:` and the like."
     return CollectiveError(f"{text[0].upper()}{text[1:]}", hint=hint)
-
-
-class _StatusQuery:
-    """Asks the processes that have not come whether they wait for something else."""
-
-    def __init__(self, board: FailureBoard, process: int) -> None:
-        self._board, self._process = board, process
-        self._asked = time.monotonic()
-        self._number = self._same = 0
-        self._before: dict[int, Any] = {}
-
-    @property
-    def due(self) -> bool:
-        return time.monotonic() - self._asked > _PAUSE
-
-    def ask(self, missing: list[int]) -> dict[int, str] | None:
-        """What all of them wait for, once they have done so for a while without a change."""
-        found: dict[int, Any] = {}
-        for process in missing:
-            text = self._board.store.noted(f"query/{process}")
-            asked, *state = json.loads(text) if text is not None else [None]
-            if asked == f"{self._process}/{self._number}" and state[0] is not None:
-                found[process] = state
-        # A process that works may wait at the time of one query: only a state that does not change says that it stays.
-        same = len(found) == len(missing) and found == self._before
-        self._same, self._before = self._same + 1 if same else 0, found
-        self._number += 1
-        self._asked = time.monotonic()
-        self._board.store.note("query", f"{self._process}/{self._number}")
-        return {process: str(state[0]) for process, state in found.items()} if self._same >= _QUERIES - 1 else None

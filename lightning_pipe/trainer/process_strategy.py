@@ -24,7 +24,6 @@ from lightning_pipe.distributions import maker, of_maker
 from lightning_pipe.errors import CommunicationError, ConfigurationError
 from lightning_pipe.schedules import Family
 from lightning_pipe.trainer.children import end_with_parent
-from lightning_pipe.trainer.failure_reporter import report_once
 from lightning_pipe.trainer.launcher import ScriptLauncher, check_interactive
 from lightning_pipe.trainer.meeting import Meetings
 from lightning_pipe.trainer.signals import ENDINGS, Signals
@@ -161,7 +160,6 @@ class ProcessStrategy(ParallelStrategy):
 
     @override
     def _configure_launcher(self) -> None:
-        ScriptLauncher.forget_finished_job()
         end_with_parent()
         assert self.cluster_environment is not None
         check_interactive(self.processes_here * self.num_nodes, self.cluster_environment)
@@ -193,10 +191,8 @@ class ProcessStrategy(ParallelStrategy):
                 self._backend,
                 self._timeout,
                 self.num_nodes,
-                ScriptLauncher.check_children,
                 self._rank_order,
             )
-            ScriptLauncher.belongs_to_job(self.world)
             if self.world.board is not None:
                 self._meetings = Meetings(self.world.board, self._child_has_ended)
         self._seed = self.world.share_randomness()
@@ -236,9 +232,6 @@ class ProcessStrategy(ParallelStrategy):
         if isinstance(exception, CommunicationError):
             # it quotes the process that failed: where this one waited says nothing more
             exception.__traceback__, exception.__cause__, exception.__suppress_context__ = None, None, True
-        if board is not None:
-            board.completed(exception)
-            report_once(exception, board, started=ScriptLauncher._started is not None)
 
     def finish(self) -> None:
         """End a run on all processes: an error of one of them after the last batch is one of all."""

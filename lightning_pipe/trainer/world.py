@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -21,7 +21,7 @@ from lightning_pipe.engine.first_batch.trial_runs import is_alone
 from lightning_pipe.errors import CommunicationError, ConfigurationError, PipeError
 from lightning_pipe.lightning_internals import all_gather_over, default_backend, reduce_over
 from lightning_pipe.schedules import Family
-from lightning_pipe.trainer.connect import connect, no_longer_than, on_interface
+from lightning_pipe.trainer.connect import connect, on_interface
 from lightning_pipe.transport.arrangement import topology_of
 from lightning_pipe.transport.base import Transport
 from lightning_pipe.transport.choose import open_transport
@@ -80,7 +80,6 @@ class World:
         backend: str | None,
         timeout: timedelta,
         hosts: int = 1,
-        check: Callable[[], None] = lambda: None,
         rank_order: RankOrder = "pipeline",
     ) -> World:
         """Connect the processes. Collective.
@@ -93,7 +92,6 @@ class World:
             backend: torch.distributed's; ``None`` chooses by device.
             timeout: the longest that one process waits for another.
             hosts: on how many hosts the processes are.
-            check: raises if waiting for the others is in vain.
             rank_order: whose processes have neighbouring numbers.
         """
         topology = topology_of(layout, family, rank_order, hosts)
@@ -101,12 +99,11 @@ class World:
             return cls(layout, open_transport(topology, device, timeout))
         backend = backend or default_backend(device)
         with _connecting(timeout), on_interface(hosts):
-            connect(environment, backend, timeout, hosts, check)
-            with no_longer_than(timeout, "To connect the processes"):
-                world = cls(layout, open_transport(topology, device, timeout))
-                if topology.replicas > 1:
-                    groups = [sorted(topology.replica_processes(rank)) for rank in range(topology.ranks)]
-                    world.replicas = [dist.new_group(group, timeout=timeout) for group in groups][world.transport.rank]
+            connect(environment, backend, timeout, hosts)
+            world = cls(layout, open_transport(topology, device, timeout))
+            if topology.replicas > 1:
+                groups = [sorted(topology.replica_processes(rank)) for rank in range(topology.ranks)]
+                world.replicas = [dist.new_group(group, timeout=timeout) for group in groups][world.transport.rank]
         world.board = FailureBoard(default_store(), world.transport)
         world.board.watch()
         atexit.register(world.end)

@@ -28,6 +28,7 @@ COVERED = {
     "torchrun --nproc-per-node 2 examples/": "tests/examples/test_loops.py::test_a_loop_trains_as_one_device",
     "python examples/fabric.py": "tests/examples/test_loops.py::test_a_loop_trains_as_one_device",
     "torchrun --nnodes 2": "tests/examples/test_examples.py::test_torchrun_on_two_nodes",
+    "torchrun --standalone --nproc-per-node 2": "tests/recipes/test_train.py::test_a_sweep_by_torchrun",
     "python -m tests.support.structure": "tests/test_structure.py::test_the_report_names_every_room",
     "python -m tests.gpu.rehearsal": "tests/gpu/test_rehearsal.py::test_every_part_is_rehearsed",
     "python -m tests.faults": "tests/faults/test_faults.py::test_a_run_with_a_fault_ends_as_it_should",

@@ -70,9 +70,6 @@ class Injection:
     def term(self) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
-    def stop(self) -> None:
-        os.kill(os.getpid(), signal.SIGSTOP)
-
     def hang(self) -> None:
         while True:
             time.sleep(1)

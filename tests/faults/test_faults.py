@@ -1,4 +1,4 @@
-"""Runs with a fault end soon, wholly, with an exit code that says so, and with the reason told once."""
+"""Runs with a fault end soon, wholly, with an exit code that says so, and with the reason told."""
 
 from __future__ import annotations
 

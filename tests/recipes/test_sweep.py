@@ -58,3 +58,11 @@ def test_a_sweep_ends_with_one_table(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert all(word in row for word in ("3", "10", "5"))
     assert "failed" in next(line for line in lines if "gems" in line)
     assert json.loads((tmp_path / "table.json").read_text())[1]["val_loss"] == 3.0
+
+
+def test_other_processes_of_a_sweep_have_no_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    table = Table()
+    table.on_job_end(job_config(tmp_path, ["pipe=gpipe"]), JobReturn(status=JobStatus.COMPLETED))
+    table.on_multirun_end(job_config(tmp_path, []))
+    assert not table.rows

@@ -6,14 +6,12 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
-from typing import Any
+from pathlib import Path
 
 import pytest
 
-from lightning_pipe.errors import CommunicationError
 from lightning_pipe.trainer import children
 from lightning_pipe.trainer.children import CHILD, Children
 from lightning_pipe.transport.failures import joined_threads
@@ -25,31 +23,30 @@ DEAF = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); prin
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(children, "_PATIENCE", 1.0)
     monkeypatch.setattr(children, "_GLANCE", 0.05)
+    monkeypatch.setattr(children, "_NOTICING", 0.2)
+    monkeypatch.setattr(children, "_AFTER_SUCCESS", 5.0)
     joined_threads.forget_failures()
     yield
     joined_threads._forced.clear()
 
 
+@pytest.fixture
+def left(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The codes with which the process would have left."""
+    codes: list[int] = []
+    monkeypatch.setattr(joined_threads, "leave", codes.append)
+    return codes
+
+
 def started(*scripts: str) -> Children:
-    return Children(
-        [subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE) for script in scripts], first=4
-    )
+    return Children([subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE) for script in scripts])
 
 
-class Board:
-    """Stands for the failure board."""
-
-    def __init__(self) -> None:
-        self.told: list[tuple[int, str]] = []
-        self.noticed = threading.Event()
-
-    def await_failure(self, patience: float) -> None:
-        return None
-
-    def lost(self, process: int, text: str) -> None:
-        self.told.append((process, text))
+def until(left: list[int]) -> None:
+    deadline = time.monotonic() + 20
+    while not left and time.monotonic() < deadline:
+        time.sleep(0.02)
 
 
 def test_all_are_ended_those_that_are_stopped_or_deaf_too() -> None:
@@ -58,68 +55,48 @@ def test_all_are_ended_those_that_are_stopped_or_deaf_too() -> None:
     assert deaf.stdout is not None
     deaf.stdout.readline()
     stopped.send_signal(signal.SIGSTOP)
-    family.end(patience=0.0)
-    assert stopped.poll() == -signal.SIGTERM  # it was let go on, to take it
-    assert deaf.poll() == -signal.SIGKILL
+    family.end(0.0)
+    assert [process.wait(10) for process in (stopped, deaf)] == [-signal.SIGKILL] * 2
 
 
 @pytest.mark.parametrize(
     ("script", "words"),
     [
-        ("import os; os.kill(os.getpid(), 9)", "was killed by SIGKILL (out of memory?)"),
-        ("raise SystemExit(7)", "has ended with code 7"),
+        ("import os; os.kill(os.getpid(), 9)", "Process 2 of this host was killed by SIGKILL."),
+        ("raise SystemExit(7)", "Process 2 of this host has ended with code 7."),
     ],
 )
-def test_the_end_of_a_child_is_told_to_the_board(script: str, words: str) -> None:
+def test_all_end_when_one_fails(script: str, words: str, left: list[int], capsys: pytest.CaptureFixture[str]) -> None:
     family = started(PATIENT, script)
-    family.board = board = Board()  # type: ignore[assignment]
-    deadline = time.monotonic() + 20
-    with family.running():
-        while not board.told and time.monotonic() < deadline:
-            time.sleep(0.02)
-    family.end(patience=0.0)
-    assert board.told == [(6, f"{words} (PID {family._processes[1].pid})")]
+    until(left)
+    assert left == [1]
+    assert capsys.readouterr().err == f"{words} All processes of this host end.\n"
+    assert family._processes[0].wait(10) == -signal.SIGKILL
 
 
-def test_a_child_that_has_ended_well_is_told_about_if_it_is_missed() -> None:
-    family = started("")
-    family.board = board = Board()  # type: ignore[assignment]
+@pytest.mark.parametrize("code", [0, 143])
+def test_one_that_has_ended_well_ends_nobody(code: int, left: list[int]) -> None:
+    family = started(PATIENT, f"raise SystemExit({code})")
+    family._processes[1].wait()
+    time.sleep(0.6)
+    assert not left
+    assert family._processes[0].poll() is None
+    family.end(0.0)
+
+
+def test_the_first_process_that_notices_is_left_to_end_by_itself(left: list[int]) -> None:
+    family = started("raise SystemExit(1)")
     family._processes[0].wait()
-    with family.running():
-        time.sleep(0.3)
-        assert not board.told
-        board.noticed.set()
-        deadline = time.monotonic() + 20
-        while not board.told and time.monotonic() < deadline:
-            time.sleep(0.02)
-    assert [process for process, _ in board.told] == [5]
-
-
-def test_nobody_waits_for_one_that_has_gone_before_all_are_connected() -> None:
-    family = started("raise SystemExit(0)")
-
-    def connect() -> None:
-        with family.running():
-            while True:
-                family.check()
-                time.sleep(0.02)
-
-    with pytest.raises(CommunicationError, match=r"Process 5 has ended with code 0 \(PID \d+\), before all"):
-        connect()
-
-
-def test_an_error_before_all_are_connected_ends_the_children() -> None:
-    family = started(PATIENT)
-    with pytest.raises(ValueError, match="bug"), family.running():
-        raise ValueError("bug")
-    assert family._processes[0].poll() == -signal.SIGTERM
+    family.end(1.0)
+    time.sleep(0.5)
+    assert not left
 
 
 def test_a_child_that_fails_after_the_run_makes_this_process_fail(capsys: pytest.CaptureFixture[str]) -> None:
     family = started("raise SystemExit(3)", "")
     family.close()
     assert joined_threads._forced == [1]
-    assert capsys.readouterr().err == "Process 5 has ended with code 3.\n"
+    assert capsys.readouterr().err == "Process 1 of this host has ended with code 3.\n"
 
 
 class Broken:
@@ -141,53 +118,49 @@ def test_a_child_that_fails_after_the_run_makes_this_process_fail_though_nobody_
     assert joined_threads._forced == [1]
 
 
-def test_a_child_lost_before_all_are_connected_ends_this_process_though_nobody_reads_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    left = threading.Event()
-    monkeypatch.setattr(joined_threads, "leave", lambda code: left.set())
+def test_all_end_though_nobody_reads_it(monkeypatch: pytest.MonkeyPatch, left: list[int]) -> None:
     with monkeypatch.context() as broken:
         broken.setattr(sys, "stderr", Broken())
-        family = started("raise SystemExit(3)")
-        with family.running():
-            assert left.wait(20.0)
-    family.end(patience=0.0)
+        started("raise SystemExit(3)")
+        until(left)
+    assert left == [1]
 
 
-def test_a_child_ends_with_its_parent_though_nobody_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    gone = subprocess.Popen([sys.executable, "-c", ""])
-    gone.wait()
-    codes: list[int] = []
-    monkeypatch.setenv(CHILD, str(gone.pid))
-    monkeypatch.setattr(children, "_watching", [])
-    monkeypatch.setattr(joined_threads, "leave", codes.append)
-    monkeypatch.setattr(joined_threads, "start", lambda *_: threading.current_thread())
-    with monkeypatch.context() as broken:
-        broken.setattr(sys, "stderr", Broken())
-        children.end_with_parent()
-    assert codes == [1]
-
-
-ORPHAN = "from lightning_pipe.trainer.children import end_with_parent; end_with_parent(); import time; time.sleep(60)"
+ORPHAN = """
+import time
+from lightning_pipe.trainer.children import end_with_parent
+end_with_parent()
+print("ready", flush=True)
+time.sleep(90)
+"""
 PARENT = f"""
-import os, subprocess, sys
+import os, pathlib, subprocess, sys
 environment = {{**os.environ, {CHILD!r}: str(os.getpid())}}
-child = subprocess.Popen([sys.executable, "-c", {ORPHAN!r}], env=environment)
+child = subprocess.Popen([sys.executable, "-c", {ORPHAN!r}], env=environment, stdout=subprocess.PIPE)
+pathlib.Path(sys.argv[2]).write_text(str(child.pid))
 if sys.argv[1] == "late":
-    import time; time.sleep(60)
+    child.stdout.readline()
 os.kill(os.getpid(), 9)
 """
 
 
-def test_a_child_ends_with_its_parent_even_if_that_has_gone_before(tmp_path: Any) -> None:
-    log = tmp_path / "log"
-    with log.open("w") as file:
-        # the child imports torch for seconds, and finds its parent gone
-        subprocess.run([sys.executable, "-c", PARENT, "early"], stderr=file, env=clean_environment(), check=False)
-    deadline = time.monotonic() + 60
-    while "ends: process 0" not in log.read_text() and time.monotonic() < deadline:
+def alive(pid: int) -> bool:
+    """Whether it runs; one that nobody has waited for is dead."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize("when", ["early", "late"])
+def test_a_child_ends_with_its_parent_even_if_that_has_gone_before(tmp_path: Path, when: str) -> None:
+    # an early end: the child imports torch for seconds, and finds its parent gone
+    subprocess.run([sys.executable, "-c", PARENT, when, tmp_path / "pid"], env=clean_environment(), timeout=60)
+    pid = int((tmp_path / "pid").read_text())
+    deadline = time.monotonic() + 40
+    while alive(pid) and time.monotonic() < deadline:
         time.sleep(0.1)
-    assert "which has started it, has gone" in log.read_text()
+    assert not alive(pid)
 
 
 def test_a_copy_of_the_process_ends_nobody() -> None:
@@ -197,4 +170,4 @@ def test_a_copy_of_the_process_ends_nobody() -> None:
         os._exit(0)
     os.waitpid(copy, 0)
     assert family._processes[0].poll() is None
-    family.end(patience=0.0)
+    family.end(0.0)

@@ -21,12 +21,8 @@ from lightning_pipe.trainer.world import World
 from tests.support.processes import free_port, run_trainers
 
 
-def nobody_is_missing() -> None:
-    pass
-
-
 def meeting(process: int, seconds: float = 5.0) -> connect._Meeting:
-    return connect._Meeting(process, 2, timedelta(seconds=seconds), nobody_is_missing)
+    return connect._Meeting(process, 2, timedelta(seconds=seconds))
 
 
 def test_a_port_that_is_taken_is_named() -> None:
@@ -45,14 +41,6 @@ def test_a_process_that_does_not_come_is_named() -> None:
 def test_a_process_0_that_does_not_come_is_told() -> None:
     with pytest.raises(CommunicationError, match=r"Process 1 of 2 could not reach process 0 at 127\.0\.0\.1"):
         connect._find("127.0.0.1", free_port(), meeting(1, 0.3))
-
-
-def test_waiting_ends_when_it_is_in_vain() -> None:
-    def check() -> None:
-        raise CommunicationError("Process 2 has gone.")
-
-    with pytest.raises(CommunicationError, match="Process 2 has gone"):
-        connect._find("127.0.0.1", free_port(), connect._Meeting(1, 3, timedelta(seconds=60), check))
 
 
 def test_an_attempt_has_a_name_of_its_own_in_the_store_of_the_last() -> None:

@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
 
 import pytest
 from torch.distributed import HashStore
@@ -14,9 +13,8 @@ from torch.distributed import HashStore
 from lightning_pipe.errors import CollectiveError, CommunicationError
 from lightning_pipe.trainer import meeting
 from lightning_pipe.trainer.meeting import Meetings
+from lightning_pipe.transport.failures import watchdog
 from lightning_pipe.transport.failures.board import FailureBoard
-from lightning_pipe.transport.failures.store import FailureStore
-from lightning_pipe.transport.failures.store_client import StoreSilentError
 from lightning_pipe.transport.topology import Topology
 from tests.support.threads import thread_world
 
@@ -25,7 +23,8 @@ Act = Callable[[Meetings, FailureBoard], None]
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meeting, "_PAUSE", 0.15)
+    monkeypatch.setattr(meeting, "SETTLED", 0.3)
+    monkeypatch.setattr(watchdog, "SETTLED", 0.3)
 
 
 def together(*acts: Act, gone: bool = False) -> list[BaseException | None]:
@@ -35,7 +34,7 @@ def together(*acts: Act, gone: bool = False) -> list[BaseException | None]:
     boards = [FailureBoard(store, transport, patience=0.2) for transport in world]
 
     def run(process: int) -> None:
-        boards[process].watch(interval=0.02, exit_after=None)
+        boards[process].watch(interval=0.04, exit_after=None)
         try:
             acts[process](Meetings(boards[process], lambda: gone), boards[process])
         except Exception as error:
@@ -119,26 +118,6 @@ def test_a_failure_of_another_process_is_quoted() -> None:
     errors = together(calls("the end of the run"), fails)
     assert isinstance(errors[0], CommunicationError)
     assert "ValueError: the reason" in str(errors[0])
-
-
-def test_a_silent_store_is_no_fault_before_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
-    silent = dict.fromkeys(("note", "noted_by_all", "noted"), 3)
-
-    def wrap(name: str) -> None:
-        before = getattr(FailureStore, name)
-
-        def wrapped(self: FailureStore, *arguments: Any) -> Any:
-            if str(arguments[0]).find("meeting/") >= 0 and silent[name]:
-                silent[name] -= 1
-                raise StoreSilentError("no answer")
-            return before(self, *arguments)
-
-        monkeypatch.setattr(FailureStore, name, wrapped)
-
-    for name in silent:
-        wrap(name)
-    assert together(calls("save"), computes) == [None] * 2
-    assert not any(silent.values())
 
 
 def test_the_line_of_the_user() -> None:

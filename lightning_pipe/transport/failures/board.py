@@ -1,4 +1,4 @@
-"""One rank failing ends all of them with that rank's traceback; a hang ends with a report of every rank.
+"""One rank failing ends all of them with that rank's traceback; after a hang each rank says where it stands.
 
 The board keeps its entries in the store over which the processes found each other, so it works when no other
 connection does any more; `lightning_pipe.transport.failures` draws how a failure reaches everybody::
@@ -12,13 +12,11 @@ connection does any more; `lightning_pipe.transport.failures` draws how a failur
     board.close()                               # at the end
 
 A process whose communication breaks asks the board why (`Transport.error` does so by itself) and raises an error that
-quotes the process that failed first. A process that has waited for longer than the timeout asks all others where they
-are; their answers are the report.
+quotes the process that failed first.
 """
 
 from __future__ import annotations
 
-import json
 import sys
 import threading
 import time
@@ -31,18 +29,13 @@ from lightning_pipe.errors import CommunicationError
 from lightning_pipe.schedules import Action
 from lightning_pipe.transport.base import Transport
 from lightning_pipe.transport.failures.store import Failure, FailureStore, Kind
-from lightning_pipe.transport.failures.store_client import StoreSilentError
 from lightning_pipe.transport.failures.watchdog import Watchdog
 
 _LEFT = "No rank has said why: a process may have been killed (out of memory?) or have left without an error."
-_SILENT = (
-    "does not answer, and the others talk to each other through its store: it was stopped (Ctrl-Z, SIGSTOP), or its "
-    "host is frozen or cannot be reached."
-)
-_GONE = "has ended without saying why: it may have been killed (out of memory?)."
+_GONE = "has ended without saying why, and the store with it: it may have been killed (out of memory?)."
 _ASKED = "was asked to end by SIGTERM"
 _TOLD = {"asked": f"{_ASKED}.", "interrupted": "was interrupted (Ctrl-C)."}
-_HANG = "Look at the rank that computes, or at the first rank that waits for one that does not send."
+_HANG = "Each rank prints where it stands: look at one that computes, or at the first that waits for one that does not."
 
 
 class FailureBoard:
@@ -51,31 +44,30 @@ class FailureBoard:
     Args:
         store: reached by all processes; each must make its boards in the same order.
         transport: this process's transport. From now on it asks this board about its errors.
-        patience: seconds to wait for the origin of a broken connection, and for answers in a report.
+        patience: seconds to wait for the origin of a broken connection.
 
     Attributes:
         program: the positions that follow each other in this batch.
         noticed: set once the main thread knows of a failure.
         handled: set once the main thread is done with the user's hooks for exceptions.
         asked_to_end: when this process was asked to end, as long as it has not begun to.
+        beats: how often the position was set: a process whose count stands still is at the same place.
+        failure: the first failure, once it is known here.
     """
 
     def __init__(self, store: Store, transport: Transport, patience: float = 2.0) -> None:
         self.transport = transport
         self.patience = patience
         generation = store.add(f"lightning_pipe/boards/{transport.process}", 1)
-        self.store = FailureStore(store, f"lightning_pipe/board/{generation}/")
+        self.store = FailureStore(store, f"lightning_pipe/board/{generation}")
         self.noticed = threading.Event()
         self.handled = threading.Event()
         self.asked_to_end: float | None = None
-        self._lock = threading.Lock()
-        self._thread_id = threading.get_ident()
+        self.failure: Failure | None = None
+        self.beats = 0
         self.program: Sequence[object] = ()
+        self._thread_id = threading.get_ident()
         self._position: object | None = None
-        self._beats = 0
-        self._failure: Failure | None = None
-        self._place: str | None = None
-        self._query: str | None = None
         self._watchdog: Watchdog | None = None
         transport.board = self
 
@@ -91,14 +83,9 @@ class FailureBoard:
     @position.setter
     def position(self, value: object | None) -> None:
         self._position = value
-        self._beats += 1
-        if self._failure is not None and value is not None:
+        self.beats += 1
+        if self.failure is not None and value is not None:
             raise self.explain(f"{self.transport.describe().capitalize()} stops before {value}.")
-
-    @property
-    def beats(self) -> int:
-        """How often the position was set: a process whose count stands still is at the same place."""
-        return self._beats
 
     @property
     def at_work(self) -> bool:
@@ -108,17 +95,12 @@ class FailureBoard:
     @property
     def overdue(self) -> bool:
         """Whether the run ends since something did not come in time."""
-        return self._failure is not None and self._failure.overdue
+        return self.failure is not None and self.failure.kind == "hang"
 
     @property
     def failed(self) -> bool:
         """Whether a process is known to have failed."""
-        return self._failure is not None
-
-    @property
-    def failure(self) -> Failure | None:
-        """The failure that is known here; asks nobody."""
-        return self._failure
+        return self.failure is not None
 
     def fail(self, error: BaseException, kind: Kind = "error") -> None:
         """Publish why this process fails and make the others stop. Never raises; call it from the main thread.
@@ -132,91 +114,48 @@ class FailureBoard:
         """
         self.noticed.set()
         self.handled.set()
+        known = self.failure is not None
         try:
-            self._publish(error, kind)
-            self.transport.abort()
-            if self.transport.process == 0:
-                self._linger()
+            if not known:
+                self._publish(_TOLD.get(kind) or "".join(traceback.format_exception(error)).rstrip(), kind)
         except RuntimeError:  # the store has gone, and with it those who would read it
-            self.transport.abort()
-
-    def becomes_reporter(self, patience: float = 0.0) -> bool:
-        """Whether this process is the one that prints for the user why the run has failed.
-
-        Process 0 prints it. If process 0 is too slow or has ended, the first other process that asks prints it. If the
-        store has gone, the process that failed first does, or process 1 if that was process 0. If no process knows
-        which one failed first, each prints what it knows.
-
-        Args:
-            patience: seconds that another process than 0 leaves to process 0.
-        """
-        process = self.transport.process
-        try:
-            deadline = time.monotonic() + (patience if process else 0.0)
-            while time.monotonic() < deadline and not self.store.has_reporter():
-                time.sleep(0.05)
-            first = self.store.become_reporter(process)
-        except StoreSilentError:  # no process can be asked, and process 0 cannot print
-            return True
-        except RuntimeError:  # the store has gone, and process 0 with it
-            return self._failure is None or process == (self._failure.process or 1)
-        if first and process == 0:
-            time.sleep(4 * 0.05)  # until the others have seen it: the store goes with this process
-        return first
-
-    def completed(self, error: BaseException) -> None:
-        """Add a note to an error of this process's own: what failed before in another process, unless it says so."""
-        failure = self._failure
-        if failure is None or failure.process == self.transport.process:
-            return
-        # An error that all processes raise (a checkpoint could not be written, a batch not loaded) ends in the same
-        # words on all.
-        words = [line for line in str(failure).splitlines() if line.strip()]
-        if words[-1] not in "".join(traceback.format_exception(error)):
-            error.add_note(str(failure))
+            known = True
+        self.transport.abort()
+        if self.transport.process == 0 and self.transport.topology.world_size > 1 and not known:
+            time.sleep(self.patience)
 
     def explain(self, message: str, *, timed_out: bool = False) -> CommunicationError:
         """The error for an operation that failed, with what is known about the reason.
 
         Args:
             message: what could not be done.
-            timed_out: the peer did not answer in time; if nobody has failed, all processes are asked where they are.
+            timed_out: the peer did not answer in time, and nobody has failed.
         """
         self.noticed.set()
         try:
-            failure = self.report() if timed_out else self.await_failure(self.patience)
-        except StoreSilentError:
-            failure = self.silence()
+            failure = self.hang() if timed_out else self.await_failure(self.patience)
         except RuntimeError:
             failure = self.loss()
         if failure is None:
             return CommunicationError(message, hint=_LEFT)
         return CommunicationError(f"{message}\n{failure}", hint=_HANG if failure.kind == "hang" else None)
 
-    def silence(self) -> Failure:
-        """What is known when the store does not answer."""
-        return self._lose(Failure(0, self.transport.describe(0), _SILENT, "silent"))
-
     def loss(self) -> Failure:
         """What is known when the store has gone."""
-        return self._lose(Failure(0, self.transport.describe(0), _GONE, "gone"))
+        self.failure = self.failure or Failure(0, self.transport.describe(0), _GONE, "gone")
+        return self.failure
 
-    def lost(self, process: int, text: str) -> None:
-        """Enter what has become of a process that cannot do so itself.
+    def hang(self, seconds: float | None = None) -> Failure | None:
+        """Enter that this process does not come on, unless another one has failed.
 
         Args:
-            process: which one.
-            text: how it ended.
+            seconds: how long it has been where it is; ``None``: for the transport's timeout.
         """
-        failure = Failure(process, self.transport.describe(process), text, "gone")
-        if self.find_failure() is None:
-            self.store.publish(failure)
+        return self._publish(self.where(self.transport.timeout.total_seconds() if seconds is None else seconds), "hang")
 
     def end_as_asked(self) -> Failure | None:
         """Enter that this process was asked to end while it waits for what does not come."""
-        waits = f"{_ASKED}, and waits to {self.transport.waiting}."
-        self.store.publish(Failure(self.transport.process, self.transport.describe(), waits, "asked"))
-        return self.find_failure()
+        return self._publish(f"{_ASKED}, and waits to {self.transport.waiting}.", "asked")
 
     def watch(self, interval: float = 1.0, stall: float | None = None, exit_after: float | None = 5.0) -> None:
         """Start a thread that looks at the board, for a main thread that cannot; see `Watchdog`.
@@ -237,87 +176,31 @@ class FailureBoard:
         if self._watchdog is not None:
             self._watchdog.stop()
             self._watchdog = None
-        self.store.close()
         if self.transport.board is self:
             self.transport.board = None
 
     def find_failure(self) -> Failure | None:
-        """The first failure, if one is published; answers a process that asks where this one is."""
-        with self._lock:
-            if self._failure is None:
-                self._answer_status_query()
-                if self._place is None and self.store.asked():
-                    self._answer()
-                self._failure = self.store.failure()
-                if self._failure is not None:
-                    self.store.acknowledge()
-            return self._failure
+        """The first failure, if one is published."""
+        self.failure = self.failure or self.store.failure()
+        return self.failure
 
     def await_failure(self, patience: float) -> Failure | None:
-        """The first failure, if one is published within ``patience`` seconds, or while a report is being made."""
-        start = time.monotonic()
-        while (failure := self.find_failure()) is None:
-            asked = self._place is not None
-            if time.monotonic() - start > (patience + 2 * self.patience if asked else patience):
-                break
+        """The first failure, if one is published within ``patience`` seconds."""
+        deadline = time.monotonic() + patience
+        while (failure := self.find_failure()) is None and time.monotonic() < deadline:
             time.sleep(0.05)
         return failure
 
-    def report(self) -> Failure | None:
-        """Ask all processes where they are and publish the answers; or what another process has published."""
-        if (failure := self.find_failure()) is not None:
-            return failure
-        self._answer()
-        if not self.store.ask(self.transport.process):
-            return self.await_failure(self.patience)
-        processes = range(self.transport.topology.world_size)
-        deadline = time.monotonic() + self.patience
-        while any(self.store.place(process) is None for process in processes) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        places = {process: self.store.place(process) or "no answer" for process in processes}
-        describe = self.transport.describe
-        text = "\n".join(f"  {describe(process)}: {place}" for process, place in places.items())
-        self.store.publish(Failure(self.transport.process, describe(), text, "hang"))
+    def where(self, seconds: float) -> str:
+        """Where this process has stood for some time, as words that follow its name."""
+        since = time.strftime("%H:%M:%S", time.localtime(time.time() - seconds))
+        return f"has not come on since {since}, {seconds:.0f} s ago: {self._place()}"
+
+    def _publish(self, text: str, kind: Kind) -> Failure | None:
+        self.store.publish(Failure(self.transport.process, self.transport.describe(), text, kind))
         return self.find_failure()
 
-    def _publish(self, error: BaseException, kind: Kind) -> None:
-        if self.find_failure() is None:
-            text = _TOLD[kind] if kind in _TOLD else "".join(traceback.format_exception(error)).rstrip()
-            self.store.publish(Failure(self.transport.process, self.transport.describe(), text, kind))
-            self.find_failure()
-
-    def _lose(self, failure: Failure) -> Failure:
-        """Remember a failure that cannot be published, unless a reason is known."""
-        with self._lock:
-            self._failure = self._failure or failure
-            return self._failure
-
-    def _linger(self) -> None:
-        deadline = time.monotonic() + self.patience
-        while self.store.readers() < self.transport.topology.world_size and time.monotonic() < deadline:
-            time.sleep(0.05)
-
-    def _answer(self) -> None:
-        self._place = self._where()
-        self.store.answer(self.transport.process, self._place)
-
-    def _answer_status_query(self) -> None:
-        """Answer a process that waits for this one: whether this one waits as well; see `trainer.meeting`."""
-        asked = self.store.noted("query")
-        if asked is not None and asked != self._query:
-            self._query = asked
-            waiting = self.transport.waiting
-            place = None if waiting is None else str(waiting)
-            self.store.note(f"query/{self.transport.process}", json.dumps([asked, place, self._beats, id(waiting)]))
-
-    def _describe_position(self) -> str:
-        position, program = self._position, self.program
-        if position is None:
-            return "between batches"
-        text = _spell(position) if isinstance(position, Action) else str(position)
-        return f"{text} (action {program.index(position) + 1} of {len(program)})" if position in program else text
-
-    def _where(self) -> str:
+    def _place(self) -> str:
         position = self._describe_position()
         if self.transport.waiting is not None:
             return f"{position}; waits to {self.transport.waiting}"
@@ -326,6 +209,13 @@ class FailureBoard:
             return position
         calls = traceback.extract_stack(frame)[-3:]
         return f"{position}; computes in " + " > ".join(f"{call.filename}:{call.lineno} {call.name}" for call in calls)
+
+    def _describe_position(self) -> str:
+        position, program = self._position, self.program
+        if position is None:
+            return "between batches"
+        text = _spell(position) if isinstance(position, Action) else str(position)
+        return f"{text} (action {program.index(position) + 1} of {len(program)})" if position in program else text
 
 
 def _spell(action: Action) -> str:
