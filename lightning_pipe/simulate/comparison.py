@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from lightning_pipe import schedules
@@ -31,6 +31,10 @@ class Comparison:
         schedule: the schedule; ``None`` if it cannot be built.
         timeline: its simulation.
         bubble_ratio: idle share of the batch; without a flush, of the steady state.
+        time: of the batch; without a flush, of as many micro-batches in the steady state.
+        activations: the most that a rank holds, in micro-batches on 1/ranks of the model.
+        weights: the most that a rank holds with all versions, in 1/ranks of the model.
+        messages: between ranks in one batch.
         problem: why it cannot be built.
     """
 
@@ -38,35 +42,11 @@ class Comparison:
     schedule: Schedule | None = None
     timeline: Timeline | None = None
     bubble_ratio: Number = 0
+    time: Number = 0
+    activations: Number = 0
+    weights: Number = 0
+    messages: int = 0
     problem: str = ""
-
-    @property
-    def time(self) -> Number:
-        """Time of the batch; without a flush, of as many micro-batches in the steady state."""
-        assert self.timeline is not None
-        return ratio(sum(self.timeline.busy), self.timeline.ranks * (1 - self.bubble_ratio))
-
-    @property
-    def activations(self) -> Number:
-        """The most that a rank holds, in micro-batches on 1/ranks of the model."""
-        assert self.schedule is not None
-        assert self.timeline is not None
-        return ratio(max(self.timeline.peak_activations) * self.schedule.ranks, self.schedule.stages)
-
-    @property
-    def weights(self) -> Number:
-        """The most that a rank holds with all versions, in 1/ranks of the model."""
-        assert self.schedule is not None
-        own = self.schedule
-        held = (len(own.stages_of(rank)) * own.weight_versions[rank] for rank in range(own.ranks))
-        return ratio(max(held) * own.ranks, own.stages)
-
-    @property
-    def messages(self) -> int:
-        """Messages between ranks in one batch."""
-        assert self.schedule is not None
-        sends = (Kind.SEND_FORWARD, Kind.SEND_BACKWARD)
-        return sum(action.kind in sends for order in schedules.lower(self.schedule) for action in order)
 
 
 def compare(
@@ -128,7 +108,18 @@ def _compared(
     if callable(costs):
         timeline = replace(timeline, unit="s")
     bubble = timeline.bubble_ratio if timeline.steady is None else timeline.steady
-    return Comparison(family.label, schedule, timeline, bubble)
+    held = (len(schedule.stages_of(rank)) * schedule.weight_versions[rank] for rank in range(ranks))
+    sends = (Kind.SEND_FORWARD, Kind.SEND_BACKWARD)
+    return Comparison(
+        family.label,
+        schedule,
+        timeline,
+        bubble,
+        time=ratio(sum(timeline.busy), ranks * (1 - bubble)),
+        activations=ratio(max(timeline.peak_activations) * ranks, schedule.stages),
+        weights=ratio(max(held) * ranks, schedule.stages),
+        messages=sum(action.kind in sends for order in schedules.lower(schedule) for action in order),
+    )
 
 
 def simulate_batch(schedule: Schedule, build: Callable[[int], Schedule], costs: Costs) -> Timeline:
@@ -148,10 +139,15 @@ def simulate_batch(schedule: Schedule, build: Callable[[int], Schedule], costs: 
 
 def table(rows: Iterable[Comparison]) -> str:
     """The comparison as text, with what the columns mean."""
-    rows = list(rows)
+    cells, problems = [], []
+    for row in rows:
+        if row.schedule is None or row.timeline is None:
+            problems.append(f"{row.label}: {row.problem}")
+            continue
+        times = time_of(float(row.time), row.timeline.unit), f"{100 * float(row.bubble_ratio):.1f} %"
+        held = f"{float(row.activations):.4g}", f"{float(row.weights):.4g}"
+        cells.append((row.label, str(row.schedule.stages), *times, *held, str(row.messages)))
     head = ("schedule", "stages", "time", "bubble", "activations", "weights", "messages")
-    cells = [tuple(_cells(row)) for row in rows if row.schedule is not None]
-    problems = [f"{row.label}: {row.problem}" for row in rows if row.schedule is None]
     return "\n".join([text_table(head, cells), *problems, *_LEGEND])
 
 
@@ -161,15 +157,3 @@ _LEGEND = (
     "activations: most on a rank, in micro-batches on 1/ranks of the model",
     "weights: most on a rank with all copies and versions, in 1/ranks of the model",
 )
-
-
-def _cells(row: Comparison) -> Iterator[str]:
-    assert row.schedule is not None
-    assert row.timeline is not None
-    yield row.label
-    yield str(row.schedule.stages)
-    yield time_of(float(row.time), row.timeline.unit)
-    yield f"{100 * float(row.bubble_ratio):.1f} %"
-    yield f"{float(row.activations):.4g}"
-    yield f"{float(row.weights):.4g}"
-    yield str(row.messages)
