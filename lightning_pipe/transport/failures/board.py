@@ -157,7 +157,7 @@ class FailureBoard:
         """Enter that this process was asked to end while it waits for what does not come."""
         return self._publish(f"{_ASKED}, and waits to {self.transport.waiting}.", "asked")
 
-    def watch(self, interval: float = 1.0, stall: float | None = None, exit_after: float | None = 5.0) -> None:
+    def watch(self, interval: float = 1.0, stall: float | None = None, exit_after: float | None = 3.0) -> None:
         """Start a thread that looks at the board, for a main thread that cannot; see `Watchdog`.
 
         Args:
