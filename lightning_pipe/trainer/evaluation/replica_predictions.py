@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import torch
@@ -64,21 +64,27 @@ def in_order(shares: Sequence[Share]) -> list[Any] | None:
         >>> in_order([one, Share([torch.tensor([1, 3])], [2], batch_size=2)])
         [tensor([0, 1]), tensor([2, 3]), tensor([4])]
     """
-    flat = [[_flattened(*pair) for pair in zip(share.batches, share.sizes, strict=True)] for share in shares]
-    structures = [structure for batches in flat for _, structure in batches]
-    if not structures:
-        return []
-    if any(structure is None or structure != structures[0] for structure in structures):
+    samples, structures = zip(*map(_samples, shares), strict=True)
+    found = [structure for of_share in structures for structure in of_share]
+    if any(structure is None or structure != found[0] for structure in found):
         return None
-    total, size = sum(sum(share.sizes) for share in shares), shares[0].batch_size
-    columns = []
-    for place in range(structures[0].num_leaves):
-        column = [_Column([leaves[place] for leaves, _ in batches]) for batches in flat]
-        parts = [_interleaved(column, low, min(low + size, total)) for low in range(0, total, size)]
-        if any(part is None for part in parts):
-            return None
-        columns.append(parts)
-    return [tree_unflatten(list(leaves), structures[0]) for leaves in zip(*columns, strict=True)]
+    # by turns, as they were dealt out
+    rows = [row for dealt in zip_longest(*samples) for row in dealt if row is not None]
+    size = shares[0].batch_size
+    batches = [_joined(rows[low : low + size]) for low in range(0, len(rows), size)]
+    if any(leaves is None for leaves in batches):
+        return None
+    return [tree_unflatten(leaves, found[0]) for leaves in batches if leaves is not None]
+
+
+def _samples(share: Share) -> tuple[list[list[Any]], list[Any]]:
+    """The leaves of each sample, and the structure of each batch, ``None`` where a leaf has no entry for a sample."""
+    rows, structures = [], []
+    for prediction, size in zip(share.batches, share.sizes, strict=True):
+        leaves, structure = _flattened(prediction, size)
+        structures.append(structure)
+        rows += [] if structure is None else [[leaf[place] for leaf in leaves] for place in range(size)]
+    return rows, structures
 
 
 def _flattened(prediction: Any, size: int) -> tuple[list[Any], Any]:
@@ -92,34 +98,12 @@ def _flattened(prediction: Any, size: int) -> tuple[list[Any], Any]:
     return leaves, structure if fits else None
 
 
-class _Column:
-    """One part of the predictions of one replica, from the first to the last sample."""
-
-    def __init__(self, batches: Sequence[Any]) -> None:
-        self._batches = batches
-        self._starts = [0, *accumulate(map(len, batches))]
-
-    def between(self, low: int, high: int) -> list[Any]:
-        """The pieces of batches with the samples from ``low`` to ``high``."""
-        found = []
-        for start, batch in zip(self._starts, self._batches, strict=False):
-            piece = batch[max(low - start, 0) : max(high - start, 0)]
-            if len(piece):
-                found.append(piece)
-        return found
-
-
-def _interleaved(column: Sequence[_Column], low: int, high: int) -> Any:
-    """The samples ``low`` to ``high`` of the dataset; ``None`` if they do not fit into one tensor."""
-    replicas = len(column)
-    rows: list[Any] = [None] * (high - low)
-    kinds = set()
-    for replica, own in enumerate(column):
-        first, end = -(-(low - replica) // replicas), -(-(high - replica) // replicas)
-        pieces = own.between(max(first, 0), max(end, 0))
-        kinds |= {(type(piece), getattr(piece, "dtype", None), getattr(piece, "shape", (0,))[1:]) for piece in pieces}
-        for number, row in enumerate((row for piece in pieces for row in piece), start=max(first, 0)):
-            rows[number * replicas + replica - low] = row
-    if len(kinds) != 1:
-        return None
-    return torch.stack(rows) if isinstance(rows[0], Tensor) else rows
+def _joined(rows: Sequence[Sequence[Any]]) -> list[Any] | None:
+    """The leaves of a batch; ``None`` if those of its samples do not fit into one tensor."""
+    leaves: list[Any] = []
+    for column in zip(*rows, strict=True):
+        kinds = {(value.dtype, value.shape) if isinstance(value, Tensor) else None for value in column}
+        if len(kinds) != 1:
+            return None
+        leaves.append([*column] if None in kinds else torch.stack(column))
+    return leaves
