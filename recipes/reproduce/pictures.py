@@ -42,7 +42,29 @@ def lines(
         caption: below it.
         logarithmic: x and y grow by factors.
     """
-    figure, plot = _figure(4.4)
+    figure = lines_figure(published, ours, axes, logarithmic=logarithmic)
+    return _picture(title, figure, caption)
+
+
+@rc_context(STYLE)
+def lines_figure(
+    published: Points,
+    ours: Points,
+    axes: tuple[str, str],
+    *,
+    logarithmic: bool = False,
+    size: tuple[float, float] = (8.2, 4.4),
+) -> Figure:
+    """The curves of `lines`, by themselves.
+
+    Args:
+        published: by label.
+        ours: by the same labels, or by others.
+        axes: what is along x and y, with units.
+        logarithmic: x and y grow by factors.
+        size: inches.
+    """
+    figure, plot = _figure(size)
     for index, label in enumerate(dict.fromkeys([*published, *ours])):
         style: Any = {"color": COLOURS[index % len(COLOURS)], "marker": MARKERS[index % len(MARKERS)]}
         if label in published:
@@ -64,7 +86,7 @@ def lines(
     plot.set_xticks(ticks, [f"{tick:,g}" for tick in ticks])
     plot.minorticks_off()
     _finish(figure, plot, axes, published=bool(published))
-    return _picture(title, figure, caption)
+    return figure
 
 
 @rc_context(STYLE)
@@ -80,7 +102,7 @@ def bars(
         unit: of the values, along x.
         caption: below it.
     """
-    figure, plot = _figure(1.4 + 0.34 * len(ours))
+    figure, plot = _figure((8.2, 1.4 + 0.34 * len(ours)))
     places = range(len(ours))
     given = [published.get(label) or 0.0 for label in ours]
     plot.barh([place - 0.2 for place in places], given, 0.38, color="#BBBBBB", label="published")
@@ -109,7 +131,7 @@ def curves(
         caption: below it.
         mean_of: steps that are averaged.
     """
-    figure, plot = _figure(4.4)
+    figure, plot = _figure((8.2, 4.4))
     for index, (label, each) in enumerate(values.items()):
         steps = range(mean_of, len(each) + 1)
         smooth = [sum(each[at - mean_of : at]) / mean_of for at in steps]
@@ -120,8 +142,8 @@ def curves(
     return _picture(title, figure, caption)
 
 
-def _figure(height: float) -> tuple[Figure, Axes]:
-    figure = Figure(figsize=(8.2, height), layout="constrained")
+def _figure(size: tuple[float, float]) -> tuple[Figure, Axes]:
+    figure = Figure(figsize=size, layout="constrained")
     return figure, figure.add_subplot()
 
 
