@@ -154,7 +154,7 @@ def test_a_choice_is_read_from_a_checkpoint(name: str, tmp_path: Path) -> None:
         assert kept(path, 3) is None  # a pipeline of another length asks again
     (tmp_path / "folder").mkdir()
     assert kept(tmp_path / "folder", 4) is None
-    torch.save({"checkpoint": torch.load(path, weights_only=False)}, tmp_path / "folder" / "meta.pt")
+    torch.save(torch.load(path, weights_only=False), tmp_path / "folder" / "meta.pt")
     assert kept(tmp_path / "folder", 4) == ScheduleChoice(
         family, f"kept from {tmp_path / 'folder'}", "always", shard_optimizer="gradients"
     )
