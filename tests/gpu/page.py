@@ -14,7 +14,6 @@ from tests.gpu.runner import PARTS, ROOT
 
 RESULTS = ROOT / "results" / "gpu.json"
 PAGE = ROOT / "docs" / "results.md"
-_PLACE = re.compile(r"(?<=<!-- gpu -->\n).*?(?=<!-- end -->)", re.DOTALL)
 _EQUAL = ("equal", "passed")
 
 
@@ -52,7 +51,12 @@ def _words(row: Finding) -> str:
 def written(text: str, results: Path = RESULTS) -> str:
     """The text of the page with the table of a file of results."""
     table = "\n".join(lines(json.loads(results.read_text()))) + "\n"
-    return _PLACE.sub(lambda _: table, text)
+    return between(text, "gpu", table)
+
+
+def between(text: str, mark: str, table: str) -> str:
+    """The text of a page with a table in its place, from ``<!-- mark -->`` to ``<!-- end -->``."""
+    return re.sub(rf"(?<=<!-- {mark} -->\n).*?(?=<!-- end -->)", lambda _: table, text, flags=re.DOTALL)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import sys
 import tempfile
 import time
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.benchmarks.measure import Finding
+from tests.gpu.page import between
 from tests.gpu.rows import is_open
 from tests.gpu.runner import PARTS, ROOT, Part, chosen, run_part
 from tests.support.fake_cuda.build import obstacle
@@ -33,7 +33,6 @@ NOT_REHEARSABLE = {
     "host_time": "CUPTI",
 }
 """Rows that need a kernel, or a tool, which a torch for the CPU lacks. A test keeps the list from growing."""
-_PLACE = re.compile(r"(?<=<!-- rehearsed -->\n).*?(?=<!-- end -->)", re.DOTALL)
 _PAGE = ROOT / "docs" / "developing.md"
 
 
@@ -103,7 +102,7 @@ def main(arguments: list[str] | None = None) -> int:
     text = table(found)
     print(f"\nREHEARSED on the fake device, which is no GPU, in {time.monotonic() - start:.0f} s\n\n{text}")
     if given.write:
-        _PAGE.write_text(_PLACE.sub(lambda _: text, _PAGE.read_text()))
+        _PAGE.write_text(between(_PAGE.read_text(), "rehearsed", text))
     wrong: list[Any] = [row for rows in found.values() for row in rows if verdict(row).startswith("WRONG")]
     for row in wrong:
         print(row)
