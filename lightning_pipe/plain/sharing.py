@@ -37,7 +37,8 @@ def shared(batches: Sequence[Any] | None, pipeline: Pipeline) -> list[Any]:
         ConfigurationError: no rank has any, or they are not the same on all that have.
     """
     transport, members = pipeline.transport, pipeline.pipeline_members
-    own = None if batches is None else [fingerprint(each) for each in batches]
+    alone = len(members) == 1  # nobody has another batch
+    own = None if batches is None else [None if alone else fingerprint(each) for each in batches]
     gathered = zip(members, transport.all_gather_object(own, members), strict=True)
     having = {process: found for process, found in gathered if found is not None}
     if not having:
