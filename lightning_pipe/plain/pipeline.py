@@ -31,9 +31,9 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_
 
 from lightning_pipe import schedules
-from lightning_pipe.batches.joining import join
 from lightning_pipe.batches.loss_checks import LossChecks
 from lightning_pipe.batches.micro_batches import LossWeight, MicroBatches, divide_batch
+from lightning_pipe.batches.outputs import losses_on_host, of_batch
 from lightning_pipe.batches.split_batch import SplitBatch
 from lightning_pipe.batches.suspects import Suspects, suspicion
 from lightning_pipe.config import Auto, RankOrder
@@ -211,18 +211,16 @@ class Pipeline:
             with withheld_gradients(list(engine.module.parameters())) as withheld:
                 outputs = self._step.run(
                     step,
-                    lambda run: engine.train(run, parts.parts, weights, seed=mix(self._seed, self._calls), check=check),
+                    lambda run: losses_on_host(
+                        engine.train(run, parts.parts, weights, seed=mix(self._seed, self._calls), check=check)
+                    ),
                 )
             if engine.is_loss_rank:
                 self._checks.end(check)
-            losses = [loss_of(outputs[index]).cpu() for index in sorted(outputs)]
-            loss = withheld.loss(parts.loss([float(each) for each in losses]), losses[0].dtype, self.device)
+            output = of_batch(outputs, parts, withheld, self.device)
+            loss = loss_of(output)
             loss.backward()  # type: ignore[no-untyped-call]
-        loss = loss.detach()
-        if not isinstance(outputs[0], Mapping):
-            return loss
-        others = {i: {key: value for key, value in each.items() if key != "loss"} for i, each in outputs.items()}
-        return {**join(others, parts.sizes, parts.shares), "loss": loss}
+        return {**output, "loss": loss.detach()} if isinstance(output, Mapping) else loss.detach()
 
     def evaluate(self, step: Step, batches: Iterable[Any] | None = None) -> list[Any]:
         """Run forward passes alone, without gradients, several batches at a time. Collective over the pipeline.

@@ -11,6 +11,7 @@ import lightning.pytorch as pl
 
 from lightning_pipe.batches.loss_checks import LossChecks
 from lightning_pipe.batches.micro_batches import LossWeight, MicroBatches
+from lightning_pipe.batches.outputs import losses_on_host
 from lightning_pipe.engine.first_batch.trial_runs import is_alone
 from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.errors import ConfigurationError
@@ -20,7 +21,6 @@ from lightning_pipe.intercept.recompute import is_recomputing
 from lightning_pipe.intercept.snapshot import Snapshot
 from lightning_pipe.trainer.attribute_sync import AttributeSync
 from lightning_pipe.trainer.broadcasts import Broadcast
-from lightning_pipe.trainer.data.training_output import losses_on_host
 from lightning_pipe.trainer.own_sources import SourcesOfRun, taken_again
 from lightning_pipe.trainer.step_hooks import HooksOfBatch
 from lightning_pipe.trainer.step_report import ReportExchange, StepReport, known_outputs, losses_of

@@ -21,7 +21,11 @@ _ROOMS: dict[str, dict[str, str]] = {
         "torch_internals": "test_internals",
         "version": "test_package",
     },
-    "batches": {"loss_checks": "trainer/test_checks", "micro_batches": "batches/test_split_batch"},
+    "batches": {
+        "loss_checks": "trainer/test_checks",
+        "micro_batches": "batches/test_split_batch",
+        "outputs": "batches/test_joining",
+    },
     "construction": {
         "context": "construction/test_deferred",
         "drawing": "construction/test_families",

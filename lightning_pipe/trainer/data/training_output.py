@@ -9,24 +9,12 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from lightning_pipe.batches.joining import join
 from lightning_pipe.batches.micro_batches import MicroBatches
-from lightning_pipe.engine.stage import loss_of
+from lightning_pipe.batches.outputs import of_batch
 from lightning_pipe.engine.withheld_gradients import WithheldGradients
-from lightning_pipe.trainer.whole_model.logging import to_host
 from lightning_pipe.warn_once import WarnOnce
 
 _LIGHTNING = ("lightning.", "pytorch_lightning.", "lightning_pipe.")
-
-
-def losses_on_host(outputs: Mapping[int, Any]) -> dict[int, Any]:
-    """What the step returned, with the losses where they are added up: one transfer brings all of them there."""
-    losses = [*map(loss_of, outputs.values())]
-    host = [torch.tensor(value, dtype=loss.dtype) for value, loss in zip(to_host(losses), losses, strict=True)]
-    return {
-        index: {**output, "loss": loss} if isinstance(output, Mapping) else loss
-        for (index, output), loss in zip(outputs.items(), host, strict=True)
-    }
 
 
 class TrainingOutput:
@@ -49,15 +37,7 @@ class TrainingOutput:
             micro_batches: the batch.
             withheld: the gradients that are due now.
         """
-        values = [outputs[index] for index in sorted(outputs)]
-        losses = [value["loss"] if isinstance(value, Mapping) else value for value in values]
-        loss = withheld.loss(micro_batches.loss([float(one) for one in losses]), losses[0].dtype, self._device)
-        if not isinstance(values[0], Mapping):
-            return loss
-        # everything but the loss, which alone leads to the gradients
-        others = {i: {k: v for k, v in value.items() if k != "loss"} for i, value in enumerate(values)}
-        joined = join(others, micro_batches.sizes, micro_batches.shares, self._warn_of_list)
-        return {**joined, "loss": loss}
+        return of_batch(outputs, micro_batches, withheld, self._device, self._warn_of_list)
 
     def unknown(self, withheld: WithheldGradients) -> Any:
         """What ``training_step`` returns while no batch has finished: NaN."""

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
+from lightning_pipe.batches.outputs import to_host
 from lightning_pipe.errors import ConfigurationError
 from lightning_pipe.intercept.absent_tensor import AbsentTensor, check_values
 from lightning_pipe.intercept.placeholder import Placeholder
@@ -322,22 +323,6 @@ def _reduction(function: Any) -> str:
     name = {"avg": "mean", "amin": "min", "amax": "max"}.get(name.lower(), name.lower())
     # anything else is refused by Lightning when it is logged
     return name if name in _REDUCTIONS else "mean"
-
-
-def to_host(values: Sequence[Tensor | None]) -> list[float]:
-    """The values as numbers, with one transfer from each accelerator."""
-    numbers_ = [0.0] * len(values)
-    groups: dict[torch.device, list[int]] = {}
-    for index, value in enumerate(values):
-        if value is not None and value.is_cpu:
-            numbers_[index] = float(value.item())
-        elif value is not None:
-            groups.setdefault(value.device, []).append(index)
-    for indices in groups.values():
-        stacked = torch.stack([values[i].reshape(()).to(torch.float64) for i in indices])  # type: ignore[union-attr]
-        for index, number in zip(indices, stacked.tolist(), strict=True):
-            numbers_[index] = number
-    return numbers_
 
 
 def _default_dtype() -> torch.dtype:
