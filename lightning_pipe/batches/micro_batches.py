@@ -59,8 +59,8 @@ class MicroBatches:
         """The share of each micro-batch in this batch; they add up to 1. Where none counts, by samples."""
         return micro_batch_weights(self.amounts if any(self.amounts) else self.sizes)
 
-    def loss(self, losses: Sequence[float]) -> float:
-        """The loss of the batch, from those of its micro-batches."""
+    def loss(self, losses: Sequence[Any]) -> Any:
+        """The loss of the batch, from those of its micro-batches: numbers, or tensors of one value."""
         weights = [1.0] * len(self.parts) if self.summed else self.shares
         return sum(weight * loss for weight, loss in zip(weights, losses, strict=True) if weight)
 

@@ -10,12 +10,18 @@ from torch import Tensor
 
 from lightning_pipe.batches.joining import join
 from lightning_pipe.batches.micro_batches import MicroBatches
+from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.engine.stage import loss_of
 from lightning_pipe.engine.withheld_gradients import WithheldGradients
 
 
-def losses_on_host(outputs: Mapping[int, Any]) -> dict[int, Any]:
-    """What the step returned, with the losses where they are added up: one transfer brings all of them there."""
+def losses_on_host(outputs: dict[int, Any], pipeline: Pipeline) -> dict[int, Any]:
+    """What the step returned, with the losses where they can be sent from: one transfer brings all of them there.
+
+    In a pipeline of one rank nobody else gets them, and the host waits for none.
+    """
+    if len(pipeline.pipeline_members) == 1:
+        return outputs
     losses = [*map(loss_of, outputs.values())]
     host = [torch.tensor(value, dtype=loss.dtype) for value, loss in zip(to_host(losses), losses, strict=True)]
     return {
@@ -34,7 +40,7 @@ def of_batch(
     """What the step returns for a batch: the loss, whose backward pass returns the gradients, or a dictionary with it.
 
     Args:
-        outputs: what the step returned for each micro-batch, with losses in host memory.
+        outputs: what the step returned for each micro-batch.
         micro_batches: the batch.
         withheld: the gradients that are due now.
         device: where the loss belongs.
@@ -42,7 +48,10 @@ def of_batch(
     """
     values = [outputs[index] for index in sorted(outputs)]
     losses = [*map(loss_of, values)]
-    loss = withheld.loss(micro_batches.loss([float(one) for one in losses]), losses[0].dtype, device)
+    # what is on an accelerator stays there: to look at it, the host would wait for the batch
+    host = all(one.is_cpu for one in losses)
+    loss = micro_batches.loss([float(one) if host else one.detach().to(torch.float64) for one in losses])
+    loss = withheld.loss(loss, losses[0].dtype, device)
     if not isinstance(values[0], Mapping):
         return loss
     # everything but the loss, which alone leads to the gradients

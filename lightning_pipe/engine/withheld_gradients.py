@@ -35,7 +35,7 @@ class WithheldGradients:
     parameters: list[nn.Parameter] = field(default_factory=list)
     gradients: list[Tensor] = field(default_factory=list)
 
-    def loss(self, value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def loss(self, value: float | Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
         """The loss of the batch: its backward pass gives every parameter its gradient.
 
         The gradients are multiplied in place by what comes from behind the loss (accumulation, gradient scaler) and
@@ -43,7 +43,10 @@ class WithheldGradients:
         """
         # the anchor keeps backward legal on a rank without trainable parameters
         anchor = torch.zeros((), requires_grad=True)
-        loss = torch.full((), value, dtype=dtype, device=device)  # the host does not wait for it, as for a copy
+        if isinstance(value, Tensor):
+            loss = value.to(device, dtype)
+        else:
+            loss = torch.full((), value, dtype=dtype, device=device)  # the host does not wait for it, as for a copy
         result: Tensor = _ReturnedGradients.apply(  # type: ignore[no-untyped-call]
             loss, self, anchor, *self.parameters
         )

@@ -212,7 +212,8 @@ class Pipeline:
                 outputs = self._step.run(
                     step,
                     lambda run: losses_on_host(
-                        engine.train(run, parts.parts, weights, seed=mix(self._seed, self._calls), check=check)
+                        engine.train(run, parts.parts, weights, seed=mix(self._seed, self._calls), check=check),
+                        engine,
                     ),
                 )
             if engine.is_loss_rank:

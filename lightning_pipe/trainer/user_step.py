@@ -358,7 +358,7 @@ class StepOfBatch:
         common, amounts = self._user_step, self.micro_batches.amounts
         common.checks.end(self.check)
         common.warn_of_windows(len(amounts))
-        outputs = losses_on_host(outputs) if self._training else outputs
+        outputs = losses_on_host(outputs, common.pipeline) if self._training else outputs
         losses = losses_of(outputs) if common.summed else {}
         # what is logged is weighted as the losses are
         logged = merge(self._logged, amounts, losses)

@@ -193,6 +193,8 @@ class Transport(ABC):
 
     def _send_object(self, obj: object, processes: Sequence[int], tag: int, *, kept: bool = False) -> Work:
         """Start to send an object to processes of the world; ``kept``: it stays as it is until the sends are done."""
+        if not processes:  # to encode what is on an accelerator, the host would wait for it
+            return Several()
         text, large = encode(obj, by_reference=kept or all(map(self._copies, processes)))
         works: list[Work] = []
         for process in processes:

@@ -48,6 +48,13 @@ def test_waits_and_messages_do_not_grow_with_micro_batches_or_logged_values() ->
     assert sum(few[0].waits.values()) <= MOST
 
 
+def test_one_rank_waits_for_what_is_logged_alone() -> None:
+    """Nobody else gets its losses, so they stay on the device."""
+    strategy = {"schedule": "gpipe", "micro_batches": 4}
+    (found,) = rehearse(steady_world, strategy, {}, ranks=1, timeout=100)
+    assert found.waits == {TO_HOST: 1}
+
+
 @pytest.mark.slow
 def test_clipping_reads_one_norm() -> None:
     loss, other = steady(gradient_clip_val=0.5)

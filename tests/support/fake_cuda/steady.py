@@ -46,11 +46,11 @@ class Batch(NamedTuple):
 class Model(L.LightningModule):
     """Logs several values in every step."""
 
-    def __init__(self, width: int = WIDTH) -> None:
+    def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(1)
-        self.layers = nn.Sequential(*[nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(LAYERS)])
-        self.head = nn.Linear(width, 4)
+        self.layers = nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(LAYERS)])
+        self.head = nn.Linear(WIDTH, 4)
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         logits = self.head(self.layers(batch[0]))
@@ -116,25 +116,25 @@ def _place() -> str:
     return "?"
 
 
-def steady(process: int, strategy: Mapping[str, Any], trainer: Mapping[str, Any], width: int = WIDTH) -> list[Batch]:
+def steady(process: int, strategy: Mapping[str, Any], trainer: Mapping[str, Any], ranks: int) -> list[Batch]:
     """The batches between those that learn, of one process of a world whose Trainer has a device for each."""
     quiet()
     counts = Counts()
     generator = torch.Generator().manual_seed(3)
     rows = SAMPLES * BATCHES
-    data = TensorDataset(torch.randn(rows, width, generator=generator), torch.randint(4, (rows,), generator=generator))
+    data = TensorDataset(torch.randn(rows, WIDTH, generator=generator), torch.randint(4, (rows,), generator=generator))
     arguments = {**QUIET, "log_every_n_steps": 1000, "max_epochs": 1, **trainer}
     with counts.counting(), redirect_stdout(io.StringIO()):
         fits = L.Trainer(
-            accelerator="gpu", devices=2, strategy=PipeStrategy(**strategy), callbacks=[counts], **arguments
+            accelerator="gpu", devices=ranks, strategy=PipeStrategy(**strategy), callbacks=[counts], **arguments
         )
-        fits.fit(Model(width), DataLoader(data, SAMPLES, pin_memory=True))
+        fits.fit(Model(), DataLoader(data, SAMPLES, pin_memory=True))
     return counts.batches[LEARNING:-1]
 
 
-def steady_world(strategy: Mapping[str, Any], trainer: Mapping[str, Any], width: int = WIDTH) -> list[Batch]:
-    """For each of two processes its last batch, if the ones before were like it in waits and messages."""
-    found = processes.run_trainers(steady, 2, strategy=strategy, trainer=trainer, width=width)
+def steady_world(strategy: Mapping[str, Any], trainer: Mapping[str, Any], ranks: int = 2) -> list[Batch]:
+    """For each process its last batch, if the ones before were like it in waits and messages."""
+    found = processes.run_trainers(steady, ranks, strategy=strategy, trainer=trainer, ranks=ranks)
     for of_process in found:
         assert all(batch[:2] == of_process[-1][:2] for batch in of_process), of_process
     return [of_process[-1] for of_process in found]
