@@ -78,6 +78,7 @@ ALIKE: list[tuple[Any, Any]] = [
     (torch.tensor([0x7FC00001]).int().view(torch.float32), torch.tensor([0x7FC00002]).int().view(torch.float32)),
     (torch.ones(4)[::2], torch.ones(2)),
     (torch.empty(0), torch.empty(0)),
+    (torch.ones(3)[2].expand(1, 1), torch.ones(1, 1)),
 ]
 
 
