@@ -74,14 +74,14 @@ class LossChecks:
         number, self._batches = self._batches, self._batches + 1
         if (number not in _CHECKED or self._has_warned) and not micro_batches.compared:
             return None
-        pairs = 3 if number == 0 else 1
+        pairs, some = (len(micro_batches.parts), 3) if number == 0 else (1, 1)
         return LossCheck(
             micro_batches.candidates or {"": micro_batches.amounts},
             micro_batches.sizes,
             micro_batches.together,
             micro_batches.summed,
             pairs=pairs,
-            mixing=MixingCheck(micro_batches.sizes, micro_batches.together, self._tell_mixing, pairs),
+            mixing=MixingCheck(micro_batches.sizes, micro_batches.together, self._tell_mixing, some),
         )
 
     def _tell_mixing(self, layers: str, sizes: Sequence[int]) -> None:

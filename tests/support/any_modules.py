@@ -729,6 +729,27 @@ class Wrapped(Lit):
         return self.criterion(self.model(x), y)
 
 
+class Episodes(Lit):
+    """Prototypes of classes from one half of the batch classify the other half; neighbours are of one class."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
+    def loss(self, x: Tensor, labels: Tensor, queries: Tensor) -> Tensor:
+        support, found = self(torch.cat([x, queries])).chunk(2)
+        classes = labels.unique()
+        prototypes = torch.stack([support[labels == each].mean(0) for each in classes])
+        return F.cross_entropy(-torch.cdist(found, prototypes), (labels[:, None] == classes).long().argmax(1))
+
+    def data(self) -> DataLoader[Any]:
+        x, _ = super().data().dataset.tensors
+        return DataLoader(TensorDataset(x, torch.arange(24) % 8 // 2, x.flip(1)), batch_size=8)
+
+
 class _Dependent(Lit):
     """What it makes of a sample depends on the others in its batch, before the layer ``at``, or in it if ``inside``."""
 

@@ -40,10 +40,10 @@ class _DiffersError(Exception):
 class LossCheck(BatchObserver):
     """Compares the losses of two micro-batches that come to the last stage with the loss of both together.
 
-    Two may agree by chance (as many tokens in both), so up to three pairs of a batch are compared. The check only
-    looks: what the step changes, logs or draws is put back, and whatever goes wrong ends the check alone. Dropout and
-    batch norm are off, and a loss that differs from run to run nevertheless is not judged. Compiled code is left alone:
-    another size and mode would have it compiled anew.
+    Two may agree by chance (as many tokens in both, samples of one class), so all neighbours in a batch may be
+    compared. The check only looks: what the step changes, logs or draws is put back, and whatever goes wrong ends the
+    check alone. Dropout and batch norm are off, and a loss that differs from run to run nevertheless is not judged.
+    Compiled code is left alone: another size and mode would have it compiled anew.
 
     Args:
         amounts: what each micro-batch counts, by what the loss may be a mean over; the first one is what is taken.
@@ -83,7 +83,7 @@ class LossCheck(BatchObserver):
     def before_stage(
         self, stages: Stages, stage: int, micro_batch: int, batch: Batch, inbound: Crossing | None
     ) -> None:
-        """A micro-batch comes to a stage; with every second one on the last stage the check is made."""
+        """A micro-batch comes to a stage; on the last stage it is compared with the one before."""
         if stages.interceptor.compiled:
             return
         if not stages.layers[stage].last and self.mixing is not None:
@@ -109,7 +109,7 @@ class LossCheck(BatchObserver):
                 self.reason = f"two micro-batches together raise {type(error).__name__}: {lines[0]}"
         if self.differs is not None:
             self._tried = self.pairs
-        self._seen.clear()
+        self._seen = {micro_batch: inbound and inbound.copied()}
 
     @override
     def before_layer(self, *call: Any) -> None:

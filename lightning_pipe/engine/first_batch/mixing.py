@@ -140,8 +140,10 @@ def _tensors(left: Crossings) -> Iterator[Tensor]:
 
 
 def _distance(one: Tensor, other: Tensor) -> float:
-    """Relative to the norm; infinite for other integers, 0 for what is not finite."""
+    """Relative to the norm; infinite for other integers and where one alone is finite, 0 if neither is."""
     if not one.is_floating_point():
         return 0.0 if torch.equal(one, other) else math.inf
+    if bool(one.isfinite().all()) != bool(other.isfinite().all()):
+        return math.inf
     difference, size = (one.double() - other.double()).norm(), other.double().norm()
     return float(difference / size) if difference > 0 and torch.isfinite(difference + size) else 0.0

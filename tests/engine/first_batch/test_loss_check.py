@@ -177,8 +177,9 @@ def test_each_reading_of_both_together_runs_once(monkeypatch: pytest.MonkeyPatch
         runs.clear()
         assert fit(module, Batches(number=1).batches, layers="layers") == []
         found.append(len(runs))
-    # one micro-batch, the other, both together: with what layers count, and a value without samples, of either of them
-    assert found == [4, 4]
+    # of two pairs each one micro-batch, the other, both together: with what layers count, and a value without samples,
+    # of either of them
+    assert found == [8, 8]
 
 
 def test_later_batches_are_checked_too() -> None:
@@ -244,6 +245,13 @@ def test_two_that_agree_by_chance_do_not_hide_it() -> None:
     batch = Batches().batches[0]
     batch["labels"] = batch["input_ids"].masked_fill(torch.arange(7) >= torch.tensor([[3, 3, 3, 3, 7, 1]]).T, PADDING)
     assert len(fit(MeanOfTokens(), [batch], layers="layers", micro_batches=6)) == 1
+
+
+def test_samples_in_the_order_of_their_classes_do_not_hide_it() -> None:
+    """The weight of a class matters only where another one is beside it."""
+    batch = Batches().batches[0]
+    batch["labels"] = (torch.arange(6) // 2)[:, None].expand_as(batch["labels"]).clone()
+    assert len(fit(Weighted(), [batch], layers="layers", micro_batches=6)) == 1
 
 
 def test_dropout_in_earlier_stages_does_not_hide_it() -> None:

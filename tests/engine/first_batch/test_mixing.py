@@ -144,6 +144,17 @@ class Late(Centred):
         return super().between(x) if self.late else x
 
 
+class Undefined(Mixing):
+    """Divides by the deviation over the samples, which one sample has not."""
+
+    def between(self, x: Tensor) -> Tensor:
+        return x / (1.0 + x.std(0))
+
+
+def test_what_is_not_finite_for_one_sample_is_told() -> None:
+    assert len(fit(Undefined(), [batch()], layers="layers", message=MESSAGE, micro_batches=6)) == 1
+
+
 @pytest.mark.parametrize("module", [Slight, Highest, Late])
 def test_what_is_little_or_in_training_alone_or_late_is_told(module: type[Mixing]) -> None:
     for dtype in (torch.float64, torch.float32):
