@@ -95,7 +95,9 @@ RANDOM = Names("dropout1d dropout2d dropout3d gumbel_softmax", _tagged(torch.Tag
 FACTORIES = Names("as_tensor asarray from_numpy frombuffer new_tensor scalar_tensor tensor", _is_factory)
 """Functions that make a tensor of their own."""
 
-_SHAPED_BY_VALUES = Names("unique combinations", _tagged(torch.Tag.dynamic_output_shape))
+_SHAPED_BY_VALUES = Names(
+    "unique combinations _pack_padded_sequence _pad_packed_sequence", _tagged(torch.Tag.dynamic_output_shape)
+)
 _IN_PLACE = Names("__setitem__", _is_augmented)
 
 

@@ -319,6 +319,20 @@ class Recurrent(_Series):
         return self.projector(self.norm(out[:, -1]))
 
 
+class Packed(_Text):
+    """A recurrent module over words that are packed by their lengths."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out, self.rnn, self.table = nn.Linear(12, 4), nn.LSTM(12, 12, batch_first=True), nn.Embedding(20, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        lengths = (x % 3 > 0).sum(1).clamp(min=1)
+        packed = nn.utils.rnn.pack_padded_sequence(self.table(x), lengths, batch_first=True, enforce_sorted=False)
+        padded, _ = nn.utils.rnn.pad_packed_sequence(self.rnn(packed)[0], batch_first=True)
+        return self.out(padded.sum(1))
+
+
 class Seq2Seq(_Series):
     """An encoder and a decoder that loops over time."""
 
