@@ -281,7 +281,7 @@ class PartitionedModule:
             warnings.warn(
                 f"Layer '{self.names[missing[0]]}' was not called in the first training batch "
                 f"({len(missing)} of {len(mine)} layers on {self.transport.describe()} were not). If the step leaves "
-                "layers out at random, all is well. Else layers= names others than it calls.",
+                "layers out at times (a head of another task), all is well. Else layers= names others than it calls.",
                 stacklevel=2,
             )
 

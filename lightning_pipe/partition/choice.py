@@ -14,6 +14,7 @@ from lightning_pipe.errors import PartitionError
 from lightning_pipe.partition.calls import (
     Call,
     every_call,
+    has_parameters,
     in_order,
     in_words,
     registered,
@@ -31,6 +32,9 @@ SHARED = 0.1
 
 MOST_PASSES = 4
 """A step that comes back to its layers more often than that runs a loop."""
+
+
+_LISTS = (nn.ModuleList, nn.ModuleDict)
 
 
 class Chosen(NamedTuple):
@@ -83,7 +87,8 @@ def choose(module: nn.Module, calls: Sequence[Call], stages: int, *, several_pas
     The modules that the step itself calls are opened, the largest first, into the modules that they call in turn, while
     one does more than a quarter of a stage's share of the work. A module stays closed whose parts are not called, or
     called in turns (a loop over time), or which calls some elements of a list alone (experts): it is one layer. What is
-    called at several places and does little (a shared norm) is no layer but code between layers.
+    called at several places and does little (a shared norm) is no layer but code between layers. Beside the elements of
+    a list or dictionary that are layers the others are, too: another batch may call them (the head of its task).
 
     Args:
         module: the whole module.
@@ -110,14 +115,40 @@ def choose(module: nn.Module, calls: Sequence[Call], stages: int, *, several_pas
         found = found.opened(name, parts, several_passes)
     if found.few(stages):
         raise _too_few(module, calls, stages, found.layers, several_passes)
-    numbers = {name: number for number, name in enumerate(found.layers)}
+    names = _with_elements(found.layers, calls, parts)
+    numbers = {name: number for number, name in enumerate(names)}
     runs = [numbers[name] for name in found.runs if name in numbers]
     return Chosen(
-        [(name, parts[name]) for name in found.layers],
-        [found.work[name] for name in found.layers],
+        [(name, parts[name]) for name in names],
+        [found.work.get(name, 0.0) for name in names],
         runs,
-        opened if len(runs) == len(numbers) else [],
+        opened if len(runs) == len(found.layers) else [],
     )
+
+
+def _with_elements(layers: Sequence[str], calls: Sequence[Call], parts: dict[str, nn.Module]) -> list[str]:
+    """The layers, with the elements of lists and dictionaries that this step leaves out beside those that it calls."""
+    names, called = [*layers], [call.name for call in every_call(calls)]
+    for path, container in parts.items():
+        inside = [name for name in names if _within(name, path)]
+        if not inside or not isinstance(container, _LISTS):
+            continue
+        whole: list[str] = []
+        for key, part in container.named_children():
+            element = f"{path}.{key}"
+            left_out = has_parameters(part) and not isinstance(part, _LISTS) and parts.get(element) is part
+            if any(_within(name, element) for name in called):
+                whole += [name for name in inside if _within(name, element)]
+            elif left_out:
+                whole.append(element)
+        start = names.index(inside[0])
+        if names[start : start + len(inside)] == inside == [name for name in whole if name in inside]:
+            names[start : start + len(inside)] = whole
+    return names
+
+
+def _within(name: str, path: str) -> bool:
+    return name == path or name.startswith(f"{path}.")
 
 
 def _too_few(
@@ -254,7 +285,7 @@ def _chooses(module: nn.Module, calls: Sequence[Call], name: str) -> bool:
             if next(part.parameters(), None) is not None
         ]
         for path, container in module.named_children()
-        if isinstance(container, nn.ModuleList | nn.ModuleDict)
+        if isinstance(container, _LISTS)
     ]
     return any(0 < len(called.intersection(elements)) < len(elements) for elements in lists)
 

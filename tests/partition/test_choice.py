@@ -64,6 +64,18 @@ def test_experts_stay_in_one_layer() -> None:
     assert len(choose(net, [*calls("a"), Call("moe", 28.0, inner)], 2).layers) == 5
 
 
+def test_elements_that_a_step_leaves_out_are_layers_beside_the_others() -> None:
+    """Another batch may call them: the head of its task, a block that is dropped."""
+    net = Net("a")
+    net.blocks = nn.ModuleList(nn.Linear(2, 2) for _ in range(3))
+    net.heads = nn.ModuleDict({name: nn.Linear(2, 2) for name in "xyz"})
+    net.spare = nn.ModuleList([nn.Linear(2, 2)])
+    chosen = choose(net, calls("a", "blocks.0", "blocks.2", "heads.y"), 2)
+    assert names(chosen) == ["a", "blocks.0", "blocks.1", "blocks.2", "heads.x", "heads.y", "heads.z"]
+    assert chosen.work == [1.0, 1.0, 0.0, 1.0, 0.0, 1.0, 0.0]
+    assert chosen.passes([4, 3]) == 1
+
+
 def test_several_calls_in_a_row_are_one_layer() -> None:
     assert names(choose(Net("a", "b"), calls("a", "b", "b", "b"), 2)) == ["a", "b"]
 
