@@ -633,6 +633,42 @@ class HeadOfTask(Lit):
         return DataLoader(list(batches), batch_size=None)
 
 
+class Flow(Lit):
+    """Couplings that return two tensors; predictions go back through them by another method than ``forward``."""
+
+    class Coupling(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 8))
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            kept, changed = x.chunk(2, 1)
+            scale, shift = self.net(kept).chunk(2, 1)
+            return torch.cat([changed * scale.tanh().exp() + shift, kept], 1), scale.tanh().sum(1)
+
+        def inverse(self, x: Tensor) -> Tensor:
+            changed, kept = x.chunk(2, 1)
+            scale, shift = self.net(kept).chunk(2, 1)
+            return torch.cat([kept, (changed - shift) / scale.tanh().exp()], 1)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.couplings = nn.ModuleList(self.Coupling() for _ in range(4))
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        volume = torch.zeros(len(x), dtype=x.dtype)
+        for coupling in self.couplings:
+            x, change = coupling(x)
+            volume = volume + change
+        return (0.5 * x.square().sum(1) - volume).mean()
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x: Tensor = batch[0]
+        for coupling in reversed(self.couplings):
+            x = coupling.inverse(x)
+        return x
+
+
 class SharedNorm(Lit):
     """One norm at several places between layers."""
 

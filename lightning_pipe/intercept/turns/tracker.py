@@ -198,17 +198,11 @@ class TurnTracker(Tracker):
                 self._fetch([tensor for tensor in tensors if isinstance(tensor, Placeholder)])
         super().touch(tensors, name, new)
 
-    def expects(self, name: str) -> bool:
-        """Whether the call that the rank with the turn made here was ``name``."""
+    def _following(self) -> CallRecord | None:
+        """The call that the rank with the turn made here, if any."""
         if self.waiting:
             self._ask()
-        return super().expects(name)
-
-    def following_hook(self) -> CallRecord | None:
-        """The call that the rank with the turn made here if it is that of a forward hook on a part of a layer."""
-        if self.waiting:
-            self._ask()
-        return super().following_hook()
+        return super()._following()
 
     @property
     def complete(self) -> bool:
