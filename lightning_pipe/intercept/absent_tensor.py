@@ -74,9 +74,10 @@ def hint_of_use(by: str) -> str:
             f"'{by}' changes weights in the step: do so in on_train_batch_end, or use Lightning's EMAWeightAveraging."
         )
     return (
-        "Use it where its layer runs, or in every training step. If the first batch left out its module (an expert, a "
-        "dropped layer), name the module around it as one layer: layers=[...]. For a penalty on all weights use the "
-        "optimizer's weight_decay; averages of weights belong in on_train_batch_end."
+        "Use it where its layer runs or, outside layers, in every training step. If the first batch left out its "
+        "module (an expert, a part that trains later), name all layers in the order of their calls, with it or the "
+        "module around it: layers=[...]. For a penalty on all weights use the optimizer's weight_decay; averages of "
+        "weights belong in on_train_batch_end."
     )
 
 

@@ -115,7 +115,8 @@ class InPlace:
             if owned is not None:
                 raise CutError(
                     f"'{name}' changes '{owned}' in place before this stage's layers, with values of an earlier stage.",
-                    hint=f"Change '{owned}' after the last layer, or inside a layer.",
+                    hint=f"Change '{owned}' after the last layer, or inside a layer: layers=[...] may name the module "
+                    "that has it (a codebook, a queue), between those that are called before and behind it.",
                 )
         # Taken before the tensors are swapped: what then still refers to a storage is a view that keeps the old value.
         memories = [tensor.untyped_storage() for tensor in known]
