@@ -16,6 +16,7 @@ import ast
 import importlib
 import sys
 from collections.abc import Sequence
+from functools import wraps
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from importlib.util import find_spec
@@ -86,16 +87,33 @@ def maker(value: object) -> str | None:
     return next((name for name in packages if name in ("lightning", "pytorch_lightning")), None)
 
 
-def be_strategy_of_both(kind: type) -> type:
+def be_strategy_of_both(kind: T) -> T:
     """Let the Trainers of both distributions take a strategy for one; the strategy becomes its like in the Trainer's.
 
     Args:
-        kind: the strategy.
+        kind: the strategy. It keeps its arguments for its like; a Trainer sets the accelerator first.
     """
+    changed: Any = kind
+    create, plain = changed.__init__, changed.accelerator
+
+    @wraps(create)
+    def make(strategy: Any, *args: Any, **options: Any) -> None:
+        strategy.given = args, options
+        create(strategy, *args, **options)
+
+    def set_accelerator(strategy: Any, accelerator: Any) -> None:
+        if maker(accelerator) not in (None, maker(strategy)):
+            other = of_maker(type(strategy), accelerator)
+            args, options = strategy.given
+            vars(strategy).clear()
+            strategy.__class__ = other
+            strategy.__init__(*args, **options)
+        plain.fset(strategy, accelerator)
 
     def register(module: ModuleType) -> None:
         module.ParallelStrategy.register(kind)
 
+    changed.__init__, changed.accelerator = make, property(plain.fget, set_accelerator)
     for name in ("lightning.pytorch.strategies", "pytorch_lightning.strategies"):
         wrapt.register_post_import_hook(register, name)
     return kind

@@ -49,20 +49,6 @@ def size_of(module: nn.Module) -> int:
     return sum({id(tensor): tensor.nbytes for _, tensor in named_tensors(module)}.values())
 
 
-def check_gather_limit(limit: object) -> int:
-    """The option ``gather_limit``.
-
-    Raises:
-        ConfigurationError: it is no number of bytes.
-    """
-    if not isinstance(limit, int) or isinstance(limit, bool) or limit < 0:
-        raise ConfigurationError(
-            f"gather_limit={limit!r}: a number of bytes is needed, 0 or more.",
-            hint="2**30 is one GiB; 0 leaves every module divided after a run.",
-        )
-    return limit
-
-
 def leave(module: pl.LightningModule, pipeline: Pipeline, *, gather: bool) -> None:
     """At the end of a run: give every rank the whole module, or leave it divided. Collective over the pipeline.
 

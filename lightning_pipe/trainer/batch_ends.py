@@ -39,7 +39,7 @@ class BatchEnds:
 
     def __init__(self, world: World, pipeline: Pipeline, trainer: Any) -> None:
         self._world, self._pipeline, self._trainer = world, pipeline, trainer
-        self._signals: Signals = trainer.strategy.signals
+        self._signals: Signals = trainer.strategy.processes.signals
         self._channel = NonBlockingBroadcast(pipeline.transport, ahead=2, number=ENDS)
 
     @contextmanager

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
 from functools import wraps
 from typing import Any, ParamSpec
 
@@ -27,7 +29,7 @@ from lightning_pipe.errors import ConfigurationError
 from lightning_pipe.schedules import Family
 from lightning_pipe.trainer.world import World
 
-SEVERAL_OPTIMIZERS = ConfigurationError(
+_SEVERAL_OPTIMIZERS = ConfigurationError(
     "configure_optimizers returned several optimizers; a pipeline works with one.",
     hint="Use one optimizer with several parameter groups.",
 )
@@ -67,6 +69,49 @@ def refusing_old_options(create: Callable[P, None]) -> Callable[P, None]:
         create(*args, **options)
 
     return checked
+
+
+def check_options(timeout: object, shard_optimizer: object, reduce_dtype: object, passes: int, limit: object) -> None:
+    """Refuse values that options of `PipeStrategy` cannot have.
+
+    Raises:
+        ConfigurationError: names the option, and what to use.
+    """
+    if not isinstance(timeout, timedelta):
+        raise ConfigurationError(
+            f"timeout={timeout!r} has no unit.", hint="Write PipeStrategy(timeout=datetime.timedelta(seconds=…))."
+        )
+    if reduce_dtype not in (None, "bfloat16"):
+        raise ConfigurationError(
+            f"reduce_dtype={reduce_dtype!r} is not supported.",
+            hint='Use "bfloat16": it has the range of float32, so that sums do not overflow; or None.',
+        )
+    if shard_optimizer not in (False, True, "gradients"):
+        raise ConfigurationError(
+            f"shard_optimizer={shard_optimizer!r} is not supported.",
+            hint='Use True, which divides the optimizer\'s state, or "gradients", which divides gradients as well.',
+        )
+    if passes < 1:
+        raise ConfigurationError(f"passes={passes}: a training step runs its layers at least once.")
+    if not isinstance(limit, int) or isinstance(limit, bool) or limit < 0:
+        raise ConfigurationError(
+            f"gather_limit={limit!r}: a number of bytes is needed, 0 or more.",
+            hint="2**30 is one GiB; 0 leaves every module divided after a run.",
+        )
+
+
+def check_automatic(passes: int, stages: int | str) -> None:
+    """Refuse what does not go with ``schedule="auto"``.
+
+    Raises:
+        ConfigurationError: names the option, and what to do.
+    """
+    if passes > 1:
+        raise ConfigurationError('schedule="auto" chooses for one pass.', hint='Use "gpipe", "1f1b", "interleaved".')
+    if stages != "auto":
+        raise ConfigurationError(
+            f'schedule="auto" chooses the stages as well, got stages={stages}.', hint="Leave out one of the two."
+        )
 
 
 def check_module(module: pl.LightningModule, trainer: Any, *, fitting: bool, ranks: int) -> None:
@@ -182,7 +227,7 @@ def check_optimizers(optimizers: Sequence[Optimizer], ranks: int) -> None:
         ConfigurationError: names the optimizer and what to do.
     """
     if len(optimizers) > 1:
-        raise SEVERAL_OPTIMIZERS
+        raise _SEVERAL_OPTIMIZERS
     for optimizer in optimizers:
         kind = type(optimizer).__name__
         if isinstance(optimizer, torch.optim.LBFGS):
@@ -269,6 +314,12 @@ def steps_for_every_batch(name: str, accumulate_grad_batches: int) -> Configurat
     )
 
 
-def is_about_several_optimizers(error: RuntimeError) -> bool:
-    """Whether Lightning has refused several optimizers; its advice, manual optimization, does not help here."""
-    return "multiple optimizers" in str(error)
+@contextmanager
+def one_optimizer() -> Iterator[None]:
+    """Around ``setup_optimizers``: Lightning refuses several with advice that does not help here."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "multiple optimizers" in str(error):
+            raise _SEVERAL_OPTIMIZERS from None
+        raise

@@ -10,6 +10,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import nn
 
 from lightning_pipe.construction import check_all_set, deferred_init, materialize, paused, place_meta, unread
 from lightning_pipe.patches import replaced, unheard
@@ -51,18 +52,18 @@ def without_memory(*, empty: bool) -> AbstractContextManager[Any]:
     return torch.device("meta") if empty else deferred_init()
 
 
-def let_go_when_loaded(checkpoint: Mapping[str, Any], module: pl.LightningModule) -> dict[str, Any]:
-    """A checkpoint of which each tensor is read when it is copied into the module, and let go at once.
+def let_go_when_loaded(state: Mapping[str, Any], module: pl.LightningModule) -> Any:
+    """A state of which each tensor is read when it is copied into the module, and let go at once.
 
     Args:
-        checkpoint: as it was read; its tensors lie in a mapped file.
+        state: as it was read; its tensors lie in a mapped file.
         module: is to be loaded; what is on the meta device could take no values.
     """
     place_meta(module)
-    return {**checkpoint, "state_dict": unread(copy(checkpoint["state_dict"]))}
+    return unread(copy(state))
 
 
-def settle(module: pl.LightningModule) -> None:
+def settle(module: nn.Module) -> None:
     """Before the first use: everything on this rank has values and memory.
 
     Raises:

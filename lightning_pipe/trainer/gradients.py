@@ -64,6 +64,15 @@ class Gradients:
         self._absent = None
 
     @contextmanager
+    def accumulating(self) -> Iterator[None]:
+        """Around batches of which none is the last one before a step."""
+        self.blocked = True
+        try:
+            yield
+        finally:
+            self.blocked = False
+
+    @contextmanager
     def explained(self, optimizer: Optimizer) -> Iterator[None]:
         """Around a step of the optimizer: say what pipelines have to do with an error in it.
 

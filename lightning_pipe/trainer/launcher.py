@@ -49,7 +49,7 @@ class ScriptLauncher(SubprocessLauncher):
             self.checkpoint = checkpoint_of(function, args, kwargs)
             result = function(*args, **kwargs)
             if trainer is not None:
-                trainer.strategy.finish()
+                trainer.strategy.processes.finish()
             return result
 
     @override

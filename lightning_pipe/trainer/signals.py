@@ -154,7 +154,7 @@ def leaving_with_others(trainer: Any) -> Iterator[None]:
     try:
         yield
     except CommunicationError:
-        world = getattr(trainer.strategy, "world", None)
+        world = trainer.strategy.processes.world
         failure = None if world is None or world.board is None else world.board.failure
         if failure is None or failure.kind not in ENDINGS:
             raise
@@ -179,7 +179,7 @@ def ending_by_termination(trainer: Any) -> Iterator[None]:
     running = True
 
     def end(*_: object) -> None:
-        signals = getattr(trainer.strategy, "signals", None)
+        signals = trainer.strategy.processes.signals
         if running and not (signals is not None and signals.asked[0]):  # else it acts on it, or is doing so
             raise SIGTERMException
 

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import lightning.pytorch as pl
 import torch
 from torch import nn
 
-from lightning_pipe.config import Auto, RunLayout
+from lightning_pipe.config import Auto, RunLayout, Sharding
 from lightning_pipe.construction import is_deferred
 from lightning_pipe.engine import undivided
 from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.engine.refusals import check_layers, check_quantized
 from lightning_pipe.errors import ConfigurationError, CutError, PartitionError
-from lightning_pipe.parameters.deferred_batchnorm import DeferredBatchNorm
 from lightning_pipe.partition import (
     AUTO,
     Balance,
@@ -42,7 +41,7 @@ from lightning_pipe.schedules.several_passes import may_repeat
 from lightning_pipe.simulate import Costs, simulate
 from lightning_pipe.text import memory
 from lightning_pipe.torch_internals import ConvNd
-from lightning_pipe.trainer.at_rest import check_may_gather, resting, size_of
+from lightning_pipe.trainer.at_rest import resting, size_of
 from lightning_pipe.trainer.world import World
 
 LARGE = 2**30
@@ -74,7 +73,7 @@ class Division(NamedTuple):
 
 
 @dataclass(frozen=True)
-class StageDivision:
+class StageOptions:
     """The strategy's options for stages; see `PipeStrategy`.
 
     Args:
@@ -85,6 +84,8 @@ class StageDivision:
         deferred_batch_norm: whether batch norm keeps the statistics of whole batches.
         micro_batches: how many micro-batches a batch is split into.
         passes: how often a training step runs the layers.
+        shard_optimizer: what the holders of a parameter divide.
+        reduce_dtype: in which gradients are summed.
     """
 
     layers: str | Sequence[str] | None
@@ -93,19 +94,36 @@ class StageDivision:
     recompute: Recompute
     deferred_batch_norm: bool
     micro_batches: int | Auto
-    passes: int = 1
+    passes: int
+    shard_optimizer: Sharding
+    reduce_dtype: Literal["bfloat16"] | None
 
-    def find(
-        self, module: pl.LightningModule, layout: RunLayout, world: World, step: str, store: CallStore
-    ) -> Chosen | None:
-        """The layers of a module. Collective over all processes, where an earlier run may have shown them.
+
+@dataclass(frozen=True)
+class StageDivision:
+    """Divides one module over the ranks of a run.
+
+    Args:
+        options: the strategy's.
+        module: the LightningModule.
+        layout: the sizes of pipelines and replicas, and the number of stages.
+        world: the processes; process 0 knows the costs, and what earlier runs have called.
+        calls: has what earlier runs have called.
+        conditions: what costs depend on besides the module.
+    """
+
+    options: StageOptions
+    module: pl.LightningModule
+    layout: RunLayout
+    world: World
+    calls: CallStore
+    conditions: Mapping[str, str]
+
+    def find(self, step: str) -> Chosen | None:
+        """The layers of the module. Collective over all processes, where an earlier run may have shown them.
 
         Args:
-            module: the LightningModule.
-            layout: the number of ranks and of stages.
-            world: the processes; process 0 knows what earlier runs have called.
             step: the first step that counts in this run.
-            store: has what earlier runs have called.
 
         Returns:
             ``None`` if the first batch is to show them: then every rank holds the whole module until then.
@@ -113,17 +131,18 @@ class StageDivision:
         Raises:
             PartitionError: they are named, and are not there, or there are too few.
         """
-        before, clear, stages = resting(module), None, layout.stages
-        if before is not None and self.layers is None:
+        module, world, named = self.module, self.world, self.options.layers
+        before, clear = resting(module), None
+        if before is not None and named is None:
             return Chosen(before.layers)
         try:
-            clear = find_layers(module, self.layers)
+            clear = find_layers(module, named)
         except PartitionError:
-            if self.layers is not None:
+            if named is not None:
                 raise
-        if self.layers is not None and clear is not None and not self._asks_for_work(clear, stages):
+        if named is not None and clear is not None and not self._asks_for_work(clear):
             return Chosen(clear)
-        known = store.load(), may_be_whole(module, world.transport.device)
+        known = self.calls.load(), may_be_whole(module, world.transport.device)
         stored, whole = world.broadcast(known if world.transport.process == 0 else ({}, False), 0)
         calls = of_step(stored, step)
         if calls is None and whole:
@@ -131,138 +150,85 @@ class StageDivision:
         if calls is None and clear is None:  # another step is better than a guess
             calls = next(iter(stored.values()), None)
         if calls is not None:
-            store.used = True
-            return self.choose(module, calls, layout)
-        return guess(module, stages) if clear is None else Chosen(clear)
+            self.calls.used = True
+            return self._choose(calls)
+        return guess(module, self.layout.stages) if clear is None else Chosen(clear)
 
-    def late(
-        self,
-        module: pl.LightningModule,
-        layout: RunLayout,
-        world: World,
-        conditions: Mapping[str, str],
-        pipeline: Pipeline,
-        store: CallStore,
-    ) -> Callable[[str, list[Call]], Division | None]:
-        """What is to be done with the calls of the first batch: divide a whole module, or check a guess.
+    def by_first_batch(self, pipeline: Pipeline, step: str, calls: list[Call]) -> Division | None:
+        """Divide a module that is whole on all ranks by what its first batch has called; else check a guess.
 
-        The arguments are those of `divide` and `find`; the result takes the name of the step and its calls.
-        """
-
-        def known(step: str, calls: list[Call]) -> Division | None:
-            if world.transport.process == 0:
-                store.save(step, calls)
-            if pipeline.whole:
-                return self.divide(
-                    module, self.choose(module, calls, layout), layout, world, conditions, whole=pipeline
-                )
-            self.check(module, calls, layout, pipeline)
-            return None
-
-        return known
-
-    def check(self, module: pl.LightningModule, calls: Sequence[Call], layout: RunLayout, pipeline: Pipeline) -> None:
-        """Raise if a module calls its layers in another order than was guessed.
+        Args:
+            pipeline: the module over the ranks.
+            step: the step of the batch.
+            calls: what it has called.
 
         Raises:
-            PartitionError: names them in their order.
+            PartitionError: a module that is divided calls its layers in another order than was guessed.
         """
+        if self.world.transport.process == 0:
+            self.calls.save(step, calls)
+        if pipeline.whole:
+            return self.divide(self._choose(calls), whole=pipeline)
         if in_order(calls, pipeline.names):
-            return
-        found = self.choose(module, calls, layout)
+            return None
+        found = self._choose(calls)
         raise PartitionError(
-            f"{type(module).__name__} calls its modules in this order: {in_words(top(calls))}. It has been divided in "
-            f"the order of registration, and no process has all of it, to divide it anew.",
-            hint=f"Run it again: the order is stored by now. Or say it: PipeStrategy({line(module, found.layers)}).",
+            f"{type(self.module).__name__} calls its modules in this order: {in_words(top(calls))}. It has been "
+            "divided in the order of registration, and no process has all of it, to divide it anew.",
+            hint="Run it again: the order is stored by now. "
+            f"Or say it: PipeStrategy({line(self.module, found.layers)}).",
         )
 
-    def choose(self, module: pl.LightningModule, calls: Sequence[Call], layout: RunLayout) -> Chosen:
+    def _choose(self, calls: Sequence[Call]) -> Chosen:
         """The layers of a module of which it is known what its step calls.
 
         Raises:
             PartitionError: there are fewer than stages.
         """
-        ranks, stages = layout.pipeline_parallel_size, layout.stages
+        options, ranks, stages = self.options, self.layout.pipeline_parallel_size, self.layout.stages
         try:
-            clear = find_layers(module, self.layers)
+            clear = find_layers(self.module, options.layers)
         except PartitionError:
             clear = []
-        if clear and (self.layers is not None or serves(clear, calls, stages)):
-            work = work_of(calls, [name for name, _ in clear]) if self._asks_for_work(clear, stages) else []
+        if clear and (options.layers is not None or serves(clear, calls, stages)):
+            work = work_of(calls, [name for name, _ in clear]) if self._asks_for_work(clear) else []
             return Chosen(clear, work)
         with warnings.catch_warnings():  # of the number of micro-batches
             warnings.simplefilter("ignore")
-            repeats = may_repeat(self.family.build(ranks, 4 * ranks, stages=stages))
-        return choose(module, calls, stages, several_passes=repeats)
+            repeats = may_repeat(options.family.build(ranks, 4 * ranks, stages=stages))
+        return choose(self.module, calls, stages, several_passes=repeats)
 
-    def _asks_for_work(self, layers: Layers, stages: int) -> bool:
+    def _asks_for_work(self, layers: Layers) -> bool:
         """Whether the layers are to be balanced by work that parameters do not tell: that of convolutions."""
-        return stages > 1 and self.balance == AUTO and has_convolutions(layers)
+        return self.layout.stages > 1 and self.options.balance == AUTO and has_convolutions(layers)
 
-    def known(self, module: pl.LightningModule) -> tuple[list[str], list[str]]:
-        """The names of parameters and of layers, as far as these show before the module runs."""
-        try:
-            layers = find_layers(module, self.layers)
-        except PartitionError:
-            layers = []
-        return [name for name, _ in module.named_parameters()], [name for name, _ in layers]
-
-    def go_on(self, module: pl.LightningModule, pipeline: Pipeline, limit: int, *, same: bool) -> Pipeline | None:
-        """The division to go on with; with other layers than before the module is whole again. Collective.
-
-        Args:
-            module: the LightningModule.
-            pipeline: its division so far.
-            limit: bytes of the largest module that every rank may hold whole.
-            same: whether the layers are the same.
-        """
-        DeferredBatchNorm.revert(module)
-        if same and not pipeline.whole:
-            return pipeline
-        if not pipeline.whole:
-            check_may_gather(module, limit)
-            pipeline.restore()
-        return None
-
-    def whole(self, module: pl.LightningModule, layout: RunLayout, world: World) -> Division:
+    def undivided(self) -> Division:
         """Leave the module whole on every rank until its first batch. Collective."""
-        none = [0] * layout.stages
-        pipeline = Pipeline(module, [], none, self.family, world.transport, recompute=self.recompute)
+        none, options = [0] * self.layout.stages, self.options
+        pipeline = Pipeline(self.module, [], none, options.family, self.world.transport, recompute=options.recompute)
         return Division(pipeline, (), None, None)
 
-    def divide(
-        self,
-        module: pl.LightningModule,
-        chosen: Chosen,
-        layout: RunLayout,
-        world: World,
-        conditions: Mapping[str, str],
-        before: Pipeline | None = None,
-        whole: Pipeline | None = None,
-    ) -> Division:
+    def divide(self, chosen: Chosen, before: Pipeline | None = None, whole: Pipeline | None = None) -> Division:
         """Give each rank its stages, and free all other layers. Collective if the balance asks for measured costs.
 
         Args:
-            module: the user's module.
-            chosen: its layer sequence.
-            layout: the sizes of pipelines and replicas, and the number of stages.
-            world: the processes; process 0 knows the costs.
-            conditions: what the costs depend on besides the module.
+            chosen: the layer sequence.
             before: the division that the module has already, which does not change any more.
             whole: the module, if all ranks hold all of it and its first batch has shown the layers.
 
         Raises:
             ConfigurationError: the balance is another one.
         """
-        built, layers, passes = 0, chosen.layers, self.passes
+        module, options = self.module, self.options
+        built, layers, passes = 0, chosen.layers, options.passes
         if before is None:
-            counts, notes, store, costs = self._balance(module, chosen, layout, world, conditions)
+            counts, notes, store, costs = self._balance(chosen)
             passes = max(passes, chosen.passes(counts))
             costs = costs if passes == 1 else None  # they are those of one pass
             # before most of it is gone
             built = sum(parameter.nbytes for parameter in module.parameters() if not is_deferred(parameter))
-            notes = (*notes, *how_built(built, layout.pipeline_parallel_size))
-            if self.balance == AUTO:
+            notes = (*notes, *how_built(built, self.layout.pipeline_parallel_size))
+            if options.balance == AUTO:
                 layers, counts = chosen.closed(counts)
             if chosen.order:
                 also = f", passes={passes}" * (passes > 1)
@@ -270,8 +236,8 @@ class StageDivision:
         else:
             counts, notes, store, costs = before.balance, (), None, None
             if (
-                not isinstance(self.balance, str)
-                and (asked := divide(module, layers, len(counts), self.balance)) != counts
+                not isinstance(options.balance, str)
+                and (asked := divide(module, layers, len(counts), options.balance)) != counts
             ):
                 raise ConfigurationError(
                     f"balance asks for {asked} layers in the stages; an earlier run has divided them as {counts}.",
@@ -280,39 +246,38 @@ class StageDivision:
         check_layers(layers, len(counts))
         check_quantized(module, len(counts))
         if whole is not None:
-            undivided.divide(whole, layers, counts, passes, deferred_batch_norm=self.deferred_batch_norm)
+            undivided.divide(whole, layers, counts, passes, deferred_batch_norm=options.deferred_batch_norm)
             return Division(whole, notes, store, costs, built)
         pipeline = Pipeline(
             module,
             layers,
             counts,
-            self.family,
-            world.transport,
-            recompute=self.recompute,
-            deferred_batch_norm=self.deferred_batch_norm,
+            options.family,
+            self.world.transport,
+            recompute=options.recompute,
+            deferred_batch_norm=options.deferred_batch_norm,
             passes=passes if before is None else before.passes,
             before=before,
         )
         pipeline.partition()
         return Division(pipeline, notes, store, costs, built)
 
-    def _balance(
-        self, module: pl.LightningModule, chosen: Chosen, layout: RunLayout, world: World, conditions: Mapping[str, str]
-    ) -> tuple[list[int], tuple[str, ...], ProfileStore | None, Costs | None]:
+    def _balance(self, chosen: Chosen) -> tuple[list[int], tuple[str, ...], ProfileStore | None, Costs | None]:
         """The layers of each stage, the same on all processes, with notes, store and costs of the `Division`."""
-        layers, balance, stages, notes = chosen.layers, self.balance, layout.stages, list[str]()
+        module, world, layout = self.module, self.world, self.layout
+        layers, balance, stages, notes = chosen.layers, self.options.balance, layout.stages, list[str]()
         if balance == AUTO and chosen.work:
             return (counts := balance_costs(chosen.work, stages)), (_balanced("work", chosen.work, counts),), None, None
         store = measured = None
         if balance == "time" or balance == "memory":
-            store = ProfileStore(module, layers, {**conditions, "ranks": str(layout.pipeline_parallel_size)})
+            store = ProfileStore(module, layers, {**self.conditions, "ranks": str(layout.pipeline_parallel_size)})
             store.found, why = world.broadcast(_loaded(store) if world.transport.process == 0 else (None, ""), 0)
             if store.found is None:
                 balance = _without_measurements(module, layers)
                 notes.append(_NOT_MEASURED.format(why, balance))
             else:
-                in_flight = self._in_flight(layout) if balance == "memory" else 1
-                measured = store.found.layer_costs(balance, in_flight, recompute=self.recompute != "never")
+                in_flight, again = self._in_flight() if balance == "memory" else 1, self.options.recompute != "never"
+                measured = store.found.layer_costs(balance, in_flight, recompute=again)
         counts = divide(module, layers, stages, balance, measured)
         costs = layer_costs(module, layers, balance, measured)
         if costs is not None:
@@ -322,17 +287,26 @@ class StageDivision:
         of_stages = None if found is None else stage_costs(found, counts, min(found.sizes), [1] * stages)
         return counts, tuple(notes), store, of_stages
 
-    def _in_flight(self, layout: RunLayout) -> int:
+    def _in_flight(self) -> int:
         """The most micro-batches of which a stage holds the activations at the same time."""
-        if self.recompute != "never":
+        options, ranks, stages = self.options, self.layout.pipeline_parallel_size, self.layout.stages
+        if options.recompute != "never":
             return 1
-        ranks, stages = layout.pipeline_parallel_size, layout.stages
-        number = self.micro_batches if isinstance(self.micro_batches, int) else 4 * ranks
+        number = options.micro_batches if isinstance(options.micro_batches, int) else 4 * ranks
         with warnings.catch_warnings():  # the numbers of micro-batches that come are not known yet
             warnings.simplefilter("ignore")
-            schedule = self.family.build(ranks, number, stages=stages)
+            schedule = options.family.build(ranks, number, stages=stages)
         peak = max(simulate(schedule).peak_activations)
         return max(1, math.ceil(peak * ranks / stages)) if schedule.synchronous else stages
+
+
+def names_of(module: pl.LightningModule, layers: str | Sequence[str] | None) -> tuple[list[str], list[str]]:
+    """The names of parameters and of layers, as far as these show before the module runs."""
+    try:
+        found = find_layers(module, layers)
+    except PartitionError:
+        found = []
+    return [name for name, _ in module.named_parameters()], [name for name, _ in found]
 
 
 def forget_calls(store: CallStore | None, error: BaseException) -> None:

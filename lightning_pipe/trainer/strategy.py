@@ -2,70 +2,65 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from os import PathLike
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor, nn
+from torch.distributed import ReduceOp
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_pipe import schedules
 from lightning_pipe.batches.micro_batches import LossWeight
 from lightning_pipe.batches.split_batch import SplitBatch
-from lightning_pipe.config import Auto, RankOrder, Sharding
-from lightning_pipe.construction import initialise_meta
+from lightning_pipe.config import Auto, RankOrder, RunLayout, Sharding
 from lightning_pipe.distributions import be_strategy_of_both
 from lightning_pipe.engine.pipeline import Pipeline
-from lightning_pipe.engine.refusals import check_shapes
-from lightning_pipe.errors import ConfigurationError, PartitionError
+from lightning_pipe.engine.whole_gradients import gradient_norm
+from lightning_pipe.errors import ConfigurationError
 from lightning_pipe.lightning_internals import optimizers_to_device
-from lightning_pipe.partition import Balance, find_layers
-from lightning_pipe.partition.calls import CallStore
-from lightning_pipe.patches import unheard
-from lightning_pipe.profiling.measure import run_conditions
+from lightning_pipe.parameters.deferred_batchnorm import DeferredBatchNorm
+from lightning_pipe.parameters.ownership import named_tensors
+from lightning_pipe.partition import Balance
 from lightning_pipe.schedules import Family, Schedule
 from lightning_pipe.schedules.passes.recompute import Mode as Recompute
-from lightning_pipe.trainer import export
-from lightning_pipe.trainer.at_rest import GATHER_LIMIT, forget, going_on
-from lightning_pipe.trainer.checks import (
-    SEVERAL_OPTIMIZERS,
-    check_asynchronous,
-    check_copies,
-    check_module,
-    check_optimizers,
-    is_about_several_optimizers,
-    refusing_old_options,
-    warn_of_checkpoints_on_exception,
-)
-from lightning_pipe.trainer.construction import configured_without_memory, settle, without_memory
+from lightning_pipe.trainer import checks, construction, schedule_choice
+from lightning_pipe.trainer.at_rest import CALL, GATHER_LIMIT, gather, leave, resting, size_of
+from lightning_pipe.trainer.checkpoints.divided import Checkpoints
+from lightning_pipe.trainer.children import end_with_parent
 from lightning_pipe.trainer.data.batch_splitter import BatchSplitting
-from lightning_pipe.trainer.layer_costs import MeasuredShapes
-from lightning_pipe.trainer.module_strategy import ModuleStrategy
-from lightning_pipe.trainer.report import Report, counts_of
-from lightning_pipe.trainer.run import FIRST_STEPS, PipelineRun
-from lightning_pipe.trainer.schedule_choice import AUTO, KEY, ScheduleChoice, choose, kept_by, same_everywhere
-from lightning_pipe.trainer.stage_division import StageDivision, forget_calls
-from lightning_pipe.trainer.whole_model.sharded_optimizer import ShardedOptimizers
-from lightning_pipe.trainer.whole_model.synchronized_norms import synchronize_norms
+from lightning_pipe.trainer.divided_module import DividedModule
+from lightning_pipe.trainer.launcher import ScriptLauncher, check_interactive
+from lightning_pipe.trainer.processes import Processes
+from lightning_pipe.trainer.report import counts_of
+from lightning_pipe.trainer.run import PipelineRun
+from lightning_pipe.trainer.stage_division import StageOptions, forget_calls
+from lightning_pipe.trainer.world import World, check_world_size
+from lightning_pipe.transport.arrangement import arrange
+from lightning_pipe.transport.topology import check_rank_order
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 """As long as Lightning and torch wait: preparing data on one process counts."""
 
+T = TypeVar("T")
+
 
 @be_strategy_of_both
-class PipeStrategy(ModuleStrategy):
+class PipeStrategy(ParallelStrategy):
     """Trains an unmodified LightningModule as a pipeline over several processes.
 
     The layers are cut into stages, each batch into micro-batches; a schedule drives their forward and backward passes.
@@ -127,7 +122,7 @@ class PipeStrategy(ModuleStrategy):
 
     strategy_name = "pipe"
 
-    @refusing_old_options
+    @checks.refusing_old_options
     def __init__(
         self,
         schedule: str | PathLike[str] | Family | Schedule = "1f1b",
@@ -158,216 +153,263 @@ class PipeStrategy(ModuleStrategy):
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
     ) -> None:
-        super().__init__(
-            schedules.get("1f1b" if schedule == AUTO else schedule),
-            (pipeline_parallel_size, data_parallel_size, stages),
-            rank_order,
-            process_group_backend,
-            timeout,
-            accelerator,
-            parallel_devices,
-            cluster_environment,
-            checkpoint_io,
-            precision_plugin,
-            save_folder=save_distributed_checkpoint,
-            shard_optimizer=shard_optimizer,
-            gather_limit=gather_limit,
-        )
-        if reduce_dtype not in (None, "bfloat16"):
-            raise ConfigurationError(
-                f"reduce_dtype={reduce_dtype!r} is not supported.",
-                hint='Use "bfloat16": it has the range of float32, so that sums do not overflow; or None.',
-            )
-        if shard_optimizer not in (False, True, "gradients"):
-            raise ConfigurationError(
-                f"shard_optimizer={shard_optimizer!r} is not supported.",
-                hint='Use True, which divides the optimizer\'s state, or "gradients", which divides gradients as well.',
-            )
-        if passes < 1:
-            raise ConfigurationError(f"passes={passes}: a training step runs its layers at least once.")
-        self._auto = schedule == AUTO
-        self._choice: ScheduleChoice | None = None
-        if self._auto and passes > 1:
-            hint = 'Use "gpipe", "1f1b", "interleaved".'
-            raise ConfigurationError('schedule="auto" chooses for one pass.', hint=hint)
-        if self._auto and stages != "auto":
-            raise ConfigurationError(
-                f'schedule="auto" chooses the stages as well, got stages={stages}.', hint="Leave out one of the two."
-            )
-        if isinstance(micro_batches, int):
-            self.family = self.family.for_batches_of(micro_batches)
-        self._division = StageDivision(
-            layers, balance, self.family, recompute, deferred_batch_norm, micro_batches, passes
-        )
+        super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
+        self._auto = schedule == schedule_choice.AUTO
+        checks.check_options(timeout, shard_optimizer, reduce_dtype, passes, gather_limit)
+        if self._auto:
+            checks.check_automatic(passes, stages)
+        self.processes = Processes()
+        self.num_nodes = 1
+        family = schedules.get("1f1b" if self._auto else schedule)
+        self.family = family.for_batches_of(micro_batches) if isinstance(micro_batches, int) else family
+        self._asked = pipeline_parallel_size, data_parallel_size, stages
+        self._layout: RunLayout | None = None
         self._splitting = BatchSplitting(
             micro_batches, split_batch, loss_weight, stream_evaluation, evaluation_micro_batches
         )
-        self._reduce_dtype = None if reduce_dtype is None else torch.bfloat16
-        self._known: tuple[list[str], list[str]] = [], []
-        self._calls: CallStore | None = None
+        own = layers, balance, self.family, recompute, deferred_batch_norm, micro_batches, passes
+        self._stages = StageOptions(*own, shard_optimizer, reduce_dtype)
+        self._choice: schedule_choice.ScheduleChoice | None = None
+        self._divided: DividedModule | None = None
+        self._save_folder, self._gather_limit = save_distributed_checkpoint, gather_limit
+        self._backend, self._timeout, self._rank_order = process_group_backend, timeout, check_rank_order(rank_order)
+        self._holders: dict[str, tuple[int, ...]] = {}
+        self._changed = ExitStack()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(schedule={self.family.name!r}, micro_batches={self._splitting.micro_batches!r})"
 
-    # ------------------------------------------------------------------ the module
+    # ------------------------------------------------------------------ facts
+
+    @property
+    @override
+    def root_device(self) -> torch.device:
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def processes_here(self) -> int:
+        """Processes on this node."""
+        return len(self.parallel_devices or ())
+
+    @property
+    def num_processes(self) -> int:
+        """Batches side by side, as code asks that divides its batch; Lightning asks in launchers of its own alone."""
+        return self.data_parallel_size
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether there are replicas: only then samples are divided and logged values reduced."""
+        return self.data_parallel_size > 1
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.data_parallel_size, "rank": self.data_parallel_rank}
+
+    @property
+    def layout(self) -> RunLayout:
+        """The sizes of pipelines and replicas."""
+        if self._layout is None:
+            self._layout = arrange(self.family, self.world_size, *self._asked)
+        return self._layout
+
+    @property
+    def pipeline_parallel_size(self) -> int:
+        """Ranks in one pipeline."""
+        return self.layout.pipeline_parallel_size
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Pipelines side by side, each with batches of its own."""
+        return self.layout.data_parallel_size
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """The number of this process's pipeline."""
+        return self.processes.connected.transport.replica
+
+    @property
+    def run(self) -> PipelineRun:
+        """The run that is under way, once the module is divided over the ranks."""
+        if self._divided is None or self._divided.run is None:
+            raise ConfigurationError(
+                "The module is not divided over the ranks.", hint="Ask during fit, validate, test."
+            )
+        return self._divided.run
+
+    @property
+    def pipeline(self) -> Pipeline | None:
+        """The module over the ranks, during a run, and after it while each rank keeps its share."""
+        if self._divided is not None and self._divided.run is not None:
+            return self._divided.run.pipeline
+        return None if self.lightning_module is None else resting(self.lightning_module)
+
+    # ------------------------------------------------------------------ beginning
+
+    @override
+    def _configure_launcher(self) -> None:
+        end_with_parent()
+        assert self.cluster_environment is not None
+        check_interactive(self.processes_here * self.num_nodes, self.cluster_environment)
+        self._launcher = ScriptLauncher(self.cluster_environment, self.processes_here, self.num_nodes)
+
+    def set_world_ranks(self) -> None:
+        """Tell the cluster environment the world size and this process's place in it."""
+        if self.cluster_environment is not None:
+            self.cluster_environment.set_global_rank(self.node_rank * self.processes_here + self.local_rank)
+            self.cluster_environment.set_world_size(self.num_nodes * self.processes_here)
+        # Not by `patches.replaced`: this process keeps its number after the run, and a script that goes on after `fit`
+        # must print on process 0 alone. What Lightning (2.6) finds by itself on import is LOCAL_RANK, 0 on each node.
+        vars(rank_zero_only)["rank"] = self.global_rank
 
     @override
     def setup_environment(self) -> None:
         if self._auto and self._choice is None:
             self._choose()
         super().setup_environment()
+        module, environment = self.lightning_module, self.cluster_environment
+        assert module is not None
+        assert environment is not None
+        trainer, processes = module.trainer, self.processes
+        if processes.world is None:
+            self.set_world_ranks()
+            check_world_size(self.processes_here, self.num_nodes, environment)
+        place = self.root_device, environment, self._backend, self._timeout, self.num_nodes, self._rank_order
+        seed = processes.connect(trainer, lambda: World.open(self.layout, self.family, *place))
+        if processes.signals is not None and self.world_size > 1:
+            self._changed.enter_context(processes.signals.installed())
         if self._choice is not None:
-            same_everywhere(self._choice, self.connected.broadcast(self._choice.label, 0))
-        module = self._module()
-        fitting = module.trainer.state.fn == TrainerFn.FITTING
-        check_module(module, module.trainer, fitting=fitting, ranks=self.pipeline_parallel_size)
-        self._changed.enter_context(configured_without_memory(module, self._divide_built))
+            schedule_choice.same_everywhere(self._choice, processes.broadcast(self._choice.label, 0))
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        checks.check_module(module, trainer, fitting=fitting, ranks=self.pipeline_parallel_size)
+        notes = counts_of(self.pipeline_parallel_size, self.processes_here, self.num_processes)
+        own = self._stages, self._splitting, self._choice, seed, notes, self._changed
+        divided = self._divided = DividedModule(module, processes.connected, *own)
+        self._changed.enter_context(construction.configured_without_memory(module, divided.divide_built))
         # callbacks that copy the module in their `setup` must find it divided
-        self._divide(later=is_overridden("setup", module) or is_overridden("configure_model", module))
+        divided.divide(later=is_overridden("setup", module) or is_overridden("configure_model", module))
 
     def _choose(self) -> None:
         """Choose the schedule, or keep that of the checkpoint from which the run resumes."""
-        own, ranks = self._division, self.layout.pipeline_parallel_size
-        found = kept_by(self._module().trainer, getattr(self._launcher, "checkpoint", None), ranks)
+        own, ranks, module = self._stages, self.layout.pipeline_parallel_size, self.lightning_module
+        assert module is not None
+        found = schedule_choice.kept_by(module.trainer, getattr(self._launcher, "checkpoint", None), ranks)
         if found is None:
             place = (self.root_device, self.processes_here)
-            found = choose(self._module(), own.layers, ranks, own.micro_batches, *place, own.recompute, own.balance)
+            of_user = own.micro_batches, *place, own.recompute, own.balance
+            found = schedule_choice.choose(module, own.layers, ranks, *of_user)
         self._choice, self.family, self._layout = found, found.family, None
-        self._division = replace(self._division, family=self.family, recompute=found.recompute)
-        if self._shard_optimizer != "gradients":  # the most that can be divided
-            self._shard_optimizer = found.shard_optimizer or self._shard_optimizer
-
-    @override
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
-    ) -> None:
-        if self._choice is not None:
-            checkpoint[KEY] = self._choice.stored(self.layout.pipeline_parallel_size)
-        super().save_checkpoint(checkpoint, filepath, storage_options)
-
-    def _divide_built(self) -> None:
-        if self.run is None:
-            check_copies(self._module().trainer, self._module())
-            self._divide(later=True)
-
-    def _divide(self, *, later: bool, before: Pipeline | None = None) -> None:
-        """Divide the layers over the ranks.
-
-        Args:
-            later: whether layers may still be missing.
-            before: a division that the module has already.
-        """
-        module, own, layout, world = self._module(), self._division, self.layout, self.connected
-        every = self._layer_sync is not None
-        self._changed.callback(synchronize_norms(module, self.family, self.root_device, world, every=every))
-        step = FIRST_STEPS[module.trainer.state.fn or TrainerFn.FITTING]
-        try:
-            check_shapes(module)
-            if later:  # modules may be missing: what is clear now is so then
-                find_layers(module, own.layers)
-            self._calls = CallStore(module)
-            chosen = own.find(module, layout, world, step, self._calls)
-        except PartitionError:
-            if later:
-                return
-            raise
-        initialise_meta(module, self._seed)
-        of_costs = run_conditions(self.root_device, str(self.precision_plugin.precision))
-        if chosen is None:
-            division = own.whole(module, layout, world)
-        else:
-            before = going_on(module, chosen.layers, world.transport, layout.stages) if before is None else before
-            division = own.divide(module, chosen, layout, world, of_costs, before)
-        pipeline, notes, store, costs, built = division
-
-        pipeline.reductions.reduce_in(self._reduce_dtype)
-        pipeline.reductions.scattered = self._shard_optimizer == "gradients"
-        forget(module)
-        if len(pipeline.pipeline_members) > 1:
-            export.divided(module)
-        # loading a whole state into a divided module passes by the layers of other ranks
-        self._changed.enter_context(unheard(".*copying from a non-meta parameter in the checkpoint to a meta.*"))
-        if self.data_parallel_size == 1:  # values are those of the whole batch on all ranks already
-            self._changed.enter_context(unheard(".*sync_dist=True.* when logging on epoch level.*"))
-        sharded = ShardedOptimizers(pipeline, self.precision_plugin) if self._shard_optimizer else None
-        shapes = None
-        if self._choice is not None:
-            notes, shapes = (*notes, f"schedule chosen: {self._choice.reason}"), self._choice.shapes
-        notes = (*notes, *counts_of(self.pipeline_parallel_size, self.processes_here, self.num_processes))
-        measured = MeasuredShapes(shapes, None if store is None else store.shapes)
-        report = Report(module, pipeline, layout, notes, costs, built, measured, self._shard_optimizer)
-        known = chosen is not None and not chosen.guessed
-        late = None if known else own.late(module, layout, world, of_costs, pipeline, self._calls)
-        self.run = PipelineRun(*(module, pipeline, world, self._splitting, report, store, sharded, self._seed, late))
-        self._known = self._division.known(module)
+        # the most that can be divided stays
+        kept = own.shard_optimizer == "gradients" or not found.shard_optimizer
+        sharding = own.shard_optimizer if kept else found.shard_optimizer
+        self._stages = replace(own, family=found.family, recompute=found.recompute, shard_optimizer=sharding)
 
     @override
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
-        with self.precision_plugin.tensor_init_context(), without_memory(empty=bool(empty_init)):
+        with self.precision_plugin.tensor_init_context(), construction.without_memory(empty=bool(empty_init)):
             yield
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
         assert self.accelerator is not None
         assert self.model is not None
+        assert self._divided is not None
+        fitting = trainer.state.fn == TrainerFn.FITTING
         self.accelerator.setup(trainer)
-        if trainer.state.fn == TrainerFn.FITTING and self.pipeline_parallel_size > 1:
-            warn_of_checkpoints_on_exception(trainer)
-        if self.run is None:
-            check_copies(trainer, self._module())
-            self._divide(later=False)
-        elif self._known != (known := self._division.known(self._module())):
-            # `setup` or `configure_model` has added modules outside the layers, or compiled a container of layers
-            same = known[1] == self._known[1]
-            before = self._division.go_on(self._module(), self.divided.pipeline, self._gather_limit, same=same)
-            self._divide(later=False, before=before)
-        settle(self._module())
+        if fitting and self.pipeline_parallel_size > 1:
+            checks.warn_of_checkpoints_on_exception(trainer)
+        run = self._divided.complete(self._gather_limit)
+        construction.settle(run.pipeline.module)
         self.model = self.precision_plugin.convert_module(self.model)
         self.model_to_device()
-        self.divided.pipeline.synchronize()
-        if trainer.state.fn == TrainerFn.FITTING:
+        run.pipeline.synchronize()
+        if fitting:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
-        if trainer.state.fn == TrainerFn.FITTING:
+        if fitting:
             optimizers_to_device(self.optimizers, self.root_device)
-            if self.divided.pipeline.asynchronous is not None:
-                micro_batches = self._splitting.micro_batches
-                check_asynchronous(trainer, self.divided.pipeline, micro_batches, sharded=self._shard_optimizer)
-        self.divided.begin()
+            if run.pipeline.asynchronous is not None:
+                own = self._stages
+                checks.check_asynchronous(trainer, run.pipeline, own.micro_batches, sharded=own.shard_optimizer)
+        run.begin()
 
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
-        try:
+        with checks.one_optimizer():
             super().setup_optimizers(trainer)
-        except RuntimeError as error:
-            if is_about_several_optimizers(error):
-                raise SEVERAL_OPTIMIZERS from None
-            raise
-        check_optimizers(self.optimizers, self.pipeline_parallel_size)
+        checks.check_optimizers(self.optimizers, self.pipeline_parallel_size)
 
     @override
     def model_to_device(self) -> None:
         assert self.model is not None
         self.model.to(self.root_device)
 
+    # ------------------------------------------------------------------ collectives
+
+    @override
+    def barrier(self, name: str | None = None) -> None:
+        self.processes.barrier()
+
+    @override
+    def broadcast(self, obj: T, src: int = 0) -> T:
+        return self.processes.broadcast(obj, src)
+
+    @override
+    def reduce(
+        self, tensor: Tensor | Any, group: Any | None = None, reduce_op: ReduceOp | str | None = "mean"
+    ) -> Tensor | Any:
+        """Reduce over the replicas; the ranks of a pipeline have the same value already."""
+        return self.processes.connected.reduce(tensor, group, reduce_op)
+
+    @override
+    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        """Gather from the replicas, along a new first dimension; with one replica the tensor itself."""
+        return self.processes.connected.all_gather(tensor, group, sync_grads)
+
+    @override
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        return self.processes.agree(decision, unanimous=all)
+
     # ------------------------------------------------------------------ batches
 
     @override
+    def process_dataloader(self, dataloader: object) -> object:
+        return self.run.loaders.loader(dataloader)
+
+    @override
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        with self.run.transfer():
+            return super().batch_to_device(batch, device, dataloader_idx)
+
+    @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        takes_number = is_param_in_hook_signature(self._module().training_step, "batch_idx", min_args=2)
-        self.divided.divide("training_step", (batch, batch_idx) if takes_number else (batch,))
+        step = self.lightning_module.training_step  # type: ignore[union-attr]
+        takes_number = is_param_in_hook_signature(step, "batch_idx", min_args=2)
+        self.run.divide("training_step", (batch, batch_idx) if takes_number else (batch,))
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self.run.train(args, self.optimizers)
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        module = self._module()
+        module = self.lightning_module
+        assert module is not None
         self.pre_backward(closure_loss)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
         self.precision_plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
-        self.divided.gradients.after_backward()  # `on_after_backward` sees gradients that are reduced
+        self.run.gradients.after_backward()  # `on_after_backward` sees gradients that are reduced
         closure_loss = self.precision_plugin.post_backward(closure_loss, module)
         self.post_backward(closure_loss)
         return closure_loss
+
+    @override
+    @contextmanager
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        with self.run.gradients.accumulating():
+            yield
 
     @override
     def optimizer_step(
@@ -377,19 +419,145 @@ class PipeStrategy(ModuleStrategy):
         model: pl.LightningModule | nn.Module | None = None,
         **kwargs: Any,
     ) -> Any:
-        plain, streaming = super().optimizer_step, self.divided.streaming
-        with self.divided.gradients.explained(optimizer):
+        plain, streaming = super().optimizer_step, self.run.streaming
+        with self.run.gradients.explained(optimizer):
             if streaming is None:
                 return plain(optimizer, closure, model, **kwargs)
             return streaming.optimizer_step(optimizer, closure, lambda own: plain(optimizer, own, model, **kwargs))
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self.run.evaluate("validation_step", args)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self.run.evaluate("test_step", args)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self.run.evaluate("predict_step", args)
+
+    # ------------------------------------------------------------------ the whole module
+
+    def whole_module(self) -> pl.LightningModule:
+        """Give every rank the whole module after a run, in host memory. Collective: call it on all ranks.
+
+        Modules up to ``gather_limit`` are whole already. The next run divides the module again.
+
+        Returns:
+            The module that the Trainer has run.
+
+        Raises:
+            ConfigurationError: a run is under way, or has ended with an error.
+        """
+        if self.lightning_module is None:
+            raise ConfigurationError(f"{CALL}: the Trainer has had no module yet.", hint="Call it after fit.")
+        if self._divided is not None:
+            raise ConfigurationError(
+                f"{CALL} is called during a run, which needs the module divided.",
+                hint="Call it after fit, on all ranks. A checkpoint has the whole module at any time.",
+            )
+        self.processes.meet_outside_step(CALL)
+        gather(self.lightning_module)
+        return self.lightning_module
+
+    def grad_norm(self, norm_type: float = 2.0) -> Tensor:
+        """The norm of the gradients of all parameters, on all ranks. Collective: call it on all ranks.
+
+        Each rank has the gradients of its own stages, so functions of torch and Lightning cannot tell.
+
+        Args:
+            norm_type: the order of the norm; may be infinity.
+
+        Returns:
+            A tensor with one number, on the device of this rank.
+
+        Raises:
+            ConfigurationError: a step runs, or no rank has gradients of one batch: with an asynchronous schedule, and
+                with ``shard_optimizer=True`` once they are clipped.
+        """
+        self.processes.meet_outside_step("trainer.strategy.grad_norm()")
+        return gradient_norm(self.run.pipeline, self.run.pipeline.module.parameters(), norm_type)
+
+    # ------------------------------------------------------------------ checkpoints
+
+    def _checkpoints(self) -> Checkpoints:
+        assert self.lightning_module is not None
+        return Checkpoints(self.lightning_module, self.pipeline, self.processes, self._holders)
+
+    @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
+    ) -> None:
+        whole = self.pipeline_parallel_size == 1 and not self._save_folder and not self._stages.shard_optimizer
+        checkpoints = self._checkpoints()
+        if not checkpoints.may_save(filepath, alone=whole):
+            return
+        if self._choice is not None:
+            checkpoint[schedule_choice.KEY] = self._choice.stored(self.layout.pipeline_parallel_size)
+        if self._divided is not None and self._divided.run is not None:
+            self._divided.run.loaders.order.save(checkpoint)
+        if self._save_folder:
+            checkpoints.save_folder(checkpoint, filepath, self.optimizers)
+        elif self.processes.interrupted:  # all of it is here
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+        else:
+            checkpoints.save_file(checkpoint, filepath, self.checkpoint_io, storage_options)
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        run = None if self._divided is None else self._divided.run
+        sharded = None if run is None else run.gradients.sharded
+        if sharded is None or self.processes.interrupted:
+            return super().optimizer_state(optimizer)
+        return sharded.state_of(getattr(optimizer, "_optimizer", optimizer))
+
+    @override
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        torch.cuda.empty_cache()
+        return self._checkpoints().load(checkpoint_path, self.checkpoint_io, weights_only)
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        self._checkpoints().load_module(checkpoint, strict)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        self._checkpoints().load_optimizers(checkpoint, self.optimizers)
+        self.run.loaders.order.load(checkpoint)
+        optimizers_to_device(self.optimizers, self.root_device)
 
     # ------------------------------------------------------------------ end
 
     @override
     def on_train_end(self) -> None:
-        self.divided.report.end()
+        self.run.report.end()
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        forget_calls(self._calls, exception)
-        super().on_exception(exception)
+        if self._divided is not None:
+            forget_calls(self._divided.calls, exception)
+        self.processes.fail(exception)
+
+    @override
+    def teardown(self) -> None:
+        divided, self._divided = self._divided, None
+        try:
+            if divided is not None and divided.run is not None:
+                divided.run.end()
+                if not self.processes.interrupted:
+                    self._leave(divided.run.pipeline)
+                DeferredBatchNorm.revert(divided.run.pipeline.module)
+        finally:
+            self._changed.close()
+            super().teardown()
+
+    def _leave(self, pipeline: Pipeline) -> None:
+        """At the end of a run: the module is whole on every rank, or each keeps its share. Collective."""
+        module = self.lightning_module
+        assert module is not None
+        self._holders = {name: pipeline.owners(name) for name, _ in named_tensors(module)}
+        module.cpu()  # as `Strategy.teardown` will do; the whole module may not fit on this device
+        small = size_of(module) <= self._gather_limit or self.pipeline_parallel_size == 1
+        # what layers change in their buffers, other ranks do not see: one of them decides
+        leave(module, pipeline, gather=self.processes.broadcast(small, 0))

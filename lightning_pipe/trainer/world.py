@@ -31,13 +31,13 @@ from lightning_pipe.transport.torch_distributed import default_store
 T = TypeVar("T")
 
 
-def check_world_size(asked: int, devices: int, num_nodes: int, environment: ClusterEnvironment) -> None:
+def check_world_size(devices: int, num_nodes: int, environment: ClusterEnvironment) -> None:
     """Compare the processes that have come up with those that the Trainer asks for.
 
     Raises:
         ConfigurationError: the numbers differ; otherwise some would wait for processes that never come.
     """
-    found = {"the cluster environment": environment.world_size()}
+    asked, found = num_nodes * devices, {"the cluster environment": environment.world_size()}
     if "WORLD_SIZE" in os.environ:
         found["the launcher (WORLD_SIZE)"] = int(os.environ["WORLD_SIZE"])
     if dist.is_available() and dist.is_initialized():
@@ -183,10 +183,6 @@ class World:
         flag = torch.tensor([int(decision)])
         self.transport.all_reduce(flag, members, "min" if unanimous else "max").wait()
         return bool(flag.item())
-
-    def sum_over_replicas(self, amount: float) -> float:
-        """The sum of the amounts of all pipelines."""
-        return self.transport.sum_over_replicas(amount)
 
 
 @contextmanager

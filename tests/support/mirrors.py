@@ -94,7 +94,7 @@ _ROOMS: dict[str, dict[str, str]] = {
         "batch_ends": "trainer/test_stopping",
         "broadcasts": "trainer/test_evaluation",
         "gradients": "engine/test_withheld_gradients",
-        "module_strategy": "trainer/test_equality",
+        "divided_module": "trainer/test_equality",
         "report": "trainer/test_fit",
         "run": "trainer/test_equality",
         "stage_division": "trainer/test_fit",

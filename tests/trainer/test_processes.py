@@ -56,7 +56,7 @@ class Faulty(Lit):
         return []
 
     def on_fit_start(self):  # to start takes seconds, which are no fault
-        opened = self.trainer.strategy.world
+        opened = self.trainer.strategy.processes.world
         opened.transport.timeout = timedelta(seconds=6)
         opened.board._watchdog._stall = 6.0
 

@@ -128,7 +128,7 @@ class Streaming:
 
     def _share_signals(self) -> None:
         """Act on the signals that process 0 has received; it does not wait for the other processes."""
-        signals: Signals = self._trainer.strategy.signals
+        signals: Signals = self._trainer.strategy.processes.signals
         asked = list(signals.asked)
         others = self._world.replica_members
         if self._pipeline.transport.process == self._pipeline.loss_process and len(others) > 1:

@@ -30,7 +30,9 @@ from lightning_pipe.trainer.checkpoints.entries import (
     state_entries,
 )
 from lightning_pipe.trainer.checkpoints.unfinished import found
-from lightning_pipe.transport.base import Transport
+from lightning_pipe.trainer.checks import check_outside_step
+from lightning_pipe.trainer.construction import let_go_when_loaded
+from lightning_pipe.trainer.processes import Processes
 
 Location = str | Path
 _SHARDED = ("state_dict", "optimizer_states")
@@ -42,7 +44,7 @@ class Checkpoints:
     Args:
         module: the LightningModule.
         pipeline: the module over the ranks; ``None`` before and after a run, when every rank has all of it.
-        transport: this process's transport.
+        processes: of the Trainer.
         holders: after a run, the ranks that had the values: the copies that callbacks keep are still divided.
     """
 
@@ -50,15 +52,33 @@ class Checkpoints:
         self,
         module: pl.LightningModule,
         pipeline: Pipeline | None,
-        transport: Transport,
+        processes: Processes,
         holders: Mapping[str, tuple[int, ...]],
     ) -> None:
-        self._module, self._pipeline, self._transport = module, pipeline, transport
+        self._module, self._pipeline, self._processes = module, pipeline, processes
+        self._transport = processes.connected.transport
         # process 0 writes, as it does with Lightning's own strategies
-        self._writer = transport.topology.locate(0)[1]
+        self._writer = self._transport.topology.locate(0)[1]
         self._holders = holders
 
     # ------------------------------------------------------------------ saving
+
+    def may_save(self, path: Location, *, alone: bool) -> bool:
+        """Whether a checkpoint can be written; after an error nobody answers any more. Collective over the world.
+
+        Args:
+            path: the checkpoint.
+            alone: whether this process has all of it.
+
+        Raises:
+            ConfigurationError: a step runs.
+        """
+        if self._processes.interrupted and not alone:
+            rank_zero_warn(f"{path} was not written: after an error the stages cannot be gathered any more.")
+            return False
+        check_outside_step(self._processes.connected, f"trainer.save_checkpoint({str(path)!r})")
+        self._processes.meet("trainer.save_checkpoint()")
+        return True
 
     def save_file(self, checkpoint: dict[str, Any], path: Location, io: CheckpointIO, storage_options: Any) -> None:
         """Write one ordinary file. Collective over the first pipeline.
@@ -161,7 +181,8 @@ class Checkpoints:
 
     def load_module(self, checkpoint: Mapping[str, Any], strict: bool) -> None:
         """Load the parameters and buffers that this rank holds."""
-        load_held(self._module, self._holds, checkpoint["state_dict"], strict=strict)
+        state = let_go_when_loaded(checkpoint["state_dict"], self._module)
+        load_held(self._module, self._holds, state, strict=strict)
 
     def load_optimizers(self, checkpoint: Mapping[str, Any], optimizers: Sequence[Optimizer]) -> None:
         """Load the states of the parameters that this rank holds."""

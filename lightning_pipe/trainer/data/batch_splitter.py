@@ -122,7 +122,9 @@ class BatchSplitter:
         """The same, with whether its losses are to show what they are a mean over. Collective over replicas."""
         if self._tokens is None or self._tokens.known:
             return micro_batches
-        return replace(micro_batches, compared=self._world.sum_over_replicas(len(micro_batches.candidates)) > 0)
+        return replace(
+            micro_batches, compared=self._world.transport.sum_over_replicas(len(micro_batches.candidates)) > 0
+        )
 
     def learn(self, micro_batches: MicroBatches, fitting: Sequence[Sequence[str]]) -> str:
         """Learn from a batch that was compared what losses are a mean over. Collective over all processes.
@@ -169,7 +171,7 @@ class BatchSplitter:
         Raises:
             ConfigurationError: synchronized batch norms would wait for each other for ever.
         """
-        total = self._world.sum_over_replicas(sum(micro_batches.amounts))
+        total = self._world.transport.sum_over_replicas(sum(micro_batches.amounts))
         self._check_synchronized(len(micro_batches.parts))
         return micro_batches.weights(total)
 
@@ -193,7 +195,7 @@ class BatchSplitter:
         if not self._synchronized:
             return
         replicas = self._world.layout.data_parallel_size
-        equal = self._world.sum_over_replicas(micro_batches) == micro_batches * replicas
+        equal = self._world.transport.sum_over_replicas(micro_batches) == micro_batches * replicas
         if not self._world.agree(equal, unanimous=True, members=self._world.replica_members):
             raise ConfigurationError(
                 f"Synchronized batch norm needs equally many micro-batches on all replicas; this one has "

@@ -75,7 +75,7 @@ class Loaders:
         replicas, members = self._world.layout.data_parallel_size, self._world.replica_members
         if replicas == 1:
             return True
-        equal = self._world.sum_over_replicas(length or 0) == replicas * (length or 0)
+        equal = self._world.transport.sum_over_replicas(length or 0) == replicas * (length or 0)
         return self._world.agree(equal and length is not None, unanimous=True, members=members)
 
     def _compare_replicas(self, batches: int, ended: bool) -> None:

@@ -1,0 +1,154 @@
+"""The module of a Trainer: divided over the ranks when its layers are there, and again when others have come."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from functools import partial
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.trainer.states import TrainerFn
+
+from lightning_pipe.construction import initialise_meta
+from lightning_pipe.engine.pipeline import Pipeline
+from lightning_pipe.engine.refusals import check_shapes
+from lightning_pipe.errors import PartitionError
+from lightning_pipe.parameters.deferred_batchnorm import DeferredBatchNorm
+from lightning_pipe.partition import find_layers
+from lightning_pipe.partition.calls import CallStore
+from lightning_pipe.patches import unheard
+from lightning_pipe.profiling.measure import run_conditions
+from lightning_pipe.trainer import export
+from lightning_pipe.trainer.at_rest import check_may_gather, forget, going_on
+from lightning_pipe.trainer.checks import check_copies
+from lightning_pipe.trainer.data.batch_splitter import BatchSplitting
+from lightning_pipe.trainer.layer_costs import MeasuredShapes
+from lightning_pipe.trainer.report import Report
+from lightning_pipe.trainer.run import FIRST_STEPS, PipelineRun
+from lightning_pipe.trainer.schedule_choice import ScheduleChoice
+from lightning_pipe.trainer.stage_division import StageDivision, StageOptions, names_of
+from lightning_pipe.trainer.whole_model.sharded_optimizer import ShardedOptimizers
+from lightning_pipe.trainer.whole_model.synchronized_norms import synchronize_norms
+from lightning_pipe.trainer.world import World
+
+
+class DividedModule:
+    """Divides the module of a run, as early as its layers are there, and makes the `PipelineRun` of it.
+
+    Args:
+        module: the LightningModule, with its Trainer.
+        world: the processes.
+        options: the strategy's options for stages.
+        splitting: the strategy's options for batches.
+        choice: the schedule, if it was chosen for this run.
+        seed: from which all random streams derive.
+        notes: lines for the plan.
+        changed: undoes at the end of the run what must not stay.
+
+    Attributes:
+        run: the run, once the module is divided.
+        calls: what earlier runs of the module have called.
+    """
+
+    def __init__(
+        self,
+        module: pl.LightningModule,
+        world: World,
+        options: StageOptions,
+        splitting: BatchSplitting,
+        choice: ScheduleChoice | None,
+        seed: int,
+        notes: tuple[str, ...],
+        changed: ExitStack,
+    ) -> None:
+        self._module, self._world, self._options, self._splitting = module, world, options, splitting
+        self._choice, self._seed, self._notes, self._changed = choice, seed, notes, changed
+        self.run: PipelineRun | None = None
+        self.calls: CallStore | None = None
+        self._known: tuple[list[str], list[str]] = [], []
+
+    def divide_built(self) -> None:
+        """Divide the module behind a hook that builds layers, if it is not divided yet."""
+        if self.run is None:
+            check_copies(self._module.trainer, self._module)
+            self.divide(later=True)
+
+    def complete(self, gather_limit: int) -> PipelineRun:
+        """Divide the module as it is when all hooks that build it have run. Collective.
+
+        Args:
+            gather_limit: bytes of the largest module that every rank may hold whole.
+
+        Raises:
+            PartitionError: layers are missing.
+        """
+        if self.run is None:
+            check_copies(self._module.trainer, self._module)
+            self.divide(later=False)
+        elif self._known != (known := names_of(self._module, self._options.layers)):
+            # `setup` or `configure_model` has added modules outside the layers, or compiled a container of layers
+            same = known[1] == self._known[1]
+            self.divide(later=False, before=self._kept(self.run.pipeline, gather_limit, same=same))
+        assert self.run is not None
+        return self.run
+
+    def _kept(self, pipeline: Pipeline, limit: int, *, same: bool) -> Pipeline | None:
+        """The division to go on with; with other layers than before the module is whole again. Collective."""
+        DeferredBatchNorm.revert(self._module)
+        if pipeline.whole or same:
+            return None if pipeline.whole else pipeline
+        check_may_gather(self._module, limit)
+        pipeline.restore()
+        return None
+
+    def divide(self, *, later: bool, before: Pipeline | None = None) -> None:
+        """Divide the layers over the ranks.
+
+        Args:
+            later: whether layers may still be missing.
+            before: a division that the module has already.
+        """
+        module, world, options = self._module, self._world, self._options
+        trainer, device = module.trainer, world.transport.device
+        every = trainer.strategy._layer_sync is not None  # type: ignore[attr-defined]
+        self._changed.callback(synchronize_norms(module, options.family, device, world, every=every))
+        conditions = run_conditions(device, str(trainer.precision))
+        try:
+            check_shapes(module)
+            if later:  # modules may be missing: what is clear now is so then
+                find_layers(module, options.layers)
+            self.calls = CallStore(module)
+            own = StageDivision(options, module, world.layout, world, self.calls, conditions)
+            chosen = own.find(FIRST_STEPS[trainer.state.fn or TrainerFn.FITTING])
+        except PartitionError:
+            if later:
+                return
+            raise
+        initialise_meta(module, self._seed)
+        if chosen is None:
+            division = own.undivided()
+        else:
+            before = before or going_on(module, chosen.layers, world.transport, world.layout.stages)
+            division = own.divide(chosen, before)
+        pipeline, notes, store, costs, built = division
+
+        pipeline.reductions.reduce_in(None if options.reduce_dtype is None else torch.bfloat16)
+        pipeline.reductions.scattered = options.shard_optimizer == "gradients"
+        forget(module)
+        if len(pipeline.pipeline_members) > 1:
+            export.divided(module)
+        # loading a whole state into a divided module passes by the layers of other ranks
+        self._changed.enter_context(unheard(".*copying from a non-meta parameter in the checkpoint to a meta.*"))
+        if world.layout.data_parallel_size == 1:  # values are those of the whole batch on all ranks already
+            self._changed.enter_context(unheard(".*sync_dist=True.* when logging on epoch level.*"))
+        sharded = ShardedOptimizers(pipeline, trainer.precision_plugin) if options.shard_optimizer else None
+        shapes = None
+        if self._choice is not None:
+            notes, shapes = (*notes, f"schedule chosen: {self._choice.reason}"), self._choice.shapes
+        measured = MeasuredShapes(shapes, None if store is None else store.shapes)
+        notes = (*notes, *self._notes)
+        report = Report(module, pipeline, world.layout, notes, costs, built, measured, options.shard_optimizer)
+        known = chosen is not None and not chosen.guessed
+        late = None if known else partial(own.by_first_batch, pipeline)
+        self.run = PipelineRun(*(module, pipeline, world, self._splitting, report, store, sharded, self._seed, late))
+        self._known = names_of(module, options.layers)

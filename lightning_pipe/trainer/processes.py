@@ -1,0 +1,185 @@
+"""The processes of a Trainer, arranged in pipelines and replicas: how they come up, meet, agree and fail."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import lightning.pytorch as pl
+from lightning.pytorch.trainer.states import TrainerStatus
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning_utilities.core.rank_zero import rank_zero_only
+
+from lightning_pipe.errors import CommunicationError, ConfigurationError
+from lightning_pipe.trainer.checks import check_outside_step
+from lightning_pipe.trainer.launcher import ScriptLauncher
+from lightning_pipe.trainer.meeting import Meetings
+from lightning_pipe.trainer.signals import ENDINGS, Signals
+from lightning_pipe.trainer.world import World
+from lightning_pipe.transport.failures import joined_threads
+from lightning_pipe.transport.failures.board import FailureBoard
+from lightning_pipe.transport.failures.store import Kind
+
+T = TypeVar("T")
+
+
+class Processes:
+    """What a strategy knows of the processes of its Trainer.
+
+    Attributes:
+        world: the processes, once they are connected; they stay so after a run.
+        signals: what signals ask for in this run.
+    """
+
+    def __init__(self) -> None:
+        self.world: World | None = None
+        self.signals: Signals | None = None
+        self._meetings: Meetings | None = None
+        self._trainer: Any = None
+
+    @property
+    def connected(self) -> World:
+        """The processes.
+
+        Raises:
+            ConfigurationError: they are not connected yet.
+        """
+        if self.world is None:
+            raise ConfigurationError("The processes are not connected yet.", hint="Ask from `setup` on.")
+        return self.world
+
+    @property
+    def _board(self) -> FailureBoard | None:
+        return None if self.world is None else self.world.board
+
+    # ------------------------------------------------------------------ beginning, end and failure
+
+    def connect(self, trainer: pl.Trainer, open_world: Callable[[], World]) -> int:
+        """Connect the processes, unless an earlier run has; returns the seed of process 0. Collective.
+
+        Args:
+            trainer: the Trainer.
+            open_world: connects them.
+        """
+        self._check_not_failed()
+        self._trainer = trainer
+        if self.world is None:
+            self.world = open_world()
+            if self.world.board is not None:
+                self._meetings = Meetings(self.world.board, self._child_has_ended)
+        self.signals = Signals(trainer, self.world)
+        return self.world.share_randomness()
+
+    def _check_not_failed(self) -> None:
+        """An error has ended the connections of this Trainer's processes: nobody may wait for the others again."""
+        board = self._board
+        if board is not None and board.failed:
+            name, reason = self.connected.transport.describe(), "" if board.failure is None else f" {board.failure}"
+            raise CommunicationError(
+                f"{name[0].upper()}{name[1:]} cannot run this Trainer again: its last run has failed, and the "
+                f"connections between its processes have ended.{reason}",
+                hint="To go on behind an error that your code catches, catch it on all processes (those without the "
+                "error of their own get a CommunicationError), and let all build another Trainer, with another "
+                "PipeStrategy. The module may be the same.",
+            )
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether this process is on its way out because of an error: nobody may answer any more."""
+        if self._trainer is None or (self.signals is not None and self.signals.leaving_together):
+            return False
+        return bool(self._trainer.state.status == TrainerStatus.INTERRUPTED)
+
+    def fail(self, exception: BaseException) -> None:
+        """End the others as well, with the reason why this process ends.
+
+        Args:
+            exception: why.
+        """
+        if self.signals is not None:
+            self.signals.leaving_together = False  # the hooks of callbacks have been called, and processes leave now
+        board = self._board
+        if isinstance(exception, SIGTERMException) and exception.code is None:
+            # Lightning (2.6) ends with code 0 and without a word, as after a run that has finished
+            exception.code = 128 + signal.SIGTERM
+            if getattr(rank_zero_only, "rank", 0) == 0:
+                reason = "it was asked to by SIGTERM." if board is None or board.failure is None else board.failure
+                joined_threads.tell(f"{self._place} The run ends: {reason}")
+        joined_threads.note_failure(exception)
+        if board is not None:
+            kind: Kind = next((kind for kind, told in ENDINGS.items() if isinstance(exception, told)), "error")
+            board.fail(exception, kind)
+        if isinstance(exception, CommunicationError):
+            # it quotes the process that failed: where this one waited says nothing more
+            exception.__traceback__, exception.__cause__, exception.__suppress_context__ = None, None, True
+
+    @property
+    def _place(self) -> str:
+        """How far the training has come."""
+        trainer = self._trainer
+        if trainer is None:
+            return "Before the first batch."
+        return f"Epoch {trainer.current_epoch}, step {trainer.global_step}."
+
+    def finish(self) -> None:
+        """End a run on all processes: an error of one of them after the last batch is one of all."""
+        self.meet("the end of the run")
+        if self.world is not None and not self.interrupted:
+            if self.signals is not None:
+                self.signals.end_if_asked()
+            self.world.barrier()  # process 0 serves the store over which they meet: nobody leaves before all are there
+
+    def _child_has_ended(self) -> bool:
+        launcher = self._trainer.strategy.launcher
+        return isinstance(launcher, ScriptLauncher) and any(each.poll() is not None for each in launcher.procs)
+
+    # ------------------------------------------------------------------ what all of them do together
+
+    def meet(self, call: str) -> None:
+        """Wait until all processes are about to do the same; not in a step, in which not all take part.
+
+        Args:
+            call: what is called, as users write it.
+
+        Raises:
+            CommunicationError: a process does something else, has failed, or does not come.
+        """
+        if self._meetings is not None and not self.connected.local and not self.interrupted:
+            self._meetings.come(call)
+
+    def meet_outside_step(self, call: str) -> None:
+        """The same for what cannot be done in a step, nor after an error.
+
+        Args:
+            call: what is called, as users write it.
+
+        Raises:
+            ConfigurationError: a step runs, or the run has ended with an error.
+        """
+        if self.interrupted:
+            raise ConfigurationError(
+                f"{call}: after an error the stages cannot be gathered any more.", hint="Load the last checkpoint."
+            )
+        check_outside_step(self.connected, call)
+        self.meet(call)
+
+    def barrier(self) -> None:
+        """Wait for all processes."""
+        self.meet("trainer.strategy.barrier()")
+        if self.world is not None and not self.interrupted:
+            self.world.barrier()
+
+    def broadcast(self, obj: T, source: int) -> T:
+        """The object of one process, on all."""
+        if self.world is None or self.interrupted:
+            return obj
+        self.meet("trainer.strategy.broadcast()")
+        return self.world.broadcast(obj, source)
+
+    def agree(self, decision: bool, *, unanimous: bool) -> bool:
+        """Whether all processes, or any of them, say yes."""
+        if self.world is None or self.interrupted:
+            return decision
+        self.meet("trainer.strategy.reduce_boolean_decision()")
+        return self.world.agree(decision, unanimous=unanimous)
