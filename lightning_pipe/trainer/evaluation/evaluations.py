@@ -9,12 +9,10 @@ from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_pipe.parameters.buffer_sync import EvaluatedCopies
 from lightning_pipe.patches import replaced
 from lightning_pipe.trainer.evaluation.conditions import reason_to_wait, tell_that_batches_wait
-from lightning_pipe.trainer.evaluation.replica_predictions import in_order, share_of
 from lightning_pipe.trainer.evaluation.steps import EvaluationSteps
 from lightning_pipe.trainer.evaluation.stream import EvaluationStream, Steadiness
 from lightning_pipe.trainer.world import World
@@ -66,10 +64,6 @@ class Evaluations:
                 begin = partial(self._begin, loop.on_run_start, loop, name)
                 changed.enter_context(replaced(loop, "on_run_start", begin, gated=False))
                 changed.enter_context(replaced(loop, "on_run_end", partial(self._end, loop.on_run_end), gated=False))
-            if self._world.layout.data_parallel_size > 1:
-                loop = trainer.predict_loop
-                end = partial(self._end_prediction, loop, loop.on_run_end)
-                changed.enter_context(replaced(loop, "on_run_end", end, gated=False))
             yield
 
     def step(self, name: str, args: Sequence[Any]) -> Any:
@@ -117,25 +111,6 @@ class Evaluations:
             stream.end()
         self._copies.end()
         return method()
-
-    def _end_prediction(self, loop: Any, method: Callable[..., Any]) -> Any:
-        """In the place of ``on_run_end`` with replicas: returns the predictions of all. Collective over them."""
-        own = method()
-        if not loop.return_predictions:
-            return own
-        several = loop.num_dataloaders > 1
-        predictions = loop.predictions if several else [loop.predictions]
-        shares = [share_of(*each) for each in zip(predictions, loop._combined_loader.flattened, strict=True)]
-        gathered = self._world.transport.all_gather_object(shares, self._world.replica_members)
-        joined = [in_order(of_loader) if all(of_loader) else None for of_loader in zip(*gathered, strict=True)]
-        if any(each is None for each in joined):
-            rank_zero_warn(
-                "trainer.predict() returns on each rank the predictions of its own replica: to be put in order, "
-                "they must be tensors, or lists, with one entry for each sample, of the same shape in all batches, "
-                "from a loader whose samples Lightning deals out to the replicas."
-            )
-            return own
-        return joined if several else joined[0]
 
     def _close(self) -> None:
         """Drop a stream whose loop has failed."""
