@@ -73,10 +73,9 @@ from lightning_pipe.trainer.stage_division import Division
 from lightning_pipe.trainer.stopping import stopping_together
 from lightning_pipe.trainer.user_step import StepOfBatch, UserStep
 from lightning_pipe.trainer.whole_model.finetuning import values_compared
-from lightning_pipe.trainer.whole_model.grad_scaler import loss_scale, over_stages
-from lightning_pipe.trainer.whole_model.gradient_norms import clipping_together
 from lightning_pipe.trainer.whole_model.logging import moved_once
 from lightning_pipe.trainer.whole_model.metrics import metrics_of
+from lightning_pipe.trainer.whole_model.precision import deciding_together, loss_scale
 from lightning_pipe.trainer.whole_model.sharded_optimizer import ShardedOptimizers
 from lightning_pipe.trainer.world import World
 
@@ -155,8 +154,7 @@ class PipelineRun:
         """Take over what must not stay changed when the run is over."""
         trainer: Any = self._module.trainer
         fitting = trainer.state.fn == TrainerFn.FITTING
-        self._changed.enter_context(over_stages(self._precision, self.pipeline))
-        self._changed.enter_context(clipping_together(self._precision, self.pipeline))
+        self._changed.enter_context(deciding_together(self._precision, self.pipeline))
         self._changed.enter_context(moved_once())
         self._changed.enter_context(active_loop_kept())
         self._changed.enter_context(values_compared(self.pipeline))
@@ -217,6 +215,11 @@ class PipelineRun:
         self.streaming = None
 
     # ------------------------------------------------------------------ batches
+
+    @property
+    def waits_for_batch(self) -> bool:
+        """Whether the first batch has yet to show the layers."""
+        return self._late is not None
 
     def divide(self, name: str, args: Sequence[Any]) -> None:
         """Before the first batch: divide a module by what its step calls, if need be. Collective over all processes.

@@ -385,9 +385,10 @@ class PipeStrategy(ParallelStrategy):
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        step = self.lightning_module.training_step  # type: ignore[union-attr]
-        takes_number = is_param_in_hook_signature(step, "batch_idx", min_args=2)
-        self.run.divide("training_step", (batch, batch_idx) if takes_number else (batch,))
+        if self.run.waits_for_batch:
+            step: Any = self.run.pipeline.module.training_step
+            takes_number = is_param_in_hook_signature(step, "batch_idx", min_args=2)
+            self.run.divide("training_step", (batch, batch_idx) if takes_number else (batch,))
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:

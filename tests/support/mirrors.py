@@ -114,8 +114,8 @@ _ROOMS: dict[str, dict[str, str]] = {
     "trainer/evaluation": dict.fromkeys(("conditions", "evaluations", "steps"), "trainer/evaluation/test_stream"),
     "trainer/whole_model": {
         "absent_gradients": "trainer/whole_model/test_walks",
-        "grad_scaler": "trainer/test_world",
         "metrics": "trainer/whole_model/test_logging",
+        "precision": "trainer/whole_model/test_gradient_norms",
         "synchronized_norms": "trainer/test_checks",
     },
     "transport": {

@@ -5,11 +5,11 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
-import torch
 from lightning.pytorch.callbacks import BaseFinetuning
-from torch import Tensor, nn
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import nn
+from torch.optim import Optimizer
 
 from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.patches import replaced
@@ -25,31 +25,21 @@ def values_compared(pipeline: Pipeline) -> Iterator[None]:
     Args:
         pipeline: knows who has which value.
     """
-    before = vars(BaseFinetuning)["filter_on_optimizer"]
 
-    def filter_on_optimizer(optimizer: Any, params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    def filter_on_optimizer(optimizer: Optimizer, params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
         digests = _digests(pipeline)
-        # one small tensor for each value: parameters with equal values get the same one, and others an unequal one
-        by_digest = {key: torch.tensor([number]) for number, key in enumerate(dict.fromkeys(digests.values()))}
-
-        def value(parameter: nn.Parameter) -> Tensor:
-            return by_digest[digests[id(parameter)]] if id(parameter) in digests else parameter
-
-        given = list(params)
-        known = [value(p) for group in optimizer.param_groups for p in group["params"]]
-        kept = before.__func__(_Known(known), map(value, given))
-        chosen = {id(tensor) for tensor in kept}
-        return [parameter for parameter in given if id(value(parameter)) in chosen]
+        of_optimizer = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        given, known = list(params), {digests.get(id(parameter), parameter) for parameter in of_optimizer}
+        kept = [parameter for parameter in given if digests.get(id(parameter), parameter) not in known]
+        if len(kept) < len(given):
+            rank_zero_warn(
+                f"{len(given) - len(kept)} of {len(given)} parameters that a callback has unfrozen are not added to "
+                "the optimizer, which has parameters of the same values, as on one device."
+            )
+        return kept
 
     with replaced(BaseFinetuning, "filter_on_optimizer", staticmethod(filter_on_optimizer), gated=False):
         yield
-
-
-class _Known:
-    """As much of an optimizer as ``filter_on_optimizer`` reads: its parameters."""
-
-    def __init__(self, parameters: list[Tensor]) -> None:
-        self.param_groups = [{"params": parameters}]
 
 
 def _digests(pipeline: Pipeline) -> dict[int, bytes]:
