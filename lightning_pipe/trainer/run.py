@@ -1,37 +1,9 @@
 """One run (fit, validate, test or predict): the module divided over the ranks, and its steps driven through them.
 
-What happens to one batch, and where::
+`docs/developing.md` draws one training batch: it is split, run, reported, applied, and its loss is returned.
 
-    training_step of the strategy                     strategy.py
-      |  the batch, whole
-      v
-    PipelineRun.train                                 run.py
-      |
-      |  1  BatchSplitter.split, weights              data/batch_splitter.py
-      |       -> MicroBatches                         data/micro_batches.py
-      |
-      |  2  UserStep.begin                            user_step.py
-      |       -> StepOfBatch, with its LossCheck      data/loss_checks.py
-      |
-      |  3  UserStep.running, withheld_gradients      engine/withheld_gradients.py
-      |     Pipeline.train  (Pipeline.advance)        the engine
-      |       for each micro-batch and stage here:
-      |         StepOfBatch(index, micro_batch)
-      |           the user's training_step
-      |           ends early at the stage's last layer,     and is undone there
-      |           returns on the rank with the last stage:  outputs, logged values, changed attributes
-      |
-      |  4  StepOfBatch.share                         step_report.py
-      |       StepReport ----> all ranks of the pipeline
-      |         attributes that the step changed      attribute_sync.py
-      |         values that it logged                 whole_model/logging.py
-      |
-      |  5  TrainingOutput.of                         data/training_output.py
-      v
-    the loss of the batch, whose backward pass returns the withheld gradients
-
-An asynchronous schedule runs steps 3 to 5 for other batches than the one that step 1 has split. Each call then shares
-the batches that it has finished: `Streaming` in asynchronous/streaming.py does so in the place of steps 3 to 5.
+An asynchronous schedule runs other batches than the one that has been split. Each call then reports the batches that it
+has finished: `Streaming` in asynchronous/streaming.py does so.
 """
 
 from __future__ import annotations
