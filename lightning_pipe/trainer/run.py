@@ -29,7 +29,6 @@ from lightning_pipe.patches import replaced
 from lightning_pipe.planning.profile_store import ProfileStore
 from lightning_pipe.trainer.active_loop import active_loop_kept
 from lightning_pipe.trainer.asynchronous.streaming import Streaming
-from lightning_pipe.trainer.batch_ends import BatchEnds
 from lightning_pipe.trainer.checks import check_outside_step, steps_for_every_batch
 from lightning_pipe.trainer.data.batch_splitter import BatchSplitter, BatchSplitting, naming_suspects
 from lightning_pipe.trainer.data.loaders import Loaders
@@ -42,7 +41,7 @@ from lightning_pipe.trainer.report import Report
 from lightning_pipe.trainer.rewind import Rewind
 from lightning_pipe.trainer.seeds import Seeds
 from lightning_pipe.trainer.stage_division import Division
-from lightning_pipe.trainer.stopping import stopping_together
+from lightning_pipe.trainer.stopping import Stopping
 from lightning_pipe.trainer.user_step import StepOfBatch, UserStep
 from lightning_pipe.trainer.whole_model.finetuning import values_compared
 from lightning_pipe.trainer.whole_model.logging import moved_once
@@ -161,8 +160,8 @@ class PipelineRun:
             self.streaming.begin()
             self._changed.callback(self.streaming.end)
         if fitting and self._world.layout.world_size > 1:
-            ends = BatchEnds(self._world, self.pipeline, trainer) if self.streaming is None else None
-            self._changed.enter_context(stopping_together(trainer, self._world, ends))
+            stopping = Stopping(trainer, self._world, self.pipeline, trainer.strategy.processes.signals)
+            self._changed.enter_context(stopping.installed())
         if self._world.layout.world_size > 1:
             self._meet_before_dumps(trainer)
 

@@ -1,4 +1,15 @@
-"""Stops all processes after the same batch when any of them has set ``trainer.should_stop``."""
+"""What all processes know alike behind every training batch: whether to stop, and what signals ask for.
+
+One process alone may have set ``trainer.should_stop``, in any hook, or have got a signal. Its request goes along with
+what it sends to later stages, so that the rank with the last stage learns of it, and at the end of the batch that rank
+tells the others what holds for all::
+
+    stage 0    asks to stop behind batch 4 |  sends batch 5, with the request ->            stops after batch 5
+    stage 1                                |                  -> batch 5, with the request  tells: stop after batch 5
+
+Nobody waits for an answer. What all ranks ask for, or the rank with the last stage, or another one before it sends its
+part of the batch, holds in this batch. Outside of batches all processes agree wherever Lightning's loops ask.
+"""
 
 from __future__ import annotations
 
@@ -7,69 +18,101 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
+import torch
+
+from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.patches import replaced
-from lightning_pipe.trainer.batch_ends import BatchEnds
+from lightning_pipe.trainer.broadcasts import ENDS
+from lightning_pipe.trainer.signals import Signals
 from lightning_pipe.trainer.world import World
+from lightning_pipe.transport.nonblocking_broadcast import NonBlockingBroadcast
+
+_BITS = 3
+"""A request to stop, to end by a signal, and to save and be requeued."""
 
 
-@contextmanager
-def stopping_together(trainer: Any, world: World, ends: BatchEnds | None) -> Iterator[None]:
-    """Let all processes agree wherever Lightning's training loops ask whether to stop, after the hooks before it.
+class Stopping:
+    """Calls methods of Lightning's training loops, and agrees before or after them.
 
     Args:
         trainer: the Trainer.
         world: the processes.
-        ends: agrees after every batch; ``None`` for asynchronous schedules, which agree by `StopRequests` instead.
+        pipeline: the module over the ranks.
+        signals: what signals ask for here; is told what they ask for on any process.
     """
-    stopping, changed = _Stopping(trainer, world, ends), ExitStack()
-    fit_loop = trainer.fit_loop
-    places: list[tuple[Any, str, Callable[..., Any]]] = [
-        (fit_loop, "run", stopping.before),
-        (fit_loop, "on_run_start", stopping.after),
-        (fit_loop, "on_advance_start", stopping.after),
-        (fit_loop, "on_advance_end", stopping.after),
-        (fit_loop.epoch_loop.val_loop, "run", stopping.after),
-    ]
-    if ends is not None:
-        changed.enter_context(ends.installed())
-        places.append((fit_loop.epoch_loop, "on_advance_end", stopping.at_the_end_of_a_batch))
-    with changed:
-        for owner, name, wrapper in places:
-            # Without a gate: others replace some of these as well, and a gate would lead the wrapper back to itself.
-            changed.enter_context(replaced(owner, name, partial(wrapper, getattr(owner, name)), gated=False))
-        yield
 
-
-class _Stopping:
-    """Calls methods of Lightning's loops and agrees before or after them."""
-
-    def __init__(self, trainer: Any, world: World, ends: BatchEnds | None) -> None:
-        self._trainer, self._world, self._ends = trainer, world, ends
+    def __init__(self, trainer: Any, world: World, pipeline: Pipeline, signals: Signals) -> None:
+        self._trainer, self._world, self._pipeline, self._signals = trainer, world, pipeline, signals
+        self._channel = NonBlockingBroadcast(pipeline.transport, ahead=2, number=ENDS)
         self._agreed = self._withheld = False
 
-    def before(self, method: Callable[..., Any], *arguments: Any) -> Any:
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Around a training. Asynchronous schedules agree behind batches by `StopRequests` instead."""
+        fit_loop, exchange = self._trainer.fit_loop, self._pipeline.executor.exchange
+        places: list[tuple[Any, str, Callable[..., Any]]] = [
+            (fit_loop, "run", self._before),
+            (fit_loop, "on_run_start", self._after),
+            (fit_loop, "on_advance_start", self._after),
+            (fit_loop, "on_advance_end", self._after),
+            (fit_loop.epoch_loop.val_loop, "run", self._after),
+        ]
+        if self._pipeline.asynchronous is None:
+            places.append((fit_loop.epoch_loop, "on_advance_end", self.end_batch))
+            exchange.requests, self._signals.told = 0, [False, False]
+            exchange.asking = lambda: self._asked(self._trainer.should_stop)
+        with ExitStack() as changed:
+            changed.callback(setattr, exchange, "asking", int)
+            for owner, name, wrapper in places:
+                # Without a gate: others replace some of these too, and a gate would lead the wrapper back to itself.
+                changed.enter_context(replaced(owner, name, partial(wrapper, getattr(owner, name)), gated=False))
+            yield
+
+    def _before(self, method: Callable[..., Any], *arguments: Any) -> Any:
         self._agree(self._of_world)
         return method(*arguments)
 
-    def after(self, method: Callable[..., Any], *arguments: Any) -> Any:
+    def _after(self, method: Callable[..., Any], *arguments: Any) -> Any:
         result = method(*arguments)
         self._agree(self._of_world)
         return result
 
-    def at_the_end_of_a_batch(self, method: Callable[..., Any], *arguments: Any) -> None:
+    def end_batch(self, method: Callable[..., Any], *arguments: Any) -> None:
         """In the place of ``on_advance_end``, which asks whether to stop, as the loop does after it."""
-        assert self._ends is not None
-        self._agree(self._ends.agree)
+        self._agree(self._of_batch)
         method(*arguments)
         if self._trainer.should_stop and not self._agreed:
             # a learning rate scheduler, say, has set it: this process must not leave before the others know
             self._trainer.should_stop, self._withheld = False, True
-
-    def _of_world(self, asked: bool) -> bool:
-        return self._world.agree(asked, unanimous=False)
 
     def _agree(self, agree: Callable[[bool], bool]) -> None:
         own = bool(self._trainer.should_stop or self._withheld)
         self._trainer.should_stop = self._agreed = agree(own)
         # it may be known to all after the next batch only
         self._withheld = own and not self._agreed
+
+    def _of_world(self, stop: bool) -> bool:
+        return self._world.agree(stop, unanimous=False)
+
+    def _of_batch(self, stop: bool) -> bool:
+        """Whether all processes stop after this batch, as the rank with the last stage tells them."""
+        exchange, source = self._pipeline.executor.exchange, self._pipeline.loss_process
+        own = self._asked(stop)
+        asked = own | exchange.requests
+        if self._pipeline.transport.process == source and len(members := self._world.replica_members) > 1:
+            flags = torch.tensor([asked >> bit & 1 for bit in range(_BITS)])
+            self._pipeline.transport.all_reduce(flags, members, "max").wait()
+            asked = _bits(flags.bool().tolist())
+        asked = self._channel.share(asked, source, self._pipeline.pipeline_members)
+        self._channel.end_call()
+        # what the last stage does not know yet goes along with the next batch
+        exchange.requests = own & ~asked
+        stop, *self._signals.told = [bool(asked >> bit & 1) for bit in range(_BITS)]
+        return stop
+
+    def _asked(self, stop: bool) -> int:
+        return _bits([stop, *self._signals.asked])
+
+
+def _bits(flags: list[bool]) -> int:
+    return sum(int(flag) << bit for bit, flag in enumerate(flags))

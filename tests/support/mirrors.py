@@ -91,7 +91,6 @@ _ROOMS: dict[str, dict[str, str]] = {
     "trainer": {
         "attribute_records": "trainer/test_layer_attributes",
         "attribute_sync": "intercept/test_module_state",
-        "batch_ends": "trainer/test_stopping",
         "broadcasts": "trainer/test_evaluation",
         "gradients": "engine/test_withheld_gradients",
         "divided_module": "trainer/test_equality",
