@@ -24,6 +24,7 @@ from lightning_pipe.engine.undivided import look, look_in_turns
 from lightning_pipe.engine.withheld_gradients import withheld_gradients
 from lightning_pipe.errors import ConfigurationError
 from lightning_pipe.intercept.random_streams import RandomStreams
+from lightning_pipe.intercept.snapshot import Snapshot
 from lightning_pipe.partition.calls import Call
 from lightning_pipe.patches import replaced
 from lightning_pipe.planning.profile_store import ProfileStore
@@ -225,7 +226,7 @@ class PipelineRun:
             return []
         context = getattr(self._precision, _CONTEXTS[name])
         with naming_suspects(batch, parts), self._step.running(turns=not whole):
-            step = self._step.begin(name, args[1:], context, parts)
+            step = StepOfBatch(self._step, name, args[1:], context, parts)
             if whole:
                 return look(self.pipeline, step, parts.parts[0], training=name == "training_step", seed=seed)
             return look_in_turns(self.pipeline, step, parts.parts[0], seed=seed)
@@ -233,57 +234,66 @@ class PipelineRun:
     def train(self, args: Sequence[Any], optimizers: Sequence[Optimizer]) -> Any:
         """Forward and backward passes of one batch; returns what the Trainer expects of ``training_step``.
 
-        The docstring of this module draws what happens to the batch.
-
         Args:
             args: the step's arguments; the first one is the batch, on this device.
             optimizers: those whose gradients are collected.
         """
-        assert self._step is not None
         assert self._output is not None
-        trainer: Any = self._module.trainer
         batch, *rest = args
-        try:
-            micro_batches = self._splitter.split(batch)
-        except ConfigurationError:
-            self.report.cannot_cut()
-            raise
-        scale = loss_scale(self._precision)
-        weights = [weight * scale for weight in self._splitter.weights(micro_batches)]
-        seed = self._seeds.training(trainer.fit_loop.epoch_loop.total_batch_idx)
-        if self.streaming is not None and self.gradients.blocked:
-            raise steps_for_every_batch(self.pipeline.family.name, trainer.accumulate_grad_batches)
-        micro_batches = self._splitter.to_compare(micro_batches)
-        step = self._step.begin("training_step", rest, self._precision.train_step_context, micro_batches)
-        self.report.batch(micro_batches, self.loaders.order.notes, chosen=self._splitter.number == "auto")
-        # without a number of the user's, what is not made of micro-batches has the batch run again, whole
-        self._step.checks.repeats = self._splitter.may_leave_whole
-        again = micro_batches.compared or (step.check is not None and self._splitter.may_leave_whole)
+        step, weights, seed = self._split(batch, rest)
+        again = step.micro_batches.compared or (step.check is not None and self._splitter.may_leave_whole)
         rewind = Rewind(self._module) if again else None
-        with naming_suspects(batch, micro_batches), self.report.counted():
+        with naming_suspects(batch, step.micro_batches), self.report.counted():
             if self.streaming is not None:
                 return self.streaming.train(step, weights, seed)
-            reduce = self.gradients.reduced_at_once
             self.gradients.free_old(optimizers)
-            with withheld_gradients(list(self._module.parameters()), scale) as withheld:
-                with self._step.running() as before, self._costs.measured(micro_batches):
-                    outputs = self.pipeline.train(
-                        step, micro_batches.parts, weights, seed=seed, reduce=reduce, check=step.check
-                    )
-                why = self._again(self._step, step) if rewind is not None else ""
+            with withheld_gradients(list(self._module.parameters()), loss_scale(self._precision)) as withheld:
+                outputs, before = self._run(step, weights, seed)
+                why = self._again(step) if rewind is not None else ""
+                # report what the last stage has made of the batch, and apply it on all ranks
                 outputs = {} if why else step.share(outputs, before)
         if rewind is not None and why:
             rewind.undo(why)
             return self.train(args, optimizers)
         self.gradients.after_batch(optimizers)
-        return self._output.of(outputs, micro_batches, withheld)
+        return self._output.of(outputs, step.micro_batches, withheld)
 
-    def _again(self, common: UserStep, step: StepOfBatch) -> str:
+    def _split(self, batch: Any, rest: Sequence[Any]) -> tuple[StepOfBatch, list[float], int]:
+        """The step of a batch that is cut into micro-batches, the factors of their losses, and a seed."""
+        assert self._step is not None
+        trainer: Any = self._module.trainer
+        if self.streaming is not None and self.gradients.blocked:
+            raise steps_for_every_batch(self.pipeline.family.name, trainer.accumulate_grad_batches)
+        try:
+            parts = self._splitter.split(batch)
+        except ConfigurationError:
+            self.report.cannot_cut()
+            raise
+        scale = loss_scale(self._precision)
+        weights = [weight * scale for weight in self._splitter.weights(parts)]
+        parts = self._splitter.to_compare(parts)
+        self.report.batch(parts, self.loaders.order.notes, chosen=self._splitter.number == "auto")
+        # without a number of the user's, what is not made of micro-batches has the batch run again, whole
+        self._step.checks.repeats = self._splitter.may_leave_whole
+        step = StepOfBatch(self._step, "training_step", rest, self._precision.train_step_context, parts)
+        return step, weights, self._seeds.training(trainer.fit_loop.epoch_loop.total_batch_idx)
+
+    def _run(self, step: StepOfBatch, weights: list[float], seed: int) -> tuple[dict[int, Any], Snapshot | None]:
+        """What the step returns on this rank, and the attributes before it."""
+        assert self._step is not None
+        parts, reduce = step.micro_batches, self.gradients.reduced_at_once
+        with self._step.running() as before, self._costs.measured(parts):
+            outputs = self.pipeline.train(step, parts.parts, weights, seed=seed, reduce=reduce, check=step.check)
+        return outputs, before
+
+    def _again(self, step: StepOfBatch) -> str:
         """Why a batch that has run must run again, as seen on any rank; or nothing. Collective over all processes.
 
         Raises:
             CutError: it has taken from what does not give the same again.
         """
+        common = self._step
+        assert common is not None
         checks = common.checks
         own = checks.difference(step.check) if checks.repeats else None
         seen = self._world.transport.all_gather_object((own, checks.fitting(step.check)), self._world.everyone)

@@ -51,6 +51,7 @@ class UserStep:
         checks: the loss checks.
         attributes: what steps change in the LightningModule.
         summed: whether the losses of micro-batches are added.
+        reports: brings those of the last stage to all ranks.
         in_turns: the evaluation steps in which the ranks take turns, because they call layers again.
     """
 
@@ -67,32 +68,11 @@ class UserStep:
         self.checks = LossChecks(weighted=callable(loss_weight), replica=pipeline.transport.replica)
         self.attributes = AttributeSync(module, pipeline)
         self.summed = loss_weight == "sum"
-        self._world, self._reports = world, ReportExchange(pipeline)
+        self._world, self.reports = world, ReportExchange(pipeline)
         self.in_turns, self._may_repeat = set[str](), False
         # in training and in evaluations: what runs that may have to be repeated have taken from sources of the module
         self._taken: dict[bool, set[str]] = {True: set(), False: set()}
         self._warn = WarnOnce()
-
-    def begin(
-        self,
-        name: str,
-        rest: Sequence[Any],
-        context: Context,
-        micro_batches: MicroBatches,
-        ranks: Sequence[int] | None = None,
-    ) -> StepOfBatch:
-        """The step of one batch, for the pipeline to call.
-
-        Args:
-            name: the method of the LightningModule.
-            rest: its arguments after the batch.
-            context: entered around each run of it, for precision.
-            micro_batches: the batch.
-            ranks: those that complete it; ``None``: all with the last stage.
-        """
-        return StepOfBatch(
-            self, name, rest, context, micro_batches, self.pipeline.loss_ranks if ranks is None else ranks
-        )
 
     @contextmanager
     def running(
@@ -213,24 +193,6 @@ class UserStep:
             "computes at a time.",
         )
 
-    def exchange(
-        self,
-        report: StepReport | None,
-        ranks: Sequence[int],
-        broadcast: Broadcast | None = None,
-        *,
-        send_outputs: bool = True,
-    ) -> list[StepReport]:
-        """The reports of the ranks that complete the steps, on all ranks. Collective over the pipeline.
-
-        Args:
-            report: this rank's; ``None`` on any other rank.
-            ranks: those that complete the steps.
-            broadcast: sends objects within the pipeline; by default the others wait for those that report.
-            send_outputs: whether ranks without the last stage get what the step returned.
-        """
-        return self._reports.share(report, ranks, broadcast, send_outputs=send_outputs)
-
     def warn_of_windows(self, micro_batches: int) -> None:
         """Warn about metrics over the last updates, of which a batch now makes several."""
         if micro_batches > 1 and self.metrics.windows:
@@ -251,7 +213,7 @@ class StepOfBatch:
         rest: its arguments after the batch.
         context: entered around each run of it, for precision.
         micro_batches: the batch.
-        ranks: those that complete it.
+        ranks: those that complete it; ``None``: all with the last stage.
 
     Attributes:
         micro_batches: as given.
@@ -268,9 +230,10 @@ class StepOfBatch:
         rest: Sequence[Any],
         context: Context,
         micro_batches: MicroBatches,
-        ranks: Sequence[int],
+        ranks: Sequence[int] | None = None,
     ) -> None:
-        self.micro_batches, self._ranks = micro_batches, ranks
+        self.micro_batches = micro_batches
+        self._ranks = user_step.pipeline.loss_ranks if ranks is None else ranks
         self.check = user_step.checks.begin(micro_batches)
         self._user_step = user_step
         self._method, self._rest, self._context = getattr(user_step.module, name), rest, context
@@ -338,7 +301,7 @@ class StepOfBatch:
             if not repeats:
                 changes = common.attributes.changes(before, self._ranks)
                 report = self.report(outputs, changes, stop=trainer.should_stop)
-        reports = common.exchange(report, self._ranks, broadcast, send_outputs=send_outputs)
+        reports = common.reports.share(report, self._ranks, broadcast, send_outputs=send_outputs)
         self.repeats = any(each.repeats for each in reports)
         if self.repeats:
             return {}

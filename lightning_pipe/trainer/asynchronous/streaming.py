@@ -200,7 +200,7 @@ class Streaming:
             stop = self._stop.of_replicas()
             own = {batch: self._report(batch, changes, stop) for batch in batches}
         ranks = self._pipeline.loss_ranks
-        return [self._step.exchange(own.get(batch), ranks, self.broadcast) for batch in batches]
+        return [self._step.reports.share(own.get(batch), ranks, self.broadcast) for batch in batches]
 
     def _report(self, batch: int | None, changes: list[Change], stop: bool) -> StepReport:
         if batch is None:

@@ -95,7 +95,7 @@ class EvaluationSteps:
         parts = self._cut(batch)
         # several pipes share the micro-batches of a batch; one micro-batch takes the first of them
         ranks = self.pipeline.loss_ranks[: len(parts.parts)]
-        step = self.user_step.begin(name, rest, self._contexts[name], parts, ranks)
+        step = StepOfBatch(self.user_step, name, rest, self._contexts[name], parts, ranks)
         return RunStep(step, name, args, seed, ranks)
 
     def run(self, run: RunStep) -> None:
