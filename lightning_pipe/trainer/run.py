@@ -46,7 +46,7 @@ from lightning_pipe.trainer.stopping import Stopping
 from lightning_pipe.trainer.user_step import StepOfBatch, UserStep
 from lightning_pipe.trainer.whole_model.finetuning import values_compared
 from lightning_pipe.trainer.whole_model.logging import moved_once
-from lightning_pipe.trainer.whole_model.metrics import metrics_of
+from lightning_pipe.trainer.whole_model.metrics import Metrics
 from lightning_pipe.trainer.whole_model.precision import deciding_together, loss_scale
 from lightning_pipe.trainer.whole_model.sharded_optimizer import ShardedOptimizers
 from lightning_pipe.trainer.world import World
@@ -134,7 +134,7 @@ class PipelineRun:
             self._changed.enter_context(self.loaders.order.kept())
             self._changed.callback(self.gradients.end)
             self.gradients.begin(trainer.optimizers)
-        metrics = metrics_of(self._module, self.pipeline, self._world.replicas)
+        metrics = Metrics(self._module, self.pipeline, self._world.replicas)
         metrics.install()
         self._changed.callback(metrics.remove)
         # model summaries and loggers would run the whole module on one rank

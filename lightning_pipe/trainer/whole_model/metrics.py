@@ -23,8 +23,6 @@ from lightning_pipe.torch_internals import tree_map
 from lightning_pipe.trainer.broadcasts import from_ranks
 
 State = tuple[dict[str, Any], int]
-Gather = Callable[[State | None, tuple[int, ...]], list[State]]
-Updaters = Callable[[str], tuple[int, ...]]
 
 _OUTSIDE, _DIVIDED, _ALIKE = range(3)
 """Where code is: in no step, in one of which each rank runs a part, or in one that all ranks run."""
@@ -42,38 +40,56 @@ class Metrics:
 
     Args:
         module: the LightningModule.
-        real: the layers, and the modules outside the sequence that hold parameters.
-        updaters: the ranks that update a metric, by its name.
-        rank: this rank.
-        gather: collective over the pipeline; takes the state on the ranks that update a metric, and these ranks;
-            returns the states of all of them.
+        pipeline: the module over the ranks.
         replicas: the process group of this rank's replicas; ``None`` if there is one replica.
 
     Attributes:
         in_layers: the names of metrics in layers, and in modules outside the sequence that hold parameters.
         windows: the metrics over the last updates (`torchmetrics.aggregation.RunningMean`) that steps have updated.
+
+    Raises:
+        ConfigurationError: several pipes have copies of a metric.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        real: Sequence[nn.Module],
-        updaters: Updaters,
-        rank: int,
-        gather: Gather,
-        replicas: Any | None,
-    ) -> None:
-        self.names = {id(part): name for name, part in module.named_modules() if isinstance(part, Metric)}
+    def __init__(self, module: nn.Module, pipeline: Pipeline, replicas: Any | None) -> None:
+        self._pipeline, self._replicas = pipeline, replicas
         self._metrics = [part for part in module.modules() if isinstance(part, Metric)]
-        self._real = {id(part) for root in real for part in root.modules()}
+        self.names = {id(part): name for name, part in module.named_modules() if isinstance(part, Metric)}
+        layers = [layer for _, layer in pipeline.layers]
+        self._outside = list(outside_modules(module, layers))
+        apart = [*layers, *(part for _, part in self._outside)]
+        self._real = {id(part) for root in apart for part in root.modules()}
         self.in_layers = [name for metric, name in self.names.items() if metric in self._real]
-        self._updaters, self._rank, self._gather, self._replicas = updaters, rank, gather, replicas
+        if self.in_layers and pipeline.family.pipes > 1:
+            raise ConfigurationError(
+                f"The metric '{self.in_layers[0]}' is part of a layer, of which each pipe of the schedule "
+                f"'{pipeline.family.name}' has a copy: what the copies count is not what one device counts.",
+                hint="Keep the metric in the LightningModule, and update it in the step; or take a schedule with one "
+                "pipe, such as schedule='1f1b'.",
+            )
         self._step = _OUTSIDE
         self._forwards = 0  # within how many calls of `Metric.forward` the code is, which computes the batch's value
         self._touched: dict[int, Snapshot] | None = None
         self._again = False
         self._changed = ExitStack()
         self.windows: set[str] = set()
+
+    def _updaters(self, name: str) -> tuple[int, ...]:
+        """The ranks that update a metric."""
+        pipeline = self._pipeline
+        for stage, numbers in enumerate(pipeline.stage_layers):
+            if any(name.startswith(f"{pipeline.names[number]}.") for number in numbers):
+                return pipeline.holders(stage)
+        for path, part in self._outside:
+            if name.startswith(f"{path}."):
+                # the ranks that run a module are those that use its parameters
+                first = next((f"{path}.{inner}" for inner, _ in part.named_parameters()), None)
+                return pipeline.owners(first) if first and pipeline.ownership.settled else pipeline.loss_ranks
+        return pipeline.loss_ranks
+
+    @property
+    def _rank(self) -> int:
+        return self._pipeline.transport.rank
 
     def install(self) -> None:
         """Take over synchronisation, and see what steps do to metrics."""
@@ -172,7 +188,7 @@ class Metrics:
             mine = ({name: getattr(metric, name) for name in metric._defaults}, metric._update_count)
             ranks = self._updaters(self.names[id(metric)])
             updates = self._rank in ranks
-            states = self._gather(mine if updates else None, ranks)
+            states = from_ranks(self._pipeline, ranks, mine if updates else None)
             if updates and len(states) == 1:
                 return compute(*args, **kwargs)
             _set(metric, _merge(metric, states) if len(states) > 1 else states[0])
@@ -184,46 +200,6 @@ class Metrics:
                     _set(metric, mine)
 
         return wrapper
-
-
-def metrics_of(module: nn.Module, pipeline: Pipeline, replicas: Any | None) -> Metrics:
-    """The metrics of a divided module, each with the ranks that update it.
-
-    Args:
-        module: the LightningModule.
-        pipeline: the module over the ranks.
-        replicas: the process group of this rank's replicas; ``None`` if there is one replica.
-
-    Raises:
-        ConfigurationError: several pipes have copies of a metric.
-    """
-    layers = [layer for _, layer in pipeline.layers]
-    outside = list(outside_modules(module, layers))
-
-    def updaters(name: str) -> tuple[int, ...]:
-        for stage, numbers in enumerate(pipeline.stage_layers):
-            if any(name.startswith(f"{pipeline.names[number]}.") for number in numbers):
-                return pipeline.holders(stage)
-        for path, part in outside:
-            if name.startswith(f"{path}."):
-                # the ranks that run a module are those that use its parameters
-                first = next((f"{path}.{inner}" for inner, _ in part.named_parameters()), None)
-                return pipeline.owners(first) if first and pipeline.ownership.settled else pipeline.loss_ranks
-        return pipeline.loss_ranks
-
-    def gather(value: Any, ranks: tuple[int, ...]) -> list[Any]:
-        return from_ranks(pipeline, ranks, value)
-
-    real = [*layers, *(part for _, part in outside)]
-    metrics = Metrics(module, real, updaters, pipeline.transport.rank, gather, replicas)
-    if metrics.in_layers and pipeline.family.pipes > 1:
-        raise ConfigurationError(
-            f"The metric '{metrics.in_layers[0]}' is part of a layer, of which each pipe of the schedule "
-            f"'{pipeline.family.name}' has a copy: what the copies count is not what one device counts.",
-            hint="Keep the metric in the LightningModule, and update it in the step; or take a schedule with one pipe, "
-            "such as schedule='1f1b'.",
-        )
-    return metrics
 
 
 def _set(metric: Metric, state: State) -> None:
