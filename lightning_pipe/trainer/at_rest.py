@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import lightning.pytorch as pl
 from lightning_utilities.core.rank_zero import rank_zero_info
@@ -14,7 +16,6 @@ from lightning_pipe.errors import ConfigurationError
 from lightning_pipe.parameters.ownership import named_tensors
 from lightning_pipe.partition import Layers
 from lightning_pipe.text import memory
-from lightning_pipe.trainer import export
 from lightning_pipe.transport.base import Transport
 
 GATHER_LIMIT = 2**30
@@ -25,6 +26,7 @@ _ASK = (
     f"PipeStrategy(gather_limit=…). On all ranks: {CALL}"
 )
 _KEY = "_pipe_at_rest"
+_EXPORT = "save_pretrained"
 
 
 @dataclass(eq=False)
@@ -49,7 +51,7 @@ def size_of(module: nn.Module) -> int:
     return sum({id(tensor): tensor.nbytes for _, tensor in named_tensors(module)}.values())
 
 
-def leave(module: pl.LightningModule, pipeline: Pipeline, *, gather: bool) -> None:
+def finish_run(module: pl.LightningModule, pipeline: Pipeline, *, gather: bool) -> None:
     """At the end of a run: give every rank the whole module, or leave it divided. Collective over the pipeline.
 
     Args:
@@ -59,7 +61,7 @@ def leave(module: pl.LightningModule, pipeline: Pipeline, *, gather: bool) -> No
     """
     if gather:
         pipeline.restore()
-        export.whole(module)
+        _let_export(module)
         return
     pipeline.agree_on_lost()  # who has copies of weights that hooks have made
     pipeline.ownership.remedy = _ASK
@@ -90,7 +92,7 @@ def gather(module: pl.LightningModule) -> None:
         f"{pipeline.transport.topology.world_size} processes."
     )
     pipeline.restore()
-    export.whole(module)
+    _let_export(module)
     forget(module)
 
 
@@ -99,7 +101,7 @@ def forget(module: nn.Module) -> None:
     vars(module).pop(_KEY, None)
 
 
-def going_on(module: nn.Module, layers: Layers, transport: Transport, stages: int) -> Pipeline | None:
+def resume_divided(module: nn.Module, layers: Layers, transport: Transport, stages: int) -> Pipeline | None:
     """The division that the next run goes on with; ``None`` if the module is whole.
 
     Args:
@@ -143,3 +145,34 @@ def check_may_gather(module: nn.Module, limit: int) -> None:
             hint="Build and wrap the layers in __init__ or configure_model, not in setup. Or allow it, with the memory "
             f"for it: PipeStrategy(gather_limit={size})",
         )
+
+
+def refuse_export(module: nn.Module) -> None:
+    """Let the Hugging Face models in a divided module refuse ``save_pretrained``, which needs all of them.
+
+    Args:
+        module: the LightningModule.
+    """
+    for model in _exportable(module):
+        vars(model)[_EXPORT] = _refused
+
+
+def _let_export(module: nn.Module) -> None:
+    for model in _exportable(module):
+        vars(model).pop(_EXPORT, None)
+
+
+def _exportable(module: nn.Module) -> Iterator[nn.Module]:
+    """The models of Transformers, and those of PEFT around them."""
+    modules = (("transformers.modeling_utils", "PreTrainedModel"), ("peft", "PeftModel"))
+    kinds = tuple(getattr(sys.modules[name], kind) for name, kind in modules if name in sys.modules)
+    return (part for part in module.modules() if isinstance(part, kinds))
+
+
+def _refused(*_: Any, **__: Any) -> NoReturn:
+    """Stands in the place of the method."""
+    raise ConfigurationError(
+        f"{_EXPORT}() of a model that is divided over the ranks.",
+        hint=f"Call {CALL} on all ranks after fit, then save on process 0. In a run, save a checkpoint on all ranks, "
+        "which has the whole module: trainer.save_checkpoint()",
+    )

@@ -18,8 +18,7 @@ from lightning_pipe.partition import find_layers
 from lightning_pipe.partition.calls import CallStore
 from lightning_pipe.patches import unheard
 from lightning_pipe.profiling.measure import run_conditions
-from lightning_pipe.trainer import export
-from lightning_pipe.trainer.at_rest import check_may_gather, forget, going_on
+from lightning_pipe.trainer.at_rest import check_may_gather, forget, refuse_export, resume_divided
 from lightning_pipe.trainer.checks import check_copies
 from lightning_pipe.trainer.data.batch_splitter import BatchSplitting
 from lightning_pipe.trainer.layer_costs import MeasuredShapes
@@ -128,7 +127,7 @@ class DividedModule:
         if chosen is None:
             division = own.undivided()
         else:
-            before = before or going_on(module, chosen.layers, world.transport, world.layout.stages)
+            before = before or resume_divided(module, chosen.layers, world.transport, world.layout.stages)
             division = own.divide(chosen, before)
         pipeline, notes, store, costs, built = division
 
@@ -136,7 +135,7 @@ class DividedModule:
         pipeline.reductions.scattered = options.shard_optimizer == "gradients"
         forget(module)
         if len(pipeline.pipeline_members) > 1:
-            export.divided(module)
+            refuse_export(module)
         # loading a whole state into a divided module passes by the layers of other ranks
         self._changed.enter_context(unheard(".*copying from a non-meta parameter in the checkpoint to a meta.*"))
         if world.layout.data_parallel_size == 1:  # values are those of the whole batch on all ranks already

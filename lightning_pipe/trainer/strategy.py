@@ -39,7 +39,7 @@ from lightning_pipe.partition import Balance
 from lightning_pipe.schedules import Family, Schedule
 from lightning_pipe.schedules.passes.recompute import Mode as Recompute
 from lightning_pipe.trainer import checks, construction, schedule_choice
-from lightning_pipe.trainer.at_rest import CALL, GATHER_LIMIT, gather, leave, resting, size_of
+from lightning_pipe.trainer.at_rest import CALL, GATHER_LIMIT, finish_run, gather, resting, size_of
 from lightning_pipe.trainer.checkpoints.divided import Checkpoints
 from lightning_pipe.trainer.children import end_with_parent
 from lightning_pipe.trainer.data.batch_splitter import BatchSplitting
@@ -556,4 +556,4 @@ class PipeStrategy(ParallelStrategy):
         module.cpu()  # as `Strategy.teardown` will do; the whole module may not fit on this device
         small = size_of(module) <= self._gather_limit or self.pipeline_parallel_size == 1
         # what layers change in their buffers, other ranks do not see: one of them decides
-        leave(module, pipeline, gather=self.processes.broadcast(small, 0))
+        finish_run(module, pipeline, gather=self.processes.broadcast(small, 0))
