@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from lightning_pipe.engine.pipeline import Pipeline
@@ -14,15 +15,6 @@ Broadcast = Callable[[Any, int], Any]
 """Takes an object and the process whose object counts; returns that object on all ranks of the pipeline."""
 
 
-def blocking(pipeline: Pipeline) -> Broadcast:
-    """The broadcast over a pipeline in which all ranks wait for each other."""
-
-    def broadcast(obj: Any, source: int) -> Any:
-        return pipeline.transport.broadcast_object(obj, source, pipeline.pipeline_members)
-
-    return broadcast
-
-
 def from_ranks(pipeline: Pipeline, ranks: Sequence[int], obj: Any, broadcast: Broadcast | None = None) -> list[Any]:
     """The objects of some ranks, on all ranks of the pipeline. Collective over it.
 
@@ -30,8 +22,8 @@ def from_ranks(pipeline: Pipeline, ranks: Sequence[int], obj: Any, broadcast: Br
         pipeline: the module over the ranks.
         ranks: the ranks whose objects are wanted.
         obj: this rank's object; any value on the other ranks.
-        broadcast: sends them; by default `blocking`.
+        broadcast: sends them; by default all ranks wait for each other.
     """
-    topology, replica = pipeline.transport.topology, pipeline.transport.replica
-    send = broadcast or blocking(pipeline)
-    return [send(obj, topology.process(replica, rank)) for rank in ranks]
+    transport = pipeline.transport
+    send = broadcast or partial(transport.broadcast_object, members=pipeline.pipeline_members)
+    return [send(obj, transport.topology.process(transport.replica, rank)) for rank in ranks]

@@ -26,7 +26,6 @@ from lightning_pipe.config import Sharding
 from lightning_pipe.distributions import maker
 from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.errors import ConfigurationError
-from lightning_pipe.schedules import Family
 from lightning_pipe.trainer.world import World
 
 _SEVERAL_OPTIMIZERS = ConfigurationError(
@@ -170,30 +169,6 @@ def check_module(module: pl.LightningModule, trainer: Any, *, fitting: bool, ran
             f"The module has parameters of type {sharded[0]}: they are sharded already.",
             hint="FSDP and tensor parallelism inside a stage are not supported; pass the module as it was built.",
         )
-
-
-def check_synchronized_norms(family: Family, device: torch.device, *, asked: bool, together: bool) -> None:
-    """Refuse batch norms that would wait for each other where they cannot.
-
-    Args:
-        family: the schedule family.
-        device: where this process computes.
-        asked: whether the Trainer has ``sync_batchnorm=True``.
-        together: whether there are synchronized norms, and replicas for them to normalise over.
-
-    Raises:
-        ConfigurationError: names the schedule or the device, and what to do.
-    """
-    if family.pipes > 1 and (asked or together):
-        what, why = f"schedule {family.label}", "the copies of a stage run at different times"
-    elif together and device.type != "cuda":
-        what, why = f"device {device}", "torch's SyncBatchNorm needs GPUs"
-    else:
-        return
-    raise ConfigurationError(
-        f"Synchronized batch norm (sync_batchnorm=True) and {what} do not go together: {why}.",
-        hint="Use plain batch norm: with deferred_batch_norm=True all copies and replicas share running statistics.",
-    )
 
 
 def check_copies(trainer: Any, module: pl.LightningModule) -> None:
