@@ -103,7 +103,7 @@ _ROOMS: dict[str, dict[str, str]] = {
     "trainer/asynchronous": dict.fromkeys(("draining", "training_loop"), "trainer/asynchronous/test_streaming"),
     "trainer/checkpoints": {
         "entries": "trainer/checkpoints/test_divided",
-        "file": "trainer/checkpoints/test_unfinished",
+        "file": "trainer/checkpoints/test_atomic_write",
     },
     "trainer/data": {
         "batch_splitter": "batches/test_split_batch",

@@ -21,6 +21,7 @@ from lightning_pipe.parameters.ownership import named_tensors
 from lightning_pipe.text import memory
 from lightning_pipe.trainer.at_rest import GATHER_LIMIT, size_of
 from lightning_pipe.trainer.checkpoints import file, folder
+from lightning_pipe.trainer.checkpoints.atomic_write import complete_path
 from lightning_pipe.trainer.checkpoints.entries import (
     Owners,
     check_known,
@@ -29,7 +30,6 @@ from lightning_pipe.trainer.checkpoints.entries import (
     replace_tensors,
     state_entries,
 )
-from lightning_pipe.trainer.checkpoints.unfinished import found
 from lightning_pipe.trainer.checks import check_outside_step
 from lightning_pipe.trainer.construction import let_go_when_loaded
 from lightning_pipe.trainer.processes import Processes
@@ -167,7 +167,7 @@ class Checkpoints:
         Raises:
             CheckpointError: there is something else, or a part of a checkpoint.
         """
-        place = found(os.fspath(path)) if is_local_path(path) else os.fspath(path)
+        place = complete_path(os.fspath(path)) if is_local_path(path) else os.fspath(path)
         if folder.is_folder(place):
             names = {name for name, _ in named_tensors(self._module)}
             return folder.load(place, lambda key: self._holds(plain_name(key, names)), weights_only)

@@ -13,7 +13,7 @@ from lightning.pytorch.plugins import TorchCheckpointIO
 
 from lightning_pipe.errors import CheckpointError
 from lightning_pipe.lightning_internals import is_local_path
-from lightning_pipe.trainer.checkpoints.unfinished import replacing
+from lightning_pipe.trainer.checkpoints.atomic_write import atomic_write
 
 _NOT_UNDERSTOOD = "compatible with your use case: WeightsUnpickler error:"
 """How torch (2.13) begins what it says of a file that holds no pickled structure, as a page of text does not."""
@@ -36,7 +36,7 @@ def write(checkpoint: dict[str, Any], path: str | Path, io: CheckpointIO, storag
     if not is_ours(path, io):
         io.save_checkpoint(checkpoint, path, storage_options=storage_options)
         return
-    with replacing(os.fspath(path)) as unfinished:
+    with atomic_write(os.fspath(path)) as unfinished:
         io.save_checkpoint(checkpoint, unfinished, storage_options=storage_options)
 
 

@@ -14,11 +14,11 @@ from lightning.pytorch.plugins import TorchCheckpointIO
 
 from lightning_pipe.errors import CheckpointError
 from lightning_pipe.trainer.checkpoints import file
-from lightning_pipe.trainer.checkpoints.unfinished import found, replacing
+from lightning_pipe.trainer.checkpoints.atomic_write import atomic_write, complete_path
 
 
 def make(path: Path, *, folder: bool, text: str) -> None:
-    with replacing(str(path), folder=folder) as place:
+    with atomic_write(str(path), folder=folder) as place:
         target = Path(place) / "part" if folder else Path(place)
         target.write_text(text)
 
@@ -42,7 +42,7 @@ def test_what_is_complete_replaces_what_was_there(before: bool | None, folder: b
 def test_an_error_leaves_what_was_there(folder: bool, tmp_path: Path) -> None:
     path = tmp_path / "last.ckpt"
     make(path, folder=folder, text="old")
-    with pytest.raises(KeyError) as raised, replacing(str(path), folder=folder):
+    with pytest.raises(KeyError) as raised, atomic_write(str(path), folder=folder):
         raise KeyError(os.listdir(tmp_path))
     # Lightning takes all names with "last" in them for the last checkpoint
     assert ["last" in name for name in raised.value.args[0]].count(True) == 1
@@ -64,7 +64,7 @@ def test_what_a_killed_run_has_left_goes_with_the_next_one(folder: bool, tmp_pat
     make(tmp_path / "killed.ckpt", folder=folder, text="old")
     child = os.fork()
     if child == 0:
-        with replacing(str(tmp_path / "killed.ckpt"), folder=folder) as place:
+        with atomic_write(str(tmp_path / "killed.ckpt"), folder=folder) as place:
             Path(place, "half").touch() if folder else Path(place).touch()
             os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(child, 0)
@@ -79,7 +79,7 @@ def test_what_a_killed_run_has_left_goes_with_the_next_one(folder: bool, tmp_pat
 def test_two_runs_that_write_one_checkpoint_at_the_same_time(folder: bool, tmp_path: Path) -> None:
     path = tmp_path / "last.ckpt"
     with pytest.raises(CheckpointError, match="could not be written") as raised:  # noqa: SIM117
-        with replacing(str(path), folder=folder):
+        with atomic_write(str(path), folder=folder):
             make(path, folder=folder, text="complete")
     assert "default_root_dir" in str(raised.value)
     assert content(path) == "complete"
@@ -100,7 +100,7 @@ def test_a_run_that_is_killed_between_two_names_loses_nothing(tmp_path: Path, mo
     with pytest.raises(KeyboardInterrupt):
         make(path, folder=True, text="new")
     assert not path.exists()
-    assert content(Path(found(str(path)))) == "old"
+    assert content(Path(complete_path(str(path)))) == "old"
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from lightning_pipe.errors import CheckpointError
 
 
 @contextmanager
-def replacing(path: str, *, folder: bool = False) -> Iterator[str]:
+def atomic_write(path: str, *, folder: bool = False) -> Iterator[str]:
     """Around the writing of a checkpoint: yields where, and puts it into its place if there was no error.
 
     What a run has left that was killed while it wrote this checkpoint is removed behind it.
@@ -26,12 +26,12 @@ def replacing(path: str, *, folder: bool = False) -> Iterator[str]:
     Raises:
         CheckpointError: it cannot be written there, or another run has written it meanwhile.
     """
-    unfinished = _beside(path, f"{uuid.uuid4().hex}.part")
+    unfinished = _temp_path(path, f"{uuid.uuid4().hex}.part")
     try:
         os.makedirs(unfinished if folder else os.path.dirname(unfinished), exist_ok=True)
         yield unfinished
         _put(unfinished, path)
-        for left in glob.glob(_beside(path, "*.part")):
+        for left in glob.glob(_temp_path(path, "*.part")):
             remove(left)
     except OSError as error:
         raise CheckpointError(
@@ -43,13 +43,13 @@ def replacing(path: str, *, folder: bool = False) -> Iterator[str]:
         remove(unfinished)
 
 
-def found(path: str) -> str:
+def complete_path(path: str) -> str:
     """Where a checkpoint lies that was complete when the run was killed that was about to put another in its place."""
-    old = _beside(path, "old")
+    old = _temp_path(path, "old")
     return old if not os.path.lexists(path) and os.path.lexists(old) else path
 
 
-def _beside(path: str, suffix: str) -> str:
+def _temp_path(path: str, suffix: str) -> str:
     """A name beside a checkpoint.
 
     Nothing of its own name is in it: Lightning (2.6) takes every file with "last" in its name for the last checkpoint.
@@ -65,7 +65,7 @@ def _put(new: str, path: str) -> None:
     if not os.path.isdir(new) and not os.path.isdir(path):
         os.replace(new, path)
         return
-    old = _beside(path, "old")  # killed before the second step, the old checkpoint is `found` there
+    old = _temp_path(path, "old")  # killed before the second step, `complete_path` finds the old one there
     if os.path.lexists(path):
         remove(old)
         os.rename(path, old)
