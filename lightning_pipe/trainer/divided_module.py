@@ -117,7 +117,7 @@ class DividedModule:
             if later:  # modules may be missing: what is clear now is so then
                 find_layers(module, options.layers)
             self.calls = CallStore(module)
-            own = StageDivision(options, module, world.layout, world, self.calls, conditions)
+            own = StageDivision(options, module, world, self.calls, conditions)
             chosen = own.find(FIRST_STEPS[trainer.state.fn or TrainerFn.FITTING])
         except PartitionError:
             if later:

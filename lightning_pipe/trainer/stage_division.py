@@ -12,7 +12,7 @@ import lightning.pytorch as pl
 import torch
 from torch import nn
 
-from lightning_pipe.config import Auto, RunLayout, Sharding
+from lightning_pipe.config import Auto, Sharding
 from lightning_pipe.construction import is_deferred
 from lightning_pipe.engine import undivided
 from lightning_pipe.engine.pipeline import Pipeline
@@ -106,15 +106,13 @@ class StageDivision:
     Args:
         options: the strategy's.
         module: the LightningModule.
-        layout: the sizes of pipelines and replicas, and the number of stages.
-        world: the processes; process 0 knows the costs, and what earlier runs have called.
+        world: the processes, with the number of stages; process 0 knows the costs, and what earlier runs have called.
         calls: has what earlier runs have called.
         conditions: what costs depend on besides the module.
     """
 
     options: StageOptions
     module: pl.LightningModule
-    layout: RunLayout
     world: World
     calls: CallStore
     conditions: Mapping[str, str]
@@ -152,7 +150,7 @@ class StageDivision:
         if calls is not None:
             self.calls.used = True
             return self._choose(calls)
-        return guess(module, self.layout.stages) if clear is None else Chosen(clear)
+        return guess(module, self.world.layout.stages) if clear is None else Chosen(clear)
 
     def by_first_batch(self, pipeline: Pipeline, step: str, calls: list[Call]) -> Division | None:
         """Divide a module that is whole on all ranks by what its first batch has called; else check a guess.
@@ -185,7 +183,7 @@ class StageDivision:
         Raises:
             PartitionError: there are fewer than stages.
         """
-        options, ranks, stages = self.options, self.layout.pipeline_parallel_size, self.layout.stages
+        options, ranks, stages = self.options, self.world.layout.pipeline_parallel_size, self.world.layout.stages
         try:
             clear = find_layers(self.module, options.layers)
         except PartitionError:
@@ -200,11 +198,11 @@ class StageDivision:
 
     def _asks_for_work(self, layers: Layers) -> bool:
         """Whether the layers are to be balanced by work that parameters do not tell: that of convolutions."""
-        return self.layout.stages > 1 and self.options.balance == AUTO and has_convolutions(layers)
+        return self.world.layout.stages > 1 and self.options.balance == AUTO and has_convolutions(layers)
 
     def undivided(self) -> Division:
         """Leave the module whole on every rank until its first batch. Collective."""
-        none, options = [0] * self.layout.stages, self.options
+        none, options = [0] * self.world.layout.stages, self.options
         pipeline = Pipeline(self.module, [], none, options.family, self.world.transport, recompute=options.recompute)
         return Division(pipeline, (), None, None)
 
@@ -227,7 +225,7 @@ class StageDivision:
             costs = costs if passes == 1 else None  # they are those of one pass
             # before most of it is gone
             built = sum(parameter.nbytes for parameter in module.parameters() if not is_deferred(parameter))
-            notes = (*notes, *how_built(built, self.layout.pipeline_parallel_size))
+            notes = (*notes, *how_built(built, self.world.layout.pipeline_parallel_size))
             if options.balance == AUTO:
                 layers, counts = chosen.closed(counts)
             if chosen.order:
@@ -264,7 +262,7 @@ class StageDivision:
 
     def _balance(self, chosen: Chosen) -> tuple[list[int], tuple[str, ...], ProfileStore | None, Costs | None]:
         """The layers of each stage, the same on all processes, with notes, store and costs of the `Division`."""
-        module, world, layout = self.module, self.world, self.layout
+        module, world, layout = self.module, self.world, self.world.layout
         layers, balance, stages, notes = chosen.layers, self.options.balance, layout.stages, list[str]()
         if balance == AUTO and chosen.work:
             return (counts := balance_costs(chosen.work, stages)), (_balanced("work", chosen.work, counts),), None, None
@@ -289,7 +287,7 @@ class StageDivision:
 
     def _in_flight(self) -> int:
         """The most micro-batches of which a stage holds the activations at the same time."""
-        options, ranks, stages = self.options, self.layout.pipeline_parallel_size, self.layout.stages
+        options, ranks, stages = self.options, self.world.layout.pipeline_parallel_size, self.world.layout.stages
         if options.recompute != "never":
             return 1
         number = options.micro_batches if isinstance(options.micro_batches, int) else 4 * ranks
