@@ -12,7 +12,6 @@ from pathlib import Path
 import lightning.pytorch as pl
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
-from torch import nn
 
 from lightning_pipe.batches.micro_batches import MicroBatches
 from lightning_pipe.config import BatchEquation, RunLayout, Sharding
@@ -38,44 +37,6 @@ def peak_memory() -> tuple[int, int]:
     except (OSError, StopIteration):  # no Linux
         host = 0
     return host, device
-
-
-def plan_of(
-    module: nn.Module,
-    pipeline: Pipeline,
-    batch: BatchEquation | None = None,
-    notes: tuple[str, ...] = (),
-    costs: Costs | None = None,
-    built: int = 0,
-    sharding: Sharding = False,
-) -> Plan:
-    """The plan of a divided module.
-
-    Args:
-        module: the module.
-        pipeline: the module over the ranks.
-        batch: the first batch.
-        notes: further lines.
-        costs: of the stages, if they have been measured.
-        built: bytes that every process has built whole.
-        sharding: what the holders of a parameter divide.
-    """
-    made = assembled(
-        module,
-        pipeline.layers,
-        pipeline.balance,
-        pipeline.placement,
-        pipeline.transport.topology,
-        label_of(pipeline.family, pipeline.passes),
-        batch,
-        None if batch is None else _schedule_of(pipeline)(batch.micro_batches),
-        sharding=sharding,
-        on_device=pipeline.transport.device.type != "cpu",
-        sent_bytes=_sent_size(pipeline),
-        built=built,
-    )
-    bubble = None if batch is None else _bubble(pipeline, costs, batch.micro_batches)
-    return replace(made, bubble=bubble, notes=(*notes, *made.notes))
 
 
 def counts_of(ranks: int, here: int, side_by_side: int) -> tuple[str, ...]:
@@ -164,9 +125,25 @@ class Report:
         if not self._announced:
             self._announce(None, (f"this batch cannot be cut. {WHOLE}",))
 
-    def _announce(self, equation: BatchEquation | None, notes: tuple[str, ...]) -> Plan:
-        self._announced, notes = True, (*self.notes, *notes)
-        plan = plan_of(self.module, self.pipeline, equation, notes, self.costs, self.built, self.sharding)
+    def _announce(self, batch: BatchEquation | None, notes: tuple[str, ...]) -> Plan:
+        """Print the plan, with the schedule of the first batch if that can be cut."""
+        self._announced, pipeline = True, self.pipeline
+        made = assembled(
+            self.module,
+            pipeline.layers,
+            pipeline.balance,
+            pipeline.placement,
+            pipeline.transport.topology,
+            label_of(pipeline.family, pipeline.passes),
+            batch,
+            None if batch is None else _schedule_of(pipeline)(batch.micro_batches),
+            sharding=self.sharding,
+            on_device=pipeline.transport.device.type != "cpu",
+            sent_bytes=_sent_size(pipeline),
+            built=self.built,
+        )
+        bubble = None if batch is None else _bubble(pipeline, self.costs, batch.micro_batches)
+        plan = replace(made, bubble=bubble, notes=(*self.notes, *notes, *made.notes))
         self.module.print(plan_text(plan))
         return plan
 
