@@ -10,6 +10,7 @@ from lightning_pipe.schedules.families.dual_pipe_v import DualPipeV
 from lightning_pipe.schedules.families.gems import GEMS
 from lightning_pipe.schedules.families.gpipe import GPipe
 from lightning_pipe.schedules.families.interleaved import Interleaved
+from lightning_pipe.schedules.families.looped_bfs import LoopedBFS
 from lightning_pipe.schedules.families.naive import Naive
 from lightning_pipe.schedules.families.one_f_one_b import OneFOneB
 from lightning_pipe.schedules.families.zero_bubble import ZeroBubble
@@ -25,6 +26,7 @@ register("naive")(Naive)
 register("gpipe")(GPipe)
 register("1f1b")(OneFOneB)
 register("interleaved")(Interleaved)
+register("looped_bfs")(LoopedBFS)
 register("zero_bubble")(ZeroBubble)
 register("dualpipe")(DualPipe)
 register("dualpipev")(DualPipeV)
@@ -43,6 +45,7 @@ __all__ = [
     "GPipe",
     "Interleaved",
     "Kind",
+    "LoopedBFS",
     "Naive",
     "OneFOneB",
     "PipeDream",

@@ -11,60 +11,59 @@ from typing import Any
 
 import pytest
 
-from lightning_pipe.schedules import DualPipeV, Interleaved, Schedule, ZeroBubble, read_csv
+from lightning_pipe.schedules import DualPipeV, Interleaved, LoopedBFS, Schedule, ZeroBubble, read_csv
 from lightning_pipe.schedules.csv_format import parse_row
 
 theirs = pytest.importorskip("torch.distributed.pipelining.schedules")
 
 
-def rows(schedule_class: Any, ranks: int, micro_batches: int, **attributes: object) -> list[list[str]]:
-    """The compute-only order of one of torch's classes as the cells that it would dump."""
-    made = SimpleNamespace(pp_group_size=ranks, num_stages=2 * ranks, _n_microbatches=micro_batches, **attributes)
-    orders = [schedule_class._calculate_single_rank_operations(made, rank) for rank in range(ranks)]
+def rows(schedule: str, ranks: int, micro_batches: int) -> list[list[str]]:
+    """The compute-only order of one of torch's classes, with two stages on each rank, as the cells of its dump."""
+    rounds = max(1, micro_batches // ranks)
+    made = SimpleNamespace(
+        pp_group_size=ranks,
+        num_stages=2 * ranks,
+        n_local_stages=2,
+        _stages=[None, None],
+        _n_microbatches=micro_batches,
+        number_of_rounds=rounds,
+        microbatches_per_round=micro_batches // rounds,
+    )
+    order = getattr(theirs, f"Schedule{schedule}")._calculate_single_rank_operations
+    orders = [order(made, rank) for rank in range(ranks)]
     return [["" if action is None else str(action) for action in order] for order in orders]
 
 
-def interleaved_rows(ranks: int, micro_batches: int) -> list[list[str]]:
-    return rows(
-        theirs.ScheduleInterleaved1F1B,
-        ranks,
-        micro_batches,
-        n_local_stages=2,
-        number_of_rounds=max(1, micro_batches // ranks),
-        microbatches_per_round=micro_batches // max(1, micro_batches // ranks),
-    )
-
-
 @pytest.mark.parametrize(
-    ("make", "reference", "multiples", "least"),
+    ("make", "name", "first", "step"),
     [
-        (Interleaved(2), interleaved_rows, True, 1),
-        (ZeroBubble("v"), lambda ranks, m: rows(theirs.ScheduleZBVZeroBubble, ranks, m), False, 1),
-        (DualPipeV(), lambda ranks, m: rows(theirs.ScheduleDualPipeV, ranks, m), False, 2),
+        (Interleaved(2), "Interleaved1F1B", lambda ranks: ranks, lambda ranks: ranks),
+        (LoopedBFS(2), "LoopedBFS", lambda ranks: 1, lambda ranks: 1),
+        (ZeroBubble("v"), "ZBVZeroBubble", lambda ranks: ranks, lambda ranks: 1),
+        (DualPipeV(), "DualPipeV", lambda ranks: 2 * ranks, lambda ranks: 1),
     ],
-    ids=["interleaved", "zero bubble V", "DualPipeV"],
+    ids=lambda value: value if isinstance(value, str) else "",
 )
 @pytest.mark.filterwarnings("ignore:.*has no order of its own")
-def test_the_same_order(
-    make: Any, reference: Callable[[int, int], list[list[str]]], multiples: bool, least: int
-) -> None:
+def test_the_same_order(make: Any, name: str, first: Callable[[int], int], step: Callable[[int], int]) -> None:
     for ranks in (2, 3, 4, 5):
-        for micro_batches in range(ranks * least, 5 * ranks, ranks if multiples else 1):
-            order = [parse_row(cells) for cells in reference(ranks, micro_batches)]
+        for micro_batches in range(first(ranks), 5 * ranks, step(ranks)):
+            order = [parse_row(cells) for cells in rows(name, ranks, micro_batches)]
             assert make.build(ranks, micro_batches).actions == tuple(map(tuple, order)), (ranks, micro_batches)
 
 
-@pytest.mark.parametrize("name", ["ScheduleZBVZeroBubble", "ScheduleDualPipeV"])
-def test_a_file_dumped_by_torch_runs_here(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "stages"), [("ZBVZeroBubble", (1, 6)), ("DualPipeV", (1, 6)), ("LoopedBFS", (1, 5))])
+def test_a_file_dumped_by_torch_runs_here(name: str, stages: tuple[int, int], tmp_path: Path) -> None:
     with open(tmp_path / "dumped.csv", "w", newline="") as file:
-        csv.writer(file).writerows(rows(getattr(theirs, name), 4, 9))
+        csv.writer(file).writerows(rows(name, 4, 9))
     schedule = read_csv(tmp_path / "dumped.csv")
     assert (schedule.ranks, schedule.stages, schedule.micro_batches) == (4, 8, 9)
-    assert schedule.stages_of(1) == (1, 6)
+    assert schedule.stages_of(1) == stages
 
 
 @pytest.mark.parametrize(
-    "schedule", [Interleaved(3).build(4, 8), ZeroBubble("h2").build(4, 8), DualPipeV().build(3, 6)]
+    "schedule",
+    [Interleaved(3).build(4, 8), LoopedBFS(3).build(4, 5), ZeroBubble("h2").build(4, 8), DualPipeV().build(3, 6)],
 )
 def test_a_file_written_here_is_valid_there(schedule: Schedule, tmp_path: Path) -> None:
     schedule.to_csv(tmp_path / "x.csv")

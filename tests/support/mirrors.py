@@ -73,6 +73,7 @@ _ROOMS: dict[str, dict[str, str]] = {
             "gems",
             "gpipe",
             "interleaved",
+            "looped_bfs",
             "naive",
             "one_f_one_b",
             "zero_bubble",

@@ -14,7 +14,7 @@ import pytest
 from lightning_pipe import schedules
 from lightning_pipe.config import RankOrder
 from lightning_pipe.schedules import GEMS, Action, Chimera, DualPipe, DualPipeV, Family, Kind, ZeroBubble
-from tests.schedules.test_torch import rows, theirs
+from tests.schedules.test_torch import rows
 from tests.support import oracle
 from tests.support.model_zoo import MAIN, SMALL, ZOO, Entry
 from tests.support.oracle import Trace
@@ -196,7 +196,7 @@ def fit_in_order(process: int, names: list[str], point: Point) -> list[Trace]:
 
 def test_a_schedule_of_ones_own_and_one_that_torch_has_written(tmp_path: Path) -> None:
     with open(tmp_path / "torch.csv", "w", newline="") as file:
-        csv.writer(file).writerows(rows(theirs.ScheduleZBVZeroBubble, 2, 4))
+        csv.writer(file).writerows(rows("ZBVZeroBubble", 2, 4))
     point = Point(str(tmp_path / "torch.csv"), stages=4, micro_batches=4)
     check([ZOO["residual"], ZOO["gpt2"]], point)
     check([ZOO["residual"]], Point("gpipe_in_order", micro_batches=3), fit=fit_in_order)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from lightning_pipe.errors import ScheduleError
@@ -36,7 +36,7 @@ class Interleaved(Family):
 
     def __post_init__(self) -> None:
         if self.virtual_stages is not None and self.virtual_stages < 1:
-            raise ScheduleError(f"Interleaved needs virtual_stages >= 1, got {self.virtual_stages}.")
+            raise ScheduleError(f"{type(self).__name__} needs virtual_stages >= 1, got {self.virtual_stages}.")
 
     @property
     def stages_per_rank(self) -> int:
@@ -46,7 +46,7 @@ class Interleaved(Family):
     def placed(self, ranks: int, stages: int | None) -> tuple[Family, int]:
         """With the virtual stages that the number of stages asks for, unless they were given."""
         if self.virtual_stages is None and stages is not None:
-            return Interleaved(max(1, stages // ranks)).placed(ranks, stages)
+            return replace(self, virtual_stages=max(1, stages // ranks)).placed(ranks, stages)
         return super().placed(ranks, stages)
 
     def published(self, ranks: int, micro_batches: int) -> int:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import warnings
+from fractions import Fraction
 
 import pytest
 
 from lightning_pipe import schedules
-from lightning_pipe.schedules import GPipe, Interleaved, Kind, Naive, OneFOneB
+from lightning_pipe.schedules import GPipe, Interleaved, Kind, LoopedBFS, Naive, OneFOneB
 from lightning_pipe.schedules.dependencies import held
+from lightning_pipe.simulate import simulate
 from tests.support.schedule_sweep import training_schedules
 
 
@@ -62,6 +64,20 @@ def test_interleaved_with_one_virtual_stage_is_1f1b() -> None:
         assert (
             Interleaved(virtual_stages=1).build(4, micro_batches).actions == OneFOneB().build(4, micro_batches).actions
         )
+
+
+def test_looped_bfs_with_one_virtual_stage_is_gpipe() -> None:
+    for micro_batches in (1, 3, 4):
+        assert LoopedBFS(virtual_stages=1).build(4, micro_batches).actions == GPipe().build(4, micro_batches).actions
+
+
+@pytest.mark.parametrize("virtual", [1, 2, 3])
+def test_the_bubble_of_looped_bfs(virtual: int) -> None:
+    """Interleaved 1F1B's, with the activations of everything."""
+    for ranks, micro_batches in ((2, 2), (3, 4), (4, 4), (4, 9)):
+        timeline = simulate(LoopedBFS(virtual).build(ranks, micro_batches))
+        assert timeline.bubble_ratio == Fraction(ranks - 1, virtual * micro_batches + ranks - 1)
+        assert timeline.peak_activations == (virtual * micro_batches,) * ranks
 
 
 def test_all_micro_batches_of_a_linear_schedule_take_pipe_0() -> None:
