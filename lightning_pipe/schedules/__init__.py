@@ -10,6 +10,7 @@ from lightning_pipe.schedules.families.dual_pipe_v import DualPipeV
 from lightning_pipe.schedules.families.gems import GEMS
 from lightning_pipe.schedules.families.gpipe import GPipe
 from lightning_pipe.schedules.families.interleaved import Interleaved
+from lightning_pipe.schedules.families.interleaved_zero_bubble import InterleavedZeroBubble
 from lightning_pipe.schedules.families.looped_bfs import LoopedBFS
 from lightning_pipe.schedules.families.naive import Naive
 from lightning_pipe.schedules.families.one_f_one_b import OneFOneB
@@ -28,6 +29,7 @@ register("1f1b")(OneFOneB)
 register("interleaved")(Interleaved)
 register("looped_bfs")(LoopedBFS)
 register("zero_bubble")(ZeroBubble)
+register("interleaved_zero_bubble")(InterleavedZeroBubble)
 register("dualpipe")(DualPipe)
 register("dualpipev")(DualPipeV)
 register("chimera")(Chimera)
@@ -44,6 +46,7 @@ __all__ = [
     "Family",
     "GPipe",
     "Interleaved",
+    "InterleavedZeroBubble",
     "Kind",
     "LoopedBFS",
     "Naive",

@@ -25,6 +25,7 @@ from lightning_pipe.schedules import (
     DualPipe,
     DualPipeV,
     Family,
+    InterleavedZeroBubble,
     Kind,
     ZeroBubble,
     registry,
@@ -190,7 +191,9 @@ class TiedTwice(Tied):
     ],
 )
 @pytest.mark.parametrize(
-    "family", [ZeroBubble(), ZeroBubble("h2"), ZeroBubble("v"), DualPipe(), DualPipeV()], ids=label
+    "family",
+    [ZeroBubble(), ZeroBubble("h2"), ZeroBubble("v"), InterleavedZeroBubble(), DualPipe(), DualPipeV()],
+    ids=label,
 )
 def test_halves_of_backward_passes_of_shared_and_checkpointed_layers(
     family: Family, reentrant: bool, recompute: Any
@@ -262,8 +265,8 @@ def test_a_schedule_of_ones_own_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 
 
 @pytest.mark.filterwarnings("ignore:.*has no order of its own")
-@pytest.mark.parametrize("name", ["LoopedBFS", "ZBVZeroBubble", "DualPipeV"])
+@pytest.mark.parametrize("name", ["LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"])
 def test_a_file_that_torch_would_dump_runs(name: str, tmp_path: Path) -> None:
     with open(tmp_path / f"{name}.csv", "w", newline="") as file:
-        csv.writer(file).writerows(rows(name, 2, 5))
-    assert_same(Tied(), batches(11), 5, schedule=tmp_path / f"{name}.csv", stages=4, layers="layers")
+        csv.writer(file).writerows(rows(name, 2, 6))
+    assert_same(Tied(), batches(13), 6, schedule=tmp_path / f"{name}.csv", stages=4, layers="layers")

@@ -7,7 +7,7 @@ from fractions import Fraction
 import pytest
 
 from lightning_pipe.errors import ScheduleError
-from lightning_pipe.schedules import Action, DualPipe, DualPipeV, Kind, ZeroBubble
+from lightning_pipe.schedules import Action, DualPipe, DualPipeV, InterleavedZeroBubble, Kind, ZeroBubble
 from lightning_pipe.simulate import Costs, simulate
 from tests.support.schedule_blocks import blocks_of, play_blocks
 
@@ -38,6 +38,26 @@ def test_the_v_shape_is_never_idle_when_the_parts_are_equal() -> None:
             assert timeline.idle_in_span == (0,) * ranks
             # Two stages on a rank are half as large: 2 ranks of them are 1F1B's memory.
             assert timeline.peak_activations == (2 * ranks,) * ranks
+
+
+@pytest.mark.parametrize("virtual", [1, 2, 3])
+def test_interleaved_zero_bubble(virtual: int) -> None:
+    """H1's idle time and 1F1B's activations, both on stages of ``1 / virtual`` the size."""
+    for ranks in range(1, 7):
+        for micro_batches in (ranks, 2 * ranks, 4 * ranks):
+            schedule = InterleavedZeroBubble(virtual).build(ranks, micro_batches)
+            timeline = simulate(schedule, Costs(1, 2, 1, 1))
+            assert timeline.bubble_ratio == Fraction(ranks - 1, 3 * virtual * micro_batches + ranks - 1)
+            assert timeline.peak_activations == (virtual * ranks,) * ranks
+            for forward, for_input, for_weight in PARTS:
+                timeline = simulate(schedule, Costs(forward, 0, for_input, for_weight))
+                assert timeline.idle_in_span[0] == (ranks - 1) * (forward + for_input - for_weight)
+
+
+def test_interleaved_zero_bubble_with_one_virtual_stage_is_h1() -> None:
+    for micro_batches in range(4, 12):
+        schedule = InterleavedZeroBubble(virtual_stages=1).build(4, micro_batches)
+        assert schedule.actions == ZeroBubble("h1").build(4, micro_batches).actions
 
 
 def test_an_unknown_variant_is_refused() -> None:

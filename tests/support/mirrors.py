@@ -73,6 +73,7 @@ _ROOMS: dict[str, dict[str, str]] = {
             "gems",
             "gpipe",
             "interleaved",
+            "interleaved_zero_bubble",
             "looped_bfs",
             "naive",
             "one_f_one_b",

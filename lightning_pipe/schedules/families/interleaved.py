@@ -60,15 +60,15 @@ class Interleaved(Family):
         def order(rank: int) -> list[Action]:
             later = ranks - rank - 1
             return alternate(
-                _sequence(Kind.FORWARD, ranks, micro_batches, range(virtual), rank),
-                _sequence(Kind.BACKWARD, ranks, micro_batches, range(virtual)[::-1], rank),
+                sequence(Kind.FORWARD, ranks, micro_batches, range(virtual), rank),
+                sequence(Kind.BACKWARD, ranks, micro_batches, range(virtual)[::-1], rank),
                 warm_up=min(micro_batches * virtual, 2 * later + (virtual - 1) * ranks if virtual > 1 else later),
             )
 
         return [order(rank) for rank in range(ranks)]
 
 
-def _sequence(kind: Kind, ranks: int, micro_batches: int, chunks: range, rank: int) -> list[Action]:
+def sequence(kind: Kind, ranks: int, micro_batches: int, chunks: range, rank: int) -> list[Action]:
     """The order of Megatron: groups of ``ranks`` micro-batches, and in each the virtual stages one after the other."""
     return [
         Action(kind, chunk * ranks + rank, micro_batch)
