@@ -16,14 +16,17 @@ from lightning_pipe.schedules.ir import Schedule
 
 Factory = TypeVar("Factory", bound=Callable[..., object])
 _families: dict[str, Callable[..., Family]] = {}
-# what other packages and papers call these schedules
-ALIASES = {
-    "dapple": "1f1b",
-    "pipedream_flush": "1f1b",
-    "1f1b_flush": "1f1b",
-    "f_then_b": "gpipe",
-    "virtual_pipeline": "interleaved",
-    "interleaved_1f1b": "interleaved",
+# what other packages and papers call these schedules: our name, and the options that make it theirs
+ALIASES: dict[str, tuple[str, dict[str, object]]] = {
+    "dapple": ("1f1b", {}),
+    "pipedream_flush": ("1f1b", {}),
+    "1f1b_flush": ("1f1b", {}),
+    "f_then_b": ("gpipe", {}),
+    "virtual_pipeline": ("interleaved", {}),
+    "interleaved_1f1b": ("interleaved", {}),
+    "zero_bubble_v": ("zero_bubble", {"variant": "v"}),
+    "vhalf": ("zero_bubble", {"variant": "v_half"}),
+    "vmin": ("zero_bubble", {"variant": "v_min"}),
 }
 
 
@@ -85,7 +88,10 @@ def get(schedule: str | PathLike[str] | Family | Schedule, **options: object) ->
 
         return Fixed(read_csv(Path(name)))
     lower = name.lower()
-    factory = _families.get(name) or _families.get(lower) or _families.get(ALIASES.get(lower, lower))
+    factory = _families.get(name) or _families.get(lower)
+    if factory is None and lower in ALIASES:
+        ours, preset = ALIASES[lower]
+        factory, options = _families[ours], preset | options
     if factory is None:
         near = difflib.get_close_matches(lower, [*_families, *ALIASES], n=1)
         raise ScheduleError(

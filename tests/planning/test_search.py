@@ -201,13 +201,13 @@ def test_the_best_are_those_of_trying_everything() -> None:
 
 def test_equal_schedules_are_shown_once() -> None:
     """With as many micro-batches as ranks variants are the same order, of which the family's own name is shown."""
-    shown = search(profile(8), 2, 8).choices
+    shown = search(profile(8), 2, 8, shown=14).choices
     at = [(each.configuration.family.label, each.configuration.micro_batches) for each in shown]
     assert ("chimera", 2) in at
     assert ("zero_bubble", 2) in at
     assert not {("chimera scaling=backward_halving", 2), ("zero_bubble variant=h2", 2)} & {*at}
     assert ("zero_bubble variant=h2", 4) in at
-    assert len(shown) == 10
+    assert len(shown) == 14
 
 
 def test_no_bound_is_above_the_time() -> None:
@@ -269,6 +269,21 @@ def test_memory_limits_shard_and_recompute_and_rule_out() -> None:
     assert tightest.ruled_out
     with pytest.raises(ConfigurationError, match=r"Nothing fits into 1 MiB per rank: the smallest of .* needs"):
         search(profile(), 4, 32, memory=1.0 * MIB)
+
+
+def test_a_limit_of_memory_picks_the_schedule() -> None:
+    """Half of the activations where they are enough, a third where they must be, and only then recomputation."""
+    numbers: dict[str, Any] = {"pipeline_parallel_size": 4, "micro_batches": [8]}
+    found = {
+        limit: search(profile(), 4, 8, memory=limit * MIB, **numbers).best for limit in (370.0, 330.0, 290.0, 250.0)
+    }
+    assert [best.configuration.family.label for best in found.values()][:3] == [
+        "zero_bubble variant=v",
+        "zero_bubble variant=v_half",
+        "zero_bubble variant=v_min",
+    ]
+    assert [best.configuration.recompute for best in found.values()] == ["never", "never", "never", "always"]
+    assert sorted(best.seconds for best in found.values()) == [best.seconds for best in found.values()]
 
 
 def test_gradients_are_divided_where_that_makes_room() -> None:

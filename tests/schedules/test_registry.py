@@ -6,12 +6,24 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from lightning_pipe import schedules
 from lightning_pipe.errors import ScheduleError
-from lightning_pipe.schedules import Action, Family, GPipe, Interleaved, Kind, OneFOneB, get, register, registry
+from lightning_pipe.schedules import (
+    Action,
+    Family,
+    GPipe,
+    Interleaved,
+    Kind,
+    OneFOneB,
+    ZeroBubble,
+    get,
+    register,
+    registry,
+)
 from lightning_pipe.schedules.family import Orders
 
 
@@ -57,6 +69,12 @@ def test_an_unknown_name_gets_the_nearest(name: str, nearest: str) -> None:
 def test_names_of_other_packages_lead_to_the_same_families(alias: str, name: str) -> None:
     assert get(alias) == get(name)
     assert get(alias).name == name
+
+
+@pytest.mark.parametrize(("alias", "variant"), [("zero_bubble_v", "v"), ("vhalf", "v_half"), ("VMin", "v_min")])
+def test_an_alias_may_stand_for_options(alias: str, variant: Any) -> None:
+    assert get(alias) == ZeroBubble(variant)
+    assert get(alias, variant="h2") == ZeroBubble("h2")
 
 
 def test_an_alias_takes_options_and_gives_way_to_a_schedule_of_that_name() -> None:

@@ -19,6 +19,7 @@ from lightning_pipe.simulate.style import COLOURS, NAMES, summary
 from lightning_pipe.simulate.terminal import draw
 
 GOLDEN = Path(__file__).parent / "golden"
+DRAWN = (*schedules.names(), "zero_bubble_v", "vhalf", "vmin")
 SIZES = {"naive": (3, 2), "gpipe": (4, 4), "1f1b": (4, 8), "interleaved": (4, 4)}
 
 
@@ -26,7 +27,7 @@ def timeline_of(name: str) -> Timeline:
     return simulate(schedules.get(name).build(*SIZES.get(name, (4, 8))))
 
 
-@pytest.mark.parametrize("name", schedules.names())
+@pytest.mark.parametrize("name", DRAWN)
 def test_the_grid_is_the_golden_one(name: str) -> None:
     """After a wanted change: ``python -m tests.simulate.test_drawing`` writes the golden grids anew."""
     assert draw(timeline_of(name), width=200) + "\n" == (GOLDEN / f"{name}.txt").read_text()
@@ -182,5 +183,5 @@ def test_the_trace_has_a_slice_per_action_and_an_arrow_per_message(tmp_path: Pat
 
 
 if __name__ == "__main__":
-    for each in schedules.names():
+    for each in DRAWN:
         (GOLDEN / f"{each}.txt").write_text(draw(timeline_of(each), width=200) + "\n")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fractions import Fraction
+from typing import Any
 
 import pytest
 
@@ -40,6 +41,53 @@ def test_the_v_shape_is_never_idle_when_the_parts_are_equal() -> None:
             assert timeline.peak_activations == (2 * ranks,) * ranks
 
 
+@pytest.mark.parametrize("ranks", [*range(1, 9), 12])
+def test_a_half_and_a_third_of_the_activations(ranks: int) -> None:
+    """(p+2)//2 and (p+4)//3 micro-batches, each of two stages; 1F1B holds p."""
+    for variant, held in (("v_half", (ranks + 2) // 2), ("v_min", (ranks + 4) // 3)):
+        for micro_batches in (2 * ranks, 4 * ranks + 1):
+            timeline = simulate(ZeroBubble(variant).build(ranks, micro_batches), Costs(1, 2, 1, 1))  # type: ignore[arg-type]
+            assert max(timeline.peak_activations) == 2 * held
+
+
+@pytest.mark.parametrize(
+    ("variant", "share", "idle"),
+    [
+        ("v_half", Fraction(1, 2), {2: 1, 3: 5, 4: 5, 5: 11, 6: 11, 8: 17}),
+        ("v_min", Fraction(2, 3), {2: 1, 3: 5, 4: 11, 5: 15, 6: 17, 8: 27}),
+    ],
+)
+def test_the_bubbles_of_v_half_and_v_min(variant: Any, share: Fraction, idle: dict[int, int]) -> None:
+    """In passes of one stage, whatever the number of micro-batches: those of the authors' scheduler.
+
+    Theirs needs 3 for V-Min on two ranks.
+    """
+    for ranks, passes in idle.items():
+        for micro_batches in (2 * ranks, 4 * ranks + 1):
+            timeline = simulate(ZeroBubble(variant).build(ranks, micro_batches), Costs(1, 2, 1, 1))
+            assert timeline.makespan - 6 * micro_batches == passes
+    # 1F1B's is 6 (p - 1) of these passes: what is added for a rank tends to a half and two thirds of its 6
+    near, far = (
+        simulate(ZeroBubble(variant).build(ranks, 2 * ranks), Costs(1, 2, 1, 1)).makespan - 12 * ranks
+        for ranks in (12, 24)
+    )
+    assert Fraction(far - near, 12 * 6) == share
+
+
+@pytest.mark.parametrize("parts", PARTS)
+def test_v_half_does_not_grow_with_the_micro_batches_where_parts_differ(parts: tuple[Any, ...]) -> None:
+    """The condition of the paper is W + 2B >= 2F and W + 2F >= 2B."""
+    forward, for_input, for_weight = parts
+    costs = Costs(forward, 0, for_input, for_weight)
+
+    def idle(variant: Any, micro_batches: int) -> Fraction:
+        work = 2 * micro_batches * sum(parts)
+        return Fraction(simulate(ZeroBubble(variant).build(4, micro_batches), costs).makespan - work)
+
+    assert idle("v_half", 32) == idle("v_half", 16)
+    assert (idle("v_min", 32) > idle("v_min", 16)) == (forward != for_input or for_input != for_weight)
+
+
 @pytest.mark.parametrize("virtual", [1, 2, 3])
 def test_interleaved_zero_bubble(virtual: int) -> None:
     """H1's idle time and 1F1B's activations, both on stages of ``1 / virtual`` the size."""
@@ -61,7 +109,7 @@ def test_interleaved_zero_bubble_with_one_virtual_stage_is_h1() -> None:
 
 
 def test_an_unknown_variant_is_refused() -> None:
-    with pytest.raises(ScheduleError, match="'h1', 'h2' and 'v', got 'h3'"):
+    with pytest.raises(ScheduleError, match="'h1', 'h2', 'v', 'v_half', 'v_min', got 'h3'"):
         ZeroBubble("h3")  # type: ignore[arg-type]
 
 

@@ -80,7 +80,9 @@ def test_what_does_not_fit_is_computed_again(cache: Path, monkeypatch: pytest.Mo
 
     store(net(), cache, message=1e-9, saved=1e6)
     assert chosen(1e12).recompute == "never"
-    few = chosen(5e6)
+    # a schedule that holds a third of the activations comes before recomputation
+    assert chosen(5e6).label == "zero_bubble variant=v_min"
+    few = chosen(3e6)
     assert few.recompute == "always"
     assert few.label.endswith("recompute")
     none = chosen(1e6)
@@ -89,7 +91,7 @@ def test_what_does_not_fit_is_computed_again(cache: Path, monkeypatch: pytest.Mo
     assert chosen(1e12, "except_last").recompute == "except_last"
     # Of activations only a measured profile knows.
     store(net(), cache, message=1e-9, saved=1e6, threads="77")
-    assert chosen(5e6).recompute == "never"
+    assert chosen(3e6).recompute == "never"
 
 
 def test_stages_are_predicted_as_the_run_will_cut_them(cache: Path) -> None:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, get_args
 
 from lightning_pipe.errors import ScheduleError
 from lightning_pipe.schedules.action import Kind
+from lightning_pipe.schedules.families.building_block import repeated, v_half, v_min
 from lightning_pipe.schedules.families.counting import CountingOrder, Order
 from lightning_pipe.schedules.family import Family, Orders
 
+Variant = Literal["h1", "h2", "v", "v_half", "v_min"]
 _WARM_UP = {"h1": 1, "h2": 2}
+_BLOCKS = {"v_half": v_half, "v_min": v_min}
 
 
 @dataclass(frozen=True)
@@ -23,8 +26,13 @@ class ZeroBubble(Family):
     the three parts are equal. V places two stages on each rank in the shape of a V, so that the first and the last
     stage meet on rank 0, and has no idle time inside any rank's span when the parts are equal, with 1F1B's memory.
 
+    V-Half and V-Min (Qi et al. 2024b, arXiv 2405.15362, section 3) have V's placement and hold the activations of
+    ``(ranks + 2) // 2`` and ``(ranks + 4) // 3`` micro-batches, a half and a third of 1F1B's; V is the paper's V-ZB.
+    With equal parts their bubbles tend to a half and two thirds of 1F1B's. V-Min's grows with the micro-batches where
+    the parts differ. `search` and ``schedule="auto"`` take the fastest of them that a limit of memory allows.
+
     Args:
-        variant: ``"h1"``, ``"h2"`` (with a flush) or ``"v"``.
+        variant: ``"h1"``, ``"h2"`` (with a flush), ``"v"``, ``"v_half"`` or ``"v_min"``.
 
     Example:
         >>> from lightning_pipe import simulate
@@ -35,27 +43,30 @@ class ZeroBubble(Family):
 
     name: ClassVar[str] = "zero_bubble"
 
-    variant: Literal["h1", "h2", "v"] = "h1"
+    variant: Variant = "h1"
 
     def __post_init__(self) -> None:
-        if self.variant not in (*_WARM_UP, "v"):
-            raise ScheduleError(f"ZeroBubble has the variants 'h1', 'h2' and 'v', got {self.variant!r}.")
+        if self.variant not in get_args(Variant):
+            known = ", ".join(map(repr, get_args(Variant)))
+            raise ScheduleError(f"ZeroBubble has the variants {known}, got {self.variant!r}.")
 
     @property
     def stages_per_rank(self) -> int:
         """Two in the shape of a V, else one."""
-        return 2 if self.variant == "v" else 1
+        return 1 if self.variant in _WARM_UP else 2
 
     def variants(self) -> tuple[Family, ...]:
-        """H1, H2 and V."""
-        return ZeroBubble("h1"), ZeroBubble("h2"), ZeroBubble("v")
+        """H1, H2, V, V-Half and V-Min."""
+        return tuple(map(ZeroBubble, get_args(Variant)))
 
     def published(self, ranks: int, micro_batches: int) -> int:
         """V needs ``2 ranks - 1`` micro-batches to fill the pipeline."""
         return max(micro_batches, 2 * ranks - 1) if self.variant == "v" else micro_batches
 
     def orders(self, ranks: int, micro_batches: int) -> Orders:
-        """The orders of the handcrafted schedules (sections 2 and 6 of the paper)."""
+        """The orders of the handcrafted schedules (sections 2 and 6 of the first paper), or a repeated block's."""
+        if self.variant in _BLOCKS:
+            return repeated(_BLOCKS[self.variant], ranks, micro_batches)
         if self.variant == "v":
             return [_v_shaped(ranks, micro_batches, rank) for rank in range(ranks)]
         return [_linear(_WARM_UP[self.variant], ranks, micro_batches, rank) for rank in range(ranks)]
