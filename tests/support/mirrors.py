@@ -73,6 +73,7 @@ _ROOMS: dict[str, dict[str, str]] = {
             "dual_pipe_v",
             "gems",
             "gpipe",
+            "hanayo",
             "interleaved",
             "interleaved_zero_bubble",
             "looped_bfs",
