@@ -4,6 +4,7 @@ from lightning_pipe.schedules.action import Action, Kind, Placement
 from lightning_pipe.schedules.asynchronous.pipedream import PipeDream, PipeDream2BW
 from lightning_pipe.schedules.asynchronous.stream import Stream, stream
 from lightning_pipe.schedules.csv_format import read_csv, write_csv
+from lightning_pipe.schedules.families.bitpipe import BitPipe
 from lightning_pipe.schedules.families.chimera import Chimera
 from lightning_pipe.schedules.families.dual_pipe import DualPipe
 from lightning_pipe.schedules.families.dual_pipe_v import DualPipeV
@@ -35,6 +36,7 @@ register("dualpipe")(DualPipe)
 register("dualpipev")(DualPipeV)
 register("hanayo")(Hanayo)
 register("chimera")(Chimera)
+register("bitpipe")(BitPipe)
 register("gems")(GEMS)
 register("pipedream")(PipeDream)
 register("pipedream_2bw")(PipeDream2BW)
@@ -42,6 +44,7 @@ register("pipedream_2bw")(PipeDream2BW)
 __all__ = [
     "GEMS",
     "Action",
+    "BitPipe",
     "Chimera",
     "DualPipe",
     "DualPipeV",

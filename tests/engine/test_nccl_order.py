@@ -43,6 +43,8 @@ pytestmark = pytest.mark.usefixtures("float64")
 NET = Entry("net", lambda: Regression(blocks(8)))
 QUEUES = 8
 """Hardware queues of a process unless CUDA_DEVICE_MAX_CONNECTIONS says otherwise."""
+ENOUGH = {"bitpipe": 5}
+"""Kernels at a time that a device needs on two ranks, where four are not enough: four stages are on each rank."""
 GATHERED = torch_distributed._object_tag(COLLECTIVE_TAG)
 """The tag of messages that are part of a gather or broadcast of objects."""
 Recorded = list[list[Event]]
@@ -50,6 +52,10 @@ Recorded = list[list[Event]]
 
 def families(*, synchronous: bool) -> list[Family]:
     return [family for family in map(schedules.get, schedules.names()) if family.synchronous == synchronous]
+
+
+EXPLORABLE = [family for family in families(synchronous=True) if family.name != "bitpipe"]
+"""Several batches of BitPipe, with four stages on each rank, have more states than can be explored."""
 
 
 def topology_of(family: Family, ranks: int, stages: int, replicas: int = 1) -> Topology:
@@ -115,7 +121,7 @@ def each(family: Family, *more: Any) -> Any:
 def test_every_schedule_ends(family: Family) -> None:
     stages = family.build(2, 4).stages
     recorded = trained(NET, Point(family, stages, 3, ranks=2, steps=2))
-    check(recorded, resident=[4])
+    check(recorded, resident=[ENOUGH.get(family.name, 4)])
     # with room for one kernel a receive that is posted early leaves none for the send that it waits for
     assert explore(programs(recorded, Rules()), 1).deadlock is not None
 
@@ -129,7 +135,7 @@ def test_reductions_that_begin_between_messages_end(family: Family) -> None:
 
 @pytest.mark.parametrize(
     ("family", "sharded"),
-    [*(each(family, "gradients") for family in families(synchronous=True)), (schedules.get("chimera"), True)],
+    [*(each(family, "gradients") for family in EXPLORABLE), (schedules.get("chimera"), True)],
     ids=str,
 )
 def test_divided_updates_end(family: Family, sharded: Sharding) -> None:
@@ -162,10 +168,11 @@ def test_batches_in_flight_end(family: Family, replicas: int) -> None:
 @pytest.mark.parametrize("family", map(each, families(synchronous=True)), ids=lambda family: family.name)
 def test_the_queues_of_a_device_suffice_for_four_ranks(family: Family) -> None:
     stages = family.build(4, 8).stages
-    check(trained(NET, Point(family, stages, 4, ranks=4, steps=2, clip=None)), resident=[QUEUES])
+    steps = 2 if family in EXPLORABLE else 1
+    check(trained(NET, Point(family, stages, 4, ranks=4, steps=steps, clip=None)), resident=[QUEUES])
 
 
-@pytest.mark.parametrize("family", map(each, families(synchronous=True)), ids=lambda family: family.name)
+@pytest.mark.parametrize("family", map(each, EXPLORABLE), ids=lambda family: family.name)
 def test_hosts_that_run_ahead_of_each_other_end(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
     """Control words go unsaid, so no message of the host orders what the devices do."""
     monkeypatch.setattr(kept_words, "ENOUGH", 0)

@@ -1,4 +1,4 @@
-"""Chimera and GEMS against the Chimera paper's tables, exactly."""
+"""Chimera and GEMS against the Chimera paper's tables, BitPipe against its own, exactly."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from fractions import Fraction
 import pytest
 
 from lightning_pipe.errors import ScheduleError
-from lightning_pipe.schedules import GEMS, Action, Chimera, Kind, lower
+from lightning_pipe.schedules import GEMS, Action, BitPipe, Chimera, Kind, lower
 from lightning_pipe.simulate import Costs, simulate
 from tests.support.schedule_blocks import blocks_of, play_blocks
 
@@ -145,3 +145,34 @@ def test_gems(ranks: int) -> None:
     assert timeline.peak_activations == (1,) * ranks
     assert timeline.steady_bubble_ratio == (ranks - 1) / (ranks + Fraction(1, 2))
     assert abs(timeline.bubble_ratio - timeline.steady_bubble_ratio) < 0.01
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_bitpipe(ranks: int) -> None:
+    """(D-2)/(3N+D-2) at N = D, half of Chimera's bubble; each further unit adds D-2 forwards of a stage."""
+    for units in (1, 2, 3):
+        timeline = simulate(BitPipe().build(ranks, units * ranks))
+        assert timeline.makespan == 6 * units * ranks + (ranks - 2) * (1 + units)
+        assert max(timeline.peak_activations) == 2 * ranks
+    one = BitPipe().build(ranks, ranks)
+    assert simulate(one).bubble_ratio == Fraction(ranks - 2, 3 * ranks + ranks - 2)
+    for stage in range(2 * ranks):
+        down = min(stage, 2 * ranks - 1 - stage)
+        assert one.holders(stage) == tuple(sorted((down, ranks - 1 - down)))
+
+
+def test_bitpipe_is_as_its_authors_draw_it() -> None:
+    """The drawing of four ranks and four micro-batches, which takes 28 forwards of a stage."""
+    schedule = BitPipe().build(4, 4)
+    assert [" ".join(f"{each.stage}{each.kind}{each.micro_batch}" for each in order) for order in schedule.actions] == [
+        "0F0 0F2 3F1 4F1 3F3 4F3 7F0 7B0 7F2 7B2 4B1 3B1 4B3 3B3 0B0 0B2",
+        "1F0 2F1 1F2 2F3 5F1 6F0 5F3 6F2 6B0 5B1 6B2 5B3 2B1 1B0 2B3 1B2",
+        "1F1 2F0 1F3 2F2 5F0 6F1 5F2 6F3 6B1 5B0 6B3 5B2 2B0 1B1 2B2 1B3",
+        "0F1 0F3 3F0 4F0 3F2 4F2 7F1 7B1 7F3 7B3 4B0 3B0 4B2 3B2 0B1 0B3",
+    ]
+    assert simulate(schedule).makespan == 28
+
+
+def test_bitpipe_needs_pairs_of_ranks() -> None:
+    with pytest.raises(ScheduleError, match=r"got ranks=3.\nHint: Use an even number"):
+        BitPipe().build(3, 6)

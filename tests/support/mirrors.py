@@ -66,6 +66,7 @@ _ROOMS: dict[str, dict[str, str]] = {
     "schedules/asynchronous": dict.fromkeys(("calls", "pipedream"), "schedules/asynchronous/test_stream"),
     "schedules/families": dict.fromkeys(
         (
+            "bitpipe",
             "building_block",
             "chimera",
             "counting",

@@ -9,7 +9,7 @@ from lightning_pipe import schedules
 from lightning_pipe.schedules import Schedule
 
 MICRO_BATCHES = (1, 2, 3, 4, 5, 7, 8, 9)
-EVEN_RANKS = {"chimera", "dualpipe"}
+EVEN_RANKS = {"bitpipe", "chimera", "dualpipe"}
 
 
 def ranks_of(name: str) -> tuple[int, ...]:
