@@ -8,11 +8,13 @@ from fractions import Fraction
 
 from lightning_pipe.schedules import (
     GEMS,
+    BitPipe,
     Chimera,
     DualPipe,
     Family,
     GPipe,
     Interleaved,
+    LoopedBFS,
     OneFOneB,
     PipeDream,
     PipeDream2BW,
@@ -189,20 +191,24 @@ def chimera_figure6() -> Result:
 
 
 def other_formulas() -> Result:
-    """Interleaved 1F1B, zero bubble and DualPipe: the formulas of their papers."""
+    """Interleaved 1F1B, looped BFS, zero bubble, DualPipe and BitPipe: the formulas of their papers."""
     rows = []
     for ranks, micro_batches, virtual in ((4, 8, 2), (4, 16, 4), (8, 16, 2)):
-        timeline = simulate(Interleaved(virtual).build(ranks, micro_batches))
-        ideal = sum(timeline.busy) / ranks
-        rows.append(
-            Row(
-                f"interleaved 1F1B, bubble over ideal time, p={ranks}, m={micro_batches}, v={virtual}",
-                Fraction(ranks - 1, virtual * micro_batches),
-                Fraction(timeline.makespan - ideal) / Fraction(ideal),
-                EXACT,
-                note="(p-1)/(vm): Narayanan et al., SC'21, section 2.2",
+        for looped, source in (
+            (Interleaved(virtual), "Narayanan et al., SC'21, section 2.2"),
+            (LoopedBFS(virtual), "Lamy-Poirier, MLSys'23"),
+        ):
+            timeline = simulate(looped.build(ranks, micro_batches))
+            ideal = sum(timeline.busy) / ranks
+            rows.append(
+                Row(
+                    f"{looped.name}, bubble over ideal time, p={ranks}, m={micro_batches}, v={virtual}",
+                    Fraction(ranks - 1, virtual * micro_batches),
+                    Fraction(timeline.makespan - ideal) / Fraction(ideal),
+                    EXACT,
+                    note=f"(p-1)/(vm): {source}",
+                )
             )
-        )
     split = Costs(forward=10, backward=20, backward_input=11, backward_weight=9)
     for ranks in (4, 8):
         for family, times in ((ZeroBubble("h1"), 1), (ZeroBubble("h2"), 2)):
@@ -219,4 +225,6 @@ def other_formulas() -> Result:
     dual = simulate(DualPipe().build(8, 20))
     peak = max(dual.peak_activations)
     rows.append(Row("DualPipe, most activations on a rank, 8 ranks, 20 micro-batches", 9, peak, EXACT))
+    drawn, found = Fraction(4, 28), bubble(BitPipe().build(4, 4), Costs())
+    rows.append(Row("BitPipe, bubble with backward = 2 forward, D=N=4, as drawn", drawn, found, EXACT))
     return Result.of(rows)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
 
-from lightning_pipe.schedules import Family, Interleaved
+from lightning_pipe.schedules import Family, Interleaved, InterleavedZeroBubble
 from lightning_pipe.simulate import Costs, simulate
 from recipes.reproduce.bubbles import SCHEMES, value
 from recipes.reproduce.published import published
@@ -92,7 +92,7 @@ def _formula(family: Family, ranks: int, number: int) -> float | None:
     """Of the total time, for the schedules whose papers give one with a flush."""
     if family.name == "naive":
         return float(Fraction(ranks - 1, ranks))
-    if isinstance(family, Interleaved):
+    if isinstance(family, Interleaved) and not isinstance(family, InterleavedZeroBubble):
         ideal = Fraction(ranks - 1, family.stages_per_rank * number)
         return float(ideal / (1 + ideal))
     return None

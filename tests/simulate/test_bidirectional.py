@@ -1,4 +1,4 @@
-"""Chimera and GEMS against the Chimera paper's tables, BitPipe against its own, exactly."""
+"""Chimera and GEMS against the Chimera paper's tables, exactly; BitPipe against its authors' drawing."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def test_gems(ranks: int) -> None:
 
 @pytest.mark.parametrize("ranks", RANKS)
 def test_bitpipe(ranks: int) -> None:
-    """(D-2)/(3N+D-2) at N = D, half of Chimera's bubble; each further unit adds D-2 forwards of a stage."""
+    """Half of Chimera's idle time at N = D; each further unit adds D-2 forwards of a stage."""
     for units in (1, 2, 3):
         timeline = simulate(BitPipe().build(ranks, units * ranks))
         assert timeline.makespan == 6 * units * ranks + (ranks - 2) * (1 + units)

@@ -11,6 +11,7 @@ from lightning_pipe import schedules
 from lightning_pipe.transport.topology import Topology
 from recipes.errors import RecipeError
 from recipes.reproduce import parity
+from recipes.reproduce.held_activations import NAMES, count
 from recipes.reproduce.one_device_memory import MIB, largest, measured, peak_bytes
 from recipes.reproduce.sleeping import Case, measure
 from recipes.reproduce.update_rules import batch_norm, rules
@@ -37,6 +38,12 @@ def test_every_kind_of_schedule_sleeps() -> None:
     found = run_threads(thread_world(Topology(2)), lambda transport: measure(transport, cases), timeout=60)
     assert found[0] == found[1]
     assert all(0 < bubble < 1 for bubble in found[0])
+
+
+def test_what_the_engine_holds() -> None:
+    families = [schedules.get(name) for name in NAMES.values()]
+    found = run_threads(thread_world(Topology(4)), lambda transport: count(transport, families, 8), timeout=60)
+    assert found == [[4, 4, 3, 2]] * 4
 
 
 def test_a_pipeline_trains_as_one_device() -> None:

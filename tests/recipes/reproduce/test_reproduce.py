@@ -105,7 +105,7 @@ def test_every_file_names_its_source_and_its_function() -> None:
 
 
 def test_every_published_value_says_how_it_was_read() -> None:
-    for name in ("chimera", "gpipe", "torchgpipe"):
+    for name in ("chimera", "controllable_memory", "gpipe", "torchgpipe"):
         for place, entry in paper(name).items():
             assert place == "_source" or (entry["read"] and entry["values"]), place
 
