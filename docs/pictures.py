@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from matplotlib.axes import Axes
@@ -10,6 +11,7 @@ from matplotlib.patches import FancyBboxPatch
 
 from lightning_pipe import schedules, simulate
 from lightning_pipe.schedules import Kind
+from lightning_pipe.simulate import compare
 from lightning_pipe.simulate.style import COLOURS
 from recipes.reproduce.experiments import load
 from recipes.reproduce.pictures import lines_figure
@@ -24,8 +26,38 @@ def main() -> None:
     FOLDER.mkdir(parents=True, exist_ok=True)
     for name in SCHEDULES:
         simulate(schedules.get(name).build(ranks=4, micro_batches=8)).plot(FOLDER / f"{name}.png")
+    trade(FOLDER / "memory_and_bubble.png", ranks=8, micro_batches=16)
     idea(FOLDER / "idea.png")
     reproduced(FOLDER / "reproduced.png")
+
+
+def trade(path: Path, ranks: int, micro_batches: int) -> None:
+    """The bubble of every schedule with a flush against the activations that a rank holds."""
+    figure = Figure(figsize=(8.6, 4.6), layout="constrained")
+    axes = figure.add_subplot()
+    labels: dict[tuple[float, float], list[str]] = {}
+    for row in compare(ranks, micro_batches):
+        if row.schedule is not None and row.schedule.synchronous:
+            point = float(row.activations), 100 * float(row.bubble_ratio)
+            labels.setdefault(point, []).append(re.sub(r" \w+=", " ", row.label))
+            filled = COLOURS[Kind.FORWARD] if row.weights == 1 else "none"
+            axes.plot(*point, "o", markersize=7, color=COLOURS[Kind.FORWARD], markerfacecolor=filled)
+    for (x, y), names in labels.items():
+        text, left = ", ".join(names), names[0] in ("zero_bubble v", "zero_bubble v_half", "zero_bubble v_min")
+        below = any(0 < other - y < 5 and at == x for at, other in labels)
+        offset = (-6 if left else 6, -8 if below else -2)
+        side = "right" if left else "left"
+        axes.annotate(text, (x, y), offset, textcoords="offset points", ha=side, fontsize=8, color=DARK)
+    axes.set_yscale("log")
+    ticks = (5, 10, 20, 40, 80)
+    axes.set_yticks(ticks, [f"{tick} %" for tick in ticks])
+    axes.minorticks_off()
+    axes.set_xticks(range(0, micro_batches + 1, 4))
+    axes.set_xlim(0, 1.3 * micro_batches)
+    axes.set_xlabel(f"activations, in micro-batches on 1/{ranks} of the model")
+    axes.set_ylabel("bubble")
+    axes.set_title(f"{ranks} ranks, {micro_batches} micro-batches; empty: two copies of the weights", fontsize=10)
+    figure.savefig(path, dpi=160)
 
 
 def reproduced(path: Path) -> None:

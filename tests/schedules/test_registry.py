@@ -64,6 +64,8 @@ def test_an_unknown_name_gets_the_nearest(name: str, nearest: str) -> None:
         ("f_then_b", "gpipe"),
         ("virtual_pipeline", "interleaved"),
         ("interleaved_1f1b", "interleaved"),
+        ("LoopedBFS", "looped_bfs"),
+        ("InterleavedZeroBubble", "interleaved_zero_bubble"),
     ],
 )
 def test_names_of_other_packages_lead_to_the_same_families(alias: str, name: str) -> None:
@@ -71,7 +73,9 @@ def test_names_of_other_packages_lead_to_the_same_families(alias: str, name: str
     assert get(alias).name == name
 
 
-@pytest.mark.parametrize(("alias", "variant"), [("zero_bubble_v", "v"), ("vhalf", "v_half"), ("VMin", "v_min")])
+@pytest.mark.parametrize(
+    ("alias", "variant"), [("zero_bubble_v", "v"), ("ZBVZeroBubble", "v"), ("vhalf", "v_half"), ("VMin", "v_min")]
+)
 def test_an_alias_may_stand_for_options(alias: str, variant: Any) -> None:
     assert get(alias) == ZeroBubble(variant)
     assert get(alias, variant="h2") == ZeroBubble("h2")

@@ -27,9 +27,10 @@ class ZeroBubble(Family):
     stage meet on rank 0, and has no idle time inside any rank's span when the parts are equal, with 1F1B's memory.
 
     V-Half and V-Min (Qi et al. 2024b, arXiv 2405.15362, section 3) have V's placement and hold the activations of
-    ``(ranks + 2) // 2`` and ``(ranks + 4) // 3`` micro-batches, a half and a third of 1F1B's; V is the paper's V-ZB.
-    With equal parts their bubbles tend to a half and two thirds of 1F1B's. V-Min's grows with the micro-batches where
-    the parts differ. `search` and ``schedule="auto"`` take the fastest of them that a limit of memory allows.
+    ``(ranks + 2) // 2`` and ``(ranks + 4) // 3`` micro-batches, which tend to a half and a third of 1F1B's. With equal
+    parts their bubbles tend to a half and two thirds of 1F1B's. V-Min's grows with the micro-batches where the parts
+    differ. V stands here for that paper's V-ZB, which has 1F1B's memory and no bubble. `search` and
+    ``schedule="auto"`` take the fastest that a limit of memory allows.
 
     Args:
         variant: ``"h1"``, ``"h2"`` (with a flush), ``"v"``, ``"v_half"`` or ``"v_min"``.
