@@ -149,6 +149,8 @@ class SearchOptions:
         pipeline_parallel_size: ranks of a pipeline; by default all divisors of ``ranks``.
         stages_per_rank: how many stages a schedule may put on a rank that takes any number.
         micro_batches: how many a batch may be cut into; by default all divisors.
+        greedy: of every schedule on so many ranks only the largest micro-batch that fits, best without recomputation,
+            with as many of them as ranks: the rule of Chimera (Li and Hoefler, SC'21), section 3.4.
         layers: dotted names of the layer sequence of a module.
         shown: how many of the best are wanted.
         cut: number of stages -> layers of each, or ``None`` where there is no such division; by default so that the
@@ -165,6 +167,7 @@ class SearchOptions:
     pipeline_parallel_size: int | None = None
     stages_per_rank: Sequence[int] = (1, 2)
     micro_batches: Sequence[int] | None = None
+    greedy: bool = False
     layers: str | Sequence[str] | None = None
     shown: int = 10
     cut: Cut | None = field(default=None, metadata={"command": False})

@@ -27,7 +27,7 @@ _UNUSED = ("naive",)
 
 
 @taking(SearchOptions)
-def search(costs: CostProfile | nn.Module, asked: SearchOptions) -> SearchResult:
+def search(costs: CostProfile | Predictor | nn.Module, asked: SearchOptions) -> SearchResult:
     """Predict all configurations of a run on so many processes, and rank them.
 
     Schedule, pipelines side by side, stages, micro-batches, recomputation and the sharding of the optimizer are tried;
@@ -37,8 +37,8 @@ def search(costs: CostProfile | nn.Module, asked: SearchOptions) -> SearchResult
     options of `SearchOptions`.
 
     Args:
-        costs: a profile of the module, measured or written by hand; or the module: its times are then in proportion to
-            its layers' parameters.
+        costs: a profile of the module, measured or written by hand; or a predictor with rules of its own; or the
+            module: its times are then in proportion to its layers' parameters.
         asked: the options.
 
     Returns:
@@ -53,8 +53,13 @@ def search(costs: CostProfile | nn.Module, asked: SearchOptions) -> SearchResult
         4
     """
     start = time.perf_counter()
-    profile = costs if isinstance(costs, CostProfile) else _profile_of(costs, asked.layers)
-    return _Search(Predictor(profile), asked.limit).run(list(_candidates(profile, asked)), asked.shown, start)
+    if isinstance(costs, Predictor):
+        predictor = costs
+    else:
+        predictor = Predictor(costs if isinstance(costs, CostProfile) else _profile_of(costs, asked.layers))
+    found, candidates = _Search(predictor, asked.limit), list(_candidates(predictor.profile, asked))
+    few = list(found.largest(candidates)) if asked.greedy else []
+    return found.run(few or candidates, asked.shown, start)  # where nothing fits the error is that of all of them
 
 
 def _profile_of(module: nn.Module, layers: str | Sequence[str] | None) -> CostProfile:
@@ -152,6 +157,17 @@ class _Search:
             time.perf_counter() - start,
             self.limit,
         )
+
+    def largest(self, candidates: list[Configuration]) -> Iterator[Configuration]:
+        """Of every schedule on so many ranks the largest micro-batch that fits, best without recomputation."""
+        tried = [(one, self.fitting(one)[0]) for one in candidates if one.micro_batches >= one.ranks]
+        fitting = [(one, changed.recompute != "never") for one, changed in tried if changed is not None]
+        done = set()
+        for one, _ in sorted(fitting, key=lambda pair: (pair[1], -pair[0].samples)):
+            place = one.family, one.ranks, one.stages
+            if place not in done:
+                done.add(place)
+                yield one
 
     def fitting(self, one: Configuration) -> tuple[Configuration | None, float]:
         """The configuration with the least that makes it fit, or ``None`` and the bytes that it needs at least."""

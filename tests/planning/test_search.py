@@ -20,7 +20,14 @@ from lightning_pipe.partition import find_layers
 from lightning_pipe.planning.cost_profile import CostProfile, LayerSizes, SizeCosts, TiedSizes
 from lightning_pipe.planning.layer_sizes import of_module, without_times
 from lightning_pipe.planning.options import SearchOptions
-from lightning_pipe.planning.prediction import Configuration, Predictor, rank_bytes, stage_costs, stage_memory
+from lightning_pipe.planning.prediction import (
+    Configuration,
+    Prediction,
+    Predictor,
+    rank_bytes,
+    stage_costs,
+    stage_memory,
+)
 from lightning_pipe.planning.search import _candidates, _ever_smaller, _Search, search
 from lightning_pipe.simulate import Link, memory_over_time, peak, simulate
 
@@ -369,3 +376,31 @@ def test_a_module_is_searched_by_its_parameters() -> None:
         search(net, 4, 16, pipeline_parallel_size=3)
     with pytest.raises(ConfigurationError, match="ranks of 1 or more"):
         search(net, 0, 16)
+
+
+def test_the_greedy_rule_takes_the_largest_micro_batch_that_fits() -> None:
+    costs, given = profile(), {"ranks": 4, "global_batch": 32, "families": ["1f1b"], "pipeline_parallel_size": 4}
+    limits = [megabytes * MIB for megabytes in (300, 400, 600, 2000)]
+    found = [search(costs, greedy=True, memory=limit, **given).best.configuration for limit in limits]
+    assert [(each.samples, each.recompute) for each in found] == [
+        (2, "always"),
+        (1, "never"),
+        (2, "never"),
+        (8, "never"),
+    ]
+    assert search(costs, memory=limits[-1], **given).best.configuration.samples == 2, "the fastest is another one"
+    with pytest.raises(ConfigurationError, match="Nothing fits"):
+        search(costs, greedy=True, memory=100 * MIB, **given)
+
+
+def test_a_predictor_of_ones_own_takes_the_place_of_the_profile() -> None:
+    class Slower(Predictor):
+        def seconds(self, one: Configuration) -> float:
+            return 3 * super().seconds(one)
+
+        def predict(self, one: Configuration) -> Prediction:
+            return replace(super().predict(one), seconds=self.seconds(one))
+
+    given = {"ranks": 2, "global_batch": 8, "families": ["gpipe"]}
+    plain, slower = (search(each, **given) for each in (profile(), Slower(profile())))
+    assert slower.best.seconds == 3 * plain.best.seconds
