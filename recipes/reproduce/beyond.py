@@ -6,23 +6,24 @@ from collections.abc import Sequence
 from typing import Any
 
 from lightning_pipe.planning.cost_profile import CostProfile, LayerSizes, SizeCosts
+from lightning_pipe.planning.prediction import Configuration, Predictor
 from lightning_pipe.planning.search import search
-from lightning_pipe.schedules import Family
-from lightning_pipe.simulate import Link
+from lightning_pipe.schedules import Family, Schedule
+from lightning_pipe.simulate import Costs, Memory
 from recipes.reproduce.counted import sizes_of_stages
-from recipes.reproduce.memory import BLOCK, activation, peaks
+from recipes.reproduce.memory import BLOCK, DEVICE, activation, fits, of_stages, peaks
 from recipes.reproduce.pictures import lines
-from recipes.reproduce.piz_daint import BLOCKS, SAMPLE, Machine, simulated
+from recipes.reproduce.piz_daint import BLOCKS, Machine
 from recipes.reproduce.published import published
-from recipes.reproduce.results import Result, Row
+from recipes.reproduce.results import Result, Row, Tolerance
 from recipes.reproduce.sleeping import family_of
-from recipes.reproduce.throughput import BEYOND_MODEL, DEVICE, UNIT
+from recipes.reproduce.throughput import UNIT, modelled
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)
 
 
 def later_schedules(
-    machine: dict[str, float],
+    machine: Machine,
     model: str,
     nodes: Sequence[int],
     sequences: int,
@@ -34,7 +35,7 @@ def later_schedules(
     """Every schedule in its best depth and micro-batch, with more and more nodes.
 
     Args:
-        machine: the constants of `Machine`.
+        machine: its constants.
         model: a key of `recipes.reproduce.piz_daint.BLOCKS`.
         nodes: how many.
         sequences: of the mini-batch, for each node.
@@ -43,12 +44,12 @@ def later_schedules(
         schedules: by the names of Chimera's Table 2 or of this package.
         figure: whose points of the paper are drawn, too; empty: none.
     """
-    constants, rows, ours = Machine(**machine), [], {}  # type: ignore[var-annotated]
+    rows, ours = [], {}  # type: ignore[var-annotated]
     for number in nodes:
         first = 0.0
         for name in schedules:
             found = [
-                _speed(constants, each, model, number, depth, batch, sequences * number)
+                _speed(machine, each, model, number, depth, batch, sequences * number)
                 for each in family_of(name).variants()
                 for depth in depths
                 for batch in batches
@@ -69,7 +70,7 @@ def later_schedules(
             if None not in of_figure.values():
                 points[name] = list(of_figure.items())
     title = f"{model} with {sequences} sequence{'s' if sequences > 1 else ''} for each node, with later schedules"
-    caption = "Simulated with the constants of Figure 13. Both axes grow by factors."
+    caption = "Simulated with the constants of Chimera's machine. Both axes grow by factors."
     caption += f" Published points are those of {figure}, digitised." if figure else ""
     return Result.of(rows, lines(title, points, ours, ("nodes", f"throughput ({UNIT})"), caption, logarithmic=True))
 
@@ -77,62 +78,105 @@ def later_schedules(
 def _speed(
     machine: Machine, family: Family, model: str, nodes: int, depth: int, batch: int, total: int
 ) -> tuple[float, str] | None:
-    """The speed with its set-up; ``None`` where there is no such set-up, or it does not fit."""
+    """The speed with its set-up; ``None`` where there is no such set-up."""
     width = nodes // depth
     micro_batches, rest = divmod(total, width * batch)
     stages = depth * family.stages_per_rank
     if rest or not micro_batches or BLOCKS[model] % stages or family.published(depth, micro_batches) != micro_batches:
         return None
-    again = BEYOND_MODEL * max(peaks(model, family, depth, batch, micro_batches)) > DEVICE
-    speed = simulated(machine, family, model, width, depth, batch, total, again)
+    again = not fits(machine, max(peaks(model, family, depth, batch, micro_batches)))
+    speed = machine.speed(family, model, width, depth, batch, total, again)
     return speed, f"{family.label}, W{width}D{depth}B{batch}{', recomputed' * again}"
 
 
-def profile(machine: Machine, model: str) -> CostProfile:
-    """The blocks of a model on the paper's machine, for `lightning_pipe.search`."""
-    sequence, width, heads, blocks = BLOCK[model]
+class OnPizDaint(Predictor):
+    """Predicts configurations of `lightning_pipe.search` as the figures are simulated.
+
+    Args:
+        machine: its constants.
+        model: a key of `recipes.reproduce.piz_daint.BLOCKS`.
+    """
+
+    def __init__(self, machine: Machine, model: str) -> None:
+        super().__init__(_blocks(machine, model))
+        self.machine, self.model = machine, model
+
+    def costs(self, one: Configuration, layers: Sequence[int], schedule: Schedule) -> Costs:
+        """Of equal stages, by the machine."""
+        copies, again = len(schedule.holders(0)), one.recompute != "never"
+        return self.machine.costs(
+            one.family, self.model, one.stages, one.replicas, copies, one.samples, recompute=again
+        )
+
+    def memory(self, one: Configuration, layers: Sequence[int], schedule: Schedule) -> Memory:
+        """Of equal stages, as in Figure 9."""
+        return of_stages(self.model, one.stages, one.samples)
+
+
+def _blocks(machine: Machine, model: str) -> CostProfile:
+    """The least that blocks take, by which the search leaves configurations out."""
+    blocks = BLOCKS[model]
     sizes = sizes_of_stages(model, blocks)
     layers = tuple(LayerSizes(f"block {number}", size, 4 * size) for number, size in enumerate(sizes))
 
     def costs(batch: int) -> SizeCosts:
-        forward, saved = machine.forward(model, batch), float(activation(sequence, width, heads) * batch)
-        boundary = float(SAMPLE[model] * batch)
-        forwards, backwards, halves, kept, sent = (
-            (each,) * blocks for each in (forward, 2 * forward, forward, saved, boundary)
-        )
-        return SizeCosts(forwards, backwards, halves, kept, sent)
+        forward, backward = machine.block(model, batch)
+        kept = float(activation(*BLOCK[model]) * batch)
+        there, back, half = ((each,) * blocks for each in (forward, backward, backward / 2))
+        return SizeCosts(there, back, half, (kept,) * blocks, (0.0,) * blocks)
 
-    message, all_reduce = Link(beta=1 / machine.p2p), Link(beta=1 / machine.all_reduce)
-    return CostProfile(model, layers, {size: costs(size) for size in SIZES}, message=message, all_reduce=all_reduce)
+    return CostProfile(model, layers, {size: costs(size) for size in SIZES})
 
 
-def searched(machine: dict[str, float], cases: dict[str, dict[str, Any]]) -> Result:
-    """What the search chooses, and what that would take with messages that occupy both ends.
+def searched(machine: Machine, cases: dict[str, dict[str, Any]]) -> Result:
+    """What the search chooses, beside what the paper chooses by its largest micro-batch and Equation (1).
 
     Args:
-        machine: the constants of `Machine`.
-        cases: title -> model, nodes, mini-batch, depths to look at, and the paper's choice.
+        machine: its constants.
+        cases: model -> nodes, mini-batch, the paper's micro-batches by depth, what it chooses, what was fastest.
     """
-    constants, rows = Machine(**machine), []
-    for title, case in cases.items():
-        nodes, total, model = case["nodes"], case["total"], case["model"]
-        limit = DEVICE * 1e9 / BEYOND_MODEL
-        found = [
-            search(profile(constants, model), nodes, total, memory=limit, pipeline_parallel_size=depth, shown=3).best
-            for depth in case["depths"]
-        ]
-        best = min(found, key=lambda one: one.seconds)
-        own = best.configuration
-        rows.append(
-            Row(f"{title}: set-up", case["chosen"], f"W{own.replicas}D{own.ranks}B{own.samples}", note=own.label)
-        )
-        note = f"{own.label}; messages run beside compute, as in this package's engine"
-        rows.append(Row(f"{title}: predicted by the search", case["speed"], total / best.seconds, unit=UNIT, note=note))
-        blocking = simulated(
-            constants, own.family, model, own.replicas, own.ranks, own.samples, total, own.recompute != "never"
-        )
-        note = "the same, with messages that occupy both ends, as the authors' machine is modelled"
-        rows.append(
-            Row(f"{title}: the same in the simulator of Figure 14", case["speed"], blocking, unit=UNIT, note=note)
-        )
+    rows = []
+    for model, case in cases.items():
+        nodes, total, predictor = case["nodes"], case["total"], OnPizDaint(machine, model)
+        limit = DEVICE * 1e9 / machine.allocator
+
+        def best(predictor: Predictor = predictor, limit: float = limit, **options: Any) -> Configuration:
+            blocks = BLOCKS[predictor.profile.module]
+            equal = lambda stages: None if blocks % stages else [blocks // stages] * stages  # noqa: E731
+            return search(predictor, memory=limit, cut=equal, shown=1, **options).best.configuration
+
+        speeds = {}
+        for depth, batch in case["batches"].items():
+            given = {"ranks": nodes, "global_batch": total, "pipeline_parallel_size": depth}
+            one = best(families=["chimera"], greedy=True, **given)
+            what = f"{model}, D={depth}: the largest micro-batch that fits, and whether recomputed"
+            printed, own = (
+                f"B{size}{', R' * again}" for size, again in (batch, (one.samples, one.recompute != "never"))
+            )
+            most = max(peaks(model, "Chimera", depth, batch[0], total * depth // (nodes * batch[0])))
+            need = f"{machine.allocator * most:.1f} GB of {DEVICE:.0f}"
+            note = f"the paper's takes {need} by the model without recomputation"
+            rows.append(Row(what, printed, own, Tolerance("exact"), note=note))
+            again = one.recompute != "never"
+            speeds[_place(one)] = modelled(machine, model, one.replicas, depth, one.samples, total, again)
+        chosen = max(speeds, key=lambda place: speeds[place])
+        note = ", ".join(f"{place} {speed:.1f}" for place, speed in speeds.items())
+        what = f"{model}: the choice of Equation (1) among them"
+        rows.append(Row(what, case["chosen"], chosen, Tolerance("exact"), note=f"{note} {UNIT}"))
+        for title, families in (("Chimera", ["chimera"]), ("every schedule with a flush", None)):
+            found = min(
+                (
+                    best(ranks=nodes, global_batch=total, pipeline_parallel_size=depth, families=families)
+                    for depth in case["batches"]
+                ),
+                key=predictor.seconds,
+            )
+            speed = total / predictor.seconds(found)
+            note = f"{found.label}: {speed:.1f} {UNIT}; the paper's fastest measured {case['speed']}"
+            what, fastest = f"{model}, {title}: the fastest set-up", case["fastest"] if families else None
+            rows.append(Row(what, fastest, _place(found), Tolerance("exact"), note=note))
     return Result.of(rows)
+
+
+def _place(one: Configuration) -> str:
+    return f"W{one.replicas}D{one.ranks}B{one.samples}{'R' * (one.recompute != 'never')}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 
 import torch
 from torch import nn
@@ -33,7 +34,8 @@ def transformer_parameters(layers: int) -> int:
     return one + (layers - 1) * (two - one)
 
 
-def sizes_of_stages(model: str, depth: int) -> list[int]:
+@cache
+def sizes_of_stages(model: str, depth: int) -> tuple[int, ...]:
     """Parameters of Chimera's stages: as many blocks in each, the embeddings in the first, the head in the last.
 
     Args:
@@ -53,7 +55,7 @@ def sizes_of_stages(model: str, depth: int) -> list[int]:
     sizes = [of_blocks // depth] * depth
     sizes[0] += of_first
     sizes[-1] += every - of_blocks - of_first
-    return sizes
+    return tuple(sizes)
 
 
 def chimera_table4() -> Result:

@@ -15,8 +15,9 @@ from recipes.reproduce.results import Result, entry, shown
 HEAD = ("value", "published", "reproduced", "difference", "tolerance", "verdict", "note")
 MEANINGS = {
     "reproduced": "within the tolerance",
+    "near": "outside the tolerance, but within 20 %: not reproduced",
     "not reproduced": "outside the tolerance; the reason is the note",
-    "in sample": "within the tolerance, but constants were fitted to it: it shows the fit, and reproduces nothing",
+    "in sample": "within 20 %, but constants were fitted to it: it shows the fit, and reproduces nothing",
     "shown": "without a claim: published or reproduced value alone, or no tolerance is set",
     "not run": "takes long; runs with --full",
     "not possible here": "needs what a small machine does not have, or has no values; the reason stands beside it",

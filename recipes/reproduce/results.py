@@ -12,7 +12,7 @@ from typing import Any, Literal
 from recipes.errors import RecipeError
 
 Value = int | float | Fraction | str | tuple[int | float | Fraction | str, ...]
-Verdict = Literal["reproduced", "in sample", "not reproduced", "shown", "not possible here", "not run"]
+Verdict = Literal["reproduced", "near", "in sample", "not reproduced", "shown", "not possible here", "not run"]
 
 
 @dataclass(frozen=True)
@@ -60,6 +60,7 @@ class Row:
         unit: of both values.
         in_sample: constants were fitted to the published value, so that it says nothing to come near it.
         note: a reason, or what the value rests on.
+        near: a wider tolerance, within which a value that is not reproduced is called near.
     """
 
     what: str
@@ -69,6 +70,7 @@ class Row:
     unit: str = ""
     in_sample: bool = False
     note: str = ""
+    near: Tolerance | None = None
 
     @property
     def verdict(self) -> Verdict:
@@ -77,9 +79,11 @@ class Row:
             return "not possible here"
         if self.published is None or self.tolerance is None:
             return "shown"
-        if not self.tolerance.holds(self.published, self.reproduced):
-            return "not reproduced"
-        return "in sample" if self.in_sample else "reproduced"
+        if self.tolerance.holds(self.published, self.reproduced):
+            return "in sample" if self.in_sample else "reproduced"
+        if self.near is not None and self.near.holds(self.published, self.reproduced):
+            return "in sample" if self.in_sample else "near"
+        return "not reproduced"
 
     @property
     def difference(self) -> str:
@@ -98,7 +102,26 @@ class Row:
 
 def entry(row: Row) -> dict[str, Any]:
     """A row as JSON has it; the writer says what becomes of fractions."""
-    return asdict(row) | {"tolerance": row.tolerance.text if row.tolerance else None}
+    limits = ((name, getattr(row, name)) for name in ("tolerance", "near"))
+    return asdict(row) | {name: limit.text if limit else None for name, limit in limits}
+
+
+TEN, TWENTY = Tolerance("10 %"), Tolerance("20 %")
+
+
+def near(
+    what: str, published: Value, reproduced: Value, unit: str = "", in_sample: bool = False, note: str = ""
+) -> Row:
+    """A simulated value: reproduced within 10 %, near within 20 %. The arguments are those of `Row`."""
+    return Row(what, published, reproduced, TEN, unit, in_sample, note, TWENTY)
+
+
+def shares(rows: Iterable[Row]) -> Row:
+    """How many of the values that `near` has made are reproduced, and how many at least near; none is in sample."""
+    told = [row.verdict for row in rows if row.near is not None and not row.in_sample]
+    within = [sum(verdict in among for verdict in told) for among in (("reproduced",), ("reproduced", "near"))]
+    text = " and ".join(f"{100 * number / len(told):.0f} %" for number in within)
+    return Row(f"of {len(told)} values out of sample, within 10 % and 20 %", None, text)
 
 
 @dataclass(frozen=True)

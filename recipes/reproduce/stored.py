@@ -47,5 +47,5 @@ def _row(stored: dict[str, Any]) -> Row:
     values = {
         name: tuple(one) if isinstance(one := stored[name], list) else one for name in ("published", "reproduced")
     }
-    tolerance = None if stored["tolerance"] is None else Tolerance(stored["tolerance"])
-    return Row(**stored | values | {"tolerance": tolerance})
+    limits = {name: Tolerance(text) if (text := stored.get(name)) else None for name in ("tolerance", "near")}
+    return Row(**stored | values | limits)

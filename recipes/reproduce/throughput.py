@@ -1,138 +1,292 @@
-"""The other throughputs of Chimera's evaluation under the cost model that Figure 13 has fitted: out of sample."""
+"""Throughputs of Chimera's evaluation under the cost model of its machine."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from lightning_pipe.schedules import Chimera, Family
 from lightning_pipe.simulate import Costs, simulate
 from recipes.reproduce.bubbles import SCHEMES
-from recipes.reproduce.memory import peaks
+from recipes.reproduce.closed_forms import chimera_time
+from recipes.reproduce.memory import DEVICE, fits, peaks
 from recipes.reproduce.pictures import bars, lines
-from recipes.reproduce.piz_daint import KNOWN, Machine, in_figure13, simulated
+from recipes.reproduce.piz_daint import Machine
 from recipes.reproduce.published import published
-from recipes.reproduce.results import Picture, Result, Row, Tolerance
+from recipes.reproduce.results import Picture, Result, Row, Tolerance, near, shares
 
 UNIT = "sequences/s"
-DEVICE = 16.0
-"""GB of a P100."""
-
-BEYOND_MODEL = 1.45
-"""What Figure 9's memory is over that of the memory model, in the middle of its range of 1.32 to 1.57."""
-
-UNMODELLED = (
-    "the four constants are those of Figure 13; Gloo's progress threads, overlap, and what a micro-batch or a sum "
-    "takes however small it is are not in the model"
-)
+EXACT = Tolerance("exact")
+FITTED = "constants are fitted to this bar"
+OWN = "the paper prints no time of a single pass or message, only the whole"
+Points = dict[str, list[tuple[float, float]]]
 
 
-def recomputed(model: str, scheme: str, depth: int, batch: int, micro_batches: int) -> bool:
-    """Whether activations do not fit into a P100, as far as the memory model tells."""
-    if scheme == "GEMS":
-        return False
-    return BEYOND_MODEL * max(peaks(model, scheme, depth, batch, micro_batches)) > DEVICE
+def _row(
+    machine: Machine, scheme: str, what: str, speed: float, found: float, reasons: Mapping[str, str] | None = None
+) -> Row:
+    """A throughput of a scheme, in sample wherever the machine's constants are fitted to it."""
+    known = machine.knows(scheme, speed)
+    return near(what, speed, found, UNIT, known, FITTED if known else (reasons or {}).get(scheme, OWN))
 
 
-def figure10(machine: dict[str, float], nodes: int, total: int, tolerance: str) -> Result:
+def _order(what: str, printed: Mapping[str, float], found: Mapping[str, float]) -> Row:
+    """Whether schemes come in the paper's order, from fastest to slowest."""
+    theirs, own = (" > ".join(sorted(each, key=lambda name, each=each: -each[name])) for each in (printed, found))  # type: ignore[misc]
+    ours = sorted((found[name] for name in printed), reverse=True)
+    closest = min(high / low for high, low in pairwise(ours))
+    return Row(what, theirs, own, EXACT, note=f"the closest of ours are {100 * (closest - 1):.1f} % apart")
+
+
+def figure10(machine: Machine, nodes: int, total: int, recomputed: dict[str, int], reasons: dict[str, str]) -> Result:
     """Bert-48: every scheme in every depth with every micro-batch.
 
     Args:
-        machine: the constants of `Machine`.
+        machine: its constants.
         nodes: P100s.
         total: sequences of the mini-batch.
-        tolerance: of the throughputs.
+        recomputed: for schemes from which micro-batch on the text, Figure 9 or the job scripts say that activations
+            are recomputed; otherwise they are where they do not fit.
+        reasons: for a scheme why its throughputs do not come out.
     """
     found: dict[str, dict[str, float]] = {}
     printed: dict[str, dict[str, float]] = {}
     for place, of_schemes in published("chimera", "Figure 10").items():
         width, depth = map(int, place[1:].split("D"))
+        assert width * depth == nodes
         for scheme, bars_of in of_schemes.items():
             for label, speed in bars_of.items():
                 batch = int(label[1:]) if label.startswith("B") else 0
                 if batch and total % (width * batch) == 0:
-                    printed.setdefault(scheme, {})[f"{place}{label}"] = speed
-                    found.setdefault(scheme, {})[f"{place}{label}"] = _grid(
-                        machine, scheme, "Bert-48", nodes, depth, batch, total
+                    again = batch >= recomputed.get(scheme, total) or not fits(
+                        machine, max(peaks("Bert-48", scheme, depth, batch, total // (width * batch)))
                     )
-    return _tuning(printed, found, tolerance, "Figure 10", "Bert-48 on 32 nodes")
+                    printed.setdefault(scheme, {})[f"{place}{label}"] = speed
+                    found.setdefault(scheme, {})[f"{place}{label}"] = machine.speed(
+                        scheme, "Bert-48", width, depth, batch, total, again
+                    )
+    return _tuning(machine, printed, found, "Figure 10", "Bert-48 on 32 nodes", reasons)
 
 
-def figure11(machine: dict[str, float], nodes: int, total: int, tolerance: str) -> Result:
-    """GPT-2: every scheme in every depth. The arguments are those of `figure10`."""
+def figure11(machine: Machine, nodes: int, total: int, reasons: dict[str, str]) -> Result:
+    """GPT-2: every scheme in every depth, all but GEMS with recomputation. The arguments are those of `figure10`."""
     found: dict[str, dict[str, float]] = {}
     printed: dict[str, dict[str, float]] = {}
     for scheme, bars_of in published("chimera", "Figure 11").items():
         for label, speed in bars_of.items():
-            if "Bhat" not in label:
-                depth, _, batch = label[1:].partition("B")
-                printed.setdefault(scheme, {})[label] = speed
-                found.setdefault(scheme, {})[label] = _grid(
-                    machine, scheme, "GPT-2", nodes, int(depth), int(batch or 1), total
-                )
-    return _tuning(printed, found, tolerance, "Figure 11", "GPT-2 on 512 nodes")
-
-
-def _grid(machine: dict[str, float], scheme: str, model: str, nodes: int, depth: int, batch: int, total: int) -> float:
-    width = nodes // depth
-    again = recomputed(model, scheme, depth, batch, total // (width * batch))
-    return simulated(Machine(**machine), scheme, model, width, depth, batch, total, again)
+            # a mini-batch of PipeDream is one micro-batch of every pipeline
+            place, _, whole = label.partition(",Bhat")
+            depth, _, size = place[1:].partition("B")
+            width = nodes // int(depth)
+            batch = int(whole) // width if whole else int(size or 1)
+            printed.setdefault(scheme, {})[label] = speed
+            found.setdefault(scheme, {})[label] = machine.speed(
+                scheme, "GPT-2", width, int(depth), batch, int(whole or total), scheme != "GEMS"
+            )
+    return _tuning(machine, printed, found, "Figure 11", "GPT-2 on 512 nodes", reasons)
 
 
 def _tuning(
+    machine: Machine,
     printed: Mapping[str, Mapping[str, float]],
     found: Mapping[str, Mapping[str, float]],
-    tolerance: str,
     figure: str,
     title: str,
+    reasons: Mapping[str, str],
 ) -> Result:
     rows = [
-        Row(f"{scheme}, {label}", printed[scheme][label], speed, Tolerance(tolerance), UNIT, note=UNMODELLED)
+        _row(machine, scheme, f"{scheme}, {label}", printed[scheme][label], speed, reasons)
         for scheme, speeds in found.items()
         for label, speed in speeds.items()
     ]
+    rows.insert(0, shares(rows))
     pictures = []
     for scheme, speeds in found.items():
         best, own = (max(each[scheme], key=lambda label, each=each: each[scheme][label]) for each in (printed, found))  # type: ignore[misc]
         lost = 1 - printed[scheme][own] / printed[scheme][best]
         note = f"on the authors' machine {own} is {100 * lost:.0f} % slower than {best}"
-        rows.append(Row(f"{scheme}: fastest set-up", best, own, Tolerance("exact"), note=note))
-        caption = f"{figure} of Chimera, digitised, beside the simulator with the constants of Figure 13."
+        rows.append(Row(f"{scheme}: fastest set-up", best, own, EXACT, note=note))
         name = f"{figure}: {scheme}, {title}"
-        pictures.append(bars(name, printed[scheme], speeds, f"throughput ({UNIT})", caption))
+        pictures.append(bars(name, printed[scheme], speeds, f"throughput ({UNIT})", _caption(figure)))
+    best_of = [{scheme: max(each[scheme].values()) for scheme in each} for each in (printed, found)]
+    rows.append(_order("order of the fastest set-ups", *best_of))
     return Result.of(rows, *pictures)
 
 
-def figure12(machine: dict[str, float], depth: int, batch: int, sequences: int, tolerance: str) -> Result:
+def _caption(figure: str) -> str:
+    return f"{figure} of Chimera, digitised, beside the simulator with the constants of its machine."
+
+
+def figure12(machine: Machine, depth: int, batch: int, sequences: int, tolerance: str) -> Result:
     """Eager sums for the stages with idle time behind them, over eager sums for all.
 
     Args:
-        machine: the constants of `Machine`.
+        machine: its constants.
         depth: stages.
         batch: sequences of a micro-batch.
         sequences: of the mini-batch, for each node.
         tolerance: of the gain.
     """
-    constants, rows = Machine(**machine), []
-    reason = "in the simulator a sum beside compute slows nothing down, which is what the figure shows of Gloo"
+    rows = []
     for nodes, printed in published("chimera", "Figure 12").items():
         width = int(nodes) // depth
-        costs = replace(
-            constants.costs("Bert-48", depth, batch, recompute=False),
-            reduce=constants.reductions("Bert-48", depth, 2 * width),
+        eager, some, late = (
+            machine.speed(Chimera(sync=way), "Bert-48", width, depth, batch, sequences * int(nodes), False)
+            for way in ("eager", "eager_opt", "lazy")
         )
-        micro_batches = sequences * int(nodes) // (width * batch)
-        eager, some = (
-            float(simulate(Chimera(sync=way).build(depth, micro_batches), costs).makespan)
-            for way in ("eager", "eager_opt")
-        )
+        reason = f"a sum beside compute slows nothing down here; against sums at the end alone it is {some / late:.3f}"
         what = f"eager-sync-opt over eager-sync, {nodes} nodes"
-        rows.append(Row(what, printed, eager / some, Tolerance(tolerance), note=reason))
+        rows.append(Row(what, printed, some / eager, Tolerance(tolerance), note=reason))
     return Result.of(rows)
 
 
-def figure16(blocks: str, schemes: dict[str, list[int]], gpus: list[int], sequences: int, tolerance: str) -> Result:
+def figure13(machine: Machine, set_ups: dict[str, dict[str, list[int]]], best: str) -> Result:
+    """Chimera's throughput, simulated, and by the paper's own predictor, Equation (1).
+
+    Args:
+        machine: its constants.
+        set_ups: for each model and label width, depth, micro-batch, mini-batch and whether recomputed.
+        best: how much slower than the fastest set-up the paper's own choice is, at most.
+    """
+    measured, own, rows, picks = {}, {}, [], []
+    for model, points in set_ups.items():
+        figure, by_equation = published("chimera", "Figure 13")[model], {}
+        for label, (width, depth, batch, total, again) in points.items():
+            what, printed = f"{model}, {label}", figure["measured"][label]
+            measured[what] = printed
+            own[what] = machine.speed("Chimera", model, width, depth, batch, total, bool(again))
+            rows.append(_row(machine, "Chimera", f"measured: {what}", printed, own[what]))
+            by_equation[label] = modelled(machine, model, width, depth, batch, total, bool(again))
+            note = "Equation (1) here and there; the paper does not print its constants"
+            rows.append(
+                near(f"Equation (1): {what}", figure["model"][label], by_equation[label], UNIT, note=note),
+            )
+        chosen = max(by_equation, key=lambda label: by_equation[label])
+        lost = 1 - figure["measured"][chosen] / max(figure["measured"].values())
+        what = f"{model}: slower than the fastest, the set-up that Equation (1) chooses"
+        picks.append(Row(what, 0.0, round(100 * lost, 1), Tolerance(best), "%", note=f"it chooses {chosen}"))
+    title = "Figure 13: Chimera's throughput by depth and width"
+    picture = bars(title, measured, own, f"throughput ({UNIT})", _caption("Figure 13"))
+    return Result.of([shares(rows), *rows, *picks], picture)
+
+
+def modelled(machine: Machine, model: str, width: int, depth: int, batch: int, total: int, recompute: bool) -> float:
+    """Sequences per second of Chimera by Equation (1), which knows one stage for all and no optimizer."""
+    family = SCHEMES["Chimera"]
+    costs = machine.costs(family, model, depth, width, 2, batch, recompute=recompute)
+    there, back, sums = costs.forward, costs.backward, costs.reduce
+    assert isinstance(there, list)
+    assert isinstance(back, list)
+    assert isinstance(sums, list)
+    middle = depth // 2 - 1
+    return total / float(
+        chimera_time(depth, total // (width * batch), there[middle], back[middle], costs.send, sums)  # type: ignore[arg-type]
+    )
+
+
+def weak_scaling(
+    machine: Machine,
+    figure: str,
+    model: str,
+    sequences: int,
+    schemes: dict[str, list[Any]],
+    reasons: dict[str, str],
+) -> Result:
+    """Throughput by number of nodes: Figures 14 and 15.
+
+    Args:
+        machine: its constants.
+        figure: Figure 14 or 15.
+        model: a key of `recipes.reproduce.piz_daint.BLOCKS`.
+        sequences: of the mini-batch, for each node.
+        schemes: for each scheme depth, or that for each number of nodes, micro-batch, and whether recomputed.
+        reasons: for a scheme why its throughput does not come out.
+    """
+    points, rows, found = published("chimera", figure), [], {}
+    drawn: tuple[Points, Points] = ({}, {})
+    for at, (nodes, printed) in enumerate(points.items()):
+        speeds = {}
+        for scheme, (depths, batch, again) in schemes.items():
+            depth = depths[at] if isinstance(depths, list) else depths
+            width = int(nodes) // depth
+            # PipeDream steps after every micro-batch: its mini-batch is that of all pipelines' micro-batches.
+            total = width * batch if scheme == "PipeDream" else sequences * int(nodes)
+            speeds[scheme] = machine.speed(scheme, model, width, depth, batch, total, bool(again))
+            what = f"{scheme}, {int(nodes):,} nodes"
+            rows.append(_row(machine, scheme, what, printed[scheme], speeds[scheme], reasons))
+            for points_of, value in zip(drawn, (printed[scheme], speeds[scheme]), strict=True):
+                points_of.setdefault(scheme, []).append((int(nodes), value))
+        found[nodes] = speeds
+        rows.append(_order(f"order on {int(nodes):,} nodes", printed, speeds))
+    rows.insert(0, shares(rows))
+    first, *_, last = found
+    gains = published("chimera", "Section 4")[f"speed over others, {figure}"]
+    for scheme, gain in gains.items():
+        what = f"the text: Chimera over {scheme}, {int(last):,} nodes"
+        ratio = found[last]["Chimera"] / found[last][scheme]
+        rows.append(near(what, gain, ratio, note=reasons.get(scheme, OWN)))
+    if figure == "Figure 15":
+        grown = found[last]["Chimera"] / found[first]["Chimera"] * int(first) / int(last)
+        note = "a sum over more replicas takes hardly longer by Rabenseifner's formula, whatever the constants are"
+        efficiency = published("chimera", "Section 4")["parallel efficiency"]
+        what = f"the text: Chimera's parallel efficiency from {int(first)} to {int(last):,} nodes"
+        rows.append(Row(what, efficiency, grown, Tolerance("2 %"), note=note))
+    axes = ("nodes", f"throughput ({UNIT})")
+    caption = f"{_caption(figure)} Both axes grow by factors."
+    return Result.of(rows, lines(f"{figure}: weak scaling of {model}", *drawn, axes, caption, logarithmic=True))
+
+
+def larger_batches(
+    machine: Machine,
+    figure: str,
+    model: str,
+    nodes: int,
+    schemes: dict[str, list[Any]],
+    ours: str,
+    means: dict[str, float],
+    first: int,
+    reasons: dict[str, str],
+) -> Result:
+    """Throughput by mini-batch: Figures 17 and 18.
+
+    Args:
+        machine: its constants.
+        figure: Figure 17 or 18.
+        model: a key of `recipes.reproduce.piz_daint.BLOCKS`.
+        nodes: P100s.
+        schemes: for each label of the figure depth, micro-batch, and whether recomputed, each for all mini-batches or
+            for one after the other; and Chimera's way to scale.
+        ours: the curve of Chimera that the text compares with the others.
+        means: for each of the others Chimera's mean gain in the text.
+        first: smallest mini-batch of the means.
+        reasons: for a scheme why its throughput does not come out.
+    """
+    points, rows, found = published("chimera", figure), [], {}
+    drawn: tuple[Points, Points] = ({}, {})
+    for label, (depths, batch, agains, *scaling) in schemes.items():
+        family: str | Family = Chimera(scaling=scaling[0]) if scaling else label
+        name, scheme = label.replace("_", ", "), label.partition("_")[0]
+        for at, (total, speed) in enumerate(zip(points["Bhat"], points[label], strict=True)):
+            depth, again = (each[at] if isinstance(each, list) else each for each in (depths, agains))
+            own = machine.speed(family, model, nodes // depth, depth, batch, total, bool(again))
+            found[label, total] = own
+            rows.append(_row(machine, scheme, f"{name}, mini-batch of {total:,}", speed, own, reasons))
+            for points_of, value in zip(drawn, (speed, own), strict=True):
+                points_of.setdefault(name, []).append((total, value))
+    rows.insert(0, shares(rows))
+    last = points["Bhat"][-1]
+    printed = {label: points[label][-1] for label in schemes}
+    rows.append(_order(f"order at {last:,}", printed, {label: found[label, last] for label in schemes}))
+    for scheme, gain in means.items():
+        each = [found[ours, total] / found[scheme, total] for total in points["Bhat"] if total >= first]
+        what = f"the text: Chimera over {scheme}, mean of the mini-batches from {first:,} on"
+        rows.append(near(what, gain, sum(each) / len(each), note=reasons.get(scheme, OWN)))
+    axes = ("mini-batch (sequences)", f"throughput ({UNIT})")
+    return Result.of(rows, lines(f"{figure}: {model} with larger mini-batches", *drawn, axes, _caption(figure)))
+
+
+def figure16(blocks: str, schemes: dict[str, list[int]], gpus: list[int], sequences: int, reason: str) -> Result:
     """Bert-48 with sequences of 512 on V100s, messages and sums free.
 
     Args:
@@ -140,7 +294,7 @@ def figure16(blocks: str, schemes: dict[str, list[int]], gpus: list[int], sequen
         schemes: for each scheme depth, micro-batch, and whether recomputed.
         gpus: how many.
         sequences: of the mini-batch, for each GPU.
-        tolerance: of Chimera's speed over the others'.
+        reason: what is not known.
     """
     profile = published("chimera", blocks)
     times = {
@@ -161,126 +315,77 @@ def figure16(blocks: str, schemes: dict[str, list[int]], gpus: list[int], sequen
             seconds = float(simulate(built, costs).makespan) * micro_batches / built.micro_batches
             speeds[scheme] = sequences * number / seconds
         printed = published("chimera", "Figure 16")[str(number)]
-        note = (
-            "interconnect and set-ups of the figure are not known here: messages and sums are free, depth and tokens "
-            "of a micro-batch are those of Figure 14, and the attention's larger share is left out"
-        )
-        rows += [
-            Row(
-                f"Chimera over {scheme}, {number} GPUs",
-                round(printed["Chimera"] / printed[scheme], 3),
-                speeds["Chimera"] / speed,
-                Tolerance(tolerance),
-                note=note,
-            )
-            for scheme, speed in speeds.items()
-            if scheme != "Chimera"
-        ]
-    return Result.of(rows)
+        for scheme, speed in speeds.items():
+            if scheme != "Chimera":
+                gain = round(printed["Chimera"] / printed[scheme], 3)
+                rows.append(near(f"Chimera over {scheme}, {number} GPUs", gain, speeds["Chimera"] / speed, note=reason))
+    return Result.of([shares(rows), *rows])
 
 
-def larger_batches(
-    machine: dict[str, float],
-    figure: str,
-    model: str,
-    nodes: int,
-    tolerance: str,
-    schemes: dict[str, list[Any]],
-) -> Result:
-    """Throughput by mini-batch: Figures 17 and 18.
-
-    Args:
-        machine: the constants of `Machine`.
-        figure: Figure 17 or 18.
-        model: a key of `recipes.reproduce.piz_daint.BLOCKS`.
-        nodes: P100s.
-        tolerance: of the throughputs.
-        schemes: for each label of the figure depth, micro-batch, whether recomputed, and Chimera's way to scale.
-    """
-    points, rows = published("chimera", figure), []
-    drawn: tuple[dict[str, list[tuple[float, float]]], dict[str, list[tuple[float, float]]]] = ({}, {})
-    for label, (depth, batch, again, *scaling) in schemes.items():
-        family: str | Family = Chimera(scaling=scaling[0]) if scaling else label
-        for total, speed in zip(points["Bhat"], points[label], strict=True):
-            found = simulated(Machine(**machine), family, model, nodes // depth, depth, batch, total, bool(again))
-            name = label.replace("_", ", ")
-            what = f"{name}, mini-batch of {total:,}"
-            known = bool(scaling) and in_figure13(model, speed)
-            note = KNOWN if known else UNMODELLED
-            rows.append(Row(what, speed, found, Tolerance(tolerance), UNIT, in_sample=known, note=note))
-            for points_of, value in zip(drawn, (speed, found), strict=True):
-                points_of.setdefault(name, []).append((total, value))
-    caption = f"{figure} of Chimera, digitised, beside the simulator with the constants of Figure 13."
-    axes = ("mini-batch (sequences)", f"throughput ({UNIT})")
-    return Result.of(rows, lines(f"{figure}: {model} with larger mini-batches", *drawn, axes, caption))
-
-
-def figure19(machine: dict[str, float], nodes: int, total: int, tolerance: str, bests: dict[str, str]) -> Result:
+def figure19(machine: Machine, nodes: int, total: int, bests: dict[str, str]) -> Result:
     """GPT-2 of 32 layers: one to sixteen pipelines.
 
     Args:
-        machine: the constants of `Machine`.
+        machine: its constants.
         nodes: P100s.
         total: sequences of the mini-batch.
-        tolerance: of the throughputs.
         bests: for each place the number of pipelines that is fastest in the paper.
     """
-    rows, drawn = [], ({}, {})  # type: ignore[var-annotated]
+    rows: list[Row] = []
+    drawn: tuple[Points, Points] = ({}, {})
     for place, speeds in published("chimera", "Figure 19").items():
         width, depth = map(int, place[1:].split("D"))
+        assert width * depth == nodes
         own = {}
         for label, speed in speeds.items():
             pipes = int(label.removesuffix("pipe"))
             family: str | Family = "DAPPLE" if pipes == 1 else Chimera(pipes=pipes)
-            own[pipes] = simulated(Machine(**machine), family, "GPT-2, 32 layers", width, depth, 1, total, False)
+            own[pipes] = machine.speed(family, "GPT-2, 32 layers", width, depth, 1, total, False)
             what = f"{place}, {pipes} pipeline{'s' if pipes > 1 else ''}"
-            rows.append(Row(what, speed, own[pipes], Tolerance(tolerance), UNIT, note=UNMODELLED))
+            rows.append(near(what, speed, own[pipes], UNIT, note=OWN))
             for points_of, value in zip(drawn, (speed, own[pipes]), strict=True):
                 points_of.setdefault(place, []).append((pipes, value))
         fastest = str(max(own, key=lambda pipes: own[pipes]))
-        rows.append(
-            Row(f"{place}: fastest number of pipelines", bests[place], fastest, Tolerance("exact"), note=UNMODELLED)
-        )
-    caption = "Figure 19 of Chimera, digitised, beside the simulator with the constants of Figure 13."
+        rows.append(Row(f"{place}: fastest number of pipelines", bests[place], fastest, EXACT, note=OWN))
     axes = ("pipelines", f"throughput ({UNIT})")
     title = "Figure 19: two to sixteen pipelines, GPT-2 with 32 layers on 64 nodes"
-    return Result.of(rows, lines(title, *drawn, axes, caption))
+    return Result.of([shares(rows), *rows], lines(title, *drawn, axes, _caption("Figure 19")))
 
 
-def figure1(machine: dict[str, float], nodes: int, total: int, tolerance: str, schemes: dict[str, list[int]]) -> Result:
+def figure1(machine: Machine, nodes: int, total: int, schemes: dict[str, list[int]], reasons: dict[str, str]) -> Result:
     """Throughput and memory of GPT-2 on 2,048 nodes.
 
     Args:
-        machine: the constants of `Machine`.
+        machine: its constants.
         nodes: P100s.
         total: sequences of the mini-batch.
-        tolerance: of the throughputs.
         schemes: for each scheme depth, micro-batch, and whether recomputed.
+        reasons: for a scheme why its throughput does not come out.
     """
     rows: list[Row] = []
     plotted, own = published("chimera", "Figure 1"), {}
     for scheme, (depth, batch, again) in schemes.items():
         width = nodes // depth
         whole = width * batch if scheme == "PipeDream" else total
-        own[scheme] = simulated(Machine(**machine), scheme, "GPT-2", width, depth, batch, whole, bool(again))
+        own[scheme] = machine.speed(scheme, "GPT-2", width, depth, batch, whole, bool(again))
         printed = plotted["throughput"][scheme]
-        rows.append(Row(f"{scheme}: throughput", printed, own[scheme], Tolerance(tolerance), UNIT, note=UNMODELLED))
-    rows += list(_memory(plotted["memory"], schemes, nodes, total))
+        rows.append(_row(machine, scheme, f"{scheme}: throughput", printed, own[scheme], reasons))
+    rows.insert(0, shares(rows))
+    rows += list(_memory(machine, plotted["memory"], schemes, nodes, total))
     return Result.of(rows, _figure1(plotted["throughput"], own))
 
 
-def _memory(plotted: Mapping[str, Any], schemes: Mapping[str, list[int]], nodes: int, total: int) -> Iterator[Row]:
+def _memory(
+    machine: Machine, plotted: Mapping[str, Any], schemes: Mapping[str, Sequence[int]], nodes: int, total: int
+) -> Iterator[Row]:
     """Whether activations fit without recomputation."""
     for scheme, (depth, batch, _) in schemes.items():
-        micro_batches = total * depth // (nodes * batch)
-        most = BEYOND_MODEL * max(peaks("GPT-2", scheme, depth, batch, micro_batches))
-        fits = ["out of memory", "fits"]
-        note = f"{most:.1f} GB: {BEYOND_MODEL} times the memory model, as in Figure 9"
-        printed = fits[plotted[scheme] != "OOM"]
-        what = f"{scheme}: without recomputation in {DEVICE:.0f} GB"
-        yield Row(what, printed, fits[most <= DEVICE], Tolerance("exact"), note=note)
+        most = max(peaks("GPT-2", scheme, depth, batch, total * depth // (nodes * batch)))
+        words = ["out of memory", "fits"]
+        note = f"{machine.allocator * most:.1f} GB by the model of Figure 9"
+        printed, own = words[plotted[scheme] != "OOM"], words[fits(machine, most)]
+        yield Row(f"{scheme}: without recomputation in {DEVICE:.0f} GB", printed, own, EXACT, note=note)
 
 
 def _figure1(plotted: Mapping[str, float], own: Mapping[str, float]) -> Picture:
-    caption = "Figure 1 of Chimera, digitised, beside the simulator with the constants of Figure 13."
-    return bars("Figure 1: GPT-2 on 2,048 nodes", plotted, own, f"throughput ({UNIT})", caption)
+    return bars("Figure 1: GPT-2 on 2,048 nodes", plotted, own, f"throughput ({UNIT})", _caption("Figure 1"))

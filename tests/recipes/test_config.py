@@ -121,7 +121,8 @@ def test_every_file_composes(composed: Compose, choice: str) -> None:
 def test_every_file_opens_with_the_command_that_runs_it(path: Path) -> None:
     head = re.match(r"(#.*\n)+", path.read_text())
     assert head is not None
-    command = f"recipes.reproduce {path.stem}" if path.parent.name == "reproduce" else "recipes.train experiment="
+    command = "recipes.reproduce" if "reproduce" in path.parts else "recipes.train experiment="
+    command += f" {path.stem}" if path.parent.name == "reproduce" else ""
     assert f"python -m {command}" in head[0].replace(" -m experiment", " experiment")
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from fractions import Fraction
 from functools import cache
 from pathlib import Path
 
 import pytest
-from hydra.utils import get_object
+from hydra.utils import get_object, instantiate
 from omegaconf import OmegaConf
 
 from recipes.errors import RecipeError
@@ -17,10 +18,9 @@ from recipes.reproduce import experiments
 from recipes.reproduce.__main__ import main, outcome
 from recipes.reproduce.bubbles import value
 from recipes.reproduce.experiments import Experiment
-from recipes.reproduce.piz_daint import in_figure13
 from recipes.reproduce.published import paper
 from recipes.reproduce.report import Outcome, as_json, page, text
-from recipes.reproduce.results import Picture, Result, Row, Tolerance
+from recipes.reproduce.results import Picture, Result, Row, Tolerance, near, shares
 from recipes.reproduce.stored import FOLDER, store, stored
 
 SMALLER = {
@@ -30,10 +30,8 @@ SMALLER = {
 """What makes a sweep shorter without leaving a kind of row out."""
 
 SLOW = {
-    *("chimera_figure9", "chimera_figure10", "chimera_figure11", "chimera_figure15", "chimera_figure18_simulated"),
-    "chimera_figure13",
-    *("chimera_figure1_throughput", "later_schedules_bert", "later_schedules_gpt2", "later_schedules_gpt2_larger"),
-    "search_on_their_machine",
+    *("chimera_figure9", "chimera_figure10", "chimera_figure11", "chimera_figure13", "chimera_figure1_throughput"),
+    *("later_schedules_bert", "later_schedules_gpt2", "later_schedules_gpt2_larger", "search_on_their_machine"),
 }
 """Simulations of many set-ups or ranks: seconds each."""
 
@@ -71,19 +69,22 @@ def test_counted_and_simulated_values(name: str) -> None:
 
 MISSES = {
     "chimera_figure1_throughput": 3,
-    "chimera_figure9": 2,
-    "chimera_figure10": 30,  # mostly small micro-batches, and GEMS
+    "chimera_figure9": 20,  # smallest memories, and what runs out of it
+    "chimera_figure10": 14,  # small micro-batches recomputed, and the fastest set-ups, which are close by
     "chimera_figure11": 7,
     "chimera_figure12": 2,
-    "chimera_figure13": 3,  # measured, not modelled
-    "chimera_figure14": 4,  # Chimera's margins; its throughputs are reproduced
-    "chimera_figure15": 7,  # PipeDream-2BW, and Chimera's margins
+    "chimera_figure13": 2,
+    "chimera_figure14": 7,  # PipeDream, and with it the order
+    "chimera_figure15": 9,  # PipeDream-2BW on many nodes
     "chimera_figure16": 2,
-    "chimera_figure19": 1,
+    "chimera_figure17": 7,
+    "chimera_figure18": 3,
+    "chimera_figure19": 3,
     "gpipe_table1": 5,  # AmoebaNet's memory
     "gpipe_table2": 6,
     "gpipe_table2_amoebanet": 3,
     "gpipe_table3_amoebanet": 1,
+    "search_on_their_machine": 6,
     "torchgpipe_amoebanet_speed": 2,
     "torchgpipe_resnet_speed": 1,
     "torchgpipe_unet_speed": 2,
@@ -136,15 +137,35 @@ def test_the_unit_of_a_table_is_not_called_reproduced(name: str) -> None:
     assert [row.verdict for row in rows] == ["shown"]
 
 
-@pytest.mark.parametrize(
-    ("name", "what"),
-    [("chimera_figure14", "Chimera, 32 nodes"), ("chimera_figure17_simulated", "Chimera, direct, mini-batch of 512")],
-)
-def test_a_point_to_which_constants_were_fitted_is_in_sample_in_every_figure(name: str, what: str) -> None:
-    _, rows = reproduced(name)
-    assert [row.what for row in rows if row.in_sample] == [what]
-    assert in_figure13("GPT-2", 140.1)  # of Figures 15 and 18
-    assert not in_figure13("GPT-2", 278.7)
+def test_a_bar_to_which_constants_were_fitted_is_in_sample_wherever_it_is_read() -> None:
+    machine = instantiate(experiments.load("chimera_figure14").run["machine"])
+    assert machine.knows("DAPPLE", 113.5)  # W16D2B4 of Figure 10
+    assert not machine.knows("GPipe", 113.5)
+    assert not machine.knows("DAPPLE", 150.2)
+    assert not any(row.in_sample for row in reproduced("chimera_figure14")[1])
+
+
+@pytest.mark.slow
+def test_every_bar_that_constants_were_fitted_to_is_in_sample_and_comes_out() -> None:
+    found = [row for name in ("9", "10", "11", "13") for row in reproduced(f"chimera_figure{name}")[1]]
+    known = [row for row in found if row.in_sample]
+    machine = instantiate(experiments.load("chimera_figure14").run["machine"])
+    assert len(known) >= sum(map(len, machine.calibrated.values()))
+    assert {row.verdict for row in known} == {"in sample"}
+
+
+def test_nothing_that_is_reproduced_has_a_wide_tolerance() -> None:
+    for name in experiments.names():
+        text = (experiments.FOLDER / f"{name}.yaml").read_text()
+        assert all(float(share) <= 20 for share in re.findall(r"([\d.]+) %$", text, re.MULTILINE)), name
+
+
+def test_a_value_within_twenty_percent_is_near_and_reproduces_nothing() -> None:
+    rows = [near("a", 1.0, value, in_sample=known) for value, known in ((1.1, False), (1.2, False), (1.2, True))]
+    assert [row.verdict for row in rows] == ["reproduced", "near", "in sample"]
+    assert near("a", 1.0, 1.21, in_sample=True).verdict == "not reproduced"
+    assert shares([*rows, near("a", 1.0, 2.0)]).what.startswith("of 3 values out of sample")
+    assert shares([*rows, near("a", 1.0, 2.0)]).reproduced == "33 % and 67 %"
 
 
 def test_formulas() -> None:
@@ -162,6 +183,7 @@ def outcomes() -> list[Outcome]:
         Row("gain", 1.19, 1.02, Tolerance("5 %"), note="the machine of the authors"),
         Row("beyond", None, 12345.6),
         Row("memory", 20.3, None, None, "GiB", note="the memory of the authors' GPUs"),
+        near("scaling", 100.0, 115.0, "sequences/s"),
     ]
     impossible = Experiment(title="Accuracy", how="not possible here", set_up="", why="No data.", name="accuracy")
     impossible.source = experiment.source
@@ -189,7 +211,9 @@ def test_the_text_names_machine_and_date_of_what_is_stored() -> None:
 
 def test_text_and_json_say_the_same() -> None:
     told = text(outcomes())
-    assert told.endswith("7 rows: 2 not possible here, 1 reproduced, 1 in sample, 1 not reproduced, 1 shown, 1 not run")
+    assert told.endswith(
+        "8 rows: 2 not possible here, 1 reproduced, 1 in sample, 1 not reproduced, 1 shown, 1 near, 1 not run"
+    )
     assert "| **not reproduced** | the machine of the authors |" in told
     first = json.loads(as_json(outcomes()))[0]
     assert [row["verdict"] for row in first["rows"]][:3] == ["reproduced", "in sample", "not reproduced"]
