@@ -79,24 +79,25 @@ def chimera_table4() -> Result:
     return Result.of(rows)
 
 
-def gpipe_table1(amoebanet: str, largest: str, transformer: str, memory: str) -> Result:
+def gpipe_table1(amoebanet: str, largest: str, transformer: str, memory: str, decimal: str) -> Result:
     """Parameters and model memory of both models; the activations need the accelerators.
 
     Args:
         amoebanet: tolerance of AmoebaNet's parameters.
         largest: of its largest one, printed with two digits.
         transformer: of the Transformer's parameters.
-        memory: of the models' memory.
+        memory: of the Transformers' memory.
+        decimal: of AmoebaNet's memory, whose columns are in GB, not in GiB.
     """
     table, rows = published("gpipe", "Table 1"), []
     for model, row in table["AmoebaNet-D"].items():
         count = _amoebanet(model)
         tolerance = Tolerance(largest if model == "72,512" else amoebanet)
         rows.append(Row(f"parameters: AmoebaNet-D({model})", row["parameters"], count, tolerance))
-        note = "the printed memory is more than 12 bytes for each parameter"
-        found = count * RMSPROP / GIB
+        note = f"the printed memory is {1e9 * row['model'] / count:.1f} bytes for each parameter, in other columns 12"
+        found = count * RMSPROP / 1e9
         rows.append(
-            Row(f"model memory: AmoebaNet-D({model})", row["model"], found, Tolerance(memory), "GiB", note=note)
+            Row(f"model memory: AmoebaNet-D({model})", row["model"], found, Tolerance(decimal), "GB", note=note)
         )
     for layers, row in table["Transformer-L"].items():
         count = transformer_parameters(int(layers))

@@ -80,14 +80,14 @@ MISSES = {
     "chimera_figure17": 7,
     "chimera_figure18": 3,
     "chimera_figure19": 3,
-    "gpipe_table1": 5,  # AmoebaNet's memory
-    "gpipe_table2": 6,
+    "gpipe_table1": 2,  # AmoebaNet's memory
+    "gpipe_table2": 2,
     "gpipe_table2_amoebanet": 3,
-    "gpipe_table3_amoebanet": 1,
+    "pipedream_2bw_flushes": 1,
     "search_on_their_machine": 6,
-    "torchgpipe_amoebanet_speed": 2,
+    "torchgpipe_amoebanet_speed": 3,
     "torchgpipe_resnet_speed": 1,
-    "torchgpipe_unet_speed": 2,
+    "torchgpipe_unet_speed": 1,
 }
 """How many values nobody reproduces without the authors' machine; one more or less is a change of the models."""
 
@@ -106,7 +106,7 @@ def test_every_file_names_its_source_and_its_function() -> None:
 
 
 def test_every_published_value_says_how_it_was_read() -> None:
-    for name in ("chimera", "controllable_memory", "gpipe", "torchgpipe"):
+    for name in ("chimera", "controllable_memory", "gpipe", "pipedream", "torchgpipe"):
         for place, entry in paper(name).items():
             assert place == "_source" or (entry["read"] and entry["values"]), place
 
