@@ -20,11 +20,12 @@ from lightning_pipe.schedules import (
     PipeDream2BW,
     Schedule,
     ZeroBubble,
+    with_recompute,
 )
-from lightning_pipe.simulate import Costs, simulate
+from lightning_pipe.simulate import Costs, Memory, memory_over_time, peak, simulate
 from recipes.reproduce.closed_forms import chimera_critical_path, chimera_time
 from recipes.reproduce.published import published
-from recipes.reproduce.results import Result, Row, Tolerance
+from recipes.reproduce.results import Result, Row, Tolerance, near
 
 EXACT = Tolerance("exact")
 EQUAL = Costs(forward=1, backward=1)
@@ -187,6 +188,61 @@ def chimera_figure6() -> Result:
         formula = value("(D-2)/(3N/2+D-2)", D=depth, N=depth)
         found = bubble(Chimera().build(depth, depth), Costs())
         rows.append(Row(f"bubble with backward = 2 forward, D=N={depth}", formula, found, EXACT))
+    return Result.of(rows)
+
+
+def gpipe_figure2(devices: int, micro_batches: int) -> Result:
+    """The drawing of naive and of pipelined model parallelism, with slots of one length.
+
+    Args:
+        devices: K.
+        micro_batches: M.
+    """
+    drawn, letters = published("gpipe", "Figure 2"), {"K": devices, "M": micro_batches}
+    pipelined = GPipe().build(devices, micro_batches)
+    naive = GPipe().build(devices, 1)
+    slots = int(simulate(pipelined, EQUAL).makespan)
+    return Result.of(
+        [
+            Row("idle time without micro-batches", value(drawn["naive"], **letters), bubble(naive), EXACT),
+            Row("idle time with micro-batches", value(drawn["pipelined"], **letters), bubble(pipelined), EXACT),
+            Row("slots until the update, with micro-batches", drawn["slots"], slots, EXACT),
+        ]
+    )
+
+
+def flushes(ranks: int, micro_batches: int) -> Result:
+    """GPipe, PipeDream-Flush (1F1B) and PipeDream-2BW: memory with recomputation, and throughput.
+
+    Args:
+        ranks: d.
+        micro_batches: m.
+    """
+    printed, rows = published("pipedream", "PipeDream-2BW"), []
+    families = {"GPipe": GPipe(), "PipeDream-Flush": OneFOneB(), "PipeDream-2BW": PipeDream2BW(micro_batches)}
+    bytes_of = {"W": 1000, "A": 90, "I": 10}
+    memory = Memory(weights=1000, gradients=0, optimizer=0, activations=100, inputs=10)
+    for name, family in families.items():
+        number = micro_batches if family.synchronous else 8 * micro_batches
+        schedule = with_recompute(family.build(ranks, number), "always")
+        found = max(int(peak(points).total) for points in memory_over_time(schedule, memory))
+        formula = printed["memory"][name]
+        what = f"{name}, largest memory, d={ranks}, m={micro_batches}, W={1000}, A={90}, I={10}"
+        rows.append(Row(what, int(value(formula, m=micro_batches, d=ranks, **bytes_of)), found, EXACT, note=formula))
+    flush, gpipe = (simulate(families[name].build(ranks, ranks)).makespan for name in ("PipeDream-Flush", "GPipe"))
+    busy = 3 * ranks  # without a bubble, which 2BW has none of
+    rows.append(Row("GPipe over PipeDream-Flush, time of a batch", None, gpipe / flush, note="the same bubble"))
+    reason = (
+        f"the most that its missing bubble is worth, with as few micro-batches as it may have: 2 - 1/d for d={ranks}"
+    )
+    rows.append(Row("2BW over PipeDream-Flush", printed["gains"]["PipeDream-Flush"], flush / busy, note=reason))
+    reason += "; and a third of the work, which GPipe repeats; the rest is smaller micro-batches on the authors' GPUs"
+    rows.append(near("2BW over GPipe", printed["gains"]["GPipe"], float(gpipe / busy) * 4 / 3, note=reason))
+    quoted = published("pipedream", "Often quoted")["memory of activations that 1F1B saves"]
+    held = simulate(OneFOneB().build(4, 4)).peak_activations
+    what = "activations that 1F1B saves over GPipe, mean of 4 ranks with 4 micro-batches"
+    note = "quoted without a set-up; this one gives it: 1 - (p + 1) / 2m on average, and 1 - p / m on rank 0"
+    rows.append(Row(what, quoted, 100 * (1 - sum(held) / 16), unit="%", note=note))
     return Result.of(rows)
 
 
