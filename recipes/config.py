@@ -45,7 +45,7 @@ class Train:
 
     recipe: str = MISSING  # names the output folder
     size: str = MISSING  # tiny, small or paper
-    ranks: list[int] = field(default_factory=lambda: [4, 8, 16])  # for which `python -m recipes.plan` plans
+    ranks: list[int] | None = None  # for which `python -m recipes.plan` plans: those of the pipe, or 4, 8 and 16
     seed: int = 1
     tags: list[str] = field(default_factory=list)  # words to find the run by, in summary.json and with every logger
     adam_betas: list[float] = field(default_factory=lambda: [0.9, 0.95])  # of optim=adamw: a size may have its own
@@ -69,8 +69,9 @@ class Train:
 
 
 def register() -> None:
-    """Makes the schemas and ``${output:}`` known to Hydra; may be called again."""
+    """Makes the schemas, ``${output:}`` and ``${per_pipeline:}`` known to Hydra; may be called again."""
     OmegaConf.register_new_resolver("output", output_folder, replace=True)
+    OmegaConf.register_new_resolver("per_pipeline", per_pipeline, replace=True)
     ConfigStore.instance().store(group="schema", name="train", node=Train)
     arguments.register()
 
@@ -79,6 +80,18 @@ def output_folder() -> str:
     """The folder of this run. ``--cfg`` runs nothing: it shows the folder that a run would have."""
     hydra = HydraConfig.get()
     return str(hydra.run.dir if OmegaConf.is_missing(hydra.runtime, "output_dir") else hydra.runtime.output_dir)
+
+
+def per_pipeline(total: int, *, _root_: DictConfig) -> int:
+    """A pipeline's samples of so many in a step, where the number of pipelines side by side is given."""
+    pipelines = _root_.pipe.data_parallel_size if _root_.pipe else "auto"
+    if not isinstance(pipelines, int):
+        return total
+    if total % pipelines:
+        raise RecipeError(
+            f"{total} samples cannot be divided among {pipelines} pipelines.", hint="Set data.batch_size."
+        )
+    return total // pipelines
 
 
 def check(config: DictConfig) -> None:

@@ -53,11 +53,15 @@ def plans(settings: DictConfig) -> Iterator[str]:
     with torch.device("meta"):
         module = job.make_module(settings)
     given = instantiate(settings.pipe, _target_="builtins.dict", _convert_="all")
-    options = {name: given[name] for name in ("schedule", "stages", "layers", "balance", "micro_batches")}
+    options = {name: given[name] for name in ("schedule", "stages", "layers", "balance", "micro_batches", "recompute")}
     options |= {"batch": settings.data.batch_size, "accumulation": settings.trainer.accumulate_grad_batches}
-    for ranks in settings.ranks:
+    ranks_of_pipe, replicas = given["pipeline_parallel_size"], given["data_parallel_size"]
+    if replicas != "auto":
+        options["replicas"] = replicas
+    for ranks in settings.ranks or ([4, 8, 16] if ranks_of_pipe == "auto" else [ranks_of_pipe]):
         try:
-            yield plan_text(plan(module, ranks, **options), width=130)
+            text = plan_text(plan(module, ranks, **options), width=130)
+            yield text if options["recompute"] == "never" else f"{text}\nRecompute {options['recompute']}"
         except PipeError as error:
             yield f"{ranks} ranks: {error}"
 

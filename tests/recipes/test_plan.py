@@ -8,9 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from hydra.utils import instantiate
 from omegaconf import DictConfig
+from omegaconf.errors import InterpolationResolutionError
 
 from lightning_pipe.partition import find_layers
+from lightning_pipe.schedules import Chimera
 from recipes import job
 from recipes.errors import RecipeError
 from recipes.plan import plans
@@ -68,6 +71,55 @@ def test_every_paper_s_model_is_planned_without_a_single_weight(
         stages = re.findall(r"^│ (\d+) +│", text, re.MULTILINE)
         assert len(stages) == ranks * (2 if pipe == "interleaved" else 1)
         assert "iB" in text
+
+
+OF_THE_PAPERS = {
+    "amoebanet_imagenet": ("gpipe", 16, 4, 1, "always", 128),
+    "resnet101_imagenet": ("gpipe", "auto", "auto", "auto", "except_last", 256),
+    "unet_imagenet": ("gpipe", 16, 4, 1, "except_last", 512),
+    "transformer_wikitext103": ("gpipe", 32, 8, 1, "always", 32),
+    "bert48_wikipedia": (Chimera(), 8, 4, 8, "never", 64),
+    "gpt2_wikitext2": (Chimera(), 32, 32, 16, "never", 32),
+    "gpt2_wikitext103": (Chimera(), 32, 32, 16, "never", 32),
+    "nmt_multilingual": ("gpipe", 64, 16, 1, "always", 512),
+}
+"""Schedule, micro-batches, ranks of a pipeline, pipelines, recomputation, and a pipeline's samples."""
+
+
+@pytest.mark.parametrize("experiment", sorted(PARAMETERS))
+def test_the_paper_s_size_has_the_paper_s_pipeline(composed: Compose, experiment: str) -> None:
+    settings = composed(f"experiment={experiment}", "size=paper")
+    pipe = settings.pipe
+    schedule = pipe.schedule if isinstance(pipe.schedule, str) else instantiate(pipe.schedule)
+    division = (pipe.micro_batches, pipe.pipeline_parallel_size, pipe.data_parallel_size)
+    assert (schedule, *division, pipe.recompute, settings.data.batch_size) == OF_THE_PAPERS[experiment]
+    assert composed(f"experiment={experiment}", "size=paper", "pipe=1f1b").pipe.micro_batches == "auto"
+
+
+@pytest.mark.parametrize(
+    ("name", "experiment", "equation"),
+    [
+        ("bert48_wikipedia", "bert48_wikipedia", "8 (replicas) x 1 (accumulation); batch = 8 micro-batches x 8"),
+        ("gpipe_w8d4b4", "bert48_wikipedia", "8 (replicas) x 1 (accumulation); batch = 16 micro-batches x 4"),
+        ("dapple_w8d4b4", "bert48_wikipedia", "8 (replicas) x 1 (accumulation); batch = 16 micro-batches x 4"),
+        ("chimera_w64d8b1", "gpt2_wikitext2", "64 (replicas) x 1 (accumulation); batch = 8 micro-batches x 1"),
+        ("dapple_w32d16b1", "gpt2_wikitext2", "32 (replicas) x 1 (accumulation); batch = 16 micro-batches x 1"),
+        ("gpipe_w64d8b1", "gpt2_wikitext2", "64 (replicas) x 1 (accumulation); batch = 8 micro-batches x 1"),
+    ],
+)
+def test_a_plan_names_the_paper_s_configuration(composed: Compose, name: str, experiment: str, equation: str) -> None:
+    settings = composed(f"experiment={experiment}", "size=paper", f"pipe=paper/{name}")
+    (text,) = plans(settings)
+    assert re.search(rf"Batch +512 samples .* x {re.escape(equation)}\n", text)
+    assert f"Schedule  {name.partition('_')[0].replace('dapple', '1f1b').replace('bert48', 'chimera')}" in text
+    assert ("Recompute always" in text) == (settings.pipe.recompute == "always")
+    layers = {int(number) for number in re.findall(r"\((\d+) layers\)", text)}
+    assert len(layers) == 1, "Chimera has as many blocks in every stage"
+
+
+def test_samples_that_pipelines_cannot_divide_are_refused(composed: Compose) -> None:
+    with pytest.raises(InterpolationResolutionError, match="512 samples cannot be divided among 3 pipelines"):
+        _ = composed("experiment=bert48_wikipedia", "size=paper", "pipe.data_parallel_size=3").data.batch_size
 
 
 @pytest.mark.parametrize(
