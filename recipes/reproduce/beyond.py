@@ -8,7 +8,7 @@ from typing import Any
 from lightning_pipe.planning.cost_profile import CostProfile, LayerSizes, SizeCosts
 from lightning_pipe.planning.prediction import Configuration, Predictor
 from lightning_pipe.planning.search import search
-from lightning_pipe.schedules import Family, Schedule
+from lightning_pipe.schedules import Chimera, Family, Schedule
 from lightning_pipe.simulate import Costs, Memory
 from recipes.reproduce.counted import sizes_of_stages
 from recipes.reproduce.memory import BLOCK, DEVICE, activation, fits, of_stages, peaks
@@ -84,9 +84,14 @@ def _speed(
     stages = depth * family.stages_per_rank
     if rest or not micro_batches or BLOCKS[model] % stages or family.published(depth, micro_batches) != micro_batches:
         return None
-    again = not fits(machine, max(peaks(model, family, depth, batch, micro_batches)))
+    again = _repeats(family) or not fits(machine, max(peaks(model, family, depth, batch, micro_batches)))
     speed = machine.speed(family, model, width, depth, batch, total, again)
     return speed, f"{family.label}, W{width}D{depth}B{batch}{', recomputed' * again}"
+
+
+def _repeats(family: Family) -> bool:
+    """Whether a family computes activations again of its own accord."""
+    return isinstance(family, Chimera) and family.scaling == "forward_doubling"
 
 
 class OnPizDaint(Predictor):
@@ -103,7 +108,7 @@ class OnPizDaint(Predictor):
 
     def costs(self, one: Configuration, layers: Sequence[int], schedule: Schedule) -> Costs:
         """Of equal stages, by the machine."""
-        copies, again = len(schedule.holders(0)), one.recompute != "never"
+        copies, again = len(schedule.holders(0)), one.recompute != "never" or _repeats(one.family)
         return self.machine.costs(
             one.family, self.model, one.stages, one.replicas, copies, one.samples, recompute=again
         )

@@ -106,7 +106,7 @@ def bars(
     places = range(len(ours))
     given = [published.get(label) or 0.0 for label in ours]
     plot.barh([place - 0.2 for place in places], given, 0.38, color="#BBBBBB", label="published")
-    plot.barh([place + 0.2 for place in places], list(ours.values()), 0.38, color=COLOURS[0], label="reproduced")
+    plot.barh([place + 0.2 for place in places], list(ours.values()), 0.38, color=COLOURS[0], label="simulated")
     plot.set_yticks(list(places), list(ours))
     plot.set_ylim(len(ours) - 0.4, -0.6)
     plot.set_xlabel(unit)
@@ -163,5 +163,5 @@ def _finish(figure: Figure, plot: Axes, axes: tuple[str, str], published: bool) 
     plot.spines[["top", "right"]].set_visible(False)
     if published:
         plot.plot([], [], color="#555555", marker="o", linestyle="none", markerfacecolor="none", label="published")
-        plot.plot([], [], color="#555555", marker="o", markersize=4.5, label="reproduced")
+        plot.plot([], [], color="#555555", marker="o", markersize=4.5, label="simulated")
     figure.legend(loc="outside right upper", frameon=False)

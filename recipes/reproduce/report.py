@@ -12,7 +12,7 @@ from string import Template
 from recipes.reproduce.experiments import Experiment
 from recipes.reproduce.results import Result, entry, shown
 
-HEAD = ("value", "published", "reproduced", "difference", "tolerance", "verdict", "note")
+HEAD = ("value", "published", "here", "difference", "tolerance", "verdict", "note")
 MEANINGS = {
     "reproduced": "within the tolerance",
     "near": "outside the tolerance, but within 20 %: not reproduced",
