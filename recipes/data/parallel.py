@@ -17,6 +17,7 @@ from recipes.data.parallel_files import Pair, Read
 from recipes.data.store import Texts
 from recipes.errors import RecipeError
 
+ALL = "*-"  # begins what names all pairs to a language
 STAND_INS = {
     "catalogues": "messages of this machine's programs and their translations",
     "docstrings": "definitions and docstrings of Python's standard library",
@@ -109,9 +110,12 @@ def local_files(folder: Path, pairs: Sequence[str]) -> Parallel:
 
     Args:
         folder: holds them.
-        pairs: such as "de-en": from German, to English.
+        pairs: such as "de-en": from German, to English; "*-en" are all to English that there are.
     """
-    found = {pair: parallel_files.find(folder, *_languages(pair)) for pair in pairs}
+    named = [
+        one for pair in pairs for one in (parallel_files.present(folder, pair[2:]) if pair.startswith(ALL) else [pair])
+    ]
+    found = {pair: parallel_files.find(folder, *_languages(pair)) for pair in named}
     splits = {split: {pair: one.splits[split] for pair, one in found.items()} for split in ("train", "validation")}
     used = [file for one in found.values() for file in one.files]
     return Parallel(f"the files in {folder}", splits, files.fingerprint(used))
@@ -138,6 +142,9 @@ def hub(name: str, pairs: Sequence[str]) -> Parallel:
 
 
 def _languages(pair: str) -> tuple[str, str]:
+    if pair.startswith(ALL):
+        told = f"data.pairs: {pair!r} are all pairs in local files."
+        raise RecipeError(told, hint="Name the folder by data.files, or name the pairs.")
     source, dash, target = pair.partition("-")
     if not (source and dash and target) or "-" in target:
         raise RecipeError(f"data.pairs: {pair!r} is not a pair of languages.", hint="Write it as de-en.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import zipfile
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -60,6 +61,24 @@ def find(folder: Path, source: str, target: str) -> Found:
             yield from read()
 
     return Found({split: partial(files.share, joined, validation=split == "validation") for split in SPLITS}, used)
+
+
+def present(folder: Path, target: str) -> list[str]:
+    """All pairs of languages to one of them that the names of files, also in archives of OPUS, speak of.
+
+    Args:
+        folder: holds the files.
+        target: the language to translate to.
+    """
+    names = [path.name for path in sorted(folder.rglob("*")) if path.is_file()]
+    for archive in sorted(folder.rglob("*.zip")):
+        with files.reading(archive):
+            names += zipfile.ZipFile(archive).namelist()
+    pair = re.compile(rf"(?<![a-z])(?:([a-z]{{2,3}})-{target}|{target}-([a-z]{{2,3}}))(?![a-z])")
+    found = {one or other for name in names for one, other in pair.findall(name)}
+    if not found:
+        raise RecipeError(f"{folder} has no pairs with {target}.", hint=f"Pairs of languages may come in {KINDS}.")
+    return [f"{source}-{target}" for source in sorted(found)]
 
 
 def _named(folder: Path, source: str, target: str) -> Found | None:

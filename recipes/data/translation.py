@@ -144,7 +144,7 @@ class ParallelText(Prepared):
             the hub where it answers, else the catalogues where the machine has enough of them, else the docstrings.
         files: folder with files such as ``train.de-en.de`` and ``train.de-en.en``.
         name: data set on the hub.
-        pairs: pairs of languages such as "de-en", all to the same language.
+        pairs: pairs of languages such as "de-en", all to the same language; "*-en" are all that ``files`` has.
         temperature: of the sampling over languages.
         vocabulary: number of tokens, all languages together, for which the model is built.
         tokenizer: a ready tokeniser, by its name on the hub or its folder; None trains one on the texts.

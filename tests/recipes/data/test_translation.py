@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+import zipfile
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -148,6 +149,17 @@ def german(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
+def test_all_pairs_are_those_that_the_files_have(tmp_path: Path) -> None:
+    folder = write_pairs(tmp_path / "pairs")
+    (folder / "more.en-sv.tsv").write_text("one\tett\n" * 400)
+    with zipfile.ZipFile(folder / "OpenSubtitles.zip", "w") as archive:
+        for language in ("en", "pt"):
+            archive.writestr(f"OpenSubtitles.en-pt.{language}", "text\n" * 400)
+    texts = parallel.local_files(folder, ["*-en"])
+    assert sorted(texts.splits["train"]) == ["de-en", "fr-en", "pt-en", "sv-en"]
+    assert next(iter(texts.splits["train"]["sv-en"]())) == ("ett", "one")
+
+
 def test_catalogues_are_translations_of_messages(german: Path) -> None:
     texts = parallel.messages(["de-en"])
     train, validation = (list(texts.splits[split]["de-en"]()) for split in ("train", "validation"))
@@ -194,6 +206,8 @@ def test_opus_is_streamed_in_its_own_order_of_languages(monkeypatch: pytest.Monk
         ({"files": "{tmp}/nowhere"}, "no folder"),
         ({"files": "{tmp}/good", "pairs": ["es-en"]}, r"no file .*train.es-en.es"),
         ({"files": "{tmp}/good", "pairs": ["german"]}, "'german' is not a pair"),
+        ({"files": "{tmp}/good", "pairs": ["*-sv"]}, "no pairs with sv"),
+        ({"source": "catalogues", "pairs": ["*-en"]}, r"'\*-en' are all pairs in local files"),
         ({"files": "{tmp}/uneven"}, "has 3 lines and .* has 40"),
         ({"files": "{tmp}/empty"}, r"valid\.de-en\.de is empty"),
         ({"files": "{tmp}/blank"}, "validation split .* has no pairs of fr-en"),
