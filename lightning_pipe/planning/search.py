@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
@@ -160,14 +161,20 @@ class _Search:
 
     def largest(self, candidates: list[Configuration]) -> Iterator[Configuration]:
         """Of every schedule on so many ranks the largest micro-batch that fits, best without recomputation."""
-        tried = [(one, self.fitting(one)[0]) for one in candidates if one.micro_batches >= one.ranks]
-        fitting = [(one, changed.recompute != "never") for one, changed in tried if changed is not None]
-        done = set()
-        for one, _ in sorted(fitting, key=lambda pair: (pair[1], -pair[0].samples)):
-            place = one.family, one.ranks, one.stages
-            if place not in done:
-                done.add(place)
-                yield one
+        places: dict[object, list[Configuration]] = defaultdict(list)
+        for one in sorted(candidates, key=lambda one: -one.samples):
+            if one.micro_batches >= one.ranks:
+                places[one.family, one.ranks, one.stages].append(one)
+        for ones in places.values():
+            found = None
+            for one in ones:
+                changed, _ = self.fitting(one)
+                found = found or (None if changed is None else one)
+                if changed is not None and changed.recompute == "never":
+                    found = one
+                    break
+            if found is not None:
+                yield found
 
     def fitting(self, one: Configuration) -> tuple[Configuration | None, float]:
         """The configuration with the least that makes it fit, or ``None`` and the bytes that it needs at least."""
