@@ -53,6 +53,7 @@ class Train:
     test: bool = True  # after training, where a recipe has a test
     threads: int | None = None  # threads per process; None leaves it to torch
     ckpt_path: str | None = None  # resume from a file, or from the newest run's "last" or "best" checkpoint
+    transfer: bool = False  # take the weights of ckpt_path alone, and a new head: fine-tunes for other classes
     layers: Any = None  # dotted names of the model's layers, which the stages are cut from
     compile: str | None = None  # a backend of torch.compile, such as inductor, for each layer
     balance: Any = "parameters"  # what stages get equal amounts of, for this model

@@ -43,10 +43,14 @@ def run(config: DictConfig) -> Report:
     data = make_data(config)
     with deferred_init() if config.pipe is not None else nullcontext():  # each process makes its own layers alone
         module = make_module(config)
+    if config.transfer:
+        if checkpoint is None or not module.head:
+            raise RecipeError("transfer=true needs a ckpt_path, and a model with a head of its own, as AmoebaNet has.")
+        module.strict_loading = False  # what the checkpoint has of the head is left out
     callbacks = make_callbacks(config)
     trainer = make_trainer(config, callbacks)
     if trainer.is_global_zero:
-        for difference in checkpoints.differences(checkpoint, config):
+        for difference in checkpoints.differences(None if config.transfer else checkpoint, config):
             log.warning("The checkpoint's run had another configuration: %s.", difference)
         facts.tell(config, module, trainer)
         Path(config.paths.output, "config.yaml").write_text(OmegaConf.to_yaml(config, resolve=True))
@@ -54,7 +58,7 @@ def run(config: DictConfig) -> Report:
     tested = config.test and is_overridden("test_step", module)
     before = trainer.validate(module, datamodule=data, ckpt_path=checkpoint, verbose=False)[0]
     check_metric(config.optimized_metric, list(before), tested=tested)
-    trainer.fit(module, datamodule=data, ckpt_path=checkpoint)
+    trainer.fit(module, datamodule=data, ckpt_path=None if config.transfer else checkpoint)
 
     after = {name: float(trainer.callback_metrics[name]) for name in before if name in trainer.callback_metrics}
     if tested:

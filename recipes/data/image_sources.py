@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,21 @@ class Images:
     title: str
     splits: Mapping[str, Dataset]
     classes: int
+
+    def of(self, labels: Sequence[int]) -> Images:
+        """Those of some classes, which are numbered anew."""
+        if wrong := [label for label in labels if not 0 <= label < self.classes]:
+            raise RecipeError(
+                f"data.labels has {wrong[0]}, and the classes are 0 to {self.classes - 1}.", hint="Leave it out."
+            )
+        numbers = {label: number for number, label in enumerate(labels)}
+        splits = {
+            split: rows.filter(lambda label: label in numbers, input_columns="label").map(
+                lambda label: {"label": numbers[label]}, input_columns="label"
+            )
+            for split, rows in self.splits.items()
+        }
+        return Images(f"{self.title}, {len(labels)} of {self.classes} classes", splits, len(labels))
 
 
 def digits() -> Images:

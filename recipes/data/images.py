@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -96,6 +96,7 @@ class ImageFolder(ResumableData):
             copy out.
         batch_size: images in a batch of one pipeline.
         classes: for which the model is built.
+        labels: the classes that are taken, by their numbers, and numbered anew; None takes all.
         seed: of the order and the augmentation.
         workers: processes that load batches.
     """
@@ -113,6 +114,7 @@ class ImageFolder(ResumableData):
         noise: float = 0.0,
         batch_size: int = 32,
         classes: int = 1000,
+        labels: Sequence[int] | None = None,
         seed: int = 1,
         workers: int = 0,
     ) -> None:
@@ -120,6 +122,7 @@ class ImageFolder(ResumableData):
         self.source, self.files, self.dataset, self.noise = source, files, name, noise
         self.augmentation = Augmentation(image_size, (crop_area[0], crop_area[1]), flip=flip, cutout=cutout)
         self.batch_size, self.classes, self.seed, self.workers = batch_size, classes, seed, workers
+        self.labels = None if labels is None else list(labels)
         self.images: image_sources.Images | None = None
         self._prepared = False
 
@@ -146,6 +149,8 @@ class ImageFolder(ResumableData):
             "digits": image_sources.digits,
         }
         images = choice.read(self.source, readers)
+        if self.labels is not None:
+            images = images.of(self.labels)
         # the digits may stand for a data set with more classes
         if images.classes > self.classes or (self.source != STAND_IN[0] and images.classes != self.classes):
             raise RecipeError(

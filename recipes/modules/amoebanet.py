@@ -41,6 +41,7 @@ class AmoebaNetClassifier(Classifier, network=AmoebaNet, given=("auxiliary_for",
         self.save_hyperparameters()
         self.drop_path, self.auxiliary_weight = drop_path, auxiliary_weight
         self.model = AmoebaNet(classes=classes, auxiliary_for=image_size if auxiliary_weight else None, **network)
+        self.head = (f"model.layers.{len(self.model.layers) - 1}.", "model.auxiliary_head.")
         self.example_input_array = torch.zeros(1, 3, image_size, image_size)
 
     @override

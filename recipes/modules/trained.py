@@ -33,11 +33,13 @@ class Trained(L.LightningModule):
         make_optimizer: makes the optimizer from parameter groups; needed for training only.
         make_scheduler: makes the learning rate schedule from the optimizer and the number of steps; None keeps it
             constant.
+        head: what names of parameters and buffers begin with that know the classes: a transfer begins them anew.
     """
 
     model: Any  # the network
     make_optimizer: MakeOptimizer | None = None
     make_scheduler: MakeScheduler | None = None
+    head: tuple[str, ...] = ()
 
     def __init_subclass__(
         cls, network: Callable[..., nn.Module] | None = None, given: Sequence[str] = (), **kwargs: Any
@@ -64,6 +66,12 @@ class Trained(L.LightningModule):
             return optimizer
         schedule = self.make_scheduler(optimizer, int(self.trainer.estimated_stepping_batches))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    @override
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if not self.strict_loading:
+            state = checkpoint["state_dict"]
+            checkpoint["state_dict"] = {name: state[name] for name in state if not name.startswith(self.head)}
 
     @override
     def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from recipes.data.segment_pairs import IGNORED
 from recipes.data.translation import Collate
@@ -59,6 +60,29 @@ def amoebanet(**settings: Any) -> AmoebaNetClassifier:
         }
         | settings
     )
+
+
+def test_a_transfer_takes_everything_but_the_head(tmp_path: Path) -> None:
+    given = amoebanet(classes=6)
+    for parameter in given.parameters():
+        parameter.data += 1  # both begin with the same seed
+    samples: Any = [{"image": torch.randn(3, 48, 48), "label": label} for label in range(4)]
+    loader = DataLoader(samples, batch_size=4)
+    quiet: dict[str, Any] = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False}
+    trainer = L.Trainer(**quiet, enable_model_summary=False)
+    trainer.strategy.connect(given)
+    trainer.save_checkpoint(tmp_path / "six.ckpt", weights_only=True)
+    strict = amoebanet(classes=4, image_size=48)
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        L.Trainer(**quiet).validate(strict, loader, ckpt_path=str(tmp_path / "six.ckpt"), verbose=False)
+    other = amoebanet(classes=4, image_size=48)
+    fresh = {name: value.clone() for name, value in other.state_dict().items()}
+    other.strict_loading = False
+    L.Trainer(**quiet).validate(other, loader, ckpt_path=str(tmp_path / "six.ckpt"), verbose=False)
+    for name, value in other.state_dict().items():
+        anew = name.startswith(other.head)
+        assert torch.equal(value, fresh[name] if anew else given.state_dict()[name]), name
+    assert any(name.startswith("model.auxiliary_head.") for name in fresh)
 
 
 def images(count: int = 4) -> dict[str, Tensor]:

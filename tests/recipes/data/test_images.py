@@ -57,6 +57,18 @@ def test_the_digits_are_real_and_divided_once_and_for_all() -> None:
     assert set(images.splits["validation"]["label"]) == set(range(10))
 
 
+def test_some_classes_are_taken_and_numbered_anew() -> None:
+    every, some = image_sources.digits(), image_sources.digits().of([7, 2])
+    assert some.classes == 2
+    assert "2 of 10 classes" in some.title
+    for split, rows in some.splits.items():
+        labels = every.splits[split]["label"]
+        assert [[7, 2][label] for label in rows["label"]] == [label for label in labels if label in (7, 2)]
+    with pytest.raises(RecipeError, match=r"data\.labels has 10"):
+        every.of([10])
+    assert data_module(source="digits", labels=[3, 4], classes=2).train_dataloader() is not None
+
+
 def test_training_images_differ_between_epochs_and_not_between_runs(tmp_path: Path) -> None:
     files = str(write_images(tmp_path / "images"))
     one, other = (data_module(files=files).split("train") for _ in range(2))
