@@ -10,7 +10,6 @@ from lightning_pipe.schedules.families.dual_pipe import DualPipe
 from lightning_pipe.schedules.families.dual_pipe_v import DualPipeV
 from lightning_pipe.schedules.families.gems import GEMS
 from lightning_pipe.schedules.families.gpipe import GPipe
-from lightning_pipe.schedules.families.hanayo import Hanayo
 from lightning_pipe.schedules.families.interleaved import Interleaved
 from lightning_pipe.schedules.families.interleaved_zero_bubble import InterleavedZeroBubble
 from lightning_pipe.schedules.families.looped_bfs import LoopedBFS
@@ -34,7 +33,6 @@ register("zero_bubble")(ZeroBubble)
 register("interleaved_zero_bubble")(InterleavedZeroBubble)
 register("dualpipe")(DualPipe)
 register("dualpipev")(DualPipeV)
-register("hanayo")(Hanayo)
 register("chimera")(Chimera)
 register("bitpipe")(BitPipe)
 register("gems")(GEMS)
@@ -50,7 +48,6 @@ __all__ = [
     "DualPipeV",
     "Family",
     "GPipe",
-    "Hanayo",
     "Interleaved",
     "InterleavedZeroBubble",
     "Kind",

@@ -17,7 +17,6 @@ POINTS = [
     Point("interleaved", 3, ranks=1),
     Point(schedules.ZeroBubble(variant="v"), 4),
     Point("dualpipev", 4),
-    Point("hanayo", 4),
     Point("chimera", 4, ranks=4),
     Point("gems", 2, ranks=2),
     Point("bitpipe", 4),

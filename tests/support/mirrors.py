@@ -74,7 +74,6 @@ _ROOMS: dict[str, dict[str, str]] = {
             "dual_pipe_v",
             "gems",
             "gpipe",
-            "hanayo",
             "interleaved",
             "interleaved_zero_bubble",
             "looped_bfs",

@@ -8,8 +8,7 @@ from fractions import Fraction
 import pytest
 
 from lightning_pipe import schedules
-from lightning_pipe.errors import ScheduleError
-from lightning_pipe.schedules import GPipe, Hanayo, Interleaved, Kind, LoopedBFS, Naive, OneFOneB
+from lightning_pipe.schedules import GPipe, Interleaved, Kind, LoopedBFS, Naive, OneFOneB
 from lightning_pipe.schedules.dependencies import held
 from lightning_pipe.simulate import simulate
 from tests.support.schedule_sweep import training_schedules
@@ -79,34 +78,6 @@ def test_the_bubble_of_looped_bfs(virtual: int) -> None:
         timeline = simulate(LoopedBFS(virtual).build(ranks, micro_batches))
         assert timeline.bubble_ratio == Fraction(ranks - 1, virtual * micro_batches + ranks - 1)
         assert timeline.peak_activations == (virtual * micro_batches,) * ranks
-
-
-def test_hanayo_in_one_wave() -> None:
-    """Four stages on two ranks: down, up, and back."""
-    schedule = Hanayo().build(ranks=2, micro_batches=2)
-    assert [" ".join(map(str, actions)) for actions in schedule.actions] == [
-        "0F0 0F1 3F0 3B0 3F1 3B1 0B0 0B1",
-        "1F0 2F0 1F1 2F1 2B0 1B0 2B1 1B1",
-    ]
-
-
-@pytest.mark.parametrize("waves", [1, 2, 3])
-def test_the_bubble_of_hanayo(waves: int) -> None:
-    for ranks in range(1, 7):
-        for micro_batches in (ranks, ranks + 1, 3 * ranks):
-            schedule = Hanayo(waves).build(ranks, micro_batches)
-            timeline = simulate(schedule)
-            lost = 2 * ranks - 2
-            assert timeline.bubble_ratio == Fraction(lost, 3 * waves * micro_batches + lost)
-            everything = 2 * waves * micro_batches
-            assert timeline.peak_activations == tuple(everything + 1 - ranks + rank for rank in range(ranks))
-            assert schedule.stages_of(0)[:2] == (0, 2 * ranks - 1)
-
-
-def test_hanayo_makes_waves_of_the_stages_it_is_given() -> None:
-    assert Hanayo().build(2, 2, stages=8).actions == Hanayo(waves=2).build(2, 2).actions
-    with pytest.raises(ScheduleError, match="waves >= 1, got 0"):
-        Hanayo(waves=0)
 
 
 def test_all_micro_batches_of_a_linear_schedule_take_pipe_0() -> None:
