@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -34,6 +34,10 @@ class Action(NamedTuple):
     micro-batch takes through the ranks. ``peer`` is the rank at the other end of a message and ``None`` elsewhere;
     ``other`` is the stage at the other end of a message that skips the stages between.
 
+    An action may be ``joined`` to the one before it, a forward pass, and is then one with it. A backward pass overlaps
+    it where a device can do so. A forward pass of the same stage shares a slot with it: both are one pass where both
+    are recomputed, each from its part of the input. Elsewhere the two run one after the other.
+
     Example:
         >>> print(Action(Kind.FORWARD, stage=2, micro_batch=0), Action(Kind.SEND_FORWARD, 2, 0, pipe=1, peer=3))
         2F0 2SEND_F0@1>3
@@ -45,6 +49,7 @@ class Action(NamedTuple):
     pipe: int = 0
     peer: int | None = None
     other: int | None = None
+    joined: bool = False
 
     def __str__(self) -> str:
         micro_batch = "" if self.micro_batch is None else self.micro_batch
@@ -53,5 +58,37 @@ class Action(NamedTuple):
         return f"{self.stage}{self.kind}{micro_batch}{pipe}" + ("" if self.peer is None else f"{arrow}{self.peer}")
 
 
+def blocks(order: Iterable[Action]) -> list[tuple[Action, ...]]:
+    """The actions of one rank, those together that are one."""
+    found: list[tuple[Action, ...]] = []
+    for action in order:
+        if action.joined and found:
+            found[-1] += (action,)
+        else:
+            found.append((action,))
+    return found
+
+
+def joined(actions: Iterable[Action | None]) -> Iterator[Action]:
+    """Some actions as one; what is left out of a block is ``None``."""
+    there = [action for action in actions if action is not None]
+    return (action._replace(joined=index > 0) for index, action in enumerate(there))
+
+
+def cells(order: Iterable[Action]) -> Iterator[str]:
+    """The actions of one rank as a CSV file has them, one cell for each block.
+
+    Example:
+        >>> forward, backward = Action(Kind.FORWARD, 3, 1), Action(Kind.BACKWARD, 2, 0, joined=True)
+        >>> list(cells([forward, backward]))
+        ['(3F1;2B0)OVERLAP_F_B']
+    """
+    for block in blocks(order):
+        text = ";".join(map(str, block))
+        yield text if len(block) == 1 else f"({text}){JOINT_FORWARD if block[-1].kind is Kind.FORWARD else OVERLAP}"
+
+
+OVERLAP, JOINT_FORWARD = "OVERLAP_F_B", "JOINT_F"
+"""What cells call a forward and a backward pass that are one action, in torch as well, and two such forward passes."""
 Placement = Mapping[tuple[int, int], int]
 """``(pipe, stage) -> rank``: the rank that computes a stage for the micro-batches of a pipe."""

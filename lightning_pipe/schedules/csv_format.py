@@ -9,12 +9,12 @@ from os import PathLike
 from pathlib import Path
 
 from lightning_pipe.errors import ScheduleError
-from lightning_pipe.schedules.action import COMPUTE, Action
+from lightning_pipe.schedules.action import COMPUTE, JOINT_FORWARD, OVERLAP, Action
 from lightning_pipe.schedules.family import schedule_of
 from lightning_pipe.schedules.ir import Schedule
 
 _CELL = re.compile(r"(\d+)([A-Z]+)(\d+)(?:@(\d+))?")
-_OVERLAP = re.compile(r"\((.*)\)OVERLAP_F_B")
+_BLOCK = re.compile(rf"\((.*)\)(?:{OVERLAP}|{JOINT_FORWARD})")
 _KINDS = {kind.value: kind for kind in COMPUTE}
 
 
@@ -46,16 +46,17 @@ def read_csv(path: str | PathLike[str], name: str | None = None) -> Schedule:
 
 
 def parse_row(cells: Iterable[str], where: str = "schedule") -> list[Action]:
-    """The actions of one rank; empty cells are skipped, cells that overlap several actions become all of them.
+    """The actions of one rank; empty cells are skipped, those of a cell with two are joined.
 
     Example:
-        >>> print(*parse_row(["2F0", "", "2B0@1", "(3F1;2B0)OVERLAP_F_B"]))
-        2F0 2B0@1 3F1 2B0
+        >>> actions = parse_row(["2F0", "", "2B0@1", "(3F1;2B0)OVERLAP_F_B"])
+        >>> print(*actions, actions[-1].joined)
+        2F0 2B0@1 3F1 2B0 True
     """
     actions = []
     for column, cell in enumerate(map(str.strip, cells), start=1):
-        overlapped = _OVERLAP.fullmatch(cell)
-        for part in overlapped[1].split(";") if overlapped else [cell] * bool(cell):
+        block = _BLOCK.fullmatch(cell)
+        for place, part in enumerate(block[1].split(";") if block else [cell] * bool(cell)):
             match = _CELL.fullmatch(part.strip())
             if match is None or match[2] not in _KINDS:
                 raise ScheduleError(
@@ -63,5 +64,6 @@ def parse_row(cells: Iterable[str], where: str = "schedule") -> list[Action]:
                     hint=f"Write stage, kind and micro-batch, as in 2F0; kinds are {', '.join(sorted(_KINDS))}.",
                 )
             stage, kind, micro_batch, pipe = match.groups()
-            actions.append(Action(_KINDS[kind], int(stage), int(micro_batch), int(pipe or 0)))
+            action = Action(_KINDS[kind], int(stage), int(micro_batch), int(pipe or 0), joined=place > 0)
+            actions.append(action)
     return actions

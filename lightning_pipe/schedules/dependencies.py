@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
 from heapq import heappop, heappush
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from lightning_pipe.errors import ScheduleError
-from lightning_pipe.schedules.action import Action, Kind, Placement
+from lightning_pipe.schedules.action import Action, Kind, Placement, blocks
 
 if TYPE_CHECKING:
     from lightning_pipe.schedules.ir import Schedule
@@ -88,6 +88,21 @@ def consumer_rank(action: Action, stages: int, placement: Placement) -> int | No
     return None
 
 
+def in_one(order: Sequence[Action], *, overlaps: bool) -> list[tuple[Action, ...]]:
+    """The actions of one rank, those together that run as one: they begin and end together.
+
+    Joined forward passes do where both are recomputed; joined forward and backward passes where a device ``overlaps``
+    them.
+    """
+    again = {action[1:4] for action in order if action.kind is Kind.RECOMPUTE}
+    found: list[tuple[Action, ...]] = []
+    for block in blocks(order):
+        differ = len({action.kind for action in block}) > 1
+        one = overlaps if differ else all(action[1:4] in again for action in block)
+        found += [block] if one else [(action,) for action in block]
+    return found
+
+
 def play(
     schedule: Schedule,
     duration: Callable[[Action], Number] = lambda action: NOMINAL[action.kind],
@@ -97,6 +112,7 @@ def play(
     overhead: Number = 0,
     occupies: Occupied = "neither",
     links: Links = "free",
+    overlap: Number | None = None,
 ) -> Run:
     """Run every rank's actions in order, each as soon as its rank is free and what it needs has arrived.
 
@@ -107,7 +123,8 @@ def play(
           +------------------- [send: overhead, link, the transfer if it occupies the sender] <-------------+
 
     A link is given to messages in the order in which their actions finish, which is why actions are taken in the order
-    of their ends.
+    of their ends. Actions that run as one need all their inputs when they begin, and their results appear together at
+    the end, with the overhead of one.
 
     Args:
         schedule: the schedule.
@@ -117,6 +134,8 @@ def play(
         overhead: what a rank spends besides on each action, on each message that it sends and each that it takes.
         occupies: who does nothing else during a message.
         links: which messages between two ranks travel one after the other.
+        overlap: the share of their messages that joined forward and backward passes hide; ``None``: these run one after
+            the other.
 
     Returns:
         The actions and messages, in exactly the arithmetic of the times given.
@@ -124,7 +143,7 @@ def play(
     Raises:
         ScheduleError: the ranks wait for each other.
     """
-    times = _Times(duration, transfer, release, overhead, occupies, links)
+    times = _Times(duration, transfer, release, overhead, occupies, links, overlap)
     return _Player(schedule, times).run()
 
 
@@ -137,6 +156,7 @@ class _Times(NamedTuple):
     overhead: Number
     occupies: Occupied
     links: Links
+    overlap: Number | None
 
 
 class _Player:
@@ -144,6 +164,8 @@ class _Player:
 
     def __init__(self, schedule: Schedule, times: _Times) -> None:
         self.schedule, self.times = schedule, times
+        self.to_come = [deque(in_one(order, overlaps=times.overlap is not None)) for order in schedule.actions]
+        self.running: list[tuple[Action, ...]] = [() for _ in schedule.actions]
         self.played: list[list[Timed]] = [[] for _ in schedule.actions]
         self.messages: list[Message] = []
         self.free: list[Number] = [0] * len(schedule.actions)
@@ -159,49 +181,55 @@ class _Player:
             end, rank = heappop(self.ends)
             self.finish(rank, end)
             self.begin(rank)
-        if any(len(timed) < len(order) for timed, order in zip(self.played, self.schedule.actions, strict=True)):
-            raise _stuck(self.schedule, self.played)
+        if any(self.to_come):
+            raise _stuck(self.schedule, self.played, self.waiting)
         return Run(self.played, self.messages)
 
     def begin(self, rank: int) -> None:
         """Let a free rank begin its next action, or wait for what it needs."""
-        order, played = self.schedule.actions[rank], self.played[rank]
-        if len(played) == len(order):
+        if not self.to_come[rank]:
             return
-        action, times = order[len(played)], self.times
-        start, need = max(self.free[rank], times.release(action)), remote_need(action, self.schedule.stages)
-        if need is not None:
-            if need not in self.sent:
-                self.waiting[need] = rank
-                return
-            message = self.sent[need]
-            if message.sender != rank:
-                if times.occupies in ("receiver", "both"):
-                    start = max(start, message.start) + (message.end - message.start)
-                else:
-                    start = max(start, message.end)
-                start += times.overhead
-                self.messages.append(message._replace(taken=start))
-        played.append(Timed(action, start, start + times.duration(action) + times.overhead))
-        heappush(self.ends, (played[-1].end, rank))
+        block, times = self.to_come[rank][0], self.times
+        needs = [need for action in block if (need := remote_need(action, self.schedule.stages)) is not None]
+        missing = next((need for need in needs if need not in self.sent), None)
+        if missing is not None:
+            self.waiting[missing] = rank
+            return
+        self.running[rank] = self.to_come[rank].popleft()
+        start = max([self.free[rank], *map(times.release, block)])
+        for message in (self.sent[need] for need in needs if self.sent[need].sender != rank):
+            if times.occupies in ("receiver", "both"):
+                start = max(start, message.start) + (message.end - message.start)
+            else:
+                start = max(start, message.end)
+            start += times.overhead
+            self.messages.append(message._replace(taken=start))
+        for action in block:
+            overhead = times.overhead if action is block[-1] else 0
+            self.played[rank].append(Timed(action, start, start + times.duration(action) + overhead))
+            start = self.played[rank][-1].end
+        heappush(self.ends, (start, rank))
 
     def finish(self, rank: int, end: Number) -> None:
-        """Send a result, and let the rank that waits for it go on."""
-        action, self.free[rank] = self.played[rank][-1].action, end
-        result = result_of(action)
-        if result is None:
-            return
-        receiver = consumer_rank(action, self.schedule.stages, self.schedule.placement)
-        if receiver is None or receiver == rank:
-            self.sent[result] = Message(action, rank, rank, end, end, end)
-        else:
-            self.sent[result] = self.send(action, rank, receiver, end + self.times.overhead)
-        if result in self.waiting:
-            self.begin(self.waiting.pop(result))
+        """Send the results, and let the ranks that wait for them go on."""
+        self.free[rank] = end
+        for action in self.running[rank]:
+            result = result_of(action)
+            if result is None:
+                continue
+            receiver = consumer_rank(action, self.schedule.stages, self.schedule.placement)
+            if receiver is None or receiver == rank:
+                self.sent[result] = Message(action, rank, rank, end, end, end)
+            else:
+                self.sent[result] = self.send(action, rank, receiver, self.free[rank] + self.times.overhead)
+            if result in self.waiting:
+                self.begin(self.waiting.pop(result))
 
     def send(self, action: Action, rank: int, receiver: int, ready: Number) -> Message:
         """Give the message its link, and the sender time until it is free again."""
         start, time, links = ready, self.times.transfer(action), self.times.links
+        if self.times.overlap is not None and len({each.kind for each in self.running[rank]}) > 1:
+            time *= 1 - self.times.overlap
         if links != "free":
             link = (rank, receiver) if links == "directed" else (min(rank, receiver), max(rank, receiver))
             start = max(ready, self.links.get(link, ready))
@@ -285,19 +313,16 @@ NOMINAL: dict[Kind, Number] = {
 """Durations where only their rough proportion matters: the order of messages, list scheduling, deadlock checks."""
 
 
-def _stuck(schedule: Schedule, played: list[list[Timed]]) -> ScheduleError:
+def _stuck(schedule: Schedule, played: list[list[Timed]], waiting: dict[Result, int]) -> ScheduleError:
     waits = []
-    for rank, (timed, queue) in enumerate(zip(played, schedule.actions, strict=True)):
-        if len(timed) < len(queue):
-            action = queue[len(timed)]
-            need = remote_need(action, schedule.stages)
-            assert need is not None
-            what, stage, micro_batch = need
-            holder = schedule.placement[action.pipe, stage]
-            waits.append(
-                f"row {rank} cannot run {action} (action {len(timed)}): the {what} of micro-batch {micro_batch} "
-                f"at stage {stage} has not been computed by row {holder}"
-            )
+    for (what, stage, micro_batch), rank in sorted(waiting.items(), key=lambda each: each[1]):
+        done = len(played[rank])
+        action = schedule.actions[rank][done]
+        holder = schedule.placement[schedule.pipe_of(micro_batch or 0), stage]
+        waits.append(
+            f"row {rank} cannot run {action} (action {done}): the {what} of micro-batch {micro_batch} "
+            f"at stage {stage} has not been computed by row {holder}"
+        )
     return ScheduleError(
         f"Schedule {schedule.name!r} deadlocks: " + "; ".join(waits) + ".",
         hint="Order the actions so that every row's next action depends only on actions that can run before it.",

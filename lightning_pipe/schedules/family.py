@@ -6,11 +6,11 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from itertools import accumulate
+from itertools import accumulate, zip_longest
 from typing import ClassVar
 
 from lightning_pipe.errors import ScheduleError
-from lightning_pipe.schedules.action import Action, Kind, Placement
+from lightning_pipe.schedules.action import Action, Kind, Placement, blocks, joined
 from lightning_pipe.schedules.dependencies import steps_before_forwards
 from lightning_pipe.schedules.ir import Schedule
 
@@ -144,10 +144,7 @@ class Family(ABC):
         orders = all_pipes if micro_batches >= family.pipes else family.orders(ranks, whole)
         schedule = schedule_of(
             family.name,
-            [
-                [action for action in order if (action.micro_batch or 0) < micro_batches]
-                for order in fold(orders, coarse, stages or coarse)
-            ],
+            [_cut(order, micro_batches) for order in fold(orders, coarse, stages or coarse)],
             placement=placement_of(fold(all_pipes, coarse, stages or coarse)),
             micro_batches=micro_batches,
             options=family.options(),
@@ -197,19 +194,28 @@ def schedule_of(
 def fold(orders: Orders, coarse: int, stages: int) -> list[list[Action]]:
     """Replace each of ``coarse`` stages by a block of consecutive ones, so that there are ``stages`` in all.
 
-    Blocks are as equal as possible, larger ones first; a backward action runs through its block from the end.
+    They are as equal as possible, larger ones first; a backward action runs through its stages from the end.
     """
     if coarse == stages:
         return [list(order) for order in orders]
     sizes = [stages // coarse + (index < stages % coarse) for index in range(coarse)]
     ends = list(accumulate(sizes))
-    blocks = [range(end - size, end) for size, end in zip(sizes, ends, strict=True)]
-    forwards = (Kind.FORWARD, Kind.RECOMPUTE)
+    spans = [range(end - size, end) for size, end in zip(sizes, ends, strict=True)]
+
+    def folded(action: Action) -> list[Action]:
+        forwards, span = (Kind.FORWARD, Kind.RECOMPUTE), spans[action.stage]
+        return [action._replace(stage=stage) for stage in (span if action.kind in forwards else reversed(span))]
+
     return [
-        [
-            action._replace(stage=stage)
-            for action in order
-            for stage in (blocks[action.stage] if action.kind in forwards else reversed(blocks[action.stage]))
-        ]
+        [action for block in blocks(order) for column in zip_longest(*map(folded, block)) for action in joined(column)]
         for order in orders
     ]
+
+
+def _cut(order: Sequence[Action], micro_batches: int) -> list[Action]:
+    """The actions of the first micro-batches."""
+    left = (
+        joined(action if (action.micro_batch or 0) < micro_batches else None for action in block)
+        for block in blocks(order)
+    )
+    return [action for block in left for action in block]

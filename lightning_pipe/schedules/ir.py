@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from os import PathLike
 
-from lightning_pipe.schedules.action import Action, Kind, Placement
+from lightning_pipe.schedules.action import Action, Kind, Placement, cells
 from lightning_pipe.schedules.check import check
 from lightning_pipe.schedules.dependencies import live_versions
 
@@ -110,7 +110,8 @@ class Schedule:
 
         The cell ``2F0`` is the forward pass of micro-batch 0 at stage 2. Letters are ``F``, ``B`` (whole backward),
         ``I`` and ``W`` (its input and weight part) and ``R`` (recompute). Micro-batches on a pipe other than 0 carry it
-        behind an ``@``: ``2F0@1``. Files without ``R`` and ``@`` are torch's compute-only format.
+        behind an ``@``: ``2F0@1``. Two actions that are one share a cell: ``(3F1;2B0)OVERLAP_F_B``, and
+        ``(2F0;2F1)JOINT_F``. Files without ``R``, ``@`` and ``JOINT_F`` are torch's compute-only format.
 
         Args:
             path: the file, which is replaced.
@@ -119,4 +120,4 @@ class Schedule:
             OSError: the file cannot be written.
         """
         with open(path, "w", newline="", encoding="utf-8") as file:
-            csv.writer(file).writerows(self.actions)
+            csv.writer(file).writerows(map(cells, self.actions))

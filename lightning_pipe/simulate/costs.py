@@ -51,6 +51,8 @@ class Costs:
         overlap_reduce: reductions run beside compute, where the schedule's option ``sync`` does not put them off;
             otherwise they begin when their ranks have nothing left to compute. Without a flush a step waits for
             its reduction in any case.
+        overlap: the share of the messages of joined forward and backward passes that their computation hides, 0 to 1;
+            the two are then one action. ``None``: they run one after the other, as in this package's engine.
 
     All times have one unit, which is that of the simulation's results: seconds in, seconds out.
 
@@ -75,12 +77,15 @@ class Costs:
     occupies: Occupied = "neither"
     links: Links = "free"
     overlap_reduce: bool = True
+    overlap: Number | None = None
 
     def check(self, stages: int) -> None:
         """Raise a :class:`ScheduleError` unless every sequence has one number per stage and none is negative."""
         for name, known in (("occupies", Occupied), ("links", Links)):
             if getattr(self, name) not in get_args(known):
                 raise ScheduleError(f"Costs.{name} is one of {get_args(known)}, got {getattr(self, name)!r}.")
+        if self.overlap is not None and self.overlap > 1:
+            raise ScheduleError(f"Costs.overlap is a share, at most 1, got {self.overlap}.")
         for field in fields(self):
             value = getattr(self, field.name)
             if isinstance(value, (str, bool)):

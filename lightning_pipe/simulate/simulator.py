@@ -59,6 +59,7 @@ def run(schedule: Schedule, costs: Costs) -> Run:
         overhead=costs.overhead,
         occupies=costs.occupies,
         links=costs.links,
+        overlap=costs.overlap,
     )
 
 

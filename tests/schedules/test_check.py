@@ -21,6 +21,7 @@ def of(*rows: str) -> Schedule:
 def test_a_complete_schedule_passes() -> None:
     of(*GOOD).validate()
     of("0F0 0F1 0R0 0B0 0B1", "1F0 1I0 1W0 1F1 1I1 1W1").validate()
+    of("(0F0;0F1)JOINT_F 0F2 0B0 0B1 0B2", "1F0 1B0 1F1 (1F2;1B1)OVERLAP_F_B 1B2").validate()
 
 
 @pytest.mark.parametrize(
@@ -37,6 +38,12 @@ def test_a_complete_schedule_passes() -> None:
         (("0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1 0F0"), "is placed in row 1"),
         (("0F0 0F1@1 0B0 0B1@1", "1F0 1B0 1F1 1B1"), r"\(pipe, stage\) \(1, 1\) is missing"),
         (("0F0 0F1 0F2@1 0B0 0B1 0B2@1", "1F0 1B0 1F1 1B1 1F2 1B2 1F1@1"), "already takes pipe"),
+        (("(0F0;0F1;0B0)OVERLAP_F_B 0B1", "1F0 1B0 1F1 1B1"), r"action 2 \(0B0\): it can be joined to one forward"),
+        (("0F0 (0B0;0F1)OVERLAP_F_B 0B1", "1F0 1B0 1F1 1B1"), r"action 2 \(0F1\): it can be joined to one forward"),
+        (("(0F0;1F0)JOINT_F 1B0 0B0",), "same stage and pipe"),
+        (("0F0 0F1 0B0 0B1", "(1F0;1F1)JOINT_F 1B0 1B1"), "the last stage has a loss for each"),
+        (("0F0 0F1 0B0 0B1", "1F0 (1F1;1I0)OVERLAP_F_B 1W0 1B1"), "whole backward passes alone"),
+        (("0F0 0F1 0B0 0B1", "(1F0;1B0)OVERLAP_F_B 1F1 1B1"), "it needs the forward pass that it is joined to"),
     ],
 )
 def test_the_first_offending_action_is_named(rows: tuple[str, ...], message: str) -> None:

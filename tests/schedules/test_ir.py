@@ -6,7 +6,9 @@ import pickle
 
 import pytest
 
-from lightning_pipe.schedules import Action, GPipe, Interleaved, Kind, OneFOneB, get, names
+from lightning_pipe.schedules import Action, GPipe, Interleaved, Kind, OneFOneB, get, names, register, registry
+from lightning_pipe.schedules.action import cells
+from lightning_pipe.schedules.csv_format import parse_row
 
 
 def test_a_schedule_knows_its_placement() -> None:
@@ -30,6 +32,22 @@ def test_further_stages_are_folded_onto_the_ranks_in_blocks(stages: int) -> None
 def test_one_rank_runs_all_stages() -> None:
     schedule = OneFOneB().build(ranks=1, micro_batches=2, stages=3)
     assert " ".join(map(str, schedule.actions[0])) == "0F0 1F0 2F0 2B0 1B0 0B0 0F1 1F1 2F1 2B1 1B1 0B1"
+
+
+@pytest.mark.filterwarnings("ignore:.*has no order of its own")
+def test_what_is_one_stays_so_folded_and_cut_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_families", dict(registry._families))
+
+    @register("joined")
+    def joined(ranks: int, micro_batches: int) -> list[list[Action]]:
+        rows = "(0F0;0F1)JOINT_F 0F2 0B0 0B1 0B2", "1F0 1B0 1F1 (1F2;1B1)OVERLAP_F_B 1B2"
+        return [parse_row(row.split()) for row in rows]
+
+    whole = get("joined").build(ranks=2, micro_batches=3, stages=4)
+    assert " ".join(cells(whole.actions[0])).startswith("(0F0;0F1)JOINT_F (1F0;1F1)JOINT_F 0F2 1F2 1B0 0B0")
+    assert " ".join(cells(whole.actions[1])).endswith("3F1 (2F2;3B1)OVERLAP_F_B (3F2;2B1)OVERLAP_F_B 3B2 2B2")
+    assert " ".join(cells(get(whole).build(2, 1, stages=4).actions[0])) == "0F0 1F0 1B0 0B0"
+    assert " ".join(cells(get(whole).build(2, 2, stages=4).actions[1])) == "2F0 3F0 3B0 2B0 2F1 3F1 3B1 2B1"
 
 
 def test_virtual_stages_follow_from_the_stages_asked_for() -> None:

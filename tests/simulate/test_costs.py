@@ -52,6 +52,11 @@ def test_gradients_may_take_another_time_than_activations() -> None:
     assert simulate(schedule, Costs(1, 1, send=2, send_backward=5)).makespan == 4 + 2 + 5
 
 
+def test_what_is_hidden_is_a_share() -> None:
+    with pytest.raises(ScheduleError, match="a share, at most 1, got 2"):
+        simulate(GPipe().build(2, 1), Costs(overlap=2))
+
+
 def test_overhead_counts_for_every_action_and_both_ends_of_a_message() -> None:
     schedule = GPipe().build(2, 1)
     # 0F (1+1), send 1, receive 1, 1F (1+1), 1B (1+1), send 1, receive 1, 0B (1+1)

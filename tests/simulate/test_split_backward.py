@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from lightning_pipe.errors import ScheduleError
-from lightning_pipe.schedules import Action, DualPipe, DualPipeV, InterleavedZeroBubble, Kind, ZeroBubble
+from lightning_pipe.schedules import DualPipe, DualPipeV, InterleavedZeroBubble, ZeroBubble
 from lightning_pipe.simulate import Costs, simulate
-from tests.support.schedule_blocks import blocks_of, play_blocks
 
 PARTS = [(1, 1, 1), (10, 11, 9), (1, Fraction(6, 5), Fraction(4, 5)), (3, 3, 2)]
 
@@ -124,21 +123,13 @@ def test_dual_pipe_v(ranks: int) -> None:
 @pytest.mark.parametrize(("ranks", "micro_batches"), [(2, 4), (3, 8), (4, 20), (5, 20)])
 def test_dual_pipe_v_with_overlapped_pairs_counted_as_one(ranks: int, micro_batches: int) -> None:
     """The published (PP/2-1)(F&B + B - 3W) with PP = 2 ranks and F&B = F + B."""
-
-    def joins(rank: int, index: int, first: Action, second: Action) -> bool:
-        later = ranks - 1 - rank
-        start = 2 * later + 2 * (rank + 1) + 3 * later
-        alone = rank == ranks - 1 and index == start + 1
-        return (first.kind, second.kind) == (Kind.FORWARD, Kind.BACKWARD) and index > start and not alone
-
     schedule = DualPipeV().build(ranks, micro_batches)
     for (forward, backward, weight), exact in (((1, 2, 1), True), ((10, 22, 9), False)):
-        costs = Costs(forward, backward, backward_weight=weight)
-        _, idle = play_blocks(schedule, blocks_of(schedule, joins), costs)
-        published = (ranks - 1) * (forward + 2 * backward - 3 * weight)
-        assert idle[0] == published if exact else idle[0] < published
+        timeline = simulate(schedule, Costs(forward, backward, backward_weight=weight, overlap=0))
+        published, found = (ranks - 1) * (forward + 2 * backward - 3 * weight), timeline.idle_in_span[0]
+        assert found == published if exact else found < published
     if (ranks, micro_batches) == (4, 20):
-        assert idle[0] == 72
+        assert found == 72
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 6, 8])
@@ -164,17 +155,20 @@ def test_dual_pipe_takes_as_long_as_its_folded_form(ranks: int, micro_batches: i
 @pytest.mark.parametrize("ranks", [2, 4, 6, 8])
 def test_dual_pipe_with_overlapped_pairs_counted_as_one(ranks: int) -> None:
     """The published bubble, with F&B = F + B: 6 units for PP = 8 and 20 micro-batches of F, B, W = 1, 2, 1."""
-    half = ranks // 2
+    timeline = simulate(DualPipe().build(ranks, 20), Costs(1, 2, backward_weight=1, overlap=0))
+    assert timeline.idle_in_span[0] == timeline.idle_in_span[-1] == (ranks // 2 - 1) * (1 + 2 + 2 - 3)
 
-    def joins(rank: int, index: int, first: Action, second: Action) -> bool:
-        side = min(rank, ranks - 1 - rank)
-        start = 2 * (side + 1) + 5 * (half - 1 - side)
-        alone = side == half - 1 and index == start + 1
-        return (first.kind, second.kind) == (Kind.FORWARD, Kind.BACKWARD) and index > start and not alone
 
-    schedule = DualPipe().build(ranks, 20)
-    _, idle = play_blocks(schedule, blocks_of(schedule, joins), Costs(1, 2, backward_weight=1))
-    assert idle[0] == idle[-1] == (half - 1) * (1 + 2 + 2 - 3)
+def test_overlapped_pairs_hide_their_messages() -> None:
+    """All messages of the steady state are those of pairs; hidden, they leave that of the others."""
+    schedule = DualPipeV().build(4, 20)
+    free = simulate(schedule, Costs(2, 4, backward_weight=2, overlap=0))
+    spans = [simulate(schedule, Costs(2, 4, backward_weight=2, send=1, overlap=share)).makespan for share in (0, 1)]
+    assert free.makespan < spans[1] < spans[0]
+    half = simulate(schedule, Costs(2, 4, backward_weight=2, send=1, overlap=Fraction(1, 2)))
+    assert spans[1] < half.makespan < spans[0]
+    apart = simulate(schedule, Costs(2, 4, backward_weight=2, send=1))
+    assert apart.makespan < spans[0], "a pair waits for both of its inputs"
 
 
 def test_dual_pipe_needs_pairs_of_ranks() -> None:

@@ -18,8 +18,8 @@ class DualPipe(Family):
     DualPipeV is DualPipe folded at its middle, so DualPipe is DualPipeV unfolded: of the two ranks that mirror each
     other one runs the order of DualPipeV's, and the other one the same with the pipes exchanged. Bubble
     ``(ranks/2 - 1)(F + 2B - 3W)`` with backward B and its weight part W, a figure of the balanced case; up to
-    ``ranks + 1`` stage-micro-batches held. A forward and a backward that the original overlaps run one after the other
-    here. The published order is for even numbers of micro-batches, ``2 ranks`` or more.
+    ``ranks + 1`` stage-micro-batches held. A forward and a backward that the original overlaps are one action; the
+    engine runs them one after the other. The published order is for even numbers of micro-batches, ``2 ranks`` or more.
 
     Example:
         >>> from lightning_pipe import simulate

@@ -16,8 +16,8 @@ class DualPipeV(Family):
     """DualPipeV (DeepSeek-AI 2025): DualPipe folded at its middle; two stages on each rank in the shape of a V.
 
     Bubble ``(ranks - 1)(F + 2B - 3W)`` with backward B and its weight part W, a figure of the balanced case; up to
-    ``2 ranks + 1`` stage-micro-batches held. A forward and a backward that the original overlaps run one after the
-    other here. The published order is for ``2 ranks`` micro-batches or more.
+    ``2 ranks + 1`` stage-micro-batches held. A forward and a backward that the original overlaps are one action; the
+    engine runs them one after the other. The published order is for ``2 ranks`` micro-batches or more.
 
     Example:
         >>> from lightning_pipe import simulate
@@ -64,15 +64,16 @@ class _Steps:
             self.backward(up, split=True)
             self.weight()
             self.forward(up)
-        for _ in range(self.steady):
+        for index in range(self.steady):
             self.forward(down)
-            self.backward(up)
+            # nothing is left for the last rank to overlap with at first; this makes the bubble smaller
+            self.backward(up, joined=index > 0 or self.later > 0)
             self.forward(up)
-            self.backward(down)
+            self.backward(down, joined=True)
         for _ in range(self.later):
             self.backward(up)
             self.forward(up)
-            self.backward(down)
+            self.backward(down, joined=True)
         # The second half of what is left puts its weight parts off, to fill the end.
         for index in range(2 * (self.rank + 1)):
             self.backward(down if index % 2 else up, split=index > self.rank)
@@ -86,10 +87,10 @@ class _Steps:
     def forward(self, stage: int) -> None:
         self.actions.append(Action(Kind.FORWARD, stage, next(self.next["forward", stage])))
 
-    def backward(self, stage: int, *, split: bool = False) -> None:
+    def backward(self, stage: int, *, split: bool = False, joined: bool = False) -> None:
         """A backward pass; split, only its input part, and the weight part is put off."""
         kind = Kind.BACKWARD_INPUT if split else Kind.BACKWARD
-        self.actions.append(Action(kind, stage, next(self.next["backward", stage])))
+        self.actions.append(Action(kind, stage, next(self.next["backward", stage]), joined=joined))
         if split:
             self.put_off.append(self.actions[-1]._replace(kind=Kind.BACKWARD_WEIGHT))
 

@@ -50,10 +50,10 @@ class _Message(NamedTuple):
     def ends(self) -> tuple[Action, Action]:
         """The send and the receive action; each names the other's stage where that is not the next one."""
         send, receive = _MESSAGE[self.action.kind]
-        mine, other = self.action.stage, self.stage
+        mine, other, action = self.action.stage, self.stage, self.action._replace(joined=False)
         return (
-            self.action._replace(kind=send, peer=self.receiver, other=other if self.skips else None),
-            self.action._replace(kind=receive, peer=self.sender, stage=other, other=mine if self.skips else None),
+            action._replace(kind=send, peer=self.receiver, other=other if self.skips else None),
+            action._replace(kind=receive, peer=self.sender, stage=other, other=mine if self.skips else None),
         )
 
 

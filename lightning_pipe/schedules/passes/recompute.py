@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Literal
 
 from lightning_pipe.errors import ScheduleError
-from lightning_pipe.schedules.action import Action, Kind
+from lightning_pipe.schedules.action import Action, Kind, blocks
 from lightning_pipe.schedules.ir import Schedule
 
 Mode = Literal["never", "always", "except_last"]
@@ -52,12 +52,13 @@ def insert_recompute(order: Iterable[Action], kept: Iterable[Place] = ()) -> lis
     """Recompute right before each backward, unless its activations are ``kept`` or recomputed already."""
     result: list[Action] = []
     ready: set[Place] = set(kept)
-    for action in order:
-        if action.kind is Kind.RECOMPUTE:
-            ready.add(action[1:4])
-        elif action.kind in _BACKWARD and action[1:4] not in ready:
-            result.append(action._replace(kind=Kind.RECOMPUTE))
-        result.append(action)
+    for block in blocks(order):
+        for action in block:
+            if action.kind is Kind.RECOMPUTE:
+                ready.add(action[1:4])
+            elif action.kind in _BACKWARD and action[1:4] not in ready:
+                result.append(action._replace(kind=Kind.RECOMPUTE, joined=False))
+        result += block
     return result
 
 
