@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
@@ -38,6 +38,13 @@ class BatchObserver:
         """A layer (``key`` is its number) or a module outside the sequence (``key`` is negative) is about to run."""
 
 
+class Cut(NamedTuple):
+    """How a batch is cut: the samples of each micro-batch, and what puts some of them together, by their numbers."""
+
+    sizes: Sequence[int]
+    together: Callable[[Sequence[int]], Any]
+
+
 @dataclass
 class Batch:
     """What one batch brings to the engine.
@@ -51,6 +58,7 @@ class Batch:
         training: whether gradients are wanted.
         undisturbed: whether no other micro-batch is under way meanwhile, which could read what this one changes.
         observers: look at the batch while it runs.
+        cut: puts micro-batches together; ``None``: they run one by one.
         using: ``using(micro_batch)`` is entered around computations, to put the weights that they use in place.
         results: what the step returned for each micro-batch, detached, where the loss is.
         constant: the micro-batches whose loss depends on nothing that is trained.
@@ -65,6 +73,7 @@ class Batch:
     training: bool
     undisturbed: bool = False
     observers: Sequence[BatchObserver] = ()
+    cut: Cut | None = None
     # A shared context that does nothing: it is entered around every computation.
     using: Callable[[int], AbstractContextManager[None]] = lambda _: _AS_THEY_ARE
     results: dict[int, Any] = field(default_factory=dict)

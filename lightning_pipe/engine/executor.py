@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Container, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -13,12 +13,13 @@ from torch import Tensor
 
 from lightning_pipe.engine.batch import Batch
 from lightning_pipe.engine.boundary_exchange import BoundaryExchange
+from lightning_pipe.engine.joint_forward import JointForward
 from lightning_pipe.engine.skip_routes import SkipRoutes
 from lightning_pipe.engine.stage import Crossings, Stages
 from lightning_pipe.engine.under_way import BoundaryKey, StageKey, UnderWay
-from lightning_pipe.intercept.call_record import RunRecord
 from lightning_pipe.intercept.crossing import Crossing, Returned
 from lightning_pipe.schedules import Action, Kind
+from lightning_pipe.schedules.dependencies import in_one
 from lightning_pipe.simulate import Event
 
 Find = Callable[[int], tuple[Batch, int]]
@@ -26,11 +27,11 @@ Find = Callable[[int], tuple[Batch, int]]
 
 
 class PreparedAction(NamedTuple):
-    """An action, the method that runs it, and what it is about: a stage and micro-batch, or a message."""
+    """An action, the method that runs it, and what it is about: a stage and micro-batch, a message, or two actions."""
 
     action: Action
     run: Callable[[Action, Any], None]
-    at: StageKey | BoundaryKey | None
+    at: StageKey | BoundaryKey | Sequence[Action] | None
 
 
 class Program(NamedTuple):
@@ -102,6 +103,7 @@ class Executor:
     _under_way: UnderWay = field(default_factory=UnderWay)
 
     def __post_init__(self) -> None:
+        self.joint = JointForward(self.stages)
         self._methods: dict[Kind, Callable[[Action, Any], None]] = {
             Kind.FORWARD: self._forward,
             Kind.RECOMPUTE: self._recompute,
@@ -174,7 +176,7 @@ class Executor:
             find: knows the batch of a micro-batch.
         """
         self._prepare(actions)
-        self._under_way.again |= {_stage_key(a) for a in actions if a.kind is Kind.FORWARD and a[1:3] in again}
+        self._under_way.again |= {StageKey.of(a) for a in actions if a.kind is Kind.FORWARD and a[1:3] in again}
         with self._whole():
             self._loop(find)
             self.exchange.end_call()
@@ -193,7 +195,7 @@ class Executor:
             if (board := self.exchange.transport.board) is not None:
                 board.program, board.position = (), action
             self._methods[action.kind](action, _subject(action))
-            self.exchange.end_action(_index(action), lag)
+            self.exchange.end_action(action.micro_batch or 0, lag)
 
     def empty(self) -> None:
         """Nothing is under way any more after calls of `advance` or `perform`: end what they have left open."""
@@ -216,8 +218,13 @@ class Executor:
     def _prepare(self, actions: Sequence[Action]) -> None:
         # Most batches run the same actions as the one before. By identity: comparing all of them would take long.
         if actions is not self._program.actions:
-            steps = tuple(PreparedAction(action, self._methods[action.kind], _subject(action)) for action in actions)
-            again = frozenset(_stage_key(action) for action in actions if action.kind is Kind.RECOMPUTE)
+            steps = tuple(
+                PreparedAction(action, self._joint_forward, (action, *others))
+                if others
+                else PreparedAction(action, self._methods[action.kind], _subject(action))
+                for action, *others in in_one(actions, overlaps=False)
+            )
+            again = frozenset(StageKey.of(action) for action in actions if action.kind is Kind.RECOMPUTE)
             self._program = Program(actions, steps, again)
 
     def _loop(self, find: Find) -> None:
@@ -242,9 +249,9 @@ class Executor:
         self.waited = self.summed = 0.0
         self.spent.clear()
 
-    def _note(self, action: Action, start: float) -> None:
-        """Note when an action has computed; waiting for its input was not part of it."""
-        end = self.clock()
+    def _note(self, action: Action, start: float, end: float | None = None) -> None:
+        """Note when an action has computed, to ``end`` or now; waiting for its input was not part of it."""
+        end = self.clock() if end is None else end
         self.busy += end - start
         seconds, number = self.spent.get(action[:2], (0.0, 0))
         self.spent[action[:2]] = seconds + end - start, number + 1
@@ -266,9 +273,26 @@ class Executor:
                 if batch.training:
                     self._under_way.save(here, saved)
         self._note(action, start)
+        self._leave(here, crossings)
+
+    def _joint_forward(self, action: Action, pair: Sequence[Action]) -> None:
+        keys = [StageKey.of(each) for each in pair]
+        received = [self._collect(here) for here in keys]
+        batch, _ = self._find(keys[0].micro_batch)
+        start = self.clock()
+        passes = self.joint.run(action.stage, [self._find(here.micro_batch)[1] for here in keys], batch, received)
+        middle = (start + self.clock()) / 2
+        self._note(pair[0], start, middle)
+        self._note(pair[1], middle)
+        for here, (kept, crossings) in zip(keys, passes, strict=True):
+            self._under_way.kept[here] = kept
+            self._leave(here, crossings)
+
+    def _leave(self, here: StageKey, crossings: Crossings) -> None:
+        """Put down what leaves a stage."""
         # On the last stage the list is empty, and so are the crossings.
         for to in self.later[here.stage]:
-            crossing = crossings.get(to) or _empty(crossings)
+            crossing = crossings.get(to) or next(iter(crossings.values())).emptied()
             key = BoundaryKey(*here, to)
             if self.placement[here.pipe, to] == self.rank:
                 self._under_way.inbound[key] = crossing.detached()  # no copy, nothing left out
@@ -359,36 +383,11 @@ class Executor:
         return batch.signatures[index]
 
 
-def _empty(crossings: Crossings) -> Crossing:
-    """What a skip carries for a micro-batch that stashed no tensor."""
-    found = next(iter(crossings.values()))
-    return replace(found, path=RunRecord(found.path.calls, ()), tensors={})
-
-
 def _subject(action: Action) -> StageKey | BoundaryKey | None:
     """What an action is about."""
     if action.kind is Kind.REDUCE:
         return None
-    if action.peer is None:
-        return _stage_key(action)
-    to_later = action.kind in (Kind.SEND_FORWARD, Kind.RECEIVE_BACKWARD)
-    return _boundary(action, 1 if to_later else -1)
-
-
-def _stage_key(action: Action) -> StageKey:
-    return StageKey(action.pipe, action.stage, _index(action))
-
-
-def _boundary(action: Action, step: int) -> BoundaryKey:
-    """The boundary that a message crosses; ``step`` leads to the other end if the action does not name it."""
-    other = action.stage + step if action.other is None else action.other
-    return BoundaryKey(action.pipe, min(action.stage, other), _index(action), max(action.stage, other))
-
-
-def _index(action: Action) -> int:
-    if action.micro_batch is None:
-        raise ValueError(f"{action} has no micro-batch")
-    return action.micro_batch
+    return StageKey.of(action) if action.peer is None else BoundaryKey.of(action)
 
 
 def _peer(action: Action) -> int:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from lightning_pipe.engine.asynchronous import AsynchronousPipeline, CallResult
-from lightning_pipe.engine.batch import Batch, BatchObserver, StepFunction
+from lightning_pipe.engine.batch import Batch, BatchObserver, Cut, StepFunction
 from lightning_pipe.engine.boundary_exchange import BoundaryExchange
 from lightning_pipe.engine.connections import connect
 from lightning_pipe.engine.containers import signature
@@ -136,6 +136,7 @@ class Pipeline(PartitionedModule):
         seed: int = 0,
         reduce: bool = True,
         check: BatchObserver | None = None,
+        cut: Cut | None = None,
     ) -> dict[int, Any]:
         """Run forward and backward passes of one batch.
 
@@ -152,6 +153,7 @@ class Pipeline(PartitionedModule):
             seed: the seed of this batch's random streams, the same on all ranks of all pipelines.
             reduce: ``False`` while gradients are still accumulated over batches; `reduce_gradients` later.
             check: looks at the batch while it runs: whether its loss is a mean over samples.
+            cut: puts micro-batches together, for schedules that run two in one forward pass.
 
         Returns:
             What the step returned for each micro-batch, detached, on the ranks with the loss; empty elsewhere.
@@ -167,7 +169,9 @@ class Pipeline(PartitionedModule):
         first, start, busy = not self.ownership.users_known, time.perf_counter(), self.training_executor.busy
         if first:
             self._buffer_sync.begin()
-        results = self._run(self._batch(step, micro_batches, weights, seed, training=True, check=check))
+        batch = self._batch(step, micro_batches, weights, seed, training=True, check=check)
+        batch.cut = cut
+        results = self._run(batch)
         if not self.ownership.users_known:
             self.agree_on_holders()
             # After the holders are known: they decide which processes have a buffer in common.

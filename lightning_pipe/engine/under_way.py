@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from lightning_pipe.engine.stage import Kept, Saved
 from lightning_pipe.intercept.crossing import Crossing, Returned
+from lightning_pipe.schedules import Action, Kind
 
 _STAGES = 1024
 _AT_ONCE = 128
@@ -19,6 +20,11 @@ class StageKey(NamedTuple):
     stage: int
     micro_batch: int
 
+    @classmethod
+    def of(cls, action: Action) -> StageKey:
+        """Those of an action."""
+        return cls(action.pipe, action.stage, action.micro_batch or 0)
+
 
 class BoundaryKey(NamedTuple):
     """One micro-batch on its way from a stage to a later one, mostly the next, on its pipe."""
@@ -27,6 +33,13 @@ class BoundaryKey(NamedTuple):
     stage: int
     micro_batch: int
     to: int
+
+    @classmethod
+    def of(cls, message: Action) -> BoundaryKey:
+        """The boundary that a message crosses; the next stage is at the other end if the message does not name it."""
+        step = 1 if message.kind in (Kind.SEND_FORWARD, Kind.RECEIVE_BACKWARD) else -1
+        other = message.stage + step if message.other is None else message.other
+        return cls(message.pipe, min(message.stage, other), message.micro_batch or 0, max(message.stage, other))
 
     def tag(self, channel: int) -> int:
         """That of its objects; those with the same tag keep their order, so that numbers may come again."""

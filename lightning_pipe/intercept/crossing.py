@@ -50,6 +50,10 @@ class Crossing:
         """The same memory without the graph: what another stage of this rank gets."""
         return replace(self, tensors={number: tensor.detach() for number, tensor in self.tensors.items()})
 
+    def emptied(self) -> Crossing:
+        """What a skip carries for a micro-batch that stashed no tensor."""
+        return replace(self, path=RunRecord(self.path.calls, ()), tensors={})
+
     def laid_out(self) -> Crossing:
         """The same values with the strides that the tensors had where they left."""
         specs = {entry.number: entry.spec for entry in self.path.entries}

@@ -75,6 +75,11 @@ class LibraryDraws:
         self._drawing: set[int] = set()
         self._doubts: list[_Doubt] = []
 
+    @property
+    def any(self) -> bool:
+        """Whether any code has been seen to draw."""
+        return bool(self._drawing) or not self._leaves_alone
+
     def begin_batch(self) -> tuple[int, frozenset[int]]:
         """The number of the batch that begins, and the calls that are left alone in it: second runs do as the first."""
         self._begun += 1

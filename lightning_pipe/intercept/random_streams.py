@@ -75,6 +75,7 @@ class _Isolated:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._streams.note_draws(self._seed)
         _restore(self._streams.generators, self._states)
         if self._libraries is not None:
             self._streams.watch(self._call, self._seed)
@@ -106,6 +107,7 @@ class RandomStreams:
         self.seed, self._replica, self._replicas, self._draws = seed, replica, replicas, draws
         self._number_of_batch, self.quiet = (0, frozenset[int]()) if draws is None else draws.begin_batch()
         self.left_alone = set[int]()
+        self._drew: set[bool] | None = None  # nobody asks
         self.generators = [torch.default_generator]
         if device.type == "cuda":
             self.generators.append(torch.cuda.default_generators[numbered(device).index])
@@ -132,6 +134,20 @@ class RandomStreams:
             _restore(self.generators, states)
             library_draws.restore(libraries)
 
+    @contextmanager
+    def noting_draws(self) -> Iterator[set[bool]]:
+        """Around a run: what it yields has True afterwards if anything was drawn, or some code ever draws in Python."""
+        self._drew = {self._draws is not None and self._draws.any}
+        yield self._drew
+        self._drew = None
+
+    def note_draws(self, seed: int) -> None:
+        """What began with ``seed`` ends; its generators of torch are as they were then afterwards, if anybody asks."""
+        if self._drew is not None and self._draws is not None:  # else other threads seed them, too
+            now = _states(self.generators)
+            _seed(self.generators, seed)
+            self._drew |= {not torch.equal(*pair) for pair in zip(now, _states(self.generators), strict=True)}
+
     def seed_user_code(self, micro_batch: int) -> None:
         """Start the stream of the user's code outside layers for one run over ``micro_batch``."""
         self._begun_with = mix(self.seed, self._number(micro_batch))
@@ -145,6 +161,7 @@ class RandomStreams:
         Raises:
             CutError: see `LibraryDraws`.
         """
+        self.note_draws(self._begun_with)
         if self._draws is not None:
             self._draws.end_run(self._begun_with, self.left_alone)
 

@@ -37,6 +37,7 @@ from lightning_pipe.batches.outputs import losses_on_host, of_batch
 from lightning_pipe.batches.split_batch import SplitBatch
 from lightning_pipe.batches.suspects import Suspects, suspicion
 from lightning_pipe.config import Auto, RankOrder
+from lightning_pipe.engine.batch import Cut
 from lightning_pipe.engine.pipeline import Pipeline as Engine
 from lightning_pipe.engine.refusals import check_layers, check_quantized, check_shapes
 from lightning_pipe.engine.stage import loss_of
@@ -208,11 +209,12 @@ class Pipeline:
             parts = self._split(batch)
             factor, total = self._scale(scaler), engine.transport.sum_over_replicas(sum(parts.amounts))
             weights, check = [factor * weight for weight in parts.weights(total)], self._checks.begin(parts)
+            seed, cut = mix(self._seed, self._calls), Cut(parts.sizes, parts.together)
             with withheld_gradients(list(engine.module.parameters())) as withheld:
                 outputs = self._step.run(
                     step,
                     lambda run: losses_on_host(
-                        engine.train(run, parts.parts, weights, seed=mix(self._seed, self._calls), check=check),
+                        engine.train(run, parts.parts, weights, seed=seed, check=check, cut=cut),
                         engine,
                     ),
                 )

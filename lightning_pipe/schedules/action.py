@@ -69,20 +69,13 @@ def blocks(order: Iterable[Action]) -> list[tuple[Action, ...]]:
     return found
 
 
-def joined(actions: Iterable[Action | None]) -> Iterator[Action]:
-    """Some actions as one; what is left out of a block is ``None``."""
-    there = [action for action in actions if action is not None]
-    return (action._replace(joined=index > 0) for index, action in enumerate(there))
+def joined(actions: Iterable[Action]) -> Iterator[Action]:
+    """Some actions as one."""
+    return (action._replace(joined=index > 0) for index, action in enumerate(actions))
 
 
 def cells(order: Iterable[Action]) -> Iterator[str]:
-    """The actions of one rank as a CSV file has them, one cell for each block.
-
-    Example:
-        >>> forward, backward = Action(Kind.FORWARD, 3, 1), Action(Kind.BACKWARD, 2, 0, joined=True)
-        >>> list(cells([forward, backward]))
-        ['(3F1;2B0)OVERLAP_F_B']
-    """
+    """The actions of one rank as a CSV file has them, one cell for each block."""
     for block in blocks(order):
         text = ";".join(map(str, block))
         yield text if len(block) == 1 else f"({text}){JOINT_FORWARD if block[-1].kind is Kind.FORWARD else OVERLAP}"

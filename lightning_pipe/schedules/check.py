@@ -35,11 +35,8 @@ def check(schedule: Schedule) -> None:
     done: set[Result] = set()
     for rank, actions in enumerate(schedule.actions):
         for index, (before, action) in enumerate(zip((None, *actions), actions, strict=False)):
-            complaint = (
-                _out_of_place(schedule, rank, action)
-                or _out_of_order(action, pipes, done)
-                or (_no_block(schedule, before, action) if action.joined else None)
-            )
+            complaint = _out_of_place(schedule, rank, action) or _out_of_order(action, pipes, done)
+            complaint = complaint or (_no_block(schedule, before, action) if action.joined else None)
             if complaint:
                 raise ScheduleError(f"Schedule {schedule.name!r}, row {rank}, action {index} ({action}): {complaint}.")
     _check_complete(schedule, done)
@@ -102,14 +99,12 @@ def _out_of_order(action: Action, pipes: dict[int | None, int], done: set[Result
 
 def _no_block(schedule: Schedule, first: Action | None, second: Action) -> str | None:
     """Why an action cannot be one with the one before it."""
-    if first is None or first.joined or first.kind is not Kind.FORWARD:
-        return "it can be joined to one forward pass, right before it"
+    if first is None or first.joined or first.kind + second.kind not in ("FF", "FB"):
+        return "a forward pass can be one with a forward or whole backward pass right behind it, and nothing else"
     if second.kind is Kind.FORWARD:
-        if (first.stage, first.pipe) != (second.stage, second.pipe):
-            return "two forward passes can be one at the same stage and pipe alone"
+        if (first.stage, first.pipe) != (second.stage, second.pipe) or not schedule.synchronous:
+            return "two forward passes can be one at the same stage and pipe alone, in schedules with a flush"
         return "the last stage has a loss for each micro-batch" if second.stage == schedule.stages - 1 else None
-    if second.kind is not Kind.BACKWARD:
-        return "forward and whole backward passes alone can be joined"
     return "it needs the forward pass that it is joined to" if first[1:3] == second[1:3] else None
 
 

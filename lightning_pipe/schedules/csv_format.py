@@ -49,9 +49,8 @@ def parse_row(cells: Iterable[str], where: str = "schedule") -> list[Action]:
     """The actions of one rank; empty cells are skipped, those of a cell with two are joined.
 
     Example:
-        >>> actions = parse_row(["2F0", "", "2B0@1", "(3F1;2B0)OVERLAP_F_B"])
-        >>> print(*actions, actions[-1].joined)
-        2F0 2B0@1 3F1 2B0 True
+        >>> print(*parse_row(["2F0", "", "2B0@1", "(3F1;2B0)OVERLAP_F_B"]))
+        2F0 2B0@1 3F1 2B0
     """
     actions = []
     for column, cell in enumerate(map(str.strip, cells), start=1):
@@ -64,6 +63,5 @@ def parse_row(cells: Iterable[str], where: str = "schedule") -> list[Action]:
                     hint=f"Write stage, kind and micro-batch, as in 2F0; kinds are {', '.join(sorted(_KINDS))}.",
                 )
             stage, kind, micro_batch, pipe = match.groups()
-            action = Action(_KINDS[kind], int(stage), int(micro_batch), int(pipe or 0), joined=place > 0)
-            actions.append(action)
+            actions.append(Action(_KINDS[kind], int(stage), int(micro_batch), int(pipe or 0), joined=place > 0))
     return actions

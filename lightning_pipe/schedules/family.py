@@ -144,7 +144,14 @@ class Family(ABC):
         orders = all_pipes if micro_batches >= family.pipes else family.orders(ranks, whole)
         schedule = schedule_of(
             family.name,
-            [_cut(order, micro_batches) for order in fold(orders, coarse, stages or coarse)],
+            [
+                [
+                    action
+                    for block in blocks(order)
+                    for action in joined(each for each in block if (each.micro_batch or 0) < micro_batches)
+                ]
+                for order in fold(orders, coarse, stages or coarse)
+            ],
             placement=placement_of(fold(all_pipes, coarse, stages or coarse)),
             micro_batches=micro_batches,
             options=family.options(),
@@ -207,15 +214,11 @@ def fold(orders: Orders, coarse: int, stages: int) -> list[list[Action]]:
         return [action._replace(stage=stage) for stage in (span if action.kind in forwards else reversed(span))]
 
     return [
-        [action for block in blocks(order) for column in zip_longest(*map(folded, block)) for action in joined(column)]
+        [
+            action
+            for block in blocks(order)
+            for column in zip_longest(*map(folded, block))
+            for action in joined(filter(None, column))
+        ]
         for order in orders
     ]
-
-
-def _cut(order: Sequence[Action], micro_batches: int) -> list[Action]:
-    """The actions of the first micro-batches."""
-    left = (
-        joined(action if (action.micro_batch or 0) < micro_batches else None for action in block)
-        for block in blocks(order)
-    )
-    return [action for block in left for action in block]

@@ -32,7 +32,7 @@ class Costs:
     Integers and fractions stay exact, so that a simulation can be compared with a formula by ``==``.
 
     Args:
-        forward: forward pass.
+        forward: forward pass; one over two micro-batches takes that of each, and ``overhead`` once.
         backward: whole backward pass, as ``B`` in a schedule.
         backward_input: its part for the stage's input, ``I``; by default what ``backward_weight`` leaves of
             ``backward``, or half of it.

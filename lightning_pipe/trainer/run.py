@@ -19,6 +19,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.optim import Optimizer
 
 from lightning_pipe.batches.micro_batches import MicroBatches
+from lightning_pipe.engine.batch import Cut
 from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.engine.undivided import look, look_in_turns
 from lightning_pipe.engine.withheld_gradients import withheld_gradients
@@ -283,7 +284,10 @@ class PipelineRun:
         assert self._step is not None
         parts, reduce = step.micro_batches, self.gradients.reduced_at_once
         with self._step.running() as before, self._costs.measured(parts):
-            outputs = self.pipeline.train(step, parts.parts, weights, seed=seed, reduce=reduce, check=step.check)
+            cut = Cut(parts.sizes, parts.together)
+            outputs = self.pipeline.train(
+                step, parts.parts, weights, seed=seed, reduce=reduce, check=step.check, cut=cut
+            )
         return outputs, before
 
     def _again(self, step: StepOfBatch) -> str:

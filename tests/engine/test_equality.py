@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from lightning_pipe import schedules
+from lightning_pipe.schedules import Chimera
 from tests.support.equality_sweep import Point, check, grid
 from tests.support.model_zoo import MAIN, SMALL, ZOO, Entry
 from tests.support.zoo.base import BATCH
@@ -34,6 +36,9 @@ FURTHER = [
     Point("1f1b", stages=2, micro_batches=3, replicas=2, accumulate=2, sharded="gradients", steps=2),
     Point("chimera", stages=2, micro_batches=4, replicas=2, sharded="gradients", steps=2),
     Point("interleaved", stages=4, micro_batches=3, replicas=3, sharded=True, steps=2),
+    # from the third step on two micro-batches share a forward pass
+    Point(Chimera(scaling="forward_doubling"), stages=2, micro_batches=4, steps=4),
+    Point(Chimera(scaling="backward_halving"), stages=2, micro_batches=4, recompute="always", steps=4),
 ]
 
 
@@ -55,7 +60,7 @@ def cases(
         pytest.param(entry, point, id=f"{entry}-{point}", marks=() if fast(entry, point) else pytest.mark.slow)
         for entry, point in product(entries, points)
         if entry.threads
-        and (entry.replicas or (point.replicas == 1 and point.schedule not in ("chimera", "gems")))
+        and (entry.replicas or (point.replicas == 1 and schedules.get(point.schedule).pipes == 1))
         and BATCH // point.micro_batches >= entry.fewest
     ]
 

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lightning_pipe import Pipeline
 from lightning_pipe.errors import CommunicationError, ConfigurationError, CutError, PartitionError
+from lightning_pipe.schedules import Chimera
 from tests.support.processes import outcomes, run_world
 
 SECONDS = 60
@@ -105,6 +106,27 @@ def on_ranks(process: int, options: dict[str, Any], accumulate: int = 1) -> Any:
     pipeline = Pipeline(model, layers="blocks", micro_batches=3, **options)
     found = trained(model, pipeline, batches(4), accumulate)
     return found, pipeline.evaluate(lambda batch: model(batch[0]), batches(11)), model.sizes
+
+
+def joint_passes(process: int, scaling: Any, dropout: float) -> tuple[list[float], int]:
+    """The losses, and how many forward passes were over two micro-batches."""
+    model = net(dropout=dropout)
+    pipeline = Pipeline(model, layers="blocks", micro_batches=4, schedule=Chimera(scaling=scaling))
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=0.01), []
+    for batch in batches(6, samples=11):
+        losses.append(pipeline.train(lambda part: nn.functional.mse_loss(model(part[0]), part[1]), batch).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, pipeline._engine.executor.joint.passes
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+def test_forward_doubling_changes_no_numbers(dropout: float) -> None:
+    """Those of a micro-batch are the same in all schedules; what draws random numbers runs apart."""
+    (expected, _), _ = run_world(joint_passes, 2, timeout=SECONDS, scaling="direct", dropout=dropout)
+    for losses, passes in run_world(joint_passes, 2, timeout=SECONDS, scaling="forward_doubling", dropout=dropout):
+        assert losses == pytest.approx(expected, rel=TOLERANCE)
+        assert (passes > 0) == (dropout == 0)
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])

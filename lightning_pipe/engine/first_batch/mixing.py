@@ -96,7 +96,7 @@ class MixingCheck(BatchObserver):
             return found
         if runs.drew and not runs.whole:
             return self._mixes(replace(runs, whole=True, drew=False), pair, received)
-        return not runs.are_random(pair[0], parts[0], received[0], lambda left, _: _same(left, singles[0]))
+        return not runs.are_random(pair[0], parts[0], received[0], lambda left, _: same(left, singles[0]))
 
 
 def _judged(
@@ -129,9 +129,10 @@ def _distances(singles: Sequence[Crossings], both: Crossings, sizes: Sequence[in
     return found
 
 
-def _same(one: Crossings, other: Crossings) -> bool:
+def same(one: Crossings, other: Crossings, bound: int = 1) -> bool:
+    """Whether what leaves a stage differs by rounding alone; ``bound``: 0 for sure, 1 at most."""
     pairs = zip(_tensors(one), _tensors(other), strict=True)
-    return all(a.shape == b.shape and _distance(a, b) <= _ROUNDING.get(a.dtype, _COARSE)[1] for a, b in pairs)
+    return all(a.shape == b.shape and _distance(a, b) <= _ROUNDING.get(a.dtype, _COARSE)[bound] for a, b in pairs)
 
 
 def _tensors(left: Crossings) -> Iterator[Tensor]:

@@ -35,7 +35,8 @@ class Chimera(Family):
     of ``2 ranks`` that run the forwards of two micro-batches in one slot: ``"forward_doubling"`` for slots in which
     one backward takes as long, with recomputation since the forwards come twice as fast, and ``"backward_halving"``,
     the same order without recomputation, where the two are the halves of what would be one micro-batch elsewhere
-    (``micro_batches`` counts the halves). A forward slot is always two forward passes, never one over both.
+    (``micro_batches`` counts the halves). With recomputation, which makes half a backward pass of a slice of the input,
+    a forward slot is one pass over both, except on the last stage; without it there are two passes.
 
     Args:
         pipes: number of pipes, even, a divisor of the ranks.
@@ -92,7 +93,8 @@ class Chimera(Family):
                 slotted[rank].append(entry)
             first += size
             slot += (1 + per_slot) * ranks
-        return [self._recomputed([action for _, _, action in sorted(entries)]) for entries in slotted]
+        orders = [[action for _, _, action in sorted(entries)] for entries in slotted]
+        return list(map(insert_recompute, orders)) if self.scaling == "forward_doubling" else orders
 
     def _unit(self, ranks: int, first: int, size: int, slot: int, per_slot: int) -> Iterator[tuple[int, Slotted]]:
         """A unit: the i-th micro-batch of a pipe runs forward at stage s in slot 2i + s, back in 2 (i + p) - 1 - s."""
@@ -103,16 +105,15 @@ class Chimera(Family):
                 rank = self._rank(ranks, pipe, stage)
                 forward = slot + 2 * position + stage
                 backward = slot + 2 * (per_slot * position + turn + ranks) - 1 - stage
-                yield rank, (forward, turn, Action(Kind.FORWARD, stage, first + index, pipe))
+                # the last stage has a loss, and what is logged with it, for each micro-batch
+                joined = turn > 0 and stage < ranks - 1
+                yield rank, (forward, turn, Action(Kind.FORWARD, stage, first + index, pipe, joined=joined))
                 yield rank, (backward, 0, Action(Kind.BACKWARD, stage, first + index, pipe))
 
     def _rank(self, ranks: int, pipe: int, stage: int) -> int:
         """Pipes start evenly spread over the ranks; every second one runs the other way."""
         route = pipe // 2 * (2 * ranks // self.pipes)
         return (route + (ranks - 1 - stage if pipe % 2 else stage)) % ranks
-
-    def _recomputed(self, order: list[Action]) -> list[Action]:
-        return insert_recompute(order) if self.scaling == "forward_doubling" else order
 
 
 _PER_SLOT = {"direct": 1, "forward_doubling": 2, "backward_halving": 2}

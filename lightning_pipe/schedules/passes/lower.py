@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Container, Iterable, Mapping
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from lightning_pipe.schedules.action import Action, Kind
@@ -13,6 +13,7 @@ from lightning_pipe.schedules.dependencies import (
     Number,
     Result,
     Timed,
+    in_one,
     play,
     result_of,
 )
@@ -106,10 +107,18 @@ def lower(schedule: Schedule, skips: Iterable[tuple[int, int]] = ()) -> Lowered:
 
 def _merge(timed: list[Timed], before: Slots, after: Slots) -> Iterable[Action]:
     yield from (action for _, action in after[0])
-    for entry, first, then in zip(timed, before, after[1:], strict=True):
-        yield from (action for _, action in sorted(first, key=lambda timed: timed[0]))
-        yield entry.action
-        yield from (action for _, action in then)
+    for span in dict.fromkeys(_spans(timed)):
+        slots = (slot for index in span for slot in before[index])
+        yield from (action for _, action in sorted(slots, key=lambda timed: timed[0]))
+        yield from (timed[index].action for index in span)
+        yield from (action for index in span for _, action in after[index + 1])
+
+
+def _spans(timed: list[Timed]) -> list[range]:
+    """For each action of a rank the indices of those that run as one with it: no message comes between them."""
+    blocks = in_one([entry.action for entry in timed], overlaps=False)
+    ends = [*accumulate(map(len, blocks))]
+    return [range(end - len(block), end) for block, end in zip(blocks, ends, strict=True) for _ in block]
 
 
 def _lanes(schedule: Schedule, played: list[list[Timed]], skips: Iterable[tuple[int, int]]) -> Iterable[list[_Message]]:
@@ -120,28 +129,29 @@ def _lanes(schedule: Schedule, played: list[list[Timed]], skips: Iterable[tuple[
     for early, late in [*steps, *skips]:
         beyond[early].append(late)
         before[late].append(early)
-    places: dict[Result, tuple[int, int]] = {}
+    places: dict[Result, tuple[int, range]] = {}
     for rank, timed in enumerate(played):
-        for index, (action, _, _) in enumerate(timed):
+        for (action, _, _), span in zip(timed, _spans(timed), strict=True):
             result = result_of(action)
             if result is not None:
-                places[result] = rank, index
+                places[result] = rank, span
     lanes: dict[tuple[int, int, Kind, int], list[_Message]] = defaultdict(list)
     for rank, timed in enumerate(played):
-        for index, (action, _, end) in enumerate(timed):
+        for (action, _, _), span in zip(timed, _spans(timed), strict=True):
             result = result_of(action)
             if result is None:
                 continue
+            end, index = timed[span[-1]].end, span[-1]
             forward = action.kind is Kind.FORWARD
             for stage in (beyond if forward else before)[action.stage]:
                 peer, consumer = places[result[0], stage, action.micro_batch]
                 if peer == rank:
                     continue
                 # What a gradient looks like is known once the receiver's own forward has run.
-                known = 0 if forward else places[FORWARD_DONE, stage, action.micro_batch][1] + 1
+                known = 0 if forward else places[FORWARD_DONE, stage, action.micro_batch][1].stop
                 lane = (min(rank, peer), max(rank, peer), _MESSAGE[action.kind][0], action.pipe)
                 skip = abs(stage - action.stage) != 1
-                lanes[lane].append(_Message(end, rank, index, peer, consumer, known, action, stage, skip))
+                lanes[lane].append(_Message(end, rank, index, peer, consumer[0], known, action, stage, skip))
     return lanes.values()
 
 

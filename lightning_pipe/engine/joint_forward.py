@@ -1,0 +1,148 @@
+"""One forward pass over two micro-batches that are recomputed one by one: forward doubling, backward halving.
+
+Both leave a stage as two passes would have left it, so nothing else has to know of it::
+
+    received for 0 --+                                    +-- leaves for 0
+                     +-- one run of the user's step over -+
+    received for 1 --+   the samples of both              +-- leaves for 1
+
+Whether a stage makes of both together what it makes of each is not assumed: when two micro-batches of the same shapes
+come for the second time, they run apart, and then once more together, for comparison alone. Layers that mix samples, as
+batch norm does in training, that draw random numbers, as dropout does, or that keep something of their calls run them
+apart from then on, as one device does.
+Source: Li and Hoefler, Chimera, arXiv:2107.06925, section 3.5.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import torch
+
+from lightning_pipe.engine.batch import Batch
+from lightning_pipe.engine.first_batch.both_together import UnlikeError, readings
+from lightning_pipe.engine.first_batch.mixing import same
+from lightning_pipe.engine.first_batch.trial_runs import leaving_no_trace, put_back
+from lightning_pipe.engine.stage import Crossings, Kept, Stages
+from lightning_pipe.errors import CutError
+from lightning_pipe.intercept.call_record import RunRecord, Value
+from lightning_pipe.intercept.crossing import Crossing
+from lightning_pipe.intercept.digest import GivenOtherValuesError
+
+Received = Sequence[Crossing | None]
+
+
+class _Way(NamedTuple):
+    """How two micro-batches pass a stage together: which of `readings` puts together what has come, and what leaves."""
+
+    reading: int
+    both: dict[int, RunRecord]
+    each: Sequence[dict[int, RunRecord]]
+
+
+@dataclass
+class JointForward:
+    """Runs two forward passes of a stage as one where that changes nothing.
+
+    Args:
+        stages: computes.
+        passes: how many it has run as one.
+    """
+
+    stages: Stages
+    passes: int = 0
+    _seen: set[Hashable] = field(default_factory=set)
+    _ways: dict[Hashable, _Way | None] = field(default_factory=dict)
+
+    def run(self, stage: int, pair: Sequence[int], batch: Batch, received: Received) -> list[tuple[Kept, Crossings]]:
+        """What `Stages.forward_again` returns for each of two micro-batches."""
+        modes = tuple(part.training for part in self.stages.interceptor.computing())
+        key = stage, *(batch.signatures[index] for index in pair), modes
+        way = self._ways.get(key)
+        if way is not None and batch.cut is not None and not batch.observers:  # they look at each micro-batch
+            with suppress(UnlikeError, IndexError, GivenOtherValuesError):  # the runs apart tell of the last one
+                kept, both = self._run(way.reading, stage, pair, batch, received)
+                if {to: crossing.path for to, crossing in both.items()} != way.both:
+                    raise UnlikeError
+                self.passes += 1
+                calls = [next(iter(paths.values())).calls for paths in way.each]
+                left = [_part(both, paths, place) for place, paths in enumerate(way.each)]
+                return [(replace(kept, inbound=received[i], calls=calls[i]), left[i]) for i in range(2)]
+            self._ways[key] = None
+        apart = [self.stages.forward_again(stage, pair[i], batch, inbound) for i, inbound in enumerate(received)]
+        if key not in self._seen:  # it may never come again
+            self._seen.add(key)
+        elif key not in self._ways and batch.cut is not None:
+            self._ways[key] = self._learnt(stage, pair, batch, received, [left for _, left in apart])
+        return apart
+
+    def _run(
+        self, reading: int, stage: int, pair: Sequence[int], batch: Batch, received: Received
+    ) -> tuple[Kept, Crossings]:
+        """A run over the samples of both, in which nothing may be drawn: the numbers would be those of the first."""
+        assert batch.cut is not None
+        words = {each.words for each in received if each is not None}
+        if len(words) > 1:
+            raise UnlikeError
+        inbound = readings(received, [batch.cut.sizes[index] for index in pair])[reading]
+        inbound = inbound and replace(inbound, words=words.pop())
+        parts = [batch.cut.together(pair)] * (pair[0] + 1)
+        with batch.streams.noting_draws() as drew:
+            kept, both = self.stages.forward_again(stage, pair[0], replace(batch, micro_batches=parts), inbound)
+        effects = any(call.effects for crossing in both.values() for call in crossing.path.calls)
+        if effects or kept.buffers or kept.attributes.changes():
+            raise CutError(
+                f"stage {stage} has begun to keep something of its calls, of which one forward pass over two "
+                "micro-batches leaves another value than two passes.",
+                hint="Use a schedule without such passes: Chimera(scaling='direct').",
+            )
+        if True in drew:
+            raise UnlikeError
+        return kept, both
+
+    def _learnt(
+        self, stage: int, pair: Sequence[int], batch: Batch, received: Received, apart: Sequence[Crossings]
+    ) -> _Way | None:
+        """How the two pass the stage together, if that makes of them what two passes have made."""
+        unseen, each = replace(batch, observers=()), [{to: left[to].path for to in left} for left in apart]
+        with leaving_no_trace(self.stages), torch.enable_grad():
+            for reading in range(4):  # ways to put together what has come, of which there may be less
+                with put_back(self.stages), suppress(Exception):  # whatever a step may raise that was not made for this
+                    _, both = self._run(reading, stage, pair, unseen, received)
+                    if all(_is_part(_part(both, each[i], i), apart[i], both) for i in range(2)):
+                        return _Way(reading, {to: crossing.path for to, crossing in both.items()}, each)
+        return None
+
+
+def _part(both: Crossings, paths: dict[int, RunRecord], place: int) -> Crossings:
+    """What leaves for one of the two, cut out along the dimension in which both together are longer."""
+    found: Crossings = {}
+    for to, path in paths.items():
+        tensors = {}
+        for number, spec, *_ in path.entries:
+            tensor = both[to].tensors[number]
+            for dimension, (size, whole) in enumerate(zip(spec.shape, tensor.shape, strict=True)):
+                if size != whole:
+                    tensor = tensor.narrow(dimension, place * (whole - size), size)
+            tensors[number] = tensor.clone(memory_format=torch.contiguous_format)
+        found[to] = Crossing(path, tensors, both[to].words).laid_out()
+    return found
+
+
+def _is_part(part: Crossings, alone: Crossings, both: Crossings) -> bool:
+    """Whether what leaves for both together shows what leaves for one of the two, and always will."""
+    for to, crossing in alone.items():
+        calls = (*crossing.path.calls, *both[to].path.calls)
+        # what a call reads may be something else in the next batch; its word is compared with those of other stages
+        reads = any(call.reads or call.drawn or any(isinstance(leaf, Value) for leaf in call.leaves) for call in calls)
+        if reads or crossing.words != both[to].words:
+            return False
+        for one, other in zip(crossing.path.entries, both[to].path.entries, strict=True):
+            # a value for all samples may be the same for both by chance
+            chance = one.spec.shape == other.spec.shape and (one.requires_grad or set(one.spec.shape) <= {1})
+            if chance or one[2:] != other[2:]:
+                return False
+    return same(part, alone, bound=0)

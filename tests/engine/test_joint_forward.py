@@ -1,0 +1,207 @@
+"""Two micro-batches in one forward pass: what one device computes, in fewer passes, or apart where that is not so."""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_pipe.engine.pipeline import Pipeline
+from lightning_pipe.errors import CutError
+from lightning_pipe.intercept.library_draws import LibraryDraws
+from lightning_pipe.intercept.random_streams import RandomStreams
+from lightning_pipe.schedules import Chimera
+from tests.support.engine_runs import Outcome, assert_same, pipelined
+from tests.support.small_net import WIDTH, Block, Net, batch
+
+DOUBLING, HALVING = Chimera(scaling="forward_doubling"), Chimera(scaling="backward_halving")
+
+pytestmark = pytest.mark.usefixtures("float64")
+
+
+def passes(outcome: Outcome) -> list[int]:
+    return [pipeline.executor.joint.passes for pipeline in outcome.pipelines]
+
+
+def with_layers(*layers: nn.Module) -> Net:
+    """A net with these layers before blocks of its own."""
+    net = Net()
+    net.layers = nn.ModuleList([*layers, *net.layers[len(layers) :]])
+    return net
+
+
+class Counted(Block):
+    """Notes the samples of each call, by thread."""
+
+    seen: ClassVar[dict[int, list[int]]] = defaultdict(list)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen[threading.get_ident()].append(len(x))
+        return super().forward(x)
+
+
+@pytest.mark.parametrize(("schedule", "recompute"), [(DOUBLING, "never"), (HALVING, "always")])
+def test_a_slot_is_one_pass_over_the_samples_of_both(schedule: Chimera, recompute: str) -> None:
+    calls: list[list[int]] = []
+
+    def look(pipeline: Pipeline, module: nn.Module) -> None:
+        calls.append(Counted.seen.pop(threading.get_ident()))
+
+    net = with_layers(Counted())
+    found = assert_same(
+        net, [batch(8) for _ in range(4)], 4, schedule=schedule, recompute=recompute, layers="layers", between=look
+    )
+    assert passes(found) == [2, 2]
+    assert calls.count([4, 2, 2]) == 4, "one forward pass, two recomputed parts, from the third batch on"
+
+
+def test_halves_that_are_not_recomputed_are_two_passes() -> None:
+    found = assert_same(Net(), [batch(8) for _ in range(4)], 4, schedule=HALVING, layers="layers")
+    assert passes(found) == [0, 0]
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_odd_samples_odd_micro_batches_and_a_short_batch(ranks: int) -> None:
+    """Micro-batches of 3 and 2 samples, and of 2 and 1, each put together and taken apart by its own sizes."""
+    sizes = [11, 11, 6, 11, 6, 11, 6]
+    found = assert_same(Net(), [batch(size) for size in sizes], 5, ranks=ranks, schedule=DOUBLING, layers="layers")
+    assert passes(found) == [3, 3] if ranks == 2 else min(passes(found)) > 0
+
+
+class Residual(Net):
+    """What was before the layers goes over the cut beside what comes from them."""
+
+    def body(self, h: Tensor, x: Tensor) -> Tensor:
+        first = h
+        for layer in self.layers:
+            h = h + layer(h)
+        return h + first
+
+
+class TimeFirst(Net):
+    """Samples lie along the second dimension of what crosses."""
+
+    def body(self, h: Tensor, x: Tensor) -> Tensor:
+        h = torch.stack([h, h * 2, h * 3])
+        for layer in self.layers:
+            h = layer(h)
+        return h.mean(0)
+
+
+@pytest.mark.parametrize("net", [Residual, TimeFirst])
+def test_what_crosses_is_taken_apart(net: type[Net]) -> None:
+    found = assert_same(net(), [batch(8) for _ in range(4)], 4, schedule=DOUBLING, layers="layers")
+    assert passes(found) == [2, 2]
+
+
+class Flattened(Net):
+    """The step gives the number of samples to a function of what comes from layers."""
+
+    def body(self, h: Tensor, x: Tensor) -> Tensor:
+        h = self.layers[0](h).view(len(x), -1)
+        for layer in self.layers[1:]:
+            h = layer(h)
+        return h
+
+
+class Scaled(Net):
+    """What goes over the cut has no samples; as a penalty of 0 it might be the same for two micro-batches by chance."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.rand(4))
+
+    def body(self, h: Tensor, x: Tensor) -> Tensor:
+        scale = self.scale * 2
+        for number, layer in enumerate(self.layers):
+            h = h + scale[number] * layer(h)
+        return h
+
+
+class Norm(nn.BatchNorm1d):
+    def __init__(self) -> None:
+        super().__init__(WIDTH, track_running_stats=False)
+
+
+@pytest.mark.parametrize(
+    "net", [lambda: with_layers(Norm()), Flattened, Scaled], ids=["batch norm", "number of samples", "no samples"]
+)
+def test_what_may_depend_on_the_other_samples_runs_apart(net: Any) -> None:
+    found = assert_same(net(), [batch(8) for _ in range(4)], 4, schedule=DOUBLING, layers="layers")
+    assert passes(found) == [0, 0]
+
+
+def test_random_numbers_run_apart() -> None:
+    """Each micro-batch has its own."""
+    found = pipelined(with_layers(nn.Dropout()), [batch(8) for _ in range(4)], 4, schedule=DOUBLING, layers="layers")
+    assert passes(found) == [0, 0]
+
+
+def test_draws_are_seen() -> None:
+    streams = RandomStreams(0, torch.device("cpu"), draws=LibraryDraws(["layer"]))
+    with streams.batch():
+        for draws in (False, True):
+            streams.seed_user_code(0)
+            with streams.noting_draws() as drew:
+                with streams.isolated(0, 0):
+                    F.dropout(torch.ones(8), training=draws)
+                streams.end_user_code()
+            assert (True in drew) is draws
+        streams.seed_user_code(0)
+        with streams.noting_draws() as drew:
+            torch.rand(1)
+            streams.end_user_code()
+        assert True in drew
+
+
+class Centred(Block):
+    """Depends on the other samples in training alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x - x.mean(0) if self.training else x)
+
+
+def test_layers_that_go_to_training_are_compared_anew() -> None:
+    ended: list[Pipeline] = []
+
+    def change(pipeline: Pipeline, module: Any) -> None:
+        ended.append(pipeline)
+        module.layers[0].train(ended.count(pipeline) > 2)
+
+    net = with_layers(Centred())
+    net.layers[0].eval()
+    found = pipelined(net, [batch(8) for _ in range(6)], 4, schedule=DOUBLING, layers="layers", between=change)
+    assert passes(found) == [1, 1]
+
+
+class Keeps(Block):
+    """Begins to count its calls."""
+
+    counts = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.counts:
+            self.calls = self.calls + 1
+        return super().forward(x)
+
+
+def test_layers_that_begin_to_keep_something_are_an_error() -> None:
+    ended: list[Pipeline] = []
+
+    def change(pipeline: Pipeline, module: Any) -> None:
+        ended.append(pipeline)
+        module.layers[0].counts = ended.count(pipeline) > 1
+
+    with pytest.raises(CutError, match="has begun to keep something of its calls"):
+        pipelined(
+            with_layers(Keeps()), [batch(8) for _ in range(3)], 4, schedule=DOUBLING, layers="layers", between=change
+        )
