@@ -103,6 +103,17 @@ class Structure:
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         }
 
+    def lines(self) -> dict[str, int]:
+        """For every room its lines."""
+        found: dict[str, int] = {}
+        for name, source in self.sources.items():
+            found[room(name)] = found.get(room(name), 0) + source.count("\n")
+        return found
+
+    def classes(self) -> int:
+        """How many classes there are."""
+        return len(self.attributes())
+
     def comments_per_hundred_lines(self, part: str = "") -> float:
         """Lines with a comment for every hundred lines of code, in modules whose name begins with ``part``."""
         comments = code = 0
@@ -185,14 +196,14 @@ def _tokens(source: str) -> Iterator[tokenize.TokenInfo]:
     return tokenize.generate_tokens(io.StringIO(source).readline)
 
 
-def _private_names() -> int:
+def private_names() -> int:
     """The private names of other packages in the registers, by owner and name."""
     from lightning_pipe import lightning_internals, torch_internals
 
     return sum(len(names) for register in (torch_internals, lightning_internals) for names in register.NAMES.values())
 
 
-def _patches(structure: Structure) -> int:
+def patches(structure: Structure) -> int:
     """The places in the code that replace something of another package for a time."""
     return sum(
         isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("replaced", "Patch")
@@ -225,7 +236,7 @@ def report(structure: Structure) -> str:
         f"Classes: {len(attributes)}   most attributes: {attributes[largest]} ({largest})",
         f"Functions: {len(lengths)}   median lines: {statistics.median(lengths.values()):g}   "
         f"longest: {lengths[longest]} ({longest})",
-        f"Private names of other packages: {_private_names()}, all registered   patches: {_patches(structure)}",
+        f"Private names of other packages: {private_names()}, all registered   patches: {patches(structure)}",
         "Comments per hundred lines of code: "
         + ", ".join(
             f"{part or 'all'} {structure.comments_per_hundred_lines(part):.1f}" for part in ("", "intercept", "engine")
