@@ -130,8 +130,7 @@ class AsynchronousPipeline:
         try:
             # This object only puts the generators back after the call; every batch brings streams of its own.
             streams = RandomStreams(0, pipeline.transport.device)
-            views = pipeline.executor.stages.interceptor.views
-            with torch.enable_grad(), self.versions.call(), pipeline.running(streams), views.of_batch():
+            with torch.enable_grad(), self.versions.call(), pipeline.running(streams):
                 pipeline.executor.advance(actions, call.again, self._find)
         except BaseException:
             self.drop()

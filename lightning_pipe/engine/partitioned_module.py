@@ -138,6 +138,13 @@ class PartitionedModule:
         """The pipeline ranks that hold a stage, ascending."""
         return tuple(sorted({rank for (_, other), rank in self.placement.items() if other == stage}))
 
+    @property
+    def places(self) -> tuple[dict[str, int], list[str]]:
+        """By the names of layers, their stages; and by stage, which ranks run it, in words."""
+        stages = {self.names[number]: stage for stage, span in enumerate(self.stage_layers) for number in span}
+        names = self.ownership.rank_names
+        return stages, [" and ".join(names[rank] for rank in self.holders(each)) for each in range(len(self.balance))]
+
     def evaluated_by(self, rank: int) -> list[str]:
         """The layers that a pipeline rank runs in an evaluation whose batches are not cut: those of the first pipe."""
         spans = enumerate(self.stage_layers)

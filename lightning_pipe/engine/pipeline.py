@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 from lightning_pipe.engine.asynchronous import AsynchronousPipeline, CallResult
 from lightning_pipe.engine.batch import Batch, BatchObserver, Cut, StepFunction
@@ -28,7 +29,6 @@ from lightning_pipe.intercept.interceptor import Interceptor
 from lightning_pipe.intercept.random_streams import RandomStreams
 from lightning_pipe.intercept.recompute import BufferGuard
 from lightning_pipe.intercept.stage_layers import StageLayers
-from lightning_pipe.intercept.state_reads import Course
 from lightning_pipe.parameters.buffer_sync import BufferSync
 from lightning_pipe.parameters.deferred_batchnorm import DeferredBatchNorm, Statistics, discard_all
 from lightning_pipe.parameters.gradient_groups import GradientGroups
@@ -87,8 +87,9 @@ class Pipeline(PartitionedModule):
         self.reductions = GradientGroups(transport)
         self.gradients_divided = False
         self.elapsed = self.busy = 0.0
-        course = Course(self.stage_layers, self.linear and passes == 1, family.pipes == 1)
-        self._interceptor = Interceptor(module, self.layers, tells=transport.process == 0, course=course)
+        self._interceptor = Interceptor(
+            module, self.layers, tells=transport.process == 0, places=self.places, one_pipe=family.pipes == 1
+        )
         stages = [StageLayers(stage, span, self.names, {}) for stage, span in enumerate(self.stage_layers)]
         self.executor = Executor(
             Stages(self._interceptor, stages, self.ownership, transport.device, BufferGuard([module])),
@@ -311,7 +312,8 @@ class Pipeline(PartitionedModule):
         training = batch.training
         program = self._program(len(batch.micro_batches), training)
         executor = self.training_executor if training else self.executor
-        with self.running(batch.streams), self._interceptor.views.of_batch():
+        self._interceptor.state.begin_batch()
+        with self.running(batch.streams):
             executor.run(program, batch)
         if training and not self._checked_layers:
             ran = {action.stage for action in program if action.kind is Kind.FORWARD}
@@ -382,6 +384,11 @@ class Pipeline(PartitionedModule):
             connect(self, self.skips.ends)
             self._program.cache_clear()
             self.executor.connect(self.skips)
+
+    @override
+    def restore(self) -> None:
+        super().restore()
+        self._interceptor.state.share(lambda own: self.transport.all_gather_object(own, self.pipeline_members))
 
     # ------------------------------------------------------------------ after the first batch, and after every batch
 

@@ -19,6 +19,7 @@ from lightning_pipe.intercept.call_record import CallRecord
 from lightning_pipe.intercept.crossing import Crossing, Returned
 from lightning_pipe.intercept.incoming import Incoming
 from lightning_pipe.intercept.interceptor import Interceptor
+from lightning_pipe.intercept.layer_state import Key
 from lightning_pipe.intercept.library_draws import LibraryDraws
 from lightning_pipe.intercept.parameter_use import ParameterUse
 from lightning_pipe.intercept.recompute import BufferGuard, Buffers, nothing_saved, recomputing
@@ -31,6 +32,8 @@ from lightning_pipe.torch_internals import tree_leaves
 
 Crossings = dict[int, Crossing]
 """What leaves a stage, by the stage that receives it; nothing leaves the last one."""
+_THOROUGH, _SAMPLED = 4, 64
+"""What layers refer to is compared in the first batches, and in one of so many later ones."""
 
 
 @dataclass
@@ -76,7 +79,7 @@ class Kept:
     """What a forward pass leaves that will run again: its input, and the calls it made up to the boundary.
 
     ``buffers`` has the former values of those that it changed, ``attributes`` those of layers, all of them or those
-    that earlier passes have changed; ``new`` has those that this pass was the first to set. ``around`` has those of the
+    that earlier passes have changed; ``set`` has those that the step has set. ``around`` has those of the
     LightningModule.
     """
 
@@ -84,7 +87,7 @@ class Kept:
     calls: tuple[CallRecord, ...] | None
     buffers: Buffers
     attributes: Snapshot
-    new: list[Snapshot]
+    set: dict[Key, Any]
     all_attributes: bool
     around: Snapshot
 
@@ -146,31 +149,28 @@ class Stages:
         copies = inbound and inbound.copied()
         unknown = stage not in self.again
         self.again.add(stage)
-        attributes = self.interceptor.attributes(stage, all_of_them=unknown)
-        around = self.interceptor.attributes_around()
-        views = self.interceptor.views
-        noted = self.buffers.noted(stage, views.seen_by(stage), views.buffers)
-        with nothing_saved(), noted as former, views.seen_first() as new:
+        state, around = self.interceptor.state, self.interceptor.attributes_around()
+        attributes = state.everything(self.interceptor.computing() if unknown else None)
+        with nothing_saved(), self.buffers.noted(stage) as former:
             saved, crossings, result = self._run(stage, micro_batch, batch, copies)
         batch.streams.end_user_code()
         if unknown:
-            self.interceptor.note_changes(attributes)
+            state.note_changes(attributes)
         if not crossings:
             batch.keep(micro_batch, saved.loss, result)
         calls = next((crossing.path.calls for crossing in crossings.values()), None)
-        kept = Kept(inbound, calls, former, attributes, new, unknown, around)
+        kept = Kept(inbound, calls, former, attributes, state.set_by_run, unknown, around)
         return kept, {to: crossing.detached() for to, crossing in crossings.items()}
 
     def recompute(self, stage: int, micro_batch: int, batch: Batch, kept: Kept) -> Saved:
         """Run the step again, now keeping what the backward pass needs."""
-        attributes = self.interceptor.attributes(all_of_them=kept.all_attributes)
-        around = self.interceptor.attributes_around()
-        for earlier in (kept.attributes, *kept.new):
-            earlier.undo()
+        state, around = self.interceptor.state, self.interceptor.attributes_around()
+        attributes = state.everything(self.interceptor.computing() if kept.all_attributes else None)
+        kept.attributes.undo()
         # other micro-batches may have changed these since, and graphs may hold what they are now
         kept.around.undo(for_now=True)
         try:
-            with recomputing(), self.buffers.restored(kept.buffers):
+            with recomputing(), self.buffers.restored(kept.buffers), state.restored(kept.set):
                 saved, crossings, _ = self._run(stage, micro_batch, batch, kept.inbound)
         finally:
             attributes.undo()
@@ -205,6 +205,7 @@ class Stages:
             training=batch.training,
             alone=batch.undisturbed,
             may_repeat=not batch.training,
+            thorough=batch.streams.number <= _THOROUGH or batch.streams.number % _SAMPLED == 0,
         )
         # A tensor that the path names but that was not sent has no value here, and gets no gradient.
         received = inbound.differentiable if inbound else ()
@@ -293,7 +294,7 @@ def _telling(saved: Saved) -> Iterator[None]:
 
 def _path(calls: Sequence[CallRecord] | None) -> list[CallRecord] | None:
     """What a run and its second one must have in common."""
-    return None if calls is None else [call.without_kept() for call in calls]
+    return None if calls is None else [call._replace(changing=()) for call in calls]
 
 
 def _observe(stages: Stages, stage: int, micro_batch: int, batch: Batch, inbound: Crossing | None) -> None:

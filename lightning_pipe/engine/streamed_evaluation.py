@@ -114,7 +114,7 @@ class StreamedEvaluation:
         """End behind the last batch. Collective over all processes."""
         self._actions.clear()
         self._batches.clear()
-        self._pipeline.executor.stages.interceptor.views.clear()
+        self._pipeline.executor.stages.interceptor.state.begin_batch()
         self._pipeline.executor.empty()
         self._pipeline.learn_skips(training=False)
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from lightning_pipe.intercept.effects import Effect
+from lightning_pipe.intercept.kept_state import Place
 from lightning_pipe.skip import SkipKey
 from lightning_pipe.tensor_spec import TensorSpec
 from lightning_pipe.torch_internals import tree_flatten
@@ -69,14 +70,6 @@ class Value(NamedTuple):
         return pickle.loads(self.data)
 
 
-class Read(NamedTuple):
-    """What a layer has read of a module around it, such as the LightningModule: where, and the value as bytes."""
-
-    module: str
-    attribute: str
-    data: bytes
-
-
 # A tuple: the sender at a boundary compares the records of a whole step for every micro-batch.
 class CallRecord(NamedTuple):
     """One recorded call outside layers, or of one layer or outside module.
@@ -98,7 +91,7 @@ class CallRecord(NamedTuple):
         lent: for layers and modules, the arguments whose memory a result shares, and which every stage has for itself.
         hook: for a forward hook on a part of a layer, the path from the layer to the part and the hook's number there.
         drawn: for a function that has drawn random numbers where ranks take turns, the states of the generators then.
-        reads: for layers and modules, what they have read of modules around them.
+        changing: for layers and modules, what their calls have changed in their attributes so far.
     """
 
     name: str
@@ -114,18 +107,14 @@ class CallRecord(NamedTuple):
     lent: tuple[int, ...] = ()
     hook: tuple[str, int] | None = None
     drawn: tuple[bytes, ...] = ()
-    reads: tuple[Read, ...] = ()
+    changing: tuple[Place, ...] = ()
 
     @property
     def is_plain(self) -> bool:
         """Whether a layer has left a new tensor as its result, and nothing else."""
         one = len(self.leaves) == 1 and type(self.leaves[0]) is TensorSpec and self.structure.is_leaf()
-        others = self.mutated or self.stashed or self.popped or self.effects or self.lent
+        others = self.mutated or self.stashed or self.popped or self.effects or self.lent or self.changing
         return one and not others and self.container is None
-
-    def without_kept(self) -> CallRecord:
-        """The same but for what the module keeps of its calls, and what it has read: other values in each of them."""
-        return self._replace(effects=tuple(effect for effect in self.effects if not effect.kept), reads=())
 
 
 class LiveTensor(NamedTuple):

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections import UserDict, UserList, deque
-from collections.abc import Container, Iterable, Iterator
-from copy import copy
+from collections.abc import Container, Iterator
 from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
 
@@ -31,15 +30,28 @@ Path = tuple[Any, ...]
 class Change(NamedTuple):
     """One difference that a step made. A list or a set that has other elements is the same object, filled again.
 
-    ``path`` starts with the name of a module; then come attributes and keys, each with the kind of its owner.
-    ``everywhere`` tells that no other rank has run the code that made it, if it is a change in a layer. What a call of
-    a layer has changed is kept, with the value as bytes, or hidden if other ranks cannot have it.
+    ``path`` starts with the name of a module; then come attributes and keys, each with the kind of its owner. What a
+    call of a layer has changed is hidden from other ranks.
     """
 
-    kind: Literal["set", "delete", "append", "fill", "keep", "hide"]
+    kind: Literal["set", "delete", "append", "fill", "hide"]
     path: Path
     value: Any = None
-    everywhere: bool = True
+
+
+def attribute_of(change: Change) -> str:
+    """The attribute, or the buffer, of its module that a change concerns."""
+    _, (_, name), *inner = change.path
+    return str(inner[0][1]) if name == "_buffers" and inner else str(name)
+
+
+def owner_of(change: Change, module: nn.Module) -> Any:
+    """The list, dictionary or object in a module that has changed; ``None``: an attribute has another value."""
+    steps = change.path[1:] if change.kind == "fill" else change.path[1:-1]
+    owner: Any = module
+    for kind, key in steps:
+        owner = owner[key] if kind == "item" else attributes_of(owner)[key]
+    return None if owner is module or owner is module._buffers else owner
 
 
 class _Kept(NamedTuple):
@@ -149,17 +161,6 @@ class Attributes(_Mapping):
         for name, value in attributes_of(self.owner).items():
             if name not in skipped and (only is None or name in only) and not isinstance(value, nn.Module):
                 yield name, value
-
-    def narrowed(self, only: Container[str] | None = None, skipped: Iterable[str] = ()) -> Attributes:
-        """The same of some attributes."""
-        found = copy(self)
-        if only is not None:
-            # what was not looked at has no value here, which is not the same as having been absent
-            found.only = only if self.only is None else {name for name in self.kept if name in only}
-        found.skipped = self.skipped.union(skipped)
-        wanted = self.kept if found.only is None else [name for name in self.kept if name in found.only]
-        found.kept = {name: self.kept[name] for name in wanted if name not in found.skipped}
-        return found
 
     @override
     def put(self, key: Any, value: Any) -> None:

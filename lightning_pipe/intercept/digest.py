@@ -11,6 +11,9 @@ on what one device has::
 
 Of a tensor that comes from layers or parameters its number counts, of one that comes from the batch what it went
 through, of any other tensor its values, of numbers, text, containers and objects what they hold, else the type.
+
+In thorough runs the word of a layer's call counts what the layer's code names as well (`references`), but for what its
+calls have changed, which the stage that runs it alone has. Such a word is odd: whoever answers the call does the same.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from __future__ import annotations
 import itertools
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cache, lru_cache
 from typing import Any
 
@@ -27,7 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipe.errors import CutError
-from lightning_pipe.intercept.kept_state import content_of, has_content
+from lightning_pipe.intercept.kept_state import Place, content_of, has_content
 from lightning_pipe.intercept.numbers import Numbers
 from lightning_pipe.intercept.random_streams import mix
 from lightning_pipe.intercept.tensor_state import version_of
@@ -63,6 +66,7 @@ class Digest:
 
     Attributes:
         idle: as given; it may change in the run.
+        thorough: whether the words of layers that run here count what their code names.
         words: those of the calls so far.
         expected: those of the previous stage up to its cut.
         in_function: whether an autograd Function is being applied, in which stages draw other numbers. Those of a stage
@@ -70,7 +74,7 @@ class Digest:
     """
 
     def __init__(self, numbers: Numbers, name_of: Callable[[Tensor], str | None], *, idle: bool = False) -> None:
-        self.idle = idle
+        self.idle, self.thorough = idle, False
         self.words: list[int] = []
         self.expected: Sequence[int] = ()
         self.in_function = False
@@ -101,11 +105,35 @@ class Digest:
         """A function or module is called, here or on an earlier stage, with such leaves of its arguments."""
         if not self.idle:
             self.surround(name, leaves, 0 if module is None else 1 + module.training)
-            self.words.append(self._word)
+            self.words.append(self._word & ~1)
 
     def surround(self, name: str, leaves: Iterable[Any], mode: int = 0) -> None:
         """What is called next is called within a function of that name, which is given such leaves."""
         self._word = mix(self._word, _name(name), mode, *[self.of(leaf) for leaf in leaves])
+
+    def count(self, name: str, value: Any) -> None:
+        """The step sets an attribute, with which the layers that are called next may compute."""
+        if not self.idle:
+            self.surround(name, [value])
+
+    @property
+    def counts(self) -> bool:
+        """Whether what the code of a layer names that runs here is to be compared."""
+        return self.thorough and not self.idle
+
+    def referred(self, values: Iterable[tuple[Place, Any]]) -> dict[Place, int]:
+        """A number for each value that the code of a layer names."""
+        return {place: self.of(value) for place, value in values}
+
+    def counts_references(self, position: int) -> bool:
+        """Whether the word of the previous stage at a position counts what the code of the layer names."""
+        return not self.idle and position < len(self.expected) and bool(self.expected[position] & 1)
+
+    def refer(self, referred: Mapping[Place, int], changing: Collection[Place]) -> None:
+        """Count in the last word what the code of a layer has named before its call, but for what its calls change."""
+        found = [mix(_name(".".join(place)), referred[place]) for place in sorted(referred) if place not in changing]
+        self._word = mix(self._word, *found)
+        self.words[-1] = self._word | 1
 
     def check(self, name: str, position: int) -> None:
         """Raise if the call at a position is given something else here than on the previous stage."""

@@ -7,13 +7,17 @@ layers reads less than on one device and nobody notices.
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import numpy as np
 from torch import Tensor, nn
 
-from lightning_pipe.intercept.kept_state import KeptState, Place, put
+from lightning_pipe.intercept.contents import attribute_of, owner_of
+from lightning_pipe.intercept.kept_state import Place, is_own
 from lightning_pipe.intercept.objects import ObjectStates, objects_of
+from lightning_pipe.intercept.snapshot import Snapshot
 from lightning_pipe.intercept.tensor_state import memory_of, same_objects, version_of
 from lightning_pipe.torch_internals import tree_flatten, tree_leaves
 
@@ -34,8 +38,6 @@ class Effect(NamedTuple):
         attribute: its name.
         in_place: whether the attribute is the tensor that it was, and has changed or is what a result is a view of.
         object: for a changed object, its number among those that the arguments lead to; its state is ``structure``.
-        kept: whether the attribute is no tensor of the step (see `kept_state`); its new value is ``structure``, and
-            ``None`` there is one that cannot be shown.
     """
 
     size: int
@@ -45,7 +47,6 @@ class Effect(NamedTuple):
     attribute: str = ""
     in_place: bool = False
     object: int | None = None
-    kept: bool = False
 
     @property
     def place(self) -> Place:
@@ -62,6 +63,9 @@ class Watch:
         arguments: the positional ones, then the keywords' values.
         leaves: their leaves.
         objects: whether other ranks can be shown what changes in objects among the arguments.
+
+    Attributes:
+        foreign: modules that this one reaches and that are no parts of it, by their names.
     """
 
     def __init__(
@@ -78,23 +82,24 @@ class Watch:
         self._contents = [_contents(container) for container in self.containers]
         self._objects, self._shown = ObjectStates(leaves), objects
         self._attributes: dict[tuple[str, str], _State] | None = None
-        self._kept: KeptState | None = None
-        self._foreign: list[tuple[str, nn.Module, KeptState]] = []
+        self._kept: Snapshot | None = None
+        self.foreign: Mapping[str, nn.Module] = {}
+        self._foreign: Snapshot | None = None
 
     @property
     def seeks(self) -> bool:
         """Whether attributes are looked for."""
         return self._attributes is not None
 
-    def seek(self, foreign: Iterable[tuple[str, nn.Module]] = ()) -> None:
+    def seek(self, foreign: Mapping[str, nn.Module] = MappingProxyType({})) -> None:
         """Look for attributes from now on.
 
         Args:
-            foreign: modules that this one reaches and that are no parts of it, with their names.
+            foreign: modules that this one reaches and that are no parts of it, by their names.
         """
-        self._attributes = {key: _State(tree_leaves(value)) for key, value in _attributes(self.module)}
-        self._kept = KeptState(self.module)
-        self._foreign = [(name, part, KeptState(part, parts=False)) for name, part in foreign]
+        self._attributes = {key: _State(value) for key, value in _attributes(self.module)}
+        self._kept = Snapshot({path: part for path, part in self.module.named_modules() if is_own(part)})
+        self.foreign, self._foreign = foreign, Snapshot(foreign)
 
     def attributes(self) -> Iterator[Tensor]:
         """The tensors that the module keeps as attributes before the call; none where nobody looks for them."""
@@ -121,20 +126,21 @@ class Watch:
             yield Effect(len(tensors), state, object=number), list(tensors)
         if self._attributes is not None:
             yield from self._attribute_effects(self._attributes, results, derived)
-        for (path, name), shown in self._kept.changes() if self._kept is not None else ():
-            yield Effect(0, shown, path=path, attribute=name, kept=True), []
 
-    def altered(self, effect: Effect) -> list[Any]:
-        """The lists, dictionaries and objects that have changed in the place of an effect."""
-        if effect.kept:
-            return [] if self._kept is None else self._kept.altered(effect.place)
-        value = vars(self.module.get_submodule(effect.path))[effect.attribute]
-        return [value] if isinstance(value, _CONTAINERS) else []
+    def kept(self) -> dict[Place, list[Any]]:
+        """Where the call has changed what its module keeps, with the lists, dictionaries and objects that changed."""
+        found: dict[Place, list[Any]] = {}
+        for change in () if self._kept is None else self._kept.changes():
+            part = self.module.get_submodule(change.path[0])
+            altered = found.setdefault((change.path[0], attribute_of(change)), [])
+            owner = change.value if isinstance(change.value, np.ndarray) else owner_of(change, part)
+            altered += [] if owner is None else [owner]
+        return found
 
-    def foreign_changes(self) -> Iterator[tuple[str, nn.Module, str]]:
-        """What has changed in other modules: their names, they themselves, and the attributes."""
-        for name, part, before in self._foreign:
-            yield from ((name, part, attribute) for (_, attribute), _ in before.changes())
+    def foreign_changes(self) -> Iterator[tuple[str, str]]:
+        """What has changed in other modules: their names, and the attributes."""
+        for change in () if self._foreign is None else self._foreign.changes():
+            yield change.path[0], attribute_of(change)
 
     def kept_objects(self, effects: Iterable[Effect], leaves: Sequence[Any]) -> dict[int, Any]:
         """The objects that the call has changed, and those that it has put into them, by ``id``.
@@ -156,6 +162,8 @@ class Watch:
             leaves, structure = tree_flatten(value)
             known = attributes.get((path, attribute))
             effect = Effect(len(leaves), structure, path=path, attribute=attribute)
+            if known is not None and known.value is value and not isinstance(value, Tensor):
+                continue  # what grows from call to call stays with its stage
             if known is None or not same_objects(leaves, known.leaves):
                 yield effect, leaves
             elif any(isinstance(leaf, Tensor) and derived(leaf) for leaf in leaves):
@@ -165,10 +173,10 @@ class Watch:
 
 
 class _State:
-    """The leaves of an attribute, and what tells whether they change in place."""
+    """An attribute and its leaves, and what tells whether they change in place."""
 
-    def __init__(self, leaves: list[Any]) -> None:
-        self.leaves = leaves
+    def __init__(self, value: Any) -> None:
+        self.value, self.leaves = value, tree_leaves(value)
         self._versions = self._count()
 
     def _count(self) -> list[int | None]:
@@ -198,34 +206,18 @@ class AttributeSearch:
 
 
 class Attributes:
-    """The attributes that have been set on skipped layers; `restore` puts the old ones back.
+    """The tensors that have been set on skipped layers; `restore` puts back what was there."""
 
-    Args:
-        changing: told of each part of a module and the attribute before it is set, and whether its value is known here.
-        stay: whether what layers keep besides tensors is expected to stay.
-    """
-
-    def __init__(self, changing: Callable[[nn.Module, str, bool], None], *, stay: bool) -> None:
-        self._changing, self._stay = changing, stay
+    def __init__(self) -> None:
         self._before: dict[tuple[int, str], tuple[dict[str, Any], Any]] = {}
-        self._former: list[Callable[[], None]] = []
         self._filled: dict[int, tuple[Tensor, Tensor]] = {}
 
     def set(self, module: nn.Module, effect: Effect, value: Any) -> None:
         """Let the part of ``module`` that the effect names keep ``value``."""
-        part = module.get_submodule(effect.path)
-        self._changing(part, effect.attribute, True)
-        owner = vars(part)
+        owner = vars(module.get_submodule(effect.path))
         # of an attribute that is set again the first value alone: those in between are not held where the layer runs
         self._before.setdefault((id(owner), effect.attribute), (owner, owner.get(effect.attribute, self)))
         owner[effect.attribute] = value
-
-    def keep(self, module: nn.Module, effect: Effect) -> None:
-        """Let the part of ``module`` that the effect names keep the value that is shown of it."""
-        self._changing(module.get_submodule(effect.path), effect.attribute, effect.structure is not None)
-        if effect.structure is not None:
-            undo = put(module, effect.place, effect.structure, stays=self._stay)
-            self._former.extend(() if undo is None else (undo,))
 
     def same(self, module: nn.Module, effect: Effect, spec: Any) -> Tensor | None:
         """The tensor that an attribute holds here too, and that the call changes in place on another stage."""
@@ -237,15 +229,8 @@ class Attributes:
         """What such a tensor holds has come from the other stage; ``before`` holds what it held here."""
         self._filled[id(tensor)] = tensor, before
 
-    def restore(self, *, undo: bool = False) -> None:
-        """Put everything back as it was, but for what stays: this rank may run the layer too, for other micro-batches.
-
-        Args:
-            undo: put back that, too.
-        """
-        for put_back in reversed(self._former) if undo or not self._stay else ():
-            put_back()
-        self._former.clear()
+    def restore(self) -> None:
+        """Put everything back as it was: this rank may run the layer too, for other micro-batches."""
         for (_, attribute), (owner, value) in self._before.items():
             if value is self:
                 owner.pop(attribute, None)

@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial, update_wrapper
 from itertools import chain
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
-from lightning_pipe.intercept.around import Around
-from lightning_pipe.intercept.buffer_changes import BufferChanges
 from lightning_pipe.intercept.distributions import show_distributions
 from lightning_pipe.intercept.generation_caches import Caches
 from lightning_pipe.intercept.layer_calls import RunCache
+from lightning_pipe.intercept.layer_state import LayerState
+from lightning_pipe.intercept.layer_tensors import LayerTensors
 from lightning_pipe.intercept.recompute import is_recomputing
 from lightning_pipe.intercept.shared_state import Sharing
 from lightning_pipe.intercept.snapshot import Snapshot
 from lightning_pipe.intercept.stage_run import StageRun
-from lightning_pipe.intercept.stage_views import StageViews
-from lightning_pipe.intercept.state_reads import Course, StateReads
 from lightning_pipe.intercept.torch_patches.activation_checkpoints import CHECKPOINTS, run_again
+from lightning_pipe.intercept.torch_patches.attributes import ATTRIBUTES
 from lightning_pipe.intercept.torch_patches.autograd_functions import FUNCTIONS
 from lightning_pipe.intercept.torch_patches.backward_hooks import BACKWARD_HOOKS
 from lightning_pipe.intercept.torch_patches.encoders import padding_alike
@@ -31,7 +30,7 @@ from lightning_pipe.intercept.turns.run import TurnRun
 from lightning_pipe.patches import all_replaced
 from lightning_pipe.torch_internals import NormBase, interrupting, is_compiled
 
-_PATCHES = (CHECKPOINTS, FUNCTIONS, BACKWARD_HOOKS, INNER_BACKWARD)
+_PATCHES = (ATTRIBUTES, CHECKPOINTS, FUNCTIONS, BACKWARD_HOOKS, INNER_BACKWARD)
 
 
 class Interceptor:
@@ -41,13 +40,13 @@ class Interceptor:
         module: the user's module.
         layers: the layer sequence with dotted names.
         tells: whether this rank says what it changes for the time of the steps.
-        course: how micro-batches pass the stages; ``None``: all of them run here.
+        places: by the names of layers, their stages, and by stage who runs it, in words.
+        one_pipe: whether all micro-batches take the same way.
 
     Attributes:
         run: the run of the step that is under way.
+        state: knows who has the attributes of layers and outside modules.
         cache: what runs keep for later ones.
-        views: what each of several stages of this rank sees of the layers of others.
-        around: the modules by name whose attributes runs that are not the last stage's leave as they were.
     """
 
     def __init__(
@@ -56,22 +55,20 @@ class Interceptor:
         layers: Sequence[tuple[str, nn.Module]],
         *,
         tells: bool = True,
-        course: Course | None = None,
+        places: tuple[Mapping[str, int], Sequence[str]] = ({}, ()),
+        one_pipe: bool = True,
     ) -> None:
         self.run: StageRun | TurnRun | None = None
-        self.around: Mapping[str, nn.Module] = {}
         self._current = lambda: self.run
         show_distributions()
         self.module = module
         self.layers = [layer for _, layer in layers]
-        self.cache = RunCache()
-        self.views = StageViews(self.cache, self.computing)
         self._caches = Caches(module, tells=tells)
         self._outside = list(outside_modules(module, self.layers))
-        roots = [*self.layers, *(outside for _, outside in self._outside)]
-        self.cache.sharing, self.cache.around = Sharing(module, roots), Around(module)
-        self.cache.reads = StateReads([*layers, *self._outside], course or Course((), in_order=False, one_pipe=True))
-        self._buffer_changes = BufferChanges(self.computing, self.cache.reads, self.views.note_changed_in_place)
+        roots = [*layers, *self._outside]
+        self.state = LayerState(module, roots, *places, one_pipe=one_pipe)
+        self.cache = RunCache(self.state, Sharing(module, [root for _, root in roots]))
+        self._tensors = LayerTensors(self.computing, self.state.written)
         # by key: the number of a layer; for outside modules numbers below that of torch calls, -1
         self._wrappers: dict[int, Callable[..., Any]] = {}
         self._forwards: dict[int, Callable[..., Any]] = {}
@@ -90,119 +87,14 @@ class Interceptor:
         roots = (*self.layers, *(module for _, module in self._outside))
         yield from {id(part): part for root in roots for part in root.modules()}.values()
 
-    def reads_seen(self) -> AbstractContextManager[None]:
-        """Around many batches: see what the step's own code reads of layers and outside modules."""
-        if self.cache.reads is None or any(map(is_compiled, self.module.modules())):
-            return nullcontext()  # compiled code could not be looked into
-        return self.cache.reads.installed(self._reading)
-
-    def _reading(self, module: nn.Module, name: str) -> None:
-        if isinstance(self.run, StageRun):
-            if self.cache.writes is not None and not self.run.inside:
-                self.cache.writes.by_read(module, name)
-            self.run.read(module, name)
-        elif self.run is None and self.cache.reads is not None:
-            self.cache.reads.read_in_hook(module, name)
-
-    def attributes(self, stage: int | None = None, *, all_of_them: bool = True) -> Snapshot:
-        """The attributes of layers and outside modules as they are now.
-
-        Args:
-            stage: as the next run of this one sees them.
-            all_of_them: not only those that calls or steps have changed so far.
-        """
-        with self.views.seen_by(stage):
-            return self.cache.kept(self.computing() if all_of_them else None)
-
     def attributes_around(self) -> Snapshot:
         """The attributes as they are now of what is around layers and outside modules: the LightningModule's own."""
-        return Snapshot(self.around, buffers=False)
-
-    def changed(self) -> Iterator[str]:
-        """What calls or steps have changed so far in layers and outside modules, as code writes it."""
-        for part, names in self.cache.keepers.values():
-            yield from (self.cache.reads.written(part, name) for name in names if self.cache.reads is not None)
-
-    def note_changes(self, before: Snapshot) -> None:
-        """Note which of all attributes have changed since they were looked at."""
-        self.cache.note_changes(before.changes(), self.computing())
-
-    @contextmanager
-    def _apart(self, run: StageRun | TurnRun) -> Iterator[None]:
-        """Around a run: one of several stages of this rank leaves alone what the others keep."""
-        if not isinstance(run, StageRun) or not run.apart:
-            yield
-            return
-        with self.views.apart(run):
-            yield
+        return Snapshot(self.state.around, buffers=False)
 
     @property
     def in_module(self) -> bool:
         """Whether a layer or an outside module runs now, in a step."""
         return self.run is not None and self.run.inside
-
-    def setting(self, part: nn.Module, name: str, value: Any) -> None:
-        """A layer or an outside module that runs now is about to set an attribute of one of its parts."""
-        if self.run is not None:
-            self.run.layer_calls.setting(part, name, value)
-
-    def is_behind(self, part: nn.Module, name: str | None = None) -> bool:
-        """Whether the step is behind the stage that runs a module; with a name, if calls change the attribute there."""
-        state = self.run.layer_calls.state if isinstance(self.run, StageRun) and self.run.stage.last else None
-        return state is not None and state.is_behind(part, name)
-
-    def note_set(self, part: nn.Module, name: str) -> None:
-        """The step is about to set an attribute of a layer or an outside module."""
-        self.views.note_set(part, name)
-        if self.cache.reads is not None:
-            self.cache.reads.watch_one(part, name)
-
-    def adopts(self, part: nn.Module, name: str) -> None:
-        """An attribute is about to become what runs on another rank have left, whatever those on this one have."""
-        self.views.forget(part, name)
-
-    def changed_elsewhere(self, part: nn.Module, name: str) -> bool:
-        """Calls on any rank have changed an attribute. Returns whether this rank does not know the value of now."""
-        reads = self.cache.reads
-        self.cache.called.add((id(part), name))
-        if reads is None:
-            return False
-        if id(part) not in self.cache.run_here and not reads.is_current(part, name):
-            reads.changed(part, name, here=False)
-            return True
-        return False
-
-    def hide(self, part: nn.Module, name: str) -> None:
-        """Calls have changed an attribute of which this rank cannot have the value, unless it runs them all."""
-        reads = self.cache.reads
-        if reads is not None and not (reads.course.one_pipe and id(part) in self.cache.run_here):
-            reads.hide(part, name)
-
-    @property
-    def several(self) -> bool:
-        """Whether this rank may have several stages."""
-        return self.cache.reads is None or not self.cache.reads.course.in_order
-
-    @property
-    def apart(self) -> bool:
-        """Whether what the run under way sets in the layers of others is put back behind it."""
-        return isinstance(self.run, StageRun) and self.run.apart
-
-    @property
-    def watches(self) -> bool:
-        """Whether reads of attributes can be seen."""
-        return self.cache.reads is not None and self.cache.reads.watches
-
-    @property
-    def one_pipe(self) -> bool:
-        """Whether all micro-batches take the same way."""
-        return self.cache.reads is None or self.cache.reads.course.one_pipe
-
-    def has_run(self, part: nn.Module, *, now: bool = False) -> bool:
-        """Whether a part of a layer or an outside module has run on this rank; ``now``: in the run under way."""
-        if not now:
-            return id(part) in self.cache.run_here
-        return self.run is not None and self.run.layer_calls.has_run(part)
 
     @contextmanager
     def installed(self, *, caches: bool = False) -> Iterator[None]:
@@ -267,18 +159,14 @@ class Interceptor:
     def follow(self, run: StageRun | TurnRun, step: Callable[[], Any]) -> Any:
         """Run the user's step; its calls of layers go to ``run``."""
         self.run = run
-        if isinstance(run, StageRun) and not run.stage.all and not is_recomputing():
-            run.tracker.changing = self._changing
+        again = is_recomputing()
+        if isinstance(run, StageRun) and not (run.stage.all or again):
+            run.tracker.changing = self._tensors.check
         try:
-            with self._apart(run):
+            with self.state.of_run(run, counts=not again, alone=run.tracker.alone):
                 return run.run(step)
         finally:
             self.run = None
-
-    def _changing(self, written: Sequence[Tensor], function: str) -> None:
-        """The step is about to change tensors in place. The tracker has this, which does not refer to its run."""
-        if isinstance(self.run, StageRun):
-            self._buffer_changes.check(self.run, written, function)
 
     def _layer_wrapper(self, number: int, layer: nn.Module) -> Callable[..., Any]:
         def wrapper(*args: Any, **kwargs: Any) -> Any:

@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakValueDictionary
 
 from torch import Tensor, nn
 
-from lightning_pipe.errors import CutError
 from lightning_pipe.intercept.absent_tensor import check_values
-from lightning_pipe.intercept.around import Around
-from lightning_pipe.intercept.call_record import CallRecord, Read
-from lightning_pipe.intercept.contents import Change
+from lightning_pipe.intercept.call_record import CallRecord
 from lightning_pipe.intercept.describe import RecordCache
 from lightning_pipe.intercept.effects import LOOKS, AttributeSearch, Watch
 from lightning_pipe.intercept.inner_hooks import HookedParts, shown
-from lightning_pipe.intercept.kept_state import is_packages
+from lightning_pipe.intercept.layer_state import LayerState, in_several_pipes
 from lightning_pipe.intercept.objects import objects_of
 from lightning_pipe.intercept.placeholder import Placeholder
-from lightning_pipe.intercept.recompute import is_recomputing, release_saved
+from lightning_pipe.intercept.recompute import release_saved
+from lightning_pipe.intercept.references import Label, References
 from lightning_pipe.intercept.shared_state import Sharing, changed_elsewhere
-from lightning_pipe.intercept.snapshot import Snapshot
 from lightning_pipe.intercept.stage_layers import StageLayers
-from lightning_pipe.intercept.state_reads import StateReads
 from lightning_pipe.intercept.surroundings import Surroundings
 from lightning_pipe.intercept.torch_functions import FLAT
 from lightning_pipe.intercept.tracker import Tracker
@@ -32,10 +29,6 @@ from lightning_pipe.skip import SkipKey, StepStore, stored_in
 from lightning_pipe.torch_internals import graph_nodes, tree_leaves
 
 _AS_IT_IS = nullcontext()
-ONCE_FOR_A_BATCH = (
-    "Change it in on_train_batch_start or on_train_batch_end, once for a batch; or use a schedule with one pipe, such "
-    "as schedule='1f1b'."
-)
 
 Stashed = Mapping[SkipKey, Tensor | None]
 
@@ -43,159 +36,40 @@ Profiler = Callable[[str, int, Callable[..., Any], Any, Any, Stashed], None]
 """Called before a layer or outside module runs: name, key (negative outside), forward, arguments, skip tensors."""
 
 
-Keepers = dict[int, tuple[nn.Module, set[str]]]
-"""Parts of modules by ``id``, each with the names of some attributes."""
-
-
-class Writes(Protocol):
-    """What is told who changes attributes of layers and outside modules."""
-
-    def by_read(self, part: nn.Module, name: str) -> None:
-        """The step's own code reads an attribute that calls or steps change."""
-
-    def by_call(self, part: nn.Module, name: str) -> None:
-        """A call changes an attribute of a part."""
-
-    def by_step(self, part: nn.Module, name: str, *, behind: bool = True) -> None:
-        """The step has changed a list, a dictionary or an object in place, which other stages have as well.
-
-        Args:
-            part: of this part of a module.
-            name: the attribute that refers to it.
-            behind: whether that was behind the stage that runs it.
-        """
-
-
 class RunCache:
     """What the runs of one rank keep for later runs.
 
+    Args:
+        state: knows who has the attributes of layers and outside modules.
+        sharing: knows what these have in common with others.
+
     Attributes:
+        state: as given.
+        sharing: as given.
         attributes: tells which modules keep tensors as attributes.
         records: the last record of each layer.
         hooked: which parts of modules have forward hooks.
-        reads: knows what steps read of layers and outside modules; ``None``: nobody asks.
-        looked: the stages, and whether in training, of which a run has shown what it changes.
-        run_here: by ``id``, the parts of those that have run on this rank, with the stage.
-        sharing: knows what these have in common with others; ``None``: nobody asks.
-        around: compares what layers read of modules around them; ``None``: nobody asks.
-        writes: told what the calls and the step change in layers and outside modules; ``None``: nobody asks.
-        keepers: by ``id``, parts of modules whose attributes calls or steps have changed, and the names of these.
-        called: what of these calls have changed, by ``id`` and name.
+        elsewhere: by layer or outside module, what its calls change outside of it, such as globals.
     """
 
-    def __init__(self) -> None:
-        self.reads: StateReads | None = None
-        self.looked: set[tuple[int, bool]] = set()
-        self.run_here: dict[int, int] = {}
-        self.sharing: Sharing | None = None
-        self.writes: Writes | None = None
-        self.around: Around | None = None
-        self.keepers: Keepers = {}
-        self.called: set[tuple[int, str]] = set()
+    def __init__(self, state: LayerState, sharing: Sharing) -> None:
+        self.state, self.sharing = state, sharing
         self.attributes, self.records, self.hooked = AttributeSearch(), RecordCache(), HookedParts()
-        self._foreign: dict[str, tuple[int, list[tuple[str, nn.Module]]]] = {}
+        self._foreign: dict[str, tuple[int, dict[str, nn.Module]]] = {}
+        self.elsewhere: defaultdict[str, dict[Label, None]] = defaultdict(dict)
 
-    def note_run(self, root: nn.Module, stage: int) -> None:
-        """A layer or outside module runs in a stage of this rank."""
-        if id(root) not in self.run_here:
-            self.run_here.update((id(part), stage) for part in root.modules())
-
-    def note_keeper(self, part: nn.Module, name: str) -> bool:
-        """A call or the step changes an attribute of a part of a module. Returns whether none has done so before."""
-        names = self.keepers.setdefault(id(part), (part, set()))[1]
-        if name in names:
-            return False
-        names.add(name)
-        return True
-
-    def changing(self, part: nn.Module, name: str, known: bool = True) -> None:
-        """A call changes an attribute of a part of its module; ``known``: this rank has the value."""
-        self.called.add((id(part), name))
-        if self.reads is not None and not is_recomputing():
-            self.reads.changed(part, name, here=known)
-        if self.writes is not None:
-            self.writes.by_call(part, name)
-
-    def kept(self, modules: Iterable[nn.Module] | None = None) -> Snapshot:
-        """What modules keep as attributes, as it is now.
-
-        Args:
-            modules: all attributes of these; ``None``: those that calls or steps have changed so far.
-        """
-        if modules is not None:
-            return Snapshot({str(id(part)): part for part in modules})
-        return snapshot_of(self.keepers)
-
-    def of_steps(self) -> Keepers:
-        """The attributes that steps change, and no call; what modules of this package keep, calls change."""
-        found = {
-            key: (part, {name for name in names if (key, name) not in self.called})
-            for key, (part, names) in self.keepers.items()
-            if not is_packages(type(part))
-        }
-        return {key: (part, names) for key, (part, names) in found.items() if names}
-
-    def note_changes(self, changes: Iterable[Change], modules: Iterable[nn.Module]) -> None:
-        """Note what has changed since a snapshot of all attributes of some modules."""
-        parts = {str(id(part)): part for part in modules}
-        for change in changes:
-            (_, name), part = change.path[1], parts[change.path[0]]
-            if name not in ("_buffers", "training"):
-                self.note_keeper(part, name)
-
-    def foreign(self, name: str, module: nn.Module) -> list[tuple[str, nn.Module]]:
-        """The modules that a layer or outside module reaches and that are no parts of it, with their names."""
-        looks, found = self._foreign.get(name, (0, []))
-        if looks < LOOKS and self.sharing is not None:
-            reached = self.sharing.foreign(module)
-            if self.reads is not None:
-                self.reads.watch(part for _, part in reached)
-            # of what surrounds the module itself alone: to look at all that is in it would take long
-            around = any(self.sharing.surrounds(part, module) for _, part in reached)
-            found = [each for each in reached if not around or self.sharing.surrounds(each[1], module)]
+    def foreign(self, name: str, module: nn.Module) -> dict[str, nn.Module]:
+        """The modules that a layer or outside module reaches and that are no parts of it, by their names."""
+        looks, found = self._foreign.get(name, (0, {}))
+        if looks < LOOKS:
+            found = self.sharing.foreign(module)
             self._foreign[name] = looks + 1, found
         return found
 
-
-def names_in(keepers: Keepers) -> dict[str, set[str]]:
-    """What a snapshot must look at to have some attributes."""
-    # a buffer is looked up in the dictionary of all of them
-    return {
-        str(key): names if names.isdisjoint(part._buffers) else {*names, "_buffers"}
-        for key, (part, names) in keepers.items()
-    }
-
-
-def snapshot_of(keepers: Keepers) -> Snapshot:
-    """Some attributes as they are now."""
-    return Snapshot({str(key): part for key, (part, _) in keepers.items()}, names_in(keepers))
-
-
-def by_own_value(written: str) -> CutError:
-    """With several pipes, the step changes an attribute of a layer by its own value.
-
-    Args:
-        written: the attribute as code writes it.
-    """
-    return CutError(
-        f"the step changes `{written}` by its own value, and this schedule has several pipes: none of them runs all "
-        "micro-batches, so none has the value that one device has.",
-        hint=ONCE_FOR_A_BATCH,
-    )
-
-
-def in_several_pipes(written: str, who: str = "the step") -> CutError:
-    """With several pipes, the step or a layer changes an attribute.
-
-    Args:
-        written: the attribute as code writes it.
-        who: changes it.
-    """
-    return CutError(
-        f"{who} changes `{written}`, and this schedule has several pipes: none of them runs all micro-batches, so "
-        "none has the value that one device has.",
-        hint=f"{ONCE_FOR_A_BATCH} What is logged is joined.",
-    )
+    def referred(self, name: str, module: nn.Module) -> Iterable[tuple[Label, Any]]:
+        """What the code of a layer or outside module names besides tensors."""
+        state = self.state
+        return References(module).values(lambda part: state.same_stage(name, part), state.is_computing)
 
 
 class LayerCalls:
@@ -215,7 +89,6 @@ class LayerCalls:
         cache: as given.
         inside: whether a layer or outside module runs now.
         ran: those that have run.
-        state: what the run reads of modules, and what they change; ``None``: all layers are here.
         routed: the numbers of tensors that go to another stage than the next, with that stage.
     """
 
@@ -236,8 +109,6 @@ class LayerCalls:
         # by layer, the objects that it has changed or made, by ``id``; caches of an earlier generate() must go
         self._kept: dict[str, WeakValueDictionary[int, Any]] = {}
         self._watch: Watch | None = None
-        self._around: dict[tuple[int, str], nn.Module] = {}
-        self.state = cache.reads.run() if cache.reads is not None and self._others else None
         self._skips, self.surroundings, self.cache, self._profiler = skips, surroundings, cache, profiler
 
     def run(self, name: str, key: int, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -249,7 +120,7 @@ class LayerCalls:
         tensors = [leaf for leaf in arguments if isinstance(leaf, Tensor)]
         self.inside = True  # what a layer calls, other layers too, belongs to it
         self.ran.append(module)
-        self.cache.note_run(module, self._stage.stage)
+        cache.state.runs(module, self._stage.stage)
         try:
             with tracker.paused(), self.surroundings.stream(key), stored_in(self._skips):
                 tracker.touch(tensors, name)
@@ -257,6 +128,7 @@ class LayerCalls:
                 if name in self._kept:
                     tracker.touch(self._moved(name, arguments), name)
                 tracker.digest.call(name, arguments, module)
+                referred = tracker.digest.referred(cache.referred(name, module)) if tracker.digest.counts else None
                 before = tracker.in_place.noted(tensors)
                 skips, events = dict(self._skips), len(self._skips.events)
                 if self._profiler is not None:
@@ -265,7 +137,7 @@ class LayerCalls:
                 watched = ((), ()) if plain else (given, arguments)
                 watch = Watch(name, module, *watched, objects=self._objects) if self._others else None
                 self._watch = watch
-                if watch is not None and cache.attributes.seeks(name, module):
+                if watch is not None and (referred is not None or cache.attributes.seeks(name, module)):
                     self._seek(watch)
                 hooked = cache.hooked.of(module)
                 start = graph_nodes()
@@ -279,47 +151,31 @@ class LayerCalls:
                 release_saved()
                 stashed, popped = self._skipped(name, skips, events) if len(self._skips.events) > events else ({}, ())
                 call = cache.records.record(tracker, name, result, arguments, changed, stashed, popped, watch)
-                if self._around:
-                    call = call._replace(reads=self._told())
+                call = self._noted(name, module, watch, call, referred)
                 tracker.calls.append(call)
                 if watch is not None and any(each.object is not None for each in call.effects):
-                    kept = self._kept.setdefault(name, WeakValueDictionary())
-                    kept.update(watch.kept_objects(call.effects, arguments))
-                if watch is not None and watch.seeks:
-                    cache.attributes.note(name, module, any(effect.attribute for effect in call.effects))
-                    self._note_kept(name, module, watch, call)
+                    objects = self._kept.setdefault(name, WeakValueDictionary())
+                    objects.update(watch.kept_objects(call.effects, arguments))
         finally:
             self.inside, self._watch = False, None
         return result
 
-    def read(self, part: nn.Module, name: str, answered: Iterable[nn.Module]) -> None:
-        """The layer or module that runs now reads an attribute of a module.
-
-        Args:
-            part: that module.
-            name: the attribute.
-            answered: the modules that earlier stages have run in this run of the step.
-
-        Raises:
-            CutError: it belongs to another layer, and is not what it is on one device.
-        """
-        watch, reads, sharing = self._watch, self.cache.reads, self.cache.sharing
-        if watch is None or reads is None or sharing is None or sharing.has(watch.module, part):
-            return
-        root, in_turn = reads.root_of(part), self.cache.run_here.get(id(part)) == self._stage.stage
-        seen = in_turn or any(id(each) == root for each in answered) or reads.is_current(part, name)
-        if root == -1:
-            if not self._stage.last:
-                self._around[id(part), name] = part
-        elif not (seen and reads.course.one_pipe):
-            reads.read_in_call(watch.name, part, name)
-
-    def _told(self) -> tuple[Read, ...]:
-        """What the call has read of modules around the layers."""
-        found, around = [*self._around.items()], self.cache.around
-        self._around.clear()
-        told = (around.told(part, name) for (_, name), part in found) if around is not None else ()
-        return tuple(read for read in told if read is not None)
+    def _noted(
+        self, name: str, module: nn.Module, watch: Watch | None, call: CallRecord, referred: dict[Label, int] | None
+    ) -> CallRecord:
+        """The record of a call with what the calls of its module change; the rest of what its code names counts."""
+        if watch is not None and watch.seeks:
+            self.cache.attributes.note(name, module, any(effect.attribute for effect in call.effects))
+            self._note_kept(name, module, watch)
+        elsewhere = self.cache.elsewhere[name]
+        if referred is not None:
+            now = self.tracker.digest.referred(self.cache.referred(name, module))
+            elsewhere |= {each: None for each in now if each[0].startswith("<") and now[each] != referred.get(each)}
+        if self._others and (changing := (*self.cache.state.kept(module), *elsewhere)):
+            call = call._replace(changing=changing)
+        if referred is not None:
+            self.tracker.digest.refer(referred, call.changing)
+        return call
 
     def has_run(self, part: nn.Module) -> bool:
         """Whether a part of a layer or an outside module has run."""
@@ -333,34 +189,33 @@ class LayerCalls:
         Raises:
             CutError: of another module than its own parts.
         """
-        watch, sharing = self._watch, self.cache.sharing
+        watch, cache = self._watch, self.cache
         if watch is None or vars(part).get(name) is value:
             return
-        if sharing is not None and not sharing.has(watch.module, part):
-            if not sharing.may_change(part, last=self._stage.last):
-                raise changed_elsewhere(watch.name, sharing.name_of(part), name)
-        elif not watch.seeks:
+        if not cache.sharing.has(watch.module, part):
+            if not cache.sharing.may_change(part, last=self._stage.last):
+                raise changed_elsewhere(watch.name, cache.sharing.name_of(part), name)
+        elif not (watch.seeks or (cache.state.one_pipe and cache.state.is_kept(part, name))):
             self._seek(watch)
 
-    def _note_kept(self, name: str, module: nn.Module, watch: Watch, call: CallRecord) -> None:
+    def _note_kept(self, name: str, module: nn.Module, watch: Watch) -> None:
         """Note what a call has changed in its module.
 
         Raises:
             CutError: other modules hold that, too, it has changed another module, or there are several pipes.
         """
-        cache, sharing = self.cache, self.cache.sharing
-        for effect in call.effects:
-            if effect.attribute:
-                part = module.get_submodule(effect.path)
-                cache.changing(part, effect.attribute)
-                again = not cache.note_keeper(part, effect.attribute)
-                # what it sets once, such as a mask, it may set on each of several ranks
-                if effect.kept and again and not self.tracker.alone and cache.reads and not cache.reads.course.one_pipe:
-                    raise in_several_pipes(cache.reads.written(part, effect.attribute), f"'{name}'")
-            if effect.attribute and sharing is not None and (altered := watch.altered(effect)):
-                sharing.check((name, module), effect.place, altered, last=self._stage.last)
-        for other, part, attribute in watch.foreign_changes():
-            if sharing is not None and not sharing.may_change(part, last=self._stage.last):
+        state, sharing, last = self.cache.state, self.cache.sharing, self._stage.last
+        for place, altered in watch.kept().items():
+            part = module.get_submodule(place[0])
+            again = not state.keep(part, place[1])
+            # what it sets once, such as a mask, it may set on each of several ranks; its tensors it sets in each call
+            plain = not isinstance(vars(part).get(place[1]), Tensor)
+            if plain and again and not (self.tracker.alone or state.one_pipe):
+                raise in_several_pipes(state.written(part, place[1]), f"'{name}'")
+            if altered:
+                sharing.check((name, module), place, altered, last=last)
+        for other, attribute in watch.foreign_changes():
+            if not sharing.may_change(watch.foreign[other], last=last):
                 raise changed_elsewhere(name, other, attribute)
 
     def _moved(self, name: str, arguments: Sequence[Any]) -> list[Tensor]:

@@ -96,6 +96,7 @@ class RandomStreams:
         draws: which calls draw from Python's and NumPy's generators; ``None``: nobody knows.
 
     Attributes:
+        number: that of the batch, from 1 on; 0 where nobody counts.
         generators: the generators of torch that code outside layers draws from.
         quiet: the calls that have streams of torch alone.
         left_alone: those of them that the run has made so far.
@@ -105,7 +106,7 @@ class RandomStreams:
         self, seed: int, device: torch.device, replica: int = 0, replicas: int = 1, draws: LibraryDraws | None = None
     ) -> None:
         self.seed, self._replica, self._replicas, self._draws = seed, replica, replicas, draws
-        self._number_of_batch, self.quiet = (0, frozenset[int]()) if draws is None else draws.begin_batch()
+        self.number, self.quiet = (0, frozenset[int]()) if draws is None else draws.begin_batch()
         self.left_alone = set[int]()
         self._drew: set[bool] | None = None  # nobody asks
         self.generators = [torch.default_generator]
@@ -120,7 +121,7 @@ class RandomStreams:
     def watch(self, call: int | None, seed: int) -> None:
         """A call that began with ``seed``, from Python's and NumPy's generators as well, ends."""
         if self._draws is not None and call is not None:
-            self._draws.watch(call, self._number_of_batch, seed)
+            self._draws.watch(call, self.number, seed)
 
     @contextmanager
     def batch(self) -> Iterator[None]:

@@ -9,8 +9,8 @@ Source: GPipe, arXiv:1811.06965v5, section 2.3.
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,6 @@ from lightning_pipe.intercept.tensor_state import TensorState, has_changed, same
 from lightning_pipe.torch_internals import NormBase
 
 _local = threading.local()
-_AS_IT_IS: AbstractContextManager[None] = nullcontext()
 Buffers = dict[int, Tensor]
 """Values of some buffers, by their number in a `BufferGuard`."""
 
@@ -99,26 +98,15 @@ class BufferGuard:
         self._changing: dict[int, set[int]] = {}
 
     @contextmanager
-    def noted(
-        self,
-        stage: int,
-        seen: AbstractContextManager[None] = _AS_IT_IS,
-        by_steps: Collection[tuple[int, str]] = (),
-    ) -> Iterator[Buffers]:
+    def noted(self, stage: int) -> Iterator[Buffers]:
         """Around the first run. What it yields has, afterwards, the former values of the buffers that it changed.
 
         Args:
             stage: whose run it is.
-            seen: within it the buffers are what the run begins with.
-            by_steps: those that steps change in place, by the ``id`` of the module and the name: each of several
-                stages of a rank may see another value.
         """
         known = self._changing.get(stage)
-        if known is not None and by_steps:
-            known = known | {i for i, (part, name) in enumerate(self._places) if (id(part), name) in by_steps}
-        with seen:
-            # Before the first run of a stage nobody knows which buffers it changes.
-            former = self._copies(range(len(self._places)) if known is None else known)
+        # Before the first run of a stage nobody knows which buffers it changes.
+        former = self._copies(range(len(self._places)) if known is None else known)
         before = self._now()
         states = [_state(buffer) for buffer in before]
         yield former

@@ -12,24 +12,15 @@ shared. What a module reaches in other ways than as its own part (``self.owner =
 
 from __future__ import annotations
 
-import functools
-import sys
-import types
-import weakref
-from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-import numpy as np
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_pipe.errors import CutError
-from lightning_pipe.intercept.kept_state import Place, content_of, is_data, is_own
-from lightning_pipe.intercept.user_classes import is_users
+from lightning_pipe.intercept.kept_state import Place, is_data, is_own, written
+from lightning_pipe.intercept.references import References, inside
 
-_LARGE = 4096
-"""Containers of more elements are not searched."""
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), Tensor, type, types.ModuleType, np.ndarray)
 _HINT = (
     "Let each module keep one of its own, and join them behind the layers, or let the step pass it to the layers as an "
     "argument."
@@ -42,12 +33,14 @@ class Sharing:
     Args:
         module: the user's module.
         roots: the layers and outside modules.
+
+    Attributes:
+        computing: the ``id`` of all parts of these.
     """
 
     def __init__(self, module: nn.Module, roots: Iterable[nn.Module]) -> None:
         self._module = module
-        self._computing = {id(part) for root in roots for part in root.modules()}
-        self._counts: dict[tuple[int, str], tuple[int, ...]] = {}
+        self.computing = {id(part) for root in roots for part in root.modules()}
         self._parts: dict[int, set[int]] = {}
 
     def check(self, root: tuple[str, nn.Module], place: Place, altered: Sequence[Any], *, last: bool) -> None:
@@ -64,14 +57,9 @@ class Sharing:
         """
         name, called = root
         path, attribute = place
-        key = (id(called.get_submodule(path)), attribute)
-        # to look is slow; as long as nobody else has taken hold of them since, nothing would be found
-        counts = tuple(map(sys.getrefcount, altered))
-        if self._counts.get(key) == counts:
-            return
         wanted, own = {id(each) for each in altered}, {id(part) for part in called.modules()}
         for other, part in self._module.named_modules():
-            if id(part) in own or (last and id(part) not in self._computing):
+            if id(part) in own or (last and id(part) not in self.computing):
                 continue
             for held, value in vars(part).items():
                 found = next(_held(value, wanted), None) if is_data(held) else None
@@ -82,24 +70,11 @@ class Sharing:
                         f"`{there}` share: stages would see different ones.",
                         hint=_HINT,
                     )
-        self._counts[key] = counts
 
-    def foreign(self, root: nn.Module) -> list[tuple[str, nn.Module]]:
-        """The modules of the user's that a module may read and that are no parts of it, with their names."""
-        own = {id(part) for part in root.modules()}
-        held = (value for part in root.modules() for name, value in vars(part).items() if is_data(name))
-        found = {id(each) for value in held for each in _modules(value)} - own
-        reached: dict[int, tuple[str, nn.Module]] = {}
-        for name, part in self._module.named_modules() if found else ():
-            for path, inner in part.named_modules() if id(part) in found else ():
-                kind: Any = type(inner)
-                if is_own(kind) and id(inner) not in own:
-                    reached[id(inner)] = ".".join(filter(None, (name, path))), inner
-        return [*reached.values()]
-
-    def surrounds(self, part: nn.Module, root: nn.Module) -> bool:
-        """Whether ``root`` is a part of a module."""
-        return any(each is root for each in part.modules())
+    def foreign(self, root: nn.Module) -> dict[str, nn.Module]:
+        """The modules of the user's that a module may change and that are no parts of it, by their names."""
+        reached = References(root).reached
+        return {name: part for name, part in self._module.named_modules() if part in reached and is_own(part)}
 
     def has(self, root: nn.Module, part: nn.Module) -> bool:
         """Whether a module is the layer or outside module ``root``, or a part of it."""
@@ -110,7 +85,7 @@ class Sharing:
 
     def may_change(self, part: nn.Module, *, last: bool) -> bool:
         """Whether the call of another module may change an attribute of ``part``: the last stage completes the step."""
-        return last and id(part) not in self._computing
+        return last and id(part) not in self.computing
 
     def name_of(self, part: nn.Module) -> str:
         """The name of a module."""
@@ -133,58 +108,13 @@ def changed_elsewhere(name: str, other: str, attribute: str) -> CutError:
     )
 
 
-def written(*path: str) -> str:
-    """An attribute as code writes it, by the names that lead to it; the LightningModule's own is empty."""
-    return ".".join(filter(None, ("self", *path)))
-
-
 def _held(value: Any, wanted: set[int]) -> Iterator[Any]:
     """What is wanted of all that a value leads to, by way of lists, dictionaries and objects of the user's."""
     pending, seen = [value], set[int]()
     while pending:
         value = pending.pop()
-        if isinstance(value, _PLAIN) and not isinstance(value, np.ndarray):
-            continue
         if id(value) in wanted:
             yield value
         if id(value) not in seen and not isinstance(value, nn.Module):
             seen.add(id(value))
-            pending += _inside(value)
-
-
-def _modules(value: Any) -> Iterator[nn.Module]:
-    """The modules that a value leads to; functions lead to what they are bound to."""
-    pending, seen = [value], set[int]()
-    while pending:
-        value = pending.pop()
-        if isinstance(value, nn.Module):
-            yield value
-        elif not isinstance(value, _PLAIN) and id(value) not in seen:
-            seen.add(id(value))
-            pending += _inside(value) or _bound(value)
-
-
-def _inside(value: Any) -> list[Any]:
-    if isinstance(value, (dict, list, tuple, set, frozenset, deque)):
-        return [] if len(value) > _LARGE else [*(value.values() if isinstance(value, dict) else value)]
-    kind: Any = type(value)
-    return [] if callable(value) or not is_users(kind) else [*content_of(value).values()]
-
-
-def _bound(value: Any) -> list[Any]:
-    if isinstance(value, weakref.ReferenceType):
-        return [value()]
-    if isinstance(value, types.MethodType):
-        return [value.__self__]
-    if isinstance(value, functools.partial):
-        return [value.func, *value.args, *value.keywords.values()]
-    if isinstance(value, types.FunctionType):
-        return [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)]
-    return []
-
-
-def _is_filled(cell: types.CellType) -> bool:
-    try:
-        return cell.cell_contents is not None
-    except ValueError:
-        return False
+            pending += inside(value)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from lightning_pipe.intercept.call_record import CallRecord, Passed, Repeated, Seen
 from lightning_pipe.intercept.effects import Attributes, containers_in, replace_contents
 from lightning_pipe.intercept.inner_hooks import act
+from lightning_pipe.intercept.layer_calls import RunCache
 from lightning_pipe.intercept.objects import objects_of, put_state
 from lightning_pipe.intercept.placeholder import Placeholder
 from lightning_pipe.intercept.surroundings import Surroundings
@@ -29,8 +30,7 @@ class SkippedLayers:
         surroundings: of the run.
         skips: what is stashed and not popped yet.
         device: where placeholders pretend to be.
-        changing: told what is set in modules; see `Attributes`.
-        stay: whether what modules keep stays behind the run: this rank is shown it in the order of the micro-batches.
+        cache: knows what modules keep, and what their code names.
 
     Attributes:
         attributes: what skipped layers keep as attributes.
@@ -45,12 +45,10 @@ class SkippedLayers:
         surroundings: Surroundings,
         skips: StepStore,
         device: torch.device,
-        changing: Callable[[nn.Module, str, bool], None],
-        *,
-        stay: bool,
+        cache: RunCache,
     ) -> None:
         self._tracker, self._surroundings, self._skips, self._device = tracker, surroundings, skips, device
-        self.attributes = Attributes(changing, stay=stay)
+        self.attributes, self._cache = Attributes(), cache
         self.modules: list[nn.Module] = []
         self.kept: list[tuple[Tensor, str]] = []
         self.lenders: dict[tuple[int, int], Tensor] = {}
@@ -67,7 +65,11 @@ class SkippedLayers:
         tracker.digest.call(name, arguments, module)
         # the hooks come first: where the layer runs, they acted before it ended and was recorded
         act(tracker, self._surroundings, module, args, kwargs, self._placeholder_for)
+        thorough = tracker.digest.counts_references(len(tracker.calls))
+        if thorough and (following := tracker.following(name)) is not None:
+            tracker.digest.refer(tracker.digest.referred(self._cache.referred(name, module)), following.changing)
         call = tracker.expect(name)
+        self._cache.state.check_called(name, module)
         tracker.note_read(tensors)
         self.modules.append(module)
         if call.is_plain:  # as mostly
@@ -90,6 +92,9 @@ class SkippedLayers:
         tracker.follow([*written, *new, *behind], call)
         for tensor in kept.values():
             self.kept.append((tensor, name))
+        if call.changing:  # the step may have set it
+            anew = {effect.place for effect in call.effects}
+            self._cache.state.answered(module, call.changing, anew)
         for key in call.popped:
             del self._skips[key]
         if call.effects or call.container is not None or call.stashed:
@@ -131,9 +136,6 @@ class SkippedLayers:
             if effect.object is not None:
                 put_state(objects[effect.object], effect.structure, leaves[split:], objects)
                 del leaves[split:]
-                continue
-            if effect.kept:
-                self.attributes.keep(module, effect)
                 continue
             value = tree_unflatten(leaves[split:], effect.structure)
             del leaves[split:]

@@ -80,23 +80,6 @@ class Snapshot:
         for name in names:
             self._nodes.pop(name, None)
 
-    def narrowed(self, only: Mapping[str, Container[str]] | None = None) -> Snapshot:
-        """The same of some attributes of some modules; ``None``: all."""
-        found = Snapshot({})
-        found._nodes = {
-            name: node if only is None else node.narrowed(only[name])
-            for name, node in self._nodes.items()
-            if only is None or name in only
-        }
-        return found
-
-    def without(self, module: str, attribute: str) -> Snapshot:
-        """The same without an attribute of a module."""
-        found = self.narrowed()
-        if module in found._nodes:
-            found._nodes[module] = found._nodes[module].narrowed(skipped={attribute})
-        return found
-
     def changes(self) -> list[Change]:
         """What has become different since."""
         with DisableTorchFunction():

@@ -49,7 +49,6 @@ from lightning_pipe.intercept.layer_calls import LayerCalls, Profiler, RunCache
 from lightning_pipe.intercept.objects import ChangedObjectError
 from lightning_pipe.intercept.outgoing import check_surroundings, crossings_of
 from lightning_pipe.intercept.parameter_use import ParameterUse
-from lightning_pipe.intercept.recompute import is_recomputing
 from lightning_pipe.intercept.skipped_layers import SkippedLayers
 from lightning_pipe.intercept.stage_layers import CallNumbers, StageLayers
 from lightning_pipe.intercept.surroundings import Surroundings
@@ -82,6 +81,7 @@ class StageRun:
         training: whether a backward pass follows; otherwise the step may leave layers out.
         alone: whether no other micro-batch is under way, which could read what this one changes.
         may_repeat: whether the step may come back to an earlier stage, where this run then ends.
+        thorough: whether what the code of layers names is compared.
 
     Attributes:
         called: how often the layers have been called that this stage runs.
@@ -103,6 +103,7 @@ class StageRun:
         training: bool = True,
         alone: bool = False,
         may_repeat: bool = False,
+        thorough: bool = False,
     ) -> None:
         self.stage, self.training, self._parameter_use = stage, training, parameter_use
         self.called = Counter[int]()
@@ -117,10 +118,8 @@ class StageRun:
         self.tracker = Tracker(expected, stream, parameter_use, partial=not stage.all, alone=alone)
         self.tracker.digest.expected = inbound.words if inbound else ()
         self.tracker.come_back = self._come_back if may_repeat and not training else None
-        in_order = cache.reads is not None and cache.reads.course.in_order and not is_recomputing()
-        self.skipped_layers = SkippedLayers(
-            self.tracker, self.surroundings, self.skips, device, cache.changing, stay=in_order
-        )
+        self.tracker.digest.thorough = thorough
+        self.skipped_layers = SkippedLayers(self.tracker, self.surroundings, self.skips, device, cache)
         self.arrival = Arrival(inbound, self.tracker, self.skipped_layers, parameter_use)
         self.layer_calls = LayerCalls(stage, self.tracker, self.skips, self.surroundings, cache, profiler)
 
@@ -130,10 +129,28 @@ class StageRun:
         return self.layer_calls.inside
 
     @property
-    def apart(self) -> bool:
-        """Whether this rank has other stages, which run the same code."""
-        reads = self.layer_calls.cache.reads
-        return not ((reads is not None and reads.course.in_order) or self.stage.all or is_recomputing())
+    def stage_here(self) -> int | None:
+        """The stage; ``None``: it has all layers."""
+        return None if self.stage.all else self.stage.stage
+
+    def setting(self, module: nn.Module, name: str, value: Any) -> None:
+        """The step's own code, or a layer, is about to set an attribute of a module."""
+        state = self.layer_calls.cache.state
+        if not state.counts(module, name, value):
+            return
+        if self.inside:
+            self.layer_calls.setting(module, name, value)
+        else:
+            state.setting(self, module, name, value)
+
+    def is_behind(self, root: str) -> bool:
+        """Whether the step is behind the stage that runs a layer or outside module, which does not come here."""
+        return self._numbers.is_behind(root, self.layer_calls.cache.state.stages)
+
+    @property
+    def complete(self) -> bool:
+        """Whether the step, which has ended without an error, has returned on the stage that counts."""
+        return self.stage.last and self.stage.heard and not (self.repeats or self.crossings)
 
     # ------------------------------------------------------------------ the run
 
@@ -158,7 +175,7 @@ class StageRun:
         else:
             self._returned(result)
         finally:
-            self.skipped_layers.attributes.restore(undo=self.repeats)
+            self.skipped_layers.attributes.restore()
         self.arrival.check_copies(self.crossings.values())
         return result
 
@@ -207,20 +224,9 @@ class StageRun:
         tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         self.tracker.touch(tensors, "the step's result")
         check_values(tensors, "the step's result")
-        if self.layer_calls.cache.writes is not None and self.layer_calls.state is not None and not is_recomputing():
-            for part, name in self.layer_calls.state.altered():
-                self.layer_calls.cache.writes.by_step(part, name)
         # what outlives the step is read later: attributes, lists, what was logged
         self.tracker.used.update(number for number, _ in self.tracker.numbers.alive())
         self.skips.check_empty()
-
-    def read(self, module: nn.Module, name: str) -> None:
-        """The step's own code, or a layer, reads an attribute of a module."""
-        calls = self.layer_calls
-        if calls.inside:
-            calls.read(module, name, self.skipped_layers.modules)
-        elif calls.state is not None and self.stage.last:
-            calls.state.read(module, name, waiting=self.tracker.waiting)
 
     # ------------------------------------------------------------------ calls that arrive from the user's code
 
@@ -231,7 +237,7 @@ class StageRun:
             self._come_back(name)
         number, key = self._numbers.next(number)
         if self.tracker.waiting and number < own.start:
-            return self._answer(name, layer, args, kwargs, number)  # a stage before this one runs it, (2)
+            return self.skipped_layers.answer(name, layer, args, kwargs)  # a stage before this one runs it, (2)
         self.arrive()
         if number >= own.stop:
             self._cut(layer)
@@ -240,14 +246,15 @@ class StageRun:
         self.called[number % self.stage.in_one_pass] += 1
         # the backward of a Function computes the gradients of the layers that it calls at one go
         self.whole |= self.surroundings.whole_unit is not None
-        return self._run(name, key, layer, forward, args, kwargs, number)
+        return self._run(name, key, layer, forward, args, kwargs)
 
     def call_module(
         self, name: str, key: int, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
         """A module outside the sequence that has parameters is called."""
+        self._numbers.note_outside(name)
         if self.tracker.waiting:
-            return self._answer(name, module, args, kwargs)  # (2)
+            return self.skipped_layers.answer(name, module, args, kwargs)  # (2)
         if self.tracker.come_back and not self._parameter_use.holds_all(module.parameters()):
             self._come_back(name)  # its rank runs it before its layers
         self._parameter_use.run(name)
@@ -255,36 +262,14 @@ class StageRun:
             self._parameter_use.use(parameter)
         return self._run(name, key, module, forward, args, kwargs)
 
-    def _run(
-        self,
-        name: str,
-        key: int,
-        module: nn.Module,
-        forward: Callable[..., Any],
-        args: Any,
-        kwargs: Any,
-        number: int | None = None,
-    ) -> Any:
+    def _run(self, name: str, key: int, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         try:
             result = self.layer_calls.run(name, key, module, forward, args, kwargs)
         except ChangedObjectError:
             if self.tracker.come_back is None:
                 raise
             self._come_back(name)  # a cache: of use in a step of several passes alone
-        self._note(module, number, own=True)
         return result
-
-    def _answer(self, name: str, module: nn.Module, args: Any, kwargs: Any, number: int | None = None) -> Any:
-        result = self.skipped_layers.answer(name, module, args, kwargs)
-        reads, around = self.tracker.calls[-1].reads, self.layer_calls.cache.around
-        if reads and around is not None and self.stage.last and not is_recomputing():
-            around.check(name, reads)
-        self._note(module, number, own=False)
-        return result
-
-    def _note(self, module: nn.Module, number: int | None, *, own: bool) -> None:
-        if self.layer_calls.state is not None and self.stage.last:
-            self.layer_calls.state.note(module, self.tracker.calls[-1], number, own=own)
 
     # ------------------------------------------------------------------ the two ends of a stage
 

@@ -100,8 +100,12 @@ class Tracker(TorchFunctionMode):
 
     def expects(self, name: str) -> bool:
         """Whether the call that the previous stage made here was ``name``."""
+        return self.following(name) is not None
+
+    def following(self, name: str) -> CallRecord | None:
+        """The call that the previous stage made here, if it was ``name``."""
         call = self._following()
-        return call is not None and call.name == name
+        return call if call is not None and call.name == name else None
 
     def _following(self) -> CallRecord | None:
         """The call that the previous stage made here, if any."""

@@ -9,10 +9,13 @@ from functools import cache
 from typing import Any
 
 
-@cache
 def is_users(kind: Any) -> bool:
-    """Whether a class is the user's own rather than a library's, whose objects may be large and intricate."""
-    name = str(kind.__module__)
+    """Whether a class, or a function, is the user's own rather than a library's, which may be large and intricate."""
+    return _is_users(str(kind.__module__))
+
+
+@cache
+def _is_users(name: str) -> bool:
     if name == "__main__":
         return True
     if name.partition(".")[0] == __name__.partition(".")[0]:

@@ -251,7 +251,8 @@ class Pipeline:
         """What the step returned for each of some batches."""
         engine = self._engine
         if not self._in_turns:
-            layers = engine.executor.stages.interceptor.attributes()
+            interceptor = engine.executor.stages.interceptor
+            layers = interceptor.state.everything(interceptor.computing())
             outputs = self._step.run(step, lambda run: engine.evaluate(run, group, seed=seed))
             self._in_turns = len(outputs) < len(group)
             if not self._in_turns:

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
-from itertools import chain
 
 import lightning.pytorch as pl
 
 from lightning_pipe.engine.pipeline import Pipeline
-from lightning_pipe.intercept.around import alike
-from lightning_pipe.intercept.contents import Change, Path
-from lightning_pipe.intercept.kept_state import can_hold
-from lightning_pipe.intercept.layer_calls import in_several_pipes
+from lightning_pipe.intercept.contents import Change
+from lightning_pipe.intercept.layer_state import in_several_pipes
 from lightning_pipe.intercept.module_state import Tracked, name_of, portable
 from lightning_pipe.intercept.snapshot import Snapshot
-from lightning_pipe.trainer.layer_attributes import LayerAttributes
 from lightning_pipe.trainer.step_hooks import StepHooks
 from lightning_pipe.warn_once import WarnOnce
 
@@ -29,30 +24,25 @@ class AttributeSync:
 
     Attributes:
         tracked: the modules whose attributes are kept equal.
-        of_layers: what the step's own code sets in layers, and in modules outside them that hold parameters.
+        of_layers: who has the attributes of layers, and of modules outside them that hold parameters.
         hooks: what it registers on modules.
         at_begin: what `before` has returned, while steps run.
         several: whether several ranks may complete the micro-batches of a batch.
+        changed_by_batch: an attribute that the last batch has changed, as code writes it, of those that later ones may
+            read: not what lists have got at their ends.
     """
 
     def __init__(self, module: pl.LightningModule, pipeline: Pipeline) -> None:
         self._pipeline = pipeline
         self.tracked = Tracked(module, [layer for _, layer in pipeline.layers])
         interceptor = pipeline.executor.stages.interceptor
-        apart = {id(part) for part in interceptor.computing()}
-        parts = {name: part for name, part in module.named_modules() if id(part) in apart}
-        others = {name: part for name, part in module.named_modules() if id(part) not in apart}
-        self.of_layers = LayerAttributes(parts, interceptor, others, alternating=not pipeline.synchronous)
-        interceptor.cache.writes, interceptor.around = self.of_layers, self.tracked.modules
+        self.of_layers = interceptor.state
+        interceptor.state.around = self.tracked.modules
         self.hooks = StepHooks(module, lambda: interceptor.in_module)
-        # without a flush the runs of several batches alternate
         self.at_begin: Snapshot | None = None
         self.several = pipeline.family.pipes > 1 and pipeline.synchronous
+        self.changed_by_batch: str | None = None
         self._warn = WarnOnce()
-
-    def installed(self) -> AbstractContextManager[None]:
-        """Around a run of the Trainer: see what steps set."""
-        return self.of_layers.installed()
 
     def before(self, ranks: Sequence[int]) -> Snapshot | None:
         """The attributes before steps run; ``None`` on a rank whose changes no other rank needs.
@@ -68,7 +58,7 @@ class AttributeSync:
     def changed(self, before: Snapshot | None) -> list[str]:
         """What steps or layers have changed since a snapshot, or so far in layers, as code writes it."""
         own = [f"self.{name_of(change)}" for change in before.changes()] if before is not None else []
-        return [*own, *self._pipeline.executor.stages.interceptor.changed()]
+        return [*own, *self.of_layers.changed()]
 
     def changes(self, before: Snapshot | None, ranks: Sequence[int]) -> list[Change]:
         """What steps changed in the attributes of the LightningModule.
@@ -77,8 +67,7 @@ class AttributeSync:
             before: the attributes before the steps, as `before` returned them.
             ranks: those that complete the steps.
         """
-        of_layers = self.of_layers.changes()
-        self._join(of_layers)
+        of_layers = self.of_layers.take()
         changes, lost = portable([*before.changes(), *of_layers]) if before is not None else ([], [])
         for attribute in lost:
             self._warn(
@@ -106,39 +95,11 @@ class AttributeSync:
         Args:
             changes: those of each rank that completes the steps.
             before: this rank's attributes before the steps; ``None`` if it completes none.
-
-        Raises:
-            CutError: several ranks have set different values in layers.
         """
-        several = len(changes) > 1
-        if several:
-            self._check_alike(changes)
-        if before is None or several:
+        changed = (change for each in changes for change in each if change.kind not in ("append", "hide"))
+        self.changed_by_batch = next((f"self.{name_of(change)}" for change in changed), None)
+        if before is None or len(changes) > 1:
             for each in changes:
-                self.tracked.apply(self.of_layers.others(each))
+                self.tracked.apply([change for change in each if not self.of_layers.concerns(change)])
                 # behind that: a layer may hold a list that the LightningModule holds, which is longer by now
                 self.of_layers.adopt(each)
-                self._join(each)
-
-    def _check_alike(self, changes: Sequence[Sequence[Change]]) -> None:
-        """What several ranks have set in layers must be the same: no one knows which of them was the last one."""
-        found = dict[Path, Change]()
-        for change in chain(*changes):
-            if change.kind != "hide" and not alike(found.setdefault(change.path, change).value, change.value):
-                raise in_several_pipes(f"self.{name_of(change)}")
-
-    def _join(self, changes: Sequence[Change]) -> None:
-        """Let layers that this rank runs hold the objects that complete runs of the step have set there.
-
-        The step may have given one object to several, whose layers run elsewhere, and hooks may change it::
-
-            self.context = Context()
-            for layer in self.layers:
-                layer.context = self.context
-        """
-        for change in changes:
-            name, (_, attribute), *inner = change.path
-            module = None if inner or change.kind != "set" else self.of_layers.modules.get(name)
-            held = None if module is None else vars(module).get(attribute)
-            if module is not None and held is not change.value and can_hold(held) and alike(held, change.value):
-                vars(module)[attribute] = change.value

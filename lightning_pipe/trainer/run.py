@@ -146,9 +146,6 @@ class PipelineRun:
         # once for all batches: to put these in place takes as long as a small layer
         self._changed.enter_context(self._step.log.installed())
         self._changed.enter_context(self.pipeline.executor.stages.interceptor.torch_patched())
-        self._changed.enter_context(self._step.attributes.installed())
-        if len(self.pipeline.balance) > 1:
-            self._changed.enter_context(self.pipeline.executor.stages.interceptor.reads_seen())
         self._changed.enter_context(self._step.attributes.hooks.installed())
         steps = EvaluationSteps(self.pipeline, self._step, self._precision, self._seeds, self._splitter.options)
         self._evaluations = Evaluations(self._module, self._world, steps)
@@ -312,7 +309,7 @@ class PipelineRun:
             why = self._splitter.learn(step.micro_batches, [each for _, each in seen if each is not None])
         if why:
             common.check_may_run_again(training=True)
-            common.attributes.of_layers.changes()  # those of this run do not count
+            common.attributes.of_layers.take()  # those of this run do not count
         return why
 
     def evaluate(self, name: str, args: Sequence[Any]) -> Any:

@@ -98,18 +98,13 @@ class UserStep:
                 self._world.local, self.attributes.at_begin = False, None
 
     @contextmanager
-    def undoing(
-        self, index: int, micro_batches: int, hooks: HooksOfBatch, *, training: bool, first: bool, compared: bool
-    ) -> Iterator[None]:
+    def undoing(self, micro_batches: int, hooks: HooksOfBatch, *, training: bool, compared: bool) -> Iterator[None]:
         """Around a run of the step: its traces are removed if it ends early, or if it is not the first complete one.
 
         Args:
-            index: of the micro-batch.
             micro_batches: how many the batch has.
             hooks: what runs for the batch register on modules.
-            training: whether it is a training step: activations may be computed again behind its run, with what it has
-                set in layers.
-            first: whether its batch is the first one that the step gets.
+            training: whether it is a training step.
             compared: whether its loss is compared, so that its batch may have to run again.
         """
         # recomputation runs a micro-batch again whose traces are there already
@@ -117,22 +112,17 @@ class UserStep:
         # a rank that holds the last stage alone completes every run, unless that comes back to an earlier stage
         complete = not (self.pipeline.ends_early or self._may_repeat or again)
         pipes = micro_batches > 1 and self.pipeline.family.pipes > 1 and not again
-        unsynchronized = training and self.pipeline.asynchronous is not None
-        followed = not again and (pipes or index < micro_batches - 1 or unsynchronized)
-        noting = self.attributes.of_layers.noting(
-            lambda: complete, undo=not training, followed=followed, pipes=pipes, first=first
-        )
         noting_hooks = self.attributes.hooks.noting(hooks, lambda: complete)
         watched = again or compared or self._may_repeat or (pipes and self.attributes.several)
         taking = self._taking(training, again=again, pipes=pipes) if watched else nullcontext()
         if complete:
-            with noting, noting_hooks, taking:
+            with noting_hooks, taking:
                 yield
             return
         # an evaluation of one micro-batch has what was there before its batch, as every run is undone
         kept = self.attributes.at_begin if micro_batches == 1 and not (training or again) else None
         # what stands in the place of iterators is no change; what has been taken from them is put back behind the rest
-        with taking, noting, noting_hooks, self.metrics.remembered() as metrics:
+        with taking, noting_hooks, self.metrics.remembered() as metrics:
             kept = kept or self.attributes.tracked.capture()
             try:
                 yield
@@ -238,7 +228,6 @@ class StepOfBatch:
         self._user_step = user_step
         self._method, self._rest, self._context = getattr(user_step.module, name), rest, context
         self._training = name == "training_step"
-        self._first = user_step.attributes.of_layers.is_first(name)
         self._logged: Logged = {}
         self._hooks = HooksOfBatch()
 
@@ -255,8 +244,7 @@ class StepOfBatch:
         # a run that computes a micro-batch again logs what was logged before
         recording = common.log.recording(self._logged, index, counts=not is_recomputing())
         number = len(self.micro_batches.parts)
-        how = {"training": self._training, "first": self._first, "compared": self.check is not None}
-        undoing = common.undoing(index, number, self._hooks, **how)
+        undoing = common.undoing(number, self._hooks, training=self._training, compared=self.check is not None)
         with recording, undoing, self._context():
             result = self._run(micro_batch)
             # within these contexts: a run that still waits for what other ranks send must not count as complete

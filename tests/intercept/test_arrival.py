@@ -12,13 +12,13 @@ from lightning_pipe.errors import CutError
 from lightning_pipe.intercept.arrival import Arrival
 from lightning_pipe.intercept.call_record import LiveTensor, RunRecord
 from lightning_pipe.intercept.crossing import Crossing
-from lightning_pipe.intercept.layer_calls import RunCache
 from lightning_pipe.intercept.placeholder import Placeholder
 from lightning_pipe.intercept.skipped_layers import SkippedLayers
 from lightning_pipe.intercept.surroundings import Surroundings
 from lightning_pipe.intercept.tracker import Tracker
 from lightning_pipe.skip import StepStore
 from lightning_pipe.tensor_spec import TensorSpec
+from tests.intercept.test_skipped_layers import run_cache
 from tests.intercept.test_tracker import Uses, tracker
 
 
@@ -35,7 +35,7 @@ def recorded(*, shared: bool = False) -> Crossing:
 def arrival(inbound: Crossing) -> tuple[Arrival, Tracker]:
     second = tracker(list(inbound.path.calls))
     surroundings, device = Surroundings(lambda *_: nullcontext()), torch.device("cpu")
-    skipped = SkippedLayers(second, surroundings, StepStore(), device, RunCache().changing, stay=True)
+    skipped = SkippedLayers(second, surroundings, StepStore(), device, run_cache())
     return Arrival(inbound, second, skipped, Uses()), second  # type: ignore[arg-type]
 
 

@@ -10,9 +10,8 @@ from torch import Tensor, nn
 
 from lightning_pipe.errors import CutError
 from lightning_pipe.intercept.call_record import Passed, Repeated
-from lightning_pipe.intercept.layer_calls import RunCache
 from lightning_pipe.tensor_spec import TensorSpec
-from tests.intercept.test_skipped_layers import recorded
+from tests.intercept.test_skipped_layers import recorded, run_cache
 
 X = torch.ones(2, 3, requires_grad=True)
 
@@ -29,7 +28,7 @@ class Returns(nn.Module):
 
 
 def test_the_record_of_the_last_run_is_used_again() -> None:
-    cache, layer = RunCache(), nn.Linear(3, 3)
+    cache, layer = run_cache(), nn.Linear(3, 3)
     # At first its attributes are searched, too.
     calls = [recorded(layer, X, cache=cache)[1] for _ in range(6)]
     assert calls[-1] is calls[-2]

@@ -6,6 +6,7 @@ import importlib
 import inspect
 import pickle
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -45,7 +46,9 @@ class Notes:
 
     def __init__(self) -> None:
         self.called: list[Any] = []
-        self.inside = False
+        self.inside = self.complete = False
+        self.stage_here = None
+        self.tracker = SimpleNamespace(digest=SimpleNamespace(thorough=False), alone=True)
 
     def run(self, step: Any) -> Any:
         return step()

@@ -1,69 +1,73 @@
-"""What a module keeps of its calls is found, shown by value, and put into the same module elsewhere."""
+"""Which values may be kept by calls, and which say the same."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+import torchmetrics
+from torch import nn
 
-from lightning_pipe.intercept.kept_state import KeptState, put
+from lightning_pipe.intercept.kept_state import alike, is_own, is_state, written
 
 
 class Memory:
-    def __init__(self) -> None:
+    def __init__(self, **held: Any) -> None:
         self.calls = 0
+        vars(self).update(held)
 
 
-class Counts(nn.Module):
-    """Keeps something of every kind."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls, self.values, self.memory, self.constant = 0, list[float](), Memory(), [1, 2]
-        self.register_buffer("mean", torch.zeros(2))
-        self.register_buffer("unchanged", torch.zeros(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        self.values.append(float(x.sum()))
-        self.memory.calls += 1
-        self.mean.add_(x)
-        return x
+class Slots:
+    __slots__ = ("calls",)
 
 
-def changes(module: nn.Module) -> dict[Any, bytes | None]:
-    before = KeptState(module)
-    module(torch.ones(2))
-    return dict(before.changes())
+ALIKE: list[tuple[Any, Any, bool]] = [
+    (1, 1, True),
+    (1, 1.0, False),
+    (math.nan, math.nan, True),
+    ({"a": [1, {2}], "b": 3}, {"b": 3, "a": [1, {2}]}, True),
+    ([1, 2], [2, 1], False),
+    (torch.ones(2), torch.ones(2), True),
+    (torch.ones(2), torch.ones(3), False),
+    (np.ones(2), np.zeros(2), False),
+    (Memory(of=[torch.ones(1)]), Memory(of=[torch.ones(1)]), True),
+    (Memory(of=1), Memory(of=2), False),
+]
 
 
-@pytest.mark.parametrize("stays", [True, False])
-@pytest.mark.parametrize("inference", [True, False])
-def test_what_a_call_changes_is_put_into_another_copy_and_taken_back(inference: bool, stays: bool) -> None:
-    one, other = nn.Sequential(Counts()), nn.Sequential(Counts())
-    mean = other[0].mean
-    with torch.inference_mode(inference):
-        shown = changes(one)
-        assert {name for _, name in shown} == {"calls", "values", "memory", "mean"}
-        former = [put(other, place, value, stays=stays) for place, value in shown.items() if value is not None]
-    counts: Any = other[0]
-    assert (counts.mean is mean) == stays
-    assert (counts.calls, counts.values, counts.memory.calls, counts.mean.tolist()) == (1, [2.0], 1, [1.0, 1.0])
-    for undo in former:
-        assert undo is not None
-        undo()
-    assert counts.mean is mean
-    assert (counts.calls, counts.values, counts.memory.calls, counts.mean.tolist()) == (0, [], 0, [0.0, 0.0])
+@pytest.mark.parametrize(("one", "other", "same"), ALIKE)
+def test_values_are_alike_if_they_say_the_same(one: Any, other: Any, same: bool) -> None:
+    assert alike(one, other) is same
 
 
-def test_what_is_large_or_does_not_pickle_is_found_and_not_shown() -> None:
-    class Large(Counts):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("mean", torch.zeros(1 << 16, 2))
-            self.memory.open = lambda: None  # type: ignore[attr-defined]
+def test_what_holds_itself_is_compared() -> None:
+    one: list[Any] = [1]
+    other: list[Any] = [1]
+    one.append(one)
+    other.append(other)
+    assert alike(one, other)
 
-    shown = changes(Large())
-    assert {name for (_, name), value in shown.items() if value is None} == {"mean", "memory"}
+
+@pytest.mark.parametrize("value", [1, "a", None, [1], {"a": 1}, {1}, np.ones(1), Memory(), Slots()])
+def test_numbers_containers_and_objects_may_be_kept(value: Any) -> None:
+    assert is_state(value)
+
+
+@pytest.mark.parametrize("value", [torch.ones(1), nn.Identity(), print, Memory])
+def test_tensors_modules_and_functions_are_no_such_values(value: Any) -> None:
+    assert not is_state(value)
+
+
+def test_modules_of_libraries_are_known() -> None:
+    class Own(nn.Module):
+        pass
+
+    assert is_own(Own())
+    assert not any(map(is_own, (nn.Linear(1, 1), torchmetrics.MeanMetric())))
+
+
+def test_an_attribute_is_named_as_code_writes_it() -> None:
+    assert (written("", "count"), written("layers.0", "drop", "p")) == ("self.count", "self.layers.0.drop.p")

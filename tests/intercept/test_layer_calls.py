@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_pipe.intercept.layer_calls import LayerCalls, RunCache
+from lightning_pipe.intercept.layer_calls import LayerCalls
 from lightning_pipe.intercept.stage_layers import StageLayers
 from lightning_pipe.intercept.surroundings import Surroundings
 from lightning_pipe.skip import SkipKey, StepStore, put, take
+from tests.intercept.test_skipped_layers import run_cache
 from tests.intercept.test_tracker import tracker
 
 NAMES = ("0", "1", "2")
@@ -27,7 +28,7 @@ def layer_calls(streams: list[Any], routes: dict[SkipKey, int] | None = None, pr
         yield
 
     stage = StageLayers(0, range(2), NAMES, routes or {})
-    return LayerCalls(stage, tracker(), StepStore(), Surroundings(isolated), RunCache(), profiler)
+    return LayerCalls(stage, tracker(), StepStore(), Surroundings(isolated), run_cache(), profiler)
 
 
 def test_a_layer_runs_in_its_stream_and_is_recorded() -> None:

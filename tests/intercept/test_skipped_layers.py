@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from lightning_pipe.errors import CutError
 from lightning_pipe.intercept.call_record import CallRecord, Passed, Repeated
 from lightning_pipe.intercept.layer_calls import LayerCalls, RunCache
+from lightning_pipe.intercept.layer_state import LayerState
 from lightning_pipe.intercept.placeholder import Placeholder
+from lightning_pipe.intercept.shared_state import Sharing
 from lightning_pipe.intercept.skipped_layers import SkippedLayers
 from lightning_pipe.intercept.stage_layers import StageLayers
 from lightning_pipe.intercept.surroundings import Surroundings
@@ -23,6 +25,11 @@ from tests.intercept.test_tracker import tracker
 NAMES = ("layers.0", "layers.1")
 
 
+def run_cache() -> RunCache:
+    """That of a rank whose module has no layers."""
+    return RunCache(LayerState(nn.Module(), []), Sharing(nn.Module(), []))
+
+
 def recorded(module: nn.Module, *args: Any, cache: RunCache | None = None) -> tuple[Any, CallRecord, Tracker]:
     first = tracker()
     calls = LayerCalls(
@@ -30,7 +37,7 @@ def recorded(module: nn.Module, *args: Any, cache: RunCache | None = None) -> tu
         first,
         StepStore(),
         Surroundings(lambda *_: nullcontext()),
-        cache or RunCache(),
+        cache or run_cache(),
         None,
     )
     with first:
@@ -41,7 +48,7 @@ def recorded(module: nn.Module, *args: Any, cache: RunCache | None = None) -> tu
 def answered(call: CallRecord, module: nn.Module, *args: Any) -> tuple[Any, SkippedLayers]:
     second = tracker([call])
     surroundings, device = Surroundings(lambda *_: nullcontext()), torch.device("cpu")
-    skipped = SkippedLayers(second, surroundings, StepStore(), device, RunCache().changing, stay=True)
+    skipped = SkippedLayers(second, surroundings, StepStore(), device, run_cache())
     with second, second.paused():
         return skipped.answer(NAMES[0], module, args, {}), skipped
 
@@ -84,7 +91,7 @@ def test_a_change_in_place_makes_a_placeholder_of_what_was_known() -> None:
 
 
 def test_an_equal_call_has_the_same_record() -> None:
-    cache, layer, x = RunCache(), nn.Linear(2, 2), torch.ones(3, 2)
+    cache, layer, x = run_cache(), nn.Linear(2, 2), torch.ones(3, 2)
     records = [recorded(layer, x, cache=cache)[1] for _ in range(6)]
     assert records[-1] is records[-2], "once the layer's attributes have been searched in vain"
     assert recorded(layer, torch.ones(4, 2), cache=cache)[1] != records[-1]

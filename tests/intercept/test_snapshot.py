@@ -157,18 +157,3 @@ def test_a_large_tensor_cannot_be_put_back() -> None:
     module.tensor.add_(1)
     with pytest.raises(CutError, match="changed in place"):
         before.undo()
-
-
-def test_a_part_of_a_snapshot_puts_back_that_part_alone() -> None:
-    holder = Holder()
-    whole = Snapshot({"": holder})
-    part = whole.narrowed({"": {"number", "items", "late"}}).without("", "number")
-    holder.number, holder.text, holder.items, holder.late = 2, "b", [3], 1
-    part.undo()
-    assert (holder.number, holder.text, holder.items, hasattr(holder, "late")) == (2, "b", [1, [2]], False)
-    # what was not looked at may have been there
-    few = Snapshot({"": holder}, {"": {"text"}})
-    few.narrowed({"": {"number", "text"}}).undo()
-    assert (holder.number, holder.text) == (2, "b")
-    whole.undo()
-    assert (holder.number, holder.text) == (1, "a")

@@ -310,20 +310,6 @@ class Breaks(Evaluated):
         return super().validation_step(batch, batch_idx)
 
 
-class Carries(Evaluated):
-    """Computes with what the batch before has left, but for the first one."""
-
-    carried: Tensor | None = None
-
-    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
-        x, y = batch
-        if batch_idx:
-            assert self.carried is not None, "nothing is carried"
-            x = x + self.carried.mean()
-        self.carried = self(x).detach()
-        return F.cross_entropy(self.carried, y)
-
-
 class Exhausts(Evaluated):
     """Takes from an iterator that ends before the data."""
 

@@ -43,7 +43,10 @@ _ROOMS: dict[str, dict[str, str]] = {
     },
     "engine/first_batch": {"trial_runs": "engine/first_batch/test_loss_check"},
     "intercept": {"contents": "intercept/test_snapshot", "parameter_use": "parameters/test_ownership"},
-    "intercept/torch_patches": {"activation_checkpoints": "intercept/test_surroundings"},
+    "intercept/torch_patches": {
+        "activation_checkpoints": "intercept/test_surroundings",
+        "attributes": "intercept/test_layer_state",
+    },
     "intercept/turns": {"messages": "intercept/turns/test_run", "tracker": "intercept/turns/test_run"},
     "parameters": {"buckets": "parameters/test_gradient_sync"},
     "partition": {"cache": "partition/test_calls", "holding": "planning/test_memory"},
@@ -93,7 +96,6 @@ _ROOMS: dict[str, dict[str, str]] = {
         "terminal": "simulate/test_drawing",
     },
     "trainer": {
-        "attribute_records": "trainer/test_layer_attributes",
         "attribute_sync": "intercept/test_module_state",
         "broadcasts": "trainer/test_evaluation",
         "gradients": "engine/test_withheld_gradients",

@@ -60,7 +60,7 @@ class LayersCount(CountingLayers):
     pass
 
 
-@program(MICRO_BATCHES, train_chimera=r"self\.layers\.\d\.calls", evaluate_chimera=r"self\.layers\.\d\.calls")
+@program(MICRO_BATCHES, train=r"self\.layers\.\d\.calls", evaluate=r"self\.layers\.\d\.calls")
 class CountsOfLayersBehind(CountingLayers):
     def behind(self, out: Tensor) -> Tensor:
         return super().behind(out) * (1 + self.calls(0, 1, 2, 3))
@@ -72,14 +72,7 @@ class CountOfTheLastLayerBehind(CountingLayers):
         return super().behind(out) * (1 + self.calls(3))
 
 
-@program(
-    MICRO_BATCHES,
-    train_recompute=EQUAL,
-    train=r"self\.layers\.\d\.calls",
-    train_1f1b=EQUAL,
-    evaluate=r"self\.layers\.\d\.calls",
-    evaluate_1f1b=EQUAL,
-)
+@program(MICRO_BATCHES, train=r"self\.layers\.\d\.calls", evaluate=r"self\.layers\.\d\.calls")
 class CountOfTheFirstLayerBefore(CountingLayers):
     def before(self, x: Tensor) -> Tensor:
         return x * (1 + self.calls(0))
@@ -91,13 +84,19 @@ class CountOfTheLastLayerBefore(CountingLayers):
         return x * (1 + self.calls(3))
 
 
-@program(MICRO_BATCHES, train_chimera=r"self\.layers\.\d\.calls", evaluate_chimera=r"self\.layers\.\d\.calls")
+@program(MICRO_BATCHES, train=r"self\.layers\.\d\.calls", evaluate=r"self\.layers\.\d\.calls")
 class CountsOfLayersInAHook(CountingLayers):
     def seen(self) -> list[Any]:
         return [self.calls(0, 1, 2, 3)]
 
 
-@program(MICRO_BATCHES, train_chimera=r"self\.layers\.\d\.calls", evaluate_chimera=r"self\.layers\.\d\.calls")
+@program(
+    MICRO_BATCHES,
+    train=r"self\.layers\.\d\.calls",
+    train_1f1b=EQUAL,
+    train_recompute=EQUAL,
+    evaluate_interleaved=r"self\.layers\.\d\.calls",
+)
 class CountsOfLayersLogged(CountingLayers):
     def behind(self, out: Tensor) -> Tensor:
         self.log("calls", float(self.layers[2].calls), on_step=True, on_epoch=False)
@@ -135,9 +134,7 @@ class StateOfLayersReset(Base):
         return x
 
 
-@program(
-    MICRO_BATCHES, train=r"self\.layers\.\d\.items", evaluate=r"self\.layers\.\d\.items", evaluate_interleaved=EQUAL
-)
+@program(MICRO_BATCHES, train=r"self\.layers\.\d\.items", evaluate=r"self\.layers\.\d\.items")
 class StateOfLayersResetBehind(Base):
     layer = Keeping
 
@@ -147,7 +144,12 @@ class StateOfLayersResetBehind(Base):
         return super().behind(out)
 
 
-@program(MICRO_BATCHES, train=r"self\.layers\.\d\.state", evaluate=r"self\.layers\.\d\.state")
+@program(
+    MICRO_BATCHES,
+    train=r"self\.layers\.\d\.state",
+    train_chimera=r"self\.layers\.\d\.items",
+    evaluate=r"self\.layers\.\d\.state",
+)
 class TensorOfALayerInAHook(Base):
     layer = Keeping
 
@@ -212,7 +214,18 @@ class EvalThenTrain(Base):
 
 
 @program(ONE_STAGE)
+class DropRateInAHook(Base):
+    layer = Dropping
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        for layer in self.layers:
+            layer.drop.p = 0.1 + 0.01 * self.global_step
+
+
+@program(ONE_STAGE, train_chimera=r"self\.layers\.\d\.drop\.p")
 class DropRateByTheGlobalStep(Base):
+    remedy = "DropRateInAHook"
+
     layer = Dropping
 
     def before(self, x: Tensor) -> Tensor:
@@ -223,7 +236,7 @@ class DropRateByTheGlobalStep(Base):
 
 @program(ONE_STAGE, train=r"self\.layers\.\d\.drop\.p", train_chimera=STALE)
 class DropRateByACounter(Base):
-    remedy = "DropRateByTheGlobalStep"
+    remedy = "DropRateInAHook"
 
     layer = Dropping
 
@@ -237,9 +250,11 @@ class DropRateByACounter(Base):
         return x
 
 
-@program(MICRO_BATCHES, train_chimera=r"self\.layers\.\d\.scale")
+@program(MICRO_BATCHES, train=r"self\.layers\.\d\.scale")
 class ScalesLayers(Base):
     """By their own value, before the layers."""
+
+    remedy = "ScalesLayersInAHook"
 
     def before(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -247,9 +262,7 @@ class ScalesLayers(Base):
         return x
 
 
-@program(
-    MICRO_BATCHES, train=r"self\.layers\.\d\.scale", evaluate=r"self\.layers\.\d\.scale", evaluate_interleaved=EQUAL
-)
+@program(MICRO_BATCHES, train=r"self\.layers\.\d\.scale")
 class ScalesLayersBehind(Base):
     remedy = "ScalesLayersInAHook"
 
@@ -268,7 +281,7 @@ class ScalesLayersInAHook(Base):
 
 @program(MICRO_BATCHES, train=r"self\.layers\.\d\.scale", train_chimera=STALE)
 class ScalesLayersByACounter(Base):
-    remedy = "SetsLayersByTheGlobalStep"
+    remedy = "ScalesLayersInAHook"
 
     def make(self) -> None:
         self.count = 0
@@ -280,8 +293,10 @@ class ScalesLayersByACounter(Base):
         return x
 
 
-@program(BATCH_WHOLE)
+@program(BATCH_WHOLE, train_chimera=r"self\.layers\.\d\.scale")
 class SetsLayersByTheGlobalStep(Base):
+    remedy = "ScalesLayersInAHook"
+
     def before(self, x: Tensor) -> Tensor:
         for layer in self.layers:
             layer.scale = 0.9**self.global_step
@@ -297,8 +312,10 @@ class Tempered(Layer):
         return super().forward(x) + self.tau * x.detach().mean()
 
 
-@program(MICRO_BATCHES, train_chimera=r"self\.layers\.\d\.tau")
+@program(MICRO_BATCHES, train=r"self\.layers\.\d\.tau", evaluate=r"self\.layers\.\d\.tau")
 class ShrinksBuffers(Base):
+    remedy = "ShrinksBuffersInAHook"
+
     layer = Tempered
 
     def before(self, x: Tensor) -> Tensor:

@@ -35,7 +35,7 @@ class TeacherInAHook(Taught):
             self.update()
 
 
-@program(MICRO_BATCHES, train_chimera=STALE, evaluate=STALE)
+@program(MICRO_BATCHES, train=STALE, evaluate=STALE)
 class TeacherInTheStep(Taught):
     def behind(self, out: Tensor) -> Tensor:
         self.update()
@@ -49,7 +49,7 @@ class TeacherBefore(Taught):
         return x
 
 
-@program(MICRO_BATCHES, train_chimera=STALE, evaluate=STALE)
+@program(MICRO_BATCHES, train=STALE, evaluate=STALE)
 class TeacherByItsData(Taught):
     def update(self) -> None:
         for mine, own in zip(self.teacher.parameters(), self.head.parameters(), strict=True):

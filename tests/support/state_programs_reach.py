@@ -35,7 +35,7 @@ class Reached(Base):
         self.layers[self.of].other, self.layers[self.of].sets = [self.layers[self.at]], self.sets
 
 
-@program(MICRO_BATCHES, train_chimera=r"self\.layers\.\d\.count", evaluate_chimera=r"self\.layers\.\d\.count")
+@program(MICRO_BATCHES, train=r"self\.layers\.\d\.count", evaluate=r"self\.layers\.\d\.count")
 class ReadsALayerBehindIt(Reached):
     pass
 

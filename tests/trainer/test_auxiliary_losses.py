@@ -79,7 +79,7 @@ def test_a_loss_that_layers_keep_trains_them_as_on_one_device(schedule: str) -> 
 
 
 def refused(process: int) -> str:
-    with pytest.raises(Exception, match=r"reads `self.layers.0.aux`") as raised:
+    with pytest.raises(Exception, match=r"`self.layers.0.aux` is read where it has no value") as raised:
         trained(process, "appended", {"schedule": "1f1b"})
     assert process == 1 or isinstance(raised.value, CutError)
     return str(raised.value)

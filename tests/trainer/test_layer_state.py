@@ -108,119 +108,160 @@ def check(model: type[Model], devices: int = 2, **options: Any) -> None:
 WAITS: Mapping[str, Any] = {"stream_evaluation": False}
 
 
-# ------------------------------------------------------------------ what the step sets
-
-
 class ResetsBefore(Model):
+    """Where a layer runs, it finds what the step has set before it."""
+
     def before(self, resets: bool) -> None:
         if resets:
             for layer in self.layers:
                 layer.state = None
-                layer.calls, layer.items = 0, []
+                layer.calls, layer.items, layer.counts = 0, [], {"of": {"n": 0}}
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("model", "devices", "options"),
+    pairs(
+        [Model, ResetsBefore],
+        [
+            (2, {}),
+            (2, WAITS),
+            (2, {"micro_batches": 2}),
+            (2, {"micro_batches": 2, "recompute": "always"}),
+            (1, {"micro_batches": 2, "stages": 2}),
+            (2, {"micro_batches": 4, "stages": 4, "schedule": "interleaved"}),
+            (2, {"micro_batches": 1, "schedule": "dualpipev"}),
+        ],
+    ),
+)
+def test_what_layers_keep_equals_one_device(model: type[Model], devices: int, options: dict[str, Any]) -> None:
+    """However often the step runs for a micro-batch: once for each stage of a rank, and again to compute activations.
+
+    A second Trainer goes on with what the first one has left.
+    """
+    check(model, devices, **options)
 
 
 class SetsBehind(Model):
     def behind(self, resets: bool) -> None:
-        if resets:
-            for layer in self.layers:
-                layer.state = None
-                layer.calls = 0
+        self.layers[0].calls = 0
 
 
-class ChangesBehind(Model):
+class ReadsInHooks(Model):
+    """A hook computes with what layers keep."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.scale = 1.0 + sum(0.01 * layer.calls for layer in self.layers)
+
+
+class ReadsAtTheEnd(Model):
+    def on_validation_epoch_end(self) -> None:
+        self.scale = 1.0 + sum(0.1 * sum(layer.items) for layer in self.layers)
+
+
+class Looks(Layer):
+    """Computes with what another layer keeps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.at: list[Layer] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (1 + sum(0.1 * other.calls for other in self.at))
+
+
+class LooksAhead(Model):
+    """Trains with one batch alone: the error must come at its end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[0] = Looks()
+        self.layers[0].at.append(self.layers[3])
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.trainer.should_stop = True
+
+
+class LooksInItsStage(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[0] = Looks()
+        self.layers[0].at.append(self.layers[1])
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("model", [SetsBehind, ReadsInHooks, ReadsAtTheEnd, LooksAhead])
+@pytest.mark.parametrize("options", [{}, {"stages": 4, "schedule": "interleaved", "micro_batches": 2}], ids=str)
+def test_what_other_stages_keep_is_refused(model: type[Model], options: dict[str, Any]) -> None:
+    with pytest.raises(Exception, match=r"self\.layers\.\d\.(calls|items)|'layers.0', .* is given other values"):
+        check(model, **options)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("options", [{}, {"micro_batches": 2, "recompute": "always"}], ids=str)
+def test_what_a_layer_reads_in_its_stage_equals_one_device(options: dict[str, Any]) -> None:
+    check(LooksInItsStage, **options)
+
+
+class Scales(Model):
+    """By its own value."""
+
+    def before(self, resets: bool) -> None:
+        self.layers[0].gain = getattr(self.layers[0], "gain", 1.0) * 0.9
+        self.layers[0].table = {"scale": self.layers[0].gain}
+
+
+class ScalesBehind(Model):
     def behind(self, resets: bool) -> None:
-        if resets:
-            for layer in self.layers:
-                layer.items.clear()
-                layer.counts["of"]["n"] = 0
+        self.layers[0].table = {"scale": self.layers[0].table["scale"] * 0.9}
 
 
-class ChangesWhatIsOnlyRead(Model):
-    def behind(self, resets: bool) -> None:
+class SetsByTheBatch(Model):
+    """Alike on all stages, and for each micro-batch another value."""
+
+    def step(self, x: Tensor, resets: bool) -> Tensor:
+        for layer in self.layers:
+            layer.table = {"scale": 1 + float(x.mean()), "mark": float("nan")}
+        return super().step(x, resets)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("model", "devices", "options"),
+    [
+        (Scales, 2, {}),
+        (ScalesBehind, 2, {}),
+        (ScalesBehind, 2, {"schedule": "dualpipev", "micro_batches": 1}),
+        (SetsByTheBatch, 2, {"micro_batches": 2}),
+        (SetsByTheBatch, 2, {"micro_batches": 4, "stages": 4, "schedule": "interleaved"}),
+        (SetsByTheBatch, 2, {"micro_batches": 2, "recompute": "always"}),
+    ],
+    ids=str,
+)
+def test_what_the_step_sets_equals_one_device(model: type[Model], devices: int, options: dict[str, Any]) -> None:
+    check(model, devices, **options)
+
+
+class ChangesInPlace(Model):
+    def before(self, resets: bool) -> None:
         self.layers[0].table["scale"] *= 0.9
 
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize(
-    ("devices", "options"),
+    ("model", "message"),
     [
-        (2, {}),
-        (2, WAITS),
-        (2, {"micro_batches": 1, "recompute": "always"}),
-        pytest.param(4, {"micro_batches": 1}, marks=pytest.mark.slow),
-        (2, {"stages": 4, "schedule": "interleaved", "micro_batches": 2, **WAITS}),
+        (Scales, r"have changed .*self\.layers\.0\.gain"),
+        (
+            ScalesBehind,
+            r"the step changes `self\.layers\.0\.table` behind 'layers\.0'|have changed .*`self\.layers\.0\.table`",
+        ),
+        (ChangesInPlace, r"the step changes what `self\.layers\.0\.table` refers to"),
     ],
-    ids=str,
 )
-def test_what_the_step_resets_before_the_layers_equals_one_device(devices: int, options: dict[str, Any]) -> None:
-    check(ResetsBefore, devices, **options)
-
-
-@pytest.mark.timeout(60)
-@pytest.mark.parametrize(
-    ("model", "devices", "options"),
-    pairs(
-        [SetsBehind, ChangesBehind, ChangesWhatIsOnlyRead],
-        [(2, {}), (2, WAITS), (4, WAITS), (2, {"schedule": "dualpipev", "micro_batches": 1, **WAITS})],
-    ),
-)
-def test_what_the_step_changes_behind_the_layers_equals_one_device(
-    model: type[Model], devices: int, options: dict[str, Any]
-) -> None:
-    check(model, devices, **options)
-
-
-class SetsBetween(Model):
-    """Sets something behind the first layer of each stage: the stage itself comes there, too."""
-
-    def step(self, x: Tensor, resets: bool) -> Tensor:
-        for number, layer in enumerate(self.layers):
-            x = layer(x)
-            if number % 2 == 0 and resets:
-                layer.calls, layer.state = 0, None
-        return x.pow(2).mean()
-
-
-@pytest.mark.timeout(60)
-@pytest.mark.parametrize("options", [WAITS, {"micro_batches": 2, **WAITS}], ids=str)
-def test_what_the_step_sets_between_layers_of_a_stage_equals_one_device(options: dict[str, Any]) -> None:
-    check(SetsBetween, **options)
-
-
-@pytest.mark.timeout(60)
-@pytest.mark.parametrize(
-    ("model", "devices", "options"),
-    pairs(
-        [SetsBehind, ChangesBehind, ChangesWhatIsOnlyRead],
-        [
-            (2, {"micro_batches": 2}),
-            (2, {"micro_batches": 2, "recompute": "always"}),
-            (1, {"micro_batches": 2, "stages": 2}),
-            (2, {"micro_batches": 2, "stages": 4, "schedule": "interleaved"}),
-        ],
-    ),
-)
-def test_what_comes_too_late_for_other_micro_batches_is_refused(
-    model: type[Model], devices: int, options: dict[str, Any]
-) -> None:
-    with pytest.raises(Exception, match=r"the step changes `self\.layers\.0\.\w+` behind the layers of its stage"):
-        check(model, devices, **options, **WAITS)
-
-
-class Eager(SetsBehind):
-    """Reads nothing for which the ranks would wait for the end of the first batch."""
-
-    def step(self, x: Tensor, resets: bool) -> Tensor:
-        out = self.layers(x).pow(2).mean()
-        self.behind(resets)
-        return out
-
-
-@pytest.mark.timeout(60)
-def test_what_comes_too_late_for_batches_that_are_ahead_is_refused() -> None:
-    with pytest.raises(Exception, match=r"reads `self\.layers\.0\.\w+` before it calls the layers of other stages"):
-        run_trainers(found, 2, timeout=40, devices=2, model=Eager)
-    check(Eager, **WAITS)
+def test_what_other_micro_batches_have_left_is_refused(model: type[Model], message: str) -> None:
+    with pytest.raises(Exception, match=message):
+        run_trainers(found, 2, timeout=40, devices=2, model=model, micro_batches=2, **WAITS)
 
 
 class ChangesShared(Model):
@@ -239,112 +280,3 @@ class ChangesShared(Model):
 @pytest.mark.timeout(60)
 def test_what_the_step_changes_stays_the_same_object_for_layers_that_hold_it() -> None:
     check(ChangesShared, **WAITS)
-
-
-class ScalesBefore(Model):
-    def before(self, resets: bool) -> None:
-        self.layers[0].table["scale"] *= 0.9
-
-
-class SetsFromItself(Model):
-    def before(self, resets: bool) -> None:
-        self.layers[0].gain = getattr(self.layers[0], "gain", 1.0) * 0.9
-        self.layers[0].table = {"scale": self.layers[0].gain}
-
-
-@pytest.mark.timeout(60)
-@pytest.mark.parametrize(
-    ("model", "devices", "options"),
-    pairs(
-        [Model, ScalesBefore, SetsFromItself],
-        [
-            (2, {"micro_batches": 2}),
-            (2, {"micro_batches": 2, "recompute": "always"}),
-            (1, {"micro_batches": 2, "stages": 2}),
-            (2, {"micro_batches": 4, "stages": 4, "schedule": "interleaved"}),
-            (2, {"micro_batches": 1, "schedule": "dualpipev"}),
-        ],
-    ),
-)
-def test_what_is_kept_is_changed_once_for_each_micro_batch(
-    model: type[Model], devices: int, options: dict[str, Any]
-) -> None:
-    """However often the step runs for it: once for each stage of a rank, and again to compute activations."""
-    check(model, devices, **options)
-
-
-# ------------------------------------------------------------------ what hooks read
-
-
-class ReadsInHooks(Model):
-    """Hooks compute with what layers keep: attributes from which the next steps compute."""
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self.scale = 1.0 + sum(0.01 * layer.calls + 0.1 * sum(layer.items) for layer in self.layers)
-
-    def on_validation_batch_end(self, *_: Any) -> None:
-        self.scale = 1.0 + sum(0.001 * layer.counts["of"]["n"] + 0.1 * sum(layer.items) for layer in self.layers)
-
-    def on_validation_epoch_end(self) -> None:
-        self.count = sum(layer.calls for layer in self.layers)
-
-    def on_train_epoch_end(self) -> None:
-        self.count += sum(layer.counts["of"]["n"] for layer in self.layers)
-
-
-class ReadsAtTheEnd(Model):
-    """Reads between no two batches of an evaluation, so that these follow each other."""
-
-    def on_validation_epoch_end(self) -> None:
-        self.count = sum(layer.calls for layer in self.layers)
-        self.scale = 1.0 + sum(0.1 * sum(layer.items) for layer in self.layers)
-
-
-@pytest.mark.timeout(60)
-@pytest.mark.parametrize(
-    ("model", "devices", "options"),
-    pairs(
-        [ReadsInHooks, ReadsAtTheEnd],
-        [
-            (2, {}),
-            (4, {}),
-            (2, {"recompute": "always"}),
-            (1, {"stages": 2}),
-            (2, {"stages": 4, "schedule": "interleaved"}),
-            (2, {"schedule": "dualpipev"}),
-        ],
-    ),
-)
-def test_what_hooks_read_equals_one_device(model: type[Model], devices: int, options: dict[str, Any]) -> None:
-    check(model, devices, **options)
-
-
-class ReadsState(Model):
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if self.layers[0].state is not None:
-            self.scale = float(self.layers[0].state.mean())
-
-
-class Large(Model):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers[0].items += [0.0] * 20_000
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self.scale = float(len(self.layers[0].items))
-
-
-@pytest.mark.timeout(60)
-@pytest.mark.parametrize("model", [ReadsState, Large])
-def test_what_hooks_read_that_cannot_be_shown_is_refused(model: type[Model]) -> None:
-    # the second Trainer finds ranks that differ already: what the hook has made of that is another argument
-    with pytest.raises(
-        Exception, match=r"`self\.layers\.0\.(state|items)`, which|'layers.0', .* is given other values"
-    ):
-        check(model)
-
-
-@pytest.mark.timeout(60)
-def test_of_several_pipes_hooks_read_nothing_that_layers_keep() -> None:
-    with pytest.raises(Exception, match=r"`self\.layers\.0\.\w+`, which .* several pipes"):
-        check(ReadsInHooks, schedule="chimera", micro_batches=4)

@@ -111,7 +111,7 @@ def on_two_ranks(kind: type[Step], **options: Any) -> Trained:
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        (InStep, r"'add_' changes weights in the step: do so in on_train_batch_end, or use .*EMAWeightAveraging"),
+        (InStep, r"'\w+_' changes `self\.\S+` in place in the step.*[\s\S]* on_train_batch_end; .*EMAWeightAveraging"),
         (Added, r"goes from one micro-batch to the next \(self.hidden\) needs micro_batches=1"),
         (Freezes, r"freezes weights and trains them again .* needs one device"),
     ],

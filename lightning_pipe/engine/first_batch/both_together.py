@@ -113,7 +113,7 @@ def _inbound(received: Sequence[Crossing | None], sizes: Sequence[int], reading:
 
 
 def _call(one: CallRecord, other: CallRecord, sizes: Sequence[int], reading: _Reading) -> CallRecord:
-    _same(one.without_kept()._replace(leaves=()), other.without_kept()._replace(leaves=()))
+    _same(one._replace(leaves=(), changing=()), other._replace(leaves=(), changing=()))
     leaves: list[Any] = []
     for a, b in zip(one.leaves, other.leaves, strict=True):
         if isinstance(a, TensorSpec) and isinstance(b, TensorSpec):

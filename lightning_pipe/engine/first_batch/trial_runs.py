@@ -124,7 +124,7 @@ def put_back(stages: Stages) -> Iterator[None]:
     """All parts of the module are afterwards as they were before. Its own attributes every run puts back anyway."""
     computing, module = {*stages.interceptor.computing()}, stages.interceptor.module
     around = {name: part for name, part in module.named_modules() if part not in computing and part is not module}
-    kept = stages.interceptor.attributes(), Snapshot(around, buffers=False)
+    kept = stages.interceptor.state.everything(computing), Snapshot(around, buffers=False)
     try:
         with stages.buffers.restored(), parameters_kept(module.modules(), trained=False):
             yield

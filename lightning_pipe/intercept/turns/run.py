@@ -66,11 +66,12 @@ class TurnRun:
 
     Attributes:
         called: how often the layers have been called that this rank runs.
+        complete: whether the step has returned on the rank whose result counts.
     """
 
     training = False
     whole = False
-    arrival = None
+    arrival = stage_here = None
 
     def __init__(
         self,
@@ -86,17 +87,15 @@ class TurnRun:
         cache: RunCache,
     ) -> None:
         self._names, self._ranks, self._last, self._place = names, ranks, last, place
-        self._parameter_use = parameter_use
+        self._parameter_use, self._state = parameter_use, cache.state
         self.called = Counter[int]()
         self._calls_of = Counter[int]()
-        self._ended = False
+        self._ended = self.complete = False
         self.tracker = TurnTracker(mail, ranks[0], parameter_use, place, generators)
         self.skips = _FetchedSkips(self.tracker)
         self.surroundings = Surroundings(isolated)
         # every rank is shown all calls, in their order
-        self.skipped_layers = SkippedLayers(
-            self.tracker, self.surroundings, self.skips, device, cache.changing, stay=True
-        )
+        self.skipped_layers = SkippedLayers(self.tracker, self.surroundings, self.skips, device, cache)
         everything = StageLayers(0, range(len(names) if mail.ranks == 1 else 0), names, {})
         self.layer_calls = LayerCalls(
             everything, self.tracker, self.skips, self.surroundings, cache, None, objects=True
@@ -106,6 +105,19 @@ class TurnRun:
     def inside(self) -> bool:
         """Whether a layer or outside module runs now."""
         return self.layer_calls.inside
+
+    def setting(self, module: nn.Module, name: str, value: Any) -> None:
+        """The step's own code, or a layer, is about to set an attribute of a module."""
+        if not self._state.counts(module, name, value):
+            return
+        if self.inside:
+            self.layer_calls.setting(module, name, value)
+        else:
+            self._state.setting(self, module, name, value)
+
+    def is_behind(self, root: str) -> bool:
+        """Whether the step is behind what runs a layer or outside module: all ranks run all of it."""
+        return False
 
     def run(self, step: Callable[[], Any]) -> Any:
         """Run the step. Returns what it returned on the rank whose result counts, ``None`` elsewhere."""
@@ -119,6 +131,7 @@ class TurnRun:
         finally:
             self.skipped_layers.attributes.restore()
         self.skips.check_empty()
+        self.complete = True
         return result
 
     def returning(self, result: Any) -> None:

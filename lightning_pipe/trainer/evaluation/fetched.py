@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import lightning.pytorch as pl
 
 from lightning_pipe.patches import replaced
-from lightning_pipe.trainer.evaluation.reads import ReadState
 from lightning_pipe.trainer.evaluation.steps import EvaluationSteps, RunStep
-from lightning_pipe.trainer.layer_attributes import LayerAttributes
 
 _NOT_YET = object()
 
@@ -30,10 +28,6 @@ class Fetched:
         batch: the batch on this device.
         run: its step, if this rank has begun it.
         way: the same on its way through the engine.
-        states: what the runs for its stages on this rank have read.
-        own: the attributes of layers that these runs have set; see `LayerAttributes.latest`.
-        adopted: how many changes by other ranks layers of this one knew; ``None`` before the first of its runs.
-        early: whether one of them came before the batch before it was at its end.
     """
 
     number: int
@@ -42,20 +36,6 @@ class Fetched:
     batch: Any = _NOT_YET
     run: RunStep | None = None
     way: Any = None
-    states: list[ReadState] = field(default_factory=list)
-    own: dict[str, bool | None] = field(default_factory=dict)
-    adopted: int | None = None
-    early: bool = False
-
-    def changed(self, of_layers: LayerAttributes) -> str | None:
-        """An attribute that was read and has changed since, as code writes it.
-
-        Args:
-            of_layers: knows what other ranks have changed here: layers may have read that.
-        """
-        read = (name for state in self.states for name in state.changed())
-        late = of_layers.adopted_since(self.adopted) if self.adopted is not None else ()
-        return next(read, None) or next((name for name in late if name not in self.own), None)
 
 
 class FetchedBatches:

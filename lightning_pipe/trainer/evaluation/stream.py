@@ -14,12 +14,12 @@ the others. Before it evaluates a batch in its loop, it runs what the order has 
 ranks go on to a few slots behind that end (`EvaluationOrder.ahead`), and then wait for the report: whatever they wait
 for before is sent by a rank that has got as far in the order without that report.
 
-A run of the step may read attributes that an earlier batch changes. Where every rank holds one stage, each rank decides
-by itself how far it is ahead: the messages of all batches keep their order. A rank whose run reads attributes waits for
-the end of the first batch: if that has changed what was read, the rank runs no batch ahead from then on. Where a rank
-holds several stages, or replicas wait for each other, the order of all ranks has to change: the first batch is alone,
-behind it all ranks agree, and if they go on batch by batch no other batch begins in the order. No other begins either
-once a step comes back to layers that it has called: then the batches that have begun run again, in turns.
+A run of the step may read what an earlier batch changes. So the first batch is alone. If it has changed an attribute,
+more than that lists have grown, batches wait for each other from then on: where every rank holds one stage, each rank
+by itself runs no batch ahead, as the messages of all batches keep their order. Where a rank holds several stages, or
+replicas wait for each other, all ranks agree, and no other batch begins in the order. No other begins either once a
+step comes back to layers that it has called: then the batches that have begun run again, in turns. What later batches
+change all the same may be read too early: stages compare what they give to layers, and a difference is an error.
 """
 
 from __future__ import annotations
@@ -33,15 +33,12 @@ from typing import Any
 import lightning.pytorch as pl
 
 from lightning_pipe.engine.streamed_evaluation import StreamedEvaluation
-from lightning_pipe.errors import ConfigurationError
 from lightning_pipe.patches import replaced
 from lightning_pipe.schedules import Action, Kind
 from lightning_pipe.trainer.evaluation.conditions import tell_that_batches_wait
 from lightning_pipe.trainer.evaluation.fetched import Fetched, FetchedBatches
 from lightning_pipe.trainer.evaluation.messages import EvaluationMessages
-from lightning_pipe.trainer.evaluation.reads import AttributeReads, Names
 from lightning_pipe.trainer.evaluation.steps import EvaluationSteps
-from lightning_pipe.trainer.layer_attributes import LayerAttributes
 from lightning_pipe.trainer.world import World
 
 
@@ -51,7 +48,7 @@ class Steadiness:
 
     Args:
         known: whether a batch has come to its end.
-        steady: whether it left alone what the step reads in runs that may come early.
+        steady: whether it changed nothing that later batches may read.
     """
 
     known: bool = False
@@ -98,23 +95,13 @@ class EvaluationStream:
             self._engine.order.close()
         self._batches = FetchedBatches(module, steps, loop, name)
         self._messages = EvaluationMessages(pipeline, self._engine.lag)
-        self._reads = AttributeReads(steps.user_step.attributes.tracked.modules)
-        self._slot, self._has_read = 0, False
+        self._slot = 0
         self._changed = ExitStack()
 
     @property
     def _completes(self) -> bool:
         """Whether this rank has the last stage, and loads."""
         return self._last in self._stages
-
-    @property
-    def _of_layers(self) -> LayerAttributes:
-        return self._steps.user_step.attributes.of_layers
-
-    @property
-    def _runs_early(self) -> bool:
-        """Whether this rank runs anything before the loop comes to its batch."""
-        return len(self._stages) > self._completes
 
     # ------------------------------------------------------------------ beginning and end
 
@@ -124,8 +111,6 @@ class EvaluationStream:
         self._changed.enter_context(replaced(self._module.trainer.strategy, "batch_to_device", self._transferred))
         arguments = self._batches.arguments_of_current
         self._changed.enter_context(replaced(self._loop, "_build_step_args_from_hook_kwargs", arguments))
-        if self._runs_early:
-            self._changed.enter_context(self._reads.installed())
 
     def end(self) -> None:
         """End behind the last batch. Collective over all processes."""
@@ -182,9 +167,6 @@ class EvaluationStream:
 
         Args:
             args: its arguments.
-
-        Raises:
-            ConfigurationError: this rank has run it too early.
         """
         current = self._batches.current
         assert current is not None
@@ -193,16 +175,12 @@ class EvaluationStream:
         if not self._engine.order.holds(current.number):
             self._steps.run(run)
         else:
-            if current.early and not in_turns and (changed := current.changed(self._of_layers)) is not None:
-                raise _read_too_early(self._name, args, changed)
             if self._completes:
                 self._run_to(self._slot)
             # what was begun before the first batch that had to be run in turns: so are all behind it
             run.repeats |= in_turns
         output = self._steps.share(run, self._messages.report, send_outputs=self._outputs_are_kept)
         self._messages.end_call()
-        if current.early and (changed := self._of_layers.contradicted(current.own)) is not None:
-            raise _read_too_early(self._name, args, changed, mode=True)
         if self._name in self._steps.user_step.in_turns:
             self._engine.order.close()
         current.run = None
@@ -219,8 +197,8 @@ class EvaluationStream:
         """Run what the order has for this rank up to a slot, as far as it may be ahead of the loop."""
         next_one = self._batches.given
         while True:
-            waits = not self._known.steady or (self._has_read and not self._known.known)
-            action = self._engine.due(slot, next_one if waits else None)
+            ahead = self._known.known and self._known.steady
+            action = self._engine.due(slot, None if ahead else next_one)
             if action is None:
                 return
             fetched = self._batches.find(action.micro_batch or 0)
@@ -236,53 +214,31 @@ class EvaluationStream:
         if action.kind is not Kind.FORWARD:
             perform()
             return
+        if not self._known.steady:
+            self._steps.user_step.attributes.of_layers.begin_batch()
         if action.stage == self._last:
             self._steps.run_stage(run, action.stage, perform)
         else:
-            if fetched.adopted is None:
-                fetched.adopted = self._of_layers.changes_adopted
-            names: Names = {}
             try:
-                with self._batches.as_if_at(fetched), self._reads.noting() as names:
+                with self._batches.as_if_at(fetched):
                     self._steps.run_stage(run, action.stage, perform)
             except Exception as error:
-                if names and fetched.number > self._batches.given:
+                if fetched.number > self._batches.given:
                     error.add_note(_AHEAD.format(name=self._name, batch=fetched.number))
                 raise
-            fetched.own |= self._of_layers.latest
-            state = self._reads.state(names)
-            # the end of the first batch shows what the step sets behind its layers, too
-            self._has_read |= state is not None or self._of_layers.has_set
-            fetched.states += [] if state is None else [state]
-            fetched.early |= fetched.number > self._batches.given
         if action.stage == self._stages[-1]:
             run.outputs, run.repeats = fetched.way.results, fetched.way.repeats
 
     def _look_back(self) -> None:
-        """After the first batch: see whether it has changed what runs have read that may come early."""
-        current, known = self._batches.current, self._known
-        if current is None or known.known or not (self._deciding or self._runs_early):
+        """After the first batch: see whether it has changed what later ones may read."""
+        if self._batches.current is None or self._known.known:
             return
-        changed, transport = current.changed(self._of_layers), self._steps.pipeline.transport
-        # the rank before the last one runs, and reads, all that the ranks before it do
-        tells = transport.replica == 0 and self._stages == [self._last - 1]
+        changed, transport = self._steps.user_step.attributes.changed_by_batch, self._steps.pipeline.transport
         if self._deciding:
             found = transport.all_gather_object(changed, self._deciding)
-            changed, tells = next((each for each in found if each is not None), None), transport.process == 0
+            changed = next((each for each in found if each is not None), None)
             if changed is not None:
                 self._engine.order.close()
-        known.known, known.steady = True, changed is None
-        if changed is not None and tells:
-            reason = f"the step reads `{changed}` before it calls the layers of other stages, and changes it"
-            tell_that_batches_wait(self._name, reason)
-
-
-def _read_too_early(name: str, args: Sequence[Any], attribute: str, *, mode: bool = False) -> ConfigurationError:
-    number = f" for batch {args[1]}" if len(args) > 1 else ""
-    # a mode is set by what something else was: that of another module, say
-    does, what = ("sets", "what it depends on") if mode else ("reads", "it")
-    return ConfigurationError(
-        f"{name} {does} `{attribute}` before it calls the layers of other stages, and an earlier batch has changed "
-        f"{what} after this rank had run the step{number}.",
-        hint="Use PipeStrategy(stream_evaluation=False): each batch then passes all ranks before the next one begins.",
-    )
+        self._known.known, self._known.steady = True, changed is None
+        if changed is not None and transport.process == 0:
+            tell_that_batches_wait(self._name, f"the step changes `{changed}`")

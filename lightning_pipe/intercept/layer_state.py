@@ -1,0 +1,399 @@
+"""Who has the attributes of layers: what forward passes keep lives with their stage, what the step sets all ranks have.
+
+A layer may count its calls, or keep a list. Its stage alone has that; elsewhere an `AbsentValue` stands for it. The
+step's own code may set other attributes. Runs that end early put them back, those of the last stage leave them, and
+behind the batch all ranks have what these have left::
+
+    def training_step(self, batch):         stage 0                             stage 1, the last one
+        self.head.train()                   put back                            stays
+        h = self.layers[0](batch)           counts: self.layers[0].calls = 1    self.layers[0].calls is absent
+        loss = self.layers[1](h).mean()     ends at the cut                     counts: self.layers[1].calls = 1
+        self.layers[0].scale = 0.9                                              all ranks have it behind the batch
+
+The words of the calls (`digest`) count what is set before them. So it must not depend on other micro-batches, and what
+is set behind a layer must not be what its next call computes with.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+from torch import Tensor, nn
+
+from lightning_pipe.errors import CutError
+from lightning_pipe.intercept.absent_tensor import AbsentTensor
+from lightning_pipe.intercept.absent_value import AbsentValue
+from lightning_pipe.intercept.contents import Change, attribute_of
+from lightning_pipe.intercept.kept_state import alike, is_metric, is_own, written
+from lightning_pipe.intercept.layer_tensors import IN_A_HOOK, check_held, held_by
+from lightning_pipe.intercept.placeholder import Placeholder
+from lightning_pipe.intercept.references import leads_to
+from lightning_pipe.intercept.snapshot import Snapshot, is_compared
+
+if TYPE_CHECKING:
+    from lightning_pipe.intercept.stage_run import StageRun
+    from lightning_pipe.intercept.turns.run import TurnRun
+
+_MISSING = object()
+_kept: WeakKeyDictionary[nn.Module, dict[str, None]] = WeakKeyDictionary()
+"""What the calls of modules have changed in them: a second Trainer finds what the first one has left."""
+
+Place = tuple[str, str]
+"""The path from a module to a part of it, and the name of an attribute there."""
+Key = tuple[nn.Module, str]
+
+
+class LayerState:
+    """What this rank knows of the attributes of layers and outside modules.
+
+    Args:
+        module: the user's module.
+        roots: the layers and outside modules by their names.
+        stages: by the names of layers, their stages.
+        ranks: by stage, in words, who runs it.
+        one_pipe: whether all micro-batches take the same way.
+
+    Attributes:
+        stages: as given.
+        one_pipe: as given.
+        around: the modules by name whose attributes runs that are not the last stage's leave as they were.
+        set_by_run: what the last run has set, with what was there before.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        roots: Iterable[tuple[str, nn.Module]],
+        stages: Mapping[str, int] = MappingProxyType({}),
+        ranks: Sequence[str] = (),
+        *,
+        one_pipe: bool = True,
+    ) -> None:
+        self._modules = {name: part for name, part in module.named_modules() if not is_metric(part)}
+        self._names = {part: name for name, part in self._modules.items()}
+        self._root_of = {part: name for name, root in roots for part in root.modules()}
+        self.stages, self._ranks, self.one_pipe = stages, ranks, one_pipe
+        self.around: Mapping[str, nn.Module] = {}
+        # by part, the stage of this rank that runs it
+        self._run_here: dict[nn.Module, int] = {}
+        self.set_by_run: dict[Key, Any] = {}
+        self._setting = False
+        # what was there before complete runs: in the batch under way, and in those that others may not know of yet
+        self._left: dict[Key, Any] = {}
+        self._late: dict[Key, Any] = {}
+        # what calls keep: all of it, and what other ranks do not know of yet
+        self._known: dict[Key, None] = {}
+        self._learnt: dict[Key, None] = {}
+        # what calls change in modules of libraries
+        self._noted: dict[nn.Module, dict[str, None]] = {}
+
+    # ------------------------------------------------------------------ what calls keep
+
+    def runs(self, root: nn.Module, stage: int) -> None:
+        """A layer or outside module runs in a stage of this rank."""
+        if root not in self._run_here:
+            self._run_here.update(dict.fromkeys(root.modules(), stage))
+
+    def keep(self, part: nn.Module, attribute: str) -> bool:
+        """A call has changed an attribute of a part of its module. Returns whether none has done so before."""
+        _kept.setdefault(part, {})[attribute] = None
+        if (part, attribute) in self._known:
+            return False
+        self._known[part, attribute] = self._learnt[part, attribute] = None
+        return True
+
+    def kept(self, root: nn.Module) -> tuple[Place, ...]:
+        """What the calls of a module have changed in it so far."""
+        if not _kept:
+            return ()
+        return tuple((path, name) for path, part in root.named_modules() for name in _kept.get(part, ()))
+
+    def is_kept(self, part: nn.Module, attribute: str) -> bool:
+        """Whether calls change an attribute."""
+        return attribute in _kept.get(part, ())
+
+    def answered(self, root: nn.Module, changing: Sequence[Place], anew: Container[Place]) -> None:
+        """The call of a module has been answered, whose calls change some attributes where it runs.
+
+        Args:
+            root: the module.
+            changing: the attributes.
+            anew: those with tensors that the call has set, which are here for the time of the run.
+        """
+        for place in changing:
+            if place[0].startswith("<"):
+                continue  # no attribute of the module
+            part = root.get_submodule(place[0])
+            self.keep(part, place[1])
+            if place not in anew:
+                self._hide(part, place[1])
+
+    def _hide(self, part: nn.Module, attribute: str) -> None:
+        value = _holder(part, attribute).get(attribute)
+        if part not in self._run_here and not isinstance(value, AbsentValue | AbsentTensor):
+            _put(part, attribute, self._absent(part, attribute, value))
+
+    def _absent(self, part: nn.Module, attribute: str, value: Any) -> Any:
+        if attribute in part._buffers:
+            return AbsentTensor.like(value) if isinstance(value, Tensor) else value
+        root = self._root_of.get(part, "")
+        stage = self.stages.get(root)
+        place = f"the rank that runs '{root}'" if stage is None else self._ranks[stage]
+        return AbsentValue(self.written(part, attribute), place)
+
+    def stage_of(self, part: nn.Module) -> int | None:
+        """The stage that runs the layer that a module is part of; ``None``: it is part of none."""
+        return self.stages.get(self._root_of.get(part, ""))
+
+    def same_stage(self, name: str, part: nn.Module) -> bool:
+        """Whether one stage runs a layer and another module."""
+        stage = self.stages.get(name)
+        return stage is not None and stage == self.stage_of(part)
+
+    def is_computing(self, part: nn.Module) -> bool:
+        """Whether a module is a part of a layer or outside module."""
+        return part in self._root_of
+
+    def written(self, part: nn.Module, attribute: str) -> str:
+        """An attribute as code writes it."""
+        return written(self._names.get(part, ""), attribute)
+
+    def everything(self, parts: Iterable[nn.Module] | None = None) -> Snapshot:
+        """The attributes of some parts as they are now; ``None``: those that calls have changed so far."""
+        if parts is not None:
+            return Snapshot({str(id(part)): part for part in parts})
+        found, only = {}, {}
+        for part in self._root_of:
+            if names := {*_kept.get(part, ()), *self._noted.get(part, ())}:
+                found[str(id(part))] = part
+                only[str(id(part))] = names if names.isdisjoint(part._buffers) else {*names, "_buffers"}
+        return Snapshot(found, only)
+
+    def note_changes(self, before: Snapshot) -> None:
+        """Note what a run has changed since `everything` was looked at, besides what the step has set."""
+        parts = {str(id(part)): part for part in self._root_of}
+        for change in before.changes():
+            part, attribute = parts[change.path[0]], attribute_of(change)
+            if attribute in part._buffers or (part, attribute) in self.set_by_run:
+                continue
+            if is_own(part):
+                self.keep(part, attribute)
+            else:
+                self._noted.setdefault(part, {})[attribute] = None
+
+    # ------------------------------------------------------------------ what the step sets
+
+    def counts(self, part: nn.Module, attribute: str, value: Any) -> bool:
+        """Whether it counts who sets an attribute: one of the user's module, with data, and not with its structure."""
+        data = attribute == "training" or is_compared(attribute)
+        return data and part in self._names and not isinstance(value, nn.Module | nn.Parameter | Callable)
+
+    def setting(self, run: StageRun | TurnRun, part: nn.Module, attribute: str, value: Any) -> None:
+        """The step's own code is about to set an attribute of a module.
+
+        Raises:
+            CutError: the stage that keeps it does not run this code, or alone has what it is set by.
+        """
+        if not self._setting or not (attribute == "training" or part in self._root_of):
+            return
+        key, former = (part, attribute), _holder(part, attribute).get(attribute, _MISSING)
+        if self.is_kept(*key) and run.is_behind(self._root_of[part]):
+            raise CutError(
+                f"the step changes `{self.written(*key)}` behind the layers of its stage, which keeps it and does not "
+                "run this code.",
+                hint=IN_A_HOOK,
+            )
+        if isinstance(former, AbsentTensor) and isinstance(value, Placeholder | AbsentTensor):
+            raise CutError(
+                f"the step sets the buffer `{self.written(*key)}` by its own value, which another rank has.",
+                hint=IN_A_HOOK,
+            )
+        self.set_by_run.setdefault(key, former)
+        run.tracker.digest.count(self.written(*key), value)
+
+    def check_called(self, name: str, root: nn.Module) -> None:
+        """The call of a module is answered: its stage has what was there before the batch, or what this run has set.
+
+        Raises:
+            CutError: earlier runs have left something else.
+        """
+        parts = {*root.modules()} if self._left or self._late else ()
+        for (part, attribute), former in (*self._left.items(), *self._late.items()):
+            if part not in parts or (part, attribute) in self.set_by_run or self.is_kept(part, attribute):
+                continue
+            if not alike(_holder(part, attribute).get(attribute, _MISSING), former):
+                raise CutError(
+                    f"the step changes `{self.written(part, attribute)}` behind '{name}', whose stage has begun with "
+                    "other micro-batches by then: they would see an old value.",
+                    hint=f"{IN_A_HOOK} Or use micro_batches=1, in evaluations stream_evaluation=False.",
+                )
+
+    @contextmanager
+    def of_run(self, run: StageRun | TurnRun, *, counts: bool, alone: bool) -> Iterator[None]:
+        """Around a run of the step: one that ends early puts back what it has set.
+
+        Args:
+            run: the run.
+            counts: whether something comes of it: it is no second or trial run.
+            alone: whether its batch has no other micro-batches.
+
+        Raises:
+            CutError: it has changed something in place, or something at all in one of several pipes.
+        """
+        thorough = counts and run.tracker.digest.thorough and run.stage_here == len(self._ranks) - 1
+        held = held_by(self.around, self._modules, self._root_of) if thorough else None
+        hidden = [*self._hide_others(run)]
+        self.set_by_run, self._setting = {}, True
+        complete = False
+        try:
+            yield
+            complete = run.complete
+        finally:
+            self._setting = False
+            if complete and counts:
+                self._leave()
+            else:
+                self._put_back(run)
+            for part, attribute, value in hidden:
+                _holder(part, attribute)[attribute] = value
+        for key in () if self.one_pipe or alone or not (complete and counts) else self._changed(self.set_by_run):
+            raise in_several_pipes(self.written(*key))
+        if complete and held is not None:
+            check_held(held, self._modules, lambda key: self.is_kept(*key) or key in self.set_by_run)
+
+    def _leave(self) -> None:
+        for (part, attribute), former in self.set_by_run.items():
+            if not self.is_kept(part, attribute):
+                self._left.setdefault((part, attribute), former)
+            else:
+                self._hide(part, attribute)
+
+    def _put_back(self, run: StageRun | TurnRun) -> None:
+        for (part, attribute), former in self.set_by_run.items():
+            if not (self.is_kept(part, attribute) and run.layer_calls.has_run(part)):
+                _put(part, attribute, former)
+
+    def _hide_others(self, run: StageRun | TurnRun) -> Iterator[tuple[nn.Module, str, Any]]:
+        """What the other stages of this rank keep: they may be ahead, or behind."""
+        stage = run.stage_here
+        several = stage is not None and self._known and any(other != stage for other in self._run_here.values())
+        for part, attribute in [*self._known] if several else ():
+            if self._run_here.get(part, stage) != stage:
+                held = _holder(part, attribute)
+                value = held.get(attribute, _MISSING)
+                yield part, attribute, value
+                held[attribute] = self._absent(part, attribute, value)
+
+    @contextmanager
+    def restored(self, formers: Mapping[Key, Any]) -> Iterator[None]:
+        """Around a second run: what the step sets is what the first one has found."""
+        now = {key: _holder(*key).get(key[1], _MISSING) for key in formers}
+        for key, value in formers.items():
+            _put(*key, value)
+        try:
+            yield
+        finally:
+            for key, value in now.items():
+                _put(*key, value)
+
+    # ------------------------------------------------------------------ batches
+
+    def begin_batch(self) -> None:
+        """No other batch is under way: all ranks have the same."""
+        self._late.clear()
+
+    def take(self) -> list[Change]:
+        """What complete runs have changed since this was asked, and what calls have been seen to keep."""
+        left, self._left = self._left, {}
+        learnt, self._learnt = self._learnt, {}
+        changed = {key: _holder(*key).get(key[1]) for key in self._changed(left)}
+        for key in changed:
+            self._late.setdefault(key, left[key])
+        for key in learnt:
+            self._hide(*key)
+        found = [Change("set", self._path(key), value) for key, value in changed.items()]
+        return [*found, *(Change("hide", self._path(key)) for key in learnt if key[0] in self._names)]
+
+    def _path(self, key: Key) -> tuple[Any, ...]:
+        return self._names[key[0]], ("attribute", key[1])
+
+    def _changed(self, formers: Mapping[Key, Any]) -> Iterator[Key]:
+        for (part, attribute), former in formers.items():
+            if not (self.is_kept(part, attribute) or alike(_holder(part, attribute).get(attribute, _MISSING), former)):
+                yield part, attribute
+
+    def concerns(self, change: Change) -> bool:
+        """Whether a change is one that `take` has told of."""
+        name, (_, attribute), *inner = change.path
+        part = self._modules.get(name)
+        return part is not None and not inner and (part in self._root_of or attribute == "training")
+
+    def adopt(self, changes: Iterable[Change]) -> None:
+        """Have what complete runs on another rank have set, and know what calls keep elsewhere."""
+        for change in filter(self.concerns, changes):
+            part, attribute = self._modules[change.path[0]], change.path[1][1]
+            if change.kind == "hide":
+                _kept.setdefault(part, {})[attribute] = None
+                self._hide(part, attribute)
+            else:
+                _put(part, attribute, change.value)
+
+    def share(self, gather: Callable[[Any], list[Any]]) -> None:
+        """Have what layers keep on other ranks: the module is to be whole here. Collective.
+
+        Args:
+            gather: brings what each rank gives to all of them.
+        """
+        own = dict[Any, bytes]()
+        for part, attribute in self._known:
+            value = vars(part).get(attribute, _MISSING)
+            if (
+                part not in self._run_here
+                or value is _MISSING
+                or any(isinstance(each, nn.Module) for each in leads_to(value))
+            ):
+                continue
+            with suppress(Exception):  # what cannot be sent stays absent
+                own[self._path((part, attribute))] = pickle.dumps(
+                    value.detach().cpu() if isinstance(value, Tensor) else value
+                )
+        for theirs in gather(own):
+            for (name, (_, attribute)), data in theirs.items():
+                if isinstance(vars(self._modules[name]).get(attribute), AbsentValue):
+                    vars(self._modules[name])[attribute] = pickle.loads(data)
+
+    def changed(self) -> Iterator[str]:
+        """What the step or calls have changed so far, as code writes it."""
+        keys = (*self.set_by_run, *self._left, *self._late, *self._known)
+        yield from dict.fromkeys(self.written(*key) for key in keys if key[1] != "training")
+
+
+def in_several_pipes(changed: str, who: str = "the step") -> CutError:
+    """With several pipes, the step or a layer changes an attribute.
+
+    Args:
+        changed: the attribute as code writes it.
+        who: changes it.
+    """
+    return CutError(
+        f"{who} changes `{changed}`, and this schedule has several pipes: none of them runs all micro-batches, so none "
+        "has the value that one device has.",
+        hint="Change it in on_train_batch_start or on_train_batch_end, once for a batch; or use a schedule with one "
+        "pipe, such as schedule='1f1b'. What is logged is joined.",
+    )
+
+
+def _holder(part: nn.Module, attribute: str) -> dict[str, Any]:
+    return part._buffers if attribute in part._buffers else vars(part)
+
+
+def _put(part: nn.Module, attribute: str, value: Any) -> None:
+    if value is _MISSING:
+        _holder(part, attribute).pop(attribute, None)
+    else:
+        _holder(part, attribute)[attribute] = value

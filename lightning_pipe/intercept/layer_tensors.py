@@ -1,0 +1,113 @@
+"""Refuses steps that change in place what layers hold: ``layer.tau.mul_(0.95)``, averages of weights, lists.
+
+Each stage has its own layers alone, and runs the code of the step up to them once for each micro-batch, before the
+backward passes of others. An attribute that is set is seen where it is set (`layer_state`); of a tensor that stays in
+its place the torch functions tell that follow the step between layers, before they change anything. Lists and objects
+are compared around thorough runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+
+from torch import Tensor, nn
+
+from lightning_pipe.errors import CutError
+from lightning_pipe.intercept.absent_tensor import is_absent
+from lightning_pipe.intercept.contents import attribute_of
+from lightning_pipe.intercept.kept_state import is_own, written
+from lightning_pipe.intercept.placeholder import Placeholder
+from lightning_pipe.intercept.snapshot import Snapshot
+from lightning_pipe.intercept.tensor_state import memory_of, same_objects
+
+IN_A_HOOK = (
+    "Change it in a hook, such as on_train_batch_start or on_train_batch_end, once for a batch; or give the layer an "
+    "argument."
+)
+_HINT = (
+    "Change it once for a batch, in on_train_batch_start or on_train_batch_end; averages of weights there, too, or by "
+    "Lightning's callback EMAWeightAveraging. A layer may change its buffers in its forward pass."
+)
+
+
+class LayerTensors:
+    """The parameters and buffers of layers and outside modules.
+
+    Args:
+        modules: gives all parts of these.
+        written: names an attribute of one as code writes it.
+    """
+
+    def __init__(self, modules: Callable[[], Iterable[nn.Module]], written: Callable[[nn.Module, str], str]) -> None:
+        self._modules, self._written = modules, written
+        # by what is the same for all that share their memory; those of other ranks have none
+        self._known: list[Tensor] = []
+        self._places: dict[int, tuple[nn.Module, str]] = {}
+
+    def check(self, changed: Sequence[Tensor], function: str) -> None:
+        """A function is about to change tensors in place, outside of layers.
+
+        Raises:
+            CutError: one of them shares its memory with a tensor of a layer or an outside module.
+        """
+        if function.startswith("requires_grad") or (function.endswith(".__set__") and function != "data.__set__"):
+            return  # what belongs to a tensor changes, and not its values
+        found = [*self._tensors()]
+        tensors = [tensor for _, _, tensor in found]
+        if not same_objects(tensors, self._known):
+            self._known = tensors
+            self._places = {_key(tensor): (part, name) for part, name, tensor in found}
+        for tensor in changed:
+            if not isinstance(tensor, Placeholder) and (place := self._places.get(_key(tensor))) is not None:
+                raise CutError(
+                    f"'{function}' changes `{self._written(*place)}` in place in the step, which runs once for each "
+                    "micro-batch, on the ranks of other stages, too.",
+                    hint=_HINT,
+                )
+
+    def _tensors(self) -> Iterator[tuple[nn.Module, str, Tensor]]:
+        for part in self._modules():
+            for name, tensor in (*part._parameters.items(), *part._buffers.items()):
+                if tensor is not None:
+                    yield part, name, tensor
+
+
+def _key(tensor: Tensor) -> int:
+    memory = None if is_absent(tensor) else memory_of(tensor)  # which all that are absent share
+    return id(tensor) if memory is None else memory
+
+
+def held_by(
+    around: Mapping[str, nn.Module], parts: Mapping[str, nn.Module], computing: Container[nn.Module]
+) -> Snapshot:
+    """What layers hold before a run of the step.
+
+    Args:
+        around: by name, the modules whose changes all ranks get: what these hold, too, may change.
+        parts: by name, all parts of the module.
+        computing: those of layers and outside modules.
+    """
+    own = {name: part for name, part in parts.items() if part in computing and is_own(part)}
+    return Snapshot({**{f"self.{name}": part for name, part in around.items()}, **own}, buffers=False)
+
+
+def check_held(
+    before: Snapshot, parts: Mapping[str, nn.Module], allowed: Callable[[tuple[nn.Module, str]], bool]
+) -> None:
+    """Behind the run.
+
+    Args:
+        before: from `held_by`.
+        parts: by name, all parts of the module.
+        allowed: tells of a part and an attribute whether it may have changed.
+
+    Raises:
+        CutError: the step has changed something else.
+    """
+    for change in before.changes():
+        name, attribute = change.path[0], attribute_of(change)
+        if name in parts and not allowed((parts[name], attribute)):
+            raise CutError(
+                f"the step changes what `{written(name, attribute)}` refers to, which other stages do not see.",
+                hint=f"{IN_A_HOOK} Or set another value in its place: `layer.items = [*layer.items, item]`.",
+            )

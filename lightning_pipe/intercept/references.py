@@ -1,0 +1,188 @@
+"""What layers compute with besides their arguments, parameters and buffers: all values that their code names.
+
+A layer may have a configuration that the step changes, refer to its LightningModule (``self.owner = [module]``), or
+read a global::
+
+    def training_step(self, batch):         stage 0                     stage 1, the last one
+        h = self.layers[0](batch)           refers to self.gain: 1.0    answers: 1.0, then 0.9
+        loss = self.layers[1](h).mean()     ends at the cut
+        self.gain *= 0.9                                                0.9, then 0.81
+
+Functions that are attributes or in closures lead on, to what they name; those that are globals do not, since they may
+be hooks of backward passes, which run at other times on every rank.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any
+
+import numpy as np
+from torch import Tensor, nn
+
+from lightning_pipe.intercept.kept_state import content_of, is_data, is_own, is_state
+from lightning_pipe.intercept.user_classes import is_users
+
+_LARGE = 4096
+"""Containers of more elements are not searched, and not compared."""
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), Tensor, type, types.ModuleType, np.ndarray)
+_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+Label = tuple[str, str]
+"""Where a value is: the path to a part and an attribute of it; else, in angle brackets, the place and a name there."""
+
+
+class References:
+    """What the code of a layer or outside module names.
+
+    Args:
+        module: the layer or outside module.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._own = {part: path for path, part in module.named_modules()}
+        self._names: set[str] = set()
+        self._functions: dict[types.FunctionType, None] = {}
+        self._globals: dict[Label, Any] = {}
+        self.reached: dict[nn.Module, None] = {}
+        for part in self._own:
+            # other hooks are code outside layers, which all stages run
+            hooks = part._forward_pre_hooks.values() if part is not module else ()
+            for function in (*_methods(type(part)), *hooks):
+                self._follow(function)
+            for name, value in vars(part).items():
+                if is_data(name):
+                    self._follow(value)
+        self._reach_by_names()
+
+    def _follow(self, value: Any) -> None:
+        """Note the modules and functions that a value leads to."""
+        for found in leads_to(value):
+            if isinstance(found, nn.Module):
+                if found not in self._own:
+                    self.reached[found] = None
+            elif found not in self._functions and is_users(found):
+                self._functions[found] = None
+                self._names |= _names_in(found.__code__)
+                for name, cell in zip(found.__code__.co_freevars, found.__closure__ or (), strict=False):
+                    self._note(found, name, _content_of(cell))
+                for name in sorted(_names_in(found.__code__) & found.__globals__.keys()):
+                    self._note(found, name, found.__globals__[name])
+
+    def _note(self, function: types.FunctionType, name: str, value: Any) -> None:
+        if _is_compared(value):
+            self._globals[f"<{function.__module__}>", name] = value
+        if not isinstance(value, types.FunctionType) or name in function.__code__.co_freevars:
+            self._follow(value)
+
+    def _reach_by_names(self) -> None:
+        """Of a module that is reached, the parts and methods that are named."""
+        pending = [*self.reached]
+        while pending:
+            each = pending.pop()
+            named = [*_methods(type(each), self._names)]
+            children = each._modules.items()
+            named += [child for name, child in children if name in self._names or isinstance(each, _CONTAINERS)]
+            before = {*self.reached}
+            for value in named:
+                self._follow(value)
+            pending += [found for found in self.reached if found not in before]
+
+    def values(
+        self, skip: Callable[[nn.Module], bool], computing: Callable[[nn.Module], bool]
+    ) -> Iterator[tuple[Label, Any]]:
+        """All of these values, with where they are.
+
+        Args:
+            skip: whether what a module that is reached keeps is not to be compared.
+            computing: whether a module is a part of a layer or outside module: its tensors belong to its stage.
+        """
+        yield from self._globals.items()
+        for part, path in self._own.items():
+            yield from (((path, name), value) for name, value in self._attributes(part) if _is_compared(value))
+        for number, part in enumerate(each for each in self.reached if not skip(each)):
+            tensors = {} if computing(part) else part._buffers
+            for name, value in (
+                *self._attributes(part),
+                *((n, each) for n, each in tensors.items() if n in self._names),
+            ):
+                if _is_compared(value) or (type(value) is Tensor and not computing(part)):
+                    yield (f"<{number}>", name), value
+
+    def _attributes(self, part: nn.Module) -> Iterator[tuple[str, Any]]:
+        """What is named of a module; deferred batch norms and metrics have some of each call."""
+        if is_own(part):
+            for name, value in vars(part).items():
+                if name in self._names and is_data(name):
+                    yield name, len(value) if _is_large(value) else value
+
+
+def _is_compared(value: Any) -> bool:
+    """Whether a value says the same on all stages, unless it changes: parameters each has for its own layers."""
+    return is_state(value) and not any(isinstance(each, nn.Parameter) for each in inside(value))
+
+
+def leads_to(value: Any) -> Iterator[Any]:
+    """The modules and functions that a value leads to; functions that of what they are bound to, too."""
+    pending, seen = [value], set[int]()
+    while pending:
+        value = pending.pop()
+        if isinstance(value, nn.Module | types.FunctionType):
+            yield value
+        if not isinstance(value, (*_PLAIN, nn.Module)) and id(value) not in seen:
+            seen.add(id(value))
+            pending += inside(value) or _bound(value)
+
+
+def inside(value: Any) -> list[Any]:
+    """What a container or an object of the user's holds."""
+    if isinstance(value, (dict, list, tuple, set, frozenset, deque)):
+        return [] if _is_large(value) else [*(value.values() if isinstance(value, dict) else value)]
+    kind: Any = type(value)
+    return [] if callable(value) or not is_users(kind) else [*content_of(value).values()]
+
+
+def _bound(value: Any) -> list[Any]:
+    if isinstance(value, weakref.ReferenceType):
+        return [value()]
+    if isinstance(value, functools.partial):
+        return [value.func, *value.args, *value.keywords.values()]
+    if isinstance(value, property):
+        return [value.fget]
+    if isinstance(value, types.FunctionType):
+        return [*map(_content_of, value.__closure__ or ())]
+    # methods, class methods and static methods
+    return [found for name in ("__self__", "__func__") if (found := getattr(value, name, None)) is not None]
+
+
+def _content_of(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return None
+
+
+def _is_large(value: Any) -> bool:
+    return isinstance(value, (dict, list, tuple, set, frozenset, deque)) and len(value) > _LARGE
+
+
+def _methods(kind: type, only: set[str] | None = None) -> Iterator[Any]:
+    """What a class of the user's has, and those that it is derived from; ``only``: under these names.
+
+    What builds objects does not run in a forward pass, and names all that they have.
+    """
+    for base in kind.__mro__:
+        if is_users(base):
+            named = ((name, value) for name, value in vars(base).items() if name != "__init__")
+            yield from (value for name, value in named if only is None or name in only)
+
+
+@cache
+def _names_in(code: types.CodeType) -> frozenset[str]:
+    """The names of attributes and globals in a function, and in those that it defines."""
+    inner = (_names_in(each) for each in code.co_consts if isinstance(each, types.CodeType))
+    return frozenset(code.co_names).union(*inner)

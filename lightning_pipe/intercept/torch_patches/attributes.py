@@ -1,0 +1,21 @@
+"""Sees which attributes of modules the step's own code sets, and which the layers do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from lightning_pipe.intercept.torch_patches.patch import Patch
+
+_set = nn.Module.__setattr__
+
+
+def _set_attribute(module: nn.Module, name: str, value: Any) -> None:
+    run = ATTRIBUTES.run
+    if run is not None:
+        run.setting(module, name, value)
+    _set(module, name, value)
+
+
+ATTRIBUTES = Patch((nn.Module, "__setattr__", _set_attribute))
