@@ -92,8 +92,8 @@ class JointForward:
         parts = [batch.cut.together(pair)] * (pair[0] + 1)
         with batch.streams.noting_draws() as drew:
             kept, both = self.stages.forward_again(stage, pair[0], replace(batch, micro_batches=parts), inbound)
-        effects = any(call.effects for crossing in both.values() for call in crossing.path.calls)
-        if effects or kept.buffers or kept.attributes.changes():
+        keeps = any(call.effects or call.changing for crossing in both.values() for call in crossing.path.calls)
+        if keeps or kept.buffers or kept.attributes.changes():
             raise CutError(
                 f"stage {stage} has begun to keep something of its calls, of which one forward pass over two "
                 "micro-batches leaves another value than two passes.",
@@ -136,9 +136,9 @@ def _is_part(part: Crossings, alone: Crossings, both: Crossings) -> bool:
     """Whether what leaves for both together shows what leaves for one of the two, and always will."""
     for to, crossing in alone.items():
         calls = (*crossing.path.calls, *both[to].path.calls)
-        # what a call reads may be something else in the next batch; its word is compared with those of other stages
-        reads = any(call.reads or call.drawn or any(isinstance(leaf, Value) for leaf in call.leaves) for call in calls)
-        if reads or crossing.words != both[to].words:
+        # what is drawn or read may be something else in the next batch
+        values = any(call.drawn or any(isinstance(leaf, Value) for leaf in call.leaves) for call in calls)
+        if values or crossing.words != both[to].words:
             return False
         for one, other in zip(crossing.path.entries, both[to].path.entries, strict=True):
             # a value for all samples may be the same for both by chance
