@@ -68,6 +68,9 @@ NAMES = {
         "_logger_connector": "logs the values of a batch that comes out of the pipeline later",
         "_signal_connector": "see its names",
     },
+    "lightning.pytorch.trainer.connectors.checkpoint_connector._CheckpointConnector": {
+        "_parse_ckpt_path": 'which checkpoint is meant by "last" and "best", before the run begins'
+    },
     "lightning.pytorch.trainer.connectors.signal_connector._SignalConnector": {
         "_original_handlers": "the handlers before Lightning's: what SIGTERM does outside of a run",
         "_sigterm_notifier_fn": f"its handler for SIGTERM broadcasts from within the handler; {_OWN}",

@@ -14,7 +14,7 @@ OPTIONS = {"PipeStrategy"}
 """Classes that hold the user's options, one attribute each."""
 MOST_ATTRIBUTES = 15
 MOST_LINES = 400
-LONGER = {"lightning_pipe.trainer.strategy": 560}
+LONGER = {"lightning_pipe.trainer.strategy": 570}
 """One class, as Lightning's own strategies are: its options are 130 lines, and Lightning asks 40 things."""
 BUDGET = {
     "trainer": 9440,
