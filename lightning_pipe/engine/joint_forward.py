@@ -141,8 +141,8 @@ def _is_part(part: Crossings, alone: Crossings, both: Crossings) -> bool:
         if values or crossing.words != both[to].words:
             return False
         for one, other in zip(crossing.path.entries, both[to].path.entries, strict=True):
-            # a value for all samples may be the same for both by chance
-            chance = one.spec.shape == other.spec.shape and (one.requires_grad or set(one.spec.shape) <= {1})
+            # what is one for all samples, and constant, may be the same for both by chance: a penalty of 0, say
+            chance = one.spec.shape == other.spec.shape and torch.unique(crossing.tensors[one.number]).numel() < 2
             if chance or one[2:] != other[2:]:
                 return False
     return same(part, alone, bound=0)

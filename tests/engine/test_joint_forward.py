@@ -83,6 +83,20 @@ class Residual(Net):
         return h + first
 
 
+class Placed(Net):
+    """What goes over the cut beside the samples is the same for all of them: a value for each position."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = nn.Embedding(WIDTH, 1)
+
+    def body(self, h: Tensor, x: Tensor) -> Tensor:
+        places = self.positions(torch.arange(WIDTH)).flatten()
+        for layer in self.layers:
+            h = layer(h)
+        return h + places
+
+
 class TimeFirst(Net):
     """Samples lie along the second dimension of what crosses."""
 
@@ -93,7 +107,7 @@ class TimeFirst(Net):
         return h.mean(0)
 
 
-@pytest.mark.parametrize("net", [Residual, TimeFirst])
+@pytest.mark.parametrize("net", [Residual, Placed, TimeFirst])
 def test_what_crosses_is_taken_apart(net: type[Net]) -> None:
     found = assert_same(net(), [batch(8) for _ in range(4)], 4, schedule=DOUBLING, layers="layers")
     assert passes(found) == [2, 2]
@@ -109,18 +123,14 @@ class Flattened(Net):
         return h
 
 
-class Scaled(Net):
-    """What goes over the cut has no samples; as a penalty of 0 it might be the same for two micro-batches by chance."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.rand(4))
+class Penalised(Net):
+    """A penalty goes over the cut that is 0 for two micro-batches by chance."""
 
     def body(self, h: Tensor, x: Tensor) -> Tensor:
-        scale = self.scale * 2
-        for number, layer in enumerate(self.layers):
-            h = h + scale[number] * layer(h)
-        return h
+        penalty = F.relu(h.abs().mean() - 100)
+        for layer in self.layers:
+            h = layer(h)
+        return h + penalty
 
 
 class Norm(nn.BatchNorm1d):
@@ -129,7 +139,7 @@ class Norm(nn.BatchNorm1d):
 
 
 @pytest.mark.parametrize(
-    "net", [lambda: with_layers(Norm()), Flattened, Scaled], ids=["batch norm", "number of samples", "no samples"]
+    "net", [lambda: with_layers(Norm()), Flattened, Penalised], ids=["batch norm", "number of samples", "penalty"]
 )
 def test_what_may_depend_on_the_other_samples_runs_apart(net: Any) -> None:
     found = assert_same(net(), [batch(8) for _ in range(4)], 4, schedule=DOUBLING, layers="layers")
