@@ -18,7 +18,7 @@ from lightning_pipe.intercept.contents import attribute_of
 from lightning_pipe.intercept.kept_state import is_own, written
 from lightning_pipe.intercept.placeholder import Placeholder
 from lightning_pipe.intercept.snapshot import Snapshot
-from lightning_pipe.intercept.tensor_state import memory_of, same_objects
+from lightning_pipe.intercept.tensor_state import memory_of
 
 IN_A_HOOK = (
     "Change it in a hook, such as on_train_batch_start or on_train_batch_end, once for a batch; or give the layer an "
@@ -40,9 +40,6 @@ class LayerTensors:
 
     def __init__(self, modules: Callable[[], Iterable[nn.Module]], written: Callable[[nn.Module, str], str]) -> None:
         self._modules, self._written = modules, written
-        # by what is the same for all that share their memory; those of other ranks have none
-        self._known: list[Tensor] = []
-        self._places: dict[int, tuple[nn.Module, str]] = {}
 
     def check(self, changed: Sequence[Tensor], function: str) -> None:
         """A function is about to change tensors in place, outside of layers.
@@ -52,13 +49,10 @@ class LayerTensors:
         """
         if function.startswith("requires_grad") or (function.endswith(".__set__") and function != "data.__set__"):
             return  # what belongs to a tensor changes, and not its values
-        found = [*self._tensors()]
-        tensors = [tensor for _, _, tensor in found]
-        if not same_objects(tensors, self._known):
-            self._known = tensors
-            self._places = {_key(tensor): (part, name) for part, name, tensor in found}
+        # looked up anew: a parameter may get other memory, and another tensor its former one
+        places = {_key(tensor): (part, name) for part, name, tensor in self._tensors()}
         for tensor in changed:
-            if not isinstance(tensor, Placeholder) and (place := self._places.get(_key(tensor))) is not None:
+            if not isinstance(tensor, Placeholder) and (place := places.get(_key(tensor))) is not None:
                 raise CutError(
                     f"'{function}' changes `{self._written(*place)}` in place in the step, which runs once for each "
                     "micro-batch, on the ranks of other stages, too.",
@@ -73,8 +67,8 @@ class LayerTensors:
 
 
 def _key(tensor: Tensor) -> int:
-    memory = None if is_absent(tensor) else memory_of(tensor)  # which all that are absent share
-    return id(tensor) if memory is None else memory
+    memory = memory_of(tensor)
+    return id(tensor) if memory is None or is_absent(tensor) else memory  # all that are absent share theirs
 
 
 def held_by(
