@@ -17,9 +17,9 @@ MOST_LINES = 400
 LONGER = {"lightning_pipe.trainer.strategy": 570}
 """One class, as Lightning's own strategies are: its options are 130 lines, and Lightning asks 40 things."""
 BUDGET = {
-    "trainer": 9440,
-    "intercept": 8670,
-    "engine": 4760,
+    "trainer": 8710,
+    "intercept": 8080,
+    "engine": 4780,
     "schedules": 3490,
     "transport": 2840,
     "planning": 2710,
@@ -33,7 +33,7 @@ BUDGET = {
     "skip": 430,
 }
 """Lines of a room at most. The numbers go down; one goes up for a new capability alone, which its commit names."""
-MOST_CLASSES, MOST_PRIVATE_NAMES, MOST_PATCHES = 401, 135, 39
+MOST_CLASSES, MOST_PRIVATE_NAMES, MOST_PATCHES = 383, 136, 36
 """In the whole package: classes, private names of other packages, places that replace some of theirs for a time."""
 SLACK = 1.03
 """A budget that is further than this above its room is to be lowered."""
