@@ -21,8 +21,8 @@ Auto = Literal["auto"]
 RankOrder = Literal["pipeline", "replicas"]
 """Whose processes have neighbouring numbers: those of a pipeline, or those that hold the same stages."""
 
-Sharding = bool | Literal["gradients"]
-"""What the holders of a parameter divide: nothing; the optimizer's state; this and the sums of gradients."""
+Sharding = bool | Literal["gradients", "parameters"]
+"""What holders of a parameter divide: nothing; the optimizer's state; this and sums of gradients; all three."""
 
 
 def divided(sharding: Sharding) -> str:
@@ -32,7 +32,8 @@ def divided(sharding: Sharding) -> str:
         >>> divided("gradients")
         'sharded optimizer and gradients'
     """
-    return {False: "", True: "sharded optimizer", "gradients": "sharded optimizer and gradients"}[sharding]
+    words = {False: "", True: "sharded optimizer", "gradients": "sharded optimizer and gradients"}
+    return {**words, "parameters": "sharded parameters"}[sharding]
 
 
 MICRO_BATCHES_PER_RANK = 4
@@ -47,20 +48,22 @@ class RunLayout:
         pipeline_parallel_size: ranks in one pipeline.
         data_parallel_size: number of pipelines side by side.
         stages: number of stages the module is cut into.
+        tensor_parallel_size: processes that compute a layer together.
 
     Example:
         >>> layout(world_size=8, pipeline_parallel_size=4)
-        RunLayout(pipeline_parallel_size=4, data_parallel_size=2, stages=4)
+        RunLayout(pipeline_parallel_size=4, data_parallel_size=2, stages=4, tensor_parallel_size=1)
     """
 
     pipeline_parallel_size: int
     data_parallel_size: int
     stages: int
+    tensor_parallel_size: int = 1
 
     @property
     def world_size(self) -> int:
         """Number of processes."""
-        return self.pipeline_parallel_size * self.data_parallel_size
+        return self.pipeline_parallel_size * self.data_parallel_size * self.tensor_parallel_size
 
 
 @dataclass(frozen=True)
@@ -105,8 +108,9 @@ def layout(
     data_parallel_size: int | Auto = "auto",
     stages: int | Auto = "auto",
     stages_per_rank: int = 1,
+    tensor_parallel_size: int = 1,
 ) -> RunLayout:
-    """Arranges the processes: world size = pipeline_parallel_size x data_parallel_size.
+    """Arranges the processes: world size = pipeline_parallel_size x data_parallel_size x tensor_parallel_size.
 
     Args:
         world_size: number of processes that came up.
@@ -114,6 +118,7 @@ def layout(
         data_parallel_size: number of pipelines; ``"auto"``: what ``pipeline_parallel_size`` leaves, otherwise 1.
         stages: number of stages, at least one per rank; ``"auto"``: ranks x ``stages_per_rank``.
         stages_per_rank: what the schedule puts on one rank by itself.
+        tensor_parallel_size: processes that compute a layer together.
 
     Returns:
         The sizes as numbers.
@@ -123,8 +128,10 @@ def layout(
 
     Example:
         >>> layout(world_size=8, data_parallel_size=2, stages_per_rank=2)
-        RunLayout(pipeline_parallel_size=4, data_parallel_size=2, stages=8)
+        RunLayout(pipeline_parallel_size=4, data_parallel_size=2, stages=8, tensor_parallel_size=1)
     """
+    _check_count("tensor_parallel_size", tensor_parallel_size)
+    world_size = _quotient(world_size, "tensor_parallel_size", tensor_parallel_size)
     sizes = {"pipeline_parallel_size": pipeline_parallel_size, "data_parallel_size": data_parallel_size}
     for name, value in {**sizes, "stages": stages}.items():
         _check_count(name, value)
@@ -135,7 +142,7 @@ def layout(
             f"{several(count, 'stage')} cannot occupy {several(ranks, 'rank')}: each holds at least 1.",
             hint=f"Use stages={ranks} or more, or pipeline_parallel_size={count} or less.",
         )
-    return RunLayout(ranks, replicas, count)
+    return RunLayout(ranks, replicas, count, tensor_parallel_size)
 
 
 def micro_batch_count(batch: int, ranks: int, micro_batches: int | Auto = "auto", least: int = 1) -> int:

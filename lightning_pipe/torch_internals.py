@@ -106,6 +106,9 @@ NAMES = {
     "torch._C._distributed_c10d.ProcessGroupGloo": {
         "_set_default_timeout": "the watchdog keeps the time, and its report names every rank's place",
     },
+    "torch.distributed._composable_state": {
+        "_module_state_mapping": "knows the modules that fully_shard has divided, until they are put back"
+    },
     "torch.distributed.distributed_c10d": {
         "_get_default_store": "the store over which the processes have met; Lightning asks for it too",
         "_world": "counts the groups of a process, which gives their names",
@@ -115,7 +118,22 @@ NAMES = {
 
 LATE = {
     "torch._dynamo.eval_frame.OptimizedModule": {"_orig_mod": "the module that torch.compile was given"},
-    "transformers.modeling_utils.PreTrainedModel": {"_init_weights": "initialises one of its modules"},
+    "torch.distributed.fsdp.FSDPModule": {"_get_fsdp_state": "what fully_shard knows of a module"},
+    "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState": {
+        "_fsdp_param_groups": "the parameters of a module, each as a part and whole",
+        "_lazy_init": "before anything is gathered; FSDP's own hooks would call it",
+        "_mp_policy": "types that a stage does not follow",
+        "_post_forward_hook_handle": "its hooks act for every micro-batch, a stage for the batch",
+        "_pre_forward_hook_handle": "as _post_forward_hook_handle",
+        "_root_post_backward_final_callback": "sums gradients, as torch's own pipelining calls it",
+    },
+    "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam": {
+        "_unsharded_param": "the whole parameter, which gets the gradients of a batch"
+    },
+    "transformers.modeling_utils.PreTrainedModel": {
+        "_init_weights": "initialises one of its modules",
+        "_tp_plan": "which of its modules are divided over tensor ranks, and how",
+    },
 }
 """As `NAMES`, in modules that take seconds to import: they are looked for by tests alone."""
 
@@ -136,6 +154,7 @@ from torch._C import (
 )
 from torch._C._autograd import _unsafe_set_version_counter
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
+from torch.distributed._composable_state import _module_state_mapping as composable_states
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.modules.batchnorm import _NormBase as NormBase
 from torch.nn.modules.conv import _ConvNd as ConvNd
@@ -197,6 +216,7 @@ __all__ = [
     "DropoutNd",
     "NormBase",
     "TorchDispatchMode",
+    "composable_states",
     "current_function_mode",
     "disable_current_modes",
     "disabled_torch_function",

@@ -6,12 +6,13 @@ import warnings
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from lightning_pipe.errors import CutError, PartitionError
+from lightning_pipe.local_parts import DATA, dimensions, local
 from lightning_pipe.parameters.deferred_batchnorm import DeferredBatchNorm
 from lightning_pipe.parameters.gradient_groups import HeldParameter, uses_of_ranks
 from lightning_pipe.parameters.holder_map import named_tensors
@@ -20,6 +21,9 @@ from lightning_pipe.schedules import Family, Schedule
 from lightning_pipe.schedules.passes.recompute import Mode as Recompute
 from lightning_pipe.schedules.passes.recompute import with_recompute
 from lightning_pipe.transport.base import Transport
+
+if TYPE_CHECKING:
+    from lightning_pipe.sharding.fully_sharded import FullySharded
 
 
 class PartitionedModule:
@@ -181,11 +185,21 @@ class PartitionedModule:
         """The different sets of ranks that hold something in common."""
         return list(dict.fromkeys(self.owners(name) for name, _ in named_tensors(self.module)))
 
-    def agree_on_users(self) -> None:
-        """After the first training batch: agree on who holds the parameters outside the sequence. Collective."""
-        self.ownership.learn_users(uses_of_ranks(self.transport, self.placement, self.ownership.used))
+    def agree_on_users(self, sharded: FullySharded | None = None) -> None:
+        """After the first training batch: agree on who holds the parameters outside the sequence. Collective.
+
+        Args:
+            sharded: has the parameters that the replicas divide: the ranks of one pipeline then sum parts.
+        """
+        used = uses_of_ranks(self.transport, self.placement, self.ownership.used)
+        self.ownership.learn_users(used, lambda name: sharded is not None and sharded.keeps(self.holds, name))
         # Groups of processes are made in the same order everywhere, or the library that makes them hangs.
-        self.transport.make_groups([self.transport.topology.holders(owners) for owners in sorted(self.owner_sets())])
+        topology, owner_sets = self.transport.topology, sorted(self.owner_sets())
+        self.transport.make_groups([topology.holders(owners) for owners in owner_sets])
+        if sharded is not None:
+            sharded.forget(self.holds)
+            replicas = range(topology.replicas)
+            self.transport.make_groups([topology.members(each, owners) for owners in owner_sets for each in replicas])
 
     # ------------------------------------------------------------------ free, compare and put together
 
@@ -196,12 +210,15 @@ class PartitionedModule:
     def synchronize(self) -> None:
         """Give all holders of a parameter or buffer the value of the first one of replica 0. Collective."""
         for name, tensor in named_tensors(self.module):
-            members = self.holding_processes(name)
+            members, replica = self.holding_processes(name), 0
+            if DATA in dimensions(tensor):  # each replica has a part of its own
+                replica = self.transport.replica
+                members = self.transport.topology.members(replica, self.owners(name))
             if self.holds(name) and len(members) > 1:
-                source = self.transport.topology.process(0, self.owners(name)[0])
-                data = tensor.detach().contiguous()
+                source = self.transport.topology.process(replica, self.owners(name)[0])
+                data = local(tensor.detach()).contiguous()
                 self.transport.broadcast(data, source, members).wait()
-                tensor.data.copy_(data)
+                local(tensor.detach()).copy_(data)
 
     def restore(self) -> None:
         """Give every rank the whole module again. Collective over the pipeline.

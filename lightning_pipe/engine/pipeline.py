@@ -172,15 +172,14 @@ class Pipeline(PartitionedModule):
             self._buffer_sync.begin()
         batch = self._batch(step, micro_batches, weights, seed, training=True, check=check)
         batch.cut = cut
-        results = self._run(batch)
+        with self.reductions.gathered():
+            results = self._run(batch)
         if not self.ownership.users_known:
             self.agree_on_holders()
             # After the holders are known: they decide which processes have a buffer in common.
             self._buffer_sync.agree(lambda name: len(self.owners(name)), len(micro_batches))
-            if reduce:
-                self.reduce_gradients()
-        elif reduce:
-            # Most are under way already: `GradientGroups.stage_done` starts each when its stage is done.
+        if reduce:
+            # Of later batches most are under way: `GradientGroups.stage_done` starts each when its stage is done.
             self.reduce_gradients()
         self._commit_statistics(self.norms)
         self._buffer_sync.equalise()
@@ -192,12 +191,7 @@ class Pipeline(PartitionedModule):
         return results
 
     def evaluate(
-        self,
-        step: StepFunction,
-        micro_batches: Sequence[Any],
-        *,
-        seed: int = 0,
-        turns: bool = False,
+        self, step: StepFunction, micro_batches: Sequence[Any], *, seed: int = 0, turns: bool = False
     ) -> dict[int, Any]:
         """Run forward passes alone; see `train`.
 
@@ -378,8 +372,7 @@ class Pipeline(PartitionedModule):
         if not self.synchronous or training in self._learnt_skips:
             return
         self._learnt_skips.add(training)
-        everyone = tuple(range(self.transport.topology.world_size))
-        gathered = self.transport.all_gather_object(self.executor.stages.skipped, everyone)
+        gathered = self.transport.all_gather_object(self.executor.stages.skipped, self.transport.topology.everyone)
         if self.skips.learn({stage: events for theirs in gathered for stage, events in theirs.items()}):
             connect(self, self.skips.ends)
             self._program.cache_clear()
@@ -394,7 +387,7 @@ class Pipeline(PartitionedModule):
 
     def agree_on_holders(self) -> None:
         """After the first training batch: agree on who holds the parameters outside the sequence. Collective."""
-        self.agree_on_users()
+        self.agree_on_users(self.reductions.sharded)
         self.reductions.form(self.held_parameters(), self.stages_here)
 
     def _commit_statistics(self, ended: Iterable[DeferredBatchNorm]) -> None:

@@ -13,6 +13,7 @@ from torch.nn.utils import get_total_norm
 from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.errors import ConfigurationError
 from lightning_pipe.intercept.absent_tensor import AbsentTensor
+from lightning_pipe.local_parts import local
 
 
 @torch.no_grad()
@@ -42,7 +43,7 @@ def gradient_norm(pipeline: Pipeline, parameters: Iterable[nn.Parameter], order:
     given = [*parameters]
     names = {id(parameter): name for name, parameter in pipeline.module.named_parameters()}
     counted = [
-        parameter.grad
+        local(parameter.grad)
         for parameter in given
         if parameter.grad is not None
         and not isinstance(parameter.grad, AbsentTensor)
@@ -50,8 +51,8 @@ def gradient_norm(pipeline: Pipeline, parameters: Iterable[nn.Parameter], order:
         and pipeline.holds(name)
         and pipeline.reductions.counts(parameter, first=pipeline.ownership.counted(name))
     ]
-    local = get_total_norm(counted, order).double() if counted else torch.zeros((), dtype=torch.float64)
-    mine = float(local if math.isinf(order) else local**order)
+    norm = get_total_norm(counted, order).double() if counted else torch.zeros((), dtype=torch.float64)
+    mine = float(norm if math.isinf(order) else norm**order)
     found = pipeline.transport.all_gather_object(mine, pipeline.reductions.members_with_all)
     powers = torch.tensor(found, dtype=torch.float64)
     total = powers.max() if math.isinf(order) else powers.sum() ** (1 / order)

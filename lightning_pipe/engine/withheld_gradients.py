@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_pipe.local_parts import local, settled
 from lightning_pipe.torch_internals import foreach_mul_
 
 
@@ -69,7 +70,7 @@ class _ReturnedGradients(torch.autograd.Function):
         factor = outputs[0] / withheld.scale
         # on an accelerator a look at the factor would wait for the device
         if factor.device.type != "cpu" or factor.item() != 1.0:
-            for same in _by_dtype(gradients):
+            for same in _by_dtype(map(local, gradients)):
                 foreach_mul_(same, factor.to(same[0]))
         return (None, None, None, *gradients)
 
@@ -94,7 +95,7 @@ def withheld_gradients(parameters: Iterable[nn.Parameter], scale: float = 1.0) -
         with _without_hooks(trainable):
             yield withheld
         withheld.parameters = [parameter for parameter in trainable if parameter.grad is not None]
-        withheld.gradients = [parameter.grad for parameter in withheld.parameters if parameter.grad is not None]
+        withheld.gradients = [settled(p.grad, p) for p in withheld.parameters if p.grad is not None]
     finally:
         for parameter, gradient in zip(trainable, before, strict=True):
             parameter.grad = gradient

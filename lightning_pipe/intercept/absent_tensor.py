@@ -17,6 +17,7 @@ from lightning_pipe.construction import attributes_of
 from lightning_pipe.errors import CutError
 from lightning_pipe.intercept.placeholder import Placeholder, shape_only
 from lightning_pipe.intercept.torch_functions import RANDOM, changed_in_place, function_name
+from lightning_pipe.local_parts import is_divided
 from lightning_pipe.torch_internals import (
     DisableTorchFunction,
     DisableTorchFunctionSubclass,
@@ -202,7 +203,7 @@ def is_absent(tensor: Tensor) -> bool:
     """Whether there is no value, also where ``.data`` was assigned from an absent tensor: torch asks nobody then."""
     if isinstance(tensor, AbsentTensor):
         return True
-    if tensor.layout is not torch.strided or tensor.is_meta or isinstance(tensor, Placeholder):
+    if tensor.layout is not torch.strided or tensor.is_meta or isinstance(tensor, Placeholder) or is_divided(tensor):
         return False
     with DisableTorchFunction():  # a step under way must not take this for one of its calls
         return tensor.data_ptr() == _void(tensor.dtype, tensor.device).data_ptr()

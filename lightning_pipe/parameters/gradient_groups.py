@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import nn
 
+from lightning_pipe.local_parts import DATA, TENSOR, dimensions
 from lightning_pipe.parameters.gradient_sync import GradientSync
 from lightning_pipe.parameters.zero import HolderGroup, OptimizerShards
 from lightning_pipe.transport.base import Transport
 
+if TYPE_CHECKING:
+    from lightning_pipe.sharding.fully_sharded import FullySharded
+
 # Keys of reductions: what comes first in a group is what is largest.
-_SHARED, _STAGE = 0, 1
+_DIVIDED, _SHARED, _STAGE = -1, 0, 1
 
 
 class HeldParameter(NamedTuple):
@@ -41,12 +46,14 @@ class GradientGroups:
     Attributes:
         shards: divides the parameters that other processes hold as well over these; ``None`` until `form`.
         scattered: whether a sum goes to the process that updates the parameter alone; to be set before `form`.
+        sharded: has the parameters that processes divide: none has all gradients of its stages; ``None``: none does.
         overlapped: whether a stage that is done is reduced at once; otherwise all wait for `finish`.
         dtype: in which gradients are sent and added; see `GradientSync`.
     """
 
     def __init__(self, transport: Transport) -> None:
         self.shards: OptimizerShards | None = None
+        self.sharded: FullySharded | None = None
         self.scattered = False
         self.overlapped = False
         self.dtype: torch.dtype | None = None
@@ -64,8 +71,10 @@ class GradientGroups:
         members: dict[tuple[int, ...], tuple[int, ...]] = {}
         for parameter, owners, stage in held:
             key = (_SHARED, *owners) if stage is None else (_STAGE, stage)
+            if DATA in dimensions(parameter):  # the replicas have summed it already
+                key = (_DIVIDED, *owners)
             by_key.setdefault(key, []).append(parameter)
-            members[key] = self._transport.topology.holders(owners)
+            members[key] = self._holders(key, owners)
         shared = [
             HolderGroup(members[key], tuple(by_key[key]), first=key[-1])
             for key in sorted(members)
@@ -79,11 +88,18 @@ class GradientGroups:
             of_key = members.get(key, (self._transport.process,))
             self._reducer.add(key, parameters, of_key, shards.owner if self.scattered else None)
 
+    def _holders(self, key: tuple[int, ...], owners: tuple[int, ...]) -> tuple[int, ...]:
+        """The processes whose gradients of a parameter are summed."""
+        topology = self._transport.topology
+        if key[0] == _DIVIDED:
+            return topology.members(self._transport.replica, owners)
+        return topology.holders(owners)
+
     @property
     def members_with_all(self) -> tuple[int, ...]:
-        """The processes that have all sums of gradients between them: a pipeline's, or all where sums are scattered."""
+        """The processes that have all sums of gradients between them: a pipeline's, or all where these are divided."""
         topology = self._transport.topology
-        if self.scattered and self.shards is not None:
+        if self.sharded is not None or (self.scattered and self.shards is not None):
             return tuple(range(topology.world_size))
         return tuple(sorted(topology.pipeline_processes(self._transport.replica)))
 
@@ -94,6 +110,13 @@ class GradientGroups:
             parameter: one that this rank holds.
             first: whether this rank is the first of the pipeline's ranks that hold it.
         """
+        if self.sharded is not None:
+            transport, over = self._transport, dimensions(parameter)
+            return (
+                first
+                and (DATA in over or transport.replica == 0)
+                and (TENSOR in over or transport.topology.tensor_rank == 0)
+            )
         return self.shards.mine(parameter) if self.scattered and self.shards is not None else first
 
     def reduce_in(self, dtype: torch.dtype | None) -> None:
@@ -102,8 +125,14 @@ class GradientGroups:
         if self._reducer is not None:
             self._reducer.dtype = dtype
 
+    def gathered(self) -> AbstractContextManager[None]:
+        """Around the passes of a batch. Collective over the replicas where these divide parameters."""
+        return nullcontext() if self.sharded is None else self.sharded.gathered()
+
     def stage_done(self, stage: int) -> None:
         """The gradients of a stage are complete on this rank."""
+        if self.sharded is not None:
+            self.sharded.stage_done(stage)
         if self.overlapped and self._reducer is not None:
             self._reducer.start((_STAGE, stage))
 
@@ -125,7 +154,8 @@ def uses_of_ranks(
     """
     topology = transport.topology
     by_rank: list[set[str]] = [set() for _ in range(topology.ranks)]
-    for process, names in enumerate(transport.all_gather_object(sorted(used), tuple(range(topology.world_size)))):
+    found = transport.all_gather_object(sorted(used), topology.everyone)
+    for process, names in zip(topology.everyone, found, strict=True):
         by_rank[topology.locate(process)[1]].update(names)
     # a rank that has had no micro-batch yet will use what others with the same stages do
     stages = [

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_pipe.errors import ConfigurationError
+from lightning_pipe.local_parts import local, settled, with_local
 from lightning_pipe.parameters.buckets import BUCKET_BYTES, buckets
 from lightning_pipe.transport.base import Transport, Work
 
@@ -166,8 +167,9 @@ class GradientSync:
     def _fill(self, parameters: Sequence[Parameter], like: Parameter | None = None) -> Tensor:
         """The gradients in one buffer; the parameters let go of theirs. ``like`` says the type where there are none."""
         first = parameters[0] if like is None else like
-        flat = torch.zeros(sum(p.numel() for p in parameters), dtype=self._sent_as(first), device=first.device)
-        for parameter, view in _views(flat, parameters):
+        parts = [local(parameter) for parameter in parameters]
+        flat = torch.zeros(sum(part.numel() for part in parts), dtype=self._sent_as(first), device=first.device)
+        for parameter, view in zip(parameters, _views(flat, parts), strict=True):
             if parameter.grad is None:
                 continue
             if parameter.grad.layout is not torch.strided:
@@ -176,7 +178,7 @@ class GradientSync:
                     f"layout {parameter.grad.layout}; only dense gradients can be summed.",
                     hint="Make the embedding with sparse=False.",
                 )
-            view.copy_(parameter.grad)
+            view.copy_(local(settled(parameter.grad, parameter)))
             # The gradient now exists in the bucket alone.
             parameter.grad = None
         return flat
@@ -201,24 +203,23 @@ class GradientSync:
             for bucket in entry.buckets:
                 bucket.work.wait()
                 parameters = [entry.trainable[index] for index in bucket.indices]
-                for index, (parameter, view) in zip(bucket.indices, _views(bucket.flat, parameters), strict=True):
+                views = _views(bucket.flat, [local(parameter) for parameter in parameters])
+                for index, parameter, view in zip(bucket.indices, parameters, views, strict=True):
                     same = view.dtype == parameter.dtype
-                    summed = view if same or not flags[index] else torch.empty_like(parameter).copy_(view)
-                    parameter.grad = summed if flags[index] else None
+                    summed = view if same or not flags[index] else torch.empty_like(local(parameter)).copy_(view)
+                    parameter.grad = with_local(summed, parameter) if flags[index] else None
         entry.wanted, entry.presence, entry.trainable, entry.buckets = False, None, [], []
 
 
-def _views(flat: Tensor, parameters: Sequence[Parameter]) -> Iterator[tuple[Parameter, Tensor]]:
+def _views(flat: Tensor, parameters: Sequence[Tensor]) -> Iterator[Tensor]:
     """Each parameter's part of the buffer, in the parameter's shape and memory format."""
     offset = 0
     for parameter in parameters:
         part = flat[offset : offset + parameter.numel()]
         offset += parameter.numel()
         # Optimizers are fast only where gradient and parameter have the same strides.
-        yield (
-            parameter,
-            part.as_strided(parameter.shape, parameter.stride()) if _dense(parameter) else part.view(parameter.shape),
-        )
+        dense = _dense(parameter)
+        yield part.as_strided(parameter.shape, parameter.stride()) if dense else part.view(parameter.shape)
 
 
 def _dense(tensor: Tensor) -> bool:

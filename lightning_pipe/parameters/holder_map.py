@@ -85,6 +85,10 @@ class HolderMap:
         """The first name of a tensor; ``None`` if it was no parameter or buffer of the module."""
         return self._names.get(id(tensor))
 
+    def also(self, tensor: Tensor, name: str) -> None:
+        """A tensor stands for the one with this name, too: a part of it, or the whole that is gathered of parts."""
+        self._names[id(tensor)] = self._first_names.get(name, name)
+
     def first_name(self, name: str) -> str | None:
         """The first name of the tensor with this name."""
         return self._first_names.get(name)

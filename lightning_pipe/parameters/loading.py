@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from lightning_pipe.construction import place_meta, safetensors_file, unread, unread_tensor
 from lightning_pipe.errors import CheckpointError
 from lightning_pipe.intercept.absent_tensor import is_absent
+from lightning_pipe.local_parts import is_divided, local, share, with_local
 from lightning_pipe.parameters.holder_map import named_tensors
 
 _LIGHTNINGS = "state_dict"
@@ -51,7 +52,10 @@ def load_held(module: nn.Module, holds: Callable[[str], bool], state: Mapping[st
         RuntimeError: names differ, as from torch.
     """
     foreign = {name for name, _ in named_tensors(module) if not holds(name)}
-    result = module.load_state_dict({key: v for key, v in state.items() if key not in foreign}, strict=False)
+    parts = {name: tensor for name, tensor in named_tensors(module) if is_divided(tensor)}
+    own = {key: value for key, value in state.items() if key not in foreign}
+    own.update({key: with_local(share(own[key], parts[key]), parts[key]) for key in own.keys() & parts.keys()})
+    result = module.load_state_dict(own, strict=False)
     missing = [key for key in result.missing_keys if key not in foreign or key not in state]
     problems = [f"missing {', '.join(missing)}"] if missing else []
     problems += [f"unexpected {', '.join(result.unexpected_keys)}"] if result.unexpected_keys else []
@@ -115,7 +119,7 @@ def load_weights(
 def _fill(name: str, tensor: Tensor, value: Tensor) -> None:
     if tensor.shape != value.shape:
         raise CheckpointError(f"'{name}' is {tuple(tensor.shape)} in the module and {tuple(value.shape)} in the file.")
-    tensor.copy_(value)
+    local(tensor).copy_(share(value, tensor))
 
 
 def _sources(path: Path) -> Sources:

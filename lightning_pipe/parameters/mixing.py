@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_pipe.errors import ConfigurationError
+from lightning_pipe.local_parts import local
 
 MOST = 8
 """Parameters on which an optimizer is tried: at most two vectors and two matrices of a group."""
@@ -159,12 +160,13 @@ def _tried(
 
 
 def _like(parameter: Tensor) -> nn.Parameter:
-    return nn.Parameter(torch.randn_like(parameter.detach()))
+    return nn.Parameter(torch.randn_like(local(parameter.detach())))
 
 
 def _gradient(parameter: Tensor) -> Tensor:
     assert parameter.grad is not None  # else it is not chosen
-    return parameter.grad.detach() if parameter.grad.is_sparse else torch.randn_like(parameter.grad.detach())
+    gradient = local(parameter.grad.detach())
+    return gradient if gradient.is_sparse else torch.randn_like(gradient)
 
 
 def _copy(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:

@@ -14,6 +14,7 @@ from lightning_pipe.construction import materialize
 from lightning_pipe.errors import CutError, PartitionError
 from lightning_pipe.intercept.absent_tensor import IN_HOOKS, AbsentTensor, Origin, exchange, hint_of_use, is_absent
 from lightning_pipe.parameters.holder_map import HolderMap, named_tensors, owned_by
+from lightning_pipe.parameters.releasing import drop_graphs, drop_weak_references, release
 
 __all__ = ["Ownership", "named_tensors", "tensors_of"]
 
@@ -174,6 +175,16 @@ class Ownership:
         owners = [set(self.owners(name)) for name in map(self._map.name_of, tensors) if name is not None]
         return tuple(sorted(set.intersection(*owners))) if owners else None
 
+    def known_name(self, tensor: Tensor) -> str | None:
+        """The name of a tensor that is or was a parameter or buffer of the module, or has stood for one."""
+        return self._map.name_of(tensor)
+
+    def also(self, tensor: nn.Parameter, parameter: nn.Parameter) -> None:
+        """A tensor stands for a parameter of the module, too: where several processes divide it."""
+        name = self.name_of(parameter)
+        if name is not None:
+            self._map.also(tensor, name)
+
     def holders_in_words(self, name: str) -> str:
         """How messages name the ranks that hold a parameter."""
         return ", ".join(self.rank_names[rank] for rank in self.owners(name))
@@ -224,8 +235,8 @@ class Ownership:
         """
         # Before anything is freed: the first may raise, the others let go of what cannot be swapped.
         self._take_over()
-        _drop_weak_references(self._module)
-        _drop_graphs(self._module)
+        drop_weak_references(self._module)
+        drop_graphs(self._module)
         for (_, layer), ranks in zip(self._layers, self._layer_ranks, strict=True):
             if self.rank in ranks:
                 continue
@@ -256,11 +267,13 @@ class Ownership:
                 tensor.origin = Origin((name,), self)
 
     def _release(self, name: str, tensor: Tensor) -> None:
-        # The object stays, so that optimizers, ties and hooks that refer to it go on working.
-        tensor.grad = None
-        exchange(tensor, AbsentTensor.like(tensor, Origin((name,), self)))
+        absent = AbsentTensor.like(tensor, Origin((name,), self))
+        release(self._module, tensor, absent)
+        self._map.also(absent, name)
 
-    def learn_users(self, used_by_rank: Sequence[Iterable[str]]) -> None:
+    def learn_users(
+        self, used_by_rank: Sequence[Iterable[str]], keep: Callable[[str], bool] = lambda name: False
+    ) -> None:
         """Learn from the first training batch who uses the parameters outside the sequence; free the others' copies.
 
         What nobody has used stays where it is: it may be the average of layers' weights, which each rank has for its
@@ -269,12 +282,13 @@ class Ownership:
         Args:
             used_by_rank: for each rank the names of the parameters it has used, and of the modules it has run with a
                 dot behind them.
+            keep: whether a copy stays, by name: its memory is a part of what this rank needs.
         """
-        _drop_weak_references(self._module)
-        _drop_graphs(self._module)
+        drop_weak_references(self._module)
+        drop_graphs(self._module)
         used = self._map.learn_users(used_by_rank)
         for name, parameter in self._map.outside():
-            if name in used and not self.holds(name) and not isinstance(parameter, AbsentTensor):
+            if name in used and not self.holds(name) and not isinstance(parameter, AbsentTensor) and not keep(name):
                 self._release(name, parameter)
         self.users_known = self.settled = True
 
@@ -305,7 +319,7 @@ class Ownership:
             fetch: collective; called on all ranks in the same order with name, owners and the local tensor; returns
                 the true value.
         """
-        _drop_weak_references(self._module)
+        drop_weak_references(self._module)
         for name, tensor in list(named_tensors(self._module)):
             # ``fetch`` is collective: nothing here may be decided by what this rank holds.
             if not self._map.has(name) or self._map.held_everywhere(name) or name in without:
@@ -359,25 +373,6 @@ def _span(tensor: Tensor) -> tuple[int, int, int]:
 
 def _overlap(one: tuple[int, int, int], other: tuple[int, int, int]) -> bool:
     return one[0] == other[0] != 0 and one[1] < other[2] and other[1] < one[2]
-
-
-def _drop_weak_references(module: nn.Module) -> None:
-    """Recurrent layers refer to their weights weakly, and such tensors cannot be swapped (torch 2.13)."""
-    for part in module.modules():
-        if isinstance(part, nn.RNNBase):
-            # without them a layer does not look whether its weights are still the same objects; they are
-            part._flat_weight_refs = [None] * len(part._flat_weight_refs)
-
-
-def _drop_graphs(module: nn.Module) -> None:
-    """Attributes with a graph refer to parameters, and such parameters cannot be swapped (torch 2.13).
-
-    ``torch.nn.utils.weight_norm`` keeps one from the start; it makes a new one before each use.
-    """
-    for part in module.modules():
-        for name, value in vars(part).items():
-            if type(value) is Tensor and value.grad_fn is not None:
-                vars(part)[name] = value.detach()
 
 
 def _own(part: nn.Module) -> tuple[Tensor, ...]:

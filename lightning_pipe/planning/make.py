@@ -188,7 +188,7 @@ def assembled(
     return Plan(
         type(module).__name__,
         stages,
-        RunLayout(topology.ranks, topology.replicas, len(held)),
+        RunLayout(topology.ranks, topology.replicas, len(held), topology.tensor),
         label,
         batch,
         ties=tuple((name, tuple(stages)) for name, stages in seen.items() if len(stages) > 1),

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from lightning_pipe.config import Sharding
+from lightning_pipe.local_parts import TENSOR, pieces
 from lightning_pipe.partition import ParameterPlace
 from lightning_pipe.planning.cost_profile import MOMENTS
 from lightning_pipe.schedules.action import Placement
@@ -45,11 +46,13 @@ def training_factor(holders: int, sharding: Sharding, accumulated: bool = False)
         accumulated: whether gradients of earlier batches are kept beside those of a batch.
 
     Example:
-        >>> [training_factor(4, sharding, accumulated=True) for sharding in (False, True, "gradients")]
-        [4.0, 2.5, 1.75]
+        >>> [training_factor(4, sharding, accumulated=True) for sharding in (False, True, "gradients", "parameters")]
+        [4.0, 2.5, 1.75, 2.0]
     """
-    kept = 1 / holders if sharding == "gradients" else 1.0
-    return 1 + accumulated * kept + MOMENTS / (holders if sharding else 1)
+    kept = 1 / holders if sharding in ("gradients", "parameters") else 1.0
+    # beside the whole parameters of a batch each has its part, which the optimizer updates
+    part = 1 / holders if sharding == "parameters" else 0.0
+    return 1 + part + accumulated * kept + MOMENTS / (holders if sharding else 1)
 
 
 @dataclass(frozen=True)
@@ -69,8 +72,8 @@ class ParameterBytes:
     accumulated: bool = False
 
     def size(self, one: ParameterPlace) -> int:
-        """Bytes of its values."""
-        return one.size * (self.number_bytes or one.parameter.element_size())
+        """Bytes of its values; of what tensor ranks divide those of one of them."""
+        return one.size * (self.number_bytes or one.parameter.element_size()) // pieces(one.parameter, TENSOR)
 
     def step(self, places: Iterable[ParameterPlace]) -> int:
         """Bytes of values, gradients and optimizer state; gradients are whole during a batch."""
@@ -87,6 +90,8 @@ def sharding_notes(sharding: Sharding) -> tuple[str, ...]:
     if not sharding:
         return ()
     sums = " and, once they are summed, its gradients" if sharding == "gradients" else ""
+    if sharding == "parameters":
+        sums = ", its gradients once they are summed, and between batches its values"
     return (f"shard_optimizer={sharding!r}: the holders of a parameter divide its optimizer state{sums}",)
 
 
@@ -116,7 +121,7 @@ def process_memories(
     everyone = {one.name: one for own in held for one in own}
     everywhere = {one.name: one for own in held for one in own if one.beside}  # until a batch shows who uses them
     found = []
-    for process in range(topology.replicas * topology.ranks):
+    for process in range(topology.world_size):
         rank = topology.locate(process)[1]
         stages = {stage for (_, stage), place in placement.items() if place == rank}
         own = {one.name: one for stage in stages for one in held[stage]}

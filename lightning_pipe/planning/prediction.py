@@ -297,7 +297,7 @@ def _updates(
 def _together(profile: CostProfile, size: float, copies: int, shard_optimizer: Sharding) -> tuple[float, float]:
     """Seconds in which the holders of parameters sum their gradients, and share what each of them has updated."""
     link = profile.all_reduce
-    reduce = link.all_shares if shard_optimizer == "gradients" else link.all_reduce
+    reduce = link.all_shares if shard_optimizer in ("gradients", "parameters") else link.all_reduce
     return float(reduce(size, copies)), float(link.all_shares(size, copies)) if shard_optimizer else 0.0
 
 
@@ -361,15 +361,18 @@ def stage_memory(
     spans = list(pairwise(accumulate(layers, initial=0)))
     weights = _weights(profile, spans)
     shares = copies if shard_optimizer else [1] * len(spans)
-    kept = copies if shard_optimizer == "gradients" else [1] * len(spans)
+    kept = copies if shard_optimizer in ("gradients", "parameters") else [1] * len(spans)
+    # the part of the replica, beside the whole parameters of a batch
+    parts = [each.trained / share for each, share in zip(weights, shares, strict=True)]
+    own = parts if shard_optimizer == "parameters" else [0.0] * len(spans)
     inputs = [at.boundary_bytes[start - 1] if start else 0.0 for start, _ in spans]
     return Memory(
-        [each.held for each in weights],
+        [each.held + part for each, part in zip(weights, own, strict=True)],
         gradients=[each.trained for each in weights],
         summed=[each.trained / share for each, share in zip(weights, kept, strict=True)],
         optimizer=[MOMENTS * each.trained / share for each, share in zip(weights, shares, strict=True)],
         # what has come from another rank is held even where no layer keeps it: its gradient is sent back
-        activations=[sum(at.saved_bytes[start:end], own) for (start, end), own in zip(spans, inputs, strict=True)],
+        activations=[sum(at.saved_bytes[start:end], came) for (start, end), came in zip(spans, inputs, strict=True)],
         inputs=inputs,
         messages=[at.boundary_bytes[end - 1] for _, end in spans],
     )

@@ -230,7 +230,8 @@ def _facts(plan: Plan) -> list[tuple[str, str]]:
     ranks = several(layout.pipeline_parallel_size, "rank")
     replicas = several(layout.data_parallel_size, "replica")
     bubble = "" if plan.bubble is None else f", predicted bubble {100 * plan.bubble:.1f} %"
-    facts = [("Ranks", f"{layout.world_size} = {ranks} in a pipeline x {replicas}")]
+    tensor = f" x {layout.tensor_parallel_size} tensor ranks" * (layout.tensor_parallel_size > 1)
+    facts = [("Ranks", f"{layout.world_size} = {ranks} in a pipeline x {replicas}{tensor}")]
     if plan.batch is not None:
         facts.append(("Batch", str(plan.batch)))
     facts.append(("Schedule", plan.schedule + bubble))

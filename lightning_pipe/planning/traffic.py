@@ -156,7 +156,8 @@ def divided_sums(
     """Of a step, as bytes of an all-reduce: to sum gradients, and to share what each holder has updated.
 
     An all-reduce is a sum for the owners and then a copy to all, each half of it: where sums go to their owners alone
-    the first half is sent for every batch, and the second for the updated values, which `shard_optimizer` sends anyway.
+    the first half is sent for every batch, and the second for the updated values, which `shard_optimizer` sends anyway:
+    once for a step, or before every batch where the values are divided.
 
     Args:
         gradients: for the ranks that hold some parameters the bytes of their gradients, as they are sent.
@@ -168,8 +169,9 @@ def divided_sums(
         >>> [divided_sums({(0,): 8}, {(0,): 8}, each, accumulation=1)[0,] for each in (False, True, "gradients")]
         [8.0, 12.0, 8.0]
     """
-    share = 1.0 if sharding != "gradients" else accumulation / 2
-    return {owners: share * size + bool(sharding) * values[owners] / 2 for owners, size in gradients.items()}
+    share = accumulation / 2 if sharding in ("gradients", "parameters") else 1.0
+    shared = accumulation if sharding == "parameters" else int(bool(sharding))
+    return {owners: share * size + shared * values[owners] / 2 for owners, size in gradients.items()}
 
 
 def scaled(edges: Edges, factor: float) -> Edges:

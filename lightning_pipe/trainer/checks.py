@@ -85,10 +85,11 @@ def check_options(timeout: object, shard_optimizer: object, reduce_dtype: object
             f"reduce_dtype={reduce_dtype!r} is not supported.",
             hint='Use "bfloat16": it has the range of float32, so that sums do not overflow; or None.',
         )
-    if shard_optimizer not in (False, True, "gradients"):
+    if shard_optimizer not in (False, True, "gradients", "parameters"):
         raise ConfigurationError(
             f"shard_optimizer={shard_optimizer!r} is not supported.",
-            hint='Use True, which divides the optimizer\'s state, or "gradients", which divides gradients as well.',
+            hint='Use True, which divides the optimizer\'s state, "gradients", which divides gradients as well, or '
+            '"parameters", which divides these, too.',
         )
     if passes < 1:
         raise ConfigurationError(f"passes={passes}: a training step runs its layers at least once.")
@@ -167,7 +168,8 @@ def check_module(module: pl.LightningModule, trainer: Any, *, fitting: bool, ran
     if sharded:
         raise ConfigurationError(
             f"The module has parameters of type {sharded[0]}: they are sharded already.",
-            hint="FSDP and tensor parallelism inside a stage are not supported; pass the module as it was built.",
+            hint="Pass the module as it was built, and divide it by options of PipeStrategy or in its configure_model. "
+            "One that an earlier run has divided there goes on in a new one, from a checkpoint.",
         )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from typing import Any
 
@@ -17,7 +17,9 @@ from lightning_pipe.patches import replaced, unheard
 
 
 @contextmanager
-def configured_without_memory(module: pl.LightningModule, divide: Callable[[], None]) -> Iterator[None]:
+def configured_without_memory(
+    module: pl.LightningModule, divide: Callable[[], None], *, recorded: bool
+) -> Iterator[None]:
     """While the context lasts, what ``configure_model`` builds is recorded, and divided when it returns.
 
     Lightning calls the hook, and so do callbacks in their ``setup``: whoever is first finds the module divided.
@@ -25,11 +27,12 @@ def configured_without_memory(module: pl.LightningModule, divide: Callable[[], N
     Args:
         module: the user's module; nothing happens if it does not override the hook.
         divide: divides the layers if that has not been done.
+        recorded: ``False``: it is built as it is called, on every rank: it divides its parameters itself.
     """
     configure_model = module.configure_model
 
     def configure() -> None:
-        with deferred_init():
+        with deferred_init() if recorded else nullcontext():
             configure_model()
         with paused():
             divide()

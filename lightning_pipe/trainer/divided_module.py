@@ -6,7 +6,6 @@ from contextlib import ExitStack
 from functools import partial
 
 import lightning.pytorch as pl
-import torch
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_pipe.construction import initialise_meta
@@ -131,7 +130,7 @@ class DividedModule:
             division = own.divide(chosen, before)
         pipeline, notes, store, costs, built = division
 
-        pipeline.reductions.reduce_in(None if options.reduce_dtype is None else torch.bfloat16)
+        pipeline.reductions.reduce_in(options.reduce_dtype)
         pipeline.reductions.scattered = options.shard_optimizer == "gradients"
         forget(module)
         if len(pipeline.pipeline_members) > 1:
@@ -140,7 +139,8 @@ class DividedModule:
         self._changed.enter_context(unheard(".*copying from a non-meta parameter in the checkpoint to a meta.*"))
         if world.layout.data_parallel_size == 1:  # values are those of the whole batch on all ranks already
             self._changed.enter_context(unheard(".*sync_dist=True.* when logging on epoch level.*"))
-        sharded = ShardedOptimizers(pipeline, trainer.precision_plugin) if options.shard_optimizer else None
+        zero = options.shard_optimizer in (True, "gradients")
+        sharded = ShardedOptimizers(pipeline, trainer.precision_plugin) if zero else None
         shapes = None
         if self._choice is not None:
             notes, shapes = (*notes, f"schedule chosen: {self._choice.reason}"), self._choice.shapes

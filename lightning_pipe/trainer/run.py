@@ -173,7 +173,8 @@ class PipelineRun:
             # within a step, the interception would take the state's tensors for the step's own
             check_outside_step(self._world, "trainer.save_checkpoint()")
             trainer.strategy.processes.meet("trainer.save_checkpoint()")
-            return dump(*arguments)
+            with trainer.strategy.sharding.in_parts():
+                return dump(*arguments)
 
         self._changed.enter_context(replaced(connector, "dump_checkpoint", met, gated=False))
 

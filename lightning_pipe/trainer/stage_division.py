@@ -6,7 +6,7 @@ import math
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import lightning.pytorch as pl
 import torch
@@ -86,6 +86,7 @@ class StageOptions:
         passes: how often a training step runs the layers.
         shard_optimizer: what the holders of a parameter divide.
         reduce_dtype: in which gradients are summed.
+        at_once: whether the layers must be known before the first batch: parameters are to be divided by then.
     """
 
     layers: str | Sequence[str] | None
@@ -96,7 +97,8 @@ class StageOptions:
     micro_batches: int | Auto
     passes: int
     shard_optimizer: Sharding
-    reduce_dtype: Literal["bfloat16"] | None
+    reduce_dtype: torch.dtype | None
+    at_once: bool = False
 
 
 @dataclass(frozen=True)
@@ -138,12 +140,13 @@ class StageDivision:
         except PartitionError:
             if named is not None:
                 raise
-        if named is not None and clear is not None and not self._asks_for_work(clear):
+        by_name = named is not None and not (clear and self._asks_for_work(clear))
+        if clear is not None and (by_name or self.options.at_once):
             return Chosen(clear)
         known = self.calls.load(), may_be_whole(module, world.transport.device)
         stored, whole = world.broadcast(known if world.transport.process == 0 else ({}, False), 0)
         calls = of_step(stored, step)
-        if calls is None and whole:
+        if calls is None and whole and not self.options.at_once:
             return None
         if calls is None and clear is None:  # another step is better than a guess
             calls = next(iter(stored.values()), None)
@@ -264,6 +267,12 @@ class StageDivision:
         """The layers of each stage, the same on all processes, with notes, store and costs of the `Division`."""
         module, world, layout = self.module, self.world, self.world.layout
         layers, balance, stages, notes = chosen.layers, self.options.balance, layout.stages, list[str]()
+        if layout.tensor_parallel_size > 1 and balance in ("time", "memory"):
+            raise ConfigurationError(
+                f"balance={balance!r} measures layers on each process by itself, and with tensor_parallel_size="
+                f"{layout.tensor_parallel_size} several compute each together.",
+                hint="Use balance='parameters', 'flops', or a list.",
+            )
         if balance == AUTO and chosen.work:
             return (counts := balance_costs(chosen.work, stages)), (_balanced("work", chosen.work, counts),), None, None
         store = measured = None

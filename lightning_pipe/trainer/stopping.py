@@ -99,16 +99,23 @@ class Stopping:
         exchange, source = self._pipeline.executor.exchange, self._pipeline.loss_process
         own = self._asked(stop)
         asked = own | exchange.requests
-        if self._pipeline.transport.process == source and len(members := self._world.replica_members) > 1:
-            flags = torch.tensor([asked >> bit & 1 for bit in range(_BITS)])
-            self._pipeline.transport.all_reduce(flags, members, "max").wait()
-            asked = _bits(flags.bool().tolist())
+        if self._pipeline.transport.process == source:
+            topology = self._pipeline.transport.topology
+            for members in (self._world.replica_members, topology.tensor_processes(source)):
+                asked = self._of_all(asked, members)
         asked = self._channel.share(asked, source, self._pipeline.pipeline_members)
         self._channel.end_call()
         # what the last stage does not know yet goes along with the next batch
         exchange.requests = own & ~asked
         stop, *self._signals.told = [bool(asked >> bit & 1) for bit in range(_BITS)]
         return stop
+
+    def _of_all(self, asked: int, members: tuple[int, ...]) -> int:
+        if len(members) == 1:
+            return asked
+        flags = torch.tensor([asked >> bit & 1 for bit in range(_BITS)])
+        self._pipeline.transport.all_reduce(flags, members, "max").wait()
+        return _bits(flags.bool().tolist())
 
     def _asked(self, stop: bool) -> int:
         return _bits([stop, *self._signals.asked])

@@ -38,6 +38,7 @@ from lightning_pipe.parameters.ownership import named_tensors
 from lightning_pipe.partition import Balance
 from lightning_pipe.schedules import Family, Schedule
 from lightning_pipe.schedules.passes.recompute import Mode as Recompute
+from lightning_pipe.sharding.tensor_parallel import Parallelize
 from lightning_pipe.trainer import checks, construction, schedule_choice
 from lightning_pipe.trainer.at_rest import CALL, GATHER_LIMIT, finish_run, gather, resting, size_of
 from lightning_pipe.trainer.checkpoints.divided import Checkpoints
@@ -45,6 +46,7 @@ from lightning_pipe.trainer.children import end_with_parent
 from lightning_pipe.trainer.data.batch_splitter import BatchSplitting
 from lightning_pipe.trainer.divided_module import DividedModule
 from lightning_pipe.trainer.launcher import ScriptLauncher, check_interactive
+from lightning_pipe.trainer.model_sharding import ModelSharding
 from lightning_pipe.trainer.processes import Processes
 from lightning_pipe.trainer.report import counts_of
 from lightning_pipe.trainer.run import PipelineRun
@@ -64,7 +66,7 @@ class PipeStrategy(ParallelStrategy):
     """Trains an unmodified LightningModule as a pipeline over several processes.
 
     The layers are cut into stages, each batch into micro-batches; a schedule drives their forward and backward passes.
-    World size = ``pipeline_parallel_size`` x ``data_parallel_size``.
+    World size = ``pipeline_parallel_size`` x ``data_parallel_size`` x ``tensor_parallel_size``.
 
     Args:
         schedule: a registered name, a schedule object, the path of a CSV file, or ``"auto"``: the fastest one with a
@@ -92,7 +94,8 @@ class PipeStrategy(ParallelStrategy):
             has the batch's length.
         shard_optimizer: ``True``: each of several holders of a parameter (replicas, and the copies of a stage in
             bidirectional schedules) updates a part, and has the optimizer's state of that part alone: ZeRO stage 1.
-            ``"gradients"``: each has the summed gradients of its part alone as well: stage 2.
+            ``"gradients"``: each has the summed gradients of its part alone as well: stage 2. ``"parameters"``: each
+            replica has a part of every parameter between batches, by FSDP2: stage 3.
         reduce_dtype: in which gradients are summed over the holders of a parameter: ``"bfloat16"`` halves what is sent,
             and rounds; ``None``: each in its own type.
         save_distributed_checkpoint: ``False``: one ordinary Lightning ``.ckpt``; ``True``: a folder, by all ranks.
@@ -104,6 +107,9 @@ class PipeStrategy(ParallelStrategy):
             Evaluation steps need no such number.
         process_group_backend: of torch.distributed; ``None``: NCCL on GPUs, Gloo on CPUs.
         timeout: the longest that one process waits for another.
+        tensor_parallel_size: processes that compute each layer together, neighbours by number.
+        parallelize: ``parallelize(layer, mesh)`` divides a layer, or a module outside the layers, over these; ``None``:
+            models of Transformers have a plan, other modules do it in ``configure_model``.
         accelerator: set by the Trainer, as are the arguments after it.
         parallel_devices: this node's devices.
         cluster_environment: how the processes find each other.
@@ -146,6 +152,8 @@ class PipeStrategy(ParallelStrategy):
         timeout: timedelta = DEFAULT_TIMEOUT,
         rank_order: RankOrder = "pipeline",
         reduce_dtype: Literal["bfloat16"] | None = None,
+        tensor_parallel_size: int = 1,
+        parallelize: Parallelize | None = None,
         *,
         accelerator: pl.accelerators.Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
@@ -162,13 +170,16 @@ class PipeStrategy(ParallelStrategy):
         self.num_nodes = 1
         family = schedules.get("1f1b" if self._auto else schedule)
         self.family = family.for_batches_of(micro_batches) if isinstance(micro_batches, int) else family
-        self._asked = pipeline_parallel_size, data_parallel_size, stages
+        self._asked = pipeline_parallel_size, data_parallel_size, stages, tensor_parallel_size
         self._layout: RunLayout | None = None
+        dtype = None if reduce_dtype is None else torch.bfloat16
+        self.sharding = ModelSharding(shard_optimizer, tensor_parallel_size, parallelize, dtype)
         self._splitting = BatchSplitting(
-            micro_batches, split_batch, loss_weight, stream_evaluation, evaluation_micro_batches
+            *(micro_batches, split_batch, loss_weight, stream_evaluation and tensor_parallel_size == 1),
+            evaluation_micro_batches,
         )
         own = layers, balance, self.family, recompute, deferred_batch_norm, micro_batches, passes
-        self._stages = StageOptions(*own, shard_optimizer, reduce_dtype)
+        self._stages = StageOptions(*own, shard_optimizer, dtype)
         self._choice: schedule_choice.ScheduleChoice | None = None
         self._divided: DividedModule | None = None
         self._save_folder, self._gather_limit = save_distributed_checkpoint, gather_limit
@@ -284,11 +295,15 @@ class PipeStrategy(ParallelStrategy):
         fitting = trainer.state.fn == TrainerFn.FITTING
         checks.check_module(module, trainer, fitting=fitting, ranks=self.pipeline_parallel_size)
         notes = counts_of(self.pipeline_parallel_size, self.processes_here, self.num_processes)
-        own = self._stages, self._splitting, self._choice, seed, notes, self._changed
+        by_module = self.sharding.connect(module, processes.connected)
+        stages = replace(self._stages, at_once=self.sharding.at_once(module))
+        own = stages, self._splitting, self._choice, seed, notes, self._changed
         divided = self._divided = DividedModule(module, processes.connected, *own)
-        self._changed.enter_context(construction.configured_without_memory(module, divided.divide_built))
+        changed = construction.configured_without_memory(module, divided.divide_built, recorded=not by_module)
+        self._changed.enter_context(changed)
         # callbacks that copy the module in their `setup` must find it divided
-        divided.divide(later=is_overridden("setup", module) or is_overridden("configure_model", module))
+        if not by_module:
+            divided.divide(later=is_overridden("setup", module) or is_overridden("configure_model", module))
 
     def _choose(self) -> None:
         """Choose the schedule, or keep that of the checkpoint from which the run resumes."""
@@ -301,7 +316,7 @@ class PipeStrategy(ParallelStrategy):
             found = schedule_choice.choose(module, own.layers, ranks, *of_user)
         self._choice, self.family, self._layout = found, found.family, None
         # the most that can be divided stays
-        kept = own.shard_optimizer == "gradients" or not found.shard_optimizer
+        kept = own.shard_optimizer in ("gradients", "parameters") or not found.shard_optimizer
         sharding = own.shard_optimizer if kept else found.shard_optimizer
         self._stages = replace(own, family=found.family, recompute=found.recompute, shard_optimizer=sharding)
 
@@ -325,6 +340,7 @@ class PipeStrategy(ParallelStrategy):
         self.model = self.precision_plugin.convert_module(self.model)
         self.model_to_device()
         run.pipeline.synchronize()
+        self.sharding.divide(trainer.lightning_module, run.pipeline)
         if fitting:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
@@ -340,6 +356,7 @@ class PipeStrategy(ParallelStrategy):
         with checks.one_optimizer():
             super().setup_optimizers(trainer)
         checks.check_optimizers(self.optimizers, self.pipeline_parallel_size)
+        self.sharding.prepare(self.optimizers)
 
     @override
     def model_to_device(self) -> None:
@@ -438,6 +455,15 @@ class PipeStrategy(ParallelStrategy):
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         return self.run.evaluate("predict_step", args)
 
+    def _evaluation_begins(self) -> None:
+        self.sharding.hold(True)
+
+    def _evaluation_ends(self) -> None:
+        self.sharding.hold(False)
+
+    on_validation_start = on_test_start = on_predict_start = _evaluation_begins
+    on_validation_end = on_test_end = on_predict_end = _evaluation_ends
+
     # ------------------------------------------------------------------ the whole module
 
     def whole_module(self) -> pl.LightningModule:
@@ -490,7 +516,8 @@ class PipeStrategy(ParallelStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
-        whole = self.pipeline_parallel_size == 1 and not self._save_folder and not self._stages.shard_optimizer
+        divided = self._stages.shard_optimizer or self.sharding.model is not None
+        whole = self.pipeline_parallel_size == 1 and not self._save_folder and not divided
         checkpoints = self._checkpoints()
         if not checkpoints.may_save(filepath, alone=whole):
             return
@@ -499,7 +526,8 @@ class PipeStrategy(ParallelStrategy):
         if self._divided is not None and self._divided.run is not None:
             self._divided.run.loaders.order.save(checkpoint)
         if self._save_folder:
-            checkpoints.save_folder(checkpoint, filepath, self.optimizers)
+            with self.sharding.in_parts():  # the optimizers know parameters by their parts
+                checkpoints.save_folder(checkpoint, filepath, self.optimizers)
         elif self.processes.interrupted:  # all of it is here
             super().save_checkpoint(checkpoint, filepath, storage_options)
         else:
@@ -555,10 +583,10 @@ class PipeStrategy(ParallelStrategy):
 
     def _leave(self, pipeline: Pipeline) -> None:
         """At the end of a run: the module is whole on every rank, or each keeps its share. Collective."""
-        module = self.lightning_module
+        module, whole = self.lightning_module, self.sharding.undo(pipeline)
         assert module is not None
         self._holders = {name: pipeline.owners(name) for name, _ in named_tensors(module)}
         module.cpu()  # as `Strategy.teardown` will do; the whole module may not fit on this device
-        small = size_of(module) <= self._gather_limit or self.pipeline_parallel_size == 1
+        small = whole and (size_of(module) <= self._gather_limit or self.pipeline_parallel_size == 1)
         # what layers change in their buffers, other ranks do not see: one of them decides
         finish_run(module, pipeline, gather=self.processes.broadcast(small, 0))

@@ -6,7 +6,7 @@ import atexit
 import os
 from collections.abc import Generator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -95,6 +95,8 @@ class World:
             rank_order: whose processes have neighbouring numbers.
         """
         topology = topology_of(layout, family, rank_order, hosts)
+        if topology.tensor > 1:
+            topology = replace(topology, tensor_rank=environment.global_rank() % topology.tensor)
         if layout.world_size == 1:
             return cls(layout, open_transport(topology, device, timeout))
         backend = backend or default_backend(device)
@@ -102,8 +104,10 @@ class World:
             connect(environment, backend, timeout, hosts)
             world = cls(layout, open_transport(topology, device, timeout))
             if topology.replicas > 1:
-                groups = [sorted(topology.replica_processes(rank)) for rank in range(topology.ranks)]
-                world.replicas = [dist.new_group(group, timeout=timeout) for group in groups][world.transport.rank]
+                groups = [each.replica_processes(n) for n in range(topology.ranks) for each in topology.tensor_slices]
+                made = [dist.new_group(sorted(group), timeout=timeout) for group in groups]
+                own = world.transport.process
+                world.replicas = next(each for each, group in zip(made, groups, strict=True) if own in group)
         world.board = FailureBoard(default_store(), world.transport)
         world.board.watch()
         atexit.register(world.end)

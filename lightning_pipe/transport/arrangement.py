@@ -16,6 +16,7 @@ def arrange(
     pipeline_parallel_size: int | Auto = "auto",
     data_parallel_size: int | Auto = "auto",
     stages: int | Auto = "auto",
+    tensor_parallel_size: int = 1,
 ) -> RunLayout:
     """The sizes of a run; a schedule made for a number of stages says that number.
 
@@ -25,19 +26,20 @@ def arrange(
         pipeline_parallel_size: ranks in one pipeline.
         data_parallel_size: pipelines side by side.
         stages: stages that the module is divided into.
+        tensor_parallel_size: processes that compute a layer together.
 
     Example:
         >>> from lightning_pipe.schedules import get
         >>> arrange(get("gpipe"), world_size=8, data_parallel_size=2)
-        RunLayout(pipeline_parallel_size=4, data_parallel_size=2, stages=4)
+        RunLayout(pipeline_parallel_size=4, data_parallel_size=2, stages=4, tensor_parallel_size=1)
     """
-    sizes = layout(world_size, pipeline_parallel_size, data_parallel_size)
+    sizes = layout(world_size, pipeline_parallel_size, data_parallel_size, tensor_parallel_size=tensor_parallel_size)
     own = family.placed(sizes.pipeline_parallel_size, None)[1]
     if stages == "auto":
         stages = own
     if own < sizes.pipeline_parallel_size:  # replicated stages: fewer than ranks
         return replace(sizes, stages=stages)
-    return layout(world_size, pipeline_parallel_size, data_parallel_size, stages)
+    return replace(sizes, stages=layout(sizes.pipeline_parallel_size, stages=stages).stages)
 
 
 def topology_of(layout: RunLayout, family: Family, rank_order: RankOrder = "pipeline", hosts: int = 1) -> Topology:
@@ -58,4 +60,5 @@ def topology_of(layout: RunLayout, family: Family, rank_order: RankOrder = "pipe
         loss_rank=probe.loss_ranks[0],
         rank_order=rank_order,
         node_size=-(-layout.world_size // hosts),
+        tensor=layout.tensor_parallel_size,
     )

@@ -52,8 +52,9 @@ class NcclTransport(TorchTransport):
     def connect(self, channels: Iterable[Channel]) -> None:
         for channel in sorted(set(channels) - self._known):
             self._known.add(channel)
-            for replica in range(self.topology.replicas):
-                members = self.topology.members(replica, (channel.rank, channel.peer))
+            pipelines = [(each, n) for each in self.topology.tensor_slices for n in range(self.topology.replicas)]
+            for topology, replica in pipelines:
+                members = topology.members(replica, (channel.rank, channel.peer))
                 group = self.new_group(members, "nccl")
                 if self.process in members:
                     self._channels[channel] = group
@@ -86,7 +87,9 @@ class NcclTransport(TorchTransport):
 
     @override
     def abort(self) -> None:
-        groups = {id(group): group for group in (*self._channels.values(), *self._device_groups.values())}
+        groups = {
+            id(group): group for group in (*self._channels.values(), *self._device_groups.values(), *self._mesh_groups)
+        }
         super().abort()
         for group in groups.values():
             group.abort()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import get_args
 
 from lightning_pipe.config import RankOrder
@@ -31,6 +31,10 @@ class Topology:
     processes of a group, sorted. *Owners* are the pipeline ranks that have the true value of a parameter, and its
     *holders* the processes that have it: those ranks in all pipelines.
 
+    With tensor parallelism each of these places is one of ``tensor`` processes with neighbouring numbers, which compute
+    the layers of their stage together. Processes with the same ``tensor_rank`` exchange the messages of the pipelines
+    among each other, as if there were no others; each of them sees itself and these in its topology.
+
     Args:
         ranks: processes in one pipeline.
         replicas: pipelines side by side (data parallelism).
@@ -38,6 +42,8 @@ class Topology:
         rank_order: whose processes have neighbouring numbers: ``"pipeline"``, those of a pipeline, or ``"replicas"``,
             those that hold the same stages.
         node_size: processes on each node; 0: all are on one.
+        tensor: processes that compute a layer together (tensor parallelism).
+        tensor_rank: which of them the processes of this topology are.
 
     Raises:
         ConfigurationError: sizes below one, an order that is no permutation of the ranks, or no such rank order.
@@ -54,6 +60,8 @@ class Topology:
         (0, 4)
         >>> Topology(ranks=2, replicas=2, rank_order="replicas", node_size=2).replica_processes(rank=0)
         (0, 1)
+        >>> Topology(ranks=2, tensor=2, tensor_rank=1).everyone, Topology(ranks=2, tensor=2).world_size
+        ((1, 3), 4)
     """
 
     ranks: int
@@ -61,9 +69,11 @@ class Topology:
     order: tuple[int, ...] = ()
     rank_order: RankOrder = "pipeline"
     node_size: int = 0
+    tensor: int = 1
+    tensor_rank: int = 0
 
     def __post_init__(self) -> None:
-        if self.ranks < 1 or self.replicas < 1:
+        if self.ranks < 1 or self.replicas < 1 or self.tensor < 1:
             raise ConfigurationError(
                 f"A topology needs at least one rank and one replica, not {self.ranks} and {self.replicas}."
             )
@@ -84,6 +94,7 @@ class Topology:
         loss_rank: int | None = None,
         rank_order: RankOrder = "pipeline",
         node_size: int = 0,
+        tensor: int = 1,
     ) -> Topology:
         """Order the ranks so that the one with the loss is the first process of its replica.
 
@@ -95,6 +106,7 @@ class Topology:
             loss_rank: the pipeline rank that holds the last stage of pipe 0; ``None`` means the last rank.
             rank_order: whose processes have neighbouring numbers.
             node_size: processes on each node; 0: all are on one.
+            tensor: processes that compute a layer together.
 
         Returns:
             The topology: reversed order for linear schedules, plain order where rank 0 has the loss.
@@ -109,12 +121,27 @@ class Topology:
         if not 0 <= loss_rank < max(ranks, 1):
             raise ConfigurationError(f"The loss is said to be on rank {loss_rank}; the pipeline has {ranks} ranks.")
         order = tuple((loss_rank - step) % ranks for step in range(ranks)) if loss_rank else ()
-        return cls(ranks, replicas, order, rank_order, node_size)
+        return cls(ranks, replicas, order, rank_order, node_size, tensor)
 
     @property
     def world_size(self) -> int:
         """Number of processes."""
-        return self.ranks * self.replicas
+        return self.ranks * self.replicas * self.tensor
+
+    @property
+    def everyone(self) -> tuple[int, ...]:
+        """The processes of all pipelines with this tensor rank, sorted."""
+        return tuple(range(self.tensor_rank, self.world_size, self.tensor))
+
+    @property
+    def tensor_slices(self) -> tuple[Topology, ...]:
+        """The topologies of all tensor ranks."""
+        return tuple(replace(self, tensor_rank=number) for number in range(self.tensor))
+
+    def tensor_processes(self, process: int) -> tuple[int, ...]:
+        """The processes that compute layers together with one, sorted."""
+        first = process - process % self.tensor
+        return tuple(range(first, first + self.tensor))
 
     @property
     def nodes(self) -> tuple[range, ...]:
@@ -131,13 +158,14 @@ class Topology:
         self._check("replica", replica, self.replicas)
         self._check("rank", rank, self.ranks)
         position = self.order.index(rank)
-        if self.rank_order == "replicas":
-            return position * self.replicas + replica
-        return replica * self.ranks + position
+        outer, inner = (position, replica) if self.rank_order == "replicas" else (replica, position)
+        size = self.replicas if self.rank_order == "replicas" else self.ranks
+        return (outer * size + inner) * self.tensor + self.tensor_rank
 
     def locate(self, process: int) -> tuple[int, int]:
         """The ``(replica, rank)`` of a process."""
         self._check("process", process, self.world_size)
+        process //= self.tensor
         if self.rank_order == "replicas":
             position, replica = divmod(process, self.replicas)
         else:
@@ -170,7 +198,10 @@ class Topology:
             'rank 0'
         """
         replica, _ = self.locate(process)
-        return f"rank {process}" if self.replicas == 1 else f"rank {process} (replica {replica})"
+        places = [f"replica {replica}"] * (self.replicas > 1) + [f"tensor rank {process % self.tensor}"] * (
+            self.tensor > 1
+        )
+        return f"rank {process} ({', '.join(places)})" if places else f"rank {process}"
 
     def _check(self, what: str, value: int, limit: int) -> None:
         if not 0 <= value < limit:

@@ -54,7 +54,8 @@ class TorchTransport(Transport):
     def __init__(self, topology: Topology, device: torch.device, timeout: timedelta, backend: str) -> None:
         if dist.get_world_size() != topology.world_size:
             raise ConfigurationError(
-                f"{topology.ranks} ranks x {topology.replicas} replicas need {topology.world_size} processes; "
+                f"{topology.ranks} ranks x {topology.replicas} replicas x {topology.tensor} need "
+                f"{topology.world_size} processes; "
                 f"{dist.get_world_size()} have come up.",
                 hint="Choose devices and num_nodes so that they multiply to that number.",
             )
@@ -64,20 +65,37 @@ class TorchTransport(Transport):
         self._backend = backend
         self._host_groups: dict[tuple[int, ...], ProcessGroup] = {}
         self._device_groups: dict[tuple[int, ...], ProcessGroup] = {}
+        self._mesh_groups: list[ProcessGroup] = []
         self._made: set[tuple[int, ...]] = set()
         self.everyone = tuple(range(topology.world_size))
         self._make_group(self.everyone)
         self._local: dict[int, SharedMemoryPeer] = {}
+        self.make_groups([topology.everyone])
         for replica in range(topology.replicas):
-            self._make_group(tuple(sorted(topology.pipeline_processes(replica))))
+            self.make_groups([tuple(sorted(topology.pipeline_processes(replica)))])
+        for first in range(0, topology.world_size, topology.tensor):
+            self._make_group(topology.tensor_processes(first))
         # each group of Gloo has a thread that wakes a hundred times a second: messages share that of collectives
         self._messages = self._host_groups.get(self.everyone)
         self._described = tuple(map(topology.describe, self.everyone))
 
     @override
     def make_groups(self, groups: Sequence[tuple[int, ...]]) -> None:
+        topology = self.topology
         for group in groups:
-            self._make_group(tuple(group))
+            for number in range(topology.tensor):  # the other tensor ranks ask for theirs at the same time
+                self._make_group(tuple(member - topology.tensor_rank + number for member in group))
+
+    def mesh_group(self, lines: Sequence[Sequence[int]]) -> ProcessGroup:
+        """A group for collectives of torch's own along a dimension of a mesh of devices. Collective over the world.
+
+        Args:
+            lines: the processes that differ in this dimension alone; this process is in one of them.
+        """
+        found = [self.new_group(line, self._backend) for line in lines]
+        own = next(group for group, line in zip(found, lines, strict=True) if self.process in line)
+        self._mesh_groups.append(own)
+        return own
 
     @override
     def all_reduce(self, tensor: Tensor, members: tuple[int, ...], op: Reduction = "sum") -> Work:
@@ -124,7 +142,7 @@ class TorchTransport(Transport):
     def abort(self) -> None:
         for peer in self._local.values():
             peer.shutdown()
-        for group in self._host_groups.values():
+        for group in (*self._host_groups.values(), *(self._mesh_groups if self._backend == "gloo" else ())):
             _abort_gloo(group)
         # Others may be on their way into a collective of the default group, where nobody will meet them any more.
         if dist.is_initialized() and dist.get_backend() == "gloo" and dist.group.WORLD is not None:
@@ -143,7 +161,7 @@ class TorchTransport(Transport):
         for peer in self._local.values():
             peer.close()
         self._local.clear()
-        groups = (*self._host_groups.values(), *self._device_groups.values())
+        groups = (*self._host_groups.values(), *self._device_groups.values(), *self._mesh_groups)
         if dist.is_initialized():
             for group in {id(group): group for group in groups}.values():
                 dist.destroy_process_group(group)
@@ -151,6 +169,7 @@ class TorchTransport(Transport):
         self._messages = None
         self._host_groups.clear()
         self._device_groups.clear()
+        self._mesh_groups.clear()
 
     def new_group(self, processes: Sequence[int], backend: str = "gloo") -> ProcessGroup:
         """A process group of its own, with this transport's timeout. Collective over the world."""

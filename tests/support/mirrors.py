@@ -17,6 +17,7 @@ _ROOMS: dict[str, dict[str, str]] = {
         "__main__": "test_package",
         "callbacks": "docs/test_blocks",
         "lightning_internals": "test_internals",
+        "local_parts": "sharding/test_checkpoints",
         "text": "planning/test_render",
         "torch_internals": "test_internals",
         "version": "test_package",
@@ -48,7 +49,7 @@ _ROOMS: dict[str, dict[str, str]] = {
         "attributes": "intercept/test_layer_state",
     },
     "intercept/turns": {"messages": "intercept/turns/test_run", "tracker": "intercept/turns/test_run"},
-    "parameters": {"buckets": "parameters/test_gradient_sync"},
+    "parameters": {"buckets": "parameters/test_gradient_sync", "releasing": "parameters/test_ownership"},
     "partition": {"cache": "partition/test_calls", "holding": "planning/test_memory"},
     "planning": {
         "command": "test_cli",
@@ -87,6 +88,12 @@ _ROOMS: dict[str, dict[str, str]] = {
         "schedules/families/test_families",
     ),
     "schedules/passes": {"list_scheduling": "schedules/passes/test_lower"},
+    "sharding": {
+        "mesh": "sharding/test_tensor_parallel",
+        "model": "sharding/test_tensor_parallel",
+        "roots": "sharding/test_refusals",
+        "undone": "sharding/test_fully_sharded",
+    },
     "simulate": {
         "chrome_trace": "simulate/test_drawing",
         "link": "simulate/test_costs",
@@ -100,6 +107,7 @@ _ROOMS: dict[str, dict[str, str]] = {
         "broadcasts": "trainer/test_evaluation",
         "gradients": "engine/test_withheld_gradients",
         "divided_module": "trainer/test_equality",
+        "model_sharding": "sharding/test_refusals",
         "report": "trainer/test_fit",
         "run": "trainer/test_equality",
         "stage_division": "trainer/test_fit",

@@ -25,10 +25,12 @@ from lightning_pipe.trainer.checkpoints.atomic_write import complete_path
 from lightning_pipe.trainer.checkpoints.entries import (
     Owners,
     check_known,
+    divided_as,
     gather,
     plain_name,
     replace_tensors,
     state_entries,
+    whole_tensors,
 )
 from lightning_pipe.trainer.checks import check_outside_step
 from lightning_pipe.trainer.construction import let_go_when_loaded
@@ -81,7 +83,7 @@ class Checkpoints:
         return True
 
     def save_file(self, checkpoint: dict[str, Any], path: Location, io: CheckpointIO, storage_options: Any) -> None:
-        """Write one ordinary file. Collective over the first pipeline.
+        """Write one ordinary file. Collective over the first pipeline, and over those that divide parameters.
 
         Args:
             checkpoint: as this process has dumped it.
@@ -89,7 +91,8 @@ class Checkpoints:
             io: the Trainer's plugin, which gets all of it on the process that writes.
             storage_options: for the plugin.
         """
-        if self._transport.replica != 0:
+        checkpoint = whole_tensors(checkpoint)
+        if self._transport.replica != 0 or self._transport.topology.tensor_rank != 0:
             return
         if self._transport.topology.ranks > 1 and (size := size_of(self._module)) >= GATHER_LIMIT:
             rank_zero_warn(
@@ -106,7 +109,8 @@ class Checkpoints:
         transport = self._transport
         shards: dict[str, Any] = {}
         rest: dict[str, Any] | None = None
-        if transport.replica == 0:
+        checkpoint = whole_tensors(checkpoint)
+        if transport.replica == 0 and transport.topology.tensor_rank == 0:
             owners = self._owners(checkpoint)
             rest = gather({key: value for key, value in checkpoint.items() if key not in _SHARDED}, owners, transport)
             state = checkpoint["state_dict"].items()
@@ -194,6 +198,9 @@ class Checkpoints:
             kept = {key: value for key, value in state["state"].items() if self._holds(known.get(key))}
             # cloned: they must not hang on the file, which may be replaced
             own = {key: replace_tensors(value, read_out) for key, value in kept.items()}
+            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            by_key = dict(zip(keys, parameters, strict=False))
+            own = {key: divided_as(value, by_key.get(key)) for key, value in own.items()}
             optimizer.load_state_dict({**state, "state": own})
 
     def _holds(self, name: str | None) -> bool:

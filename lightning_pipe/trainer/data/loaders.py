@@ -55,7 +55,7 @@ class Loaders:
                 "`trainer.strategy.data_parallel_rank` and `trainer.strategy.data_parallel_size`: the ranks of "
                 "torch.distributed count processes, of which a pipeline has several."
             )
-        if layout.pipeline_parallel_size == 1:
+        if layout.pipeline_parallel_size * layout.tensor_parallel_size == 1:
             return loader
         source = self._pipeline.loss_process
         shared = SharedDataLoader(

@@ -74,10 +74,14 @@ class SharedDataLoader:
     @property
     def loads(self) -> bool:
         """Whether this process is the one that loads."""
-        return bool(self._transport.process == self._source)
+        return bool(self._transport.process == self._source and self._transport.topology.tensor_rank == 0)
 
     def share(self, message: Any) -> Any:
         """The message of the process that loads, on all ranks."""
+        topology = self._transport.topology
+        if topology.tensor > 1 and self._transport.process == self._source:
+            members = topology.tensor_processes(self._source)
+            message = self._transport.broadcast_object(message, members[0], members)
         if self._share is not None:
             return self._share(message)
         return self._transport.broadcast_object(message, self._source, self._members)

@@ -52,7 +52,7 @@ class AbsentGradients:
 
     def __init__(self, pipeline: Pipeline, optimizers: Sequence[Optimizer]) -> None:
         self._pipeline = pipeline
-        self._parameters = list(pipeline.module.parameters())
+        self._parameters: list[nn.Parameter] = []
         self._trainable: list[bool] = []
         self._gradients: list[tuple[nn.Parameter, AbsentTensor]] = []
         self._hooks: list[Any] = []
@@ -68,6 +68,8 @@ class AbsentGradients:
 
     def show(self) -> None:
         """After a backward pass: set the gradients. Collective over the pipeline when other parameters are trained."""
+        # the first batch, behind which this is called first, may have others put in the place of some
+        self._parameters = self._parameters or list(self._pipeline.module.parameters())
         trainable = [parameter.requires_grad for parameter in self._parameters]
         if trainable != self._trainable:
             self._trainable = trainable

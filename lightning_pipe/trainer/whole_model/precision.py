@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from lightning.pytorch.plugins.precision import Precision
-from torch.nn.utils import clip_grads_with_norm_
+from torch.nn.utils import clip_grad_value_, clip_grads_with_norm_
 from torch.optim import Optimizer
 
 from lightning_pipe.engine.pipeline import Pipeline
@@ -35,13 +35,21 @@ def deciding_together(plugin: Precision, pipeline: Pipeline) -> Iterator[None]:
 
     def clip(optimizer: Optimizer, clip_val: float) -> None:
         parameters = list(plugin.main_params(optimizer))
-        clip_grads_with_norm_(parameters, clip_val, gradient_norm(pipeline, parameters))
+        clip_grads_with_norm_(parameters, clip_val, gradient_norm(pipeline, parameters), foreach=foreach)
+
+    def clip_values(optimizer: Optimizer, clip_val: float) -> None:
+        clip_grad_value_(list(plugin.main_params(optimizer)), clip_val, foreach=foreach)
 
     scaler: Any = getattr(plugin, "scaler", None)
+    reductions = pipeline.reductions
+    # torch (2.13) refuses plain tensors and DTensors in one operation
+    foreach = None if reductions.sharded is None else False
     with ExitStack() as changed:
         if scaler is not None:
             unscale = unscaling_together(scaler._unscale_grads_, pipeline)
             changed.enter_context(replaced(scaler, "_unscale_grads_", unscale))
-        if len(pipeline.pipeline_members) > 1 or pipeline.reductions.scattered:
+        if len(pipeline.pipeline_members) > 1 or reductions.scattered or reductions.sharded:
             changed.enter_context(replaced(plugin, "clip_grad_by_norm", clip))
+        if reductions.sharded:
+            changed.enter_context(replaced(plugin, "clip_grad_by_value", clip_values))
         yield

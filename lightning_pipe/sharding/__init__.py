@@ -1,0 +1,1 @@
+"""Parameters of one stage divided over several processes: over the replicas, and over tensor-parallel ranks."""

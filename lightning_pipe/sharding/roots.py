@@ -1,0 +1,65 @@
+"""The modules of a rank whose parameters may be divided: the layers of its stages, and the modules outside them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from torch import nn
+
+from lightning_pipe.intercept.interceptor import outside_modules
+
+
+class Root(NamedTuple):
+    """A module that is divided by itself.
+
+    Args:
+        name: its dotted name.
+        module: the layer or outside module.
+        stage: of the layer; ``None`` outside the layers.
+    """
+
+    name: str
+    module: nn.Module
+    stage: int | None
+
+
+def roots_of(
+    module: nn.Module, layers: Sequence[tuple[str, nn.Module]], stage_layers: Sequence[range], here: Iterable[int]
+) -> list[Root]:
+    """The layers of this rank and the outside modules, in the same order on all processes that hold them.
+
+    Args:
+        module: the user's module.
+        layers: its layers with dotted names.
+        stage_layers: for each stage its range of layers.
+        here: the stages of this rank.
+    """
+    found = [Root(*layers[number], stage) for stage in sorted(here) for number in stage_layers[stage]]
+    outside = outside_modules(module, [layer for _, layer in layers])
+    return [*found, *(Root(name, part, None) for name, part in outside)]
+
+
+def tied(module: nn.Module, layers: Sequence[tuple[str, nn.Module]]) -> set[nn.Parameter]:
+    """The parameters that several layers or outside modules have in common."""
+    return {parameter for parameter, count in _users(module, layers).items() if count > 1}
+
+
+def left_whole(module: nn.Module, layers: Sequence[tuple[str, nn.Module]]) -> set[nn.Parameter]:
+    """The parameters that are not divided over the replicas.
+
+    What several layers or outside modules have in common is summed as a tied weight is, and so is what belongs to none
+    of them; recurrent layers keep their weights in a list of their own.
+    """
+    users = _users(module, layers)
+    recurrent = {p for part in module.modules() if isinstance(part, nn.RNNBase) for p in part.parameters()}
+    alone = {parameter for parameter in module.parameters() if parameter not in users}
+    return {parameter for parameter, count in users.items() if count > 1} | recurrent | alone
+
+
+def _users(module: nn.Module, layers: Sequence[tuple[str, nn.Module]]) -> Counter[nn.Parameter]:
+    """How many layers and outside modules have each parameter."""
+    everything = [layer for _, layer in layers]
+    outside = [part for _, part in outside_modules(module, everything)]
+    return Counter(parameter for root in (*everything, *outside) for parameter in root.parameters())

@@ -1,0 +1,211 @@
+"""Layers that several processes compute together: torch's tensor parallelism on the layers of a stage.
+
+Source: Shoeybi et al., Megatron-LM, arXiv:1909.08053, section 3. The tensor ranks of a stage see the same micro-batches
+and seeds. A layer takes and returns plain tensors; inside, torch's DTensor divides what the plan says.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import wraps
+from typing import Any
+
+from torch import nn
+
+from lightning_pipe.errors import ConfigurationError, CutError
+from lightning_pipe.local_parts import TENSOR, divides, is_divided
+from lightning_pipe.sharding.roots import Root
+from lightning_pipe.torch_internals import tree_leaves
+
+Parallelize = Callable[[nn.Module, Any], object]
+"""Divides a layer, or a module outside the layers, over a mesh of one dimension."""
+
+_OWN_PLAN = (
+    "Say how each layer is divided: PipeStrategy(parallelize=lambda layer, mesh: parallelize_module(layer, mesh, …))"
+)
+
+
+def styles() -> Mapping[str, Any]:
+    """Torch's styles by the names that plans of Transformers have for them."""
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+    gathered, split = ColwiseParallel(output_layouts=Replicate()), RowwiseParallel(input_layouts=Replicate())
+    return {
+        "colwise": ColwiseParallel(),
+        "rowwise": RowwiseParallel(),
+        **dict.fromkeys(("colwise_rep", "colwise_gather_output"), gathered),
+        **dict.fromkeys(("rowwise_rep", "rowwise_split_input", "embedding_rowwise"), split),
+    }
+
+
+def plan_of(module: nn.Module) -> dict[str, str]:
+    """The plans of the models of Transformers in a module: styles by patterns of dotted names.
+
+    Args:
+        module: the user's module.
+    """
+    found: dict[str, str] = {}
+    for name, part in module.named_modules():
+        config, own = getattr(part, "config", None), getattr(type(part), "_tp_plan", None)
+        of_base = getattr(config, "base_model_tp_plan", None)
+        if not hasattr(part, "base_model"):
+            continue
+        for plan in (own, of_base if part.base_model is part else None):
+            found.update({f"{name}.{pattern}".lstrip("."): style for pattern, style in (plan or {}).items()})
+    return found
+
+
+def check_plan(plan: Mapping[str, str]) -> None:
+    """Refuse a plan with styles that are not torch's.
+
+    Raises:
+        ConfigurationError: names them.
+    """
+    known = styles()
+    unknown = {pattern: style for pattern, style in plan.items() if style not in known}
+    if unknown:
+        pattern, style = next(iter(unknown.items()))
+        raise ConfigurationError(
+            f"The model's plan for tensor parallelism divides '{pattern}' by the style {style!r} ({len(unknown)} such "
+            f"entries); {', '.join(known)} are supported.",
+            hint=f"{_OWN_PLAN}.",
+        )
+
+
+def by_plan(plan: Mapping[str, str], shared: set[nn.Parameter]) -> Callable[[Root, Any], None]:
+    """Divides layers as a plan says.
+
+    Args:
+        plan: styles by patterns of dotted names.
+        shared: tied weights, whose modules stay whole: one that is divided would be tied no more.
+    """
+    known = styles()
+    patterns = [
+        (re.compile(re.escape(pattern).replace(r"\*", r"\d+")), known[style]) for pattern, style in plan.items()
+    ]
+
+    def divide(root: Root, mesh: Any) -> None:
+        from torch.distributed.tensor.parallel import parallelize_module
+
+        for name, part in list(root.module.named_modules(prefix=root.name)):
+            style = next((style for pattern, style in patterns if pattern.fullmatch(name)), None)
+            if style is not None and shared.isdisjoint(part.parameters()):
+                parallelize_module(part, mesh, style)
+
+    return divide
+
+
+def names_by_parameter(module: nn.Module) -> list[set[str]]:
+    """The names of each parameter that has several."""
+    found: dict[int, set[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        found.setdefault(id(parameter), set()).add(name)
+    return [names for names in found.values() if len(names) > 1]
+
+
+def check_divided(module: nn.Module, roots: Sequence[Root], tied: Sequence[set[str]]) -> None:
+    """Refuse divisions that would train another model.
+
+    Args:
+        module: the user's module.
+        roots: the modules of this rank that have been divided.
+        tied: names of the same parameter, before.
+
+    Raises:
+        ConfigurationError: a tied weight is tied no more; parts have different sizes.
+    """
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    for names in tied:
+        if len({id(parameters[name]) for name in names}) > 1:
+            one, other, *_ = sorted(names)
+            raise ConfigurationError(
+                f"'{one}' and '{other}' were one parameter, and one of them has been divided: they would be trained "
+                "apart.",
+                hint="Leave the modules with tied weights out of the plan: they stay whole on every tensor rank.",
+            )
+    for root in roots:
+        for name, parameter in root.module.named_parameters(prefix=root.name):
+            if is_divided(parameter):
+                _check_even(name, parameter)
+
+
+def _check_even(name: str, parameter: Any) -> None:
+    mesh = parameter.device_mesh
+    pieces: dict[int, int] = {}
+    for dim, (name_of_dim, placement) in reversed(
+        list(enumerate(zip(mesh.mesh_dim_names, parameter.placements, strict=True)))
+    ):
+        at = placement.dim % parameter.ndim if divides(placement) else None
+        # the tensor ranks come last: replicas alone may divide unevenly
+        if at is not None and (name_of_dim == TENSOR or at in pieces):
+            pieces[at] = pieces.get(at, 1) * mesh.size(dim)
+    for dim, count in pieces.items():
+        if parameter.shape[dim] % count:
+            raise ConfigurationError(
+                f"Dimension {dim} of '{name}' has {parameter.shape[dim]} places, which {count} processes do not divide "
+                f"evenly ({parameter.shape[dim]} / {count} = {parameter.shape[dim] / count:.2f}).",
+                hint="Use another tensor_parallel_size, or leave the module out of the plan.",
+            )
+
+
+def hooks_inside(name: str, layer: nn.Module) -> None:
+    """Let torch's hooks of tensor parallelism run within the forwards of a layer and its parts.
+
+    Around the forward of a layer they would act on the step's side of its call, and would be taken for the user's.
+
+    Args:
+        name: of the layer.
+        layer: the layer, or a module outside the layers.
+    """
+    for part in layer.modules():
+        before, behind = list(_taken(part, "_forward_pre_hooks")), list(_taken(part, "_forward_hooks"))
+        if before or behind or part is layer:
+            part.forward = _with_hooks(part, before, behind, name if part is layer else None)
+
+
+Hooks = Sequence[tuple[Callable[..., Any], bool]]
+
+
+def _taken(part: nn.Module, table: str) -> Iterator[tuple[Callable[..., Any], bool]]:
+    """Takes torch's hooks away from a module: each with whether it takes keyword arguments."""
+    hooks, with_kwargs = vars(part)[table], vars(part)[f"{table}_with_kwargs"]
+    for key, hook in list(hooks.items()):
+        if str(getattr(hook, "__module__", "")).startswith("torch.distributed.tensor"):
+            del hooks[key]
+            yield hook, bool(with_kwargs.pop(key, False))
+
+
+def _with_hooks(part: nn.Module, before: Hooks, behind: Hooks, name: str | None) -> Callable[..., Any]:
+    """The forward of a module with its hooks; of a layer with a ``name`` the results are plain tensors."""
+    forward = part.forward
+
+    @wraps(forward)
+    def parallel(*args: Any, **kwargs: Any) -> Any:
+        for hook, with_kwargs in before:
+            changed = hook(part, args, kwargs) if with_kwargs else hook(part, args)
+            if changed is not None and with_kwargs:
+                args, kwargs = changed
+            elif changed is not None:
+                args = changed if isinstance(changed, tuple) else (changed,)
+        result = forward(*args, **kwargs)
+        for hook, with_kwargs in behind:
+            changed = hook(part, args, kwargs, result) if with_kwargs else hook(part, args, result)
+            result = result if changed is None else changed
+        if name is not None:
+            _check_plain(name, result)
+        return result
+
+    return parallel
+
+
+def _check_plain(name: str, result: Any) -> None:
+    for leaf in tree_leaves(result):
+        if is_divided(leaf):
+            raise CutError(
+                f"'{name}' returns a DTensor of shape {tuple(leaf.shape)} with placements {tuple(leaf.placements)}; "
+                "what leaves a layer must be a plain tensor, for the code and the stages behind it.",
+                hint="Let the last module of the layer return local tensors: RowwiseParallel() or "
+                "ColwiseParallel(output_layouts=Replicate()), both with use_local_output=True.",
+            )

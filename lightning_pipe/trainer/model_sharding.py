@@ -1,0 +1,175 @@
+"""``shard_optimizer="parameters"``, ``tensor_parallel_size``, and modules that divide themselves."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch.optim import Optimizer
+
+from lightning_pipe.config import Sharding
+from lightning_pipe.engine.pipeline import Pipeline
+from lightning_pipe.errors import ConfigurationError
+from lightning_pipe.local_parts import DATA, TENSOR, is_divided
+from lightning_pipe.sharding.mesh import device_mesh
+from lightning_pipe.sharding.model import ShardedModel
+from lightning_pipe.sharding.roots import roots_of
+from lightning_pipe.sharding.tensor_parallel import Parallelize
+from lightning_pipe.torch_internals import is_compiled
+from lightning_pipe.trainer.world import World
+
+
+@dataclass
+class ModelSharding:
+    """What the user asks for, and what it has made of the module of a run.
+
+    Args:
+        option: the strategy's ``shard_optimizer``.
+        tensor_parallel_size: processes that compute a layer together.
+        parallelize: divides a layer over these.
+        reduce_dtype: in which gradients are summed.
+        mesh: of the processes, once they are connected.
+        model: the module of the run, once it is divided.
+    """
+
+    option: Sharding
+    tensor_parallel_size: int
+    parallelize: Parallelize | None
+    reduce_dtype: torch.dtype | None
+    mesh: Any = None
+    model: ShardedModel | None = None
+
+    def __post_init__(self) -> None:
+        if self.tensor_parallel_size > 1 and self.option in (True, "gradients"):
+            raise ConfigurationError(
+                f"shard_optimizer={self.option!r} divides whole parameters over their holders, and with "
+                f"tensor_parallel_size={self.tensor_parallel_size} a process has parts of them.",
+                hint='Use shard_optimizer="parameters".',
+            )
+        if self.parallelize is not None and self.tensor_parallel_size == 1:
+            raise ConfigurationError(
+                "parallelize= divides layers over tensor ranks, and tensor_parallel_size is 1.",
+                hint="Use tensor_parallel_size=2 or more, or leave parallelize out.",
+            )
+
+    @property
+    def wanted(self) -> bool:
+        """Whether an option asks for it."""
+        return self.option == "parameters" or self.tensor_parallel_size > 1
+
+    def by_module(self, module: pl.LightningModule) -> bool:
+        """Whether the module may divide itself: its ``configure_model`` asks for the mesh."""
+        configure = type(module).configure_model
+        return is_overridden("configure_model", module) and "device_mesh" in getattr(
+            getattr(configure, "__code__", None), "co_names", ()
+        )
+
+    def at_once(self, module: pl.LightningModule) -> bool:
+        """Whether the layers must be known before the first batch: parameters are divided by then."""
+        return self.wanted or self.by_module(module)
+
+    def connect(self, module: pl.LightningModule, world: World) -> bool:
+        """Make the mesh. Collective over the world. Returns whether the module may divide itself."""
+        if self.mesh is None and self.at_once(module) and world.layout.world_size > 1:
+            self.mesh = device_mesh(world.transport)
+        if self.mesh is not None:
+            module._device_mesh = self.mesh  # as ModelParallelStrategy does
+        return self.by_module(module)
+
+    def divide(self, module: pl.LightningModule, pipeline: Pipeline) -> None:
+        """Divide the parameters of this rank's stages. Collective over the processes that divide them.
+
+        Raises:
+            ConfigurationError: something in the run does not go with it.
+        """
+        self.model = None
+        if self.mesh is None:
+            return
+        transport, own = pipeline.transport, any(map(is_divided, module.parameters()))
+        if self.by_module(module):  # a stage may have nothing of what the module has divided
+            own = any(transport.all_gather_object(own, transport.topology.everyone))
+        if not (self.wanted or own):
+            return
+        check(module, pipeline)
+        roots = roots_of(module, pipeline.layers, pipeline.stage_layers, pipeline.stages_here)
+        model = ShardedModel(module, roots, pipeline.layers, transport, own=own)
+        if self.tensor_parallel_size > 1:
+            model.over_tensor_ranks(self.mesh[TENSOR], self.parallelize)
+        several = transport.topology.replicas > 1
+        divide = self.option == "parameters" and several
+        model.over_replicas(self.mesh[DATA], pipeline.ownership, self.reduce_dtype, divide=divide)
+        self.model, pipeline.reductions.sharded = model, model.parameters
+
+    def prepare(self, optimizers: list[Optimizer]) -> None:
+        """Let optimizers treat parameters one by one where plain and divided ones are in one group."""
+        for optimizer in optimizers if self.model is not None else ():
+            for group in optimizer.param_groups:
+                kinds = {getattr(p, "device_mesh", None) for p in group["params"] if is_divided(p)}
+                several = len(kinds) + any(not is_divided(p) for p in group["params"]) > 1
+                # torch (2.13) refuses plain tensors and DTensors, and those of different meshes, in one operation
+                if several and group.get("foreach") is None and not group.get("fused"):
+                    group["foreach"] = False
+
+    def hold(self, held: bool) -> None:
+        """Around an evaluation: all parameters are whole, however many batches a replica has."""
+        if self.model is not None and self.model.parameters is not None:
+            self.model.parameters.hold(held)
+
+    def in_parts(self) -> AbstractContextManager[Any]:
+        """Around the making of a checkpoint. Collective."""
+        if self.model is None or self.model.parameters is None:
+            return nullcontext()
+        return self.model.parameters.in_parts()
+
+    def undo(self, pipeline: Pipeline) -> bool:
+        """After a run: the parameters are whole again. Returns whether the module can be put together on every rank."""
+        if self.model is None:
+            return True
+        self.model.undo()
+        pipeline.reductions.sharded = None
+        return not self.model.own
+
+
+def check(module: pl.LightningModule, pipeline: Pipeline) -> None:
+    """Refuse what does not go with parameters that several processes divide.
+
+    Args:
+        module: the LightningModule, with its Trainer.
+        pipeline: the module over the ranks.
+
+    Raises:
+        ConfigurationError: names it, and what to do.
+    """
+    trainer: Any = module.trainer
+    what = 'Parameters that several processes divide (shard_optimizer="parameters", tensor_parallel_size)'
+    if pipeline.family.pipes > 1 or not pipeline.synchronous:
+        why = (
+            "it computes each stage on two ranks, whose sums would wait for each other's batches"
+            if pipeline.synchronous
+            else "it keeps several versions of the weights"
+        )
+        raise ConfigurationError(
+            f"{what} and schedule {pipeline.family.label} do not go together: {why}.",
+            hint="Use schedule='1f1b', 'interleaved' or 'zero_bubble'.",
+        )
+    for callback in trainer.callbacks:
+        if isinstance(callback, WeightAveraging | StochasticWeightAveraging):
+            raise ConfigurationError(
+                f"{what} and {type(callback).__name__} do not go together: its copy of the module is whole.",
+                hint="Leave the callback out, or use shard_optimizer='gradients' without tensor parallelism.",
+            )
+    if getattr(trainer.precision_plugin, "scaler", None) is not None:
+        raise ConfigurationError(
+            f"{what} and precision='16-mixed' do not go together: its scaler looks at whole gradients.",
+            hint="Use precision='bf16-mixed'.",
+        )
+    if any(map(is_compiled, module.modules())):
+        raise ConfigurationError(
+            f"{what} and compiled layers do not go together: compiled code has the parameters that it was made with.",
+            hint="Leave out torch.compile and module.compile().",
+        )

@@ -1,0 +1,135 @@
+"""What does not go with divided parameters is refused, with what to do instead."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import EMAWeightAveraging
+from torch import Tensor, nn
+from torch.distributed.tensor import Shard
+
+from lightning_pipe import PipeStrategy, schedules
+from lightning_pipe.config import layout
+from lightning_pipe.errors import ConfigurationError, CutError
+from lightning_pipe.sharding.roots import Root, left_whole, roots_of, tied
+from lightning_pipe.sharding.tensor_parallel import check_divided, check_plan, hooks_inside, names_by_parameter, plan_of
+from lightning_pipe.trainer.model_sharding import check
+from tests.support.sharded_runs import MODELS
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"shard_optimizer": "weights"}, "not supported"),
+        ({"shard_optimizer": True, "tensor_parallel_size": 2}, "has parts of them"),
+        ({"parallelize": lambda layer, mesh: None}, "tensor_parallel_size is 1"),
+    ],
+)
+def test_options(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        PipeStrategy(**options)
+
+
+def test_a_world_that_the_sizes_do_not_divide() -> None:
+    assert layout(8, pipeline_parallel_size=2, tensor_parallel_size=2).data_parallel_size == 2
+    with pytest.raises(ConfigurationError, match="not divisible by tensor_parallel_size=3"):
+        layout(8, tensor_parallel_size=3)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "callbacks", "scaler", "message"),
+    [
+        ("chimera", [], None, "two ranks"),
+        ("pipedream", [], None, "versions of the weights"),
+        ("1f1b", [EMAWeightAveraging()], None, "EMAWeightAveraging"),
+        ("1f1b", [], object(), "bf16-mixed"),
+    ],
+)
+def test_runs(schedule: str, callbacks: list[Any], scaler: object, message: str) -> None:
+    family = schedules.get(schedule)
+    trainer = SimpleNamespace(callbacks=callbacks, precision_plugin=SimpleNamespace(scaler=scaler))
+    module: Any = nn.Linear(2, 2)
+    module.trainer = trainer
+    pipeline: Any = SimpleNamespace(family=family, synchronous=schedule != "pipedream")
+    with pytest.raises(ConfigurationError, match=message):
+        check(module, pipeline)
+
+
+def test_compiled_layers() -> None:
+    module: Any = nn.Sequential(nn.Linear(2, 2))
+    module.trainer = SimpleNamespace(callbacks=[], precision_plugin=None)
+    pipeline: Any = SimpleNamespace(family=schedules.get("1f1b"), synchronous=True)
+    check(module, pipeline)
+    module[0].compile()
+    with pytest.raises(ConfigurationError, match="compiled"):
+        check(module, pipeline)
+
+
+def test_styles_without_a_counterpart() -> None:
+    check_plan({"layers.*.q": "colwise", "head": "colwise_gather_output"})
+    with pytest.raises(ConfigurationError, match="'experts' by the style 'grouped_gemm'"):
+        check_plan({"experts": "grouped_gemm"})
+
+
+def test_plans_of_transformers_are_found() -> None:
+    plan = plan_of(MODELS["llama"].build())
+    assert plan["model.model.layers.*.self_attn.q_proj"] == "colwise"
+    assert plan["model.lm_head"] == "colwise_gather_output"
+    assert plan_of(MODELS["gpt2"].build()) == {}
+
+
+def test_a_tied_weight_that_is_divided_in_one_place() -> None:
+    module = nn.ModuleDict({"one": nn.Linear(2, 2), "other": nn.Linear(2, 2)})
+    module["other"].weight = module["one"].weight
+    names = names_by_parameter(module)
+    assert names == [{"one.weight", "other.weight"}]
+    check_divided(module, [], names)
+    module["other"].weight = nn.Parameter(torch.zeros(2, 2))
+    with pytest.raises(ConfigurationError, match=r"'one.weight' and 'other.weight' were one parameter"):
+        check_divided(module, [], names)
+
+
+class DTensor(Tensor):
+    """Looks like torch's, over two replicas and two tensor ranks."""
+
+    placements = (Shard(0), Shard(0))
+    device_mesh = SimpleNamespace(mesh_dim_names=("data_parallel", "tensor_parallel"), size=lambda dim: 2)
+
+
+@pytest.mark.parametrize(("rows", "even"), [(8, True), (6, False), (5, False)])
+def test_sizes_that_do_not_divide(rows: int, even: bool) -> None:
+    class Layer(nn.Module):
+        def named_parameters(self, prefix: str = "", *args: Any, **kwargs: Any) -> Any:
+            yield f"{prefix}.weight", torch.ones(rows, 3).as_subclass(DTensor)
+
+    roots = [Root("blocks.0", Layer(), 0)]
+    if even:
+        check_divided(nn.Module(), roots, [])
+        return
+    with pytest.raises(ConfigurationError, match=rf"Dimension 0 of 'blocks.0.weight' has {rows} places"):
+        check_divided(nn.Module(), roots, [])
+
+
+def test_a_layer_that_returns_a_part() -> None:
+    layer = nn.Linear(2, 2)
+    hooks_inside("blocks.0", layer)
+    assert layer(torch.ones(1, 2)).shape == (1, 2)
+    other = nn.Identity()
+    hooks_inside("blocks.1", other)
+    with pytest.raises(CutError, match=r"'blocks.1' returns a DTensor of shape \(1, 2\)"):
+        other(torch.ones(1, 2).as_subclass(DTensor))
+
+
+def test_what_replicas_do_not_divide() -> None:
+    module = nn.ModuleDict({"blocks": nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2), nn.LSTM(2, 2)])})
+    module["head"] = nn.Linear(2, 2)
+    module["head"].weight = module["blocks"][0].weight
+    module.scale = nn.Parameter(torch.ones(1))
+    layers = [(f"blocks.{number}", layer) for number, layer in enumerate(module["blocks"])]
+    assert tied(module, layers) == {module["head"].weight}
+    assert left_whole(module, layers) == {module["head"].weight, module.scale, *module["blocks"][2].parameters()}
+    roots = roots_of(module, layers, [range(1), range(1, 3)], [1])
+    assert [(root.name, root.stage) for root in roots] == [("blocks.1", 1), ("blocks.2", 1), ("head", None)]

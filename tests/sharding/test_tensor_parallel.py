@@ -1,0 +1,35 @@
+"""``tensor_parallel_size``: several processes compute each layer, and train as one device does."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.sharded_runs import Sharded, check
+
+MODELS = ["llama", "gpt2", "pairs", "divides_itself"]
+
+
+@pytest.mark.timeout(120)
+def test_tensor_ranks_train_as_one_device() -> None:
+    check(MODELS, Sharded("1f1b", tensor=2, parameters=False), "tensor_parallel")
+
+
+@pytest.mark.timeout(120)
+def test_interleaved_with_accumulation() -> None:
+    point = Sharded("interleaved", stages=4, tensor=2, parameters=False, accumulate=2, steps=2)
+    check(["llama", "pairs"], point, "tensor_parallel")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "point",
+    [
+        Sharded("1f1b", replicas=2, tensor=2, rank_order="replicas"),
+        Sharded("interleaved", stages=4, replicas=2, tensor=2, parameters=False, accumulate=2, steps=2),
+    ],
+    ids=str,
+)
+def test_three_dimensions(point: Sharded) -> None:
+    divided = "data_parallelxtensor_parallel" if point.parameters else "tensor_parallel"
+    check(MODELS, point, divided, timeout=280)
