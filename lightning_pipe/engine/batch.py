@@ -23,6 +23,9 @@ StepFunction = Callable[[int, Any], Any]
 
 _AS_THEY_ARE = nullcontext()
 
+THOROUGH, _SAMPLED = 4, 64
+"""What layers refer to is compared in the first batches, and in one of so many later ones."""
+
 
 class BatchObserver:
     """Looks at a training batch while it runs, and leaves no trace in it. This one looks at nothing."""
@@ -103,6 +106,11 @@ class Batch:
                 hint="Return it as it was computed, not from detach(), item() or torch.no_grad(); look at which "
                 "parameters require gradients.",
             )
+
+    @property
+    def thorough(self) -> bool:
+        """Whether what layers refer to is compared: in the first batches, and in one of so many later ones."""
+        return self.streams.number <= THOROUGH or self.streams.number % _SAMPLED == 0
 
     def slice(self, micro_batch: int) -> Any:
         """A micro-batch for one run: the step may change it, and nothing else shares its memory."""

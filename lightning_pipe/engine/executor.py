@@ -163,7 +163,7 @@ class Executor:
         self._under_way.peak_held = 0
         with self._whole():
             if batch.training:
-                self.exchange.begin_batch(tuple(batch.signatures))
+                self.exchange.begin_batch((batch.thorough, *batch.signatures))  # whose words are others
             self._loop(lambda micro_batch: (batch, micro_batch))
             self.exchange.end_batch()
 

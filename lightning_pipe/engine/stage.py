@@ -32,8 +32,6 @@ from lightning_pipe.torch_internals import tree_leaves
 
 Crossings = dict[int, Crossing]
 """What leaves a stage, by the stage that receives it; nothing leaves the last one."""
-_THOROUGH, _SAMPLED = 4, 64
-"""What layers refer to is compared in the first batches, and in one of so many later ones."""
 
 
 @dataclass
@@ -205,7 +203,7 @@ class Stages:
             training=batch.training,
             alone=batch.undisturbed,
             may_repeat=not batch.training,
-            thorough=batch.streams.number <= _THOROUGH or batch.streams.number % _SAMPLED == 0,
+            thorough=batch.thorough,
         )
         # A tensor that the path names but that was not sent has no value here, and gets no gradient.
         received = inbound.differentiable if inbound else ()

@@ -161,20 +161,6 @@ def test_a_later_batch_is_left_whole_too() -> None:
     assert len(told) == 1
 
 
-class Teacher(Contrastive):
-    """Moves frozen weights in its step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.teacher = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        loss = super().training_step(batch, batch_idx)
-        with torch.no_grad():
-            self.teacher.weight.mul_(0.5)
-        return loss + self.teacher(batch).mean()
-
-
 class Drawing(Contrastive):
     """Draws from a generator of its own, once in each batch."""
 
@@ -189,16 +175,14 @@ class Drawing(Contrastive):
         return loss + self.scale * torch.rand((), generator=self.generator) if draws else loss
 
 
-@pytest.mark.parametrize("kind", [Teacher, Drawing])
-def test_what_cannot_be_taken_back_raises(kind: type[Contrastive]) -> None:
+def test_what_cannot_be_taken_back_raises() -> None:
     with pytest.raises(PipeError, match=r"cannot run again|draws from a random generator"):
-        fit(0, kind(), strategy=PipeStrategy(stages=2, layers="layers"))
+        fit(0, Drawing(), strategy=PipeStrategy(stages=2, layers="layers"))
 
 
-@pytest.mark.parametrize("kind", [Teacher, Drawing])
-def test_the_remedy_of_what_cannot_be_taken_back_works(kind: type[Contrastive]) -> None:
+def test_the_remedy_of_what_cannot_be_taken_back_works() -> None:
     strategy = PipeStrategy(stages=2, layers="layers", micro_batches=1)
-    (found, _, state, _), (expected, _, weights, _) = fit(0, kind(), strategy=strategy), fit(0, kind())
+    (found, _, state, _), (expected, _, weights, _) = fit(0, Drawing(), strategy=strategy), fit(0, Drawing())
     for one, other in zip(found, expected, strict=True):
         assert one[:4] == pytest.approx(other[:4], rel=1e-9)
     for name, value in weights.items():

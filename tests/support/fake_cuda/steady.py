@@ -17,13 +17,14 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_pipe import PipeStrategy
+from lightning_pipe.engine.batch import THOROUGH
 from lightning_pipe.engine.kept_words import ENOUGH
 from lightning_pipe.transport.torch_distributed import TorchTransport
 from tests.support import processes
 from tests.support.trainer_runs import QUIET, quiet
 
 WIDTH, LAYERS, SAMPLES = 32, 8, 16
-LEARNING = 2 + ENOUGH
+LEARNING = THOROUGH + 1 + ENOUGH
 """Batches that learn: what travels, whether the loss is a mean, which tensors are samples, what goes without saying."""
 BATCHES = LEARNING + 5
 """The last one learns, too."""
