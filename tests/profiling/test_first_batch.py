@@ -86,7 +86,9 @@ def train(
         gradients = {name: p.grad for name, p in mine.named_parameters() if p.grad is not None and pipeline.holds(name)}
         buffers = {name: b for name, b in mine.named_buffers() if pipeline.holds(name)}
         calls = {
-            f"{name}.calls": torch.tensor(part.calls) for name, part in mine.named_modules() if type(part) is Layer
+            f"{name}.calls": torch.tensor(part.calls)
+            for name, part in mine.named_modules()
+            if type(part) is Layer and pipeline.holds(f"{name}.inner.0.weight")
         }
         return profile, gradients, buffers | {name: value for name, value in calls.items() if value}
 
