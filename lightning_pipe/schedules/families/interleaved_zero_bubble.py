@@ -20,9 +20,9 @@ class InterleavedZeroBubble(Interleaved):
     micro-batches that are a multiple of the ranks; for others torch changes the size of its groups, and here the order
     of the next multiple is cut short. With one virtual stage and ``ranks`` micro-batches or more it is H1.
 
-    From ``ranks`` micro-batches on rank 0 is idle inside its span for H1's ``(ranks - 1)(F + I - W)``, with the parts
-    of one of the smaller stages; with equal parts that is ``(ranks - 1) / (3 virtual_stages micro_batches)`` of the
-    ideal time. Every rank holds ``virtual_stages * ranks`` stage-micro-batches, 1F1B's memory.
+    With a multiple of ``ranks`` micro-batches rank 0 is idle inside its span for H1's ``(ranks - 1)(F + I - W)``, with
+    the parts of one of the smaller stages; with equal parts that is ``(ranks - 1) / (3 virtual_stages micro_batches)``
+    of the ideal time. Every rank holds ``virtual_stages * ranks`` stage-micro-batches, 1F1B's memory.
 
     Args:
         virtual_stages: stages per rank; by default 2, or ``stages / ranks`` where the number of stages is given.
