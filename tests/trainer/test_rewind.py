@@ -161,6 +161,27 @@ def test_a_later_batch_is_left_whole_too() -> None:
     assert len(told) == 1
 
 
+class Fading(Counting):
+    """Moves a frozen weight of its own in its forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fade = nn.Parameter(torch.ones(WIDTH), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.fade.mul_(0.5)
+        return super().forward(x) * self.fade
+
+
+class Faded(Contrastive):
+    """Has layers that move frozen weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Fading() for _ in range(4)])
+
+
 class Drawing(Contrastive):
     """Draws from a generator of its own, once in each batch."""
 
@@ -175,14 +196,16 @@ class Drawing(Contrastive):
         return loss + self.scale * torch.rand((), generator=self.generator) if draws else loss
 
 
-def test_what_cannot_be_taken_back_raises() -> None:
+@pytest.mark.parametrize("kind", [Faded, Drawing])
+def test_what_cannot_be_taken_back_raises(kind: type[Contrastive]) -> None:
     with pytest.raises(PipeError, match=r"cannot run again|draws from a random generator"):
-        fit(0, Drawing(), strategy=PipeStrategy(stages=2, layers="layers"))
+        fit(0, kind(), strategy=PipeStrategy(stages=2, layers="layers"))
 
 
-def test_the_remedy_of_what_cannot_be_taken_back_works() -> None:
+@pytest.mark.parametrize("kind", [Faded, Drawing])
+def test_the_remedy_of_what_cannot_be_taken_back_works(kind: type[Contrastive]) -> None:
     strategy = PipeStrategy(stages=2, layers="layers", micro_batches=1)
-    (found, _, state, _), (expected, _, weights, _) = fit(0, Drawing(), strategy=strategy), fit(0, Drawing())
+    (found, _, state, _), (expected, _, weights, _) = fit(0, kind(), strategy=strategy), fit(0, kind())
     for one, other in zip(found, expected, strict=True):
         assert one[:4] == pytest.approx(other[:4], rel=1e-9)
     for name, value in weights.items():
