@@ -372,7 +372,8 @@ class Pipeline(PartitionedModule):
         if not self.synchronous or training in self._learnt_skips:
             return
         self._learnt_skips.add(training)
-        gathered = self.transport.all_gather_object(self.executor.stages.skipped, self.transport.topology.everyone)
+        alike = self.transport.topology.same_tensor_rank
+        gathered = self.transport.all_gather_object(self.executor.stages.skipped, alike)
         if self.skips.learn({stage: events for theirs in gathered for stage, events in theirs.items()}):
             connect(self, self.skips.ends)
             self._program.cache_clear()

@@ -65,7 +65,7 @@ def unscaling_together(
     unscale: Callable[..., dict[Any, Tensor]], pipeline: Pipeline
 ) -> Callable[..., dict[Any, Tensor]]:
     """A gradient scaler's search for overflows, which then returns those of all processes."""
-    everyone = tuple(range(pipeline.transport.topology.world_size))
+    everyone = pipeline.transport.topology.everyone
 
     def unscale_gradients(*args: Any, **kwargs: Any) -> dict[Any, Tensor]:
         found = unscale(*args, **kwargs)

@@ -55,7 +55,7 @@ class BufferSync:
         changed = list(_changed(self._module, self._before))
         self._before = {}
         # A rank sees the changes of its own layers alone.
-        everyone = self._transport.topology.everyone
+        everyone = self._transport.topology.same_tensor_rank
         gathered = self._transport.all_gather_object(changed, everyone)
         found = sorted({name for theirs in gathered for name in theirs})
         self._changing = [name for name in found if self._is_shared(name)]

@@ -100,7 +100,7 @@ class GradientGroups:
         """The processes that have all sums of gradients between them: a pipeline's, or all where these are divided."""
         topology = self._transport.topology
         if self.sharded is not None or (self.scattered and self.shards is not None):
-            return tuple(range(topology.world_size))
+            return topology.everyone
         return tuple(sorted(topology.pipeline_processes(self._transport.replica)))
 
     def counts(self, parameter: nn.Parameter, first: bool) -> bool:
@@ -154,8 +154,8 @@ def uses_of_ranks(
     """
     topology = transport.topology
     by_rank: list[set[str]] = [set() for _ in range(topology.ranks)]
-    found = transport.all_gather_object(sorted(used), topology.everyone)
-    for process, names in zip(topology.everyone, found, strict=True):
+    found = transport.all_gather_object(sorted(used), topology.same_tensor_rank)
+    for process, names in zip(topology.same_tensor_rank, found, strict=True):
         by_rank[topology.locate(process)[1]].update(names)
     # a rank that has had no micro-batch yet will use what others with the same stages do
     stages = [

@@ -43,7 +43,7 @@ def measure_machine(transport: Transport, rounds: int, overhead: float) -> Machi
     """
     if transport.topology.ranks == 1:
         return Machine(Link(), Link(), 0.0)
-    everyone = tuple(range(transport.topology.world_size))
+    everyone = transport.topology.everyone
     transport.connect([Channel(0, 1, _THERE), Channel(1, 0, _BACK)])
     large, small = (_median(rounds, partial(_round_trip, transport, size)) / 2 for size in (_LARGE, _SMALL))
     beta = max(0.0, (large - small) / (_LARGE - _SMALL))
@@ -83,7 +83,7 @@ def _all_reduce(transport: Transport, size: int) -> float:
     ]
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
-    gradients.add(0, parameters, tuple(range(transport.topology.world_size)))
+    gradients.add(0, parameters, transport.topology.everyone)
     transport.barrier()
     start = settled()
     gradients.finish()
@@ -111,7 +111,7 @@ def _batches(pipeline: Pipeline, module: nn.Module, micro_batches: int, rounds: 
     """Median seconds of a batch without what its stages compute."""
     transport = pipeline.transport
     samples: list[float] = []
-    everyone = tuple(range(transport.topology.world_size))
+    everyone = transport.topology.everyone
     parts = [torch.ones(1, 1, device=transport.device)] * micro_batches
     weights = [1 / micro_batches] * micro_batches
     for number in range(rounds + 2):

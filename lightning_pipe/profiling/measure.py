@@ -49,7 +49,7 @@ def measure_profile(
     place = transport.device
     batch = tree_map(lambda leaf: leaf.to(place) if isinstance(leaf, Tensor) else leaf, _one_batch(batch))
     sizes = _sizes(batch, micro_batch_sizes)
-    everyone = tuple(range(transport.topology.world_size))
+    everyone = transport.topology.everyone
     found, overheads = {}, []
     for size in sizes:
         transport.barrier()

@@ -92,7 +92,7 @@ class ModelSharding:
             return
         transport, own = pipeline.transport, any(map(is_divided, module.parameters()))
         if self.by_module(module):  # a stage may have nothing of what the module has divided
-            own = any(transport.all_gather_object(own, transport.topology.everyone))
+            own = any(transport.all_gather_object(own, transport.topology.same_tensor_rank))
         if not (self.wanted or own):
             return
         check(module, pipeline)

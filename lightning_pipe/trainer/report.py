@@ -167,7 +167,7 @@ class Report:
         gathered = transport.all_gather_object((mine, self._sent), self.pipeline.pipeline_members)
         times = [times for times, _ in gathered]
         elapsed = max(elapsed for _, elapsed, *_ in times)
-        peaks = transport.all_gather_object(peak_memory(), tuple(range(transport.topology.world_size)))
+        peaks = transport.all_gather_object(peak_memory(), transport.topology.everyone)
         if not self._batches or not elapsed:
             return
         # a GPU computes when the host has long gone on: the host's clock shows no bubble

@@ -133,7 +133,7 @@ class World:
     @property
     def everyone(self) -> tuple[int, ...]:
         """All processes."""
-        return tuple(range(self.layout.world_size))
+        return self.transport.topology.everyone
 
     @property
     def replica_members(self) -> tuple[int, ...]:

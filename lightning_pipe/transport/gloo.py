@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -35,12 +36,8 @@ class GlooTransport(TorchTransport):
         if local:
             with self.failing("connect to the processes of this host"):
                 # those that were not found stay with Gloo: other hosts, other containers
-                self._local = connect_local(
-                    self.process,
-                    self.everyone,
-                    timeout.total_seconds(),
-                    lambda obj: self.all_gather_object(obj, self.everyone),
-                )
+                gather = partial(self.all_gather_object, members=topology.everyone)
+                self._local = connect_local(self.process, topology.everyone, timeout.total_seconds(), gather)
 
     @override
     def send(self, data: Tensor, peer: int, lane: Lane) -> Work:

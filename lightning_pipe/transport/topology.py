@@ -60,7 +60,7 @@ class Topology:
         (0, 4)
         >>> Topology(ranks=2, replicas=2, rank_order="replicas", node_size=2).replica_processes(rank=0)
         (0, 1)
-        >>> Topology(ranks=2, tensor=2, tensor_rank=1).everyone, Topology(ranks=2, tensor=2).world_size
+        >>> Topology(ranks=2, tensor=2, tensor_rank=1).same_tensor_rank, Topology(ranks=2, tensor=2).world_size
         ((1, 3), 4)
     """
 
@@ -130,6 +130,11 @@ class Topology:
 
     @property
     def everyone(self) -> tuple[int, ...]:
+        """All processes."""
+        return tuple(range(self.world_size))
+
+    @property
+    def same_tensor_rank(self) -> tuple[int, ...]:
         """The processes of all pipelines with this tensor rank, sorted."""
         return tuple(range(self.tensor_rank, self.world_size, self.tensor))
 

@@ -67,17 +67,16 @@ class TorchTransport(Transport):
         self._device_groups: dict[tuple[int, ...], ProcessGroup] = {}
         self._mesh_groups: list[ProcessGroup] = []
         self._made: set[tuple[int, ...]] = set()
-        self.everyone = tuple(range(topology.world_size))
-        self._make_group(self.everyone)
+        self._make_group(topology.everyone)
         self._local: dict[int, SharedMemoryPeer] = {}
-        self.make_groups([topology.everyone])
+        self.make_groups([topology.same_tensor_rank])
         for replica in range(topology.replicas):
             self.make_groups([tuple(sorted(topology.pipeline_processes(replica)))])
         for first in range(0, topology.world_size, topology.tensor):
             self._make_group(topology.tensor_processes(first))
         # each group of Gloo has a thread that wakes a hundred times a second: messages share that of collectives
-        self._messages = self._host_groups.get(self.everyone)
-        self._described = tuple(map(topology.describe, self.everyone))
+        self._messages = self._host_groups.get(topology.everyone)
+        self._described = tuple(map(topology.describe, topology.everyone))
 
     @override
     def make_groups(self, groups: Sequence[tuple[int, ...]]) -> None:
@@ -134,7 +133,7 @@ class TorchTransport(Transport):
 
     @override
     def barrier(self, members: tuple[int, ...] | None = None) -> None:
-        members = self.everyone if members is None else members
+        members = self.topology.everyone if members is None else members
         if self._group(members, host=True) is not None:
             self.all_reduce(torch.zeros(1), members).wait()
 

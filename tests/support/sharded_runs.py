@@ -158,7 +158,7 @@ def fit_all(process: int, names: list[str], point: Sharded) -> list[tuple[Trace,
     found = []
     for name in names:
         entry = MODELS[name]
-        batches = entry.batches(point.steps * point.accumulate * point.replicas)[replica :: point.replicas]
+        batches = point.batches(entry, replica)
         options = dict(point.strategy)
         if name in PARALLELIZE and point.tensor > 1:
             options["parallelize"] = PARALLELIZE[name]

@@ -69,6 +69,10 @@ class Point:
         """The pipeline of a process."""
         return process // self.ranks if self.rank_order == "pipeline" else process % self.replicas
 
+    def batches(self, entry: Entry, replica: int) -> list[Any]:
+        """What a replica trains with."""
+        return entry.batches(self.steps * self.accumulate * self.replicas)[replica :: self.replicas]
+
 
 def fits(entry: Entry, point: Point) -> bool:
     return (entry.replicas or point.replicas == 1) and BATCH // point.micro_batches >= entry.fewest
@@ -83,7 +87,7 @@ def fit_all(process: int, names: list[str], point: Point) -> list[Trace]:
     traces = []
     for name in names:
         entry = ZOO[name]
-        batches = entry.batches(point.steps * point.accumulate * point.replicas)[replica :: point.replicas]
+        batches = point.batches(entry, replica)
         traces.append(
             oracle.fit(
                 entry.build(),

@@ -51,7 +51,7 @@ def save(path: str, shards: dict[str, Any], rest: dict[str, Any] | None, transpo
         transport: this process's transport.
         writer: that process.
     """
-    members = tuple(range(transport.topology.world_size))
+    members = transport.topology.everyone
     with atomic_write(path, folder=True) if rest is not None else nullcontext("") as made:
         unfinished = transport.broadcast_object(made, writer, members)
         if rest is not None:
