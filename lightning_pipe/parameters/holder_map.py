@@ -43,7 +43,7 @@ class HolderMap:
     ) -> None:
         self._module, self._everyone, self._loss_ranks = module, tuple(range(ranks)), loss_ranks
         self._holders: dict[str, tuple[int, ...]] = {}
-        self._names: dict[int, str] = {}
+        self._names: dict[int, tuple[Tensor, str]] = {}  # with the tensor, so that its ``id`` stays its own
         self._first_names: dict[str, str] = {}
         self._in_layers: set[str] = set()
         self._layer_users: dict[str, set[int]] = {}
@@ -57,7 +57,7 @@ class HolderMap:
                 users.setdefault(id(tensor), set()).update(ranks)
         also_outside = _in_layers_and_outside(self._module, [layer for _, layer in layers])
         for name, tensor in named_tensors(self._module):
-            first = self._names.setdefault(id(tensor), name)
+            first = self._names.setdefault(id(tensor), (tensor, name))[1]
             self._first_names[name] = first
             # Code outside the layers may use the tensor on any rank, so the layers' ranks are only some of its users.
             if id(tensor) in also_outside:
@@ -83,11 +83,11 @@ class HolderMap:
 
     def name_of(self, tensor: Tensor) -> str | None:
         """The first name of a tensor; ``None`` if it was no parameter or buffer of the module."""
-        return self._names.get(id(tensor))
+        return self._names.get(id(tensor), (tensor, None))[1]
 
     def also(self, tensor: Tensor, name: str) -> None:
         """A tensor stands for the one with this name, too: a part of it, or the whole that is gathered of parts."""
-        self._names[id(tensor)] = self._first_names.get(name, name)
+        self._names[id(tensor)] = tensor, self._first_names.get(name, name)
 
     def first_name(self, name: str) -> str | None:
         """The first name of the tensor with this name."""
@@ -150,7 +150,7 @@ class HolderMap:
     def add_new(self) -> None:
         """Take up parameters and buffers of modules that hooks have added."""
         for name, tensor in named_tensors(self._module):
-            first = self._first_names.setdefault(name, self._names.setdefault(id(tensor), name))
+            first = self._first_names.setdefault(name, self._names.setdefault(id(tensor), (tensor, name))[1])
             self._holders.setdefault(first, self._loss_ranks)
 
     def correct(self, having: Mapping[str, tuple[int, ...]]) -> None:

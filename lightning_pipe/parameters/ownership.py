@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from lightning_pipe.construction import materialize
 from lightning_pipe.errors import CutError, PartitionError
 from lightning_pipe.intercept.absent_tensor import IN_HOOKS, AbsentTensor, Origin, exchange, hint_of_use, is_absent
+from lightning_pipe.local_parts import is_divided
 from lightning_pipe.parameters.holder_map import HolderMap, named_tensors, owned_by
 from lightning_pipe.parameters.releasing import drop_graphs, drop_weak_references, release
 
@@ -268,8 +269,9 @@ class Ownership:
 
     def _release(self, name: str, tensor: Tensor) -> None:
         absent = AbsentTensor.like(tensor, Origin((name,), self))
+        if is_divided(tensor):  # otherwise the object stays, and the other one has the values that are freed
+            self._map.also(absent, name)
         release(self._module, tensor, absent)
-        self._map.also(absent, name)
 
     def learn_users(
         self, used_by_rank: Sequence[Iterable[str]], keep: Callable[[str], bool] = lambda name: False

@@ -69,6 +69,13 @@ def test_after_the_first_batch_users_alone_hold_what_is_outside() -> None:
     assert ownership.ranks_with([torch.ones(1)]) is None
 
 
+def test_no_new_tensor_is_taken_for_a_freed_one() -> None:
+    ownership, _ = learned(0)
+    new = [nn.Parameter(torch.ones(1)) for _ in range(1000)]  # some where Python had the freed objects
+    assert [ownership.known_name(tensor) for tensor in new] == [None] * 1000
+    assert ownership.ranks_with(new) is None
+
+
 def test_the_use_of_a_value_that_another_rank_holds_raises() -> None:
     ownership, net = learned(0)
     ownership.use(net.embed.weight)
