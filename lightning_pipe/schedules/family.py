@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate, zip_longest
+from numbers import Integral
 from typing import ClassVar
 
 from lightning_pipe.errors import ScheduleError
@@ -42,6 +43,8 @@ class Family(ABC):
     """
 
     synchronous: ClassVar[bool] = True
+    mirrored: ClassVar[bool] = False
+    """Ranks stand in pairs that mirror each other."""
 
     @property
     def name(self) -> str:
@@ -89,8 +92,13 @@ class Family(ABC):
         """The family with options that suit the number of stages asked for, and the number that its orders have.
 
         Raises:
-            ScheduleError: too few stages.
+            ScheduleError: too few stages, or ranks that cannot be paired.
         """
+        if self.mirrored and ranks % 2:
+            raise ScheduleError(
+                f"Schedule {self.name!r} pairs ranks that mirror each other, got ranks={ranks}.",
+                hint="Use an even number of ranks.",
+            )
         needed = ranks * self.stages_per_rank
         if stages is not None and stages < needed:
             raise ScheduleError(
@@ -128,9 +136,8 @@ class Family(ABC):
         Raises:
             ScheduleError: the numbers do not fit together.
         """
-        for what, value in (("ranks", ranks), ("micro_batches", micro_batches)):
-            if value < 1:
-                raise ScheduleError(f"Schedule {self.name!r} needs {what} >= 1, got {what}={value}.")
+        given = {} if stages is None else {"stages": stages}
+        check_counts(f"Schedule {self.name!r}", ranks=ranks, micro_batches=micro_batches, **given)
         family, coarse = self.placed(ranks, stages)
         whole = family.published(ranks, micro_batches)
         if whole != micro_batches:
@@ -159,6 +166,24 @@ class Family(ABC):
         schedule = replace(schedule, versions=family.versions(schedule))
         schedule.validate()
         return schedule
+
+
+def check_counts(who: str, **counts: object) -> None:
+    """Raise a :class:`ScheduleError` unless every number is a whole one, 1 or more."""
+    for what, count in counts.items():
+        if not isinstance(count, Integral) or count < 1:
+            raise ScheduleError(
+                f"{who} needs {what} to be a whole number >= 1, got {what}={count!r}.", hint=f"Use {what}=1 or more."
+            )
+
+
+def check_choice(who: str, known: Sequence[object], **choices: object) -> None:
+    """Raise a :class:`ScheduleError` unless every choice is one of the known ones."""
+    for what, choice in choices.items():
+        if choice not in known:
+            raise ScheduleError(
+                f"{who} needs {what} to be one of {', '.join(map(repr, known))}, got {what}={choice!r}."
+            )
 
 
 def placement_of(orders: Orders) -> Placement:

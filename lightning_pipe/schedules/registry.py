@@ -96,6 +96,12 @@ def get(schedule: str | PathLike[str] | Family | Schedule, **options: object) ->
     factory = _families.get(name) or _families.get(lower)
     if factory is None and lower in ALIASES:
         ours, preset = ALIASES[lower]
+        other = next((option for option in preset if options.get(option, preset[option]) != preset[option]), None)
+        if other is not None:
+            raise ScheduleError(
+                f"Schedule {name!r} is {ours!r} with {other}={preset[other]!r}, got {other}={options[other]!r}.",
+                hint=f"Use schedule={ours!r} with this option, or {name!r} without it.",
+            )
         factory, options = _families[ours], preset | options
     if factory is None:
         near = difflib.get_close_matches(lower, [*_families, *ALIASES], n=1)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from fractions import Fraction
+from numbers import Real
 from typing import Any, get_args
 
 from lightning_pipe.errors import ScheduleError
 from lightning_pipe.schedules.action import Action, Kind
 from lightning_pipe.schedules.dependencies import Links, Number, Occupied
+from lightning_pipe.schedules.family import check_choice
 
 PerStage = Number | Sequence[Number]
 
@@ -23,6 +26,8 @@ _OF_THE_MODEL = (
     "step",
 )
 """Times that a stage twice as large has twice; messages and the engine's own work are the same for any stage."""
+_PER_STAGE = (*_OF_THE_MODEL, "send", "send_backward")
+_GIVE = "Give one number for all stages, or one per stage."
 
 
 @dataclass(frozen=True)
@@ -80,23 +85,25 @@ class Costs:
     overlap: Number | None = None
 
     def check(self, stages: int) -> None:
-        """Raise a :class:`ScheduleError` unless every sequence has one number per stage and none is negative."""
-        for name, known in (("occupies", Occupied), ("links", Links)):
-            if getattr(self, name) not in get_args(known):
-                raise ScheduleError(f"Costs.{name} is one of {get_args(known)}, got {getattr(self, name)!r}.")
-        if self.overlap is not None and self.overlap > 1:
-            raise ScheduleError(f"Costs.overlap is a share, at most 1, got {self.overlap}.")
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if isinstance(value, (str, bool)):
-                continue
-            if isinstance(value, Sequence) and len(value) != stages:
+        """Raise a :class:`ScheduleError` unless there is one time for all stages or one per stage, none negative."""
+        check_choice("Costs", get_args(Occupied), occupies=self.occupies)
+        check_choice("Costs", get_args(Links), links=self.links)
+        for name in (*_PER_STAGE, "overhead", "overlap"):
+            value = getattr(self, name)
+            if value is getattr(Costs, name):
+                continue  # the default
+            several = name in _PER_STAGE and isinstance(value, Sequence)
+            if several and len(value) != stages:
                 raise ScheduleError(
-                    f"Costs.{field.name} has {len(value)} numbers, but the schedule has {stages} stages.",
-                    hint="Give one number for all stages, or one per stage.",
+                    f"Costs.{name} has {len(value)} numbers, but the schedule has {stages} stages.", hint=_GIVE
                 )
-            if any(at_stage(value, stage) < 0 for stage in range(stages) if value is not None):
-                raise ScheduleError(f"Costs.{field.name} must not be negative, got {value}.")
+            numbers = value if several else [value]
+            if not all(isinstance(each, Real) and 0 <= float(each) < math.inf for each in numbers):
+                hint = _GIVE if name in _PER_STAGE else "Give one number."
+                raise ScheduleError(f"Costs.{name} must be a number, 0 or more, got {value!r}.", hint=hint)
+        if self.overlap is not None and self.overlap > 1:
+            hint = "Give overlap=0.8 where computation hides 80 % of the messages."
+            raise ScheduleError(f"Costs.overlap is a share, at most 1, got {self.overlap}.", hint=hint)
 
     def duration(self, action: Action) -> Number:
         """The time of a compute action, without the overhead."""

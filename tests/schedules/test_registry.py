@@ -77,8 +77,11 @@ def test_names_of_other_packages_lead_to_the_same_families(alias: str, name: str
     ("alias", "variant"), [("zero_bubble_v", "v"), ("ZBVZeroBubble", "v"), ("vhalf", "v_half"), ("VMin", "v_min")]
 )
 def test_an_alias_may_stand_for_options(alias: str, variant: Any) -> None:
-    assert get(alias) == ZeroBubble(variant)
-    assert get(alias, variant="h2") == ZeroBubble("h2")
+    assert get(alias) == get(alias, variant=variant) == ZeroBubble(variant)
+    with pytest.raises(
+        ScheduleError, match=f"with variant='{variant}', got variant='h2'.\nHint: Use schedule='zero_bub"
+    ):
+        get(alias, variant="h2")
 
 
 def test_an_alias_takes_options_and_gives_way_to_a_schedule_of_that_name() -> None:
@@ -98,6 +101,31 @@ def test_unknown_names_and_options_say_what_there_is() -> None:
         ScheduleError, match=r"no option 'pips'\.\nHint: Did you mean pipes\? It has pipes, scaling, sync"
     ):
         get("chimera", pips=2)
+
+
+@pytest.mark.parametrize("count", [1.5, 2.0, 0, -1, "2", float("nan")])
+@pytest.mark.parametrize(
+    ("name", "option"),
+    [
+        ("interleaved", "virtual_stages"),
+        ("looped_bfs", "virtual_stages"),
+        ("interleaved_zero_bubble", "virtual_stages"),
+        ("chimera", "pipes"),
+        ("pipedream_2bw", "accumulate"),
+    ],
+)
+def test_counts_are_whole_numbers(name: str, option: str, count: Any) -> None:
+    with pytest.raises(
+        ScheduleError, match=f"whole number >= 1, got {option}={count!r}.\nHint: Use {option}=1 or more"
+    ):
+        get(name, **{option: count})
+
+
+@pytest.mark.parametrize("count", [1.5, 0, "2"])
+@pytest.mark.parametrize("what", ["ranks", "micro_batches", "stages"])
+def test_sizes_are_whole_numbers(what: str, count: Any) -> None:
+    with pytest.raises(ScheduleError, match=f"'1f1b' needs {what} to be a whole number >= 1, got {what}={count!r}"):
+        OneFOneB().build(**{"ranks": 2, "micro_batches": 4, "stages": 2, what: count})
 
 
 @pytest.mark.parametrize("name", ["bogus", "zigzag"])

@@ -111,5 +111,5 @@ def test_impossible_replicas_are_refused() -> None:
         PipeDream(replicas=(2, 1)).build(4, 8)
     with pytest.raises(ScheduleError, match=r"has 2 stages, got stages=1"):
         PipeDream(replicas=(2, 1)).build(3, 8, stages=1)
-    with pytest.raises(ScheduleError, match="one replica or more"):
+    with pytest.raises(ScheduleError, match=r"replicas\[1\] to be a whole number >= 1, got replicas\[1\]=0"):
         PipeDream(replicas=(2, 0))

@@ -135,7 +135,7 @@ def test_when_copies_are_reduced() -> None:
         ({}, 5, r"pipes=2 and ranks=5.\nHint: Use an even number of ranks"),
         ({}, 1, "Use an even number of ranks"),
         ({"scaling": "double"}, 4, "scaling='double'"),
-        ({"sync": "never"}, 4, "got 'never'"),
+        ({"sync": "never"}, 4, "got sync='never'"),
     ],
 )
 def test_impossible_options_are_refused(options: dict[str, object], ranks: int, message: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from fractions import Fraction
 
 import pytest
@@ -53,7 +54,11 @@ def test_gradients_may_take_another_time_than_activations() -> None:
 
 
 def test_what_is_hidden_is_a_share() -> None:
-    with pytest.raises(ScheduleError, match="a share, at most 1, got 2"):
+    for wrong in (-0.5, "a", float("nan"), float("inf"), [0.5]):
+        told = re.escape(f"Costs.overlap must be a number, 0 or more, got {wrong!r}.\nHint: Give one number")
+        with pytest.raises(ScheduleError, match=told):
+            simulate(GPipe().build(2, 1), Costs(overlap=wrong))  # type: ignore[arg-type]
+    with pytest.raises(ScheduleError, match=r"a share, at most 1, got 2\.\nHint: Give overlap=0.8"):
         simulate(GPipe().build(2, 1), Costs(overlap=2))
 
 
@@ -86,12 +91,16 @@ def test_a_step_without_a_flush_waits_for_its_reduction() -> None:
 
 def test_errors() -> None:
     schedule = GPipe().build(2, 2)
-    with pytest.raises(ScheduleError, match="occupies is one of"):
+    with pytest.raises(ScheduleError, match="occupies to be one of 'neither', 'sender'"):
         simulate(schedule, Costs(occupies="all"))  # type: ignore[arg-type]
     with pytest.raises(ScheduleError, match=r"Costs\.step has 3 numbers"):
         simulate(schedule, Costs(step=[1, 2, 3]))
-    with pytest.raises(ScheduleError, match=r"Costs\.overhead must not be negative"):
-        simulate(schedule, Costs(overhead=-1))
+    for wrong in (-1, 1j, None, float("nan"), [1, "a"]):
+        told = re.escape(f"Costs.forward must be a number, 0 or more, got {wrong!r}.\nHint: Give one number for all")
+        with pytest.raises(ScheduleError, match=told):
+            simulate(schedule, Costs(forward=wrong))  # type: ignore[arg-type]
+    with pytest.raises(ScheduleError, match=r"Costs\.overhead must be a number, 0 or more, got \[1\]"):
+        simulate(schedule, Costs(overhead=[1]))  # type: ignore[arg-type]
 
 
 def test_all_reduce_after_rabenseifner() -> None:

@@ -134,8 +134,8 @@ def test_stages_of_different_costs() -> None:
     ("costs", "message"),
     [
         (Costs(forward=[1, 2, 3]), "Costs.forward has 3 numbers, but the schedule has 2 stages"),
-        (Costs(backward=-1), "Costs.backward must not be negative"),
-        (Costs(send=[0, -1]), "Costs.send must not be negative"),
+        (Costs(backward=-1), "Costs.backward must be a number, 0 or more"),
+        (Costs(send=[0, -1]), "Costs.send must be a number, 0 or more"),
     ],
 )
 def test_impossible_costs_are_refused(costs: Costs, message: str) -> None:

@@ -108,7 +108,7 @@ def test_interleaved_zero_bubble_with_one_virtual_stage_is_h1() -> None:
 
 
 def test_an_unknown_variant_is_refused() -> None:
-    with pytest.raises(ScheduleError, match="'h1', 'h2', 'v', 'v_half', 'v_min', got 'h3'"):
+    with pytest.raises(ScheduleError, match="'h1', 'h2', 'v', 'v_half', 'v_min', got variant='h3'"):
         ZeroBubble("h3")  # type: ignore[arg-type]
 
 

@@ -73,7 +73,6 @@ _ROOMS: dict[str, dict[str, str]] = {
             "bitpipe",
             "building_block",
             "chimera",
-            "counting",
             "dual_pipe",
             "dual_pipe_v",
             "gems",

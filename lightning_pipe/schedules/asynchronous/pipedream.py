@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, chain
 from math import lcm
 from typing import ClassVar
 
 from lightning_pipe.errors import ScheduleError
 from lightning_pipe.schedules.action import Action, Kind
-from lightning_pipe.schedules.family import Family, Orders
+from lightning_pipe.schedules.families.one_f_one_b import alternate
+from lightning_pipe.schedules.family import Family, Orders, check_counts
 from lightning_pipe.schedules.ir import Schedule
 
 
@@ -50,8 +51,8 @@ class PipeDream(Family):
         if self.replicas is not None:
             # Configuration files have lists.
             object.__setattr__(self, "replicas", tuple(self.replicas))
-            if not self.replicas or min(self.replicas) < 1:
-                raise ScheduleError(f"PipeDream needs one replica or more of every stage, got {self.replicas}.")
+            counts = {f"replicas[{stage}]": count for stage, count in enumerate(self.replicas or (0,))}
+            check_counts("PipeDream", **counts)
 
     @property
     def pipes(self) -> int:
@@ -91,7 +92,7 @@ class PipeDream(Family):
                 forwards.append([Action(Kind.FORWARD, stage, index, index % self.pipes)])
                 step = [Action(Kind.BACKWARD, stage, index, index % self.pipes), *step]
             backwards.append(step)
-        return alternate_blocks(forwards, backwards, warm_up=-(-later // copies))
+        return [*chain.from_iterable(alternate(forwards, backwards, warm_up=-(-later // copies)))]
 
     def versions(self, schedule: Schedule) -> Mapping[tuple[int, int], int]:
         """Each stage's newest or, with vertical sync, the number that is newest on the first stage."""
@@ -128,8 +129,8 @@ class PipeDream2BW(Family):
     accumulate: int | None = None
 
     def __post_init__(self) -> None:
-        if self.accumulate is not None and self.accumulate < 1:
-            raise ScheduleError(f"PipeDream2BW needs accumulate >= 1, got {self.accumulate}.")
+        if self.accumulate is not None:
+            check_counts("PipeDream2BW", accumulate=self.accumulate)
 
     def placed(self, ranks: int, stages: int | None) -> tuple[Family, int]:
         """With the number of micro-batches in a batch."""
@@ -156,7 +157,7 @@ class PipeDream2BW(Family):
             backwards = [[Action(Kind.BACKWARD, rank, index)] for index in range(micro_batches)]
             for first in range(0, micro_batches, size):
                 backwards[min(first + size, micro_batches) - 1].append(Action(Kind.STEP, rank, first))
-            return alternate_blocks(forwards, backwards, warm_up=ranks - 1 - rank)
+            return [*chain.from_iterable(alternate(forwards, backwards, warm_up=ranks - 1 - rank))]
 
         return [order(rank) for rank in range(ranks)]
 
@@ -168,13 +169,3 @@ class PipeDream2BW(Family):
             for stage in range(schedule.stages)
             for micro_batch in range(schedule.micro_batches)
         }
-
-
-def alternate_blocks(forwards: Sequence[list[Action]], backwards: Sequence[list[Action]], warm_up: int) -> list[Action]:
-    """``warm_up`` forwards, then a forward and a block of backward actions in turn, then the blocks that are left."""
-    order = [action for block in forwards[:warm_up] for action in block]
-    paired = forwards[warm_up:]
-    for index, block in enumerate(backwards):
-        order += paired[index] if index < len(paired) else []
-        order += block
-    return order

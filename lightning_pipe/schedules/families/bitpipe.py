@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from lightning_pipe.errors import ScheduleError
 from lightning_pipe.schedules.action import Action, Kind
 from lightning_pipe.schedules.families.one_f_one_b import alternate
 from lightning_pipe.schedules.family import Family, Orders
@@ -31,6 +30,7 @@ class BitPipe(Family):
     """
 
     name: ClassVar[str] = "bitpipe"
+    mirrored: ClassVar[bool] = True
 
     @property
     def stages_per_rank(self) -> int:
@@ -45,14 +45,6 @@ class BitPipe(Family):
     def published(self, ranks: int, micro_batches: int) -> int:
         """Multiples of the ranks."""
         return -(-micro_batches // ranks) * ranks
-
-    def placed(self, ranks: int, stages: int | None) -> tuple[Family, int]:
-        """As others, on an even number of ranks."""
-        if ranks % 2:
-            raise ScheduleError(
-                f"BitPipe pairs ranks that mirror each other, got ranks={ranks}.", hint="Use an even number of ranks."
-            )
-        return super().placed(ranks, stages)
 
     def orders(self, ranks: int, micro_batches: int) -> Orders:
         """Units of ``ranks`` micro-batches."""

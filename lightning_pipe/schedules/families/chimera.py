@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, get_args
 
 from lightning_pipe.errors import ScheduleError
 from lightning_pipe.schedules.action import Action, Kind
-from lightning_pipe.schedules.family import Family, Orders
+from lightning_pipe.schedules.family import Family, Orders, check_choice, check_counts
 from lightning_pipe.schedules.passes.recompute import insert_recompute
 
 Scaling = Literal["direct", "forward_doubling", "backward_halving"]
+Sync = Literal["eager", "eager_opt", "lazy"]
 Slotted = tuple[int, int, Action]
 """Time slot, turn within the slot, action."""
 
@@ -55,20 +56,20 @@ class Chimera(Family):
 
     pipes: int = 2
     scaling: Scaling = "direct"
-    sync: Literal["eager", "eager_opt", "lazy"] = "eager_opt"
+    sync: Sync = "eager_opt"
 
     def __post_init__(self) -> None:
-        if self.pipes < 2 or self.pipes % 2:
-            raise ScheduleError(f"Chimera needs an even number of pipes, 2 or more, got pipes={self.pipes}.")
-        if self.scaling not in _PER_SLOT:
-            raise ScheduleError(f"Chimera scales by {', '.join(map(repr, _PER_SLOT))}, got scaling={self.scaling!r}.")
-        if self.sync not in ("eager", "eager_opt", "lazy"):
-            raise ScheduleError(f"Chimera has sync='eager', 'eager_opt' or 'lazy', got {self.sync!r}.")
+        check_counts("Schedule 'chimera'", pipes=self.pipes)
+        if self.pipes % 2:
+            raise ScheduleError(
+                f"Chimera needs an even number of pipes, got pipes={self.pipes}.", hint=f"Use pipes={self.pipes + 1}."
+            )
+        check_choice("Chimera", get_args(Scaling), scaling=self.scaling)
+        check_choice("Chimera", get_args(Sync), sync=self.sync)
 
     def variants(self) -> tuple[Family, ...]:
         """The three ways to scale."""
-        scalings: tuple[Scaling, ...] = ("direct", "forward_doubling", "backward_halving")
-        return tuple(replace(self, scaling=scaling) for scaling in scalings)
+        return tuple(replace(self, scaling=scaling) for scaling in get_args(Scaling))
 
     def placed(self, ranks: int, stages: int | None) -> tuple[Family, int]:
         """As others; the pipes must divide the ranks."""
@@ -87,7 +88,7 @@ class Chimera(Family):
         while first < micro_batches:
             left = micro_batches - first
             # A rest that fits into a unit without doubling needs none.
-            per_slot = _PER_SLOT[self.scaling] if left > ranks else 1
+            per_slot = 2 if left > ranks and self.scaling != "direct" else 1
             size = min(left, per_slot * ranks)
             for rank, entry in self._unit(ranks, first, size, slot, per_slot):
                 slotted[rank].append(entry)
@@ -114,6 +115,3 @@ class Chimera(Family):
         """Pipes start evenly spread over the ranks; every second one runs the other way."""
         route = pipe // 2 * (2 * ranks // self.pipes)
         return (route + (ranks - 1 - stage if pipe % 2 else stage)) % ranks
-
-
-_PER_SLOT = {"direct": 1, "forward_doubling": 2, "backward_halving": 2}

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from lightning_pipe.errors import ScheduleError
 from lightning_pipe.schedules.action import Action
 from lightning_pipe.schedules.families.dual_pipe_v import DualPipeV
 from lightning_pipe.schedules.family import Family, Orders
@@ -29,6 +28,7 @@ class DualPipe(Family):
     """
 
     name: ClassVar[str] = "dualpipe"
+    mirrored: ClassVar[bool] = True
 
     @property
     def pipes(self) -> int:
@@ -38,14 +38,6 @@ class DualPipe(Family):
     def published(self, ranks: int, micro_batches: int) -> int:
         """As many for each direction, at least twice as many as ranks."""
         return max(micro_batches + micro_batches % 2, 2 * ranks)
-
-    def placed(self, ranks: int, stages: int | None) -> tuple[Family, int]:
-        """As others, on an even number of ranks."""
-        if ranks % 2:
-            raise ScheduleError(
-                f"DualPipe pairs ranks that mirror each other, got ranks={ranks}.", hint="Use an even number of ranks."
-            )
-        return super().placed(ranks, stages)
 
     def orders(self, ranks: int, micro_batches: int) -> Orders:
         """The original program's order for the first half of the ranks, and its mirror image."""

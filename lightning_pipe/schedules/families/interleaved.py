@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from lightning_pipe.errors import ScheduleError
 from lightning_pipe.schedules.action import Action, Kind
 from lightning_pipe.schedules.families.one_f_one_b import alternate
-from lightning_pipe.schedules.family import Family, Orders
+from lightning_pipe.schedules.family import Family, Orders, check_counts
 
 
 @dataclass(frozen=True)
@@ -35,8 +34,7 @@ class Interleaved(Family):
     virtual_stages: int | None = None
 
     def __post_init__(self) -> None:
-        if self.virtual_stages is not None and self.virtual_stages < 1:
-            raise ScheduleError(f"{type(self).__name__} needs virtual_stages >= 1, got {self.virtual_stages}.")
+        check_counts(f"Schedule {self.name!r}", virtual_stages=self.stages_per_rank)
 
     @property
     def stages_per_rank(self) -> int:

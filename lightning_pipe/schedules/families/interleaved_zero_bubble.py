@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from lightning_pipe.schedules.action import Action, Kind
+from lightning_pipe.schedules.action import Kind
 from lightning_pipe.schedules.families.interleaved import Interleaved, sequence
-from lightning_pipe.schedules.families.one_f_one_b import alternate
+from lightning_pipe.schedules.families.zero_bubble import split
 from lightning_pipe.schedules.family import Orders
 
 
@@ -18,7 +18,7 @@ class InterleavedZeroBubble(Interleaved):
     Micro-batches take Megatron-LM's order, with one more forward to warm up for each rank behind, instead of two, and
     rank ``r`` puts its weight parts off by ``r`` input parts. This is torch's ``ScheduleInterleavedZeroBubble`` for
     micro-batches that are a multiple of the ranks; for others torch changes the size of its groups, and here the order
-    of the next multiple is cut short. With one virtual stage and ``ranks`` micro-batches or more it is H1.
+    of the next multiple is cut short. With one virtual stage it is H1.
 
     With a multiple of ``ranks`` micro-batches rank 0 is idle inside its span for H1's ``(ranks - 1)(F + I - W)``, with
     the parts of one of the smaller stages; with equal parts that is ``(ranks - 1) / (3 virtual_stages micro_batches)``
@@ -39,18 +39,12 @@ class InterleavedZeroBubble(Interleaved):
     def orders(self, ranks: int, micro_batches: int) -> Orders:
         """Interleaved 1F1B with input parts, each followed by the weight part of ``rank`` input parts before."""
         virtual = self.stages_per_rank
-
-        def order(rank: int) -> list[Action]:
-            inputs = sequence(Kind.BACKWARD_INPUT, ranks, micro_batches, range(virtual)[::-1], rank)
-            weights = [action._replace(kind=Kind.BACKWARD_WEIGHT) for action in inputs]
-            forwards = sequence(Kind.FORWARD, ranks, micro_batches, range(virtual), rank)
-            warm_up = min(len(forwards), (virtual - 1) * ranks + ranks - 1 - rank)
-            result, put_off = [], -rank
-            for action in alternate(forwards, inputs, warm_up=warm_up):
-                result.append(action)
-                if action.kind is Kind.BACKWARD_INPUT:
-                    result += weights[max(0, put_off) : max(0, put_off + 1)]
-                    put_off += 1
-            return result + weights[max(0, put_off) :]
-
-        return [order(rank) for rank in range(ranks)]
+        return [
+            split(
+                sequence(Kind.FORWARD, ranks, micro_batches, range(virtual), rank),
+                sequence(Kind.BACKWARD_INPUT, ranks, micro_batches, range(virtual)[::-1], rank),
+                warm_up=(virtual - 1) * ranks + ranks - 1 - rank,
+                put_off=rank,
+            )
+            for rank in range(ranks)
+        ]

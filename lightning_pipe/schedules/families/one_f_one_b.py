@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 from lightning_pipe.schedules.action import Action, Kind
 from lightning_pipe.schedules.family import Family, Orders
+
+Pass = TypeVar("Pass")
+"""An action, or several of one micro-batch."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,7 @@ class OneFOneB(Family):
         ]
 
 
-def alternate(forwards: Sequence[Action], backwards: Sequence[Action], warm_up: int) -> list[Action]:
+def alternate(forwards: Sequence[Pass], backwards: Sequence[Pass], warm_up: int) -> list[Pass]:
     """``warm_up`` forwards, then forward and backward in turn, then the backwards that are left."""
     order = list(forwards[:warm_up])
     for forward, backward in zip(forwards[warm_up:], backwards, strict=False):

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal, get_args
 
-from lightning_pipe.errors import ScheduleError
-from lightning_pipe.schedules.action import Kind
+from lightning_pipe.schedules.action import Action, Kind
 from lightning_pipe.schedules.families.building_block import repeated, v_half, v_min
-from lightning_pipe.schedules.families.counting import CountingOrder, Order
-from lightning_pipe.schedules.family import Family, Orders
+from lightning_pipe.schedules.family import Family, Orders, check_choice
 
 Variant = Literal["h1", "h2", "v", "v_half", "v_min"]
 _WARM_UP = {"h1": 1, "h2": 2}
@@ -47,9 +47,7 @@ class ZeroBubble(Family):
     variant: Variant = "h1"
 
     def __post_init__(self) -> None:
-        if self.variant not in get_args(Variant):
-            known = ", ".join(map(repr, get_args(Variant)))
-            raise ScheduleError(f"ZeroBubble has the variants {known}, got {self.variant!r}.")
+        check_choice("ZeroBubble", get_args(Variant), variant=self.variant)
 
     @property
     def stages_per_rank(self) -> int:
@@ -73,49 +71,54 @@ class ZeroBubble(Family):
         return [_linear(_WARM_UP[self.variant], ranks, micro_batches, rank) for rank in range(ranks)]
 
 
-def _linear(depth: int, ranks: int, micro_batches: int, rank: int) -> Order:
+def split(forwards: Sequence[Action], inputs: Sequence[Action], warm_up: int, put_off: int) -> list[Action]:
+    """``warm_up`` forwards, then forward and input part in turn; then what is left.
+
+    An input part is followed by the weight part of the one ``put_off`` before it, or sooner where no forward is left.
+    """
+    order, paired = list(forwards[:warm_up]), forwards[warm_up:]
+    weights = iter([action._replace(kind=Kind.BACKWARD_WEIGHT) for action in inputs])
+    for index, action in enumerate(inputs):
+        order += [*paired[index : index + 1], action]
+        if index >= min(put_off, len(paired)):
+            order.append(next(weights))
+    return [*order, *weights]
+
+
+def _linear(depth: int, ranks: int, micro_batches: int, rank: int) -> list[Action]:
     """H1 is 1F1B with ``W`` put off on later ranks; H2 warms up with twice as many forwards."""
-    order = CountingOrder()
-    later = depth * (ranks - 1 - rank)
-    order.add(Kind.FORWARD, rank, min(later, micro_batches))
-    for index in range(min(later, micro_batches), micro_batches):
-        order.add(Kind.FORWARD, rank)
-        order.add(Kind.BACKWARD_INPUT, rank)
-        if index >= later + depth * rank:
-            order.add(Kind.BACKWARD_WEIGHT, rank)
-    for _ in range(min(later, micro_batches)):
-        order.add(Kind.BACKWARD_INPUT, rank)
-        order.add(Kind.BACKWARD_WEIGHT, rank)
-    order.add(Kind.BACKWARD_WEIGHT, rank, micro_batches - order.counts[Kind.BACKWARD_WEIGHT, rank])
-    return order.actions
+    forwards, inputs = (
+        [Action(kind, rank, index) for index in range(micro_batches)] for kind in (Kind.FORWARD, Kind.BACKWARD_INPUT)
+    )
+    return split(forwards, inputs, warm_up=depth * (ranks - 1 - rank), put_off=depth * rank)
 
 
-def _v_shaped(ranks: int, micro_batches: int, rank: int) -> Order:
+def _v_shaped(ranks: int, micro_batches: int, rank: int) -> list[Action]:
     """ZB-V: down the ranks with the first stages, and up again with the second ones."""
-    order = CountingOrder()
     down, up = rank, 2 * ranks - 1 - rank
-    forward, backward_input, backward_weight = Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT
+    forward, for_input, for_weight = Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT
+    actions: list[Action] = []
+    counts: Counter[tuple[Kind, int]] = Counter()
 
-    def one_of_each(stage: int, *, forwards: bool = True) -> None:
-        for kind in (forward, backward_input, backward_weight):
-            if kind is not forward or forwards:
-                order.add(kind, stage)
+    def add(stage: int, *kinds: Kind) -> None:
+        for kind in kinds:
+            actions.append(Action(kind, stage, counts[kind, stage]))
+            counts[kind, stage] += 1
 
-    order.add(forward, down, 2 * (ranks - rank) - 1)
+    add(down, *[forward] * (2 * (ranks - rank) - 1))
     for _ in range(rank):
-        order.add(forward, up)
-        order.add(forward, down)
+        add(up, forward)
+        add(down, forward)
     for _ in range(ranks - rank):
-        one_of_each(up)
-    while order.counts[forward, up] < micro_batches:
-        one_of_each(down, forwards=order.counts[forward, down] < micro_batches)
-        one_of_each(up)
+        add(up, forward, for_input, for_weight)
+    while counts[forward, up] < micro_batches:
+        add(down, *[forward] * (counts[forward, down] < micro_batches), for_input, for_weight)
+        add(up, forward, for_input, for_weight)
     for _ in range(rank):
-        order.add(backward_input, down)
-        order.add(backward_input, up)
+        add(down, for_input)
+        add(up, for_input)
     for _ in range(ranks - rank):
-        order.add(backward_input, down)
-        order.add(backward_weight, down)
+        add(down, for_input, for_weight)
     for stage in (up, down):
-        order.add(backward_weight, stage, micro_batches - order.counts[backward_weight, stage])
-    return order.actions
+        add(stage, *[for_weight] * (micro_batches - counts[for_weight, stage]))
+    return actions
