@@ -47,6 +47,7 @@ def search(costs: CostProfile | Predictor | nn.Module, asked: SearchOptions) -> 
 
     Raises:
         ConfigurationError: an argument cannot be served, or nothing fits.
+        ScheduleError: so many ranks are no pipeline of any of the schedules.
 
     Example:
         >>> found = search(nn.Sequential(*(nn.Linear(64, 64) for _ in range(8))), ranks=4, global_batch=32)
@@ -54,17 +55,17 @@ def search(costs: CostProfile | Predictor | nn.Module, asked: SearchOptions) -> 
         4
     """
     start = time.perf_counter()
-    if isinstance(costs, Predictor):
-        predictor = costs
-    else:
-        predictor = Predictor(costs if isinstance(costs, CostProfile) else _profile_of(costs, asked.layers))
+    if isinstance(costs, nn.Module):
+        costs = estimated(costs, layers_before_run(costs, asked.layers, 1))
+    predictor = costs if isinstance(costs, Predictor) else Predictor(costs)
     found, candidates = _Search(predictor, asked.limit), list(_candidates(predictor.profile, asked))
+    if not candidates:
+        size, families = asked.pipeline_parallel_size or asked.ranks, list(_families(asked.families))
+        refused = [each for one in families if isinstance(each := _own_stages(one, size, None), ScheduleError)]
+        if families and len(refused) == len(families):
+            raise refused[0]
     few = list(found.largest(candidates)) if asked.greedy else []
     return found.run(few or candidates, asked.shown, start)  # where nothing fits the error is that of all of them
-
-
-def _profile_of(module: nn.Module, layers: str | Sequence[str] | None) -> CostProfile:
-    return estimated(module, layers_before_run(module, layers, 1))
 
 
 def _divisors(number: int) -> list[int]:
@@ -83,7 +84,7 @@ def _candidates(profile: CostProfile, asked: SearchOptions) -> Iterator[Configur
         for family in tried if ranks > 1 else tried[:1]:
             for stages in sorted({ranks * max(number, family.stages_per_rank) for number in asked.stages_per_rank}):
                 # A schedule that folds further stages onto its own gains nothing by them.
-                if stages <= len(profile.layers) and stages == ranks * _own_stages(family, ranks, stages):
+                if stages <= len(profile.layers) and stages == _own_stages(family, ranks, stages):
                     given = None if cut is None else cut(stages)
                     own = None if given is None else tuple(given)
                     for number in _divisors(batch) if cut is None or own is not None else ():
@@ -93,11 +94,12 @@ def _candidates(profile: CostProfile, asked: SearchOptions) -> Iterator[Configur
                             yield Configuration(family, ranks, replicas, stages, number, batch // number, layers=own)
 
 
-def _own_stages(family: Family, ranks: int, stages: int) -> int:
+def _own_stages(family: Family, ranks: int, stages: int | None) -> int | ScheduleError:
+    """The stages that the schedule has by itself, or why it has no place for them."""
     try:
-        return family.placed(ranks, stages)[1] // ranks
-    except ScheduleError:
-        return 0
+        return family.placed(ranks, stages)[1]
+    except ScheduleError as error:
+        return error
 
 
 def _families(wanted: Sequence[str | Family] | None) -> Iterator[Family]:

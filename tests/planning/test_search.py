@@ -15,7 +15,7 @@ from torch import nn
 import lightning_pipe
 from lightning_pipe import schedules
 from lightning_pipe.config import Sharding
-from lightning_pipe.errors import ConfigurationError
+from lightning_pipe.errors import ConfigurationError, ScheduleError
 from lightning_pipe.partition import find_layers
 from lightning_pipe.planning.cost_profile import CostProfile, LayerSizes, SizeCosts, TiedSizes
 from lightning_pipe.planning.layer_sizes import of_module, without_times
@@ -332,11 +332,18 @@ def test_world_and_global_batch_stay_fixed() -> None:
         ({"micro_batches": [3]}, "None of 0 configurations can be built"),
         ({"families": []}, "None of 0 configurations can be built"),
         ({"cut": lambda stages: None}, "None of 0 configurations can be built"),
+        ({"ranks": 3, "families": ["bitpipe", "1f1b"], "micro_batches": [5]}, "None of 0 configurations can be built"),
     ],
 )
 def test_what_cannot_be_searched_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         search(profile(), **{"ranks": 4, "global_batch": 8, **options})
+
+
+def test_ranks_that_no_schedule_takes_are_refused_with_what_it_needs() -> None:
+    for options in ({}, {"pipeline_parallel_size": 3, "ranks": 6}):
+        with pytest.raises(ScheduleError, match=r"'bitpipe' pairs ranks .* got ranks=3\.\nHint: Use an even number"):
+            search(profile(), **{"ranks": 3, "global_batch": 12, "families": ["bitpipe", "chimera"], **options})
 
 
 def test_a_given_cut_is_predicted() -> None:
