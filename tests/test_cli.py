@@ -36,8 +36,17 @@ def test_every_schedule_is_drawn(name: str, capsys: pytest.CaptureFixture[str]) 
     assert len([line for line in out.splitlines() if line.startswith("stage")]) % 4 == 0
 
 
-def test_a_schedule_is_drawn_by_an_alias(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(capsys, "dapple") == run(capsys, "1f1b")
+@pytest.mark.parametrize(
+    ("alias", "family"),
+    [("dapple", "1f1b"), ("VHalf", "zero_bubble variant=v_half"), ("vmin", "zero_bubble variant=v_min")],
+)
+def test_a_schedule_is_drawn_under_the_name_that_was_given(
+    alias: str, family: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name, *options = family.split(" variant=")
+    own = run(capsys, name, *(word for option in options for word in ("--options.variant", option)))
+    assert own.startswith(f"{family}: 4 ranks")
+    assert run(capsys, alias) == own.replace(family, f"{alias} ({family})", 1)
 
 
 def test_sizes_costs_and_options(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,6 +12,7 @@ from lightning_pipe import schedules
 from lightning_pipe.errors import ConfigurationError, ScheduleError
 from lightning_pipe.schedules import Schedule
 from lightning_pipe.schedules.passes.recompute import Mode
+from lightning_pipe.schedules.registry import ALIASES
 from lightning_pipe.simulate.comparison import compare, simulate_batch, table
 from lightning_pipe.simulate.costs import Costs, PerStage
 
@@ -63,15 +64,11 @@ def schedule(
 
     own = build(micro_batches)
     timeline = simulate_batch(own, build, times(own) if callable(times) else times)
+    timeline = replace(timeline, title=f"{name} ({family.label})" if name.lower() in ALIASES else family.label)
     if profile is not None:
         timeline = replace(timeline, unit="s", title=f"{timeline.title}, {Path(profile).name}")
     print(timeline)
-    writers: dict[str | None, Callable[[str], None]] = {
-        png: timeline.plot,
-        trace: timeline.to_chrome_trace,
-        csv: own.to_csv,
-    }
-    for path, write in writers.items():
+    for path, write in ((png, timeline.plot), (trace, timeline.to_chrome_trace), (csv, own.to_csv)):
         if path is not None:
             _write(path, write)
 
