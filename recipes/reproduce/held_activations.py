@@ -36,7 +36,7 @@ def controllable_memory(ranks: Sequence[int], many: int, tolerance: str) -> Resu
     rows = []
     for number in ranks:
         job = partial(count, families=list(families.values()), micro_batches=2 * number)
-        found: list[Fraction] = in_processes(job, number, "cpu", timeout=120)
+        found: list[Fraction] = in_processes(job, number, "cpu", timeout=600)
         for scheme, held in zip(families, found, strict=True):
             formula = published("controllable_memory", "Activations")[scheme]
             what = f"{scheme}, most micro-batches held on a rank, p={number}, counted by the engine"

@@ -90,7 +90,8 @@ class Machine:
         """Of a micro-batch on each of so many stages, as the authors' programs run them.
 
         Both ends of a message wait for it. The forward pass is repeated when the gradient is there. Sums begin when a
-        rank has nothing left to compute, one after the other, but for Chimera's.
+        rank has nothing left to compute, one after the other, but for Chimera's. (Those of PipeDream and 2BW, which run
+        two at a time beside the last backward pass in the programs, are no better so: see ``chimera_figure15``.)
 
         Args:
             family: the schedule.

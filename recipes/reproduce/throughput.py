@@ -318,7 +318,12 @@ def figure16(blocks: str, schemes: dict[str, list[int]], gpus: list[int], sequen
         for scheme, speed in speeds.items():
             if scheme != "Chimera":
                 gain = round(printed["Chimera"] / printed[scheme], 3)
-                rows.append(near(f"Chimera over {scheme}, {number} GPUs", gain, speeds["Chimera"] / speed, note=reason))
+                set_ups = (
+                    f"{each}, W{number // depth}D{depth}B{batch}{', R' * again}"
+                    for each in ("Chimera", scheme)
+                    for depth, batch, again in [schemes[each]]
+                )
+                rows.append(near(" over ".join(set_ups), gain, speeds["Chimera"] / speed, note=reason))
     return Result.of([shares(rows), *rows])
 
 
