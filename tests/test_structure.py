@@ -22,19 +22,19 @@ BUDGET = {
     "engine": 4790,
     "schedules": 3490,
     "transport": 2890,
-    "planning": 2720,
+    "planning": 3000,
     "parameters": 2090,
     "construction": 1550,
     "partition": 1480,
     "simulate": 1380,
     "batches": 1120,
     "profiling": 920,
-    "sharding": 820,
+    "sharding": 870,
     "plain": 540,
     "skip": 430,
 }
 """Lines of a room at most. The numbers go down; one goes up for a new capability alone, which its commit names."""
-MOST_CLASSES, MOST_PRIVATE_NAMES, MOST_PATCHES = 390, 137, 37
+MOST_CLASSES, MOST_PRIVATE_NAMES, MOST_PATCHES = 393, 137, 37
 """In the whole package: classes, private names of other packages, places that replace some of theirs for a time."""
 SLACK = 1.03
 """A budget that is further than this above its room is to be lowered."""

@@ -14,9 +14,10 @@ from lightning_pipe import schedules
 from lightning_pipe.errors import ConfigurationError
 from lightning_pipe.partition.choice import layers_before_run
 from lightning_pipe.planning.cost_profile import CostProfile
-from lightning_pipe.planning.layer_sizes import of_module, without_times
+from lightning_pipe.planning.layer_sizes import of_process
 from lightning_pipe.planning.make import plan as planned
 from lightning_pipe.planning.options import PlanOptions, SearchOptions
+from lightning_pipe.planning.prediction import Predictor
 from lightning_pipe.planning.render import plan_text
 from lightning_pipe.planning.search import search as searched
 
@@ -73,10 +74,12 @@ def search(
         profile: file of `lightning-pipe profile` (a search goes by parameters without).
         png: draw where the time of the best goes (.png, .svg or .pdf).
     """
-    made, costs = made_module(module, arguments or {}), None
+    made: Any = made_module(module, arguments or {})
     if profile is not None:
-        costs = of_module(CostProfile.load(profile), without_times(made, layers_before_run(made, options.layers, 1)))
-    found = searched(costs or made, **vars(options))
+        layers = layers_before_run(made, options.layers, 1)
+        costs = of_process(made, layers, False, options.tensor_parallel_size, CostProfile.load(profile))
+        made = Predictor(costs)
+    found = searched(made, **vars(options))
     print(found)
     if png is not None:
         try:

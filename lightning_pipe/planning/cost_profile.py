@@ -151,6 +151,47 @@ class CostProfile:
         low, high = known[right - 1], known[right]
         return self.sizes[low].mixed(self.sizes[high], (samples - low) / (high - low))
 
+    def over_tensor_ranks(self, members: int) -> CostProfile:
+        """The costs of one of several processes that compute each layer together, as far as they can be told.
+
+        After Shoeybi et al., Megatron-LM, arXiv:1909.08053, section 3: each computes and keeps its part, and two sums
+        of what a layer hands on are awaited in a forward pass, two of their gradients in a backward pass. Activations
+        between layers are whole. All parameters are taken for divided; `of_process` has those of a module.
+
+        Args:
+            members: how many processes.
+        """
+        if members == 1:
+            return self
+
+        def part(sizes: Any) -> Any:
+            own, frozen = sizes.parameter_bytes // members, sizes.frozen_bytes // members
+            return replace(sizes, parameter_bytes=own, frozen_bytes=frozen)
+
+        sizes = {size: self._of_a_part(costs, members) for size, costs in self.sizes.items()}
+        return replace(self, layers=tuple(map(part, self.layers)), sizes=sizes, tied=tuple(map(part, self.tied)))
+
+    def _of_a_part(self, costs: SizeCosts, members: int) -> SizeCosts:
+        # the last layer hands on nothing: its sums are as large as those of the one before it
+        handed = [*costs.boundary_bytes[:-1], max(costs.boundary_bytes[-2:])]
+        sums = [2 * float(self.all_reduce.all_reduce(size, members)) for size in handed]
+
+        def over(values: Sequence[float], beside: Sequence[float]) -> tuple[float, ...]:
+            return tuple(value / members + more for value, more in zip(values, beside, strict=True))
+
+        none = [0.0] * len(sums)
+        kept = [min(*each) for each in zip(costs.saved_bytes, handed, strict=True)]
+        inside = [saved - whole for saved, whole in zip(costs.saved_bytes, kept, strict=True)]
+        halves = over(costs.backward_input, sums) if costs.backward_input else ()
+        return replace(
+            costs,
+            forward=over(costs.forward, sums),
+            backward=over(costs.backward, sums),
+            backward_weight=over(costs.backward_weight, none),
+            backward_input=halves,
+            saved_bytes=over(inside, kept),
+        )
+
     def layer_costs(self, by: Literal["time", "memory"], in_flight: int = 1, *, recompute: bool = False) -> list[float]:
         """One cost for every layer, to balance stages by, on micro-batches of the smallest measured size.
 

@@ -2,29 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from torch import nn
 
-from lightning_pipe.partition import Layers, parameter_places
+from lightning_pipe.config import Sharding
+from lightning_pipe.partition import Layers, ParameterPlace, parameter_places
 from lightning_pipe.planning.cost_profile import CostProfile, LayerSizes, SizeCosts, TiedSizes
+from lightning_pipe.planning.division import Division
 from lightning_pipe.simulate.link import Link
 
 _FLOPS, _BANDWIDTH, _LATENCY = 1e12, 1e10, 5e-5
 """Of an imaginary device, in FLOP/s, byte/s and seconds: only the proportion of estimated times has a meaning."""
 
 
-def without_times(module: nn.Module, layers: Layers) -> CostProfile:
+def _whole(one: ParameterPlace) -> int:
+    return one.size * one.parameter.element_size()
+
+
+def without_times(module: nn.Module, layers: Layers, size_of: Callable[[ParameterPlace], int] = _whole) -> CostProfile:
     """A profile of layers and parameters alone, for whoever measures or estimates the rest; messages are guessed.
 
     Parameters outside the layers count at each layer that brings them to its stage.
+
+    Args:
+        module: the module.
+        layers: its layer sequence.
+        size_of: bytes of a parameter on a process that holds it.
     """
     numbers, sizes, frozen = [0] * len(layers), [0] * len(layers), [0] * len(layers)
     tied: dict[tuple[int, ...], TiedSizes] = {}
     for held in parameter_places(module, layers):
         places = tuple(sorted({*held.inside, *held.beside}))
-        size = held.size * held.parameter.element_size()
+        size = size_of(held)
         still = 0 if held.parameter.requires_grad else size
         for place in places:
             numbers[place] += held.size
@@ -75,3 +86,23 @@ def estimated(module: nn.Module, layers: Layers, positions: int = 1) -> CostProf
     none = (0.0,) * len(layers)
     costs = SizeCosts(forward, backward, tuple(each / 2 for each in backward), none, none)
     return replace(without_times(module, layers), sizes={1: costs}, conditions={"source": "parameters"})
+
+
+def of_process(
+    module: nn.Module, layers: Layers, sharding: Sharding, tensor: int, measured: CostProfile | None = None
+) -> CostProfile:
+    """The costs of a module on one of the processes that compute each layer together.
+
+    Args:
+        module: the module; its parameters may be without values.
+        layers: its layer sequence.
+        sharding: ``shard_optimizer``.
+        tensor: how many processes.
+        measured: on one process; ``None``: estimated from parameters.
+
+    Raises:
+        ConfigurationError: these are of another module.
+    """
+    costs = (estimated(module, layers) if measured is None else measured).over_tensor_ranks(tensor)
+    division = Division.before_run(module, layers, sharding, tensor)
+    return of_module(costs, without_times(module, layers, division.size))

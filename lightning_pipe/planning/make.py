@@ -10,27 +10,28 @@ from itertools import accumulate, pairwise
 from torch import nn
 
 from lightning_pipe import schedules
-from lightning_pipe.config import BatchEquation, RunLayout, Sharding, micro_batch_count
+from lightning_pipe.config import BatchEquation, RunLayout, micro_batch_count
 from lightning_pipe.partition import AUTO, Layers, ParameterPlace, divide, places_by_stage
 from lightning_pipe.partition.choice import layers_before_run
 from lightning_pipe.planning.batch_norms import BATCH_NORM_SAMPLES, is_normalising, norms_note
-from lightning_pipe.planning.layer_sizes import of_module, without_times
+from lightning_pipe.planning.division import Division
+from lightning_pipe.planning.layer_sizes import of_process
 from lightning_pipe.planning.memory import ParameterBytes, process_memories, sharding_notes
 from lightning_pipe.planning.options import PlanOptions, taking
 from lightning_pipe.planning.prediction import rank_bytes, stage_costs, stage_memory
 from lightning_pipe.planning.render import Plan, StagePlan
 from lightning_pipe.planning.traffic import (
     NodeTraffic,
-    divided_sums,
-    gradient_bytes,
     messages_of,
     node_traffic,
     owners,
     scaled,
+    step_sums,
 )
 from lightning_pipe.schedules import Family, Schedule, Stream, with_recompute
 from lightning_pipe.schedules.action import Placement
 from lightning_pipe.schedules.several_passes import several_passes
+from lightning_pipe.sharding.refusals import check_family, check_sizes
 from lightning_pipe.simulate import Costs, Memory, memory_over_time, peak, simulate
 from lightning_pipe.transport.topology import Topology
 
@@ -70,11 +71,17 @@ def plan(module: nn.Module, asked: PlanOptions) -> Plan:
     ranks, balance = asked.ranks, asked.balance
     family = schedules.get(asked.schedule)
     stages = family.placed(ranks, None if asked.stages == "auto" else asked.stages)[1]
+    check_sizes(asked.shard_optimizer, asked.tensor_parallel_size)
+    if asked.shard_optimizer == "parameters" or asked.tensor_parallel_size > 1:
+        check_family(family)
     layers = layers_before_run(module, asked.layers, stages)
+    division = Division.before_run(module, layers, asked.shard_optimizer, asked.tensor_parallel_size)
     chosen = asked.micro_batches == "auto"
     least = BATCH_NORM_SAMPLES if chosen and any(map(is_normalising, module.modules())) else 1
     count = micro_batch_count(asked.batch, ranks, asked.micro_batches, least)
-    profile, measured = None if asked.costs is None else of_module(asked.costs, without_times(module, layers)), None
+    profile, measured = None, None
+    if asked.costs is not None:
+        profile = of_process(module, layers, asked.shard_optimizer, asked.tensor_parallel_size, asked.costs)
     if profile is not None and (balance == "time" or balance == "memory"):
         measured = profile.layer_costs(balance, stages, recompute=asked.recompute != "never")
     counts = divide(module, layers, stages, balance, measured)
@@ -103,7 +110,7 @@ def plan(module: nn.Module, asked: PlanOptions) -> Plan:
         label_of(family, asked.passes),
         equation,
         order,
-        sharding=asked.shard_optimizer,
+        division=division,
         on_device=asked.accelerator == "gpu",
         number_bytes=BYTES_PER_NUMBER,
         sent_bytes=BYTES_PER_NUMBER,
@@ -127,7 +134,7 @@ def assembled(
     batch: BatchEquation | None,
     schedule: Schedule | None,
     *,
-    sharding: Sharding,
+    division: Division,
     on_device: bool,
     number_bytes: int | None = None,
     sent_bytes: int | None = None,
@@ -148,7 +155,7 @@ def assembled(
         label: the schedule in words.
         batch: of the first batch; ``None``: its size is not known.
         schedule: of that batch.
-        sharding: what the holders of a parameter divide.
+        division: what the holders of a parameter divide, and tensor ranks.
         on_device: whether devices have memory of their own.
         number_bytes: bytes of a number; ``None``: as in each parameter.
         sent_bytes: the same in sums of gradients.
@@ -163,20 +170,19 @@ def assembled(
             seen.setdefault(one.name, []).append(stage)
     traffic: tuple[NodeTraffic, ...] = ()
     if schedule is not None:
-        sent, values = (gradient_bytes(held, placement, size) for size in (sent_bytes, number_bytes))
         sizes = None if memory is None else [float(memory.at(stage).messages) for stage in range(len(held))]
         boundaries = None if sizes is None else scaled(messages_of(schedule, sizes), accumulation)
         traffic = node_traffic(
             topology,
             scaled(messages_of(schedule), accumulation),
-            divided_sums(sent, values, sharding, accumulation),
+            step_sums(held, placement, division, accumulation, sent_bytes=sent_bytes, number_bytes=number_bytes),
             boundaries,
-            shared=bool(sharding),
+            shared=bool(division.sharding),
         )
     bytes_of = ParameterBytes(
         {name: topology.replicas * len(ranks) for name, ranks in owners(held, placement).items()},
+        division,
         number_bytes,
-        sharding,
         accumulation > 1,
     )
     stages = stage_plans([name for name, _ in layers], counts, held, placement, topology, bytes_of)
@@ -192,7 +198,7 @@ def assembled(
         label,
         batch,
         ties=tuple((name, tuple(stages)) for name, stages in seen.items() if len(stages) > 1),
-        notes=sharding_notes(sharding),
+        notes=sharding_notes(division),
         memory=processes,
         topology=topology,
         traffic=traffic,
@@ -224,10 +230,10 @@ def stage_plans(
     """
     plans = []
     for stage, (start, end) in enumerate(pairwise(accumulate(counts, initial=0))):
-        ranks = {rank for (_, place), rank in placement.items() if place == stage}
-        processes = sorted(topology.process(replica, rank) for replica in range(topology.replicas) for rank in ranks)
+        ranks = [rank for (_, place), rank in placement.items() if place == stage]
+        processes = sorted(process for each in topology.tensor_slices for process in each.holders(ranks))
         trained = sum(one.size for one in held[stage] if one.parameter.requires_grad)
-        parameters, size = sum(one.size for one in held[stage]), bytes_of.step(held[stage])
+        parameters, size = sum(one.size for one in held[stage]), bytes_of.step(held[stage]).total
         plans.append(StagePlan(stage, tuple(processes), tuple(names[start:end]), parameters, trained, size))
     return tuple(plans)
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from lightning_pipe.config import Sharding
-from lightning_pipe.local_parts import TENSOR, pieces
 from lightning_pipe.partition import ParameterPlace
 from lightning_pipe.planning.cost_profile import MOMENTS
+from lightning_pipe.planning.division import Division, factors
 from lightning_pipe.schedules.action import Placement
 from lightning_pipe.text import memory
 from lightning_pipe.transport.topology import Topology
@@ -18,6 +18,25 @@ PIECES = 64 << 20
 _SHOWN = 8
 
 
+class StepBytes(NamedTuple):
+    """Bytes of a process while a batch runs, without activations.
+
+    Args:
+        values: of parameters.
+        gradients: of this batch, and those that are kept of the batches before.
+        optimizer: its state, two moments.
+    """
+
+    values: float
+    gradients: float
+    optimizer: float
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return int(sum(self))
+
+
 @dataclass(frozen=True)
 class ProcessMemory:
     """Bytes that one process needs.
@@ -25,34 +44,18 @@ class ProcessMemory:
     Args:
         process: its global rank.
         build: in host memory, while the module is built and divided.
-        step: in the memory of its device from the first optimizer step on.
+        held: in the memory of its device from the first optimizer step on, by what it is.
+        step: the same in all, and activations where they are known.
         saving: in host memory, while a checkpoint of one file is written.
         on_device: whether the device has memory of its own; otherwise it is the host's.
     """
 
     process: int
     build: int
+    held: StepBytes
     step: int
     saving: int
     on_device: bool
-
-
-def training_factor(holders: int, sharding: Sharding, accumulated: bool = False) -> float:
-    """Gradients and optimizer state of a holder, in multiples of the parameter; gradients are whole during a batch.
-
-    Args:
-        holders: of the parameter.
-        sharding: what they divide.
-        accumulated: whether gradients of earlier batches are kept beside those of a batch.
-
-    Example:
-        >>> [training_factor(4, sharding, accumulated=True) for sharding in (False, True, "gradients", "parameters")]
-        [4.0, 2.5, 1.75, 2.0]
-    """
-    kept = 1 / holders if sharding in ("gradients", "parameters") else 1.0
-    # beside the whole parameters of a batch each has its part, which the optimizer updates
-    part = 1 / holders if sharding == "parameters" else 0.0
-    return 1 + part + accumulated * kept + MOMENTS / (holders if sharding else 1)
 
 
 @dataclass(frozen=True)
@@ -60,39 +63,44 @@ class ParameterBytes:
     """Parameters in the memory of a process that holds them.
 
     Args:
-        holders: how many processes hold a parameter, by its name.
+        holders: how many processes hold a parameter or parts of it, by its name; tensor ranks are no holders.
+        division: what these and tensor ranks divide.
         number_bytes: bytes of a number; ``None``: as in each parameter.
-        sharding: what the holders of a parameter divide.
         accumulated: whether gradients of earlier batches are kept beside those of a batch.
     """
 
     holders: Mapping[str, int]
+    division: Division
     number_bytes: int | None = None
-    sharding: Sharding = False
     accumulated: bool = False
 
-    def size(self, one: ParameterPlace) -> int:
-        """Bytes of its values; of what tensor ranks divide those of one of them."""
-        return one.size * (self.number_bytes or one.parameter.element_size()) // pieces(one.parameter, TENSOR)
+    def whole(self, one: ParameterPlace) -> int:
+        """Bytes of its values on one device."""
+        return one.size * (self.number_bytes or one.parameter.element_size())
 
-    def step(self, places: Iterable[ParameterPlace]) -> int:
+    def step(self, places: Iterable[ParameterPlace]) -> StepBytes:
         """Bytes of values, gradients and optimizer state; gradients are whole during a batch."""
-        held = 0.0
-        for one in places:
-            trained = one.parameter.requires_grad
-            beside = training_factor(self.holders[one.name], self.sharding, self.accumulated) if trained else 0.0
-            held += self.size(one) * (1 + beside)
-        return int(held)
+        held = [self._held(one) for one in places]
+        return StepBytes(*map(sum, zip(*held, strict=True))) if held else StepBytes(0, 0, 0)
+
+    def _held(self, one: ParameterPlace) -> tuple[float, float, float]:
+        size, own = self.division.size(one, self.number_bytes), factors(self.holders[one.name], self.division.of(one))
+        trained = size * one.parameter.requires_grad
+        return size * own.values, trained * (1 + self.accumulated * own.summed), trained * own.optimizer
 
 
-def sharding_notes(sharding: Sharding) -> tuple[str, ...]:
+def sharding_notes(division: Division) -> tuple[str, ...]:
     """What a plan says of it."""
-    if not sharding:
-        return ()
-    sums = " and, once they are summed, its gradients" if sharding == "gradients" else ""
-    if sharding == "parameters":
-        sums = ", its gradients once they are summed, and between batches its values"
-    return (f"shard_optimizer={sharding!r}: the holders of a parameter divide its optimizer state{sums}",)
+    words = {
+        True: "its optimizer state",
+        "gradients": "its optimizer state and, once they are summed, its gradients",
+        "parameters": "its optimizer state, its gradients once they are summed, and between batches its values",
+    }
+    notes = [division.note] if division.note else []
+    if division.sharding:
+        what = words[division.sharding]
+        notes.append(f"shard_optimizer={division.sharding!r}: the holders of a parameter divide {what}")
+    return tuple(notes)
 
 
 def process_memories(
@@ -114,24 +122,21 @@ def process_memories(
         built: bytes that every process has built whole; 0: each makes its own parameters alone.
         on_device: whether devices have memory of their own.
     """
-
-    def saved(ones: Iterable[ParameterPlace]) -> int:
-        return sum(bytes_of.size(one) * (1 + MOMENTS * one.parameter.requires_grad) for one in ones)
-
     everyone = {one.name: one for own in held for one in own}
     everywhere = {one.name: one for own in held for one in own if one.beside}  # until a batch shows who uses them
+    written = sum(bytes_of.whole(one) * (1 + MOMENTS * one.parameter.requires_grad) for one in everyone.values())
     found = []
     for process in range(topology.world_size):
         rank = topology.locate(process)[1]
         stages = {stage for (_, stage), place in placement.items() if place == rank}
         own = {one.name: one for stage in stages for one in held[stage]}
-        step, largest = bytes_of.step(own.values()), max(map(bytes_of.size, own.values()), default=0)
-        build = max(built, sum(map(bytes_of.size, {**own, **everywhere}.values())) + largest)
-        saving = PIECES + (largest if on_device else step)
+        step, largest = bytes_of.step(own.values()), max(map(bytes_of.whole, own.values()), default=0)
+        # layers are whole until they are made
+        build = max(built, sum(map(bytes_of.whole, {**own, **everywhere}.values())) + largest)
+        saving = PIECES + (largest if on_device else step.total)
         if process == 0:  # gathers what it has not, and writes all of it by way of its memory
-            gathered = saved(everyone.values()) - (0 if on_device else saved(own.values()))
-            saving = (0 if on_device else step) + gathered + saved(everyone.values())
-        found.append(ProcessMemory(process, build, step, saving, on_device))
+            saving = 2 * written + (0 if on_device else int(step.gradients))
+        found.append(ProcessMemory(process, build, step, step.total, saving, on_device))
     return tuple(found)
 
 
@@ -142,7 +147,7 @@ def memory_facts(processes: Sequence[ProcessMemory]) -> list[tuple[str, str]]:
         processes: of all processes; of many the largest values alone are shown.
 
     Example:
-        >>> for name, line in memory_facts([ProcessMemory(0, 2 << 30, 8 << 30, 1 << 20, True)]):
+        >>> for name, line in memory_facts([ProcessMemory(0, 2 << 30, StepBytes(0, 0, 0), 8 << 30, 1 << 20, True)]):
         ...     print(f"{name}: {line}")
         Host: rank 0: 2 GiB to build, 1 MiB while saving
         Device: rank 0: 8 GiB from the first step on

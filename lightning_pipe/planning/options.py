@@ -70,7 +70,9 @@ class PlanOptions:
         nodes: on which the processes are, equally many on each.
         rank_order: whose ranks share a node: those of a pipeline, or those that hold the same stages.
         passes: of a training step over the layers.
-        shard_optimizer: whether holders of a parameter divide its optimizer state; "gradients": its gradients, too.
+        shard_optimizer: whether holders of a parameter divide its optimizer state; "gradients": its gradients, too;
+            "parameters": also its values, between batches.
+        tensor_parallel_size: processes that compute a layer together.
 
     Raises:
         ConfigurationError: there is no rank, no sample, no pass, or a profile with several passes.
@@ -92,11 +94,13 @@ class PlanOptions:
     rank_order: RankOrder = "pipeline"
     passes: int = 1
     shard_optimizer: Sharding = False
+    tensor_parallel_size: int = 1
 
     def __post_init__(self) -> None:
-        if self.ranks < 1 or self.batch < 1:
+        if min(self.ranks, self.batch, self.tensor_parallel_size) < 1:
             raise ConfigurationError(
-                f"A plan needs at least one rank and one sample, not ranks={self.ranks}, batch={self.batch}."
+                f"A plan needs at least one rank, sample and tensor rank, not ranks={self.ranks}, batch={self.batch}, "
+                f"tensor_parallel_size={self.tensor_parallel_size}."
             )
         if self.passes < 1 or (self.passes > 1 and self.profile is not None):
             raise ConfigurationError(
@@ -119,14 +123,18 @@ class PlanOptions:
         Raises:
             ConfigurationError: the processes cannot be divided over the nodes.
         """
-        processes = self.ranks * self.replicas
+        processes = self.ranks * self.replicas * self.tensor_parallel_size
+        tensor = f" x {self.tensor_parallel_size} tensor ranks" * (self.tensor_parallel_size > 1)
         if self.nodes < 1 or processes % self.nodes:
             raise ConfigurationError(
-                f"{self.ranks} ranks x {self.replicas} replicas = {processes} processes cannot be divided over "
+                f"{self.ranks} ranks x {self.replicas} replicas{tensor} = {processes} processes cannot be divided over "
                 f"{self.nodes} nodes.",
                 hint="Lightning starts equally many processes on every node.",
             )
-        return Topology.for_schedule(self.ranks, self.replicas, loss_rank, self.rank_order, processes // self.nodes)
+        node_size = processes // self.nodes
+        return Topology.for_schedule(
+            self.ranks, self.replicas, loss_rank, self.rank_order, node_size, self.tensor_parallel_size
+        )
 
     def equation(self, micro_batches: int) -> BatchEquation:
         """How the batch is divided.
@@ -155,6 +163,7 @@ class SearchOptions:
         shown: how many of the best are wanted.
         cut: number of stages -> layers of each, or ``None`` where there is no such division; by default so that the
             slowest stage is fastest.
+        tensor_parallel_size: processes that compute a layer together, in every configuration.
 
     Raises:
         ConfigurationError: a number is not 1 or more.
@@ -171,12 +180,14 @@ class SearchOptions:
     layers: str | Sequence[str] | None = None
     shown: int = 10
     cut: Cut | None = field(default=None, metadata={"command": False})
+    tensor_parallel_size: int = 1
 
     def __post_init__(self) -> None:
         numbers = {
             "ranks": [self.ranks],
             "global_batch": [self.global_batch],
             "pipeline_parallel_size": [self.pipeline_parallel_size] if self.pipeline_parallel_size is not None else [],
+            "tensor_parallel_size": [self.tensor_parallel_size],
             "stages_per_rank": self.stages_per_rank,
             "micro_batches": self.micro_batches or [],
             "shown": [self.shown],

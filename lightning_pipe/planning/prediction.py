@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from lightning_pipe.config import Sharding, divided
 from lightning_pipe.partition import balance
 from lightning_pipe.planning.cost_profile import MOMENTS, CostProfile
+from lightning_pipe.planning.division import Factors, factors
 from lightning_pipe.schedules import Family, Kind, Schedule, with_recompute
 from lightning_pipe.schedules.passes.recompute import Mode as Recompute
 from lightning_pipe.simulate import Costs, Memory, memory_over_time, peak, simulate
@@ -34,6 +35,7 @@ class Configuration:
         recompute: whether activations are computed again.
         shard_optimizer: what holders of the same parameters divide.
         layers: of every stage; ``None``: so that the slowest stage is fastest.
+        tensor: processes that compute a layer together.
     """
 
     family: Family
@@ -45,12 +47,14 @@ class Configuration:
     recompute: Recompute = "never"
     shard_optimizer: Sharding = False
     layers: tuple[int, ...] | None = None
+    tensor: int = 1
 
     @property
     def label(self) -> str:
         """``1f1b, 8 micro-batches of 4, 2 ranks x 4 replicas, recompute``."""
         words = divided(self.shard_optimizer)
-        extra = [", recompute" * (self.recompute != "never"), f", {words}" * bool(words)]
+        tensor = f" x {self.tensor} tensor ranks" * (self.tensor > 1)
+        extra = [tensor, ", recompute" * (self.recompute != "never"), f", {words}" * bool(words)]
         return (
             f"{self.family.label}, {several(self.micro_batches, 'micro-batch')} of {self.samples}, "
             f"{several(self.ranks, 'rank')} x {several(self.replicas, 'replica')}{''.join(extra)}"
@@ -100,6 +104,7 @@ class Prediction:
             "balance": list(self.layers),
             "recompute": own.recompute,
             "shard_optimizer": own.shard_optimizer,
+            "tensor_parallel_size": own.tensor,
         }
 
 
@@ -107,7 +112,7 @@ class Predictor:
     """Predicts configurations of one module; schedules and cuts are remembered.
 
     Args:
-        profile: the costs of its layers.
+        profile: the costs of its layers, on one of the tensor ranks that compute them.
     """
 
     def __init__(self, profile: CostProfile) -> None:
@@ -185,7 +190,9 @@ class Predictor:
             if len(stages) > 1:
                 copies = one.replicas * len({rank for stage in stages for rank in holders(stage)})
                 size = tied.parameter_bytes - tied.frozen_bytes
-                sums, shares = _together(self.profile, size, copies, one.shard_optimizer)
+                # FSDP leaves whole what several layers have
+                sharding = False if one.shard_optimizer == "parameters" else one.shard_optimizer
+                sums, shares = _together(self.profile, size, copies, sharding)
                 seconds += sums + shares
         return seconds
 
@@ -259,9 +266,12 @@ def stage_costs(
         return [beside + sum(values[start:end]) for start, end in spans]
 
     weights = _weights(profile, spans)
-    together = [_together(profile, each.alone, n, shard_optimizer) for each, n in zip(weights, copies, strict=True)]
+    together = [
+        _together(profile, each.trained - each.elsewhere, number, shard_optimizer)
+        for each, number in zip(weights, copies, strict=True)
+    ]
     reduce, shares = zip(*together, strict=True)
-    updates = _updates(profile, weights, copies, shard_optimizer)
+    updates = update_seconds(profile, layers, copies, shard_optimizer)
     forward = sums(at.forward, at.stage_forward + profile.overhead)
     backward = sums(at.backward, at.stage_backward + profile.overhead)
     towards_input = at.backward_input or [b - w for b, w in zip(at.backward, at.backward_weight, strict=True)]
@@ -283,15 +293,9 @@ def update_seconds(
     profile: CostProfile, layers: Sequence[int], copies: Sequence[int], shard_optimizer: Sharding
 ) -> list[float]:
     """Seconds in which a rank updates its parameters of every stage: all of them, or its share. Arguments as above."""
-    spans = list(pairwise(accumulate(layers, initial=0)))
-    return _updates(profile, _weights(profile, spans), copies, shard_optimizer)
-
-
-def _updates(
-    profile: CostProfile, weights: Sequence[_StageWeights], copies: Sequence[int], shard_optimizer: Sharding
-) -> list[float]:
-    shares = copies if shard_optimizer else [1] * len(weights)
-    return [profile.step_per_byte * each.trained / share for each, share in zip(weights, shares, strict=True)]
+    weights = _weights(profile, list(pairwise(accumulate(layers, initial=0))))
+    held = [each.divided(number, shard_optimizer) for each, number in zip(weights, copies, strict=True)]
+    return [profile.step_per_byte * each.optimizer / MOMENTS for each in held]
 
 
 def _together(profile: CostProfile, size: float, copies: int, shard_optimizer: Sharding) -> tuple[float, float]:
@@ -307,12 +311,24 @@ class _StageWeights(NamedTuple):
     Args:
         held: those that a stage holds.
         trained: those of them that are trained.
-        alone: those of these that it has in common with no other stage; the others are summed at the end of a batch.
+        tied: those of these that several layers have.
+        elsewhere: those of these that other stages have, too; they are summed at the end of a batch.
     """
 
     held: float
     trained: float
-    alone: float
+    tied: float
+    elsewhere: float
+
+    def divided(self, holders: int, sharding: Sharding) -> Factors:
+        """The bytes of one of several holders. FSDP leaves whole what several layers have."""
+        own, whole = factors(holders, sharding), self.tied if sharding == "parameters" else 0.0
+        rest = self.trained - whole
+        return Factors(
+            whole + (self.held - whole) * own.values,
+            whole + rest * own.summed,
+            MOMENTS * whole + rest * own.optimizer,
+        )
 
 
 def _weights(profile: CostProfile, spans: Sequence[tuple[int, int]]) -> list[_StageWeights]:
@@ -321,14 +337,14 @@ def _weights(profile: CostProfile, spans: Sequence[tuple[int, int]]) -> list[_St
     for start, end in spans:
         held = float(sum(layer.parameter_bytes for layer in profile.layers[start:end]))
         frozen = float(sum(layer.frozen_bytes for layer in profile.layers[start:end]))
-        elsewhere = 0.0
+        common = elsewhere = 0.0
         for tied in profile.tied:
-            here = sum(start <= layer < end for layer in tied.layers)
+            here, trained = sum(start <= layer < end for layer in tied.layers), tied.parameter_bytes - tied.frozen_bytes
             held -= max(0, here - 1) * tied.parameter_bytes  # the layers of a stage have them once
             frozen -= max(0, here - 1) * tied.frozen_bytes
-            if 0 < here < len(tied.layers):
-                elsewhere += tied.parameter_bytes - tied.frozen_bytes
-        found.append(_StageWeights(held, held - frozen, held - frozen - elsewhere))
+            common += trained * (here > 0)
+            elsewhere += trained * (0 < here < len(tied.layers))
+        found.append(_StageWeights(held, held - frozen, common, elsewhere))
     return found
 
 
@@ -360,17 +376,13 @@ def stage_memory(
     at = profile.at(samples)
     spans = list(pairwise(accumulate(layers, initial=0)))
     weights = _weights(profile, spans)
-    shares = copies if shard_optimizer else [1] * len(spans)
-    kept = copies if shard_optimizer in ("gradients", "parameters") else [1] * len(spans)
-    # the part of the replica, beside the whole parameters of a batch
-    parts = [each.trained / share for each, share in zip(weights, shares, strict=True)]
-    own = parts if shard_optimizer == "parameters" else [0.0] * len(spans)
+    own = [each.divided(n, shard_optimizer) for each, n in zip(weights, copies, strict=True)]
     inputs = [at.boundary_bytes[start - 1] if start else 0.0 for start, _ in spans]
     return Memory(
-        [each.held + part for each, part in zip(weights, own, strict=True)],
+        [each.values for each in own],
         gradients=[each.trained for each in weights],
-        summed=[each.trained / share for each, share in zip(weights, kept, strict=True)],
-        optimizer=[MOMENTS * each.trained / share for each, share in zip(weights, shares, strict=True)],
+        summed=[each.summed for each in own],
+        optimizer=[each.optimizer for each in own],
         # what has come from another rank is held even where no layer keeps it: its gradient is sent back
         activations=[sum(at.saved_bytes[start:end], came) for (start, end), came in zip(spans, inputs, strict=True)],
         inputs=inputs,

@@ -12,15 +12,16 @@ from itertools import accumulate
 from torch import nn
 
 from lightning_pipe import schedules
-from lightning_pipe.config import Sharding
+from lightning_pipe.config import Sharding, layout
 from lightning_pipe.errors import ConfigurationError, ScheduleError
 from lightning_pipe.partition.choice import layers_before_run
 from lightning_pipe.planning.cost_profile import CostProfile
-from lightning_pipe.planning.layer_sizes import estimated
+from lightning_pipe.planning.layer_sizes import of_process
 from lightning_pipe.planning.options import SearchOptions, taking
 from lightning_pipe.planning.prediction import Configuration, Predictor, divided_share, stage_costs, stage_memory
 from lightning_pipe.planning.search_result import RuledOut, SearchResult
 from lightning_pipe.schedules import Family
+from lightning_pipe.sharding.refusals import check_family
 from lightning_pipe.text import memory as amount_of_memory
 
 _UNUSED = ("naive",)
@@ -55,12 +56,11 @@ def search(costs: CostProfile | Predictor | nn.Module, asked: SearchOptions) -> 
         4
     """
     start = time.perf_counter()
-    if isinstance(costs, nn.Module):
-        costs = estimated(costs, layers_before_run(costs, asked.layers, 1))
-    predictor = costs if isinstance(costs, Predictor) else Predictor(costs)
+    predictor = costs if isinstance(costs, Predictor) else Predictor(_profile_of(costs, asked))
     found, candidates = _Search(predictor, asked.limit), list(_candidates(predictor.profile, asked))
     if not candidates:
-        size, families = asked.pipeline_parallel_size or asked.ranks, list(_families(asked.families))
+        size = asked.pipeline_parallel_size or asked.ranks // asked.tensor_parallel_size
+        families = list(_families(asked))
         refused = [each for one in families if isinstance(each := _own_stages(one, size, None), ScheduleError)]
         if families and len(refused) == len(families):
             raise refused[0]
@@ -68,16 +68,24 @@ def search(costs: CostProfile | Predictor | nn.Module, asked: SearchOptions) -> 
     return found.run(few or candidates, asked.shown, start)  # where nothing fits the error is that of all of them
 
 
+def _profile_of(costs: CostProfile | nn.Module, asked: SearchOptions) -> CostProfile:
+    tensor = asked.tensor_parallel_size
+    if isinstance(costs, CostProfile):
+        return costs.over_tensor_ranks(tensor)
+    return of_process(costs, layers_before_run(costs, asked.layers, 1), False, tensor)
+
+
 def _divisors(number: int) -> list[int]:
     return [each for each in range(1, number + 1) if number % each == 0]
 
 
 def _candidates(profile: CostProfile, asked: SearchOptions) -> Iterator[Configuration]:
-    tried, size, cut = list(_families(asked.families)), asked.pipeline_parallel_size, asked.cut
-    for ranks in _divisors(asked.ranks) if size is None else [size]:
-        replicas, rest = divmod(asked.ranks, ranks)
+    tried, size, cut = list(_families(asked)), asked.pipeline_parallel_size, asked.cut
+    processes = layout(asked.ranks, tensor_parallel_size=asked.tensor_parallel_size).pipeline_parallel_size
+    for ranks in _divisors(processes) if size is None else [size]:
+        replicas, rest = divmod(processes, ranks)
         if rest:
-            raise ConfigurationError(f"{asked.ranks} processes cannot be divided into pipelines of {ranks} ranks.")
+            raise ConfigurationError(f"{processes} processes cannot be divided into pipelines of {ranks} ranks.")
         if asked.global_batch % replicas or ranks > len(profile.layers):
             continue
         batch = asked.global_batch // replicas
@@ -85,13 +93,14 @@ def _candidates(profile: CostProfile, asked: SearchOptions) -> Iterator[Configur
             for stages in sorted({ranks * max(number, family.stages_per_rank) for number in asked.stages_per_rank}):
                 # A schedule that folds further stages onto its own gains nothing by them.
                 if stages <= len(profile.layers) and stages == _own_stages(family, ranks, stages):
-                    given = None if cut is None else cut(stages)
-                    own = None if given is None else tuple(given)
+                    counts = None if cut is None else cut(stages)
+                    own = None if counts is None else tuple(counts)
                     for number in _divisors(batch) if cut is None or own is not None else ():
                         wanted = asked.micro_batches is None or number in asked.micro_batches
                         # An order that is cut short is nobody's published one, and a run would warn of it.
                         if wanted and family.published(ranks, number) == number:
-                            yield Configuration(family, ranks, replicas, stages, number, batch // number, layers=own)
+                            given = (family, ranks, replicas, stages, number, batch // number)
+                            yield Configuration(*given, layers=own, tensor=asked.tensor_parallel_size)
 
 
 def _own_stages(family: Family, ranks: int, stages: int | None) -> int | ScheduleError:
@@ -102,13 +111,16 @@ def _own_stages(family: Family, ranks: int, stages: int | None) -> int | Schedul
         return error
 
 
-def _families(wanted: Sequence[str | Family] | None) -> Iterator[Family]:
-    if wanted is not None:
-        yield from (schedules.get(each) for each in wanted)
+def _families(asked: SearchOptions) -> Iterator[Family]:
+    if asked.families is not None:
+        for family in map(schedules.get, asked.families):
+            if asked.tensor_parallel_size > 1:
+                check_family(family)
+            yield family
         return
     for name in schedules.names():
         family = schedules.get(name)
-        if family.synchronous and name not in _UNUSED:
+        if family.synchronous and name not in _UNUSED and (family.pipes == 1 or asked.tensor_parallel_size == 1):
             yield from family.variants()
 
 
@@ -241,7 +253,9 @@ def _ever_smaller(one: Configuration) -> Iterator[Configuration]:
     To divide gradients as well, once a stage is done, makes room for those of other stages of the rank alone.
     """
     shardings: list[Sharding] = [False]
-    if one.replicas * one.family.pipes > 1:
+    if one.tensor > 1:
+        shardings += ["parameters"] if one.replicas > 1 else []
+    elif one.replicas * one.family.pipes > 1:
         shardings += [True, "gradients"] if one.stages * one.family.pipes > one.ranks else [True]
     for recompute in ("never", "always"):
         for sharding in shardings:

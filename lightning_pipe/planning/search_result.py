@@ -118,7 +118,7 @@ def _row(number: int, one: Prediction) -> tuple[str, ...]:
     return (
         str(number),
         own.family.label + "".join(changes),
-        f"{own.ranks} x {own.replicas}",
+        f"{own.ranks} x {own.replicas}" + f" x {own.tensor}" * (own.tensor > 1),
         str(own.stages),
         f"{own.micro_batches} x {own.samples}",
         time_of(one.seconds, "s"),

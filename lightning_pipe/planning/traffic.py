@@ -7,8 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import get_args
 
-from lightning_pipe.config import RankOrder, Sharding
+from lightning_pipe.config import RankOrder
 from lightning_pipe.partition import ParameterPlace
+from lightning_pipe.planning.division import Division
 from lightning_pipe.schedules import Schedule
 from lightning_pipe.schedules.action import Kind, Placement
 from lightning_pipe.text import memory, several
@@ -67,17 +68,29 @@ def node_traffic(
         rank_order="replicas": 16 messages between stages, 0 B to sum gradients
     """
     orders: Iterable[RankOrder] = sorted(get_args(RankOrder), key=lambda order: order != topology.rank_order)
-    places = [replace(topology, rank_order=order) for order in orders]
     return tuple(
         NodeTraffic(
             place.rank_order,
             _between_nodes(place, messages),
-            sum(ring_bytes(place, owners, size) for owners, size in sums.items()),
+            sum(ring_bytes(each, owners, size) for each in place.tensor_slices for owners, size in sums.items()),
             None if boundaries is None else _between_nodes(place, boundaries),
             shared,
         )
-        for place in places
+        for place in (replace(topology, rank_order=order) for order in orders)
     )
+
+
+def measured(traffic: Sequence[NodeTraffic], topology: Topology, boundaries: Edges) -> tuple[NodeTraffic, ...]:
+    """Predicted traffic with the bytes of messages that were counted.
+
+    Args:
+        traffic: as predicted.
+        topology: which process is which rank, and on which node.
+        boundaries: bytes of the messages.
+    """
+    places = [replace(topology, rank_order=each.rank_order) for each in traffic]
+    found = [_between_nodes(place, boundaries) for place in places]
+    return tuple(replace(each, boundaries=size) for each, size in zip(traffic, found, strict=True))
 
 
 def ring_bytes(topology: Topology, owners: Sequence[int], size: float) -> float:
@@ -129,49 +142,39 @@ def owners(held: Sequence[Sequence[ParameterPlace]], placement: Placement) -> di
     return {name: tuple(sorted(own)) for name, own in ranks.items()}
 
 
-def gradient_bytes(
-    held: Sequence[Sequence[ParameterPlace]], placement: Placement, number_bytes: int | None = None
-) -> dict[tuple[int, ...], float]:
-    """For the pipeline ranks that hold some parameters the bytes of their gradients.
-
-    Args:
-        held: for every stage the parameters that it holds.
-        placement: which rank computes a stage.
-        number_bytes: bytes of a number; ``None``: as in each parameter.
-    """
-    every = {one.name: one for own in held for one in own if one.parameter.requires_grad}
-    found: dict[tuple[int, ...], float] = defaultdict(float)
-    for name, ranks in owners(held, placement).items():
-        if name in every:
-            found[ranks] += every[name].size * (number_bytes or every[name].parameter.element_size())
-    return found
-
-
-def divided_sums(
-    gradients: Mapping[tuple[int, ...], float],
-    values: Mapping[tuple[int, ...], float],
-    sharding: Sharding,
+def step_sums(
+    held: Sequence[Sequence[ParameterPlace]],
+    placement: Placement,
+    division: Division,
     accumulation: int,
-) -> Mapping[tuple[int, ...], float]:
-    """Of a step, as bytes of an all-reduce: to sum gradients, and to share what each holder has updated.
+    *,
+    sent_bytes: int | None = None,
+    number_bytes: int | None = None,
+) -> dict[tuple[int, ...], float]:
+    """For the ranks that hold some parameters, as bytes of an all-reduce: to sum gradients and share updates of a step.
 
     An all-reduce is a sum for the owners and then a copy to all, each half of it: where sums go to their owners alone
     the first half is sent for every batch, and the second for the updated values, which `shard_optimizer` sends anyway:
     once for a step, or before every batch where the values are divided.
 
     Args:
-        gradients: for the ranks that hold some parameters the bytes of their gradients, as they are sent.
-        values: the bytes of these parameters.
-        sharding: what the holders divide.
+        held: for every stage the parameters that it holds.
+        placement: which rank computes a stage.
+        division: what the holders divide.
         accumulation: batches in a step.
-
-    Example:
-        >>> [divided_sums({(0,): 8}, {(0,): 8}, each, accumulation=1)[0,] for each in (False, True, "gradients")]
-        [8.0, 12.0, 8.0]
+        sent_bytes: bytes of a number in sums; ``None``: as in each parameter.
+        number_bytes: the same of values.
     """
-    share = accumulation / 2 if sharding in ("gradients", "parameters") else 1.0
-    shared = accumulation if sharding == "parameters" else int(bool(sharding))
-    return {owners: share * size + shared * values[owners] / 2 for owners, size in gradients.items()}
+    every = {one.name: one for own in held for one in own if one.parameter.requires_grad}
+    found: dict[tuple[int, ...], float] = defaultdict(float)
+    for name, ranks in owners(held, placement).items():
+        if name in every:
+            sharding = division.of(every[name])
+            share = accumulation / 2 if sharding in ("gradients", "parameters") else 1.0
+            shared = accumulation if sharding == "parameters" else int(bool(sharding))
+            gradient, value = (division.size(every[name], size) for size in (sent_bytes, number_bytes))
+            found[ranks] += share * gradient + shared * value / 2
+    return found
 
 
 def scaled(edges: Edges, factor: float) -> Edges:
@@ -235,9 +238,10 @@ def _reason(traffic: Sequence[NodeTraffic]) -> str:
 def _between_nodes(topology: Topology, edges: Edges) -> float:
     return sum(
         value
+        for each in topology.tensor_slices
         for replica in range(topology.replicas)
         for (rank, peer), value in edges.items()
-        if topology.node(topology.process(replica, rank)) != topology.node(topology.process(replica, peer))
+        if topology.node(each.process(replica, rank)) != topology.node(each.process(replica, peer))
     )
 
 

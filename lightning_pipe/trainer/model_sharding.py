@@ -18,6 +18,7 @@ from lightning_pipe.errors import ConfigurationError
 from lightning_pipe.local_parts import DATA, TENSOR, is_divided
 from lightning_pipe.sharding.mesh import device_mesh
 from lightning_pipe.sharding.model import ShardedModel
+from lightning_pipe.sharding.refusals import WHAT, check_family, check_sizes
 from lightning_pipe.sharding.roots import roots_of
 from lightning_pipe.sharding.tensor_parallel import Parallelize
 from lightning_pipe.torch_internals import is_compiled
@@ -45,12 +46,7 @@ class ModelSharding:
     model: ShardedModel | None = None
 
     def __post_init__(self) -> None:
-        if self.tensor_parallel_size > 1 and self.option in (True, "gradients"):
-            raise ConfigurationError(
-                f"shard_optimizer={self.option!r} divides whole parameters over their holders, and with "
-                f"tensor_parallel_size={self.tensor_parallel_size} a process has parts of them.",
-                hint='Use shard_optimizer="parameters".',
-            )
+        check_sizes(self.option, self.tensor_parallel_size)
         if self.parallelize is not None and self.tensor_parallel_size == 1:
             raise ConfigurationError(
                 "parallelize= divides layers over tensor ranks, and tensor_parallel_size is 1.",
@@ -146,30 +142,20 @@ def check(module: pl.LightningModule, pipeline: Pipeline) -> None:
         ConfigurationError: names it, and what to do.
     """
     trainer: Any = module.trainer
-    what = 'Parameters that several processes divide (shard_optimizer="parameters", tensor_parallel_size)'
-    if pipeline.family.pipes > 1 or not pipeline.synchronous:
-        why = (
-            "it computes each stage on two ranks, whose sums would wait for each other's batches"
-            if pipeline.synchronous
-            else "it keeps several versions of the weights"
-        )
-        raise ConfigurationError(
-            f"{what} and schedule {pipeline.family.label} do not go together: {why}.",
-            hint="Use schedule='1f1b', 'interleaved' or 'zero_bubble'.",
-        )
+    check_family(pipeline.family)
     for callback in trainer.callbacks:
         if isinstance(callback, WeightAveraging | StochasticWeightAveraging):
             raise ConfigurationError(
-                f"{what} and {type(callback).__name__} do not go together: its copy of the module is whole.",
+                f"{WHAT} and {type(callback).__name__} do not go together: its copy of the module is whole.",
                 hint="Leave the callback out, or use shard_optimizer='gradients' without tensor parallelism.",
             )
     if getattr(trainer.precision_plugin, "scaler", None) is not None:
         raise ConfigurationError(
-            f"{what} and precision='16-mixed' do not go together: its scaler looks at whole gradients.",
+            f"{WHAT} and precision='16-mixed' do not go together: its scaler looks at whole gradients.",
             hint="Use precision='bf16-mixed'.",
         )
     if any(map(is_compiled, module.modules())):
         raise ConfigurationError(
-            f"{what} and compiled layers do not go together: compiled code has the parameters that it was made with.",
+            f"{WHAT} and compiled layers do not go together: compiled code has the parameters that it was made with.",
             hint="Leave out torch.compile and module.compile().",
         )

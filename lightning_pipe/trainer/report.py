@@ -17,12 +17,12 @@ from lightning_pipe.batches.micro_batches import MicroBatches
 from lightning_pipe.config import BatchEquation, RunLayout, Sharding
 from lightning_pipe.engine.batch_kinds import WHOLE
 from lightning_pipe.engine.pipeline import Pipeline
-from lightning_pipe.partition import places_by_stage
 from lightning_pipe.planning.batch_norms import norms_note
 from lightning_pipe.planning.bubble import IdleShares, Spent, idle_shares, measured_costs
+from lightning_pipe.planning.division import Division
 from lightning_pipe.planning.make import assembled, label_of, predicted_bubble
 from lightning_pipe.planning.render import Plan, closing_line, memory_line, plan_text, traffic_line
-from lightning_pipe.planning.traffic import NodeTraffic, gradient_bytes, node_traffic
+from lightning_pipe.planning.traffic import NodeTraffic, measured
 from lightning_pipe.schedules import Schedule
 from lightning_pipe.simulate import Costs
 from lightning_pipe.trainer.layer_costs import MeasuredShapes
@@ -126,8 +126,12 @@ class Report:
             self._announce(None, (f"this batch cannot be cut. {WHOLE}",))
 
     def _announce(self, batch: BatchEquation | None, notes: tuple[str, ...]) -> Plan:
-        """Print the plan, with the schedule of the first batch if that can be cut."""
+        """Print the plan. Collective over the pipeline if the first batch can be cut, with whose schedule it is."""
         self._announced, pipeline = True, self.pipeline
+        division = Division.of_run(self.module, self.sharding)
+        if batch is not None and (self.layout.tensor_parallel_size > 1 or self.sharding == "parameters"):
+            # each rank knows how the parameters of its own stages are divided
+            division = Division.of_all(pipeline.transport.all_gather_object(division, pipeline.pipeline_members))
         made = assembled(
             self.module,
             pipeline.layers,
@@ -137,7 +141,7 @@ class Report:
             label_of(pipeline.family, pipeline.passes),
             batch,
             None if batch is None else _schedule_of(pipeline)(batch.micro_batches),
-            sharding=self.sharding,
+            division=division,
             on_device=pipeline.transport.device.type != "cpu",
             sent_bytes=_sent_size(pipeline),
             built=self.built,
@@ -202,10 +206,7 @@ class Report:
             for rank, of_rank in zip(ranks, sent, strict=True)
             for peer, size in of_rank.items()
         }
-        places = places_by_stage(self.module, self.pipeline.layers, self.pipeline.balance)
-        return node_traffic(
-            topology, {}, gradient_bytes(places, self.pipeline.placement, _sent_size(self.pipeline)), edges
-        )
+        return measured(plan.traffic, topology, edges)
 
     def _idle(self, spent: list[Spent], measured: float, host: float, sums: float) -> IdleShares | None:
         """Where the idle time went; unknown without a flush, whose batches overlap."""
