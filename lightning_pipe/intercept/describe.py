@@ -74,14 +74,14 @@ def _again(last: CallRecord, tracker: Tracker, result: Tensor, arguments: Sequen
         and result.requires_grad == last.differentiable[0]
         and result._base is None
         and tracker.numbers.of(result) is None
-        and all(result is not argument for argument in arguments)
         and (result.grad_fn is not None or _lends_nothing(tracker, result, arguments))
     )
 
 
 def _lends_nothing(tracker: Tracker, result: Tensor, arguments: Sequence[Any]) -> bool:
-    """Whether a result without a graph, of an evaluation, shares no memory with what the call was given."""
-    return not tracker.in_place.lend(result, len(tracker.calls), arguments)
+    """Whether a result without a graph, of an evaluation, is no argument of the call, and shares no memory with one."""
+    given = any(result is argument for argument in arguments)
+    return not (given or tracker.in_place.lend(result, len(tracker.calls), arguments))
 
 
 def _describe(

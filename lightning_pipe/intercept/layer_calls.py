@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -25,10 +24,8 @@ from lightning_pipe.intercept.stage_layers import StageLayers
 from lightning_pipe.intercept.surroundings import Surroundings
 from lightning_pipe.intercept.torch_functions import FLAT
 from lightning_pipe.intercept.tracker import Tracker
-from lightning_pipe.skip import SkipKey, StepStore, stored_in
+from lightning_pipe.skip import SkipKey, StepStore
 from lightning_pipe.torch_internals import graph_nodes, tree_leaves
-
-_AS_IT_IS = nullcontext()
 
 Stashed = Mapping[SkipKey, Tensor | None]
 
@@ -122,7 +119,7 @@ class LayerCalls:
         self.ran.append(module)
         cache.state.runs(module, self._stage.stage)
         try:
-            with tracker.paused(), self.surroundings.stream(key), stored_in(self._skips):
+            with tracker.paused(), self.surroundings.stream(key):
                 tracker.touch(tensors, name)
                 check_values(tensors, f"'{name}'")
                 if name in self._kept:
@@ -141,7 +138,10 @@ class LayerCalls:
                     self._seek(watch)
                 hooked = cache.hooked.of(module)
                 start = graph_nodes()
-                with shown(self, name, hooked, arguments) if hooked else _AS_IT_IS:
+                if hooked:
+                    with shown(self, name, hooked, arguments):
+                        result = forward(*args, **kwargs)
+                else:
                     result = forward(*args, **kwargs)
                 if watch is not None and plain and not watch.seeks:
                     watch = None  # nothing has been looked at

@@ -44,7 +44,8 @@ class Numbers:
         """Let ``tensor`` carry ``number``."""
         tensor._pipe_number = (self._token, number)  # type: ignore[attr-defined]
         self._alive[number] = weakref.ref(tensor)
-        self.following = max(self.following, number + 1)
+        if number >= self.following:
+            self.following = number + 1
 
     def rename(self, old: Tensor, new: Tensor, *, replace: bool) -> None:
         """Let ``new`` carry the number of ``old`` too; with ``replace`` it is the one that crosses a cut."""

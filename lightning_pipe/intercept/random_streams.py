@@ -10,7 +10,6 @@ import pickle
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from types import TracebackType
 
 import torch
 from torch import Tensor
@@ -62,23 +61,24 @@ class _Isolated:
         self._streams, self._seed, self._call = streams, seed, call
 
     def __enter__(self) -> None:
-        streams = self._streams
-        self._states = _states(streams.generators)
-        _seed(streams.generators, self._seed)
+        streams, seed = self._streams, self._seed
+        with _ONE_AT_A_TIME:
+            self._states = [generator.get_state() for generator in streams.generators]
+            for generator in streams.generators:
+                generator.manual_seed(seed)
         if self._call in streams.quiet:
             streams.left_alone.add(self._call)
             self._libraries = None
         else:
             self._libraries = library_draws.states()
-            library_draws.seed_both(self._seed)
+            library_draws.seed_both(seed)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._streams.note_draws(self._seed)
-        _restore(self._streams.generators, self._states)
+    def __exit__(self, *_: object) -> None:
+        streams = self._streams
+        streams.note_draws(self._seed)
+        _restore(streams.generators, self._states)
         if self._libraries is not None:
-            self._streams.watch(self._call, self._seed)
+            streams.watch(self._call, self._seed)
             library_draws.restore(self._libraries)
 
 

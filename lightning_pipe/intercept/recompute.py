@@ -20,7 +20,15 @@ from lightning_pipe.intercept.absent_tensor import AbsentTensor
 from lightning_pipe.intercept.tensor_state import TensorState, has_changed, same_values, state_of
 from lightning_pipe.torch_internals import NormBase
 
-_local = threading.local()
+
+class _Local(threading.local):
+    """Of the code that a thread runs."""
+
+    recomputing = False
+    held: list[list[Tensor]] | None = None
+
+
+_local = _Local()
 Buffers = dict[int, Tensor]
 """Values of some buffers, by their number in a `BufferGuard`."""
 
@@ -34,7 +42,7 @@ def is_recomputing() -> bool:
         >>> is_recomputing()
         False
     """
-    return getattr(_local, "recomputing", False)
+    return _local.recomputing
 
 
 @contextmanager
@@ -53,7 +61,7 @@ def nothing_saved() -> Iterator[None]:
 
     def pack(tensor: Tensor) -> list[Tensor]:
         held = [tensor]  # the graph keeps the list, which can be emptied while the graph lives
-        _local.held.append(held)
+        graphs.append(held)
         return held
 
     def unpack(held: list[Tensor]) -> Tensor:
@@ -65,7 +73,7 @@ def nothing_saved() -> Iterator[None]:
             )
         return held[0]
 
-    _local.held = []
+    graphs = _local.held = []
     try:
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             yield
@@ -76,8 +84,7 @@ def nothing_saved() -> Iterator[None]:
 
 def release_saved() -> None:
     """A layer has ended, and a backward pass inside it as well: let go of what graphs hold under `nothing_saved`."""
-    held = getattr(_local, "held", None)
-    if held:
+    if held := _local.held:
         for tensors in held:
             tensors.clear()
         held.clear()

@@ -31,7 +31,6 @@ several passes, and ends there on all stages (`StageRun.repeats`): another kind 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from traceback import walk_tb
@@ -54,7 +53,7 @@ from lightning_pipe.intercept.stage_layers import CallNumbers, StageLayers
 from lightning_pipe.intercept.surroundings import Surroundings
 from lightning_pipe.intercept.torch_patches.autograd_functions import check_not_hidden
 from lightning_pipe.intercept.tracker import Tracker
-from lightning_pipe.skip import StepStore
+from lightning_pipe.skip import StepStore, stored_in
 from lightning_pipe.torch_internals import tree_leaves
 
 _END = "the end of the step"
@@ -84,7 +83,7 @@ class StageRun:
         thorough: whether what the code of layers names is compared.
 
     Attributes:
-        called: how often the layers have been called that this stage runs.
+        called: the layers that this stage has run, once for each call.
         repeats: whether the step has come back to an earlier stage.
         crossings: what leaves, by the stage that receives it.
         whole: whether its backward pass cannot be divided into halves.
@@ -106,7 +105,7 @@ class StageRun:
         thorough: bool = False,
     ) -> None:
         self.stage, self.training, self._parameter_use = stage, training, parameter_use
-        self.called = Counter[int]()
+        self.called: list[int] = []
         self.repeats, self._may_repeat = False, may_repeat
         self._numbers = CallNumbers(stage)
         self.crossings: dict[int, Crossing] = {}
@@ -158,7 +157,7 @@ class StageRun:
         """Run the step. Returns what it returned on the last stage; elsewhere ``crossings`` has what leaves."""
         result = None
         try:
-            with self.tracker:
+            with self.tracker, stored_in(self.skips):
                 result = step()
                 self.returning(result)
         except _EndOfStage:
@@ -238,14 +237,13 @@ class StageRun:
         number, key = self._numbers.next(number)
         if self.tracker.waiting and number < own.start:
             return self.skipped_layers.answer(name, layer, args, kwargs)  # a stage before this one runs it, (2)
-        self.arrive()
+        if self.arrival.pending is not None:
+            self.arrive()
         if number >= own.stop:
             self._cut(layer)
         if number < own.start:
             self._come_back(name, self._numbers.behind)
-        self.called[number % self.stage.in_one_pass] += 1
-        # the backward of a Function computes the gradients of the layers that it calls at one go
-        self.whole |= self.surroundings.whole_unit is not None
+        self.called.append(number % self.stage.in_one_pass)
         return self._run(name, key, layer, forward, args, kwargs)
 
     def call_module(

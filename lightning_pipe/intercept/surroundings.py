@@ -44,12 +44,11 @@ class Surroundings:
         run again as parts of these. The backward of a Function restores the generator's state by itself: all that draws
         inside it draws from one stream.
         """
-        if self.whole_unit is not None or (self.inner_hook and self.checkpoint is not None):
+        if self.checkpoint is None:
+            return self._isolated(*key) if key and self.whole_unit is None else nullcontext()
+        if self.whole_unit is not None or self.inner_hook:
             return nullcontext()
-        if key and self.checkpoint is None:
-            return self._isolated(*key)
         # Made anew by each call: the checkpoint enters it once now and once more in its second run.
         stream = partial(self._isolated, *key) if key else nullcontext
-        if self.checkpoint is not None:
-            self.checkpoint.streams.append(stream)
+        self.checkpoint.streams.append(stream)
         return stream()

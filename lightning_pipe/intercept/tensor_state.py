@@ -7,7 +7,7 @@ Autograd counts the changes, and knows what a view is a view of, but not for ten
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -17,12 +17,13 @@ from torch import Tensor
 from lightning_pipe.torch_internals import is_functorch_tensor
 
 
-@contextmanager
-def counting() -> Iterator[None]:
+def counting() -> AbstractContextManager[None]:
     """Tensors that are made inside count their changes."""
-    if not torch.is_inference_mode_enabled():
-        yield
-        return
+    return _counting() if torch.is_inference_mode_enabled() else nullcontext()
+
+
+@contextmanager
+def _counting() -> Iterator[None]:
     with torch.inference_mode(False), torch.no_grad():
         yield
 
@@ -95,9 +96,8 @@ def state_of(tensor: Tensor, derived: Callable[[Tensor], bool] | None = None) ->
         derived: tells whether a tensor is derived. Such a one needs no value: where nobody counts it crosses a cut as
             it is then.
     """
-    version = version_of(tensor)
-    if version is not None:
-        return version
+    if not tensor.is_inference():
+        return tensor._version
     return None if derived is not None and derived(tensor) else tensor.clone()
 
 

@@ -6,6 +6,7 @@ import copy
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -107,7 +108,6 @@ def compare(
     x, y = torch.randn(2, MICRO_BATCHES * samples, width)
     pair = PAIRS[family]
     theirs, order = yardstick(transport, copy.deepcopy(blocks), pair, x, y)
-    ours = engine(transport, copy.deepcopy(blocks), pair.ours or schedules.get(order), x, y)
 
     def timed(batch: Callable[[], None]) -> Callable[[], float]:
         def measure() -> float:
@@ -120,13 +120,17 @@ def compare(
 
         return measure
 
-    for _ in range(3):
-        ours()
-        theirs()
-    return alternate(timed(ours), timed(theirs), rounds)
+    with ExitStack() as lasting:
+        ours = engine(transport, copy.deepcopy(blocks), pair.ours or schedules.get(order), x, y, lasting)
+        for _ in range(3):
+            ours()
+            theirs()
+        return alternate(timed(ours), timed(theirs), rounds)
 
 
-def engine(transport: Transport, blocks: nn.Sequential, family: Family, x: Tensor, y: Tensor) -> Callable[[], None]:
+def engine(
+    transport: Transport, blocks: nn.Sequential, family: Family, x: Tensor, y: Tensor, lasting: ExitStack
+) -> Callable[[], None]:
     """One optimizer step of this package."""
     stages = family.build(RANKS, MICRO_BATCHES).stages
     pipeline = Pipeline(blocks, find_layers(blocks), [BLOCKS // stages] * stages, family, transport)
@@ -143,6 +147,7 @@ def engine(transport: Transport, blocks: nn.Sequential, family: Family, x: Tenso
         pipeline.train(step, parts, weights)
         optimizer.step()
 
+    lasting.enter_context(pipeline.executor.stages.interceptor.torch_patched())  # as the strategy does
     return batch
 
 

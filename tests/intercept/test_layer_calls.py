@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lightning_pipe.intercept.layer_calls import LayerCalls
 from lightning_pipe.intercept.stage_layers import StageLayers
 from lightning_pipe.intercept.surroundings import Surroundings
-from lightning_pipe.skip import SkipKey, StepStore, put, take
+from lightning_pipe.skip import SkipKey, StepStore, put, stored_in, take
 from tests.intercept.test_skipped_layers import run_cache
 from tests.intercept.test_tracker import tracker
 
@@ -71,7 +71,7 @@ def test_a_skip_connection_with_a_route_gets_a_number_of_its_own() -> None:
         put("early", out)
         return out
 
-    with calls.tracker:
+    with calls.tracker, stored_in(calls._skips):
         calls.run("0", 0, nn.Identity(), stash, (x,), {})
     [call] = calls.tracker.calls
     assert call.stashed == (EARLY,)
@@ -86,7 +86,7 @@ def test_a_skip_connection_ends_where_it_is_taken() -> None:
         put("early", given * 2)
         return given * 3
 
-    with calls.tracker:
+    with calls.tracker, stored_in(calls._skips):
         h = calls.run("0", 0, nn.Identity(), stash, (x,), {})
         calls.run("1", 1, nn.Identity(), lambda given: given + take("early"), (h,), {})
     first, second = calls.tracker.calls

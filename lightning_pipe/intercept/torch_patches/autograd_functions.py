@@ -53,7 +53,7 @@ class Unit:
     def __init__(self, name: str, run: StageRun | TurnRun, differentiable: bool) -> None:
         self.name, self.differentiable = name, differentiable
         self.calls, self.following = len(run.tracker.calls), run.tracker.numbers.following
-        self._layers = run.called.total()
+        self._layers = len(run.called)
         self._versions = self._count(run)
 
     @staticmethod
@@ -61,9 +61,13 @@ class Unit:
         with run.tracker.paused():
             return {number: version_of(tensor) for number, tensor in run.tracker.numbers.alive()}
 
+    def has_called(self, run: StageRun | TurnRun) -> bool:
+        """Whether it has called layers that run here."""
+        return len(run.called) > self._layers
+
     def check_whole(self, run: StageRun | TurnRun, layer: str) -> None:
         """Raise if the cut before ``layer``, which the Function calls, cannot lie before the Function."""
-        if run.called.total() > self._layers:
+        if self.has_called(run):
             raise CutError(
                 f"the cut before layer '{layer}' lies inside the torch.autograd.Function '{self.name}': its backward "
                 "needs all layers that it calls on one stage.",
@@ -142,12 +146,14 @@ def _as_unit(run: StageRun | TurnRun, name: str, derived: bool) -> Iterator[None
     # A checkpoint around it computes without gradients at first, and with them later.
     differentiable = (derived and torch.is_grad_enabled()) or run.surroundings.checkpoint is not None
     with run.surroundings.stream(-1, len(run.tracker.calls)) if differentiable else nullcontext():
-        run.surroundings.unit = Unit(name, run, differentiable)
+        unit = run.surroundings.unit = Unit(name, run, differentiable)
         run.tracker.digest.in_function = True
         try:
             yield
         finally:
             run.surroundings.unit = None
+            # its backward computes the gradients of the layers that it has called at one go
+            run.whole |= differentiable and unit.has_called(run)
             run.tracker.digest.in_function = False
 
 

@@ -18,7 +18,13 @@ if TYPE_CHECKING:
     from lightning_pipe.intercept.turns.run import TurnRun
 
 
-_local = threading.local()
+class _Local(threading.local):
+    """Of one thread: tells which stage runs."""
+
+    current: Callable[[], StageRun | TurnRun | None] | None = None
+
+
+_local = _Local()
 
 
 class Patch:
@@ -37,7 +43,7 @@ class Patch:
     @property
     def run(self) -> StageRun | TurnRun | None:
         """The stage that runs in this thread, if any."""
-        current: Callable[[], StageRun | TurnRun | None] | None = getattr(_local, "current", None)
+        current = _local.current
         return None if current is None else current()
 
 
@@ -51,7 +57,7 @@ def installed(patches: Iterable[Patch], current: Callable[[], StageRun | TurnRun
         patches: what is replaced in torch.
         current: which stage runs in this thread.
     """
-    before = getattr(_local, "current", None)
+    before = _local.current
     if before is current:
         yield
         return

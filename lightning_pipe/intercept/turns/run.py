@@ -38,7 +38,7 @@ from lightning_pipe.intercept.surroundings import Surroundings
 from lightning_pipe.intercept.torch_functions import leaves_of
 from lightning_pipe.intercept.turns.messages import Mail
 from lightning_pipe.intercept.turns.tracker import TurnTracker
-from lightning_pipe.skip import SkipKey, StepStore
+from lightning_pipe.skip import SkipKey, StepStore, stored_in
 from lightning_pipe.torch_internals import tree_leaves
 
 Place = Callable[[str, Iterable[Tensor], int], int]
@@ -65,7 +65,7 @@ class TurnRun:
         cache: what earlier runs have kept.
 
     Attributes:
-        called: how often the layers have been called that this rank runs.
+        called: the layers that this rank has run, once for each call.
         complete: whether the step has returned on the rank whose result counts.
     """
 
@@ -88,7 +88,7 @@ class TurnRun:
     ) -> None:
         self._names, self._ranks, self._last, self._place = names, ranks, last, place
         self._parameter_use, self._state = parameter_use, cache.state
-        self.called = Counter[int]()
+        self.called: list[int] = []
         self._calls_of = Counter[int]()
         self._ended = self.complete = False
         self.tracker = TurnTracker(mail, ranks[0], parameter_use, place, generators)
@@ -123,7 +123,7 @@ class TurnRun:
         """Run the step. Returns what it returned on the rank whose result counts, ``None`` elsewhere."""
         result = None
         try:
-            with self.tracker:
+            with self.tracker, stored_in(self.skips):
                 result = step()
                 self.returning(result)
         except _EndOfRun:
@@ -152,7 +152,7 @@ class TurnRun:
         self.tracker.pass_to(self._ranks[number], leaves_of(args, kwargs))
         if self.tracker.waiting:
             return self.skipped_layers.answer(self._names[number], layer, args, kwargs)
-        self.called[number] += 1
+        self.called.append(number)
         return self.layer_calls.run(self._names[number], key, layer, forward, args, kwargs)
 
     def call_module(
