@@ -25,7 +25,7 @@ BUDGET = {
     "planning": 3000,
     "parameters": 2090,
     "construction": 1550,
-    "partition": 1480,
+    "partition": 1380,
     "simulate": 1380,
     "batches": 1120,
     "profiling": 920,

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from lightning_pipe.partition.cache import cache_path, write_atomically
-from lightning_pipe.partition.sequence import is_compiled_module, is_transparent
 from lightning_pipe.torch_internals import TorchDispatchMode, flop_registry, tree_leaves
 
 MOST = 20_000
@@ -125,6 +124,19 @@ def registered(module: nn.Module) -> list[Call]:
 
     visit(module, calls, set())
     return calls
+
+
+def is_transparent(module: nn.Module) -> bool:
+    """Whether a call of the container is nothing but calls of its children in turn, which can be told apart."""
+    if isinstance(module, nn.ModuleList | nn.ModuleDict):
+        return True
+    plain = isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
+    return plain and not is_compiled_module(module)
+
+
+def is_compiled_module(module: nn.Module) -> bool:
+    """Whether calls inside the module cannot be seen."""
+    return getattr(module, "_compiled_call_impl", None) is not None or "_orig_mod" in module._modules
 
 
 def has_parameters(module: nn.Module) -> bool:

@@ -17,12 +17,13 @@ from lightning_pipe.partition.calls import (
     has_parameters,
     in_order,
     in_words,
-    registered,
+    is_compiled_module,
     top,
     work_of,
 )
-from lightning_pipe.partition.sequence import Layers, find_layers, is_compiled_module
 from lightning_pipe.text import several
+
+Layers = list[tuple[str, nn.Module]]
 
 FINE = 4
 """A module is opened while it does more than this part of a stage's share of the work."""
@@ -46,7 +47,7 @@ class Chosen(NamedTuple):
         order: the numbers of the layers in the order of all calls, in which a step may come back to them; empty: it
             is not known.
         opened: modules, and the layers that they call in turn.
-        guessed: whether nothing has run, and the order is that of registration.
+        guessed: whether the order is that of registration, which no run has shown.
     """
 
     layers: Layers
@@ -183,45 +184,6 @@ def serves(layers: Layers, calls: Sequence[Call], stages: int) -> bool:
     total = sum(call.work for call in top(calls))
     outside = total - sum(work_of(calls, names))
     return len(layers) >= stages and in_order(calls, names) and outside <= total / (FINE * stages)
-
-
-def guess(module: nn.Module, stages: int) -> Chosen:
-    """The layers in the order in which modules are registered, where nothing has been run.
-
-    Raises:
-        PartitionError: there are fewer than stages.
-    """
-    return choose(module, registered(module), stages)._replace(order=[], guessed=True)
-
-
-def layers_before_run(module: nn.Module, layers: str | Sequence[str] | None, stages: int) -> Layers:
-    """The layers as far as they can be told before anything has run: named, clear, or guessed.
-
-    Raises:
-        PartitionError: they are named and are not there, or there are fewer than stages.
-    """
-    try:
-        return find_layers(module, layers)
-    except PartitionError:
-        if layers is not None:
-            raise
-        return guess(module, stages).layers
-
-
-def line(module: nn.Module, layers: Layers) -> str:
-    """The option that names these layers, as short as it can be and as `find_layers` reads it."""
-    names, short = [name for name, _ in layers], list[str]()
-    for parent, group in groupby(names, lambda name: name.rpartition(".")[0]):
-        inside, pattern = list(group), f"{parent}.*"
-        short += [pattern] if len(inside) > 1 and parent and _leads_to(module, pattern, inside) else inside
-    return f"layers={short[0]!r}" if len(short) == 1 else f"layers={short}"
-
-
-def _leads_to(module: nn.Module, path: str, names: list[str]) -> bool:
-    try:
-        return [name for name, _ in find_layers(module, path)] == names
-    except PartitionError:
-        return False
 
 
 class _Order:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from itertools import accumulate, pairwise
 from math import isfinite
 from typing import Literal
@@ -11,9 +12,10 @@ from torch import nn
 
 from lightning_pipe.errors import ConfigurationError, PartitionError
 from lightning_pipe.partition.balancing import balance as balance_costs
+from lightning_pipe.partition.choice import Layers
 from lightning_pipe.partition.flops import layer_flops
 from lightning_pipe.partition.holding import parameter_costs
-from lightning_pipe.partition.sequence import Layers, find_layers, finer_path, longer_sequences
+from lightning_pipe.partition.sequence import find_layers, line
 from lightning_pipe.text import several
 
 Balance = Literal["auto", "parameters", "flops", "time", "memory"] | Sequence[int] | Callable[[nn.Module], float]
@@ -124,18 +126,11 @@ def _checked(counts: list[int], layers: int, stages: int) -> list[int]:
 def _too_few_layers(module: nn.Module, layers: Layers, stages: int) -> PartitionError:
     names = [name for name, _ in layers]
     shown = ", ".join(names if len(names) <= 6 else [*names[:3], "…", names[-1]])
-    finer = finer_path(module, layers)
-    if finer is not None and len(find_layers(module, finer)) < stages:
-        finer = None
-    longer = longer_sequences(module, stages)
-    ways = [f"use stages={len(layers)} or fewer on {len(layers)} ranks or fewer"] if len(layers) > 1 else []
-    if finer is not None:
-        ways.append(f'cut inside the layers if they run one after the other: layers="{finer}"')
-    elif longer:
-        ways.append(f'name a longer sequence, such as layers="{longer[0]}"')
-    ways = ways or ["name the modules that run one after the other: layers=[…]"]
-    hint = ", or ".join(ways)
+    ways = [f"Use stages={len(layers)} or fewer on {len(layers)} ranks or fewer."] if len(layers) > 1 else []
+    with suppress(PartitionError):
+        found = find_layers(module, None, stages)
+        ways.append(f"If these modules run one after the other: {line(module, found)}.")
     return PartitionError(
         f"{several(len(layers), 'layer')} ({shown}) cannot fill {several(stages, 'stage')}: each takes at least one.",
-        hint=f"{hint[0].upper()}{hint[1:]}.",
+        hint=" ".join(ways) or "Train it on one device.",
     )

@@ -123,7 +123,7 @@ class Pipeline:
         world_size = _world_size()
         layout = arrange(family, world_size, pipeline_parallel_size, data_parallel_size, stages)
         _check(model, world_size)
-        found = find_layers(model, layers)
+        found = find_layers(model, layers, layout.stages)
         counts = divide(model, found, layout.stages, balance)
         check_layers(found, layout.stages)
         check_quantized(model, layout.stages)

@@ -12,7 +12,7 @@ from torch import nn
 
 from lightning_pipe import schedules
 from lightning_pipe.errors import ConfigurationError
-from lightning_pipe.partition.choice import layers_before_run
+from lightning_pipe.partition import find_layers
 from lightning_pipe.planning.cost_profile import CostProfile
 from lightning_pipe.planning.layer_sizes import of_process
 from lightning_pipe.planning.make import plan as planned
@@ -76,7 +76,7 @@ def search(
     """
     made: Any = made_module(module, arguments or {})
     if profile is not None:
-        layers = layers_before_run(made, options.layers, 1)
+        layers = find_layers(made, options.layers, 1)
         costs = of_process(made, layers, False, options.tensor_parallel_size, CostProfile.load(profile))
         made = Predictor(costs)
     found = searched(made, **vars(options))

@@ -11,8 +11,7 @@ from torch import nn
 
 from lightning_pipe import schedules
 from lightning_pipe.config import BatchEquation, RunLayout, micro_batch_count
-from lightning_pipe.partition import AUTO, Layers, ParameterPlace, divide, places_by_stage
-from lightning_pipe.partition.choice import layers_before_run
+from lightning_pipe.partition import AUTO, Layers, ParameterPlace, divide, find_layers, places_by_stage
 from lightning_pipe.planning.batch_norms import BATCH_NORM_SAMPLES, is_normalising, norms_note
 from lightning_pipe.planning.division import Division
 from lightning_pipe.planning.layer_sizes import of_process
@@ -74,7 +73,7 @@ def plan(module: nn.Module, asked: PlanOptions) -> Plan:
     check_sizes(asked.shard_optimizer, asked.tensor_parallel_size)
     if asked.shard_optimizer == "parameters" or asked.tensor_parallel_size > 1:
         check_family(family)
-    layers = layers_before_run(module, asked.layers, stages)
+    layers = find_layers(module, asked.layers, stages)
     division = Division.before_run(module, layers, asked.shard_optimizer, asked.tensor_parallel_size)
     chosen = asked.micro_batches == "auto"
     least = BATCH_NORM_SAMPLES if chosen and any(map(is_normalising, module.modules())) else 1

@@ -14,7 +14,7 @@ from torch import nn
 from lightning_pipe import schedules
 from lightning_pipe.config import Sharding, layout
 from lightning_pipe.errors import ConfigurationError, ScheduleError
-from lightning_pipe.partition.choice import layers_before_run
+from lightning_pipe.partition import find_layers
 from lightning_pipe.planning.cost_profile import CostProfile
 from lightning_pipe.planning.layer_sizes import of_process
 from lightning_pipe.planning.options import SearchOptions, taking
@@ -72,7 +72,7 @@ def _profile_of(costs: CostProfile | nn.Module, asked: SearchOptions) -> CostPro
     tensor = asked.tensor_parallel_size
     if isinstance(costs, CostProfile):
         return costs.over_tensor_ranks(tensor)
-    return of_process(costs, layers_before_run(costs, asked.layers, 1), False, tensor)
+    return of_process(costs, find_layers(costs, asked.layers, 1), False, tensor)
 
 
 def _divisors(number: int) -> list[int]:

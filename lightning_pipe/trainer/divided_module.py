@@ -13,7 +13,7 @@ from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.engine.refusals import check_shapes
 from lightning_pipe.errors import PartitionError
 from lightning_pipe.parameters.deferred_batchnorm import DeferredBatchNorm
-from lightning_pipe.partition import find_layers
+from lightning_pipe.partition import known_layers
 from lightning_pipe.partition.calls import CallStore
 from lightning_pipe.patches import unheard
 from lightning_pipe.profiling.measure import run_conditions
@@ -113,8 +113,8 @@ class DividedModule:
         conditions = run_conditions(device, str(trainer.precision))
         try:
             check_shapes(module)
-            if later:  # modules may be missing: what is clear now is so then
-                find_layers(module, options.layers)
+            if later and not known_layers(module, options.layers):  # modules may be missing
+                return
             self.calls = CallStore(module)
             own = StageDivision(options, module, world, self.calls, conditions)
             chosen = own.find(FIRST_STEPS[trainer.state.fn or TrainerFn.FITTING])

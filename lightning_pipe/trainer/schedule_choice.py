@@ -17,8 +17,7 @@ from torch import nn
 from lightning_pipe import schedules
 from lightning_pipe.config import MICRO_BATCHES_PER_RANK, Auto, Sharding, divided
 from lightning_pipe.errors import ConfigurationError, PartitionError
-from lightning_pipe.partition import Balance, Layers, divide
-from lightning_pipe.partition.choice import layers_before_run
+from lightning_pipe.partition import Balance, Layers, divide, find_layers
 from lightning_pipe.planning.layer_sizes import estimated
 from lightning_pipe.planning.options import Cut
 from lightning_pipe.planning.profile_store import ProfileStore
@@ -97,7 +96,7 @@ def choose(
         ConfigurationError: the layers are not there yet, or no schedule has as many stages as ``balance``.
     """
     try:
-        sequence = layers_before_run(module, layers, ranks)
+        sequence = find_layers(module, layers, ranks)
     except PartitionError as error:
         raise ConfigurationError(
             f'schedule="auto" looks at the layers before the run, and they cannot be found: {error}',

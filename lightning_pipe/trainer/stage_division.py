@@ -26,12 +26,14 @@ from lightning_pipe.partition import (
     find_layers,
     has_example,
     imbalance,
+    known_layers,
     layer_costs,
     layer_flops,
+    line,
 )
 from lightning_pipe.partition import balance as balance_costs
 from lightning_pipe.partition.calls import Call, CallStore, in_order, in_words, of_step, top, work_of
-from lightning_pipe.partition.choice import Chosen, choose, guess, line, serves
+from lightning_pipe.partition.choice import Chosen, choose, serves
 from lightning_pipe.planning.cost_profile import CostProfile
 from lightning_pipe.planning.prediction import stage_costs
 from lightning_pipe.planning.profile_store import ProfileStore
@@ -132,28 +134,24 @@ class StageDivision:
             PartitionError: they are named, and are not there, or there are too few.
         """
         module, world, named = self.module, self.world, self.options.layers
-        before, clear = resting(module), None
+        before = resting(module)
         if before is not None and named is None:
             return Chosen(before.layers)
-        try:
-            clear = find_layers(module, named)
-        except PartitionError:
-            if named is not None:
-                raise
-        by_name = named is not None and not (clear and self._asks_for_work(clear))
-        if clear is not None and (by_name or self.options.at_once):
+        clear = known_layers(module, named)
+        by_name = named is not None and not self._asks_for_work(clear)
+        if clear and (by_name or self.options.at_once):
             return Chosen(clear)
         known = self.calls.load(), may_be_whole(module, world.transport.device)
         stored, whole = world.broadcast(known if world.transport.process == 0 else ({}, False), 0)
         calls = of_step(stored, step)
         if calls is None and whole and not self.options.at_once:
             return None
-        if calls is None and clear is None:  # another step is better than a guess
+        if calls is None and not clear:  # another step is better than a guess
             calls = next(iter(stored.values()), None)
         if calls is not None:
             self.calls.used = True
             return self._choose(calls)
-        return guess(module, self.world.layout.stages) if clear is None else Chosen(clear)
+        return Chosen(clear or find_layers(module, None, self.world.layout.stages), guessed=not clear)
 
     def by_first_batch(self, pipeline: Pipeline, step: str, calls: list[Call]) -> Division | None:
         """Divide a module that is whole on all ranks by what its first batch has called; else check a guess.
@@ -187,10 +185,7 @@ class StageDivision:
             PartitionError: there are fewer than stages.
         """
         options, ranks, stages = self.options, self.world.layout.pipeline_parallel_size, self.world.layout.stages
-        try:
-            clear = find_layers(self.module, options.layers)
-        except PartitionError:
-            clear = []
+        clear = known_layers(self.module, options.layers)
         if clear and (options.layers is not None or serves(clear, calls, stages)):
             work = work_of(calls, [name for name, _ in clear]) if self._asks_for_work(clear) else []
             return Chosen(clear, work)
@@ -310,7 +305,7 @@ class StageDivision:
 def names_of(module: pl.LightningModule, layers: str | Sequence[str] | None) -> tuple[list[str], list[str]]:
     """The names of parameters and of layers, as far as these show before the module runs."""
     try:
-        found = find_layers(module, layers)
+        found = known_layers(module, layers)
     except PartitionError:
         found = []
     return [name for name, _ in module.named_parameters()], [name for name, _ in found]

@@ -8,7 +8,7 @@ from torch import nn
 from lightning_pipe.errors import PartitionError
 from lightning_pipe.partition import find_layers
 from lightning_pipe.partition.calls import Call
-from lightning_pipe.partition.choice import Chosen, choose, guess, line, serves
+from lightning_pipe.partition.choice import Chosen, choose, serves
 
 
 class Net(nn.Module):
@@ -131,16 +131,3 @@ def test_a_clear_sequence_serves_if_it_does_the_work() -> None:
     assert not serves(layers, calls("0", "2", "1", work=5), 2)
     assert not serves(layers, [*calls("0", "1", "2"), Call("outside", 1.0)], 2), "a quarter of the work is elsewhere"
     assert not serves(layers, calls("0", "1", "2"), 4)
-
-
-def test_a_guess_needs_no_run() -> None:
-    assert names(guess(Net("a", "b", "c"), 2)) == ["a", "b", "c"]
-
-
-def test_the_line_to_paste_leads_to_the_layers() -> None:
-    net = Net("m", "m.a", "m.b", "head")
-    for wanted in (["m.a", "m.b", "head"], ["m.b", "m.a"], ["m"]):
-        layers = [(name, net.get_submodule(name)) for name in wanted]
-        option = eval(line(net, layers).removeprefix("layers="))
-        assert [name for name, _ in find_layers(net, option)] == wanted
-    assert line(net, [(name, net.get_submodule(name)) for name in ("m.a", "m.b", "head")]) == "layers=['m.*', 'head']"
