@@ -183,7 +183,8 @@ def _expand(module: nn.Module, path: str, *, alone: bool) -> Layers:
         return found
     names = [name for name, _ in module.named_modules() if name]
     # a single path must name something that can be divided
-    flat = [name for name in names if _is_container(part := module.get_submodule(name)) and len(_flatten("", part)) > 1]
+    containers = [(name, each) for name, each in module.named_modules() if name and _is_container(each)]
+    flat = [name for name, each in containers if len(_flatten(name, each)) > 1]
     guess = nearest(path, flat if alone else names)
     raise PartitionError(
         f"layers: {type(module).__name__} has no module {path!r}.",
