@@ -27,7 +27,7 @@ BUDGET = {
     "construction": 1550,
     "partition": 1380,
     "simulate": 1380,
-    "batches": 1120,
+    "batches": 1060,
     "profiling": 920,
     "sharding": 870,
     "plain": 540,

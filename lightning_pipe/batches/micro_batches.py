@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from lightning_pipe.batches.own_split import slices_of
 from lightning_pipe.batches.split_batch import SplitBatch, samples, split
+from lightning_pipe.batches.suspects import check_no_causal_mask
 from lightning_pipe.config import Auto, micro_batch_count, micro_batch_sizes, micro_batch_weights
 from lightning_pipe.errors import ConfigurationError
 
@@ -107,6 +108,8 @@ def divide_batch(
     else:
         length = samples(batch)
         sizes = micro_batch_sizes(length, micro_batch_count(length, ranks, micro_batches, least))
+        if len(sizes) > 1:
+            check_no_causal_mask(batch, length)
         parts = split(batch, sizes)
     summed = loss_weight == "sum"
     amounts = [float(loss_weight(part)) for part in parts] if callable(loss_weight) else [*map(float, sizes)]

@@ -35,7 +35,6 @@ from lightning_pipe.batches.loss_checks import LossChecks
 from lightning_pipe.batches.micro_batches import LossWeight, MicroBatches, divide_batch
 from lightning_pipe.batches.outputs import losses_on_host, of_batch
 from lightning_pipe.batches.split_batch import SplitBatch
-from lightning_pipe.batches.suspects import Suspects, suspicion
 from lightning_pipe.config import Auto, RankOrder
 from lightning_pipe.engine.batch import Cut
 from lightning_pipe.engine.pipeline import Pipeline as Engine
@@ -54,7 +53,6 @@ from lightning_pipe.schedules import Family, Schedule
 from lightning_pipe.schedules.passes.recompute import Mode as Recompute
 from lightning_pipe.transport.arrangement import arrange, topology_of
 from lightning_pipe.transport.choose import open_transport
-from lightning_pipe.warn_once import WarnOnce
 
 _DIVIDED: WeakSet[nn.Module] = WeakSet()
 """The models of pipelines with all their parts."""
@@ -150,8 +148,6 @@ class Pipeline:
         self._step = SharedStep(self._engine)
         self._splitting = micro_batches, split_batch, loss_weight
         self._checks = LossChecks(weighted=callable(loss_weight), replica=transport.replica)
-        self._suspects = Suspects()
-        self._warn = WarnOnce()
         self._seed = transport.broadcast_object(torch.initial_seed(), 0, tuple(range(world_size)))
         self._calls = 0
         self._in_turns = False
@@ -319,15 +315,12 @@ class Pipeline:
             self._engine.transport.close()
 
     def _split(self, batch: Any) -> MicroBatches:
-        """Cut a batch, and look for what should not have been cut."""
+        """Cut a batch as the options say."""
         number, split_batch, loss_weight = self._splitting
         norms = number == "auto" and any(map(is_normalising, self._engine.module.modules()))
         least = BATCH_NORM_SAMPLES if norms else 1
         ranks = self._engine.transport.topology.ranks
-        parts = divide_batch(batch, ranks, number, split_batch, loss_weight, least)
-        if len(parts.parts) > 1 and not parts.own and (places := self._suspects.look(batch, sum(parts.sizes), None)):
-            self._warn("suspects", suspicion(places))
-        return parts
+        return divide_batch(batch, ranks, number, split_batch, loss_weight, least)
 
     def _scale(self, scaler: torch.amp.GradScaler | None) -> float:
         """The factor of a gradient scaler, which decides for all ranks at once from now on."""

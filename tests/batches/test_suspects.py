@@ -1,4 +1,4 @@
-"""Tensors as long as the batch that are no samples are refused, or named."""
+"""Tensors as long as the batch that may be no samples are refused, or named in errors."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
 from lightning_pipe import PipeStrategy
-from lightning_pipe.batches.suspects import Suspects, ambiguous
+from lightning_pipe.batches.micro_batches import divide_batch
+from lightning_pipe.batches.suspects import ambiguous
 from lightning_pipe.errors import ConfigurationError
 from tests.support import oracle
 from tests.support.trainer_runs import QUIET
@@ -34,53 +34,14 @@ def causal(dtype: torch.dtype) -> Tensor:
     )
 
 
-TABLE = torch.randn(LENGTH, 4, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
-
-
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
-def test_causal_masks_are_refused(dtype: torch.dtype) -> None:
+def test_causal_masks_are_not_cut(dtype: torch.dtype) -> None:
     for mask in (causal(dtype), causal(dtype).T, ~causal(torch.bool)):
         with pytest.raises(ConfigurationError, match=r"(?s)batch\['mask'\].*causal mask.*mask\[None\]"):
-            Suspects().look(batch(mask=mask), LENGTH, None)
-    assert Suspects().look(batch(mask=causal(dtype)[None]), LENGTH, None) == []
-
-
-def test_time_first_is_refused_where_the_loader_tells() -> None:
-    time_first = {"x": torch.zeros(12, LENGTH, 4), "y": torch.zeros(12, LENGTH)}
-    with pytest.raises(ConfigurationError, match="dimension 1"):
-        Suspects().look(time_first, 12, LENGTH)
-    for found, size in ((time_first, None), (time_first, 12), ({**time_first, "n": torch.zeros(12)}, LENGTH)):
-        assert Suspects().look(found, 12, size) == []
-
-
-@pytest.mark.parametrize(
-    ("constant", "told_at"),
-    [
-        (TABLE, 1),
-        (TABLE[:, 0], 1),  # one for each class, of which there are as many
-        (torch.arange(LENGTH), 4),
-        (torch.ones(LENGTH, LENGTH), None),  # attention to everything
-        (torch.arange(LENGTH).expand(LENGTH, LENGTH), None),  # positions
-        (torch.zeros(LENGTH, dtype=torch.int64), None),
-        (torch.ones(1, LENGTH), None),
-    ],
-    ids=lambda value: str(tuple(value.shape)) if isinstance(value, Tensor) else None,
-)
-def test_what_never_changes_is_told_once(constant: Tensor, told_at: int | None) -> None:
-    suspects = Suspects()
-    told = [suspects.look(batch(number, extra=constant.clone()), LENGTH, LENGTH) for number in range(8)]
-    assert told == [[f"batch['extra'] {tuple(constant.shape)}"] if n == told_at else [] for n in range(8)]
-
-
-def test_the_same_batch_again_tells_nothing() -> None:
-    suspects = Suspects()
-    assert [suspects.look(batch(extra=TABLE), LENGTH, None) for _ in range(4)] == [[]] * 4
-
-
-def test_labels_that_agree_by_chance() -> None:
-    suspects, labels = Suspects(), torch.tensor([0, 1, 0, 1, 1, 0, 1, 0])
-    for number in range(6):
-        assert suspects.look(batch(number, label=labels if number in (1, 2, 3) else 1 - labels), LENGTH, None) == []
+            divide_batch(batch(mask=mask), 2)
+        assert len(divide_batch(batch(mask=mask), 2, 1).parts) == 1
+    for other in (causal(dtype)[None], torch.ones(LENGTH, LENGTH), torch.randn(LENGTH, LENGTH)):
+        assert len(divide_batch(batch(mask=other), 2).parts) == 8
 
 
 def test_names_what_may_lie_the_other_way() -> None:
@@ -109,45 +70,55 @@ class Attentive(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def fit(batches: list[Any], micro_batches: int = 8, **options: Any) -> tuple[list[float], list[str]]:
+class TimeFirst(Attentive):
+    """Every step sees those before it."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = batch["x"]
+        for layer in self.layers:
+            x = torch.tanh(layer(x).cumsum(0))
+        return F.cross_entropy(self.head(x).flatten(0, 1), batch["y"].flatten())
+
+
+BIAS = torch.randn(LENGTH, LENGTH, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+
+
+def fit(data: list[Any], micro_batches: Any = 8, model: type[Attentive] = Attentive) -> tuple[list[float], str]:
     recorder = oracle.Recorder()
-    strategy = PipeStrategy(layers="layers", stages=2, micro_batches=micro_batches, **options)
+    strategy = PipeStrategy(layers="layers", stages=2, micro_batches=micro_batches)
     trainer = L.Trainer(accelerator="cpu", devices=1, strategy=strategy, max_epochs=1, callbacks=[recorder], **QUIET)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        trainer.fit(Attentive(), oracle.loader(batches))
-    ours = ("as long as the batch", "not checked")
-    return recorder.trace.losses, [str(one.message) for one in caught if any(t in str(one.message) for t in ours)]
+        trainer.fit(model(), oracle.loader(data))
+    return recorder.trace.losses, " ".join(str(one.message) for one in caught)
 
 
 def test_a_mask_that_would_be_broadcast() -> None:
     """In micro-batches of one sample each gets one row of it."""
     with pytest.raises(ConfigurationError, match="causal mask"):
         fit([batch(mask=causal(torch.float64))])
-    bias = torch.randn(LENGTH, LENGTH, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
-    _, told = fit([batch(seed, mask=bias) for seed in range(3)])
-    assert sum("not checked" in text for text in told) == 1
-    assert sum("batch['mask'] (8, 8)" in text for text in told) == 1
-    losses, told = fit([batch(seed, mask=bias[None]) for seed in range(3)])
-    assert told == []
-    expected = oracle.fit(Attentive(), [batch(seed, mask=bias[None]) for seed in range(3)], clip=None).losses
+    _, told = fit([batch(seed, mask=BIAS) for seed in range(3)])
+    assert told.count("It was not checked whether") == 1
+    losses, told = fit([batch(seed, mask=BIAS[None]) for seed in range(3)])
+    assert "not checked" not in told
+    expected = oracle.fit(Attentive(), [batch(seed, mask=BIAS[None]) for seed in range(3)], clip=None).losses
     assert losses == pytest.approx(expected, rel=1e-9)
 
 
 def test_an_error_in_the_step_names_what_may_be_cut_wrongly() -> None:
     with pytest.raises(ConfigurationError, match=r"(?s)batch\['mask'\] \(8, 8\).*mask\[None\].*split_batch") as caught:
-        fit([batch(mask=TABLE @ TABLE.T)], micro_batches=4)
+        fit([batch(mask=BIAS)], micro_batches=4)
     assert type(caught.value.__cause__) is RuntimeError
 
 
-def test_time_first_from_a_loader() -> None:
-    samples = [(torch.zeros(12, 4), torch.zeros(12, dtype=torch.int64)) for _ in range(LENGTH)]
-
-    def collate(items: list[Any]) -> dict[str, Tensor]:
-        return {name: torch.stack(each, 1) for name, each in zip(("x", "y"), zip(*items, strict=True), strict=True)}
-
-    trainer = L.Trainer(
-        accelerator="cpu", devices=1, strategy=PipeStrategy(micro_batches=4, stages=2, layers="layers"), **QUIET
-    )
-    with pytest.raises(ConfigurationError, match=r"(?s)dimension 1.*batches of 8 samples.*split_batch"):
-        trainer.fit(Attentive(), DataLoader(samples, batch_size=LENGTH, collate_fn=collate))  # type: ignore[arg-type]
+def test_time_first_runs_whole_or_is_told() -> None:
+    """Six steps of eight samples are cut along time, which the first batch shows."""
+    data = [{"x": each["x"][:6], "y": torch.randint(3, (6, LENGTH))} for each in map(batch, range(3))]
+    expected = oracle.fit(TimeFirst(), data, clip=None).losses
+    losses, told = fit(data, "auto", TimeFirst)
+    assert "depends on the other samples" in told
+    assert losses == pytest.approx(expected, rel=1e-9)
+    losses, told = fit(data, 3, TimeFirst)
+    assert "depends on the other samples" in told
+    assert "split_batch" in told
+    assert losses != pytest.approx(expected, rel=1e-3)

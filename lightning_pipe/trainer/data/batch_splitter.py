@@ -13,7 +13,7 @@ import torch
 from lightning_pipe.batches.loss_checks import WEIGHTS, Difference
 from lightning_pipe.batches.micro_batches import LossWeight, MicroBatches, divide_batch
 from lightning_pipe.batches.split_batch import SplitBatch
-from lightning_pipe.batches.suspects import REMEDY, Suspects, ambiguous, suspicion
+from lightning_pipe.batches.suspects import REMEDY, ambiguous
 from lightning_pipe.batches.token_losses import SAMPLES, TokenLosses, differ
 from lightning_pipe.config import Auto
 from lightning_pipe.engine.pipeline import Pipeline
@@ -79,7 +79,6 @@ class BatchSplitter:
         # the user has said what counts, or a batch that has run cannot run again with other weights
         told = options.loss_weight is not None or pipeline.asynchronous is not None
         self._tokens = None if told else TokenLosses()
-        self._suspects = Suspects()
         self._warn = WarnOnce()
 
     def split(self, batch: Any) -> MicroBatches:
@@ -100,15 +99,13 @@ class BatchSplitter:
             least = 2 if norms and not self._synchronized and full >= 2 * number else 1
         try:
             split = divide_batch(batch, self._ranks, number, options.split_batch, options.loss_weight, least)
-            length = sum(split.sizes)
-            if len(split.parts) > 1 and not split.own:
-                self._look_for_suspects(batch, length)
         except ConfigurationError as error:
             if not self.may_leave_whole:
                 raise
             why = f"{error.message} So it runs {_WHOLE}"
             self._warn("whole", f"{why} {error.hint or ''}")
             return self._whole(batch, why)
+        length = sum(split.sizes)
         self._largest = max(self._largest, length)
         if number != "auto" and options.split_batch is None and len(split.parts) < min(number, length):
             self._warn(
@@ -174,14 +171,6 @@ class BatchSplitter:
         total = self._world.transport.sum_over_replicas(sum(micro_batches.amounts))
         self._check_synchronized(len(micro_batches.parts))
         return micro_batches.weights(total)
-
-    def _look_for_suspects(self, batch: Any, length: int) -> None:
-        """Raise, or warn, if tensors that were split along with the samples hold no samples."""
-        trainer: Any = self._module.trainer
-        places = self._suspects.look(batch, length, self._batch_size)
-        # if there is a single batch, again and again, only augmentation changes tensors of samples
-        if places and trainer.num_training_batches != 1:
-            self._warn("suspects", suspicion(places))
 
     @property
     def _batch_size(self) -> int | None:
