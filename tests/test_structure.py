@@ -25,7 +25,7 @@ BUDGET = {
     "planning": 3000,
     "parameters": 2090,
     "construction": 1550,
-    "partition": 1380,
+    "partition": 1400,
     "simulate": 1380,
     "batches": 1060,
     "profiling": 920,

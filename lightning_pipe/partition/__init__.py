@@ -1,11 +1,11 @@
 """Finds the layers of a module and divides them over stages."""
 
 from lightning_pipe.partition.balancing import balance
-from lightning_pipe.partition.choice import Layers
+from lightning_pipe.partition.calls import Layers
 from lightning_pipe.partition.cost import AUTO, Balance, divide, imbalance, layer_costs
 from lightning_pipe.partition.flops import has_example, layer_flops
 from lightning_pipe.partition.holding import ParameterPlace, parameter_costs, parameter_places, places_by_stage
-from lightning_pipe.partition.sequence import find_layers, known_layers, line, parameter_count
+from lightning_pipe.partition.sequence import find_layers, known_layers, parameter_count
 
 __all__ = [
     "AUTO",
@@ -20,7 +20,6 @@ __all__ = [
     "known_layers",
     "layer_costs",
     "layer_flops",
-    "line",
     "parameter_costs",
     "parameter_count",
     "parameter_places",

@@ -18,6 +18,9 @@ from torch.nn.parameter import is_lazy
 from lightning_pipe.partition.cache import cache_path, write_atomically
 from lightning_pipe.torch_internals import TorchDispatchMode, flop_registry, tree_leaves
 
+Layers = list[tuple[str, nn.Module]]
+"""Modules with their dotted names."""
+
 MOST = 20_000
 """Calls in one step that are worth storing: more come from loops, whose number another batch changes."""
 
@@ -132,6 +135,22 @@ def is_transparent(module: nn.Module) -> bool:
         return True
     plain = isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
     return plain and not is_compiled_module(module)
+
+
+def is_container(module: nn.Module) -> bool:
+    """Whether a path that leads to a module names what is in it."""
+    return isinstance(module, nn.Sequential | nn.ModuleList | nn.ModuleDict)
+
+
+def flattened(path: str, container: nn.Module) -> Layers:
+    """What is in a container, and in those that are transparent in it, with repeated ones."""
+    layers: Layers = []
+    for key, child in container._modules.items():  # named_children() leaves out repeated ones
+        if child is None:
+            continue
+        name = f"{path}.{key}" if path else key
+        layers += flattened(name, child) if is_transparent(child) else [(name, child)]
+    return layers
 
 
 def is_compiled_module(module: nn.Module) -> bool:

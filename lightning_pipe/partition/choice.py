@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from itertools import accumulate, groupby, pairwise
+from math import inf
 from typing import NamedTuple
 
 from torch import nn
@@ -13,17 +14,18 @@ from torch import nn
 from lightning_pipe.errors import PartitionError
 from lightning_pipe.partition.calls import (
     Call,
+    Layers,
     every_call,
+    flattened,
     has_parameters,
     in_order,
     in_words,
     is_compiled_module,
+    is_container,
     top,
     work_of,
 )
 from lightning_pipe.text import several
-
-Layers = list[tuple[str, nn.Module]]
 
 FINE = 4
 """A module is opened while it does more than this part of a stage's share of the work."""
@@ -33,7 +35,6 @@ SHARED = 0.1
 
 MOST_PASSES = 4
 """A step that comes back to its layers more often than that runs a loop."""
-
 
 _LISTS = (nn.ModuleList, nn.ModuleDict)
 
@@ -82,7 +83,7 @@ class Chosen(NamedTuple):
         return [layer for stage in found for layer in stage], list(map(len, found))
 
 
-def choose(module: nn.Module, calls: Sequence[Call], stages: int, *, several_passes: bool = False) -> Chosen:
+def choose(module: nn.Module, calls: Sequence[Call], stages: int, *, passes: float = 1) -> Chosen:
     """Choose the layers: modules with parameters, none inside another, each called once or several times in a row.
 
     The modules that the step itself calls are opened, the largest first, into the modules that they call in turn, while
@@ -95,7 +96,7 @@ def choose(module: nn.Module, calls: Sequence[Call], stages: int, *, several_pas
         module: the whole module.
         calls: those of one run of the step.
         stages: that the layers are to be divided over.
-        several_passes: whether the step may come back to the first layers behind the last one (siamese networks).
+        passes: how often the step may go over the layers, from the first to the last one (siamese networks).
 
     Raises:
         PartitionError: there are fewer such modules than stages.
@@ -108,14 +109,14 @@ def choose(module: nn.Module, calls: Sequence[Call], stages: int, *, several_pas
     parts = dict(module.named_modules())
     order = top(calls)
     limit = sum(call.work for call in order) / (FINE * stages)
-    found = _Order(order, parts, several_passes)
+    found = _Order(order, parts, passes)
     opened: list[tuple[str, nn.Module, list[str]]] = []
-    while (name := _to_open(found, parts, several_passes, None if found.few(stages) else limit)) is not None:
+    while (name := _to_open(found, parts, passes, None if found.few(stages) else limit)) is not None:
         inner = [part.name for call in found.calls if call.name == name for part in call.calls]
         opened.append((name, parts[name], list(dict.fromkeys(inner))))
-        found = found.opened(name, parts, several_passes)
+        found = found.opened(name, parts, passes)
     if found.few(stages):
-        raise _too_few(module, calls, stages, found.layers, several_passes)
+        raise _too_few(module, calls, stages, found.layers, passes)
     names = _with_elements(found.layers, calls, parts)
     numbers = {name: number for number, name in enumerate(names)}
     runs = [numbers[name] for name in found.runs if name in numbers]
@@ -153,15 +154,16 @@ def _within(name: str, path: str) -> bool:
 
 
 def _too_few(
-    module: nn.Module, calls: Sequence[Call], stages: int, layers: Sequence[str], several_passes: bool
+    module: nn.Module, calls: Sequence[Call], stages: int, layers: Sequence[str], passes: float
 ) -> PartitionError:
     hint = "Train it on one device."
     if len(layers) > 1:
         hint = f"Use {len(layers)} stages or fewer: fewer devices, or a schedule with one stage on each ('1f1b')."
-    if not several_passes:
+    if passes < inf:
         with suppress(PartitionError):
-            choose(module, calls, stages, several_passes=True)
-            hint = "The step comes back to its layers: use schedule='1f1b', 'gpipe' or 'interleaved'."
+            chosen = choose(module, calls, stages, passes=inf)
+            named = f"{line(module, chosen.layers)} and passes={chosen.passes([1] * len(chosen.layers))}"
+            hint = f"The step comes back to its layers: use schedule='1f1b', 'gpipe' or 'interleaved' with {named}."
     if any(map(is_compiled_module, module.modules())):
         hint = "Compile the layers one by one; code compiled as a whole is one layer."
     return PartitionError(
@@ -186,10 +188,30 @@ def serves(layers: Layers, calls: Sequence[Call], stages: int) -> bool:
     return len(layers) >= stages and in_order(calls, names) and outside <= total / (FINE * stages)
 
 
+def line(module: nn.Module, layers: Layers, counts: Sequence[int] = ()) -> str:
+    """The option that names these layers, as short as it can be and as `find_layers` reads it.
+
+    Args:
+        module: the whole module.
+        layers: the layers; of a container `find_layers` takes the modules in it.
+        counts: the layers of every stage, which become the option ``balance``; empty: without it.
+    """
+    short = list[str]()
+    for parent, group in groupby((name for name, _ in layers), lambda name: name.rpartition(".")[0]):
+        inside = list(group)
+        children = module.get_submodule(parent)._modules.items()
+        every = [f"{parent}.{key}" for key, child in children if child is not None]
+        short += [f"{parent}.*"] if parent and len(inside) > 1 and inside == every else inside
+    sizes = [len(flattened(name, part)) if is_container(part) else 1 for name, part in layers]
+    ends = pairwise(accumulate(counts, initial=0))
+    balance = f", balance={[sum(sizes[start:end]) for start, end in ends]}" if counts else ""
+    return f"layers={(short[0] if len(short) == 1 else short)!r}{balance}"
+
+
 class _Order:
     """Calls one after the other, of which none lies within another, and what they mean for the layers."""
 
-    def __init__(self, calls: Sequence[Call], parts: dict[str, nn.Module], several_passes: bool) -> None:
+    def __init__(self, calls: Sequence[Call], parts: dict[str, nn.Module], passes: float) -> None:
         self.calls = calls
         self.work = dict.fromkeys((call.name for call in calls), 0.0)
         for call in calls:
@@ -198,7 +220,7 @@ class _Order:
         times = Counter(self.runs)
         inner = _inside_others(list(times), parts)
         repeated = {name for name in times if times[name] > 1}
-        if several_passes and self._weight(repeated) > SHARED and _passes(self.runs) <= MOST_PASSES:
+        if passes > 1 and self._weight(repeated) > SHARED and _passes(self.runs) <= passes:
             repeated = set()
         self.layers = [name for name in times if name not in repeated and name not in inner]
         self.inner, self.repeated = self._weight(inner), self._weight(repeated)
@@ -206,23 +228,23 @@ class _Order:
     def _weight(self, names: set[str]) -> float:
         return sum(self.work[name] for name in names) / (sum(self.work.values()) or 1.0)
 
-    def opened(self, name: str, parts: dict[str, nn.Module], several_passes: bool) -> _Order:
+    def opened(self, name: str, parts: dict[str, nn.Module], passes: float) -> _Order:
         """The same with one of the modules opened."""
         calls = [part for call in self.calls for part in (call.calls if call.name == name else [call])]
-        return _Order(calls, parts, several_passes)
+        return _Order(calls, parts, passes)
 
     def few(self, stages: int) -> bool:
         """Whether there are fewer layers than stages."""
         return len(self.layers) < stages
 
 
-def _to_open(found: _Order, parts: dict[str, nn.Module], several_passes: bool, limit: float | None) -> str | None:
+def _to_open(found: _Order, parts: dict[str, nn.Module], passes: float, limit: float | None) -> str | None:
     """The largest module that can be opened and is to be; ``None``: all stay closed.
 
     Args:
         found: the order.
         parts: the modules by name.
-        several_passes: see `choose`.
+        passes: see `choose`.
         limit: the work of the largest module that stays closed; ``None``: there are not layers enough.
     """
     openable = {call.name for call in found.calls if call.calls}
@@ -231,7 +253,7 @@ def _to_open(found: _Order, parts: dict[str, nn.Module], several_passes: bool, l
             return None
         if name not in openable or (limit is not None and _chooses(parts[name], found.calls, name)):
             continue
-        finer = found.opened(name, parts, several_passes)
+        finer = found.opened(name, parts, passes)
         if finer.repeated <= max(found.repeated, SHARED) and len(finer.layers) >= len(found.layers):
             return name
     return None
@@ -258,9 +280,9 @@ def _inside_others(names: Sequence[str], parts: dict[str, nn.Module]) -> set[str
     return {name for name in names if id(parts[name]) in within}
 
 
-def _passes(runs: Sequence[str]) -> int:
+def _passes(runs: Sequence[str]) -> float:
     """How often calls go through the modules in the order in which they first come, the last time to the last one."""
     number = {name: index for index, name in enumerate(dict.fromkeys(runs))}
     order = [number[name] for name in runs]
     times = 1 + sum(after < before for before, after in pairwise(order))
-    return times if order[-1] == len(number) - 1 else MOST_PASSES + 1
+    return times if order[-1] == len(number) - 1 else inf

@@ -12,10 +12,11 @@ from torch import nn
 
 from lightning_pipe.errors import ConfigurationError, PartitionError
 from lightning_pipe.partition.balancing import balance as balance_costs
-from lightning_pipe.partition.choice import Layers
+from lightning_pipe.partition.calls import Layers
+from lightning_pipe.partition.choice import line
 from lightning_pipe.partition.flops import layer_flops
 from lightning_pipe.partition.holding import parameter_costs
-from lightning_pipe.partition.sequence import find_layers, line
+from lightning_pipe.partition.sequence import find_layers
 from lightning_pipe.text import several
 
 Balance = Literal["auto", "parameters", "flops", "time", "memory"] | Sequence[int] | Callable[[nn.Module], float]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_pipe.errors import ConfigurationError
-from lightning_pipe.partition.choice import Layers
+from lightning_pipe.partition.calls import Layers
 from lightning_pipe.torch_internals import tree_map
 
 _REMEDY = 'Use balance="parameters", or pass the costs as a function: balance=lambda layer: …'

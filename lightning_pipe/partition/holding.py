@@ -9,7 +9,7 @@ from typing import NamedTuple
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from lightning_pipe.partition.choice import Layers
+from lightning_pipe.partition.calls import Layers
 
 
 class ParameterPlace(NamedTuple):

@@ -5,14 +5,21 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
-from itertools import groupby, pairwise
+from itertools import pairwise
 
 from torch import nn
 from torch.nn.parameter import is_lazy
 
 from lightning_pipe.errors import PartitionError
-from lightning_pipe.partition.calls import is_compiled_module, is_transparent, registered
-from lightning_pipe.partition.choice import Layers, choose
+from lightning_pipe.partition.calls import (
+    Layers,
+    flattened,
+    is_compiled_module,
+    is_container,
+    is_transparent,
+    registered,
+)
+from lightning_pipe.partition.choice import choose
 from lightning_pipe.text import nearest, several
 
 CLEAR_SHARE = 0.6
@@ -84,22 +91,6 @@ def known_layers(module: nn.Module, layers: str | Sequence[str] | None) -> Layer
     return min(clear, key=lambda each: each[:2])[2] if clear else []
 
 
-def line(module: nn.Module, layers: Layers) -> str:
-    """The option that names these layers, as short as it can be and as `find_layers` reads it."""
-    names, short = [name for name, _ in layers], list[str]()
-    for parent, group in groupby(names, lambda name: name.rpartition(".")[0]):
-        inside, pattern = list(group), f"{parent}.*"
-        short += [pattern] if len(inside) > 1 and parent and _leads_to(module, pattern, inside) else inside
-    return f"layers={short[0]!r}" if len(short) == 1 else f"layers={short}"
-
-
-def _leads_to(module: nn.Module, path: str, names: list[str]) -> bool:
-    try:
-        return [name for name, _ in find_layers(module, path)] == names
-    except PartitionError:
-        return False
-
-
 def parameter_count(modules: Sequence[nn.Module]) -> int:
     """Number of parameters in the modules, shared ones counted once; parameters not yet materialised count 0."""
     unique = {id(p): p for m in modules for p in m.parameters()}
@@ -114,7 +105,7 @@ def _named(module: nn.Module, paths: list[str]) -> Layers:
         expanded = [
             layer
             for name, found in _expand(module, path, alone=len(paths) == 1)
-            for layer in (_flatten(name, found) if _is_container(found) else [(name, found)])
+            for layer in (flattened(name, found) if is_container(found) else [(name, found)])
         ]
         if not expanded:
             raise PartitionError(f"The sequence {path!r} is empty.", hint="Name a sequence that holds layers.")
@@ -142,27 +133,13 @@ def _sequences(module: nn.Module) -> Iterator[tuple[str, Layers]]:
     for path, container in module.named_modules():
         if not isinstance(container, nn.Sequential | nn.ModuleList) or any(_within(path, outer) for outer in inside):
             continue
-        layers = _without_repeated(_flatten(path, container))
+        layers = _without_repeated(flattened(path, container))
         if len(layers) < 2 or next(container.parameters(), None) is None:
             continue
         kinds = Counter(type(layer) for _, layer in layers)
         inside += [name for name, layer in layers if kinds[type(layer)] > 1]
         inside += [f"{path}.{key}".lstrip(".") for key, child in container.named_children() if is_transparent(child)]
         yield path, layers
-
-
-def _is_container(module: nn.Module) -> bool:
-    return isinstance(module, nn.Sequential | nn.ModuleList | nn.ModuleDict)
-
-
-def _flatten(path: str, container: nn.Module) -> Layers:
-    layers: Layers = []
-    for key, child in container._modules.items():  # named_children() leaves out repeated ones
-        if child is None:
-            continue
-        name = f"{path}.{key}" if path else key
-        layers += _flatten(name, child) if is_transparent(child) else [(name, child)]
-    return layers
 
 
 def _without_repeated(layers: Layers) -> Layers:
@@ -183,8 +160,8 @@ def _expand(module: nn.Module, path: str, *, alone: bool) -> Layers:
         return found
     names = [name for name, _ in module.named_modules() if name]
     # a single path must name something that can be divided
-    containers = [(name, each) for name, each in module.named_modules() if name and _is_container(each)]
-    flat = [name for name, each in containers if len(_flatten(name, each)) > 1]
+    containers = [(name, each) for name, each in module.named_modules() if name and is_container(each)]
+    flat = [name for name, each in containers if len(flattened(name, each)) > 1]
     guess = nearest(path, flat if alone else names)
     raise PartitionError(
         f"layers: {type(module).__name__} has no module {path!r}.",

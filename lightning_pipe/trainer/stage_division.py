@@ -29,11 +29,10 @@ from lightning_pipe.partition import (
     known_layers,
     layer_costs,
     layer_flops,
-    line,
 )
 from lightning_pipe.partition import balance as balance_costs
 from lightning_pipe.partition.calls import Call, CallStore, in_order, in_words, of_step, top, work_of
-from lightning_pipe.partition.choice import Chosen, choose, serves
+from lightning_pipe.partition.choice import MOST_PASSES, Chosen, choose, line, serves
 from lightning_pipe.planning.cost_profile import CostProfile
 from lightning_pipe.planning.prediction import stage_costs
 from lightning_pipe.planning.profile_store import ProfileStore
@@ -192,7 +191,7 @@ class StageDivision:
         with warnings.catch_warnings():  # of the number of micro-batches
             warnings.simplefilter("ignore")
             repeats = may_repeat(options.family.build(ranks, 4 * ranks, stages=stages))
-        return choose(self.module, calls, stages, several_passes=repeats)
+        return choose(self.module, calls, stages, passes=MOST_PASSES if repeats else 1)
 
     def _asks_for_work(self, layers: Layers) -> bool:
         """Whether the layers are to be balanced by work that parameters do not tell: that of convolutions."""
@@ -228,7 +227,7 @@ class StageDivision:
                 layers, counts = chosen.closed(counts)
             if chosen.order:
                 also = f", passes={passes}" * (passes > 1)
-                notes = (f"layers in the order of their calls: {line(module, layers)}, balance={counts}{also}", *notes)
+                notes = (f"layers in the order of their calls: {line(module, layers, counts)}{also}", *notes)
         else:
             counts, notes, store, costs = before.balance, (), None, None
             if (

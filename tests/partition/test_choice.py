@@ -8,7 +8,7 @@ from torch import nn
 from lightning_pipe.errors import PartitionError
 from lightning_pipe.partition import find_layers
 from lightning_pipe.partition.calls import Call
-from lightning_pipe.partition.choice import Chosen, choose, serves
+from lightning_pipe.partition.choice import Chosen, choose, line, serves
 
 
 class Net(nn.Module):
@@ -93,10 +93,10 @@ def test_a_part_that_is_called_by_itself_opens_what_it_is_part_of() -> None:
 
 def test_a_step_may_come_back() -> None:
     net, step = Net("a", "b", "c"), calls("a", "b", "a", "b", "c", "c")
-    twice = choose(net, step, 2, several_passes=True)
+    twice = choose(net, step, 2, passes=4)
     assert (names(twice), twice.passes([1, 2]), twice.passes([2, 1])) == (["a", "b", "c"], 2, 1)
     assert twice.opened == []
-    with pytest.raises(PartitionError, match=r"use schedule='1f1b', 'gpipe' or 'interleaved'"):
+    with pytest.raises(PartitionError, match=r"use schedule='1f1b', .* with layers=\['a', 'b', 'c'\] and passes=2"):
         choose(net, step, 2)
 
 
@@ -131,3 +131,22 @@ def test_a_clear_sequence_serves_if_it_does_the_work() -> None:
     assert not serves(layers, calls("0", "2", "1", work=5), 2)
     assert not serves(layers, [*calls("0", "1", "2"), Call("outside", 1.0)], 2), "a quarter of the work is elsewhere"
     assert not serves(layers, calls("0", "1", "2"), 4)
+
+
+def test_the_line_to_paste_leads_to_the_layers() -> None:
+    net = Net("m", "m.a", "m.b", "head")
+    net.body = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
+    for wanted, counts, flat in (
+        (["m.a", "m.b", "head"], [2, 1], [2, 1]),
+        (["m.b", "m.a"], [1, 1], [1, 1]),
+        (["m", "body", "head"], [1, 2], [1, 5]),
+    ):
+        layers = [(name, net.get_submodule(name)) for name in wanted]
+        options = eval(f"dict({line(net, layers, counts)})")
+        assert options["balance"] == flat
+        found = find_layers(net, options["layers"])
+        assert sum(flat) == len(found)
+        names = [name for name, _ in found]
+        assert names == wanted or names == ["m", "body.0", "body.1", "body.2.0", "body.2.1", "head"]
+    assert line(net, [(name, net.get_submodule(name)) for name in ("m.a", "m.b", "head")]) == "layers=['m.*', 'head']"
+    assert line(net, [("m", net.m)]) == "layers='m'"

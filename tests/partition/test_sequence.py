@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipe.errors import PartitionError
-from lightning_pipe.partition import divide, find_layers, known_layers, line, parameter_count
+from lightning_pipe.partition import divide, find_layers, known_layers, parameter_count
 
 
 def linear(n: int = 1) -> list[nn.Module]:
@@ -256,12 +256,3 @@ def test_a_single_module_is_told_so() -> None:
     module = Holder(net=nn.Linear(4, 4))
     with pytest.raises(PartitionError, match=r"1 layer \(net\) cannot fill 2 stages(?s:.*)Train it on one device"):
         divide(module, find_layers(module), 2)
-
-
-def test_the_line_to_paste_leads_to_the_layers() -> None:
-    net = Holder(m=Holder(a=nn.Linear(2, 2), b=nn.Linear(2, 2)), head=nn.Linear(2, 2))
-    for wanted in (["m.a", "m.b", "head"], ["m.b", "m.a"], ["m"]):
-        layers = [(name, net.get_submodule(name)) for name in wanted]
-        option = ast.literal_eval(line(net, layers).removeprefix("layers="))
-        assert [name for name, _ in find_layers(net, option)] == wanted
-    assert line(net, [(name, net.get_submodule(name)) for name in ("m.a", "m.b", "head")]) == "layers=['m.*', 'head']"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import warnings
 from contextlib import redirect_stdout
 from typing import Any, ClassVar
@@ -243,12 +244,46 @@ def one_process(name: str, stages: int = 2, **options: Any) -> tuple[list[float]
 
 
 def test_named_layers_in_another_order_are_told_so_and_the_remedies_work() -> None:
-    expected, printed = one_process("Backwards")
+    expected, _ = one_process("Backwards")
     with pytest.raises(CutError, match=r"layer 'decoder.0' is called behind 'encoder.2', which follows it"):
         one_process("Backwards", layers=["decoder", "encoder", "out"])
     assert one_process("Backwards", layers=["encoder", "decoder", "out"])[0] == pytest.approx(expected, abs=1e-9)
-    option = eval(printed.split("order of their calls: layers=")[1].split(", balance")[0])
-    assert one_process("Backwards", layers=option)[0] == pytest.approx(expected, abs=1e-9)
+
+
+@pytest.mark.parametrize("name", ["Backwards", "Experts", "LanguageModel", "Siamese"])
+def test_the_line_of_the_plan_can_be_pasted(name: str) -> None:
+    expected, printed = one_process(name)
+    pasted = re.search(r"order of their calls: (layers=.*?, balance=\[[\d, ]+\](, passes=\d+)?)", printed)
+    assert pasted is not None
+    assert one_process(name, **eval(f"dict({pasted[1]})"))[0] == pytest.approx(expected, abs=1e-9)
+
+
+class _Cells(MODULES["Recurrent"]):  # type: ignore[misc]
+    """Cells one above the other, in a loop over time."""
+
+    def __init__(self) -> None:
+        L.LightningModule.__init__(self)
+        self.cells = nn.ModuleList(nn.GRUCell(5 if number == 0 else 8, 8) for number in range(3))
+        self.out = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        states = [x.new_zeros(len(x), 8)] * 3
+        for step in x.unbind(1):
+            for number, cell in enumerate(self.cells):
+                step = states[number] = cell(step, states[number])
+        found: Tensor = self.out(states[-1])
+        return found
+
+
+def test_cells_in_a_loop_over_time_get_a_line_that_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(MODULES, "Cells", _Cells)
+    with pytest.raises(PartitionError, match=r"The step comes back to its layers") as caught:
+        one_process("Cells")
+    assert caught.value.hint is not None
+    pasted = caught.value.hint.split("with ")[1].rstrip(".").replace(" and ", ", ")
+    assert pasted == "layers=['cells.*', 'out'], passes=6"
+    found, _ = one_process("Cells", **eval(f"dict({pasted})"))
+    assert found == pytest.approx(fit("Cells", "auto", 1)["losses"][: len(found)], abs=1e-9)
 
 
 def test_a_step_that_comes_back_is_told_of_passes() -> None:
