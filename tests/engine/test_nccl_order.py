@@ -51,7 +51,9 @@ Recorded = list[list[Event]]
 
 
 def families(*, synchronous: bool) -> list[Family]:
-    return [family for family in map(schedules.get, schedules.names()) if family.synchronous == synchronous]
+    """All variants of all schedules."""
+    variants = (variant for name in schedules.names() for variant in schedules.get(name).variants())
+    return [variant for variant in variants if variant.synchronous == synchronous]
 
 
 EXPLORABLE = [family for family in families(synchronous=True) if family.name != "bitpipe"]
@@ -113,11 +115,11 @@ def check(recorded: Recorded, resident: Sequence[int] = ()) -> None:
 
 def each(family: Family, *more: Any) -> Any:
     """Schedules of every kind are fast in all of these tests, and every schedule in the first one."""
-    fast = family.name in ("1f1b", "interleaved", "chimera")
+    fast = family.label in ("1f1b", "interleaved", "chimera")
     return pytest.param(family, *more, marks=() if fast else pytest.mark.slow)
 
 
-@pytest.mark.parametrize("family", families(synchronous=True), ids=lambda family: family.name)
+@pytest.mark.parametrize("family", families(synchronous=True), ids=lambda family: family.label)
 def test_every_schedule_ends(family: Family) -> None:
     stages = family.build(2, 4).stages
     recorded = trained(NET, Point(family, stages, 3, ranks=2, steps=2))
@@ -126,7 +128,7 @@ def test_every_schedule_ends(family: Family) -> None:
     assert explore(programs(recorded, Rules()), 1).deadlock is not None
 
 
-@pytest.mark.parametrize("family", map(each, families(synchronous=True)), ids=lambda family: family.name)
+@pytest.mark.parametrize("family", map(each, families(synchronous=True)), ids=lambda family: family.label)
 def test_reductions_that_begin_between_messages_end(family: Family) -> None:
     stages = family.build(4, 8).stages
     # the first reduction of all is one that overlaps with backward passes
@@ -148,7 +150,7 @@ def test_divided_updates_end(family: Family, sharded: Sharding) -> None:
     check(recorded, resident=[QUEUES])
 
 
-@pytest.mark.parametrize("family", families(synchronous=False), ids=lambda family: family.name)
+@pytest.mark.parametrize("family", families(synchronous=False), ids=lambda family: family.label)
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_batches_in_flight_end(family: Family, replicas: int) -> None:
     net, data = asynchronous_engine.Net(), asynchronous_engine.batches(5)
@@ -165,14 +167,14 @@ def test_batches_in_flight_end(family: Family, replicas: int) -> None:
     check(record(topology, body))
 
 
-@pytest.mark.parametrize("family", map(each, families(synchronous=True)), ids=lambda family: family.name)
+@pytest.mark.parametrize("family", map(each, families(synchronous=True)), ids=lambda family: family.label)
 def test_the_queues_of_a_device_suffice_for_four_ranks(family: Family) -> None:
     stages = family.build(4, 8).stages
     steps = 2 if family in EXPLORABLE else 1
     check(trained(NET, Point(family, stages, 4, ranks=4, steps=steps, clip=None)), resident=[QUEUES])
 
 
-@pytest.mark.parametrize("family", map(each, EXPLORABLE), ids=lambda family: family.name)
+@pytest.mark.parametrize("family", map(each, EXPLORABLE), ids=lambda family: family.label)
 def test_hosts_that_run_ahead_of_each_other_end(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
     """Control words go unsaid, so no message of the host orders what the devices do."""
     monkeypatch.setattr(kept_words, "ENOUGH", 0)
@@ -209,7 +211,7 @@ def test_models_of_the_zoo_end(model: str, point: Point) -> None:
 STREAMING = [schedules.get(name) for name in ("1f1b", "interleaved", "dualpipev", "chimera")]
 
 
-@pytest.mark.parametrize("family", STREAMING, ids=lambda family: family.name)
+@pytest.mark.parametrize("family", STREAMING, ids=lambda family: family.label)
 def test_streamed_evaluations_end(family: Family) -> None:
     data = asynchronous_engine.batches(6, rows=(8, 8, 6))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
+from itertools import product
 
 from lightning_pipe import schedules
 from lightning_pipe.schedules import Schedule
@@ -18,14 +19,12 @@ def ranks_of(name: str) -> tuple[int, ...]:
 
 
 def training_schedules(name: str) -> Iterator[Schedule]:
-    """A family at all small sizes, with its own number of stages and, on few ranks, with more."""
-    family = schedules.get(name)
+    """A family in all variants and small sizes, with its own number of stages and, on few ranks, with more."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*has no order of its own")
-        for ranks in ranks_of(name):
-            for micro_batches in MICRO_BATCHES:
-                plain = family.build(ranks, micro_batches)
-                yield plain
-                if ranks <= 3:
-                    yield family.build(ranks, micro_batches, plain.stages + 1)
-                    yield family.build(ranks, micro_batches, plain.stages + ranks)
+        for family, ranks, micro_batches in product(schedules.get(name).variants(), ranks_of(name), MICRO_BATCHES):
+            plain = family.build(ranks, micro_batches)
+            yield plain
+            if ranks <= 3:
+                yield family.build(ranks, micro_batches, plain.stages + 1)
+                yield family.build(ranks, micro_batches, plain.stages + ranks)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from lightning_pipe import schedules
 from lightning_pipe.schedules import Action, Kind, OneFOneB, forward_only, lower
+from lightning_pipe.schedules.action import COMPUTE, blocks
 from lightning_pipe.schedules.family import schedule_of
 from lightning_pipe.schedules.passes.list_scheduling import list_schedule
 from tests.support.rendezvous_sends import RECEIVES, SENDS, assert_mirrored, run
@@ -76,7 +77,10 @@ def test_every_action_finds_its_value_received_and_its_result_sent_at_once(name:
                     assert place[Kind.FORWARD, stage, micro_batch, pipe] < index < gradient
                 if kind in SENDS:
                     what = (Kind.FORWARD,) if kind is Kind.SEND_FORWARD else (Kind.BACKWARD, Kind.BACKWARD_INPUT)
-                    assert actions[index - 1][:4] in {(one, stage, micro_batch, pipe) for one in what}
+                    computed = [action for action in actions[:index] if action.kind in COMPUTE]
+                    at_once = {action[:4] for action in blocks(computed)[-1]}
+                    assert at_once & {(one, stage, micro_batch, pipe) for one in what}
+                    assert actions[index - 1].kind in (*SENDS, computed[-1].kind)
 
 
 @pytest.mark.parametrize("name", schedules.names())
