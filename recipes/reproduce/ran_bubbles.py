@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
 
-from lightning_pipe.schedules import Family, Interleaved, InterleavedZeroBubble
+from lightning_pipe.schedules import Family, Interleaved, InterleavedZeroBubble, ZeroBubble
 from lightning_pipe.simulate import Costs, simulate
 from recipes.reproduce.bubbles import SCHEMES, value
 from recipes.reproduce.published import published
@@ -92,7 +92,8 @@ def _formula(family: Family, ranks: int, number: int) -> float | None:
     """Of the total time, for the schedules whose papers give one with a flush."""
     if family.name == "naive":
         return float(Fraction(ranks - 1, ranks))
-    if isinstance(family, Interleaved) and not isinstance(family, InterleavedZeroBubble):
-        ideal = Fraction(ranks - 1, family.stages_per_rank * number)
-        return float(ideal / (1 + ideal))
-    return None
+    if not isinstance(family, Interleaved) and family != ZeroBubble("h1"):
+        return None
+    share = 3 if isinstance(family, InterleavedZeroBubble | ZeroBubble) else 1  # what is idle is one part of three
+    ideal = Fraction(ranks - 1, share * family.stages_per_rank * number)
+    return float(ideal / (1 + ideal))

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipe import schedules
+from lightning_pipe.engine.batch import THOROUGH
 from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.partition import find_layers
 from lightning_pipe.profiling.processes import in_processes
@@ -83,7 +84,7 @@ class Sleeper(nn.Module):
     """A layer whose compute needs no core, so that many ranks fit on few.
 
     Args:
-        forward: seconds of its forward pass.
+        forward: seconds of its forward pass for each sample: a pass over two micro-batches takes that of both.
         half: seconds of its backward pass for its input, and again for its weight.
     """
 
@@ -95,7 +96,7 @@ class Sleeper(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """The input, after a sleep."""
         weight = _Sleep.apply(self.scale, 0.0, self.half_seconds)  # type: ignore[no-untyped-call]
-        out: Tensor = _Sleep.apply(x, self.seconds, self.half_seconds) * weight  # type: ignore[no-untyped-call]
+        out: Tensor = _Sleep.apply(x, len(x) * self.seconds, self.half_seconds) * weight  # type: ignore[no-untyped-call]
         return out
 
 
@@ -127,11 +128,14 @@ def _pipeline(transport: Transport, case: Case) -> tuple[Pipeline, nn.Module, li
 
 
 def _flushed(transport: Transport, case: Case) -> float:
-    """The median over batches, from the last rank's arrival at a barrier to the last rank's end."""
+    """The median over batches, from the last rank's arrival at a barrier to the last rank's end.
+
+    In the first batches ranks agree on what travels, and compare what layers hold: these do not count.
+    """
     pipeline, net, parts = _pipeline(transport, case)
     ranks = transport.topology.ranks
     found: list[float] = []
-    for _ in range(case.batches + 2):
+    for _ in range(THOROUGH + case.batches):
         arrived, before = time.monotonic(), slept()
         transport.barrier()
         # The input needs a gradient, so that the first stage's backward pass has both halves.
@@ -141,13 +145,13 @@ def _flushed(transport: Transport, case: Case) -> float:
         times = transport.all_gather_object(mine, tuple(range(ranks)))
         makespan = max(end for _, end, _ in times) - max(start for start, _, _ in times)
         found.append(1 - sum(asleep for _, _, asleep in times) / (ranks * makespan))
-    return statistics.median(found[2:])  # the first batches agree on what travels and who holds what
+    return statistics.median(found[THOROUGH:])
 
 
 def _streamed(transport: Transport, case: Case) -> float:
     """Once the pipeline is filled: of the first rank's time over several batches."""
     pipeline, net, parts = _pipeline(transport, case)
-    filled = 3 * transport.topology.ranks // case.micro_batches + 3
+    filled = 3 * transport.topology.ranks // case.micro_batches + THOROUGH
     start = asleep = 0.0
     for number in range(filled + case.batches):
         if number == filled:

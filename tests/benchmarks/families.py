@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 import warnings
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -18,7 +16,7 @@ from lightning_pipe.schedules import Chimera, Family, GPipe, OneFOneB
 from lightning_pipe.simulate import Costs, simulate
 from lightning_pipe.transport.base import Transport
 from lightning_pipe.transport.topology import Topology
-from recipes.reproduce.sleeping import Sleeper
+from recipes.reproduce.sleeping import Case, bubbles
 from tests.benchmarks.against_torch import Block
 from tests.benchmarks.measure import Finding, Ratio, alternate
 from tests.support import processes
@@ -32,64 +30,31 @@ ROWS = 512
 copies of the weights takes longer than computing them."""
 
 
-class Measured(NamedTuple):
-    """Medians over the rounds."""
-
-    makespan: float
-    bubble: float
-
-
-def measure(transport: Transport, family: Family, micro_batches: int, rounds: int) -> Measured:
-    """From the last rank's arrival at the start barrier to the last rank's end."""
-    ranks = transport.topology.ranks
-    stages = ranks * family.stages_per_rank
-    unit = UNIT[ranks] / family.stages_per_rank
-    net = nn.Sequential(*(Sleeper(unit, unit) for _ in range(stages)))
-    pipeline = Pipeline(net, find_layers(net), [1] * stages, family, transport)
-    pipeline.partition()
-    # The input needs a gradient, so that the first stage's backward pass has both halves.
-    parts = [torch.ones(1, 4) for _ in range(micro_batches)]
-    everyone = tuple(range(ranks))
-    makespans, bubbles = [], []
-    for _ in range(rounds + 2):
-        arrived, busy = time.monotonic(), pipeline.executor.busy
-        transport.barrier()
-        pipeline.train(lambda _, part: net(part.requires_grad_()).sum(), parts, [1 / micro_batches] * micro_batches)
-        mine = (arrived, time.monotonic(), pipeline.executor.busy - busy)
-        times = transport.all_gather_object(mine, everyone)
-        makespan = max(end for _, end, _ in times) - max(start for start, _, _ in times)
-        makespans.append(makespan)
-        bubbles.append(1 - sum(busy for _, _, busy in times) / (ranks * makespan))
-    return Measured(statistics.median(makespans[2:]), statistics.median(bubbles[2:]))
-
-
-def _in_processes(family: Family, ranks: int, micro_batches: int, rounds: int) -> Measured:
-    loss_rank = family.build(ranks, micro_batches).loss_ranks[0]
-    topology = Topology.for_schedule(ranks, loss_rank=loss_rank)
-    options = {"family": family, "micro_batches": micro_batches, "rounds": rounds}
-    found: Measured = processes.run_pipeline(measure, topology, timeout=300, group_timeout=60, **options)[0]
-    return found
-
-
 def run(quick: bool) -> list[Finding]:
     """All families on four ranks, and on eight without ``quick``; then Chimera against 1F1B."""
     warnings.simplefilter("ignore")
+    synchronous = [family for family in map(schedules.get, schedules.names()) if family.synchronous]
     findings = []
     for ranks in (4,) if quick else (4, 8):
-        for name in schedules.names():
-            family = schedules.get(name)
-            if family.synchronous:
-                findings += [_bubble(each, ranks, quick) for each in family.variants()]
+        cases = [_case(each, 2 * ranks, ranks, quick) for family in synchronous for each in family.variants()]
+        found = bubbles(cases, ranks, timeout=1200)
+        findings += [_bubble(case, ranks, bubble) for case, bubble in zip(cases, found, strict=True)]
     return [*findings, _gain(quick), *_real_compute(quick)]
 
 
-def _bubble(family: Family, ranks: int, quick: bool) -> Finding:
-    micro_batches = 2 * ranks
+def _case(family: Family, micro_batches: int, ranks: int, quick: bool) -> Case:
+    return Case(family, micro_batches, UNIT[ranks], 2 * UNIT[ranks], batches=1 if quick else 3)
+
+
+def _expected(case: Case, ranks: int) -> float:
     costs = Costs(forward=1, backward=2, backward_input=1, backward_weight=1)
-    expected = float(simulate(family.build(ranks, micro_batches), costs).bubble_ratio)
-    found = _in_processes(family, ranks, micro_batches, rounds=1 if quick else 3).bubble
+    return float(simulate(case.family.build(ranks, case.micro_batches), costs).bubble_ratio)
+
+
+def _bubble(case: Case, ranks: int, found: float) -> Finding:
+    expected = _expected(case, ranks)
     return Finding(
-        f"{family.label}, {ranks} ranks, {micro_batches} micro-batches",
+        f"{case.family.label}, {ranks} ranks, {case.micro_batches} micro-batches",
         f"bubble {found:.3f}, simulated {expected:.3f}",
         f"within {TOLERANCES[ranks]}",
         abs(found - expected) <= TOLERANCES[ranks],
@@ -97,10 +62,10 @@ def _bubble(family: Family, ranks: int, quick: bool) -> Finding:
 
 
 def _gain(quick: bool) -> Finding:
-    rounds, ranks = (3 if quick else 7), 4
-    times = {family: _in_processes(family, ranks, ranks, rounds).makespan for family in (OneFOneB(), Chimera())}
-    spans = {family: float(simulate(family.build(ranks, ranks)).makespan) for family in times}
-    found, expected = (each[OneFOneB()] / each[Chimera()] for each in (times, spans))
+    """As much as the bubble is smaller: the work is the same."""
+    cases = [_case(family, 4, 4, quick) for family in (OneFOneB(), Chimera())]
+    measured, simulated = bubbles(cases, 4), [_expected(case, 4) for case in cases]
+    found, expected = ((1 - chimera) / (1 - straight) for straight, chimera in (measured, simulated))
     return Finding(
         "speed of Chimera over 1F1B, 4 ranks, 4 micro-batches",
         f"{found:.3f}, simulated {expected:.3f}",

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
+import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from lightning_pipe import schedules
+from lightning_pipe.engine.batch import THOROUGH
+from lightning_pipe.simulate import Costs, simulate
 from lightning_pipe.transport.topology import Topology
 from recipes.errors import RecipeError
-from recipes.reproduce import parity
+from recipes.reproduce import parity, ran_bubbles, sleeping
 from recipes.reproduce.held_activations import NAMES, count
 from recipes.reproduce.one_device_memory import MIB, largest, measured, peak_bytes
 from recipes.reproduce.sleeping import Case, measure
@@ -38,6 +42,27 @@ def test_every_kind_of_schedule_sleeps() -> None:
     found = run_threads(thread_world(Topology(2)), lambda transport: measure(transport, cases), timeout=60)
     assert found[0] == found[1]
     assert all(0 < bubble < 1 for bubble in found[0])
+
+
+def test_the_first_batches_in_which_more_is_compared_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    batches = itertools.count(1)
+
+    class Pipeline:
+        def train(self, *_: Any) -> None:
+            (time.sleep if next(batches) <= THOROUGH else sleeping.sleep)(0.02)
+
+    monkeypatch.setattr(sleeping, "_pipeline", lambda *_: (Pipeline(), None, [None]))
+    case = Case(schedules.get("1f1b"), 1, 0, 0, batches=1)
+    ((bubble,),) = run_threads(thread_world(Topology(1)), lambda transport: measure(transport, [case]), timeout=60)
+    assert next(batches) == 1 + THOROUGH + 1
+    assert bubble < 0.9, "the layers of the last batch sleep"
+
+
+@pytest.mark.parametrize("name", ["naive", "interleaved", "looped_bfs", "zero_bubble", "interleaved_zero_bubble"])
+def test_the_formulas_beside_what_sleeps_are_simulated(name: str) -> None:
+    family = schedules.get(name)
+    bubble = simulate(family.build(4, 8), Costs(1, 2, 1, 1)).bubble_ratio
+    assert ran_bubbles._formula(family, 4, 8) == pytest.approx(float(bubble))
 
 
 def test_what_the_engine_holds() -> None:
