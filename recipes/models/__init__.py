@@ -1,6 +1,6 @@
 """The models of the papers as plain modules. None of them knows about training, Lightning or pipelines."""
 
-from recipes.models.amoebanet import AmoebaNet, amoebanet_b, amoebanet_d
+from recipes.models.amoebanet import AmoebaNet
 from recipes.models.bert import bert, bert48
 from recipes.models.gpipe_transformer import GPipeTransformer
 from recipes.models.gpt2 import gpt2, gpt2_chimera
@@ -13,8 +13,6 @@ __all__ = [
     "GPipeTransformer",
     "NMTTransformer",
     "UNet",
-    "amoebanet_b",
-    "amoebanet_d",
     "bert",
     "bert48",
     "gpt2",

@@ -143,6 +143,12 @@ class AmoebaNet(nn.Module):
         norm_momentum: share of the newest batch in their running statistics.
         auxiliary_for: side of the training images; adds a second classifier for training after the second group of
             cells, and while training the network returns both. None leaves it out.
+
+    Example:
+        >>> with torch.device("meta"):
+        ...     models = [AmoebaNet("d", 18, 208), AmoebaNet("b", 18, 512, wiring="tpu")]
+        >>> [sum(parameter.numel() for parameter in model.parameters()) for model in models]
+        [81505540, 557277864]
     """
 
     def __init__(
@@ -233,39 +239,3 @@ def _side(image: int, wiring: Wiring) -> int:
     for _ in range(3):
         side = (side + 1) // 2
     return side
-
-
-def amoebanet_d(layers: int, filters: int, classes: int = 1000, **options: object) -> AmoebaNet:
-    """AmoebaNet-D (layers, filters), as in GPipe's and torchgpipe's benchmarks.
-
-    Args:
-        layers: number of normal cells: the L in the papers' (L, D).
-        filters: the D.
-        classes: number of classes.
-        options: further arguments of `AmoebaNet`.
-
-    Example:
-        >>> with torch.device("meta"):
-        ...     model = amoebanet_d(18, 208)
-        >>> len(model.layers), sum(parameter.numel() for parameter in model.parameters())
-        (24, 81505540)
-    """
-    return AmoebaNet("d", layers, filters, classes, **options)  # type: ignore[arg-type]
-
-
-def amoebanet_b(layers: int, filters: int, classes: int = 1000, **options: object) -> AmoebaNet:
-    """AmoebaNet-B (layers, filters): GPipe's accuracies are those of (18, 512).
-
-    Args:
-        layers: number of normal cells.
-        filters: channels of every state in the first group.
-        classes: number of classes.
-        options: further arguments of `AmoebaNet`.
-
-    Example:
-        >>> with torch.device("meta"):
-        ...     model = amoebanet_b(18, 512, wiring="tpu")
-        >>> sum(parameter.numel() for parameter in model.parameters())
-        557277864
-    """
-    return AmoebaNet("b", layers, filters, classes, **options)  # type: ignore[arg-type]

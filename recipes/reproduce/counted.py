@@ -8,11 +8,7 @@ from functools import cache
 import torch
 from torch import nn
 
-from recipes.models.amoebanet import amoebanet_b, amoebanet_d
-from recipes.models.bert import bert48
-from recipes.models.gpipe_transformer import GPipeTransformer
-from recipes.models.gpt2 import gpt2_chimera
-from recipes.models.unet import UNet
+from recipes.models import AmoebaNet, GPipeTransformer, UNet, bert48, gpt2_chimera
 from recipes.reproduce.published import published
 from recipes.reproduce.results import Result, Row, Tolerance
 
@@ -118,7 +114,7 @@ def gpipe_table1(amoebanet: str, largest: str, transformer: str, memory: str, de
 
 def gpipe_amoebanet_b(tolerance: str) -> Result:
     """The model of GPipe's accuracies."""
-    count = parameters(lambda: amoebanet_b(18, 512, wiring="tpu"))
+    count = parameters(lambda: AmoebaNet("b", 18, 512, wiring="tpu"))
     printed = published("gpipe", "Accuracy")["AmoebaNet-B(18,512)"]
     return Result.of([Row("parameters: AmoebaNet-B(18,512)", printed, count, Tolerance(tolerance))])
 
@@ -146,4 +142,4 @@ def torchgpipe_unet(tolerance: str) -> Result:
 
 def _amoebanet(model: str) -> int:
     layers, filters = map(int, model.split(","))
-    return parameters(lambda: amoebanet_d(layers, filters))
+    return parameters(lambda: AmoebaNet("d", layers, filters))

@@ -11,7 +11,15 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.nn.functional as F
+
+from lightning_pipe import schedules
+from lightning_pipe.engine.pipeline import Pipeline
+from lightning_pipe.partition import find_layers
+from lightning_pipe.transport.single_process import SingleProcess
 from recipes.errors import RecipeError
+from recipes.models import AmoebaNet, GPipeTransformer
 from recipes.reproduce.results import Result, Row, Tolerance
 
 MIB = 2**20
@@ -126,13 +134,6 @@ def peak_bytes(kind: str, size: int, batch: int, micro_batches: int, **options: 
 
 def _train(net: Any, data: Any, loss: Callable[[Any], Any], micro_batches: int) -> None:
     """With RMSProp: 12 bytes for each parameter, as in the paper."""
-    import torch
-
-    from lightning_pipe import schedules
-    from lightning_pipe.engine.pipeline import Pipeline
-    from lightning_pipe.partition import find_layers
-    from lightning_pipe.transport.single_process import SingleProcess
-
     optimizer = torch.optim.RMSprop(net.parameters(), lr=1e-4, foreach=False)
     pipeline = None
     if micro_batches:
@@ -150,22 +151,12 @@ def _train(net: Any, data: Any, loss: Callable[[Any], Any], micro_batches: int) 
 
 
 def _amoebanet(filters: int, batch: int, image: int, layers: int) -> tuple[Any, Any, Callable[[Any], Any]]:
-    import torch
-    import torch.nn.functional as F
-
-    from recipes.models.amoebanet import amoebanet_d
-
-    net = amoebanet_d(layers, filters)
+    net = AmoebaNet("d", layers, filters)
     images = torch.randn(batch, 3, image, image)
     return net, images, lambda part: F.cross_entropy(net(part), torch.zeros(len(part), dtype=torch.long))
 
 
 def _transformer(layers: int, batch: int, length: int, **options: Any) -> tuple[Any, Any, Callable[[Any], Any]]:
-    import torch
-    import torch.nn.functional as F
-
-    from recipes.models.gpipe_transformer import GPipeTransformer
-
     net = GPipeTransformer(layers, dropout=0.0, **options)
     tokens = torch.randint(options["vocabulary"], (batch, length))
     return net, tokens, lambda part: F.cross_entropy(net(part).flatten(0, 1), part.flatten())

@@ -14,9 +14,7 @@ from lightning_pipe.partition import layer_flops
 from lightning_pipe.schedules import GPipe, with_recompute
 from lightning_pipe.schedules.passes.recompute import insert_recompute
 from lightning_pipe.simulate import Costs, simulate
-from recipes.models.amoebanet import amoebanet_d
-from recipes.models.resnet import resnet101
-from recipes.models.unet import UNet
+from recipes.models import AmoebaNet, UNet, resnet101
 from recipes.reproduce.published import published
 from recipes.reproduce.results import Result, Row, Tolerance, near, shares
 
@@ -149,7 +147,7 @@ def cut(times: Sequence[float], balance: Sequence[int]) -> list[float]:
 def operations(layers: int, filters: int, image: int = 224) -> tuple[float, ...]:
     """Of each layer of AmoebaNet-D, see `operations_of`."""
     with torch.device("meta"):
-        model = amoebanet_d(layers, filters)
+        model = AmoebaNet("d", layers, filters)
     return operations_of(model, list(model.layers), image)
 
 

@@ -20,7 +20,7 @@ from lightning_pipe import schedules
 from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.partition import divide, find_layers
 from lightning_pipe.transport.single_process import SingleProcess
-from recipes.models.amoebanet import amoebanet_d
+from recipes.models.amoebanet import AmoebaNet
 from recipes.models.gpipe_transformer import GPipeTransformer
 from tests.benchmarks.measure import Finding
 from tests.gpu.setting import Setting
@@ -67,8 +67,8 @@ def amoebanet(small: bool) -> Family:
 
     name = "AmoebaNet-D (18, D)"
     if small:
-        return Family(name, lambda filters: amoebanet_d(3, filters, 10), images, 4, 2, (16, 16, 16))
-    return Family(name, lambda filters: amoebanet_d(18, filters), images, 128, 32, (64, 16, 1024))
+        return Family(name, lambda filters: AmoebaNet("d", 3, filters, 10), images, 4, 2, (16, 16, 16))
+    return Family(name, lambda filters: AmoebaNet("d", 18, filters), images, 128, 32, (64, 16, 1024))
 
 
 def transformer(small: bool) -> Family:

@@ -10,11 +10,10 @@ import torch
 from torch import nn
 
 from recipes.models import (
+    AmoebaNet,
     GPipeTransformer,
     NMTTransformer,
     UNet,
-    amoebanet_b,
-    amoebanet_d,
     bert48,
     gpt2_chimera,
     resnet101,
@@ -38,18 +37,18 @@ TPU = {"classes": 1001, "wiring": "tpu"}
 @pytest.mark.parametrize(
     ("make", "parameters"),
     [
-        (partial(amoebanet_d, 18, 208), 81_505_540),
-        (partial(amoebanet_d, 18, 416), 319_024_120),
-        (partial(amoebanet_d, 18, 544), 542_734_840),
-        pytest.param(partial(amoebanet_d, 36, 544), 1_055_832_376, marks=pytest.mark.slow),
-        pytest.param(partial(amoebanet_d, 72, 512), 1_844_858_344, marks=pytest.mark.slow),
-        (partial(amoebanet_d, 18, 208, **TPU), 81_140_766),
-        (partial(amoebanet_d, 18, 416, **TPU), 317_548_353),
-        (partial(amoebanet_d, 18, 544, **TPU), 540_204_945),
-        pytest.param(partial(amoebanet_d, 36, 544, **TPU), 1_053_302_481, marks=pytest.mark.slow),
-        pytest.param(partial(amoebanet_d, 72, 512, **TPU), 1_842_618_441, marks=pytest.mark.slow),
-        (partial(amoebanet_b, 18, 512, **TPU), 557_286_057),
-        (partial(amoebanet_b, 18, 512, wiring="tpu"), 557_277_864),
+        (partial(AmoebaNet, "d", 18, 208), 81_505_540),
+        (partial(AmoebaNet, "d", 18, 416), 319_024_120),
+        (partial(AmoebaNet, "d", 18, 544), 542_734_840),
+        pytest.param(partial(AmoebaNet, "d", 36, 544), 1_055_832_376, marks=pytest.mark.slow),
+        pytest.param(partial(AmoebaNet, "d", 72, 512), 1_844_858_344, marks=pytest.mark.slow),
+        (partial(AmoebaNet, "d", 18, 208, **TPU), 81_140_766),
+        (partial(AmoebaNet, "d", 18, 416, **TPU), 317_548_353),
+        (partial(AmoebaNet, "d", 18, 544, **TPU), 540_204_945),
+        pytest.param(partial(AmoebaNet, "d", 36, 544, **TPU), 1_053_302_481, marks=pytest.mark.slow),
+        pytest.param(partial(AmoebaNet, "d", 72, 512, **TPU), 1_842_618_441, marks=pytest.mark.slow),
+        (partial(AmoebaNet, "b", 18, 512, **TPU), 557_286_057),
+        (partial(AmoebaNet, "b", 18, 512, wiring="tpu"), 557_277_864),
         (bert48, 669_790_012),
         (gpt2_chimera, 1_389_327_360),
         (partial(gpt2_chimera, layers=32), 759_649_280),
@@ -80,7 +79,7 @@ def test_the_largest_transformer_of_gpipe() -> None:
 
 @pytest.mark.parametrize(("layers", "cells"), [(18, 24), (36, 42), (72, 78)])
 def test_amoebanet_has_six_layers_besides_its_normal_cells(layers: int, cells: int) -> None:
-    assert len(on_meta(partial(amoebanet_d, layers, 64)).layers) == cells  # type: ignore[arg-type]
+    assert len(on_meta(partial(AmoebaNet, "d", layers, 64)).layers) == cells  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -11,11 +11,10 @@ from torch import Tensor, nn
 
 from lightning_pipe.partition import find_layers
 from recipes.models import (
+    AmoebaNet,
     GPipeTransformer,
     NMTTransformer,
     UNet,
-    amoebanet_b,
-    amoebanet_d,
     bert,
     gpt2,
     resnet101,
@@ -35,10 +34,10 @@ small_nmt = partial(NMTTransformer, 2, 64, 2, vocabulary=20, width=16, head_size
 @pytest.mark.parametrize(
     ("make", "inputs", "shape"),
     [
-        (partial(amoebanet_d, 3, 16, 7), (torch.ones(2, 3, 32, 32),), (2, 7)),
-        (partial(amoebanet_d, 3, 16, 7, wiring="tpu"), (torch.ones(2, 3, 32, 32),), (2, 7)),
-        (partial(amoebanet_b, 3, 16, 7), (torch.ones(2, 3, 32, 32),), (2, 7)),
-        (partial(amoebanet_b, 6, 16, 7, wiring="tpu"), (torch.ones(2, 3, 45, 45),), (2, 7)),
+        (partial(AmoebaNet, "d", 3, 16, 7), (torch.ones(2, 3, 32, 32),), (2, 7)),
+        (partial(AmoebaNet, "d", 3, 16, 7, wiring="tpu"), (torch.ones(2, 3, 32, 32),), (2, 7)),
+        (partial(AmoebaNet, "b", 3, 16, 7), (torch.ones(2, 3, 32, 32),), (2, 7)),
+        (partial(AmoebaNet, "b", 6, 16, 7, wiring="tpu"), (torch.ones(2, 3, 45, 45),), (2, 7)),
         (partial(resnet101, 7, blocks=(1, 1, 2, 1), width=8), (torch.ones(2, 3, 32, 32),), (2, 7)),
         (partial(UNet, 2, 4, depth=3), (torch.rand(2, 3, 16, 16),), (2, 1, 16, 16)),
         (small_lm, (TOKENS,), (2, 12, 20)),
@@ -59,8 +58,8 @@ def test_forward_and_backward(
 @pytest.mark.parametrize(
     ("make", "path", "number"),
     [
-        (partial(amoebanet_d, 18, 64), "layers", 24),
-        (partial(amoebanet_d, 18, 208, auxiliary_for=224), "layers", 24),
+        (partial(AmoebaNet, "d", 18, 64), "layers", 24),
+        (partial(AmoebaNet, "d", 18, 208, auxiliary_for=224), "layers", 24),
         (partial(gpt2, layers=24, tied=False), "transformer.h", 24),
         (partial(bert, layers=24), "bert.encoder.layer", 24),
         (partial(GPipeTransformer, 13), "layers", 13),
@@ -109,7 +108,7 @@ def test_factorised_reduction_sees_every_second_pixel_twice_over() -> None:
 
 
 def test_cells_hand_on_their_own_output_and_the_last_one() -> None:
-    model = amoebanet_d(3, 16, 7)
+    model = AmoebaNet("d", 3, 16, 7)
     first = model.layers[0](torch.rand(2, 3, 32, 32))
     assert first[0] is first[1]
     second = model.layers[1](first)
@@ -118,7 +117,7 @@ def test_cells_hand_on_their_own_output_and_the_last_one() -> None:
 
 
 def test_the_auxiliary_head_is_for_training_only() -> None:
-    model = amoebanet_b(6, 16, 7, wiring="tpu", auxiliary_for=64)
+    model = AmoebaNet("b", 6, 16, 7, wiring="tpu", auxiliary_for=64)
     images = torch.rand(2, 3, 64, 64)
     logits, auxiliary = model(images)
     assert logits.shape == auxiliary.shape == (2, 7)
@@ -142,16 +141,16 @@ def test_drop_path_keeps_whole_samples_and_the_mean() -> None:
 
 
 def test_cells_never_drop_what_is_passed_on_unchanged() -> None:
-    cell = amoebanet_d(3, 16, 7).layers[3]
+    cell = AmoebaNet("d", 3, 16, 7).layers[3]
     dropping = [isinstance(drop, DropPath) for drop in cell.drop_paths]  # type: ignore[union-attr]
     assert dropping == [step.operation != "none" for step in AMOEBANET_D.normal.steps]
 
 
 def test_sizes_that_cannot_be_divided_are_refused() -> None:
     with pytest.raises(ValueError, match="layers=4"):
-        amoebanet_d(4, 16)
+        AmoebaNet("d", 4, 16)
     with pytest.raises(ValueError, match="filters=20"):
-        amoebanet_d(3, 20)
+        AmoebaNet("d", 3, 20)
 
 
 # ------------------------------------------------------------------ Transformers
