@@ -40,7 +40,6 @@ class Experiment:
     set_up: str = MISSING  # in a sentence
     why: str = ""  # of what is not possible here, or is left out
     long: bool = False  # only with --full
-    targets: list[int] = field(default_factory=list)  # numbers of the checks that the rows are
     run: Any = None  # the function that makes the rows, with its arguments and tolerances
     name: str = MISSING
 

