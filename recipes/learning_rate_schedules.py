@@ -26,15 +26,7 @@ def warmup_cosine(optimizer: Optimizer, steps: int, warmup: float = 0.1, floor: 
         >>> rates[:3], rates[-1]
         ([0.5, 1.0, 0.96], 0.0)
     """
-    rising = max(1, round(warmup * steps))
-
-    def factor(step: int) -> float:
-        if step < rising:
-            return (step + 1) / rising
-        done = min(1.0, (step + 1 - rising) / max(1, steps - rising))
-        return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * done))
-
-    return LambdaLR(optimizer, factor)
+    return _by_share(optimizer, steps, warmup, lambda done: floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * done)))
 
 
 def warmup_linear(optimizer: Optimizer, steps: int, warmup: float = 0.1) -> LambdaLR:
@@ -51,14 +43,7 @@ def warmup_linear(optimizer: Optimizer, steps: int, warmup: float = 0.1) -> Lamb
         >>> [round(schedule.lr_lambdas[0](step), 2) for step in range(10)]
         [0.5, 1.0, 0.88, 0.75, 0.62, 0.5, 0.38, 0.25, 0.12, 0.0]
     """
-    rising = max(1, round(warmup * steps))
-
-    def factor(step: int) -> float:
-        if step < rising:
-            return (step + 1) / rising
-        return max(0.0, (steps - step - 1) / max(1, steps - rising))
-
-    return LambdaLR(optimizer, factor)
+    return _by_share(optimizer, steps, warmup, lambda done: 1 - done)
 
 
 def warmup_exponential(
@@ -139,6 +124,17 @@ def inverse_square_root(optimizer: Optimizer, steps: int, warmup: int = 4000) ->
     """
     rising = max(1, min(warmup, steps // 4))
     return LambdaLR(optimizer, lambda step: min((step + 1) / rising, (rising / (step + 1)) ** 0.5))
+
+
+def _by_share(optimizer: Optimizer, steps: int, warmup: float, falling: Callable[[float], float]) -> LambdaLR:
+    """Linear warm-up over a share of the steps, then ``falling`` from 0 to 1 over the others."""
+    rising = max(1, round(warmup * steps))
+
+    def factor(step: int) -> float:
+        after = (step + 1 - rising) / max(1, steps - rising)
+        return (step + 1) / rising if step < rising else falling(min(1.0, after))
+
+    return LambdaLR(optimizer, factor)
 
 
 def _by_epoch(optimizer: Optimizer, per_epoch: float, warmup: float, falling: Callable[[float], float]) -> LambdaLR:

@@ -11,25 +11,6 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 
-def sgd(
-    params: Iterable[Any],
-    lr: float = 0.1,
-    momentum: float = 0.9,
-    nesterov: bool = True,
-    weight_decay: float = 0.0,
-) -> torch.optim.SGD:
-    """SGD in the place of the optimizer that an experiment chooses.
-
-    Args:
-        params: parameters or groups of them.
-        lr: learning rate.
-        momentum: 0 keeps no state at all.
-        nesterov: whether the momentum is Nesterov's; there is none without momentum.
-        weight_decay: of groups that say nothing else.
-    """
-    return torch.optim.SGD(params, lr, momentum, nesterov=nesterov and momentum > 0, weight_decay=weight_decay)
-
-
 class RMSPropTF(Optimizer):
     """RMSProp with epsilon under the root, squares that start at one, and a momentum that contains the learning rate.
 

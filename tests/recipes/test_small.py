@@ -20,6 +20,7 @@ FEW = [
     "logger=none",
     "optim=sgd",
     "optim.momentum=0",
+    "optim.nesterov=false",
     "trainer.devices=2",
     "trainer.precision=32-true",
     "trainer.limit_train_batches=2",
