@@ -33,7 +33,8 @@ UPDATE = 27 * 4
 """Bytes for each parameter that the passes of the programs' AdamW read and write, its gradient's copies included."""
 
 BANDWIDTH = 550e9
-"""Bytes per second of a P100's memory that such passes reach; its data sheet has 732e9 at most."""
+"""Bytes per second of a P100's memory that such passes reach: an estimate, three quarters of the 732e9 in its data
+sheet. No paper, profile or program has it, and no bar is fitted by it."""
 
 
 @dataclass(frozen=True)
