@@ -19,7 +19,7 @@ class UnlikeError(Exception):
 
 
 def readings(
-    received: Sequence[Crossing | None], sizes: Sequence[int], standing: int | None = None, kept: int = 0
+    received: Sequence[Crossing | None], sizes: Sequence[int], standing: int | None = None
 ) -> list[Crossing | None]:
     """What a stage would receive for two micro-batches together, in all ways that it may be meant.
 
@@ -33,7 +33,6 @@ def readings(
         sizes: their samples.
         standing: which of the two (0 or 1) gives the values that have no dimension of samples and differ, such as a
             router's loss; ``None``: such values cannot be put together.
-        kept: which of the two gives what layers keep of their calls besides tensors.
 
     Raises:
         UnlikeError: it cannot be put together.
@@ -43,7 +42,7 @@ def readings(
     for way in ways:
         for reading in _readings(**way):
             try:
-                found.append(_inbound(received, sizes, reading._replace(standing=standing, kept=kept)))
+                found.append(_inbound(received, sizes, reading._replace(standing=standing)))
             except UnlikeError:
                 continue
             if reading.views is None or reading.free:
@@ -51,15 +50,6 @@ def readings(
     if not found:
         raise UnlikeError
     return found
-
-
-def keep_alike(received: Sequence[Crossing | None]) -> bool:
-    """Whether layers keep the same of the two, such as a number that does not depend on the samples."""
-    first, second = received
-    if first is None or second is None:
-        return True
-    pairs = zip(first.path.calls, second.path.calls, strict=True)
-    return all(one.effects == other.effects for one, other in pairs)
 
 
 def joinings(one: Tensor, other: Tensor, sizes: Sequence[int]) -> Iterator[Tensor]:
@@ -75,7 +65,7 @@ class _Reading(NamedTuple):
     ``views=None``: every tensor has one element per sample, or is the same for both; otherwise whether the first
     elements of all samples come first. ``last``: which of several dimensions that fit is that of the samples.
     ``whole``: what has a first dimension of length 1 belongs to all samples. ``free``: samples may have different
-    numbers of elements. ``standing``, ``kept``: see `readings`.
+    numbers of elements. ``standing``: see `readings`.
     """
 
     views: bool | None
@@ -83,7 +73,6 @@ class _Reading(NamedTuple):
     whole: bool
     free: bool
     standing: int | None = None
-    kept: int = 0
 
 
 def _readings(*, last: bool, whole: bool = False) -> Iterator[_Reading]:
@@ -123,7 +112,7 @@ def _call(one: CallRecord, other: CallRecord, sizes: Sequence[int], reading: _Re
         else:
             _same(a, b)
             leaves.append(a)
-    return (one, other)[reading.kept]._replace(leaves=tuple(leaves))
+    return one._replace(leaves=tuple(leaves))
 
 
 def _spec(one: TensorSpec, other: TensorSpec, sizes: Sequence[int], reading: _Reading) -> TensorSpec:

@@ -17,7 +17,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_pipe.engine.batch import Batch, BatchObserver
-from lightning_pipe.engine.first_batch.both_together import UnlikeError, keep_alike, readings
+from lightning_pipe.engine.first_batch.both_together import UnlikeError, readings
 from lightning_pipe.engine.first_batch.mixing import TIMES, MixingCheck
 from lightning_pipe.engine.first_batch.trial_runs import TrialRuns, leaving_no_trace
 from lightning_pipe.engine.stage import Stages, loss_of
@@ -184,23 +184,17 @@ class LossCheck(BatchObserver):
     ) -> Iterator[tuple[Crossing | None, Crossing | None]]:
         """What the stage would receive for both together; values without samples must not matter to the loss.
 
-        A router's loss that the step only logs is such a value, and so is what a layer counts of its calls: nobody
-        knows what it is for both micro-batches, but the loss is the same with that of the one and with that of the
-        other.
+        A router's loss that the step only logs is such a value: nobody knows what it is for both micro-batches, but the
+        loss is the same with that of the one and with that of the other.
 
         Yields:
             What it would receive, in all ways that it may be meant, with such values of the one micro-batch; and the
             same with those of the other, if there are any.
         """
         try:
-            ones = readings(received, sizes)
-            if keep_alike(received):
-                yield from ((inbound, None) for inbound in ones)
-                return
-            others = readings(received, sizes, kept=1)
+            yield from ((inbound, None) for inbound in readings(received, sizes))
         except UnlikeError:
-            ones, others = readings(received, sizes, 0), readings(received, sizes, 1, kept=1)
-        yield from zip(ones, others, strict=True)
+            yield from zip(readings(received, sizes, 0), readings(received, sizes, 1), strict=True)
 
     def _run_alike(
         self, runs: TrialRuns, index: int, part: Any, alternatives: tuple[Crossing | None, Crossing | None]
