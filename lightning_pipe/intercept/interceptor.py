@@ -16,7 +16,6 @@ from lightning_pipe.intercept.layer_calls import RunCache
 from lightning_pipe.intercept.layer_state import LayerState
 from lightning_pipe.intercept.layer_tensors import LayerTensors
 from lightning_pipe.intercept.recompute import is_recomputing
-from lightning_pipe.intercept.shared_state import Sharing
 from lightning_pipe.intercept.snapshot import Snapshot
 from lightning_pipe.intercept.stage_run import StageRun
 from lightning_pipe.intercept.torch_patches.activation_checkpoints import CHECKPOINTS, run_again
@@ -67,7 +66,7 @@ class Interceptor:
         self._outside = list(outside_modules(module, self.layers))
         roots = [*layers, *self._outside]
         self.state = LayerState(module, roots, *places, one_pipe=one_pipe)
-        self.cache = RunCache(self.state, Sharing(module, [root for _, root in roots]))
+        self.cache = RunCache(module, self.state)
         self._tensors = LayerTensors(self.computing, self.state.written)
         # by key: the number of a layer; for outside modules numbers below that of torch calls, -1
         self._wrappers: dict[int, Callable[..., Any]] = {}

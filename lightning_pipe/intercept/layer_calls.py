@@ -14,12 +14,13 @@ from lightning_pipe.intercept.call_record import CallRecord
 from lightning_pipe.intercept.describe import RecordCache
 from lightning_pipe.intercept.effects import LOOKS, AttributeSearch, Watch
 from lightning_pipe.intercept.inner_hooks import HookedParts, shown
+from lightning_pipe.intercept.kept_state import written
 from lightning_pipe.intercept.layer_state import LayerState, in_several_pipes
 from lightning_pipe.intercept.objects import objects_of
 from lightning_pipe.intercept.placeholder import Placeholder
 from lightning_pipe.intercept.recompute import release_saved
 from lightning_pipe.intercept.references import Label, References
-from lightning_pipe.intercept.shared_state import Sharing, changed_elsewhere
+from lightning_pipe.intercept.shared_state import changed_elsewhere, check_not_shared, foreign_modules
 from lightning_pipe.intercept.stage_layers import StageLayers
 from lightning_pipe.intercept.surroundings import Surroundings
 from lightning_pipe.intercept.torch_functions import FLAT
@@ -37,20 +38,20 @@ class RunCache:
     """What the runs of one rank keep for later runs.
 
     Args:
+        module: the user's module.
         state: knows who has the attributes of layers and outside modules.
-        sharing: knows what these have in common with others.
 
     Attributes:
+        module: as given.
         state: as given.
-        sharing: as given.
         attributes: tells which modules keep tensors as attributes.
         records: the last record of each layer.
         hooked: which parts of modules have forward hooks.
         elsewhere: by layer or outside module, what its calls change outside of it, such as globals.
     """
 
-    def __init__(self, state: LayerState, sharing: Sharing) -> None:
-        self.state, self.sharing = state, sharing
+    def __init__(self, module: nn.Module, state: LayerState) -> None:
+        self.module, self.state = module, state
         self.attributes, self.records, self.hooked = AttributeSearch(), RecordCache(), HookedParts()
         self._foreign: dict[str, tuple[int, dict[str, nn.Module]]] = {}
         self.elsewhere: defaultdict[str, dict[Label, None]] = defaultdict(dict)
@@ -59,7 +60,7 @@ class RunCache:
         """The modules that a layer or outside module reaches and that are no parts of it, by their names."""
         looks, found = self._foreign.get(name, (0, {}))
         if looks < LOOKS:
-            found = self.sharing.foreign(module)
+            found = foreign_modules(self.module, module)
             self._foreign[name] = looks + 1, found
         return found
 
@@ -192,11 +193,15 @@ class LayerCalls:
         watch, cache = self._watch, self.cache
         if watch is None or vars(part).get(name) is value:
             return
-        if not cache.sharing.has(watch.module, part):
-            if not cache.sharing.may_change(part, last=self._stage.last):
-                raise changed_elsewhere(watch.name, cache.sharing.name_of(part), name)
+        if all(part is not each for each in watch.module.modules()):
+            if not self._may_change(part):
+                raise changed_elsewhere(watch.name, cache.state.written(part, name))
         elif not (watch.seeks or (cache.state.one_pipe and cache.state.is_kept(part, name))):
             self._seek(watch)
+
+    def _may_change(self, part: nn.Module) -> bool:
+        """Whether a call may change what is no part of its module: the last stage completes the step."""
+        return self._stage.last and not self.cache.state.is_computing(part)
 
     def _note_kept(self, name: str, module: nn.Module, watch: Watch) -> None:
         """Note what a call has changed in its module.
@@ -204,7 +209,7 @@ class LayerCalls:
         Raises:
             CutError: other modules hold that, too, it has changed another module, or there are several pipes.
         """
-        state, sharing, last = self.cache.state, self.cache.sharing, self._stage.last
+        state = self.cache.state
         for place, altered in watch.kept().items():
             part = module.get_submodule(place[0])
             again = not state.keep(part, place[1])
@@ -213,10 +218,10 @@ class LayerCalls:
             if plain and again and not (self.tracker.alone or state.one_pipe):
                 raise in_several_pipes(state.written(part, place[1]), f"'{name}'")
             if altered:
-                sharing.check((name, module), place, altered, last=last)
+                check_not_shared(self.cache.module, (name, module), place, altered, self._may_change)
         for other, attribute in watch.foreign_changes():
-            if not sharing.may_change(watch.foreign[other], last=last):
-                raise changed_elsewhere(name, other, attribute)
+            if not self._may_change(watch.foreign[other]):
+                raise changed_elsewhere(name, written(other, attribute))
 
     def _moved(self, name: str, arguments: Sequence[Any]) -> list[Tensor]:
         """What a layer keeps in objects that it is given, and code between layers has made anew on another rank.

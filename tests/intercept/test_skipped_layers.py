@@ -14,7 +14,6 @@ from lightning_pipe.intercept.call_record import CallRecord, Passed, Repeated
 from lightning_pipe.intercept.layer_calls import LayerCalls, RunCache
 from lightning_pipe.intercept.layer_state import LayerState
 from lightning_pipe.intercept.placeholder import Placeholder
-from lightning_pipe.intercept.shared_state import Sharing
 from lightning_pipe.intercept.skipped_layers import SkippedLayers
 from lightning_pipe.intercept.stage_layers import StageLayers
 from lightning_pipe.intercept.surroundings import Surroundings
@@ -27,7 +26,7 @@ NAMES = ("layers.0", "layers.1")
 
 def run_cache() -> RunCache:
     """That of a rank whose module has no layers."""
-    return RunCache(LayerState(nn.Module(), []), Sharing(nn.Module(), []))
+    return RunCache(nn.Module(), LayerState(nn.Module(), []))
 
 
 def recorded(module: nn.Module, *args: Any, cache: RunCache | None = None) -> tuple[Any, CallRecord, Tracker]:
