@@ -78,9 +78,8 @@ class CallRecord(NamedTuple):
         name: torch function, or dotted name of the layer or module.
         numbers: the numbers given to the tensors in its result, in order.
         differentiable: which of these tensors require a gradient.
-        structure: for layers and modules, and torch functions that read values, or whose result has a shape that
-            depends on values or a type that autocast chose, the pytree structure of the result; ``None`` for other
-            torch functions.
+        structure: for layers and modules, and torch functions that read values, or return new tensors, the pytree
+            structure of the result; ``None`` for other torch functions.
         leaves: with a structure, the result's leaves: :class:`TensorSpec`, :class:`Passed`, :class:`Repeated`,
             :class:`Value` or plain values; behind them those of ``stashed`` and of ``effects``.
         mutated: for layers and modules, the arguments changed in place (positions among the argument's tensors).

@@ -122,13 +122,10 @@ def _check_followed(func: Any, args: Any, kwargs: Mapping[str, Any]) -> None:
         )
 
 
-def shape_only(
-    func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], hint: str | None = None
-) -> Any:
+def shape_only(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Call ``func`` for the shape, dtype and device of its result alone; tensors come back as placeholders.
 
-    An argument that ``func`` changes in place is returned as the same object, as torch does. If ``func`` needs values,
-    the error gives the ``hint``.
+    An argument that ``func`` changes in place is returned as the same object, as torch does.
     """
     call = _Shapes()
     with torch.no_grad():
@@ -140,7 +137,7 @@ def shape_only(
             raise CutError(
                 f"'{function_name(func)}' needs the value of a tensor that only another stage has "
                 f"(it is computed by, or from, layers or parameters of an earlier stage): {error}",
-                hint=_NESTED if "nested_tensor" in function_name(func) else hint or _VALUES,
+                hint=_NESTED if "nested_tensor" in function_name(func) else _VALUES,
             ) from error
     return tree_map(lambda value: call.to_placeholder(value, func), result)
 

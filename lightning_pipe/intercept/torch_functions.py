@@ -16,7 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_pipe.intercept.call_record import Value
+from lightning_pipe.intercept.call_record import LEAF, PLAIN, Value
+from lightning_pipe.tensor_spec import TensorSpec
 from lightning_pipe.torch_internals import tree_flatten, tree_leaves
 
 # ruff: noqa: SIM905  a table of names is easier to read as words than as a list of strings
@@ -95,9 +96,6 @@ RANDOM = Names("dropout1d dropout2d dropout3d gumbel_softmax", _tagged(torch.Tag
 FACTORIES = Names("as_tensor asarray from_numpy frombuffer new_tensor scalar_tensor tensor", _is_factory)
 """Functions that make a tensor of their own."""
 
-_SHAPED_BY_VALUES = Names(
-    "unique combinations _pack_padded_sequence _pad_packed_sequence", _tagged(torch.Tag.dynamic_output_shape)
-)
 _IN_PLACE = Names("__setitem__", _is_augmented)
 
 
@@ -207,14 +205,6 @@ def changed_in_place(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     return [tensor for tensor in found if isinstance(tensor, Tensor)]
 
 
-def shaped_by_values(name: str, args: tuple[Any, ...]) -> bool:
-    """Whether the shape of the result depends on values: such a result is described to the stages without them."""
-    if name == "__getitem__":
-        index = args[1] if isinstance(args[1], tuple) else (args[1],)
-        return any(isinstance(part, Tensor) and part.dtype in (torch.bool, torch.uint8) for part in index)
-    return name in _SHAPED_BY_VALUES or (name == "where" and len(args) == 1)
-
-
 _ADDRESSES = frozenset("data_ptr _cdata.__get__".split())
 """Functions whose numbers mean nothing on another rank."""
 
@@ -229,21 +219,23 @@ def values_read(name: str, result: Any) -> tuple[Any, tuple[Value, ...]] | None:
     return structure, tuple(Value.of(leaf) for leaf in leaves)
 
 
-def is_new(result: Any, tensors: Sequence[Tensor]) -> bool:
-    """Whether a call has returned one tensor that it was not given, on the device of what it was given first."""
-    return type(result) is Tensor and result.device == tensors[0].device and all(result is not one for one in tensors)
+def new_results(result: Any, tensors: Sequence[Tensor]) -> tuple[Any, tuple[Any, ...]] | None:
+    """What a function has returned if that is new: structure and leaves of its `CallRecord`.
 
+    Of results that it was given, or that are on another device, the other stages find shapes and types by themselves.
 
-def typed_by_autocast(result: Any, tensors: Sequence[Tensor]) -> bool:
-    """Whether autocast may have chosen the type of new tensors, by their device: then the record needs the type."""
-    device = tensors[0].device
-    if device.type == "meta" or not torch.is_autocast_enabled(device.type):
-        return False
-    leaves = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-    if any(leaf.device != device or any(leaf is tensor for tensor in tensors) for leaf in leaves):
-        return False  # moved, or no new one
-    types = [{tensor.dtype for tensor in each if tensor.is_floating_point()} for each in (leaves, tensors)]
-    return any(one != other for one in types[0] for other in types[1])
+    Args:
+        result: what it has returned.
+        tensors: those that it was given.
+    """
+    leaves, structure = ([result], LEAF) if type(result) is Tensor else tree_flatten(result)
+    made = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    given, device = {id(tensor) for tensor in tensors}, tensors[0].device
+    if not made or any(id(leaf) in given or leaf.device != device for leaf in made):
+        return None
+    if not all(leaf is None or isinstance(leaf, (Tensor, *PLAIN)) for leaf in leaves):
+        return None
+    return structure, tuple(TensorSpec.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
 
 
 def results_of(result: Any, written: Iterable[Tensor]) -> list[Tensor]:

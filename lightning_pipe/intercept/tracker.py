@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_pipe.errors import CutError
-from lightning_pipe.intercept.call_record import AGAIN, LEAF, CallRecord, Value
+from lightning_pipe.intercept.call_record import AGAIN, CallRecord, Value
 from lightning_pipe.intercept.digest import Digest
 from lightning_pipe.intercept.held_by_graphs import SHARING, let_go
 from lightning_pipe.intercept.in_place import InPlace
@@ -31,11 +31,9 @@ from lightning_pipe.intercept.torch_functions import (
     draws,
     function_name,
     is_autograds,
-    is_new,
     leaves_of,
+    new_results,
     results_of,
-    shaped_by_values,
-    typed_by_autocast,
     values_read,
 )
 from lightning_pipe.tensor_spec import TensorSpec
@@ -43,7 +41,6 @@ from lightning_pipe.torch_internals import (
     current_function_mode,
     pop_function_mode,
     push_function_mode,
-    tree_flatten,
     tree_unflatten,
 )
 
@@ -100,26 +97,17 @@ class Tracker(TorchFunctionMode):
 
     def expects(self, name: str) -> bool:
         """Whether the call that the previous stage made here was ``name``."""
-        return self.following(name) is not None
+        return (call := self.following) is not None and call.name == name
 
-    def following(self, name: str) -> CallRecord | None:
-        """The call that the previous stage made here, if it was ``name``."""
-        call = self._following()
-        return call if call is not None and call.name == name else None
-
-    def _following(self) -> CallRecord | None:
+    @property
+    def following(self) -> CallRecord | None:
         """The call that the previous stage made here, if any."""
         position = len(self.calls)
         return self._expected[position] if position < len(self._expected) else None
 
-    def following_hook(self) -> CallRecord | None:
-        """The call that the previous stage made here if it is that of a forward hook on a part of a layer."""
-        call = self._following()
-        return None if call is None or call.hook is None else call
-
     def expect(self, name: str) -> CallRecord:
         """The call the previous stage made here; raises unless it was ``name``, and was given the same."""
-        call = self._following()
+        call = self.following
         if call is not None and call.name == AGAIN and self.come_back is not None:
             self.come_back(name)
         if call is not None and call.name == name:
@@ -298,19 +286,9 @@ class Tracker(TorchFunctionMode):
         else:
             result = func(*args, **kwargs)
         numbers, differentiable = self.numbers.give_all(results_of(result, written))
-        # Stages without the tensors need no call to know what one new tensor is like. Of other results they find shapes
-        # and types by themselves, unless values or autocast decide.
-        if is_new(result, tensors) and not written:
-            self.calls.append(CallRecord(name, numbers, differentiable, LEAF, (TensorSpec.of(result),)))
-        elif shaped_by_values(name, args) or (not written and typed_by_autocast(result, tensors)):
-            leaves, structure = tree_flatten(result)
-            described = tuple(TensorSpec.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
-            self.calls.append(CallRecord(name, numbers, differentiable, structure, described))
-        elif not numbers and (read := values_read(name, result)) is not None:
-            # what the code reads may decide its path: stages that wait read the same
-            self.calls.append(CallRecord(name, numbers, differentiable, *read))
-        else:
-            self.calls.append(CallRecord(name, numbers, differentiable))
+        # what the code reads may decide its path: stages that wait read the same
+        told = values_read(name, result) if not numbers else None if written else new_results(result, tensors)
+        self.calls.append(CallRecord(name, numbers, differentiable, *(told or ())))
         return result
 
     def _about_to_change(self, changed: list[Tensor], name: str) -> list[Tensor]:

@@ -27,7 +27,6 @@ from lightning_pipe.intercept.torch_functions import (
     RANDOM,
     changed_in_place,
     draws,
-    shaped_by_values,
 )
 from lightning_pipe.partition import find_layers
 from lightning_pipe.transport.base import Transport
@@ -530,7 +529,6 @@ def test_torch_tells_what_functions_do() -> None:
     assert not any(name in RANDOM for name in ("relu", "matmul", "add_", "max_pool2d", "no_such_function", "__init__"))
     assert all(name in FACTORIES for name in ("triu_indices", "hann_window", "zeros_like", "tensor"))
     assert not any(name in FACTORIES for name in ("to", "clone", "add"))
-    assert all(shaped_by_values(name, (0, 0)) for name in ("one_hot", "nonzero", "unique", "masked_select"))
 
 
 def test_functions_in_python_may_draw() -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from lightning_pipe.intercept.call_record import LEAF
 from lightning_pipe.intercept.torch_functions import (
     APPLIES,
     FACTORIES,
@@ -17,12 +18,12 @@ from lightning_pipe.intercept.torch_functions import (
     draws,
     function_name,
     leaves_of,
+    new_results,
     results_of,
-    shaped_by_values,
-    typed_by_autocast,
     unique,
     values_read,
 )
+from lightning_pipe.tensor_spec import TensorSpec
 
 X, Y = torch.ones(2), torch.zeros(2)
 
@@ -61,14 +62,6 @@ def test_what_draws_is_known() -> None:
     assert "to" not in FACTORIES
 
 
-def test_shapes_that_depend_on_values_are_known() -> None:
-    assert shaped_by_values("__getitem__", (X, X > 0))
-    assert not shaped_by_values("__getitem__", (X, torch.tensor([0])))
-    assert shaped_by_values("nonzero", (X,))
-    assert shaped_by_values("where", (X,))
-    assert not shaped_by_values("where", (X > 0, X, Y))
-
-
 def test_numbers_that_are_read_are_kept_and_addresses_are_not() -> None:
     _, [value] = values_read("item", 3.5)  # type: ignore[misc]
     assert value.value == 3.5
@@ -76,11 +69,15 @@ def test_numbers_that_are_read_are_kept_and_addresses_are_not() -> None:
     assert values_read("sin", X) is None
 
 
-def test_types_that_autocast_chooses_are_told() -> None:
-    with torch.autocast("cpu", torch.bfloat16):
-        assert typed_by_autocast(X.bfloat16(), [Y])
-        assert not typed_by_autocast(X * 1, [Y])
-    assert not typed_by_autocast(X.bfloat16(), [Y])
+def test_results_that_are_new_are_described() -> None:
+    spec = TensorSpec.of(X)
+    assert new_results(X * 1, [X]) == (LEAF, (spec,))
+    _, leaves = new_results((X * 1, 3, Y * 1), [X, Y])  # type: ignore[misc]
+    assert leaves == (spec, 3, spec)
+    assert new_results(X, [X]) is None
+    assert new_results((X * 1, Y), [X, Y]) is None
+    assert new_results(X.to("meta"), [X]) is None
+    assert new_results(3, [X]) is None
 
 
 @pytest.mark.parametrize("module", APPLIES)

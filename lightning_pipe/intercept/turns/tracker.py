@@ -19,7 +19,7 @@ from lightning_pipe.intercept.torch_functions import METADATA, draws, function_n
 from lightning_pipe.intercept.tracker import Tracker
 from lightning_pipe.intercept.turns.messages import Mail, Sent, Turn, Wanted
 from lightning_pipe.tensor_spec import TensorSpec
-from lightning_pipe.torch_internals import storage_uses, tree_flatten
+from lightning_pipe.torch_internals import storage_uses
 
 
 class TurnTracker(Tracker):
@@ -198,11 +198,12 @@ class TurnTracker(Tracker):
                 self._fetch([tensor for tensor in tensors if isinstance(tensor, Placeholder)])
         super().touch(tensors, name, new)
 
-    def _following(self) -> CallRecord | None:
+    @property
+    def following(self) -> CallRecord | None:
         """The call that the rank with the turn made here, if any."""
         if self.waiting:
             self._ask()
-        return super()._following()
+        return super().following
 
     @property
     def complete(self) -> bool:
@@ -226,7 +227,6 @@ class TurnTracker(Tracker):
         own = kwargs.get("generator")
         before = self._states(own) if (random := draws(func, name)) else ()
         result = super()._run(name, func, args, kwargs, tensors)
-        self.calls[-1] = _described(self.calls[-1], result, tensors)
         if random and (after := self._states(own)) != before:  # the other ranks go on with the same numbers
             self.calls[-1] = self.calls[-1]._replace(drawn=after)
         return result
@@ -244,17 +244,6 @@ class TurnTracker(Tracker):
 
     def _all_generators(self, own: torch.Generator | None) -> list[torch.Generator]:
         return [*self._generators, *([] if own is None else [own])]
-
-
-def _described(call: CallRecord, result: Any, given: Sequence[Tensor]) -> CallRecord:
-    """The call with what it returns, if that is new: so the other ranks need not find out shapes by themselves."""
-    if call.structure is not None or not call.numbers:
-        return call
-    leaves, structure = tree_flatten(result)
-    new = [leaf for leaf in leaves if isinstance(leaf, Tensor) and all(leaf is not tensor for tensor in given)]
-    if len(new) < len(leaves) or len(new) != len(call.numbers):
-        return call
-    return call._replace(structure=structure, leaves=tuple(map(TensorSpec.of, new)))
 
 
 class _Turns:
