@@ -196,16 +196,13 @@ def _copy(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
     return own
 
 
-def after_closure(
-    args: tuple[Any, ...], kwargs: dict[str, Any], then: Callable[[], None], first: Callable[[], None] = lambda: None
-) -> tuple[Any, Any] | None:
+def after_closure(args: tuple[Any, ...], kwargs: dict[str, Any], then: Callable[[], None]) -> tuple[Any, Any] | None:
     """For hooks before a step: do something once the gradients are there, after its closure if it has one.
 
     Args:
         args: of the step, with the optimizer.
         kwargs: of the step.
         then: what is to be done; each time if the step calls its closure several times.
-        first: what is to be done before the closure.
 
     Returns:
         Other arguments for the step.
@@ -213,7 +210,6 @@ def after_closure(
 
     def around(closure: Callable[[], Any]) -> Callable[[], Any]:
         def own() -> Any:
-            first()
             result = closure()
             then()
             return result
