@@ -28,7 +28,6 @@ from lightning_pipe.intercept.stage_layers import StageLayers
 from lightning_pipe.intercept.stage_run import NO_SKIPPING, StageRun
 from lightning_pipe.parameters.deferred_batchnorm import forward_pass
 from lightning_pipe.skip import SkipEvent, SkipKey
-from lightning_pipe.torch_internals import tree_leaves
 
 Crossings = dict[int, Crossing]
 """What leaves a stage, by the stage that receives it; nothing leaves the last one."""
@@ -210,7 +209,7 @@ class Stages:
         inputs = batch.slice(micro_batch)
         # Every run of a micro-batch draws the same numbers, on whichever stage and for whichever time.
         batch.streams.seed_user_code(micro_batch)
-        run.tracker.digest.begin(tree_leaves(inputs))
+        run.tracker.digest.begin(inputs)
         with forward_pass(stage):
             result = self.interceptor.follow(run, lambda: batch.step(micro_batch, inputs))
         batch.repeats |= run.repeats
@@ -332,4 +331,4 @@ def loss_of(result: Any) -> Tensor:
         )
     if loss.numel() != 1:
         raise ConfigurationError(f"The loss must be a single number, not a tensor of shape {tuple(loss.shape)}.")
-    return loss.reshape(())
+    return loss.reshape(()) if loss.ndim else loss

@@ -12,7 +12,6 @@ from lightning_pipe.engine.batch import Batch
 from lightning_pipe.errors import CutError
 from lightning_pipe.intercept.turns.run import TurnRun
 from lightning_pipe.parameters.deferred_batchnorm import forward_pass
-from lightning_pipe.torch_internals import tree_leaves
 from lightning_pipe.transport.base import Transport, Work
 
 if TYPE_CHECKING:
@@ -61,7 +60,7 @@ class Turns:
         )
         inputs = batch.slice(micro_batch)
         batch.streams.seed_user_code(micro_batch)
-        run.tracker.digest.begin(tree_leaves(inputs))
+        run.tracker.digest.begin(inputs)
         with forward_pass(0):
             result = stages.interceptor.follow(run, lambda: batch.step(micro_batch, inputs))
         batch.streams.end_user_code()

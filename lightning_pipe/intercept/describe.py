@@ -110,8 +110,8 @@ def _describe(
     mutated: tuple[int, ...] = ()
     numbered, unchanged = new, arguments
     if changed:
-        mutated = tuple([position_of[id(each.tensor)] for each in changed])
-        numbered = unique([*(each.tensor for each in changed), *(one for each in changed for one in each.also)]) + new
+        mutated = tuple([position_of[id(tensor)] for tensor, *_ in changed])
+        numbered = unique([*(tensor for tensor, *_ in changed), *(one for *_, also in changed for one in also)]) + new
         # the record says already that the others change: their memory needs no lender
         unchanged = [None if position in mutated else argument for position, argument in enumerate(arguments)]
     lent = {position for leaf in new for position in tracker.in_place.lend(leaf, len(tracker.calls), unchanged)}

@@ -34,7 +34,7 @@ from lightning_pipe.intercept.kept_state import Place, content_of, has_content
 from lightning_pipe.intercept.numbers import Numbers
 from lightning_pipe.intercept.random_streams import mix
 from lightning_pipe.intercept.tensor_state import version_of
-from lightning_pipe.torch_internals import DisableTorchFunction, functorch_active
+from lightning_pipe.torch_internals import DisableTorchFunction, functorch_active, tree_leaves
 
 _tokens = itertools.count()
 _PLAIN = (int, float, str, complex, bytes, torch.dtype)
@@ -84,11 +84,9 @@ class Digest:
         # by id, since ranks that are threads may be given the same objects
         self._batch: dict[int, tuple[Tensor, int]] = {}
 
-    def begin(self, leaves: Iterable[object]) -> None:
+    def begin(self, batch: Any) -> None:
         """The run is about to begin, with this batch."""
-        if self.idle:
-            return
-        for position, leaf in enumerate(leaves, start=1):
+        for position, leaf in enumerate(() if self.idle else tree_leaves(batch), start=1):
             if isinstance(leaf, Tensor):
                 self._batch[id(leaf)] = leaf, mix(position)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,13 +17,8 @@ from lightning_pipe.intercept.torch_functions import unique
 from lightning_pipe.tensor_spec import TensorSpec
 from lightning_pipe.torch_internals import storage_uses
 
-
-class Noted(NamedTuple):
-    """A tensor before a call: its state, and what is written to as well if it changes."""
-
-    tensor: Tensor
-    state: TensorState
-    also: Sequence[Tensor]
+Noted = tuple[Tensor, TensorState, Sequence[Tensor]]
+"""A tensor before a call: its state, and what is written to as well if it changes."""
 
 
 class InPlace:
@@ -41,13 +36,13 @@ class InPlace:
 
     def noted(self, tensors: Sequence[Tensor]) -> list[Noted]:
         """What a call is given, to find out with `changed` what it did to it."""
-        return [Noted(tensor, state_of(tensor, self._numbers.derived), self.behind(tensor)) for tensor in tensors]
+        return [(tensor, state_of(tensor, self._numbers.derived), self.behind(tensor)) for tensor in tensors]
 
     def changed(self, noted: Sequence[Noted], name: str) -> list[Noted]:
         """Which of them the call of ``name`` has changed."""
-        changed = [each for each in noted if has_changed(each.tensor, each.state)]
+        changed = [each for each in noted if has_changed(each[0], each[1])]
         if changed:
-            self.check_not_lent([each.tensor for each in changed], name)
+            self.check_not_lent([tensor for tensor, *_ in changed], name)
         return changed
 
     def written(self, changed: Sequence[Tensor]) -> list[Tensor]:

@@ -76,7 +76,9 @@ class _Isolated:
     def __exit__(self, *_: object) -> None:
         streams = self._streams
         streams.note_draws(self._seed)
-        _restore(streams.generators, self._states)
+        with _ONE_AT_A_TIME:
+            for generator, state in zip(streams.generators, self._states, strict=True):
+                generator.set_state(state)
         if self._libraries is not None:
             streams.watch(self._call, self._seed)
             library_draws.restore(self._libraries)

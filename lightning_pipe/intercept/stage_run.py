@@ -244,7 +244,11 @@ class StageRun:
         if number < own.start:
             self._come_back(name, self._numbers.behind)
         self.called.append(number % self.stage.in_one_pass)
-        return self._run(name, key, layer, forward, args, kwargs)
+        try:
+            return self.layer_calls.run(name, key, layer, forward, args, kwargs)
+        except ChangedObjectError:
+            self._may_come_back(name)
+            raise
 
     def call_module(
         self, name: str, key: int, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
@@ -258,16 +262,16 @@ class StageRun:
         self._parameter_use.run(name)
         for parameter in module.parameters():
             self._parameter_use.use(parameter)
-        return self._run(name, key, module, forward, args, kwargs)
-
-    def _run(self, name: str, key: int, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         try:
-            result = self.layer_calls.run(name, key, module, forward, args, kwargs)
+            return self.layer_calls.run(name, key, module, forward, args, kwargs)
         except ChangedObjectError:
-            if self.tracker.come_back is None:
-                raise
-            self._come_back(name)  # a cache: of use in a step of several passes alone
-        return result
+            self._may_come_back(name)
+            raise
+
+    def _may_come_back(self, name: str) -> None:
+        """A layer has changed an object, such as a cache, which is of use in a step of several passes alone."""
+        if self.tracker.come_back is not None:
+            self._come_back(name)
 
     # ------------------------------------------------------------------ the two ends of a stage
 
