@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
-from lightning.pytorch.callbacks import ProgressBar, RichProgressBar, TQDMProgressBar
+import torch
+from lightning.pytorch.callbacks import ProgressBar, RichProgressBar, TQDMProgressBar, WeightAveraging
 from lightning.pytorch.utilities.data import extract_batch_size
 from matplotlib.figure import Figure
+from torch import Tensor
 from typing_extensions import override
 
 from recipes.report import readable
@@ -117,6 +119,27 @@ class Curve(L.Callback):
                 points = self.points.setdefault(name, [])
                 points[:] = [point for point in points if point[0] != trainer.global_step]
                 points.append((trainer.global_step, float(value)))
+
+
+class MovingAverage(WeightAveraging):
+    """An exponential moving average of weights and batch-norm statistics, for validation and as the final weights.
+
+    The average begins short, as TensorFlow's does: over the first steps its decay is (1 + steps) / (10 + steps).
+
+    Args:
+        decay: share of the average that a step keeps.
+    """
+
+    def __init__(self, decay: float = 0.9999) -> None:
+        def average(old: Tensor, new: Tensor, steps: Tensor | int) -> Tensor:
+            if not new.is_floating_point():
+                return new
+            # as a tensor: on ranks that do not have this parameter there is no number to be had
+            count = torch.as_tensor(steps, dtype=old.dtype, device=old.device)
+            kept = ((1 + count) / (10 + count)).clamp(max=decay)
+            return torch.lerp(new.to(old.dtype), old, kept)
+
+        super().__init__(use_buffers=True, avg_fn=average)
 
 
 def progress_bar() -> ProgressBar:

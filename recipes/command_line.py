@@ -1,4 +1,4 @@
-"""What Hydra reads in each process of a job.
+"""What Hydra reads in each process of a job, and what a run shows.
 
 Lightning starts the other processes of a job with the first one's folder. Where something else starts them (torchrun,
 SLURM, and in sweeps), every process reads the whole command line, and only the first one may write.
@@ -7,9 +7,11 @@ SLURM, and in sweeps), every process reads the whole command line, and only the 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import re
 import sys
+import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -17,6 +19,12 @@ from recipes.errors import RecipeError
 
 RANK_VARIABLES = ("RANK", "SLURM_PROCID", "LOCAL_RANK")
 CONF = Path(__file__).resolve().parents[1] / "conf"
+HARMLESS = (
+    ".*does not have many workers.*",  # batches of ready tokens cost nothing to load
+    ".*isinstance\\(treespec, LeafSpec\\).*",  # lightning 2.6 under torch 2.13
+    ".*The dirpath has changed from.*",  # a resumed run has a folder of its own
+    ".*Experiment logs directory .* exists and is not empty.*",  # Hydra has made the folder and its log
+)
 
 
 def rank() -> int:
@@ -98,3 +106,16 @@ def load_environment() -> None:
             f"python-dotenv reads {file}, and is not installed.", hint="pip install python-dotenv"
         ) from None
     load_dotenv(file)
+
+
+def tidy() -> None:
+    """Sends Lightning's messages through Hydra's handlers only, and drops what a reader need not see."""
+    logging.getLogger("lightning").handlers.clear()
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(_is_news)
+    for message in HARMLESS:
+        warnings.filterwarnings("ignore", message)
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    text = record.getMessage()
+    return not any(words in text for words in ("Tip:", "TPU available", "Loading `train_dataloader`"))

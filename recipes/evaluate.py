@@ -41,9 +41,9 @@ def evaluate(folder: Path, which: str = "best", overrides: Sequence[str] = ()) -
     import lightning as L
     from lightning.pytorch.utilities.model_helpers import is_overridden
 
-    from recipes import console, job, samples
+    from recipes import job, samples
 
-    console.tidy()
+    command_line.tidy()
     warnings.filterwarnings("ignore", ".*callbacks used to create the checkpoint need to be provided.*")
     logging.getLogger("recipes").setLevel(logging.INFO)
     L.seed_everything(settings.seed, workers=True, verbose=False)

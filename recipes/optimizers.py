@@ -1,4 +1,4 @@
-"""RMSProp as TensorFlow computes it, which AmoebaNet's hyper-parameters are meant for."""
+"""How a module gets its optimizer, and RMSProp as TensorFlow computes it."""
 
 from __future__ import annotations
 
@@ -6,9 +6,22 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from typing_extensions import override
+
+MakeOptimizer = Callable[[Iterable[Any]], Optimizer]
+MakeScheduler = Callable[[Optimizer, int], LRScheduler]
+
+
+def decay_groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Parameter groups with weight decay on matrices only: not on biases, norms and other vectors."""
+    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    return [
+        {"params": [parameter for parameter in parameters if parameter.dim() >= 2], "weight_decay": weight_decay},
+        {"params": [parameter for parameter in parameters if parameter.dim() < 2], "weight_decay": 0.0},
+    ]
 
 
 class RMSPropTF(Optimizer):

@@ -71,9 +71,9 @@ def run(settings: DictConfig) -> float:
     """Checks a configuration and trains what it describes."""
     config.require_experiment(settings)
     config.check(settings)
-    from recipes import console, job
+    from recipes import job
 
-    console.tidy()
+    command_line.tidy()
     if HydraConfig.get().mode is RunMode.MULTIRUN:
         check_sweep(settings)
     with command_line.threads(settings.threads):

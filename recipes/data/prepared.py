@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 from abc import abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
 
 from typing_extensions import override
 
-from recipes.data import vocabulary
+from recipes.data import choice, vocabulary
 from recipes.data.loading import ResumableData
 from recipes.data.vocabulary import Vocabulary
 from recipes.errors import RecipeError
@@ -18,8 +17,8 @@ from recipes.errors import RecipeError
 class Prepared(ResumableData):
     """A data module whose data is a folder in a cache, with the tokeniser that its texts were tokenised with.
 
-    Subclasses call ``save_hyperparameters``, tell the cache, name the special tokens by role as for `vocabulary.load`,
-    and set for how many tokens the model is built.
+    Subclasses tell the cache, name the special tokens by role as for `vocabulary.load`, and set for how many tokens the
+    model is built.
     """
 
     cache: Path
@@ -28,8 +27,8 @@ class Prepared(ResumableData):
 
     def __init__(self) -> None:
         super().__init__()
+        self._prepared: Path | None = None
         self._folder: Path | None = None
-        self._is_prepared = False
 
     @abstractmethod
     def prepare(self) -> Path:
@@ -44,25 +43,18 @@ class Prepared(ResumableData):
 
     @override
     def prepare_data(self) -> None:
-        """Runs in one process on every machine, and notes for the others where the data is."""
-        if not self._is_prepared:  # the Trainer asks before each of validate, fit and test
-            folder = self.prepare()
-            self._note.write_text(str(folder.resolve()))
-        self._is_prepared = True
+        """Runs in one process on every machine, so that the others find the data in the cache."""
+        if self._prepared is None:  # the Trainer asks before each of validate, fit and test
+            self._prepared = self.prepare()
 
     @override
     def setup(self, stage: str) -> None:
-        """Opens what has been prepared."""
+        """Opens what has been prepared: on all processes the same, which may not ask the hub by themselves."""
         if self._folder is None:
-            self._folder = Path(self._note.read_text())
+            self._folder = choice.agreed(self.trainer, lambda: self._prepared or self.prepare())
             vocabulary.check_size(self.words.size, self.vocabulary)
 
     @property
     def words(self) -> Vocabulary:
         """The tokeniser."""
         return vocabulary.load(self.folder, self.special)
-
-    @property
-    def _note(self) -> Path:
-        # Which source "auto" means is decided once, by the process that prepares; the others must not ask again.
-        return self.cache / f"{hashlib.sha256(repr(sorted(self.hparams.items())).encode()).hexdigest()[:16]}.folder"

@@ -5,39 +5,26 @@ from __future__ import annotations
 import re
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from recipes.demonstrations.runs import Demonstration
-
-
-@dataclass(frozen=True)
-class Label:
-    """How a page tells a metric.
-
-    Args:
-        row: first cell of its row.
-        text: a value in words.
-    """
-
-    row: str
-    text: Callable[[float], str]
 
 
 def _percent(value: float) -> str:
     return f"{100 * value:.1f} %"
 
 
-METRICS = {
-    "val_loss": Label("validation loss", "{:.3f}".format),
-    "val_perplexity": Label("validation perplexity", "{:,.0f}".format),
-    "val_top1": Label("top-1 accuracy", _percent),
-    "val_top5": Label("top-5 accuracy", _percent),
-    "val_psnr": Label("signal to noise (PSNR)", "{:.1f} dB".format),
-    "val_masked_accuracy": Label("accuracy of masked tokens", _percent),
-    "val_next_accuracy": Label("accuracy of the next sentence", _percent),
-    "val_token_accuracy": Label("accuracy of the next token", _percent),
-    "test_bleu": Label("BLEU", lambda value: f"{100 * value:.1f}"),
+METRICS: dict[str, tuple[str, Callable[[float], str]]] = {
+    "val_loss": ("validation loss", "{:.3f}".format),
+    "val_perplexity": ("validation perplexity", "{:,.0f}".format),
+    "val_top1": ("top-1 accuracy", _percent),
+    "val_top5": ("top-5 accuracy", _percent),
+    "val_psnr": ("signal to noise (PSNR)", "{:.1f} dB".format),
+    "val_masked_accuracy": ("accuracy of masked tokens", _percent),
+    "val_next_accuracy": ("accuracy of the next sentence", _percent),
+    "val_token_accuracy": ("accuracy of the next token", _percent),
+    "test_bleu": ("BLEU", lambda value: f"{100 * value:.1f}"),
 }
+"""For each metric the first cell of its row, and what writes a value in words."""
 ROW = re.compile(r"^(\| ?([^|]*?) \| )(.*?)(?= \|)", re.MULTILINE)
 END = "**Not reproduced here:**"
 TEXT = re.compile(r"(?<=^```text\n).*?(?=^```$)", re.MULTILINE | re.DOTALL)
@@ -92,12 +79,12 @@ def cells(found: Demonstration) -> dict[str, str]:
     }
     if speeds := [run.samples_per_second for run in runs if run.samples_per_second is not None]:
         rows["training speed"] = _spread(speeds, "{:.0f} samples/s".format)
-    for name, label in METRICS.items():
+    for name, (row, text) in METRICS.items():
         if name in runs[0].after:
-            after = _spread([run.after[name] for run in runs], label.text)
+            after = _spread([run.after[name] for run in runs], text)
             before = [run.before[name] for run in runs if name in run.before]
-            start = f"{label.text(statistics.mean(before))} before training, " if before else ""
-            rows[label.row] = f"{start}{after}{' after' if before else ''}"
+            start = f"{text(statistics.mean(before))} before training, " if before else ""
+            rows[row] = f"{start}{after}{' after' if before else ''}"
     return rows
 
 

@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from recipes.data.vocabulary import Vocabulary
 from recipes.errors import RecipeError
-from recipes.optim import MakeOptimizer, MakeScheduler, decay_groups
+from recipes.optimizers import MakeOptimizer, MakeScheduler, decay_groups
 from recipes.samples import Shown
 
 printed = logging.getLogger("recipes.printed")  # goes into the log file only

@@ -172,7 +172,7 @@ class _Optimizer:
     """The recipe's optimizer with its learning rates; parameters without a gradient stay as they are."""
 
     def __init__(self, module: Any, steps: int) -> None:
-        from recipes.optim import decay_groups
+        from recipes.optimizers import decay_groups
 
         self.optimizer = module.make_optimizer(decay_groups(module, module.weight_decay))
         self.rates = module.make_scheduler(self.optimizer, steps)

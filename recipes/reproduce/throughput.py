@@ -14,7 +14,7 @@ from recipes.reproduce.memory import DEVICE, fits, peaks
 from recipes.reproduce.pictures import bars, lines
 from recipes.reproduce.piz_daint import Machine
 from recipes.reproduce.published import published
-from recipes.reproduce.results import Picture, Result, Row, Tolerance, near, shares
+from recipes.reproduce.results import Result, Row, Tolerance, near, shares
 
 UNIT = "sequences/s"
 EXACT = Tolerance("exact")
@@ -377,7 +377,9 @@ def figure1(machine: Machine, nodes: int, total: int, schemes: dict[str, list[in
         rows.append(_row(machine, scheme, f"{scheme}: throughput", printed, own[scheme], reasons))
     rows.insert(0, shares(rows))
     rows += list(_memory(machine, plotted["memory"], schemes, nodes, total))
-    return Result.of(rows, _figure1(plotted["throughput"], own))
+    title = "Figure 1: GPT-2 on 2,048 nodes"
+    picture = bars(title, plotted["throughput"], own, f"throughput ({UNIT})", _caption("Figure 1"))
+    return Result.of(rows, picture)
 
 
 def _memory(
@@ -390,7 +392,3 @@ def _memory(
         note = f"{machine.allocator * most:.1f} GB by the model of Figure 9"
         printed, own = words[plotted[scheme] != "OOM"], words[fits(machine, most)]
         yield Row(f"{scheme}: without recomputation in {DEVICE:.0f} GB", printed, own, EXACT, note=note)
-
-
-def _figure1(plotted: Mapping[str, float], own: Mapping[str, float]) -> Picture:
-    return bars("Figure 1: GPT-2 on 2,048 nodes", plotted, own, f"throughput ({UNIT})", _caption("Figure 1"))

@@ -14,7 +14,7 @@ from recipes.data.text import TextBlocks
 from recipes.learning_rate_schedules import warmup_cosine
 from recipes.modules.gpt2 import GPT2
 from recipes.modules.language import Perplexity
-from recipes.optim import decay_groups
+from recipes.optimizers import decay_groups
 from tests.recipes.conftest import write_text
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from recipes.averaging import MovingAverage
+from recipes.callbacks import MovingAverage
 from recipes.learning_rate_schedules import (
     inverse_square_root,
     warmup_exponential,
