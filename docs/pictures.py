@@ -14,7 +14,7 @@ from lightning_pipe.schedules import Kind
 from lightning_pipe.simulate import compare
 from lightning_pipe.simulate.style import COLOURS
 from recipes.reproduce.experiments import load
-from recipes.reproduce.pictures import lines_figure
+from recipes.reproduce.pictures import lines
 
 FOLDER = Path(__file__).parents[1] / ".github" / "pictures"
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "chimera", "zero_bubble")
@@ -69,7 +69,7 @@ def reproduced(path: Path) -> None:
             for of_row, value in zip(points, (row.published, row.reproduced), strict=True):
                 of_row.setdefault(name, []).append((int(nodes.split()[0]), float(str(value))))
     axes = ("nodes with a P100 each", "Bert-48, sequences per second")
-    lines_figure(*points, axes, logarithmic=True, size=(7.4, 3.3)).savefig(path, dpi=160)
+    lines(*points, axes, logarithmic=True, size=(7.4, 3.3)).savefig(path, dpi=160)
 
 
 def idea(path: Path) -> None:

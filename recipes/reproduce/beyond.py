@@ -12,7 +12,7 @@ from lightning_pipe.schedules import Chimera, Family, Schedule
 from lightning_pipe.simulate import Costs, Memory
 from recipes.reproduce.counted import sizes_of_stages
 from recipes.reproduce.memory import BLOCK, DEVICE, activation, fits, of_stages, peaks
-from recipes.reproduce.pictures import lines
+from recipes.reproduce.pictures import lines, picture
 from recipes.reproduce.piz_daint import BLOCKS, Machine
 from recipes.reproduce.published import published
 from recipes.reproduce.results import Result, Row, Tolerance
@@ -72,7 +72,8 @@ def later_schedules(
     title = f"{model} with {sequences} sequence{'s' if sequences > 1 else ''} for each node, with later schedules"
     caption = "Simulated with the constants of Chimera's machine. Both axes grow by factors."
     caption += f" Published points are those of {figure}, digitised." if figure else ""
-    return Result.of(rows, lines(title, points, ours, ("nodes", f"throughput ({UNIT})"), caption, logarithmic=True))
+    drawn = lines(points, ours, ("nodes", f"throughput ({UNIT})"), logarithmic=True)
+    return Result.of(rows, picture(title, drawn, caption))
 
 
 def _speed(

@@ -24,30 +24,6 @@ Points = Mapping[str, Sequence[tuple[float, float]]]
 
 @rc_context(STYLE)
 def lines(
-    title: str,
-    published: Points,
-    ours: Points,
-    axes: tuple[str, str],
-    caption: str,
-    *,
-    logarithmic: bool = False,
-) -> Picture:
-    """Curves over a number: published points large and empty, ours small, filled and joined.
-
-    Args:
-        title: above it.
-        published: by label.
-        ours: by the same labels, or by others.
-        axes: what is along x and y, with units.
-        caption: below it.
-        logarithmic: x and y grow by factors.
-    """
-    figure = lines_figure(published, ours, axes, logarithmic=logarithmic)
-    return _picture(title, figure, caption)
-
-
-@rc_context(STYLE)
-def lines_figure(
     published: Points,
     ours: Points,
     axes: tuple[str, str],
@@ -55,7 +31,7 @@ def lines_figure(
     logarithmic: bool = False,
     size: tuple[float, float] = (8.2, 4.4),
 ) -> Figure:
-    """The curves of `lines`, by themselves.
+    """Curves over a number: published points large and empty, ours small, filled and joined.
 
     Args:
         published: by label.
@@ -114,7 +90,7 @@ def bars(
     plot.set_axisbelow(True)
     plot.spines[["top", "right"]].set_visible(False)
     figure.legend(loc="outside lower center", ncols=2, frameon=False)
-    return _picture(title, figure, caption)
+    return picture(title, figure, caption)
 
 
 @rc_context(STYLE)
@@ -139,7 +115,7 @@ def curves(
         other: Any = {"linewidth": 1.3, "color": COLOURS[(index - 1) % len(COLOURS)]}
         plot.plot(steps, smooth, label=label, **(other | {"linestyle": (0, (4, 1 + 0.6 * index))} if index else first))
     _finish(figure, plot, (x, y), published=False)
-    return _picture(title, figure, caption)
+    return picture(title, figure, caption)
 
 
 def _figure(size: tuple[float, float]) -> tuple[Figure, Axes]:
@@ -147,8 +123,15 @@ def _figure(size: tuple[float, float]) -> tuple[Figure, Axes]:
     return figure, figure.add_subplot()
 
 
-def _picture(title: str, figure: Figure, caption: str) -> Picture:
-    """What is drawn, as SVG without XML head, the same each time."""
+@rc_context(STYLE)
+def picture(title: str, figure: Figure, caption: str) -> Picture:
+    """What is drawn, as SVG without XML head, the same each time.
+
+    Args:
+        title: above it.
+        figure: what is drawn.
+        caption: below it.
+    """
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
     text = buffer.getvalue()

@@ -11,7 +11,7 @@ from lightning_pipe.simulate import Costs, simulate
 from recipes.reproduce.bubbles import SCHEMES
 from recipes.reproduce.closed_forms import chimera_time
 from recipes.reproduce.memory import DEVICE, fits, peaks
-from recipes.reproduce.pictures import bars, lines
+from recipes.reproduce.pictures import bars, lines, picture
 from recipes.reproduce.piz_daint import Machine
 from recipes.reproduce.published import published
 from recipes.reproduce.results import Result, Row, Tolerance, near, shares
@@ -167,8 +167,8 @@ def figure13(machine: Machine, set_ups: dict[str, dict[str, list[int]]], best: s
         what = f"{model}: slower than the fastest, the set-up that Equation (1) chooses"
         picks.append(Row(what, 0.0, round(100 * lost, 1), Tolerance(best), "%", note=f"it chooses {chosen}"))
     title = "Figure 13: Chimera's throughput by depth and width"
-    picture = bars(title, measured, own, f"throughput ({UNIT})", _caption("Figure 13"))
-    return Result.of([shares(rows), *rows, *picks], picture)
+    drawn = bars(title, measured, own, f"throughput ({UNIT})", _caption("Figure 13"))
+    return Result.of([shares(rows), *rows, *picks], drawn)
 
 
 def modelled(machine: Machine, model: str, width: int, depth: int, batch: int, total: int, recompute: bool) -> float:
@@ -234,7 +234,8 @@ def weak_scaling(
         rows.append(Row(what, efficiency, grown, Tolerance("2 %"), note=note))
     axes = ("nodes", f"throughput ({UNIT})")
     caption = f"{_caption(figure)} Both axes grow by factors."
-    return Result.of(rows, lines(f"{figure}: weak scaling of {model}", *drawn, axes, caption, logarithmic=True))
+    title = f"{figure}: weak scaling of {model}"
+    return Result.of(rows, picture(title, lines(*drawn, axes, logarithmic=True), caption))
 
 
 def larger_batches(
@@ -283,7 +284,8 @@ def larger_batches(
         what = f"the text: Chimera over {scheme}, mean of the mini-batches from {first:,} on"
         rows.append(near(what, gain, sum(each) / len(each), note=reasons.get(scheme, OWN)))
     axes = ("mini-batch (sequences)", f"throughput ({UNIT})")
-    return Result.of(rows, lines(f"{figure}: {model} with larger mini-batches", *drawn, axes, _caption(figure)))
+    title = f"{figure}: {model} with larger mini-batches"
+    return Result.of(rows, picture(title, lines(*drawn, axes), _caption(figure)))
 
 
 def figure16(blocks: str, schemes: dict[str, list[int]], gpus: list[int], sequences: int, reason: str) -> Result:
@@ -354,7 +356,7 @@ def figure19(machine: Machine, nodes: int, total: int, bests: dict[str, str]) ->
         rows.append(Row(f"{place}: fastest number of pipelines", bests[place], fastest, EXACT, note=OWN))
     axes = ("pipelines", f"throughput ({UNIT})")
     title = "Figure 19: two to sixteen pipelines, GPT-2 with 32 layers on 64 nodes"
-    return Result.of([shares(rows), *rows], lines(title, *drawn, axes, _caption("Figure 19")))
+    return Result.of([shares(rows), *rows], picture(title, lines(*drawn, axes), _caption("Figure 19")))
 
 
 def figure1(machine: Machine, nodes: int, total: int, schemes: dict[str, list[int]], reasons: dict[str, str]) -> Result:
@@ -378,8 +380,7 @@ def figure1(machine: Machine, nodes: int, total: int, schemes: dict[str, list[in
     rows.insert(0, shares(rows))
     rows += list(_memory(machine, plotted["memory"], schemes, nodes, total))
     title = "Figure 1: GPT-2 on 2,048 nodes"
-    picture = bars(title, plotted["throughput"], own, f"throughput ({UNIT})", _caption("Figure 1"))
-    return Result.of(rows, picture)
+    return Result.of(rows, bars(title, plotted["throughput"], own, f"throughput ({UNIT})", _caption("Figure 1")))
 
 
 def _memory(
