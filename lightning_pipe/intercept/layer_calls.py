@@ -106,6 +106,8 @@ class LayerCalls:
         self._stage, self._others, self._objects = stage, not stage.all, objects
         # by layer, the objects that it has changed or made, by ``id``; caches of an earlier generate() must go
         self._kept: dict[str, WeakValueDictionary[int, Any]] = {}
+        # the module that runs where other stages must know what it leaves behind, and what looks at it
+        self._running: tuple[str, nn.Module] | None = None
         self._watch: Watch | None = None
         self._skips, self.surroundings, self.cache, self._profiler = skips, surroundings, cache, profiler
 
@@ -132,11 +134,12 @@ class LayerCalls:
                 if self._profiler is not None:
                     self._profiler(name, key, forward, args, kwargs, skips)
                 # With the layers on one stage nobody needs a record: code behind them sees what they leave behind.
-                watched = ((), ()) if plain else (given, arguments)
-                watch = Watch(name, module, *watched, objects=self._objects) if self._others else None
-                self._watch = watch
-                if watch is not None and (referred is not None or cache.attributes.seeks(name, module)):
-                    self._seek(watch)
+                if self._others:
+                    self._running = name, module
+                    if not plain:
+                        self._watch = Watch(name, module, given, arguments, objects=self._objects)
+                    if referred is not None or cache.attributes.seeks(name, module):
+                        self._seek()
                 hooked = cache.hooked.of(module)
                 start = graph_nodes()
                 if hooked:
@@ -144,8 +147,7 @@ class LayerCalls:
                         result = forward(*args, **kwargs)
                 else:
                     result = forward(*args, **kwargs)
-                if watch is not None and plain and not watch.seeks:
-                    watch = None  # nothing has been looked at
+                watch = self._watch
                 # tensors made in between have no number: those that get out other than by the result are an error
                 tracker.spans.append((start, graph_nodes()))
                 changed = tracker.in_place.changed(before, name)
@@ -158,7 +160,7 @@ class LayerCalls:
                     objects = self._kept.setdefault(name, WeakValueDictionary())
                     objects.update(watch.kept_objects(call.effects, arguments))
         finally:
-            self.inside, self._watch = False, None
+            self.inside, self._running, self._watch = False, None, None
         return result
 
     def _noted(
@@ -190,14 +192,15 @@ class LayerCalls:
         Raises:
             CutError: of another module than its own parts.
         """
-        watch, cache = self._watch, self.cache
-        if watch is None or vars(part).get(name) is value:
+        state = self.cache.state
+        if self._running is None or vars(part).get(name) is value:
             return
-        if all(part is not each for each in watch.module.modules()):
+        running, module = self._running
+        if all(part is not each for each in module.modules()):
             if not self._may_change(part):
-                raise changed_elsewhere(watch.name, cache.state.written(part, name))
-        elif not (watch.seeks or (cache.state.one_pipe and cache.state.is_kept(part, name))):
-            self._seek(watch)
+                raise changed_elsewhere(running, state.written(part, name))
+        elif not (state.one_pipe and state.is_kept(part, name)):
+            self._seek()
 
     def _may_change(self, part: nn.Module) -> bool:
         """Whether a call may change what is no part of its module: the last stage completes the step."""
@@ -232,9 +235,12 @@ class LayerCalls:
         kept = [list(vars(each).values()) for each in objects_of(arguments) if id(each) in ids]
         return [leaf for leaf in tree_leaves(kept) if isinstance(leaf, Placeholder)]
 
-    def _seek(self, watch: Watch) -> None:
+    def _seek(self) -> None:
         """Look for attributes, and note that the call may use the tensors that its module keeps."""
-        watch.seek(self.cache.foreign(watch.name, watch.module))
+        if self._running is None or (self._watch is not None and self._watch.seeks):
+            return
+        watch = self._watch = self._watch or Watch(*self._running, (), (), objects=self._objects)
+        watch.seek(self.cache.foreign(*self._running))
         numbers = map(self.tracker.numbers.of, watch.attributes())
         self.tracker.used.update(number for number in numbers if number is not None)
 
