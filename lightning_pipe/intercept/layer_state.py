@@ -164,22 +164,19 @@ class LayerState:
         return written(self._names.get(part, ""), attribute)
 
     def everything(self, parts: Iterable[nn.Module] | None = None) -> Snapshot:
-        """The attributes of some parts as they are now; ``None``: those that calls have changed so far."""
+        """The attributes of some parts as they are now, without buffers; ``None``: those that calls have changed."""
         if parts is not None:
-            return Snapshot({str(id(part)): part for part in parts})
-        found, only = {}, {}
-        for part in self._root_of:
-            if names := {*_kept.get(part, ()), *self._noted.get(part, ())}:
-                found[str(id(part))] = part
-                only[str(id(part))] = names if names.isdisjoint(part._buffers) else {*names, "_buffers"}
-        return Snapshot(found, only)
+            return Snapshot({str(id(part)): part for part in parts}, buffers=False)
+        names = {part: {*_kept.get(part, ()), *self._noted.get(part, ())} for part in self._root_of}
+        found = {str(id(part)): part for part, own in names.items() if own}
+        return Snapshot(found, {str(id(part)): own for part, own in names.items()}, buffers=False)
 
     def note_changes(self, before: Snapshot) -> None:
         """Note what a run has changed since `everything` was looked at, besides what the step has set."""
         parts = {str(id(part)): part for part in self._root_of}
         for change in before.changes():
             part, attribute = parts[change.path[0]], attribute_of(change)
-            if attribute in part._buffers or (part, attribute) in self.set_by_run:
+            if (part, attribute) in self.set_by_run:
                 continue
             if is_own(part):
                 self.keep(part, attribute)
