@@ -158,10 +158,10 @@ def _asked_inplace(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 def function_name(func: Any) -> str:
     """The name under which a torch function is recorded; property getters get their property's name."""
-    name = getattr(func, "__name__", str(func))
+    name: str | None = getattr(func, "__name__", None)
     if name in ("__get__", "__set__"):
         return f"{getattr(func.__self__, '__name__', '')}.{name}"
-    return str(name)
+    return str(func) if name is None else name
 
 
 MIRRORED: dict[str, Callable[..., Any]] = {"gt": torch.lt, "ge": torch.le}
